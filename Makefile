@@ -1,0 +1,58 @@
+# Every target does its own set-up from a bare checkout; the stamps in .venv make the second run quick.
+#   make demo PYTHON=python3.12      another interpreter
+#   make test ARGS="-k cancel -x"    more arguments for pytest
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYTHONUNBUFFERED := 1
+PIP := $(BIN)/python -m pip install --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-long check docs bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+demo: $(VENV)/.usable  ## the main job on real input, verified, in under a minute
+	$(BIN)/offload demo $(ARGS)
+
+test: $(VENV)/.ready  ## the tests, without those marked long
+	$(BIN)/python -m pytest -m "not long" $(ARGS)
+
+test-long: $(VENV)/.ready  ## all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.ready  ## every static check, and the documentation and the wheel
+	PYTHON=$(PYTHON) .ci/run --checks
+
+docs: $(VENV)/.ready  ## the documentation, warnings as errors, into docs/_build/html
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+
+bench: $(VENV)/.usable  ## each figure beside its limit
+	@for what in pipeline copy enqueue cancel replay; do $(BIN)/offload bench $$what $(ARGS) || exit 1; done
+
+clean:  ## remove the environment and everything built
+	rm -rf $(VENV) build dist docs/_build .coverage .coverage.* htmlcov .mypy_cache .ruff_cache .pytest_cache \
+	    .hypothesis .import_linter_cache
+
+# Where `ensurepip` is missing (Debian splits it off), the pip that runs outside fills the environment.
+$(VENV)/.made:
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) \
+	    && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	@touch $@
+
+# In a call of its own and first: the later calls find it satisfied and never choose another build of it.
+$(VENV)/.torch: $(VENV)/.made
+	$(PIP) torch==2.13.0
+	@touch $@
+
+$(VENV)/.usable: pyproject.toml $(VENV)/.torch
+	$(PIP) --editable '.[all]'
+	@touch $@
+
+$(VENV)/.ready: pyproject.toml $(VENV)/.usable
+	$(PIP) --editable '.[all,dev]'
+	@touch $@

@@ -1,0 +1,40 @@
+"""torch costs over a second and hundreds of megabytes: nothing imports it until a tensor is touched."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "offload",
+        "backends",
+        "maru",
+        "offload.cli",
+        "offload.from_thread",
+        "backends.memory",
+        "backends.file",
+        "backends.device",
+        "backends.testing",
+    ],
+)
+def test_import_leaves_torch_alone(modules: str) -> None:
+    program = f"import sys, {modules}; sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_using_a_memory_tier_leaves_torch_alone() -> None:
+    program = """
+import sys
+from backends.memory import MemoryTier
+import offload
+
+tier = MemoryTier(capacity_bytes=1 << 16, block_bytes=1 << 12)
+tier.put(offload.block_key(b"a"), bytes(1 << 12))
+sys.exit('torch was imported' if 'torch' in sys.modules else 0)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
