@@ -1,0 +1,225 @@
+"""Blocks as files: the format, and a directory of them that this process has locked. Blocking; knows no tier.
+
+    DIRECTORY/offload.lock              held with flock for as long as the directory is open
+    DIRECTORY/3f/KEY.NUMBER.kv          a block: a header of 512 bytes, then the payload
+    DIRECTORY/3f/KEY.NUMBER.kv.tmp      a block that is being written
+
+KEY is the key in hexadecimal, NUMBER one that is never used again, so that a block that was evicted and stored anew is
+another file, and nothing that is still to be removed can hit it.
+
+Rule 1. A name that ends in ``.kv`` is given only to a file that is complete, by a rename. (Without ``fsync`` a crash of
+        the machine may still leave one with holes; the checksums find that.)
+Rule 2. Nothing that is read is trusted. A header that does not fit the file is *torn*, a payload that does not fit its
+        checksum is *damaged*, another layout fingerprint or key is *foreign*, another format is a *version*.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import xxhash
+
+from ._errors import PlaceInUse, StrayPath
+from .abc import Key
+
+# --- the format ---------------------------------------------------------------------------------------------------
+
+FORMAT_VERSION = 1
+HEADER_BYTES = 512
+MAX_KEY_BYTES = 440
+"""What fits into a header. A key longer than ``_MAX_NAMED_BYTES`` is not spelled out in the file's name."""
+
+_MAGIC = b"\x8bkvblk\n\x1a"
+_HEADER = struct.Struct(f"<8sHHHHQQ32s{MAX_KEY_BYTES}s")  # magic, version, flags, key length, 0, size, sum, layout, key
+_SUM = struct.Struct("<Q")  # xxh3-64 of all before it
+_SUMMED = 1  # flag: the payload has a checksum
+assert _HEADER.size + _SUM.size == HEADER_BYTES
+
+_MAX_NAMED_BYTES = 100
+_SHARD = re.compile(r"[0-9a-f]{2}")
+NAME = re.compile(r"([0-9a-f]*|long-[0-9a-f]{64})\.([0-9a-f]+)\.kv(\.tmp)?")
+
+
+class Refused(Exception):
+    """A file is not the block that was expected; the reason is a word of rule 2."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class Header(NamedTuple):
+    key: Key
+    payload_bytes: int
+    payload_sum: int | None
+
+
+def layout_digest(fingerprint: str) -> bytes:
+    """What a header says of the layout: 32 bytes."""
+    return hashlib.blake2b(fingerprint.encode(), digest_size=32).digest()
+
+
+def pack_header(key: Key, payload_bytes: int, payload_sum: int | None, layout: bytes) -> bytes:
+    """The header of one block."""
+    flags, digest = (0, 0) if payload_sum is None else (_SUMMED, payload_sum)
+    head = _HEADER.pack(_MAGIC, FORMAT_VERSION, flags, len(key), 0, payload_bytes, digest, layout, key)
+    return head + _SUM.pack(xxhash.xxh3_64_intdigest(head))
+
+
+def unpack_header(head: bytes | bytearray, file_bytes: int, layout: bytes) -> Header:
+    """Read a header, of which as much is given as there is in the file."""
+    if len(head) < HEADER_BYTES or head[: len(_MAGIC)] != _MAGIC:
+        raise Refused("torn")
+    _, version, flags, key_bytes, _, payload_bytes, digest, found_layout, key = _HEADER.unpack_from(head)
+    if version != FORMAT_VERSION:
+        raise Refused("version")
+    if _SUM.unpack_from(head, _HEADER.size)[0] != xxhash.xxh3_64_intdigest(head[: _HEADER.size]):
+        raise Refused("torn")
+    if file_bytes != HEADER_BYTES + payload_bytes:
+        raise Refused("torn")
+    if found_layout != layout:
+        raise Refused("foreign")
+    return Header(key[:key_bytes], payload_bytes, digest if flags & _SUMMED else None)
+
+
+def name_of(key: Key, number: int) -> str:
+    """The file of one block, relative to the directory."""
+    spelled = key.hex() if len(key) <= _MAX_NAMED_BYTES else "long-" + hashlib.blake2b(key, digest_size=32).hexdigest()
+    return f"{xxhash.xxh3_64_hexdigest(key)[:2]}/{spelled}.{number:x}.kv"
+
+
+# --- the directory, as far as it is files -------------------------------------------------------------------------
+
+
+class Directory:
+    """An open, locked directory. Closed with the last reference, so never under a thread that still works in it."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.root = self.lock = -1
+        try:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+            self.root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+            self.lock = os.open("offload.lock", flags, 0o600, dir_fd=self.root)
+        except OSError as exc:
+            raise StrayPath(f"{path!r} cannot be used as a directory of blocks: {exc}") from exc
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise PlaceInUse(f"{path!r} is in use by another tier, here or in another process") from exc
+
+    def __del__(self) -> None:
+        for fd in (self.lock, self.root):
+            if fd >= 0:
+                os.close(fd)
+
+    def scan(self) -> Iterator[tuple[str, os.stat_result]]:
+        """The files with our kind of name, relative to the root."""
+        for shard in sorted(os.listdir(self.root)):
+            if not _SHARD.fullmatch(shard):
+                continue
+            try:
+                fd = os.open(shard, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.root)
+            except OSError:  # a file, a link, or not ours to read
+                continue
+            try:
+                for name in os.listdir(fd):
+                    if NAME.fullmatch(name):
+                        with contextlib.suppress(FileNotFoundError):
+                            status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                            if stat.S_ISREG(status.st_mode):
+                                yield f"{shard}/{name}", status
+            finally:
+                os.close(fd)
+
+    def head(self, name: str) -> bytes:
+        """The header of one file, or what there is of it."""
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.root)
+        try:
+            return os.pread(fd, HEADER_BYTES, 0)
+        finally:
+            os.close(fd)
+
+    def write(self, name: str, head: bytes, payload: memoryview, mtime_ns: int, fsync: bool) -> None:
+        """Write one block and publish it. After an error nothing is left of it."""
+        temporary = name + ".tmp"
+        fd = self._create(temporary)
+        try:
+            try:
+                _write_all(fd, head, payload)
+                os.utime(fd, ns=(mtime_ns, mtime_ns))
+                if fsync:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(temporary, name, src_dir_fd=self.root, dst_dir_fd=self.root)
+        except BaseException:
+            self.remove(temporary)
+            raise
+
+    def read(self, name: str, layout: bytes, key: Key, page: memoryview, verify: bool) -> None:
+        """Read one block's payload into a page of its size, or raise :class:`Refused`."""
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.root)
+        except FileNotFoundError:
+            raise Refused("gone") from None
+        try:
+            head = bytearray(HEADER_BYTES)
+            got = _read_all(fd, head, page)
+            header = unpack_header(head[:got], os.fstat(fd).st_size, layout)
+        finally:
+            os.close(fd)
+        if header.key != key:
+            raise Refused("foreign")
+        if got != HEADER_BYTES + page.nbytes or header.payload_bytes != page.nbytes:
+            raise Refused("torn")
+        if verify and header.payload_sum is not None and header.payload_sum != xxhash.xxh3_64_intdigest(page):
+            raise Refused("damaged")
+
+    def remove(self, name: str) -> None:
+        """Remove one file. That it is gone already, or cannot be removed, is found again at the next start."""
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self.root)
+
+    def sync(self, names: Sequence[str]) -> None:
+        """Make renames durable."""
+        for shard in {name[:2] for name in names}:
+            fd = os.open(shard, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.root)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def _create(self, name: str) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            return os.open(name, flags, 0o600, dir_fd=self.root)
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name[:2], 0o700, dir_fd=self.root)
+            return os.open(name, flags, 0o600, dir_fd=self.root)
+
+
+def _write_all(fd: int, head: bytes, payload: memoryview) -> None:
+    done = os.writev(fd, [head, payload])
+    while done < len(head) + payload.nbytes:  # a signal, or more than the kernel takes at once
+        done += os.writev(fd, [head[done:], payload[max(0, done - len(head)) :]])
+
+
+def _read_all(fd: int, head: bytearray, page: memoryview) -> int:
+    done = os.preadv(fd, [head, page], 0)
+    while HEADER_BYTES <= done < HEADER_BYTES + page.nbytes:
+        more = os.preadv(fd, [page[done - HEADER_BYTES :]], done)
+        if not more:
+            break
+        done += more
+    return done

@@ -1,0 +1,346 @@
+"""The contracts of a place where blocks live, and the values that cross them.
+
+Four contracts, each with one to five methods:
+
+* :class:`Source`: a pipeline reads blocks from it, in columns.
+* :class:`TransferExecutor` and its :class:`Reservation`: a pipeline writes blocks into it.
+* :class:`Tier`: an executor that can be read back: looked up, pinned, loaded, deleted from.
+* :class:`Destination`: where a load puts the bytes.
+
+Everything here speaks of *many* blocks at once. A block is a position in parallel columns (its key, its guard, its
+outcome), never an object of its own: one object per block costs more than every decision about it.
+
+An answer is a value, never an exception: a duplicate, a miss, a full tier, a pinned key. An exception from any of these
+methods is a broken promise; :class:`Unproven` is the one that says that not even the end of a copy is certain.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+import attrs
+
+from ._errors import BlockSizeError as BlockSizeError
+from ._errors import CapacityError as CapacityError
+from ._errors import DuplicateKeys as DuplicateKeys
+from ._errors import Unproven as Unproven
+from .pages import Pages
+
+Key: TypeAlias = bytes
+"""A block's name: an opaque content hash with the tenant's salt already in it (see :func:`offload.block_key`)."""
+
+EVICTED = -1
+"""The guard of a block that was no longer there when it was upgraded."""
+
+WhenFull: TypeAlias = Literal["wait", "evict", "partial", "fail"]
+"""What a reservation does in a full place: see :meth:`TransferExecutor.reserve`."""
+
+
+# --- blocks, as columns -------------------------------------------------------------------------------------------
+
+
+def _distinct(keys: Sequence[Key]) -> tuple[Key, ...]:
+    column = tuple(keys)
+    if len(set(column)) != len(column):
+        seen: set[Key] = set()
+        raise DuplicateKeys([key for key in column if key in seen or seen.add(key)])  # type: ignore[func-returns-value]
+    return column
+
+
+class Blocks:
+    """Blocks of one source that are enqueued together: one value for many blocks. Made by the source, not by hand.
+
+    Attributes:
+        source: where the bytes are.
+        keys: one key per block, all different.
+        guards: what the source needs to find each block's bytes, or ``None`` where that is decided at the upgrade.
+    """
+
+    __slots__ = ("__weakref__", "guards", "keys", "source")
+
+    def __init__(self, source: Source, keys: Sequence[Key], guards: list[int] | None) -> None:
+        """Take the columns; ``keys`` must be all different (:class:`DuplicateKeys`)."""
+        self.source = source
+        self.keys = _distinct(keys)
+        self.guards = guards
+        if guards is not None and len(guards) != len(self.keys):
+            raise ValueError(f"{len(self.keys)} keys but {len(guards)} block ids")
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self.keys)} blocks in {self.source!r}>"
+
+    def release(self) -> None:
+        """Give back what this value holds in the source. Idempotent; nothing to do unless it holds guards."""
+
+
+class ExternalBlocks(Blocks):
+    """Blocks that the engine itself keeps alive until the handle has settled: block ids and keys."""
+
+    __slots__ = ()
+
+
+class StrongBlocks(Blocks):
+    """Blocks held by counted guards, which prevent eviction until :meth:`release`.
+
+    A pipeline that is given strong blocks owns their guards from that call on, on every path, also when the call
+    raises.
+    """
+
+    __slots__ = ()
+
+    def release(self) -> None:
+        """Drop the guards. Idempotent; with the last guard of a block it may be evicted again."""
+        guards, self.guards = self.guards, []
+        if guards:
+            self.source.release(guards)
+
+
+class WeakBlocks(Blocks):
+    """Keys without a hold: what is still there at the upgrade is transferred, what is not was *evicted*."""
+
+    __slots__ = ()
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Where a pipeline reads from. Called on the trio thread, except :meth:`copy_out`."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every block, in bytes."""
+        ...
+
+    def upgrade(self, keys: Sequence[Key]) -> list[int]:
+        """Weak to strong: one counted guard per key that is there, ``EVICTED`` for each that is not. Never blocks."""
+        ...
+
+    def release(self, guards: Sequence[int]) -> None:
+        """Drop one count of each guard; ``EVICTED`` is ignored. Never blocks, never raises."""
+        ...
+
+    def views(self, guards: Sequence[int]) -> Pages | None:
+        """Where these blocks lie in host memory, or ``None`` if a block is not one run of host memory."""
+        ...
+
+    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+        """Copy each block into the page at the same position. Called in a worker thread; returns when it is over."""
+        ...
+
+
+class Destination(Protocol):
+    """Where a load puts blocks: a column of places, as many as there are blocks to load."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every place, in bytes."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def views(self) -> Pages | None:
+        """The places in host memory, writable, or ``None`` if a place is not one run of host memory."""
+        ...
+
+    def copy_in(self, start: int, pages: Pages) -> None:
+        """Copy ``pages`` into the places from ``start`` on. Called in a worker thread; returns when it is over."""
+        ...
+
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+
+class Outcome:
+    """What became of one block: one of the subclasses below."""
+
+    __slots__ = ()
+
+
+@attrs.frozen
+class Stored(Outcome):
+    """The block is in the place now and can be found by its key."""
+
+
+@attrs.frozen
+class Duplicate(Outcome):
+    """The key was there already; nothing was written. Counts as completed: first writer wins."""
+
+
+@attrs.frozen
+class Loaded(Outcome):
+    """The block's bytes are at the destination, verified where the place keeps checksums."""
+
+
+@attrs.frozen
+class Failed(Outcome):
+    """The copy failed and left nothing behind."""
+
+    error: BaseException
+    """Why."""
+
+
+@attrs.frozen
+class Rejected(Outcome):
+    """The place did not take the block; trying again later may work."""
+
+    reason: str
+    """Why, in a word: ``full``, ``too large``."""
+
+
+@attrs.frozen
+class Missed(Outcome):
+    """The block could not be loaded: it is not there (any more), or what was there was not what was stored."""
+
+    reason: str
+    """Why, in a word: ``gone``, ``torn``, ``damaged``, ``foreign``, ``version``."""
+
+
+STORED = Stored()
+DUPLICATE = Duplicate()
+LOADED = Loaded()
+
+
+class Deletion(enum.Enum):
+    """What :meth:`Tier.delete` did with one key."""
+
+    DELETED = "deleted"
+    MISSING = "missing"
+    PINNED = "pinned"
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+class Reservation(Protocol):
+    """Room for some blocks in a place. Ends with exactly one of :meth:`transfer` or :meth:`release`, or both."""
+
+    @property
+    def granted(self) -> Sequence[Key]:
+        """The keys there is room for: a prefix of those asked for (all of them under ``wait`` and ``evict``)."""
+        ...
+
+    def keep(self, keys: Sequence[Key]) -> None:
+        """Give back the room of every granted key not in ``keys`` (a subsequence of ``granted``). Never blocks."""
+        ...
+
+    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+        """Copy the kept blocks (``guards`` in their order) and publish them. Called at most once, after the commit.
+
+        Returns one outcome per block, in order; an ordinary exception means that all of them failed and that the copy
+        is over. A block is found by its key only once all of its bytes are there. Where nothing is to be waited for, it
+        may pass no checkpoint. The caller shields and bounds it: when it is cancelled all the same, it leaves at once,
+        even with a copy still under way, and the caller quarantines it.
+
+        Raises:
+            Unproven: the copy may still be going on.
+        """
+        ...
+
+    def release(self) -> None:
+        """Give back the room of what was not published. Idempotent; never blocks, never raises."""
+        ...
+
+
+class TransferExecutor(Protocol):
+    """A place blocks can be written to. All of it is called on the trio thread."""
+
+    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> Reservation:
+        """Take room for these blocks.
+
+        ``wait`` waits until there is room for all; ``evict`` makes room by evicting what is not held, and waits only
+        where everything is held; ``partial`` and ``fail`` never wait and grant the prefix that fits (the caller knows
+        what to do with the rest). Waiters are served in order. Cancelled while waiting, it holds nothing.
+
+        Raises:
+            BlockSizeError: this place holds blocks of another size.
+            CapacityError: it could not hold so many blocks even if it were empty.
+        """
+        ...
+
+    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> Reservation:
+        """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting."""
+        ...
+
+
+# --- reading back -------------------------------------------------------------------------------------------------
+
+
+class ReadLease(Protocol):
+    """A hold on the contiguous prefix of some keys: none of them is evicted or deleted until it is released."""
+
+    @property
+    def keys(self) -> Sequence[Key]:
+        """What is held: the longest prefix of the keys asked for that is there."""
+        ...
+
+    async def release(self) -> None:
+        """Let go. Idempotent."""
+        ...
+
+    async def __aenter__(self) -> ReadLease: ...
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Release, also when cancelled."""
+        ...
+
+
+@attrs.frozen
+class TierStatistics:
+    """A snapshot of one tier; counters count blocks since it was made."""
+
+    capacity_bytes: int
+    """What it may hold."""
+    used_bytes: int
+    """What it holds, reservations included."""
+    blocks: int
+    """Keys that can be found."""
+    held_blocks: int
+    """Of these, held by guards or leases."""
+    reserved_blocks: int
+    """Places reserved and not yet published or given back."""
+    stored: int
+    """Published."""
+    duplicates: int
+    """Not written, as the key was there."""
+    evicted: int
+    """Made room."""
+    loaded: int
+    """Copied out and, with checksums, verified."""
+    missed: Mapping[str, int]
+    """Could not be loaded, by reason."""
+    deleted: int
+    """Deleted by request."""
+
+
+class Tier(TransferExecutor, Protocol):
+    """A :class:`TransferExecutor` that can also be read."""
+
+    def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` that can be found right now. Never blocks."""
+        ...
+
+    async def pin(self, keys: Sequence[Key]) -> ReadLease:
+        """Hold the longest prefix of ``keys`` that is there (possibly none)."""
+        ...
+
+    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
+        """Copy the leased blocks to ``destination``, position by position, and verify them.
+
+        One outcome per key of the lease: ``LOADED``, :class:`Missed` or :class:`Failed`. A block that is damaged is
+        missed, counted, and no longer found. Cancelled, it leaves only when the copy is over: the destination
+        is the caller's again when it returns, in whatever way.
+        """
+        ...
+
+    async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
+        """Forget these keys; a held one is ``PINNED`` and stays."""
+        ...
+
+    def statistics(self) -> TierStatistics:
+        """An immutable snapshot."""
+        ...

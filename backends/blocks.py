@@ -1,0 +1,432 @@
+"""The block pool: which slot holds which key, who holds it, and who waits for room. No bytes, no I/O.
+
+A slot is *reset* (free), *staged* (somebody writes it) or *registered* (found by its key), and goes round:
+
+    reset --take--> staged --register--> registered --evict, delete, forget--> reset
+                       `-----give_back-----> reset
+
+Rule 1. A registered block may be held by counted guards. Held, it is neither evicted nor deleted. Dropping the last
+        guard makes it *inactive*: still found by its key, and evictable. It is not lost.
+Rule 2. A guard is the number of the slot. Every operation takes and gives whole columns, and runs in C where the common
+        case allows it: a block costs some tens of nanoseconds here, and an object per block would cost ten times that.
+Rule 3. Room is granted in the order in which it was asked for. While somebody waits, nobody is granted room past him,
+        except an engine's own `put` and `stage`, which must not wait. Room granted to a waiter that was cancelled in
+        the same tick is given back.
+Rule 4. Free slots are handed out ascending, and as neighbours where possible, so that a copy can merge them into runs.
+
+:class:`Registry` keeps rules 1 to 3, whatever a slot is; :class:`BlockPool` has a fixed number of equal slots.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import repeat
+
+import attrs
+import trio
+
+from maru.eviction import LRU, EvictionPolicy
+
+from ._errors import CapacityError
+from .abc import EVICTED, Deletion, Key, WhenFull
+
+_NONE: frozenset[Key] = frozenset()
+
+
+@attrs.define(eq=False)
+class _Waiter:
+    """Somebody waits for room for all of ``keys``."""
+
+    keys: Sequence[Key]
+    size: int
+    evict: bool
+    granted: trio.Event = attrs.field(factory=trio.Event)
+    slots: list[int] | None = None
+
+
+class _HeldKeys:
+    """The held slots, as an eviction policy asks for them: by key."""
+
+    __slots__ = ("_held", "_slot_of")
+
+    def __init__(self, slot_of: dict[Key, int], held: set[int]) -> None:
+        self._slot_of = slot_of
+        self._held = held
+
+    def __contains__(self, key: object) -> bool:
+        return self._slot_of.get(key) in self._held  # type: ignore[call-overload]
+
+
+@attrs.frozen
+class RegistryStatistics:
+    """A snapshot of a registry, in blocks; counters since it was made."""
+
+    staged: int
+    """Slots taken and not yet registered or given back."""
+    registered: int
+    """Keys that can be found."""
+    held: int
+    """Slots held by guards."""
+    waiting: int
+    """Callers that wait for room."""
+    stored: int
+    """Registered, in all."""
+    duplicates: int
+    """Not registered, as the key was there."""
+    evicted: int
+    """Made room."""
+    deleted: int
+    """Deleted by request."""
+
+
+class Registry(ABC):
+    """Slots found by key: holding, eviction and waiting for room. What a slot is, a subclass says.
+
+    ``size`` is what one block takes of the room, in the unit of the subclass.
+    """
+
+    def __init__(self, eviction: EvictionPolicy[Key] | None = None) -> None:
+        self._policy: EvictionPolicy[Key] = LRU() if eviction is None else eviction
+        self._slot_of: dict[Key, int] = {}
+        self._held: set[int] = set()
+        self._more: dict[int, int] = {}  # guards of a held slot beyond the first
+        self._doomed: set[int] = set()  # no longer found by a key, and still held
+        self._held_keys = _HeldKeys(self._slot_of, self._held)
+        self._waiters: OrderedDict[_Waiter, None] = OrderedDict()
+        self._staged = self._stored = self._duplicates = self._evicted = self._deleted = 0
+
+    def __len__(self) -> int:
+        return len(self._slot_of)
+
+    # --- what a subclass says -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def could_hold(self, n: int, size: int = 1) -> bool:
+        """Whether ``n`` blocks fit into an empty place."""
+
+    @abstractmethod
+    def fitting(self, n: int, size: int = 1) -> int:
+        """How many of ``n`` blocks fit into what is free now."""
+
+    @abstractmethod
+    def take(self, n: int, size: int = 1) -> list[int] | None:
+        """``n`` slots, which are staged from now on; ``None`` if there is no room for all of them."""
+
+    @abstractmethod
+    def take_evicting(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
+        """A staged slot for each key, making room for what is missing; ``None`` if too much is held.
+
+        A key that the eviction policy rejects gets ``EVICTED`` instead of a slot. The other slots ascend.
+        """
+
+    @abstractmethod
+    def _free_slots(self, slots: Sequence[int]) -> None:
+        """These slots hold nothing any more."""
+
+    # --- finding --------------------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` that are registered. Says nothing about use."""
+        found = self._slot_of.keys()
+        return _NONE if found.isdisjoint(keys) else found & keys
+
+    def slots(self, keys: Sequence[Key]) -> list[int]:
+        """The slot of each key, ``EVICTED`` where it is not registered. Holds nothing."""
+        return list(map(self._slot_of.get, keys, repeat(EVICTED)))
+
+    def prefix(self, keys: Sequence[Key]) -> int:
+        """How many of the first ``keys`` are registered without a gap."""
+        slot_of = self._slot_of
+        for length, key in enumerate(keys):
+            if key not in slot_of:
+                return length
+        return len(keys)
+
+    def use(self, keys: Sequence[Key]) -> None:
+        """These registered keys were hit. Tells the eviction policy, deepest first."""
+        self._policy.use(keys[::-1])
+
+    # --- holding --------------------------------------------------------------------------------------------------
+
+    def upgrade(self, keys: Sequence[Key]) -> list[int]:
+        """One more guard for each key that is registered, ``EVICTED`` for each that is not. Not a use."""
+        held = self._held
+        try:
+            slots = list(map(self._slot_of.__getitem__, keys))
+        except KeyError:
+            slots = self.slots(keys)
+        else:
+            if held.isdisjoint(slots):
+                before = len(held)
+                held.update(slots)
+                if len(held) - before == len(slots):
+                    return slots
+                held.difference_update(slots)  # a key is named twice
+        more = self._more
+        for slot in slots:
+            if slot == EVICTED:
+                continue
+            if slot in held:
+                more[slot] = more.get(slot, 0) + 1
+            else:
+                held.add(slot)
+        return slots
+
+    def release(self, guards: Sequence[int]) -> None:
+        """Drop one guard of each. ``EVICTED``, and a slot that nobody holds, are ignored."""
+        if self._more:
+            held, more = self._held, self._more
+            for slot in guards:
+                count = more.get(slot)
+                if count is None:
+                    held.discard(slot)
+                elif count == 1:
+                    del more[slot]
+                else:
+                    more[slot] = count - 1
+        else:
+            self._held.difference_update(guards)
+        if self._doomed:
+            buried = self._doomed.intersection(guards) - self._held
+            self._doomed -= buried
+            self._free_slots(list(buried))
+        if self._waiters:
+            self._serve()
+
+    # --- room -----------------------------------------------------------------------------------------------------
+
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Staged slots that were not registered are free again. ``EVICTED`` is ignored."""
+        back = [slot for slot in slots if slot != EVICTED]
+        back.reverse()  # ascending columns come back as the descending run that they were
+        self._staged -= len(back)
+        self._free_slots(back)
+        if self._waiters:
+            self._serve()
+
+    def reserve_nowait(self, keys: Sequence[Key], when_full: WhenFull, size: int = 1) -> list[int]:
+        """A staged slot for each key, or for a prefix of them under ``partial`` and ``fail``.
+
+        Raises:
+            trio.WouldBlock: there is no room now, or others wait for it.
+            CapacityError: under ``wait`` and ``evict``: they would not fit if all the place were free.
+        """
+        if when_full == "partial" or when_full == "fail":
+            room = 0 if self._waiters else self.fitting(len(keys), size)
+            return self.take(room, size) or []
+        if not self.could_hold(len(keys), size):
+            raise CapacityError(f"{self!r} cannot hold {len(keys)} more blocks, even if it were empty")
+        slots = None if self._waiters else self._try(keys, size, when_full == "evict")
+        if slots is None:
+            raise trio.WouldBlock
+        return slots
+
+    async def reserve(self, keys: Sequence[Key], when_full: WhenFull, size: int = 1) -> list[int]:
+        """Like :meth:`reserve_nowait`, but waits for room, in turn. A checkpoint; cancelled, it holds nothing."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        try:
+            slots = self.reserve_nowait(keys, when_full, size)
+        except trio.WouldBlock:
+            pass
+        else:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return slots
+        waiter = _Waiter(keys, size, when_full == "evict")
+        self._waiters[waiter] = None
+        try:
+            await waiter.granted.wait()
+        except BaseException:
+            if waiter.slots is None:
+                del self._waiters[waiter]
+                self._serve()  # the next in line may need less
+            else:
+                self.give_back(waiter.slots)  # granted and cancelled in the same tick
+            raise
+        assert waiter.slots is not None
+        return waiter.slots
+
+    # --- changing what is found -----------------------------------------------------------------------------------
+
+    def register(self, keys: Sequence[Key], slots: Sequence[int]) -> list[int]:
+        """Staged slots become registered under their keys, which counts as a use. First writer wins.
+
+        Returns:
+            The positions of keys that were registered already: their slots are free again. Mostly empty.
+        """
+        if len(keys) != len(slots):
+            raise ValueError(f"{len(keys)} keys but {len(slots)} slots")
+        slot_of = self._slot_of
+        if slot_of.keys().isdisjoint(keys):
+            before = len(slot_of)
+            slot_of.update(zip(keys, slots))  # noqa: B905 - compared above
+            if len(slot_of) - before == len(keys):
+                self._registered(keys)
+                return []
+            for key in keys:  # a key is named twice
+                slot_of.pop(key, None)
+        duplicates = [at for at, key in enumerate(keys) if slot_of.setdefault(key, slots[at]) != slots[at]]
+        twice = set(duplicates)
+        self._duplicates += len(twice)
+        self._registered([key for at, key in enumerate(keys) if at not in twice])
+        self.give_back([slots[at] for at in duplicates])
+        return duplicates
+
+    def note_duplicates(self, n: int) -> None:
+        """Count blocks that nobody had to write, as their keys were registered."""
+        self._duplicates += n
+
+    def delete(self, keys: Sequence[Key]) -> list[Deletion]:
+        """Forget these keys; held ones stay."""
+        answers: list[Deletion] = []
+        gone: list[Key] = []
+        for key in keys:
+            slot = self._slot_of.get(key)
+            if slot is None:
+                answers.append(Deletion.MISSING)
+            elif slot in self._held:
+                answers.append(Deletion.PINNED)
+            else:
+                answers.append(Deletion.DELETED)
+                gone.append(key)
+                self._reset((key,))
+        self._policy.discard(gone)
+        self._deleted += len(gone)
+        if self._waiters:
+            self._serve()
+        return answers
+
+    def forget(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
+        """These blocks are not what was stored: no longer found, and their slots are free once nobody holds them.
+
+        A key that lies in another slot by now is left alone.
+        """
+        for key, slot in zip(keys, slots, strict=True):
+            if self._slot_of.get(key) == slot:
+                self._policy.discard((key,))
+                if slot in self._held:
+                    del self._slot_of[key]
+                    self._doomed.add(slot)
+                else:
+                    self._reset((key,))
+        if self._waiters:
+            self._serve()
+
+    def statistics(self) -> RegistryStatistics:
+        """An immutable snapshot."""
+        return RegistryStatistics(
+            staged=self._staged,
+            registered=len(self._slot_of),
+            held=len(self._held),
+            waiting=len(self._waiters),
+            stored=self._stored,
+            duplicates=self._duplicates,
+            evicted=self._evicted,
+            deleted=self._deleted,
+        )
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _try(self, keys: Sequence[Key], size: int, evict: bool) -> list[int] | None:
+        return self.take_evicting(keys, size) if evict else self.take(len(keys), size)
+
+    def _serve(self) -> None:
+        """Grant room to whoever waited longest, as long as there is enough for him."""
+        waiters = self._waiters
+        while waiters:
+            waiter = next(iter(waiters))
+            slots = self._try(waiter.keys, waiter.size, waiter.evict)
+            if slots is None:
+                return
+            del waiters[waiter]
+            waiter.slots = slots
+            waiter.granted.set()
+
+    def _inactive(self) -> int:
+        """How many registered blocks nobody holds."""
+        return len(self._slot_of) + len(self._doomed) - len(self._held)
+
+    def _evict(self, incoming: Sequence[Key], n: int) -> list[Key]:
+        """Make room in ``n`` places, of which at least so many are not held. Returns the keys that are rejected."""
+        victims, rejected = self._policy.make_room(incoming, n, self._held_keys if self._held else ())
+        self._reset(victims)
+        self._evicted += len(victims)
+        return rejected
+
+    def _reset(self, keys: Iterable[Key]) -> None:
+        """Registered, unheld slots become free. The caller serves the waiters."""
+        self._free_slots(list(map(self._slot_of.pop, keys)))
+
+    def _registered(self, keys: Sequence[Key]) -> None:
+        self._staged -= len(keys)
+        self._stored += len(keys)
+        self._policy.use(keys[::-1])
+        if self._waiters:  # what was staged may be evicted now
+            self._serve()
+
+
+class BlockPool(Registry):
+    """A fixed number of equal slots, found by key.
+
+    Args:
+        capacity: how many slots there are.
+        eviction: decides who makes room; one of its own per pool. LRU unless given.
+    """
+
+    def __init__(self, capacity: int, eviction: EvictionPolicy[Key] | None = None) -> None:
+        if capacity < 1:
+            raise ValueError(f"capacity is {capacity} blocks, but must be at least 1")
+        super().__init__(eviction)
+        self.capacity = capacity
+        # A stack: the end is handed out next. Descending, so that slices taken from the end ascend when sorted.
+        self._free = list(range(capacity - 1, -1, -1))
+
+    def __repr__(self) -> str:
+        return f"<BlockPool {len(self)} of {self.capacity} blocks>"
+
+    @property
+    def free(self) -> int:
+        """How many slots are reset."""
+        return len(self._free)
+
+    def could_hold(self, n: int, size: int = 1) -> bool:
+        """Whether there are ``n`` slots."""
+        return n <= self.capacity
+
+    def fitting(self, n: int, size: int = 1) -> int:
+        """How many of ``n`` slots are free."""
+        return min(n, len(self._free))
+
+    def take(self, n: int, size: int = 1) -> list[int] | None:
+        """``n`` free slots, ascending, which are staged from now on; ``None`` if there are not so many."""
+        free = self._free
+        if n > len(free):
+            return None
+        if not n:
+            return []
+        slots = free[-n:]
+        del free[-n:]
+        slots.sort()  # mostly one descending run: linear
+        self._staged += n
+        return slots
+
+    def take_evicting(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
+        """A staged slot for each key, making room for what is missing; ``None`` if too many are held."""
+        missing = len(keys) - len(self._free)
+        if missing <= 0:
+            return self.take(len(keys))
+        if missing > self._inactive():
+            return None
+        refused = set(self._evict(keys, missing))
+        if not refused:
+            return self.take(len(keys))
+        slots = self.take(len(keys) - len(refused))
+        if slots is None:
+            return None
+        ascending = iter(slots)
+        return [EVICTED if key in refused else next(ascending) for key in keys]
+
+    def _free_slots(self, slots: Sequence[int]) -> None:
+        self._free += slots

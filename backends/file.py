@@ -1,0 +1,522 @@
+"""A directory as a tier: one file per block, published by a rename, checked at every load.
+
+Rule 1. Nothing in the directory is trusted. What is not the block that it should be, for one of the reasons of
+        :mod:`backends._blockfile`, is a miss that is counted, and no longer found.
+Rule 2. Of what is found at the start, temporaries and torn files are removed; blocks of another fingerprint, block size
+        or version are *strangers*: left alone, but counted as used room, and the first to go when room is needed. Names
+        that are not ours are left alone and not counted.
+Rule 3. A file's time says how recent it is: after a restart the oldest goes first, and of a batch the deepest block.
+Rule 4. The trio thread reads and writes no file. What is no longer wanted is *litter*, removed by the next copy's
+        thread, a delete, or `close`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+import attrs
+import trio
+import xxhash
+
+from maru.eviction import EvictionPolicy
+
+from ._blockfile import MAX_KEY_BYTES, NAME, Directory, Refused, layout_digest, name_of, pack_header, unpack_header
+from ._errors import BlockSizeError, DamagedBlock, PlaceClosed, Unproven
+from .abc import (
+    EVICTED,
+    LOADED,
+    Deletion,
+    Destination,
+    Failed,
+    Key,
+    Missed,
+    Outcome,
+    ReadLease,
+    Source,
+    TierStatistics,
+)
+from .blocks import Registry
+from .pages import Pages, new_pages
+from .pooled import PooledTier
+from .threads import run_in_thread, run_in_thread_to_the_end
+
+_BOUNCE_BYTES = 8 << 20
+"""Blocks that are not in host memory, or not to go there, pass through so much of it at a time."""
+
+
+# --- who is here --------------------------------------------------------------------------------------------------
+
+
+class FileRegistry(Registry):
+    """Blocks of any size within a number of bytes. A slot is the number of a file, never used again."""
+
+    def __init__(self, capacity_bytes: int, eviction: EvictionPolicy[Key] | None = None) -> None:
+        super().__init__(eviction)
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0  # without strangers
+        self.keys: dict[int, Key] = {}
+        """The key of each slot that has a file, or may have one."""
+        self.sizes: dict[int, int] = {}
+        """Bytes of each slot that is taken."""
+        self.strangers: deque[tuple[str, int]] = deque()
+        """Files that are not ours and their bytes; the oldest first."""
+        self.stranger_bytes = 0
+        self.litter: list[str] = []
+        """Files nobody wants any more."""
+        self.next_number = 1
+        self._unregistered: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"<FileRegistry {len(self)} blocks in {self.used_bytes} of {self.capacity_bytes} bytes>"
+
+    def could_hold(self, n: int, size: int = 1) -> bool:
+        """Whether the place has so many bytes."""
+        return n * size <= self.capacity_bytes
+
+    def fitting(self, n: int, size: int = 1) -> int:
+        """How many fit into the bytes that are free, those of strangers included."""
+        return min(n, (self.capacity_bytes - self.used_bytes) // size)
+
+    def take(self, n: int, size: int = 1) -> list[int] | None:
+        """Numbers for ``n`` files. Strangers make room."""
+        if self.used_bytes + n * size > self.capacity_bytes:
+            return None
+        self.used_bytes += n * size
+        while self.strangers and self.used_bytes + self.stranger_bytes > self.capacity_bytes:
+            name, nbytes = self.strangers.popleft()
+            self.stranger_bytes -= nbytes
+            self.litter.append(name)
+        slots = list(range(self.next_number, self.next_number + n))
+        self.next_number += n
+        self.sizes.update(dict.fromkeys(slots, size))
+        self._unregistered.update(slots)
+        self._staged += n
+        return slots
+
+    def take_evicting(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
+        """Numbers for these files, making room for what is missing."""
+        refused: set[Key] = set()
+        if not self._evict_bytes(keys, size, refused):
+            return None
+        slots = self.take(len(keys) - len(refused), size)
+        if slots is None or not refused:
+            return slots
+        ascending = iter(slots)
+        return [EVICTED if key in refused else next(ascending) for key in keys]
+
+    def find(self, key: Key, number: int, size: int) -> None:
+        """A file that was there at the start. The last one found is the most recent."""
+        self.used_bytes += size
+        self.keys[number] = key
+        self.sizes[number] = size
+        self._slot_of[key] = number
+        self._policy.use((key,))
+
+    def shrink(self) -> None:
+        """Evict what is too much for the capacity."""
+        while self.used_bytes > self.capacity_bytes and self._slot_of:
+            self._evict((), 1)
+        self.take(0)
+
+    def register(self, keys: Sequence[Key], slots: Sequence[int]) -> list[int]:
+        """Written files become blocks."""
+        self._unregistered.difference_update(slots)
+        return super().register(keys, slots)
+
+    def _evict_bytes(self, keys: Sequence[Key], size: int, refused: set[Key]) -> bool:
+        """Evict until those of ``keys`` fit that the policy does not refuse. Whether they do."""
+        missing = self.used_bytes + len(keys) * size - self.capacity_bytes
+        if missing <= 0:
+            return True
+        sizes = self.sizes.__getitem__
+        inactive_bytes = self.used_bytes - sum(map(sizes, self._held)) - sum(map(sizes, self._unregistered))
+        if missing > inactive_bytes:
+            return False
+        while missing > 0:
+            before = self.used_bytes
+            rejected = self._evict(keys, min(len(keys), -(-missing // size)))
+            refused.update(rejected)
+            if self.used_bytes == before and not rejected:
+                return False
+            missing = self.used_bytes + (len(keys) - len(refused)) * size - self.capacity_bytes
+        return True
+
+    def _free_slots(self, slots: Sequence[int]) -> None:
+        self._unregistered.difference_update(slots)
+        for slot in slots:
+            self.used_bytes -= self.sizes.pop(slot)
+            key = self.keys.pop(slot, None)
+            if key is not None:
+                self.litter.append(name_of(key, slot))
+
+
+# --- the tier -----------------------------------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class _Writing:
+    """One transfer's work, and whether anybody still waits for it."""
+
+    directory: Directory
+    layout: bytes
+    checksums: bool
+    fsync: bool
+    litter: list[str]
+    abandoned: bool = False
+
+    def run(
+        self, source: Source, guards: Sequence[int], views: Pages | None, keys: Sequence[Key], names: Sequence[str]
+    ) -> dict[int, Exception]:
+        """Write the blocks one by one. What cannot be written fails alone; what cannot be read fails all."""
+        _remove(self.directory, self.litter)
+        now = time.time_ns()
+        failures: dict[int, Exception] = {}
+        for start, pages in _portions(source, guards, views):
+            for at in range(start, start + len(pages)):
+                if self.abandoned:
+                    return failures
+                try:
+                    self._write(keys[at], names[at], pages[at - start], now - at)
+                except OSError as exc:
+                    failures[at] = exc
+        if self.fsync:
+            self.directory.sync(names)
+        return failures
+
+    def _write(self, key: Key, name: str, page: memoryview, mtime_ns: int) -> None:
+        digest = xxhash.xxh3_64_intdigest(page) if self.checksums else None
+        head = pack_header(key, page.nbytes, digest, self.layout)
+        self.directory.write(name, head, page, mtime_ns, self.fsync)
+
+
+def _portions(source: Source, guards: Sequence[int], views: Pages | None) -> Iterator[tuple[int, Pages]]:
+    """The source's blocks in host memory, as they are there or a few at a time."""
+    if views is not None:
+        yield 0, views
+        return
+    size = source.block_bytes
+    step = max(1, _BOUNCE_BYTES // max(1, size))
+    bounce = new_pages(min(step, len(guards)), size)
+    for start in range(0, len(guards), step):
+        part = guards[start : start + step]
+        pages = bounce.part(0, len(part))
+        source.copy_out(part, pages)
+        yield start, pages
+
+
+class FileTier(PooledTier[FileRegistry]):
+    """Blocks in files of one directory, which belongs to one tier at a time.
+
+    What is found in the directory at the start is there again, the oldest file as the least recently used. This reads
+    each file's header, so it takes as long as there are files; an empty directory costs nothing.
+
+    Args:
+        directory: made if it is missing, readable by nobody else.
+        capacity_bytes: how many bytes of blocks to keep. A file takes a header of 512 bytes on top, and what the file
+            system rounds up.
+        fingerprint: says what the bytes mean: model, dtype, layout. Blocks written under another one are not found.
+        checksums: write an xxh3-64 of each block's bytes, and verify it at every load.
+        fsync: make blocks durable before they count as stored.
+        block_bytes: the only block size to take. ``None``: any. To be the *source* of a pipeline, a tier of any size
+            needs to hold blocks: their size is that of the first one found or stored, others count as evicted.
+        eviction: decides who makes room; LRU unless given.
+
+    Raises:
+        ValueError: a size that is not positive.
+        StrayPath: the directory cannot be made or opened.
+        PlaceInUse: another tier owns it.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        capacity_bytes: int,
+        *,
+        fingerprint: str = "",
+        checksums: bool = True,
+        fsync: bool = False,
+        block_bytes: int | None = None,
+        eviction: EvictionPolicy[Key] | None = None,
+    ) -> None:
+        if capacity_bytes < 1:
+            raise ValueError(f"capacity_bytes is {capacity_bytes}, but must be at least 1")
+        if block_bytes is not None and block_bytes < 1:
+            raise ValueError(f"block_bytes is {block_bytes}, but must be at least 1")
+        self.pool = FileRegistry(capacity_bytes, eviction)
+        self.checksums = checksums
+        """Whether blocks are verified when they are loaded."""
+        self.fsync = fsync
+        """Whether blocks are durable before they count as stored."""
+        self._only_bytes = block_bytes
+        self._seen_bytes: int | None = None  # the first block's
+        self._mixed = False
+        self._layout = layout_digest(fingerprint)
+        self._suspects: list[tuple[Key, int, str]] = []  # found bad by a thread; the trio thread forgets them
+        self._loaded = 0
+        self._missed: dict[str, int] = {"gone": 0, "torn": 0, "damaged": 0, "foreign": 0, "version": 0, "size": 0}
+        self._open: Directory | None = Directory(os.fspath(directory))
+        self._sweep()
+
+    def __repr__(self) -> str:
+        where = self._open.path if self._open else "closed"
+        return f"<FileTier {where!r} {len(self.pool)} blocks in {self.pool.used_bytes} of {self.pool.capacity_bytes} bytes>"
+
+    def __len__(self) -> int:
+        return len(self.pool)
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every block that this is a source of, in bytes; 0 as long as that is not known."""
+        return self._only_bytes or self._seen_bytes or 0
+
+    def close(self) -> None:
+        """Remove what nobody wants any more and let go of the directory, once no thread works in it. Idempotent.
+
+        Using the tier afterwards raises :class:`~backends.PlaceClosed`.
+        """
+        directory, self._open = self._open, None
+        if directory is not None:
+            for name in self._litter():
+                directory.remove(name)
+
+    # --- Source ---------------------------------------------------------------------------------------------------
+
+    def upgrade(self, keys: Sequence[Key]) -> list[int]:
+        """Weak to strong. A block of another size than ``block_bytes`` counts as evicted."""
+        guards = self.pool.upgrade(keys)
+        if self._mixed:
+            sizes, size = self.pool.sizes, self.block_bytes
+            odd = [guard for guard in guards if guard != EVICTED and sizes[guard] != size]
+            self.pool.release(odd)
+            guards = [EVICTED if guard in odd else guard for guard in guards]
+        return guards
+
+    def release(self, guards: Sequence[int]) -> None:
+        """Drop one count of each guard, and forget the blocks that turned out to be bad."""
+        self._forget_suspects()
+        self.pool.release(guards)
+
+    def views(self, guards: Sequence[int]) -> None:
+        """No block lies in host memory."""
+        return
+
+    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+        """Read and verify blocks.
+
+        Raises:
+            DamagedBlock: one of them is not what was stored; it is no longer found once its guard is released.
+        """
+        directory, keys = self._open_directory(), self.pool.keys
+        for guard, page in zip(guards, pages, strict=True):
+            key = keys[guard]
+            try:
+                directory.read(name_of(key, guard), self._layout, key, page, self.checksums)
+            except Refused as exc:
+                self._suspects.append((key, guard, exc.reason))
+                raise DamagedBlock(self, key, exc.reason) from None
+
+    # --- TransferExecutor -----------------------------------------------------------------------------------------
+
+    async def write(
+        self, source: Source, guards: Sequence[int], keys: Sequence[Key], slots: list[int]
+    ) -> Mapping[int, Exception]:
+        """Write blocks of a source to files. A block that cannot be written, on a full disk say, fails alone."""
+        directory, views = self._open_directory(), source.views(guards)
+        self._see(source.block_bytes)
+        self.pool.keys.update(zip(slots, keys, strict=True))
+        names = list(map(name_of, keys, slots))
+        job = _Writing(directory, self._layout, self.checksums, self.fsync, self._litter())
+        try:
+            return await run_in_thread(job.run, source, guards, views, keys, names)
+        except BaseException:
+            job.abandoned = True
+            self.pool.litter += job.litter  # maybe it never began
+            raise
+
+    def _check(self, keys: Sequence[Key], block_bytes: int) -> int:
+        self._open_directory()
+        if block_bytes < 1 or (self._only_bytes is not None and block_bytes != self._only_bytes):
+            raise BlockSizeError(self, self._only_bytes or 1, block_bytes)
+        longest = max(map(len, keys), default=0)
+        if longest > MAX_KEY_BYTES:
+            raise ValueError(f"{self!r} takes keys of at most {MAX_KEY_BYTES} bytes, not of {longest}")
+        return block_bytes
+
+    # --- Tier -----------------------------------------------------------------------------------------------------
+
+    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
+        """Read the leased blocks into the first places of ``destination`` and verify them.
+
+        The lease must be held until this returns. A block that is not what was stored is missed, counted and no longer
+        found. An exception of the destination makes every block :class:`~backends.abc.Failed`. Cancelled, it leaves
+        only when the copy is over.
+
+        Raises:
+            ValueError: the lease is not of this tier or was released, or the destination is too small.
+            Unproven: the destination says so.
+        """
+        guards, keys, directory = self._guards_of(lease), lease.keys, self._open_directory()
+        if len(destination) < len(guards):
+            raise ValueError(f"{len(guards)} blocks do not fit into {len(destination)} places")
+        work = _Reading(directory, self._layout, self.checksums, list(zip(keys, guards, strict=True)), {})
+        sizes, size = self.pool.sizes, destination.block_bytes
+        work.bad = {at: Refused("size") for at, guard in enumerate(guards) if sizes[guard] != size}
+        try:
+            await run_in_thread_to_the_end(work.run, destination, destination.views())
+        except Unproven:
+            raise
+        except Exception as exc:
+            return [Failed(exc)] * len(guards)
+        outcomes: list[Outcome] = [LOADED] * len(guards)
+        for at, error in work.bad.items():
+            if isinstance(error, Refused):
+                self._missed[error.reason] += 1
+                outcomes[at] = Missed(error.reason)
+            else:
+                outcomes[at] = Failed(error)
+        gone = [at for at, error in work.bad.items() if not (isinstance(error, Refused) and error.reason == "size")]
+        self.pool.forget([keys[at] for at in gone], [guards[at] for at in gone])
+        self._loaded += len(guards) - len(work.bad)
+        return outcomes
+
+    async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
+        """Forget these keys and remove their files; a held one is ``PINNED`` and stays.
+
+        Cancelled before it began, it did nothing; later, they are deleted all the same.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        directory = self._open_directory()
+        answers = self.pool.delete(keys)
+        litter = self._litter()
+        if litter:
+            await run_in_thread_to_the_end(_remove, directory, litter)
+        else:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        return answers
+
+    def statistics(self) -> TierStatistics:
+        """An immutable snapshot."""
+        pool = self.pool.statistics()
+        return TierStatistics(
+            capacity_bytes=self.pool.capacity_bytes,
+            used_bytes=self.pool.used_bytes + self.pool.stranger_bytes,
+            blocks=pool.registered,
+            held_blocks=pool.held,
+            reserved_blocks=pool.staged,
+            stored=pool.stored,
+            duplicates=pool.duplicates,
+            evicted=pool.evicted,
+            loaded=self._loaded,
+            missed=dict(self._missed),
+            deleted=pool.deleted,
+        )
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _open_directory(self) -> Directory:
+        if self._open is None:
+            raise PlaceClosed("this directory of blocks was closed")
+        return self._open
+
+    def _litter(self) -> list[str]:
+        litter, self.pool.litter = self.pool.litter, []
+        return litter
+
+    def _see(self, block_bytes: int) -> None:
+        if self._seen_bytes is None:
+            self._seen_bytes = block_bytes
+        elif block_bytes != self._seen_bytes:
+            self._mixed = True
+
+    def _forget_suspects(self) -> None:
+        while self._suspects:
+            key, number, reason = self._suspects.pop()
+            self._missed[reason] += 1
+            self.pool.forget((key,), (number,))
+
+    def _sweep(self) -> None:
+        """Take in what the directory holds: rule 3."""
+        directory, pool = self._open_directory(), self.pool
+        blocks: list[tuple[int, int, Key, int]] = []
+        strangers: list[tuple[int, str, int]] = []
+        for name, status in directory.scan():
+            match = NAME.fullmatch(name, pos=len("3f/"))
+            assert match is not None
+            number = int(match[2], 16)
+            pool.next_number = max(pool.next_number, number + 1)
+            if match[3]:
+                directory.remove(name)
+                continue
+            try:
+                header = unpack_header(directory.head(name), status.st_size, self._layout)
+                if name != name_of(header.key, number):
+                    raise Refused("torn")
+                if header.payload_bytes != (self._only_bytes or header.payload_bytes):
+                    raise Refused("size")
+            except OSError:  # gone again, or not ours to read
+                continue
+            except Refused as exc:
+                self._missed[exc.reason] += 1
+                if exc.reason == "torn":
+                    directory.remove(name)
+                else:
+                    strangers.append((status.st_mtime_ns, name, status.st_size))
+                continue
+            blocks.append((status.st_mtime_ns, -number, header.key, header.payload_bytes))
+        for _, name, nbytes in sorted(strangers):
+            pool.strangers.append((name, nbytes))
+            pool.stranger_bytes += nbytes
+        blocks.sort()
+        newest = {key: number for _, number, key, _ in blocks}
+        for _, number, key, nbytes in blocks:
+            if newest[key] == number:
+                pool.find(key, -number, nbytes)
+                self._see(nbytes)
+            else:
+                directory.remove(name_of(key, -number))
+        pool.shrink()
+        _remove(directory, self._litter())
+
+
+@attrs.define(eq=False)
+class _Reading:
+    """One load's work."""
+
+    directory: Directory
+    layout: bytes
+    checksums: bool
+    blocks: list[tuple[Key, int]]
+    bad: dict[int, Exception]
+    """What is known to be bad, by position; grows."""
+
+    def run(self, destination: Destination, views: Pages | None) -> None:
+        n = len(self.blocks)
+        if views is not None:
+            for at in range(n):
+                self._read(at, views[at])
+            return
+        size = destination.block_bytes
+        step = max(1, _BOUNCE_BYTES // max(1, size))
+        bounce = new_pages(min(step, n), size)
+        for start in range(0, n, step):
+            stop = min(n, start + step)
+            for at in range(start, stop):
+                self._read(at, bounce[at - start])
+            destination.copy_in(start, bounce.part(0, stop - start))
+
+    def _read(self, at: int, page: memoryview) -> None:
+        if at in self.bad:
+            return
+        key, number = self.blocks[at]
+        try:
+            self.directory.read(name_of(key, number), self.layout, key, page, self.checksums)
+        except (Refused, OSError) as exc:
+            self.bad[at] = exc
+
+
+def _remove(directory: Directory, names: Sequence[str]) -> None:
+    for name in names:
+        directory.remove(name)

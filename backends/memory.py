@@ -1,0 +1,151 @@
+"""Host memory as a tier: pages in one anonymous mapping, populated when it is made, pinned for DMA where CUDA is.
+
+First touch of a page costs ten times a copy into it, so all of it is touched once, at construction. The mapping is
+undone when the tier is closed or collected, but never under somebody's feet: pages that are still in use keep it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from maru.eviction import EvictionPolicy
+
+from ._errors import PlaceClosed
+from .abc import Key
+from .pages import Pages, copy_pages
+from .slots import SlotTier
+
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
+_HUGE_PAGE_BYTES = 1 << 21
+
+
+class HostPages:
+    """A storage of slots in one anonymous mapping.
+
+    Args:
+        n: how many slots.
+        block_bytes: size of every slot.
+        populate: touch every page now. Otherwise the first write of each is slow.
+        pin: register the memory with CUDA, so that a device reads and writes it by DMA. Imports torch.
+    """
+
+    def __init__(self, n: int, block_bytes: int, *, populate: bool = True, pin: bool = False) -> None:
+        self.block_bytes = block_bytes
+        self.n = n
+        memory = mmap.mmap(-1, n * block_bytes)
+        if populate:
+            # Older kernels know neither, and some containers forbid huge pages: both are only faster.
+            if len(memory) >= _HUGE_PAGE_BYTES:
+                with contextlib.suppress(OSError):
+                    memory.madvise(_MADV_HUGEPAGE)
+            try:
+                memory.madvise(_MADV_POPULATE_WRITE)
+            except OSError:
+                memory[:: mmap.PAGESIZE] = bytes(len(range(0, len(memory), mmap.PAGESIZE)))
+        self._run: _Run | None = _Run(memory, pin)
+
+    def pages(self, slots: Sequence[int]) -> Pages:
+        """Where these slots lie; the pages keep the mapping alive."""
+        run, size = self._run, self.block_bytes
+        if run is None:
+            raise PlaceClosed("the memory of this tier was given back")
+        n = len(slots)
+        if n and slots[-1] - slots[0] == n - 1 and list(slots) == list(range(slots[0], slots[0] + n)):
+            start = run.address + slots[0] * size
+            return Pages(range(start, start + n * size, size), size, run)
+        address = run.address
+        return Pages([address + slot * size for slot in slots], size, run)
+
+    def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
+        """Copy slots to pages."""
+        copy_pages(pages, self.pages(slots))
+
+    def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
+        """Copy pages to slots."""
+        copy_pages(self.pages(slots), pages)
+
+    def close(self) -> None:
+        """Give the memory back as soon as no pages of it are in use. Idempotent."""
+        self._run = None
+
+
+class _Run:
+    """One mapping, unmapped with the last reference to this object."""
+
+    def __init__(self, memory: mmap.mmap, pin: bool) -> None:
+        self._cuda: Any = None
+        self._export = ctypes.c_char.from_buffer(memory)  # keeps the mapping from being closed
+        self.address = ctypes.addressof(self._export)
+        if pin:
+            import torch  # only where pinning is asked for
+
+            cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call, unused-ignore]
+            error = cuda.cudaHostRegister(self.address, len(memory), 0)
+            if int(error):
+                raise MemoryError(f"cudaHostRegister of {len(memory)} bytes failed with {error}")
+            self._cuda = cuda
+
+    def __del__(self) -> None:
+        if self._cuda is not None:
+            self._cuda.cudaHostUnregister(self.address)
+
+
+class MemoryTier(SlotTier):
+    """Blocks in host memory.
+
+    Args:
+        capacity_bytes: how much memory to take; what is left over behind the last whole block is not used.
+        block_bytes: size of every block.
+        checksums: keep an xxh3-64 of each block and verify it at every load.
+        eviction: decides who makes room; LRU unless given.
+        pin_memory: register the memory with CUDA for DMA. ``None``: where torch is imported already and sees a device.
+        populate: touch all of the memory now instead of at the first write of each page.
+
+    Raises:
+        ValueError: a size that is not positive, or less capacity than one block; pinning without CUDA.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        block_bytes: int,
+        *,
+        checksums: bool = True,
+        eviction: EvictionPolicy[Key] | None = None,
+        pin_memory: bool | None = None,
+        populate: bool = True,
+    ) -> None:
+        if block_bytes < 1:
+            raise ValueError(f"block_bytes is {block_bytes}, but must be at least 1")
+        if capacity_bytes < block_bytes:
+            raise ValueError(
+                f"capacity_bytes is {capacity_bytes}, but must be at least block_bytes, which is {block_bytes}"
+            )
+        n = capacity_bytes // block_bytes
+        self._pages = HostPages(n, block_bytes, populate=populate, pin=_wants_pinning(pin_memory))
+        super().__init__(n, self._pages, checksums=checksums, eviction=eviction)
+
+    def close(self) -> None:
+        """Give the memory back, once no copy uses it any more. Idempotent.
+
+        Using the tier afterwards raises :class:`~backends.PlaceClosed`.
+        """
+        self._pages.close()
+
+
+def _wants_pinning(pin_memory: bool | None) -> bool:
+    if pin_memory is None:
+        torch: Any = sys.modules.get("torch")
+        return torch is not None and hasattr(torch, "cuda") and bool(torch.cuda.is_available())
+    if pin_memory:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError("pin_memory is True, but torch sees no CUDA device")
+    return pin_memory

@@ -1,0 +1,129 @@
+"""Pages: fixed-size slots of host memory, as one column of addresses, and the copies between two such columns.
+
+A page column is how bytes cross from one place to another without an object per block: a list of addresses, one size,
+and the object that keeps the memory mapped. Copies run in C with the GIL released, adjacent pages as one run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import xxhash
+
+
+@attrs.frozen(eq=False, repr=False)
+class Pages:
+    """``len(addresses)`` pages of ``page_bytes`` bytes each."""
+
+    addresses: Sequence[int]
+    """Where each page starts. A ``range`` tells adjacent pages at once."""
+    page_bytes: int
+    """The size of every page."""
+    owner: object
+    """Whatever must stay alive for the addresses to stay valid."""
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def __repr__(self) -> str:
+        return f"<Pages {len(self.addresses)} x {self.page_bytes} bytes>"
+
+    def __getitem__(self, index: int) -> memoryview:
+        """Page ``index`` as a writable buffer that keeps the owner alive."""
+        page: Any = (ctypes.c_char * self.page_bytes).from_address(self.addresses[index])
+        page.owner = self.owner
+        return memoryview(page).cast("B")
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return (self[index] for index in range(len(self)))
+
+    def part(self, start: int, stop: int) -> Pages:
+        """The pages from ``start`` to ``stop`` (exclusive)."""
+        return Pages(self.addresses[start:stop], self.page_bytes, self.owner)
+
+
+def pages_of(buffers: Sequence[Any]) -> Pages:
+    """Pages over writable buffers (bytearray, mmap, memoryview, numpy array) of one common size.
+
+    Raises:
+        ValueError: the buffers differ in size, or one of them is read-only.
+    """
+    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    sizes = {view.nbytes for view in views}
+    if len(sizes) > 1:
+        raise ValueError(f"buffers of one size are needed, not of {sorted(sizes)} bytes")
+    if any(view.readonly for view in views):
+        raise ValueError("the buffers must be writable")
+    addresses = (
+        [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in views] if sizes != {0} else [0] * len(views)
+    )
+    return Pages(addresses, sizes.pop() if sizes else 0, views)
+
+
+def new_pages(n: int, page_bytes: int) -> Pages:
+    """``n`` adjacent pages of fresh host memory, which is given back with the last reference to them."""
+    if not n or not page_bytes:
+        return Pages([0] * n, page_bytes, None)
+    run = pages_of([mmap.mmap(-1, n * page_bytes)])
+    start = run.addresses[0]
+    return Pages(range(start, start + n * page_bytes, page_bytes), page_bytes, run)
+
+
+def copy_pages(destination: Pages, source: Pages) -> None:
+    """Copy page by page, as many as there are; what is adjacent on both sides is one copy, without the GIL."""
+    size = source.page_bytes
+    if destination.page_bytes != size or len(destination) != len(source):
+        raise ValueError(f"cannot copy {source!r} to {destination!r}")
+    if _adjacent(destination) and _adjacent(source):
+        ctypes.memmove(destination.addresses[0], source.addresses[0], len(source) * size)
+        return
+    run_to = run_from = run_bytes = 0
+    for to, at in zip(destination.addresses, source.addresses, strict=True):
+        if to == run_to + run_bytes and at == run_from + run_bytes:
+            run_bytes += size
+            continue
+        if run_bytes:
+            ctypes.memmove(run_to, run_from, run_bytes)
+        run_to, run_from, run_bytes = to, at, size
+    if run_bytes:
+        ctypes.memmove(run_to, run_from, run_bytes)
+
+
+def _adjacent(pages: Pages) -> bool:
+    """Whether these are one run, as far as that can be told at once."""
+    addresses = pages.addresses
+    return isinstance(addresses, range) and addresses.step == pages.page_bytes and len(addresses) > 0
+
+
+def checksums(pages: Pages) -> list[int]:
+    """xxh3-64 of each page. Holds the GIL for one page at a time."""
+    digest, page_at = xxhash.xxh3_64_intdigest, (ctypes.c_char * pages.page_bytes).from_address
+    return [digest(page_at(address)) for address in pages.addresses]
+
+
+_WARM_BYTES = 256 * 1024
+"""So much fits into a core's own cache beside its source: what was just copied is read again from there."""
+
+
+def copy_and_sum(destination: Pages, source: Pages) -> list[int]:
+    """Copy page by page, and return the xxh3-64 of each page as it arrived.
+
+    In portions that are still in cache when they are read for the second time: up to a fifth faster than copying all
+    and then summing all, and the GIL is let go of between portions.
+    """
+    n, step = len(source), max(1, _WARM_BYTES // max(1, source.page_bytes))
+    if n <= step:
+        copy_pages(destination, source)
+        return checksums(destination)
+    if len(destination) != n:
+        raise ValueError(f"cannot copy {source!r} to {destination!r}")
+    sums: list[int] = []
+    for start in range(0, n, step):
+        arrived = destination.part(start, start + step)
+        copy_pages(arrived, source.part(start, start + step))
+        sums += checksums(arrived)
+    return sums

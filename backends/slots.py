@@ -1,0 +1,439 @@
+"""A tier of fixed slots: a block pool, and a storage that knows where the bytes of slots are.
+
+Composition: the :class:`~backends.blocks.BlockPool` decides, the :class:`Storage` copies, and the tier between them is
+thin. A store walks
+
+    reserve (slots staged) -> transfer (copy in a thread, checksums there too) -> register, on the trio thread
+
+so that a key is found only once all of its bytes are there. A transfer that is cancelled, or whose end is unproven,
+registers nothing and leaves its slots staged until `release`: whoever quarantines it does not call that.
+
+What counts as a use, for the eviction policy: a pin, a get, a put, a register. Copying a block away does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar, TypeVarTuple
+
+import trio
+
+from maru.eviction import EvictionPolicy
+
+from ._errors import BlockSizeError, CapacityError, Unproven
+from .abc import (
+    DUPLICATE,
+    EVICTED,
+    LOADED,
+    STORED,
+    Deletion,
+    Destination,
+    ExternalBlocks,
+    Failed,
+    Key,
+    Missed,
+    Outcome,
+    ReadLease,
+    Source,
+    TierStatistics,
+)
+from .blocks import BlockPool
+from .pages import Pages, checksums, copy_and_sum, copy_pages, new_pages, pages_of
+from .pooled import REJECTED, PooledTier
+from .threads import run_in_thread, run_in_thread_to_the_end
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+INLINE_BYTES = 256 * 1024
+"""A copy up to here is made in place on the trio thread: it is over sooner than a thread would have taken it up."""
+
+
+class Storage(Protocol):
+    """Where the bytes of slots are. Slots are numbered from 0; every column of them is the caller's own."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every slot, in bytes."""
+        ...
+
+    def pages(self, slots: Sequence[int]) -> Pages | None:
+        """Where these slots lie in host memory, or ``None`` if a slot is not one run of host memory. Never blocks."""
+        ...
+
+    def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
+        """Copy slots to pages of their size. Called in a copy thread; returns when it is over."""
+        ...
+
+    def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
+        """Copy pages to slots of their size. Called in a copy thread; returns when it is over."""
+        ...
+
+
+class SlotTier(PooledTier[BlockPool]):
+    """A :class:`~backends.abc.Source` and a :class:`~backends.abc.Tier` of fixed slots.
+
+    All of it is called on one thread (the trio thread of whoever runs pipelines over it), except :meth:`copy_out`.
+
+    Args:
+        capacity: how many slots the storage has.
+        storage: where their bytes are.
+        checksums: keep an xxh3-64 of each block and verify it when the block is loaded. A block that the engine wrote
+            into the device itself has none until it has passed through host memory.
+        eviction: decides who makes room; LRU unless given.
+    """
+
+    inline_bytes = INLINE_BYTES
+
+    def __init__(
+        self,
+        capacity: int,
+        storage: Storage,
+        *,
+        checksums: bool = True,
+        eviction: EvictionPolicy[Key] | None = None,
+    ) -> None:
+        self.pool = BlockPool(capacity, eviction)
+        self._block_bytes = storage.block_bytes
+        self.checksums = checksums
+        """Whether blocks are verified when they are loaded."""
+        self._storage = storage
+        self._sums: dict[int, int] = {}  # slot -> xxh3-64 of its bytes, as far as it is known
+        self._by_engine: set[int] = set()  # staged by `stage`
+        self._loaded = 0
+        self._missed = {"gone": 0, "damaged": 0}
+
+    def __len__(self) -> int:
+        return len(self.pool)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {len(self.pool)} of {self.pool.capacity} blocks of {self.block_bytes} bytes>"
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every block, in bytes."""
+        return self._block_bytes
+
+    # --- the engine's side ----------------------------------------------------------------------------------------
+
+    @property
+    def free(self) -> int:
+        """How many more blocks there is room for without evicting one."""
+        return self.pool.free
+
+    def external(self, ids: Sequence[int], keys: Sequence[Key]) -> ExternalBlocks:
+        """Blocks that the engine keeps alive until the handle has settled: slot numbers and the keys of their content.
+
+        They are not guarded here, and nothing releases them here.
+        """
+        self._check_ids(ids)
+        return ExternalBlocks(self, keys, list(ids))
+
+    def put(self, key: Key, data: bytes | bytearray | memoryview) -> bool:
+        """Register one block that an engine wrote. Evicts the least worthy block that nobody holds if it is full.
+
+        Returns:
+            Whether it is new: ``False`` means that the key was there, and its bytes were left as they were.
+
+        Raises:
+            BlockSizeError: ``data`` is not ``block_bytes`` long.
+            CapacityError: every block is held, or the eviction policy does not admit this one.
+        """
+        view = memoryview(data).cast("B")
+        if view.nbytes != self.block_bytes:
+            raise BlockSizeError(self, self.block_bytes, view.nbytes)
+        if self.pool.contains((key,)):
+            self.pool.use((key,))
+            self.pool.note_duplicates(1)
+            return False
+        slots = self.pool.take_evicting((key,))
+        if slots is None or slots[0] == EVICTED:
+            raise CapacityError(f"{self!r} has no room: {'all blocks are held' if slots is None else REJECTED.reason}")
+        try:
+            pages = self._storage.pages(slots)
+            if pages is not None:
+                pages[0][:] = view
+            else:
+                pages = pages_of([bytearray(view)])
+                self._storage.copy_in(slots, pages)
+            if self.checksums:
+                self.note_checksums(slots, checksums(pages))
+        except BaseException:
+            self.pool.give_back(slots)
+            raise
+        self.pool.register((key,), slots)
+        return True
+
+    def get(self, key: Key) -> bytes | None:
+        """A verified copy of one block, or ``None`` if it is not here (any more)."""
+        guards = self.pool.upgrade((key,))
+        if guards[0] == EVICTED:
+            self._missed["gone"] += 1
+            return None
+        try:
+            pages = self._storage.pages(guards)
+            if pages is None:
+                pages = new_pages(1, self.block_bytes)
+                self._storage.copy_out(guards, pages)
+            data = bytes(pages[0])
+            sums = checksums(pages) if self.checksums else None
+            if self._verify((key,), guards, sums):
+                return None
+        finally:
+            self.pool.release(guards)
+        self.pool.use((key,))
+        self._loaded += 1
+        return data
+
+    def stage(self, n: int) -> list[int]:
+        """``n`` slots for an engine to write into, ascending; ends with :meth:`register` or :meth:`unstage`.
+
+        Raises:
+            CapacityError: too many blocks are held.
+        """
+        slots = self.pool.take_evicting([b""] * n) if n <= self.pool.capacity else None
+        if slots is None or EVICTED in slots:
+            self.pool.give_back(slots or ())
+            raise CapacityError(f"{self!r} has no room for {n} blocks: the others are held")
+        self._by_engine.update(slots)
+        return slots
+
+    def register(self, slots: Sequence[int], keys: Sequence[Key]) -> list[Outcome]:
+        """Register staged slots that the engine has written: stored, or a duplicate whose slot is free again.
+
+        Raises:
+            ValueError: a slot that was not staged, or named twice.
+        """
+        self._unstage(slots)
+        if self.checksums:
+            pages = self._storage.pages(slots)
+            if pages is None:
+                self._forget_checksums(slots)
+            else:
+                self.note_checksums(slots, checksums(pages))
+        outcomes: list[Outcome] = [STORED] * len(keys)
+        for position in self.pool.register(keys, slots):
+            outcomes[position] = DUPLICATE
+        return outcomes
+
+    def unstage(self, slots: Sequence[int]) -> None:
+        """Give staged slots back.
+
+        Raises:
+            ValueError: a slot that was not staged, or named twice.
+        """
+        self._unstage(slots)
+        self.pool.give_back(slots)
+
+    # --- Source ---------------------------------------------------------------------------------------------------
+
+    def views(self, guards: Sequence[int]) -> Pages | None:
+        """Where these blocks lie in host memory, if each is one run there."""
+        return self._storage.pages(guards)
+
+    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+        """Copy each block into the page at the same position."""
+        self._storage.copy_out(guards, pages)
+
+    # --- Tier -----------------------------------------------------------------------------------------------------
+
+    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
+        """Copy the leased blocks into the first places of ``destination`` and verify them.
+
+        The lease must be held until this returns. An exception of the destination makes every block
+        :class:`~backends.abc.Failed`. Cancelled, it leaves only when the copy is over.
+
+        Raises:
+            BlockSizeError: the destination has places of another size.
+            ValueError: the lease is not of this tier or was released, or the destination is too small.
+            Unproven: the destination says so.
+        """
+        n, guards = len(lease.keys), self._guards_of(lease)
+        if destination.block_bytes != self.block_bytes:
+            raise BlockSizeError(self, self.block_bytes, destination.block_bytes)
+        if len(destination) < n:
+            raise ValueError(f"{n} blocks do not fit into {len(destination)} places")
+        await trio.lowlevel.checkpoint()
+        if not n:
+            return []
+        here, there = self._storage.pages(guards), destination.views()
+        if there is not None and len(there) != n:
+            there = there.part(0, n)
+        try:
+            if here is not None and there is not None and n * self.block_bytes <= self.inline_bytes:
+                sums = _load(self._storage, guards, here, destination, there, self.checksums)
+            else:
+                sums = await self.to_the_end(_load, self._storage, guards, here, destination, there, self.checksums)
+        except Unproven:
+            raise
+        except Exception as exc:
+            return [Failed(exc)] * n
+        bad = self._verify(lease.keys, guards, sums)
+        self._loaded += n - len(bad)
+        outcomes: list[Outcome] = [LOADED] * n
+        for position in bad:
+            outcomes[position] = Missed("damaged")
+        return outcomes
+
+    async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
+        """Forget these keys; a held one is ``PINNED`` and stays. Cancelled, it did nothing."""
+        await trio.lowlevel.checkpoint()
+        return self.pool.delete(keys)
+
+    def statistics(self) -> TierStatistics:
+        """An immutable snapshot."""
+        pool, size = self.pool.statistics(), self.block_bytes
+        return TierStatistics(
+            capacity_bytes=self.pool.capacity * size,
+            used_bytes=(self.pool.capacity - self.pool.free) * size,
+            blocks=pool.registered,
+            held_blocks=pool.held,
+            reserved_blocks=pool.staged,
+            stored=pool.stored,
+            duplicates=pool.duplicates,
+            evicted=pool.evicted,
+            loaded=self._loaded,
+            missed=dict(self._missed),
+            deleted=pool.deleted,
+        )
+
+    # --- how copies run: what a subclass may change ---------------------------------------------------------------
+
+    async def off_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Run a store's copy; cancelled, leave at once."""
+        return await run_in_thread(fn, *args)
+
+    async def to_the_end(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Run a load's copy; cancelled, leave when it is over."""
+        return await run_in_thread_to_the_end(fn, *args)
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    async def write(
+        self, source: Source, guards: Sequence[int], keys: Sequence[Key], slots: list[int]
+    ) -> Mapping[int, Exception]:
+        """Copy blocks of a source into staged slots. Up to ``inline_bytes`` in place, without a checkpoint."""
+        there, here = source.views(guards), self._storage.pages(slots)
+        if there is not None and here is not None and len(slots) * self.block_bytes <= self.inline_bytes:
+            sums = _store(source, guards, there, self._storage, slots, here, self.checksums)
+        else:
+            sums = await self.off_thread(_store, source, guards, there, self._storage, slots, here, self.checksums)
+        if sums is not None:
+            self.note_checksums(slots, sums)
+        return {}
+
+    def note_checksums(self, slots: Sequence[int], sums: Sequence[int]) -> None:
+        """These are the checksums of what was just written to these slots."""
+        self._sums.update(zip(slots, sums, strict=True))
+
+    def _forget_checksums(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._sums.pop(slot, None)
+
+    def _verify(self, keys: Sequence[Key], slots: Sequence[int], sums: Sequence[int] | None) -> list[int]:
+        """Positions of the blocks that are not what was stored: counted, and no longer found."""
+        if sums is None:
+            return []
+        expected = list(map(self._sums.get, slots))
+        if expected == sums:
+            return []
+        pairs = enumerate(zip(expected, sums, strict=True))
+        bad = [at for at, (was, now) in pairs if was is not None and was != now]
+        self._missed["damaged"] += len(bad)
+        self.pool.forget([keys[at] for at in bad], [slots[at] for at in bad])
+        return bad
+
+    def _check(self, keys: Sequence[Key], block_bytes: int) -> int:
+        if block_bytes != self.block_bytes:
+            raise BlockSizeError(self, self.block_bytes, block_bytes)
+        return 1
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self.pool.capacity:
+            raise ValueError(f"{self!r} has no block {min(ids) if min(ids) < 0 else max(ids)}")
+
+    def _unstage(self, slots: Sequence[int]) -> None:
+        staged = set(slots)
+        if len(staged) != len(slots) or not staged <= self._by_engine:
+            raise ValueError(f"not all of these slots are staged in {self!r}: {sorted(staged - self._by_engine)[:4]}")
+        self._by_engine -= staged
+
+
+# What runs in a copy thread. `there` and `here` are host pages where there are any; where there are none, the source or
+# destination is asked to copy.
+
+
+def _store(
+    source: Source,
+    guards: Sequence[int],
+    there: Pages | None,
+    storage: Storage,
+    slots: Sequence[int],
+    here: Pages | None,
+    summed: bool,
+) -> list[int] | None:
+    if here is not None:
+        if there is not None:
+            if summed:
+                return copy_and_sum(here, there)
+            copy_pages(here, there)
+            return None
+        source.copy_out(guards, here)
+        return checksums(here) if summed else None
+    if there is None:
+        there = new_pages(len(slots), storage.block_bytes)
+        source.copy_out(guards, there)
+    storage.copy_in(slots, there)
+    return checksums(there) if summed else None
+
+
+def _load(
+    storage: Storage,
+    slots: Sequence[int],
+    here: Pages | None,
+    destination: Destination,
+    there: Pages | None,
+    summed: bool,
+) -> list[int] | None:
+    if there is not None:
+        if here is not None:
+            if summed:
+                return copy_and_sum(there, here)
+            copy_pages(there, here)
+            return None
+        storage.copy_out(slots, there)
+        return checksums(there) if summed else None
+    if here is None:
+        here = new_pages(len(slots), storage.block_bytes)
+        storage.copy_out(slots, here)
+    sums = checksums(here) if summed else None
+    destination.copy_in(0, here)
+    return sums
+
+
+class PagesDestination:
+    """Loads into host pages: a :class:`~backends.abc.Destination` over pages of the caller's."""
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+
+    @classmethod
+    def over(cls, buffers: Iterable[object]) -> PagesDestination:
+        """Over writable buffers of one size, one per block."""
+        return cls(pages_of(list(buffers)))
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every place, in bytes."""
+        return self._pages.page_bytes
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def views(self) -> Pages:
+        """The pages."""
+        return self._pages
+
+    def copy_in(self, start: int, pages: Pages) -> None:
+        """Copy pages into the places from ``start`` on."""
+        copy_pages(self._pages.part(start, start + len(pages)), pages)

@@ -1,0 +1,251 @@
+"""For tests of places and of what moves blocks between them.
+
+* :func:`check_tier`: the contract of a place as one async test, for yours too.
+* :class:`FakeTier`: a place with a dial for every failure, in virtual time: it starts no thread.
+* :class:`NullExecutor`: a place that copies nothing, to measure everything else.
+* :func:`payload_of`: what a block contains, as a function of its key, so that any copy of it can be judged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TypeVar, TypeVarTuple
+
+import attrs
+import trio
+
+from maru.eviction import EvictionPolicy
+
+from .abc import STORED, Destination, Failed, Key, Missed, Outcome, ReadLease, Source, WhenFull
+from .memory import HostPages
+from .pooled import PooledReservation
+from .slots import SlotTier
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_PERIOD = 509  # a prime, so that a block shifted by a round number of bytes does not look right
+
+
+def payload_of(key: Key, n: int) -> bytes:
+    """The ``n`` bytes that a block with this key contains. Different keys differ within the first bytes."""
+    period = hashlib.shake_128(key).digest(min(n, _PERIOD))
+    return (period * (n // _PERIOD + 1))[:n]
+
+
+# --- a fake -------------------------------------------------------------------------------------------------------
+
+
+@attrs.define
+class Faults:
+    """The dials of a :class:`FakeTier`: set one and what begins from then on behaves so."""
+
+    gate: trio.Event | None = None
+    """Transfers wait for it before a byte is moved."""
+    room: trio.Event | None = None
+    """Nobody is granted room before it is set: ``partial`` and ``fail`` grant nothing, the others wait."""
+    error: BaseException | None = None
+    """What a transfer raises instead of copying: an ordinary exception, a ``BaseException``, or ``Unproven``."""
+    hang: bool = False
+    """A transfer never ends."""
+    failing: dict[Key, Exception] = attrs.field(factory=dict)
+    """Blocks whose transfer fails, each with its error."""
+    extra_outcomes: int = 0
+    """How many outcomes a transfer answers too many, or, negative, too few."""
+    missing: dict[Key, str] = attrs.field(factory=dict)
+    """Blocks whose load misses, each with its reason."""
+    load_error: Exception | None = None
+    """What a load raises instead of copying."""
+
+
+class FakeTier(SlotTier):
+    """A real tier over a little host memory, whose copies take modelled time and fail as told. Starts no thread.
+
+    Args:
+        capacity: how many blocks.
+        block_bytes: size of every block.
+        latency: how long each copy takes at least, in seconds of trio's clock.
+        bytes_per_second: what each copy's bytes take on top.
+        synchronous: copies take no time and pass no checkpoint; for benchmarks.
+        checksums: as in :class:`~backends.slots.SlotTier`.
+        eviction: as in :class:`~backends.slots.SlotTier`.
+
+    Attributes:
+        faults: the dials.
+        batches: the keys of each transfer that began, in order.
+        copied: the keys of each block that was copied in, in order.
+        copying: how many transfers are under way.
+    """
+
+    inline_bytes = -1  # every copy goes through off_thread or to_the_end below
+
+    def __init__(
+        self,
+        capacity: int = 64,
+        block_bytes: int = 64,
+        *,
+        latency: float = 0.0,
+        bytes_per_second: float = float("inf"),
+        synchronous: bool = False,
+        checksums: bool = True,
+        eviction: EvictionPolicy[Key] | None = None,
+    ) -> None:
+        storage = HostPages(capacity, block_bytes, populate=False)
+        super().__init__(capacity, storage, checksums=checksums, eviction=eviction)
+        self.latency = latency
+        self.bytes_per_second = bytes_per_second
+        self.synchronous = synchronous
+        self.faults = Faults()
+        self.batches: list[tuple[Key, ...]] = []
+        self.copied: list[Key] = []
+        self.copying = 0
+
+    def fill(self, keys: Sequence[Key]) -> None:
+        """Put the block of each key, with its payload."""
+        for key in keys:
+            self.put(key, payload_of(key, self.block_bytes))
+
+    def damage(self, key: Key) -> None:
+        """Flip a bit of a stored block."""
+        pages = self._storage.pages(self.pool.slots((key,)))
+        assert pages is not None
+        pages[0][0] ^= 1
+
+    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> PooledReservation:
+        """Take room, unless ``faults.room`` withholds it."""
+        room = self.faults.room
+        if room is not None and when_full in ("wait", "evict"):
+            await room.wait()
+        return self._dialled(await super().reserve(self._grantable(keys, when_full), block_bytes, when_full))
+
+    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> PooledReservation:
+        """Take room, unless ``faults.room`` withholds it."""
+        grantable = self._grantable(keys, when_full)
+        if len(grantable) < len(keys) and when_full in ("wait", "evict"):
+            raise trio.WouldBlock
+        return self._dialled(super().reserve_nowait(grantable, block_bytes, when_full))
+
+    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
+        """Load, unless ``faults`` says otherwise."""
+        with trio.CancelScope(shield=True):
+            await trio.sleep(self.latency + len(lease.keys) * self.block_bytes / self.bytes_per_second)
+        if self.faults.load_error is not None:
+            raise self.faults.load_error
+        outcomes = list(await super().load(lease, destination))
+        for position, key in enumerate(lease.keys):
+            if key in self.faults.missing:
+                outcomes[position] = Missed(self.faults.missing[key])
+        return outcomes
+
+    async def off_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Copy in place: the time for it has passed already."""
+        return fn(*args)
+
+    async def to_the_end(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
+        """Copy in place: the time for it has passed already."""
+        return fn(*args)
+
+    def _grantable(self, keys: Sequence[Key], when_full: WhenFull) -> Sequence[Key]:
+        room = self.faults.room
+        return keys if room is None or room.is_set() else ()
+
+    def _dialled(self, reservation: PooledReservation) -> PooledReservation:
+        return _FakeReservation(self, reservation.granted, reservation._slots, reservation.block_bytes)
+
+    async def _take_time(self, nbytes: int) -> None:
+        faults = self.faults
+        await trio.sleep(self.latency + nbytes / self.bytes_per_second)
+        if faults.gate is not None:
+            await faults.gate.wait()
+        if faults.hang:
+            await trio.sleep_forever()
+
+
+class _FakeReservation(PooledReservation):
+    """Room in a fake: its transfer obeys the dials, then does what the real one does."""
+
+    __slots__ = ()
+    _tier: FakeTier
+
+    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+        fake, faults, keys = self._tier, self._tier.faults, self.granted
+        fake.batches.append(tuple(keys))
+        fake.copying += 1
+        try:
+            if not fake.synchronous:
+                await fake._take_time(len(keys) * fake.block_bytes)
+            if faults.error is not None:
+                raise faults.error
+            outcomes = list(await self._transfer_but_failing(source, guards))
+        finally:
+            fake.copying -= 1
+        fake.copied += [key for key, outcome in zip(keys, outcomes, strict=True) if outcome == STORED]
+        extra = faults.extra_outcomes
+        return outcomes[:extra] if extra < 0 else outcomes + [STORED] * extra
+
+    async def _transfer_but_failing(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+        keys, failing = self.granted, self._tier.faults.failing
+        if not failing or failing.keys().isdisjoint(keys):
+            return await super().transfer(source, guards)
+        good = [position for position, key in enumerate(keys) if key not in failing]
+        outcomes: list[Outcome] = [Failed(failing[key]) if key in failing else STORED for key in keys]
+        self.keep([keys[position] for position in good])
+        if good:
+            answers = await super().transfer(source, [guards[position] for position in good])
+            for position, answer in zip(good, answers, strict=True):
+                outcomes[position] = answer
+        return outcomes
+
+
+# --- a place for benchmarks ---------------------------------------------------------------------------------------
+
+
+class _NullReservation:
+    """Room in nothing."""
+
+    __slots__ = ("_present", "granted")
+
+    def __init__(self, present: set[Key], keys: Sequence[Key]) -> None:
+        self._present = present
+        self.granted = keys
+
+    def keep(self, keys: Sequence[Key]) -> None:
+        self.granted = keys
+
+    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+        self._present.update(self.granted)
+        return [STORED] * len(guards)
+
+    def release(self) -> None:
+        pass
+
+
+class NullExecutor:
+    """An executor that accepts everything, copies nothing and remembers which keys it was given.
+
+    Passes no checkpoint where it need not, so that what is measured with it is what is around it.
+
+    Attributes:
+        present: the keys it was given.
+    """
+
+    def __init__(self) -> None:
+        self.present: set[Key] = set()
+
+    def __repr__(self) -> str:
+        return f"<NullExecutor given {len(self.present)} blocks>"
+
+    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> _NullReservation:
+        """There always is room."""
+        await trio.lowlevel.checkpoint()
+        return _NullReservation(self.present, keys)
+
+    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> _NullReservation:
+        """There always is room."""
+        return _NullReservation(self.present, keys)
+
+    def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` it was given."""
+        return self.present.intersection(keys)
