@@ -1,0 +1,43 @@
+"""trio-offload: move KV-cache blocks between memory tiers, and never lose, leak or corrupt one.
+
+Names stand here in the order in which a user meets them.
+"""
+
+from ._keys import block_key as block_key
+from ._keys import prefix_keys as prefix_keys
+from ._pipeline import open_pipeline as open_pipeline
+from ._pipeline import Pipeline as Pipeline
+from ._pipeline import PipelineStatistics as PipelineStatistics
+from ._config import PipelineConfig as PipelineConfig
+from ._config import BatchConfig as BatchConfig
+from .preconditions import NO_WAIT as NO_WAIT
+from .preconditions import all_of as all_of
+from .preconditions import any_of as any_of
+from ._handle import TransferHandle as TransferHandle
+from ._lifecycle import Status as Status
+from ._result import TransferResult as TransferResult
+from ._result import Progress as Progress
+from .policies import PassAll as PassAll
+from .policies import PresenceFilter as PresenceFilter
+from .policies import FrequencyFilter as FrequencyFilter
+from .policies import PriorityPrefixFilter as PriorityPrefixFilter
+from .policies import AllOf as AllOf
+from .policies import AnyOf as AnyOf
+from ._engine import open_engine as open_engine
+from ._engine import Engine as Engine
+from ._engine import Hit as Hit
+from ._engine import LoadResult as LoadResult
+from ._engine import EngineStatistics as EngineStatistics
+from ._quarantine import Quarantined as Quarantined
+from ._container import OffloadContainer as OffloadContainer
+from ._container import OffloadBatch as OffloadBatch
+from ._errors import OffloadError as OffloadError
+from ._errors import ConfigError as ConfigError
+from ._errors import PipelineFull as PipelineFull
+from ._errors import PipelineClosed as PipelineClosed
+from ._errors import PolicyFailed as PolicyFailed
+from ._errors import PreconditionFailed as PreconditionFailed
+from ._errors import DestinationFull as DestinationFull
+from ._errors import TransferFailed as TransferFailed
+from ._engine import LoadFailed as LoadFailed
+from ._errors import DrainUnproven as DrainUnproven

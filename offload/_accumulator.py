@@ -1,0 +1,49 @@
+"""When is a batch full, or late? Pure: facts and the time go in, a decision comes out.
+
+A batch leaves when a transfer slot is free and one of these holds:
+
+Rule 1. ``min_batch_size`` blocks are ready.
+Rule 2. The oldest ready container has waited ``flush_interval`` (0: as soon as there is one; slot-driven).
+Rule 3. The end of input was announced (a drain): what is there leaves.
+
+A batch never exceeds ``max_batch_size`` blocks, except where its first container alone does: that one goes alone. First in,
+first out: a container that does not fit ends the batch, none behind it is taken in its place.
+"""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+
+from ._config import BatchConfig
+
+
+@attrs.define(eq=False)
+class Accumulator:
+    """Counts what is ready, and decides. Asked by whoever has a free slot; there is no other place that decides."""
+
+    config: BatchConfig
+    blocks: int = 0
+    """Blocks that are ready."""
+    flushing: bool = False
+    """The end of input was announced."""
+
+    def add(self, blocks: int) -> None:
+        """So many blocks have become ready."""
+        self.blocks += blocks
+
+    def remove(self, blocks: int) -> None:
+        """So many blocks have left, or were withdrawn."""
+        self.blocks -= blocks
+
+    def leaves_at(self, oldest: float) -> float:
+        """When the next batch leaves, the oldest container being ready since ``oldest``: ``-inf`` says now."""
+        config = self.config
+        if self.flushing or self.blocks >= config.min_batch_size or config.flush_interval <= 0:
+            return -math.inf
+        return oldest + config.flush_interval
+
+    def fits(self, batch_blocks: int, blocks: int) -> bool:
+        """Whether a container of so many blocks may join a batch that has so many."""
+        return not batch_blocks or batch_blocks + blocks <= self.config.max_batch_size

@@ -1,0 +1,247 @@
+"""The unit that walks (OffloadContainer), and what a slot carries (OffloadBatch).
+
+P1: a container is cancelled whole or not at all: its phase is one value for all of its blocks.
+P2: a container carries its own cancel token from enqueue on: the phase, and whoever holds it right now.
+P4: the last sweep comes right before the upgrade: :meth:`OffloadBatch.sweep_cancelled`.
+P5: behind the upgrade a batch is one flat list of blocks, in which each container owns a span.
+
+A container is always in exactly one of these hands, its *holder*: a channel it is parked in, a waiter that waits on its
+behalf, a slot that owns its batch, or nobody (``None``) while a stage steps it synchronously. Whoever closes the gate tells
+the holder, and the holder sees to it that the container settles. That is what makes a cancel O(1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+import trio
+
+from backends.abc import EVICTED, Key, Source
+
+from ._errors import DestinationFull
+from ._lifecycle import GATE, IllegalMove, Knock, Phase, Status
+
+if TYPE_CHECKING:
+    from trio_util import AsyncValue
+
+    from backends.abc import Blocks
+
+    from ._result import TransferResult
+    from .abc import Precondition
+
+_OPEN, _COMMITTED = Phase.OPEN, Phase.COMMITTED
+_NOTHING: Mapping[Key, str] = MappingProxyType({})
+_NO_FAILURES: Mapping[Key, BaseException] = MappingProxyType({})
+
+
+class Holder(Protocol):
+    """Whoever has a container in hand."""
+
+    def withdraw(self, container: OffloadContainer) -> None:
+        """The container's gate has just closed (cancelled, or failed): see to it that it settles. Synchronous."""
+
+
+@attrs.define(eq=False, repr=False)
+class OffloadContainer:
+    """The blocks of one enqueue, their precondition, and their cancel token."""
+
+    number: int
+    """Counts up within a pipeline, from 1."""
+    blocks: Blocks
+    """What was enqueued."""
+    precondition: Precondition | None
+    """What must hold before the bytes may be read; ``None`` says that they may be read now."""
+    keys: Sequence[Key]
+    """What is still to go: all, then those that passed, then those that were still there at the upgrade."""
+    phase: Phase = _OPEN
+    """The commit gate. See :mod:`offload._lifecycle`."""
+    status: Status = Status.EVALUATING
+    """What the handle shows."""
+    holder: Holder | None = None
+    """Who must be told when the gate closes."""
+    ready_at: float = 0.0
+    """When it became ready for a batch, on trio's clock, in seconds."""
+    evaluated: bool = False
+    """Whether the policies have answered."""
+    marked: bool = False
+    """Whether ``keys`` are marked as pending at the destination on its behalf."""
+    filtered: Mapping[Key, str] = _NOTHING
+    """Blocks that a policy, a pending mark or an overflow kept back, with the reason."""
+    completed: Sequence[Key] = ()
+    """Blocks that are in the destination now."""
+    failed: Mapping[Key, BaseException] = _NO_FAILURES
+    """Blocks whose transfer failed or was rejected, with the error."""
+    evicted: Sequence[Key] = ()
+    """Weak blocks that were gone at the upgrade."""
+    error: BaseException | None = None
+    """Why the whole container failed."""
+    lease: Callable[[], None] | None = None
+    """What a policy locked on its behalf: gives it back."""
+    routes: Mapping[str, TransferResult] | None = None
+    """What became of the blocks further down the chain, by pipeline."""
+    confirmed: trio.Event | None = None
+    """Set once it has settled; made when somebody waits."""
+    watch: AsyncValue[Status] | None = None
+    """The status as something that can be waited on; made when somebody asks."""
+
+    def __repr__(self) -> str:
+        return f"<OffloadContainer {self.number}: {len(self.blocks)} blocks, {self.status.value}>"
+
+    def move(self, status: Status) -> None:
+        """Show ``status`` from now on.
+
+        Raises:
+            IllegalMove: no arrow of the transition table leads there; nothing was changed.
+        """
+        if status not in self.status.next:
+            raise IllegalMove(f"{self!r} cannot become {status.value}")
+        self.status = status
+        if self.watch is not None:
+            self.watch.value = status
+
+    def cancel(self) -> None:
+        """Ask the gate for a cancellation; where it is still open, the container ends CANCELLED."""
+        self._close(Knock.CANCEL)
+
+    def fail(self, error: BaseException) -> None:
+        """Ask the gate for a failure; where it is still open, the container ends FAILED with this error."""
+        if self.phase is _OPEN:
+            self.error = error
+        self._close(Knock.FAIL)
+
+    def _close(self, what: Knock) -> None:
+        if self.phase is not _OPEN or self.status.terminal:
+            return
+        self.phase = GATE[_OPEN][what]
+        holder = self.holder
+        if holder is not None:
+            holder.withdraw(self)
+
+    def claim(self) -> bool:
+        """Ask the gate for the commit: True from then on, False where it was cancelled or failed before."""
+        self.phase = phase = GATE[self.phase][Knock.CLAIM]
+        return phase is _COMMITTED
+
+    @property
+    def walks_on(self) -> bool:
+        """Whether it may go on: neither cancelled nor failed."""
+        return self.phase.walks_on
+
+    def filter(self, reasons: Mapping[Key, str]) -> None:
+        """Keep these blocks back."""
+        if reasons:
+            self.keys = [key for key in self.keys if key not in reasons]
+            self.filtered = {**self.filtered, **reasons}
+
+    def guards_of(self, keys: Sequence[Key]) -> list[int]:
+        """The guards of some of this container's blocks; weak ones are upgraded, one counted guard each."""
+        guards = self.blocks.guards
+        if guards is None:
+            return self.blocks.source.upgrade(keys)
+        if len(keys) == len(guards):
+            return guards
+        by_key = dict(zip(self.blocks.keys, guards, strict=True))
+        return [by_key[key] for key in keys]
+
+
+@attrs.define(eq=False)
+class FlatBlocks:
+    """What a batch is behind the upgrade: columns of blocks, in which each container owns the next ``sizes[i]``."""
+
+    containers: list[OffloadContainer]
+    """Those with at least one block to transfer."""
+    sizes: list[int]
+    """How many blocks each of them has here."""
+    keys: list[Key]
+    """One per block."""
+    guards: list[int]
+    """One per block: where the source has its bytes."""
+    held: Sequence[int]
+    """The guards that the upgrade took, to be released when the copy is over."""
+    dropped: Sequence[Key] = ()
+    """Blocks that are not here, since they were evicted, or the destination had no room for them."""
+
+
+@attrs.define(eq=False)
+class OffloadBatch:
+    """Containers that leave together, each still cancellable on its own until it is claimed."""
+
+    containers: list[OffloadContainer]
+    """In the order in which they became ready."""
+
+    @property
+    def keys(self) -> list[Key]:
+        """The keys of all containers, in order."""
+        return list(chain.from_iterable([container.keys for container in self.containers]))
+
+    def sweep_cancelled(self) -> list[OffloadContainer]:
+        """Take out, and return, the containers whose gate has closed. They are not settled yet."""
+        swept = [container for container in self.containers if not container.phase.walks_on]
+        if swept:
+            self.containers = [container for container in self.containers if container.phase.walks_on]
+        return swept
+
+    def claim(self) -> list[OffloadContainer]:
+        """Commit every container whose gate is open; take out, and return, the others."""
+        lost: list[OffloadContainer] = []
+        for container in self.containers:
+            if container.phase is _OPEN:
+                container.phase = _COMMITTED  # what claim() does, for the common case
+            elif not container.claim():
+                lost.append(container)
+        if lost:
+            self.containers = [container for container in self.containers if container.phase is _COMMITTED]
+        return lost
+
+    def upgrade(self, source: Source, granted: Sequence[Key] | None = None) -> FlatBlocks:
+        """Weak to strong, for the committed containers: flatten them into columns.
+
+        Blocks that were evicted are noted on their container, as are those that are not in ``granted`` (where the
+        destination granted room for a part only). ``keys`` of a container are afterwards those it transfers; one that
+        has none left is not in the result.
+        """
+        containers = self.containers
+        asked = keys = self.keys
+        if granted is not None:
+            _refuse(containers, set(granted))
+            keys = self.keys
+        if all([container.blocks.guards is None for container in containers]):
+            guards = source.upgrade(keys)
+            held: Sequence[int] = guards
+        else:
+            columns = [container.guards_of(container.keys) for container in containers]
+            guards = list(chain.from_iterable(columns))
+            weak = [c for c, container in zip(columns, containers, strict=True) if container.blocks.guards is None]
+            held = list(chain.from_iterable(weak))
+        if EVICTED in guards:
+            keys, guards = _drop_evicted(containers, keys, guards)
+        dropped: Sequence[Key] = ()
+        if len(keys) < len(asked):
+            dropped = list(set(asked).difference(keys))
+            containers = [container for container in containers if container.keys]
+        return FlatBlocks(containers, [len(container.keys) for container in containers], keys, guards, held, dropped)
+
+
+def _refuse(containers: Sequence[OffloadContainer], granted: set[Key]) -> None:
+    for container in containers:
+        refused = [key for key in container.keys if key not in granted]
+        if refused:
+            error = DestinationFull("there was room for a part of the batch only")
+            container.failed = {**container.failed, **dict.fromkeys(refused, error)}
+            container.keys = [key for key in container.keys if key in granted]
+
+
+def _drop_evicted(
+    containers: Sequence[OffloadContainer], keys: list[Key], guards: list[int]
+) -> tuple[list[Key], list[int]]:
+    gone = {key for key, guard in zip(keys, guards, strict=True) if guard == EVICTED}
+    for container in containers:
+        evicted = [key for key in container.keys if key in gone]
+        if evicted:
+            container.evicted = evicted
+            container.keys = [key for key in container.keys if key not in gone]
+    return [key for key in keys if key not in gone], [guard for guard in guards if guard != EVICTED]

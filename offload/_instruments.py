@@ -1,0 +1,118 @@
+"""Calling the hooks: cheap when nobody watches, safe when a watcher breaks.
+
+Rule 1. A hook nobody uses is an empty tuple, so that the hot path pays an attribute and a truth test:
+``if hooks.settled: hooks.fire("settled", container)``.
+Rule 2. An instrument that raises is removed, from all of its hooks, and logged; the pipeline and the others go on.
+Rule 3. Only an ``Exception`` is the instrument's own affair; a KeyboardInterrupt goes through.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+from .abc import Instrument
+from .instruments import HOOKS
+
+_LOGGER = logging.getLogger("offload.abc.Instrument")
+
+Calls: TypeAlias = tuple[Callable[..., Any], ...]
+
+
+class Hooks:
+    """The instruments of one pipeline, by hook. Each hook is an attribute: what to call, in the order of adding."""
+
+    __slots__ = ("_instruments", *HOOKS)
+
+    admission: Calls
+    awaiting: Calls
+    batching: Calls
+    transfer: Calls
+    pre_claim: Calls
+    sweep_claim_gap: Calls
+    post_claim: Calls
+    xfer_start: Calls
+    xfer_end: Calls
+    settled: Calls
+
+    def __init__(self, instruments: Iterable[object] = ()) -> None:
+        # A list, searched by identity: an instrument need not be hashable, and two equal ones are still two.
+        self._instruments: list[tuple[object, dict[str, Callable[..., Any]]]] = []
+        self._arrange()
+        for instrument in instruments:
+            self.add(instrument)
+
+    def __repr__(self) -> str:
+        return f"<Hooks of {len(self._instruments)} instruments>"
+
+    def add(self, instrument: object) -> None:
+        """Call this instrument's hooks from now on. Adding it again does nothing.
+
+        Raises:
+            TypeError: it defines no hook, or one that is not a plain callable; nothing was added.
+        """
+        if self._find(instrument) is None:
+            self._instruments.append((instrument, _used_hooks(instrument)))
+            self._arrange()
+
+    def remove(self, instrument: object) -> None:
+        """Stop calling this instrument.
+
+        Raises:
+            KeyError: it was not there (any more: one that raises is removed).
+        """
+        found = self._find(instrument)
+        if found is None:
+            raise KeyError(instrument)
+        del self._instruments[found]
+        self._arrange()
+
+    def fire(self, name: str, *args: object) -> None:
+        """Call this hook of every instrument that has it. Returns whatever they do; see the rules above.
+
+        An instrument added meanwhile is not called for this event; one removed meanwhile may still be.
+        """
+        for call in getattr(self, name):
+            try:
+                call(*args)
+            except Exception:
+                instrument = self._drop(name, call)
+                _LOGGER.exception("hook %r of instrument %r raised; the instrument was removed", name, instrument)
+
+    def _drop(self, name: str, call: Callable[..., Any]) -> object:
+        for position, (instrument, used) in enumerate(self._instruments):
+            if used.get(name) is call:
+                del self._instruments[position]
+                self._arrange()
+                return instrument
+        return call  # it was removed meanwhile, by itself for one; its hook still says whose it was
+
+    def _find(self, instrument: object) -> int | None:
+        for position, (known, _) in enumerate(self._instruments):
+            if known is instrument:
+                return position
+        return None
+
+    def _arrange(self) -> None:
+        for name in HOOKS:
+            setattr(self, name, tuple([used[name] for _, used in self._instruments if name in used]))
+
+
+def _used_hooks(instrument: object) -> dict[str, Callable[..., Any]]:
+    if isinstance(instrument, type):
+        raise TypeError(f"an instrument is an object, not a class: say {instrument.__name__}()")
+    used: dict[str, Callable[..., Any]] = {}
+    for name in HOOKS:
+        call = getattr(instrument, name, None)
+        if call is None or getattr(call, "__func__", None) is vars(Instrument)[name]:
+            continue  # inherited from the protocol, where it does nothing
+        if not callable(call):
+            raise TypeError(f"{name} of instrument {instrument!r} is not callable")
+        if inspect.iscoroutinefunction(call):
+            raise TypeError(f"{name} of instrument {instrument!r} is async: hooks are called, never awaited")
+        used[name] = call
+    if not used:
+        raise TypeError(f"{instrument!r} defines none of the hooks: {', '.join(HOOKS)}")
+    return used

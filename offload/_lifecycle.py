@@ -1,0 +1,101 @@
+"""The states of a container, the one table of legal moves, and the commit gate. Pure.
+
+Rule 1. A container has one *status*, which only moves along an arrow of ``MOVES``; the three terminal ones have none.
+Rule 2. A container has one *phase*, the commit gate. It leaves OPEN exactly once: committed, cancelled, or failed.
+Rule 3. The phase is the truth. A cancel scope is only the wake-up of whoever waits on behalf of the container.
+
+The diagrams in docs/design.md are drawn from these two tables.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Final
+
+
+class Status(enum.Enum):
+    """What a handle says of its container. It never goes back, and is terminal exactly once."""
+
+    next: frozenset[Status]
+    """The row of ``MOVES``: where this status may move."""
+    terminal: bool
+    """Whether the container has settled."""
+
+    EVALUATING = "evaluating"
+    QUEUED = "queued"
+    TRANSFERRING = "transferring"
+    COMPLETE = "complete"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    # Enum's own __hash__ is Python code; identity is what equality means here anyway.
+    __hash__ = object.__hash__
+
+
+_ENDS: Final = frozenset({Status.COMPLETE, Status.CANCELLED, Status.FAILED})
+
+MOVES: Final[Mapping[Status, frozenset[Status]]] = {
+    Status.EVALUATING: frozenset({Status.QUEUED}) | _ENDS,
+    Status.QUEUED: frozenset({Status.TRANSFERRING}) | _ENDS,
+    Status.TRANSFERRING: frozenset({Status.COMPLETE, Status.FAILED}),
+    Status.COMPLETE: frozenset(),
+    Status.CANCELLED: frozenset(),
+    Status.FAILED: frozenset(),
+}
+
+
+for _status, _row in MOVES.items():
+    _status.next = _row
+    _status.terminal = not _row
+
+
+class Phase(enum.Enum):
+    """The commit gate of one container."""
+
+    walks_on: bool
+    """Whether the container may go on: neither cancelled nor failed."""
+
+    OPEN = "open"
+    COMMITTED = "committed"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+    __hash__ = object.__hash__
+
+
+class Knock(enum.Enum):
+    """What is asked of the gate."""
+
+    CLAIM = "claim"
+    CANCEL = "cancel"
+    FAIL = "fail"
+
+    __hash__ = object.__hash__
+
+
+GATE: Final[Mapping[Phase, Mapping[Knock, Phase]]] = {
+    Phase.OPEN: {Knock.CLAIM: Phase.COMMITTED, Knock.CANCEL: Phase.CANCELLED, Knock.FAIL: Phase.FAILED},
+    Phase.COMMITTED: {Knock.CLAIM: Phase.COMMITTED, Knock.CANCEL: Phase.COMMITTED, Knock.FAIL: Phase.COMMITTED},
+    Phase.CANCELLED: {Knock.CLAIM: Phase.CANCELLED, Knock.CANCEL: Phase.CANCELLED, Knock.FAIL: Phase.CANCELLED},
+    Phase.FAILED: {Knock.CLAIM: Phase.FAILED, Knock.CANCEL: Phase.FAILED, Knock.FAIL: Phase.FAILED},
+}
+
+
+for _phase, _answers in GATE.items():
+    _phase.walks_on = _answers[Knock.CLAIM] is Phase.COMMITTED
+
+
+class IllegalMove(AssertionError):
+    """A status was asked to move where no arrow leads. A bug of this package; nothing was changed."""
+
+
+def check_move(old: Status, new: Status) -> None:
+    """Raise :class:`IllegalMove` unless ``MOVES`` has an arrow from ``old`` to ``new``."""
+    if new not in MOVES[old]:
+        raise IllegalMove(f"{old.name} -> {new.name}")
+
+
+def knock(phase: Phase, what: Knock) -> Phase:
+    """The phase after ``what`` was asked of a gate in ``phase``."""
+    return GATE[phase][what]

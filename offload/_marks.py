@@ -1,0 +1,46 @@
+"""Pending marks: which keys are on their way to a destination. Shared by all pipelines into it (I7).
+
+A mark is taken after the policies, in one step for a whole container, and stays until the copy is physically over. The
+marks of a quarantined copy stay until an operator releases it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from weakref import WeakKeyDictionary
+
+from backends.abc import Key, TransferExecutor
+
+
+class PendingMarks:
+    """The keys on their way to one destination."""
+
+    __slots__ = ("__weakref__", "_pending")
+
+    def __init__(self) -> None:
+        self._pending: set[Key] = set()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def mark(self, keys: Sequence[Key]) -> Collection[Key]:
+        """Mark those keys that are not marked yet; return the others, whose copy somebody else has under way."""
+        pending = self._pending
+        if pending.isdisjoint(keys):
+            pending.update(keys)
+            return ()
+        lost = pending.intersection(keys)
+        pending.update(keys)
+        return lost
+
+    def release(self, keys: Collection[Key]) -> None:
+        """Take the marks of these keys off; they must have been marked by the same hand."""
+        self._pending.difference_update(keys)
+
+
+_MARKS: WeakKeyDictionary[TransferExecutor, PendingMarks] = WeakKeyDictionary()
+
+
+def marks_of(destination: TransferExecutor) -> PendingMarks:
+    """The marks of this destination: one set, however many pipelines lead there."""
+    return _MARKS.setdefault(destination, PendingMarks())

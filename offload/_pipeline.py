@@ -1,0 +1,494 @@
+"""The corridor: four rooms, what links them, one nursery. The only place that knows the order.
+
+    enqueue -> admission -> awaiting -> batching -> transfer -> settled
+               (policies)   (preconditions)         (sweep, claim, upgrade, copy)
+
+A container that a room need not wait for passes straight through by a plain call, so that a burst costs one wake-up and not
+four; the rooms' tasks are there for what must wait.
+
+The stages run in one shielded child of the pipeline's nursery: cancelling the scope around ``async with`` never tears a copy
+apart, and the caller's own body is never shielded. Leaving the block closes the door, knocks at every container's gate
+(shutdown against commit is decided there, like a cancel), drains what is committed, bounded, and leaves no task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import cast
+
+import attrs
+import trio
+
+from backends.abc import Blocks, Source, TransferExecutor, WeakBlocks
+from backends.threads import keep_threads
+
+from ._budget import Budget
+from ._chain import Chain
+from ._config import PipelineConfig
+from ._container import OffloadContainer
+from ._errors import PipelineClosed, PipelineFull
+from ._handle import TransferHandle
+from ._instruments import Hooks
+from ._lifecycle import Phase, Status
+from ._marks import marks_of
+from ._quarantine import Quarantined
+from ._settling import Settlement
+from ._stages.admission import Admission
+from ._stages.awaiting import Awaiting
+from ._stages.batching import Batching
+from ._stages.transfer import Transfer
+from .abc import AsyncPolicy, Instrument, Policy, Precondition, PreconditionLike
+from .preconditions import NO_WAIT, as_precondition
+
+
+@attrs.frozen
+class PipelineStatistics:
+    """A snapshot of one pipeline. Counters count from its start."""
+
+    budget_blocks: int
+    """Blocks that may be inside at once."""
+    used_blocks: int
+    """Blocks that are inside."""
+    waiting_enqueues: int
+    """Tasks that wait for room."""
+    inside: int
+    """Containers that have not settled."""
+    in_admission: int
+    """Containers whose policies have not run to the end."""
+    in_awaiting: int
+    """Containers whose precondition does not hold yet."""
+    in_batching: int
+    """Containers that are ready for a batch."""
+    in_transfer: int
+    """Containers that are being copied."""
+    in_chain: int
+    """Containers whose later routes are under way."""
+    pending_marks: int
+    """Keys on their way to the destination, by any pipeline."""
+    enqueued: int
+    """Containers taken in."""
+    complete: int
+    """Containers that ended COMPLETE."""
+    cancelled: int
+    """Containers that ended CANCELLED."""
+    failed: int
+    """Containers that ended FAILED."""
+    blocks_completed: int
+    """Blocks stored, or found stored."""
+    blocks_filtered: int
+    """Blocks kept back."""
+    blocks_failed: int
+    """Blocks whose transfer failed or was rejected."""
+    blocks_evicted: int
+    """Weak blocks that were gone at the upgrade."""
+    blocks_dropped: int
+    """Of the filtered ones, those dropped because the pipeline was full."""
+    batches: int
+    """Copies started."""
+    copied_bytes: int
+    """Bytes stored."""
+    policy_errors: int
+    """Policies that raised."""
+    policy_timeouts: int
+    """Containers whose policies overran their time."""
+    swept_late: int
+    """Cancelled containers that the safety net found; anything but 0 is a bug."""
+    quarantined: int
+    """Copies whose end is unknown, not yet released by an operator."""
+    quarantined_total: int
+    """Such copies ever."""
+
+
+class Pipeline:
+    """Moves blocks from one place to another. Made by :func:`open_pipeline` only."""
+
+    def __init__(
+        self,
+        source: Source,
+        destination: TransferExecutor,
+        policies: Sequence[Policy | AsyncPolicy],
+        config: PipelineConfig,
+        chain: Sequence[Pipeline],
+        instruments: Sequence[Instrument | object],
+        name: str,
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.source = source
+        self.destination = destination
+        self.hooks = Hooks(instruments)
+        self._policies = policies
+        self._budget = Budget(config.budget_blocks)
+        self._marks = marks_of(destination)
+        self._settlement = Settlement(self._marks, self._budget, self.hooks)
+        self._chain = Chain(chain, destination, self._settlement) if chain else None  # type: ignore[arg-type]
+        self._wire()
+        self._closed = False
+        self._enqueued = self._dropped = self._swept_late = 0
+        self._draining = 0
+        self._busy = trio.Event()
+        self._sweeper_sleeps = False
+        self._scope = trio.CancelScope(shield=True)
+
+    def _wire(self) -> None:
+        """Join the rooms, last one first."""
+        config, settlement, hooks = self.config, self._settlement, self.hooks
+        finish = settlement.settle_all if self._chain is None else self._chain.follow
+        self._batching = Batching(config, settlement, hooks)
+        self._transfer = Transfer(
+            self.source,
+            self.destination,
+            config,
+            settlement,
+            hooks,
+            next_batch=self._batching.next_batch,
+            next_batch_nowait=self._batching.next_batch_nowait,
+            put_back=self._batching.put_back,
+            finish=finish,
+        )
+        self._awaiting = Awaiting(config, settlement, hooks, forward=self._batching.step)
+        self._admission = Admission(self._policies, config, settlement, hooks, forward=self._awaiting.step)
+
+    def __repr__(self) -> str:
+        return f"<Pipeline {self.name}: {self._budget.used} blocks inside>"
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def enqueue_nowait(self, blocks: Blocks, *, precondition: PreconditionLike) -> TransferHandle:
+        """Take in blocks, or raise. Synchronous; nothing has been decided about them when it returns.
+
+        Strong blocks belong to the pipeline from this call on, also when it raises.
+
+        Args:
+            blocks: from the pipeline's source: its ``weak(keys)``, ``strong(keys)`` or ``external(ids, keys)``.
+            precondition: what must hold before the bytes may be read: :data:`offload.NO_WAIT`, an event of trio, of a
+                thread or of CUDA, an async callable, or several (:func:`offload.all_of`, :func:`offload.any_of`).
+
+        Raises:
+            PipelineFull: there is no room in the budget (unless ``on_overflow`` is ``drop``).
+            PipelineClosed: the pipeline is shutting down.
+            ValueError: the blocks are another source's, or more than the budget.
+            TypeError: ``precondition`` is none.
+        """
+        try:
+            awaited = self._check(blocks, precondition)
+            if not self._budget.take_nowait(len(blocks.keys)):
+                return self._overflow(blocks)
+        except BaseException:
+            blocks.release()
+            raise
+        return self._admit(blocks, awaited)
+
+    def enqueue_many(self, many: Iterable[Blocks], *, precondition: PreconditionLike) -> list[TransferHandle]:
+        """Take in several sets of blocks, one container each: all of them or, when it raises, none. For bursts."""
+        many = list(many)
+        try:
+            checked = [self._check(blocks, precondition) for blocks in many]
+            need = sum(len(blocks.keys) for blocks in many)
+            if self._drops(many):
+                return [self.enqueue_nowait(blocks, precondition=precondition) for blocks in many]
+            if not self._budget.take_nowait(need):
+                raise PipelineFull(
+                    f"{self!r} has no room for {need} blocks more (budget_blocks = {self._budget.total})"
+                )
+        except BaseException:
+            for blocks in many:
+                blocks.release()
+            raise
+        return [self._admit(blocks, awaited) for blocks, awaited in zip(many, checked, strict=True)]
+
+    async def enqueue(self, blocks: Blocks, *, precondition: PreconditionLike) -> TransferHandle:
+        """Take in blocks, waiting for room in the budget if there is none; otherwise like :meth:`enqueue_nowait`.
+
+        Who waits is served in order. Cancelled while waiting, nothing is left behind: strong blocks are released.
+        """
+        size = len(blocks.keys)
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            awaited = self._check(blocks, precondition)
+            if self._budget.take_nowait(size):
+                await trio.lowlevel.cancel_shielded_checkpoint()
+            elif self._drops([blocks]):
+                await trio.lowlevel.cancel_shielded_checkpoint()
+                return self._overflow(blocks)
+            else:
+                await self._budget.take(size)
+            if self._closed:
+                self._budget.give_back(size)
+                raise PipelineClosed(f"{self!r} closed meanwhile")
+        except BaseException:
+            blocks.release()
+            raise
+        return self._admit(blocks, awaited)
+
+    async def enqueue_committed(self, blocks: Blocks) -> TransferHandle:
+        """Take in blocks of a chain: like :meth:`enqueue`, but their gate is committed from the start."""
+        self._check(blocks, NO_WAIT)
+        if self._budget.take_nowait(len(blocks.keys)):
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        else:
+            await self._budget.take(len(blocks.keys))
+        return self._admit(blocks, None, Phase.COMMITTED)
+
+    def _check(self, blocks: Blocks, precondition: PreconditionLike) -> Precondition | None:
+        if self._closed:
+            raise PipelineClosed(f"{self!r} is closed")
+        if blocks.source is not self.source:
+            raise ValueError(f"{blocks!r} are not of this pipeline's source, {self.source!r}")
+        if len(blocks.keys) > self._budget.total:
+            raise ValueError(f"{len(blocks.keys)} blocks at once are more than budget_blocks = {self._budget.total}")
+        return None if precondition is NO_WAIT else as_precondition(precondition)
+
+    def _admit(self, blocks: Blocks, precondition: Precondition | None, phase: Phase = Phase.OPEN) -> TransferHandle:
+        self._enqueued += 1
+        container = OffloadContainer(self._enqueued, blocks, precondition, blocks.keys, phase)
+        self._settlement.live[container] = None
+        if blocks.keys:
+            self._admission.queue.put(container)
+        else:
+            container.evaluated = True
+            self._settlement.settle(container)
+        if self._sweeper_sleeps:
+            self._busy.set()
+        return TransferHandle(container, self._settlement)
+
+    def _drops(self, many: Sequence[Blocks]) -> bool:
+        return self.config.on_overflow == "drop" and all(type(blocks) is WeakBlocks for blocks in many)
+
+    def _overflow(self, blocks: Blocks) -> TransferHandle:
+        """There is no room: drop a weak store where that was chosen, else say so."""
+        if not self._drops([blocks]):
+            raise PipelineFull(f"{self!r} has no room for {len(blocks)} blocks (budget_blocks = {self._budget.total})")
+        self._enqueued += 1
+        self._dropped += len(blocks.keys)
+        container = OffloadContainer(self._enqueued, blocks, None, blocks.keys, evaluated=True)
+        container.filter(dict.fromkeys(blocks.keys, "overflow"))
+        self._settlement.live[container] = None
+        self._budget.used += len(blocks.keys)  # given back at once, by the one way out
+        self._settlement.settle(container)
+        return TransferHandle(container, self._settlement)
+
+    # -- watching ----------------------------------------------------------------------------------------------------
+
+    @property
+    def quarantine(self) -> Sequence[Quarantined]:
+        """The copies whose end is unknown; an operator who knows better calls ``release()`` on one."""
+        return list(self._transfer.quarantine)
+
+    def add_instrument(self, instrument: Instrument | object) -> None:
+        """Let an observer watch from now on."""
+        self.hooks.add(instrument)
+
+    def remove_instrument(self, instrument: Instrument | object) -> None:
+        """Let an observer go; KeyError if it does not watch (one that raised was removed)."""
+        self.hooks.remove(instrument)
+
+    def statistics(self) -> PipelineStatistics:
+        """An immutable snapshot, in constant time."""
+        settlement, transfer = self._settlement, self._transfer
+        return PipelineStatistics(
+            budget_blocks=self._budget.total,
+            used_blocks=self._budget.used,
+            waiting_enqueues=self._budget.waiting,
+            inside=len(settlement.live),
+            in_admission=len(self._admission.queue.parked) + self._admission.waiting,
+            in_awaiting=self._awaiting.waiting,
+            in_batching=len(self._batching.ready.parked),
+            in_transfer=sum(len(slot.copying.containers) for slot in transfer.slots if slot.copying is not None),
+            in_chain=self._chain.following if self._chain is not None else 0,
+            pending_marks=len(self._marks),
+            enqueued=self._enqueued,
+            complete=settlement.ended[Status.COMPLETE],
+            cancelled=settlement.ended[Status.CANCELLED],
+            failed=settlement.ended[Status.FAILED],
+            blocks_completed=settlement.blocks["completed"],
+            blocks_filtered=settlement.blocks["filtered"],
+            blocks_failed=settlement.blocks["failed"],
+            blocks_evicted=settlement.blocks["evicted"],
+            blocks_dropped=self._dropped,
+            batches=transfer.batches,
+            copied_bytes=transfer.copied_bytes,
+            policy_errors=self._admission.errors,
+            policy_timeouts=self._admission.timeouts,
+            swept_late=self._swept_late,
+            quarantined=len(transfer.quarantine),
+            quarantined_total=transfer.quarantine.total,
+        )
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """The end of input: what is ready leaves without waiting for more, and everything inside now settles.
+
+        More may be enqueued meanwhile and afterwards. Cancelled, it stops waiting; nothing inside is cancelled.
+        """
+        self._draining += 1
+        self._batching.flush(True)
+        try:
+            await self._settlement.wait_settled()
+        finally:
+            self._draining -= 1
+            self._batching.flush(bool(self._draining))
+
+    async def aclose(self) -> None:
+        """Shut down: settle what is not committed as FAILED, drain what is, for ``drain_timeout`` at most.
+
+        Copies still running then are quarantined. Not to be cancelled; harmless when repeated. Leaving ``async with``
+        calls it.
+        """
+        deadline = trio.current_time() + self.config.drain_timeout
+        with trio.CancelScope(shield=True):
+            self._close_door()
+            self._transfer.cut_off_at(deadline)
+            self._draining += 1
+            self._batching.flush(True)
+            with trio.move_on_at(deadline):
+                await self._settlement.wait_settled()
+            if self._settlement.live:
+                self._cut_off()
+                await self._settlement.wait_settled()
+
+    def _close_door(self) -> None:
+        """From here on nothing enters and nothing more commits: every open gate is asked to fail, in one step."""
+        self._closed = True
+        self._budget.close()
+        error = PipelineClosed(f"{self!r} closed before the commit")
+        for container in list(self._settlement.live):
+            container.fail(error)
+
+    def _cut_off(self) -> None:
+        """The time to drain is over: end what is still parked. Copies have deadlines of their own by now."""
+        if self._chain is not None:
+            self._chain.cut_off()
+        for container in [*self._admission.queue.parked, *self._batching.ready.parked]:
+            container.error = PipelineClosed(f"{self!r} closed before it was its turn")
+            assert container.holder is not None
+            container.holder.withdraw(container)
+
+    # -- the tasks ---------------------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Run the stages until the pipeline has closed. Shielded; the parent of every task of this pipeline."""
+        try:
+            with self._scope:
+                async with keep_threads(), trio.open_nursery() as nursery:
+                    await nursery.start(self._awaiting.run)
+                    if self._chain is not None:
+                        await nursery.start(self._chain.run)
+                    nursery.start_soon(self._admission.run)
+                    nursery.start_soon(self._transfer.run)
+                    nursery.start_soon(self._sweep)
+                    task_status.started()
+        finally:
+            self._bury()
+
+    def stop(self) -> None:
+        """End the stages; the last thing done to a pipeline."""
+        self._scope.cancel()
+
+    def _bury(self) -> None:
+        """Nobody walks any more. After a clean end nothing is left inside; after a crash whoever waits must not hang."""
+        self._close_door()
+        for container in list(self._settlement.live):
+            if not container.status.terminal:
+                container.error = container.error or PipelineClosed("a stage of the pipeline crashed")
+                self._settlement.settle(container)
+
+    async def _sweep(self) -> None:
+        """The safety net under cancellation, which is event-driven: look for parked containers that should have gone.
+
+        Runs while something is inside. Counts what it finds, which should be nothing.
+        """
+        while True:
+            if not self._settlement.live:
+                self._busy = trio.Event()
+                self._sweeper_sleeps = True
+                await self._busy.wait()
+                self._sweeper_sleeps = False
+            await trio.sleep(self.config.sweep_interval)
+            for room in (self._admission.queue, self._batching.ready):
+                for container in [container for container in room.parked if not container.phase.walks_on]:
+                    self._swept_late += 1
+                    room.withdraw(container)
+
+
+class _OpenPipeline:
+    """The lifetime of a pipeline, as an async context manager."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._nursery_manager = trio.open_nursery()
+
+    async def __aenter__(self) -> Pipeline:
+        nursery = await self._nursery_manager.__aenter__()
+        try:
+            await nursery.start(self._pipeline.run)
+        except BaseException as error:
+            self._pipeline.stop()
+            await self._leave(error)
+            raise
+        return self._pipeline
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        await self._pipeline.aclose()
+        self._pipeline.stop()
+        return await self._leave(error)
+
+    async def _leave(self, error: BaseException | None) -> bool:
+        """End the nursery; an error of the body leaves as it came, not wrapped in a group of one."""
+        try:
+            kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
+            return bool(await self._nursery_manager.__aexit__(kind, error, trace))
+        except BaseExceptionGroup as group:
+            alone = _alone(group, error)
+            if alone is error:
+                return False
+            if alone is group:
+                raise
+            raise alone from alone.__cause__
+
+
+def _alone(group: BaseException, error: BaseException | None) -> BaseException:
+    """The one exception that groups of one lead to; not past ``error``, which may be a group of the caller's own."""
+    while group is not error and isinstance(group, BaseExceptionGroup) and len(group.exceptions) == 1:
+        group = group.exceptions[0]
+    return group
+
+
+def open_pipeline(
+    source: Source,
+    destination: TransferExecutor,
+    *,
+    policies: Sequence[Policy | AsyncPolicy] = (),
+    config: PipelineConfig | None = None,
+    chain: Sequence[Pipeline] = (),
+    instruments: Sequence[Instrument | object] = (),
+    name: str = "",
+) -> AbstractAsyncContextManager[Pipeline]:
+    """A pipeline from one place to another, for as long as the ``async with`` block lasts.
+
+    Leaving the block closes it (see :meth:`Pipeline.aclose`): what is not committed ends as FAILED, copies under way
+    drain, and no task, thread or room is left. To have everything arrive first, ``await pipeline.drain()``. Cancelling the
+    scope around the block does the same, within ``drain_timeout``.
+
+    Args:
+        source: where blocks are read from.
+        destination: where they are written to.
+        policies: asked in order, once per container; all must let a block pass.
+        config: the knobs; the defaults are those of :class:`offload.PipelineConfig`.
+        chain: pipelines out of ``destination`` that everything stored there is fed to; opened before, closed after.
+        instruments: observers; see :class:`offload.abc.Instrument`.
+        name: what statistics, logs and the results of a chain call it; by default the destination's.
+
+    Raises:
+        ValueError: a pipeline of ``chain`` does not start at ``destination``.
+    """
+    for route in chain:
+        if route.source is not cast("object", destination):
+            raise ValueError(f"{route!r} starts at {route.source!r}, not at the destination, {destination!r}")
+    name = name or str(getattr(destination, "name", "") or type(destination).__name__.lower())
+    return _OpenPipeline(Pipeline(source, destination, policies, config or PipelineConfig(), chain, instruments, name))

@@ -1,0 +1,63 @@
+"""Quarantine: what a copy touched whose end could not be proven. Listed, counted, released by an operator only.
+
+Until then its source guards, marks, locks and room at the destination stay taken: nothing it may still read or write is
+reused. The containers have settled as FAILED with :class:`DrainUnproven`; the promise is broken loudly, never silently.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
+
+from backends.abc import Key
+
+_log = logging.getLogger("offload.pipeline")
+
+
+@attrs.define(eq=False, repr=False)
+class Quarantined:
+    """One copy whose end is unknown."""
+
+    number: int
+    """Counts up within a pipeline, from 1."""
+    keys: Sequence[Key]
+    """The blocks it moved."""
+    reason: str
+    """Why its end is unknown."""
+    since: float
+    """When it was given up, on trio's clock, in seconds."""
+    _give_back: Callable[[], None]
+    _home: dict[int, Quarantined]
+
+    def __repr__(self) -> str:
+        return f"<Quarantined {self.number}: {len(self.keys)} blocks, {self.reason}>"
+
+    def release(self) -> None:
+        """An operator knows that the copy is over: give everything back. Idempotent, on the trio thread."""
+        if self._home.pop(self.number, None) is not None:
+            self._give_back()
+
+
+@attrs.define(eq=False)
+class Quarantine:
+    """All copies of one pipeline whose end is unknown."""
+
+    total: int = 0
+    """How many there have been."""
+    _entries: dict[int, Quarantined] = attrs.Factory(dict)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Quarantined]:
+        return iter(list(self._entries.values()))
+
+    def add(self, keys: Sequence[Key], reason: str, since: float, give_back: Callable[[], None]) -> Quarantined:
+        """Take in a copy; ``give_back`` releases all that it holds."""
+        self.total += 1
+        entry = Quarantined(self.total, list(keys), reason, since, give_back, self._entries)
+        self._entries[entry.number] = entry
+        _log.error("quarantined %d blocks: %s", len(keys), reason)
+        return entry

@@ -1,0 +1,146 @@
+"""Settling: the one way out of a pipeline. Every container passes here exactly once, whatever became of it.
+
+The order is the promise of ``await handle.cancel()``: first everything the container holds is released (source guards, marks,
+locks, room in the budget; its room at the destination was given back before by whoever reserved it), then the terminal
+status is published, then those who wait are told. So whoever is told finds nothing left.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import attrs
+import trio
+
+from ._budget import Budget
+from ._container import OffloadContainer
+from ._instruments import Hooks
+from ._lifecycle import Phase, Status
+from ._marks import PendingMarks
+
+_COMPLETE = Status.COMPLETE
+_log = logging.getLogger("offload.pipeline")
+
+
+@attrs.define(eq=False)
+class _Drain:
+    """Somebody waits for all containers up to a number."""
+
+    last: int
+    remaining: int
+    over: trio.Event = attrs.Factory(trio.Event)
+
+
+@attrs.define(eq=False)
+class Settlement:
+    """Knows every container that is inside, and lets it out."""
+
+    marks: PendingMarks
+    budget: Budget
+    hooks: Hooks
+    live: dict[OffloadContainer, None] = attrs.Factory(dict)
+    """All that are inside, in the order of their enqueue. Never popped from the front: see offload._channel."""
+    ended: dict[Status, int] = attrs.Factory(lambda: {status: 0 for status in Status if status.terminal})
+    """How many containers ended how."""
+    blocks: dict[str, int] = attrs.Factory(
+        lambda: dict.fromkeys(("completed", "filtered", "failed", "evicted", "returned"), 0)
+    )
+    """How many blocks ended how; ``returned`` were in containers that were cancelled or failed before the copy."""
+    hurried: int = 0
+    """Tasks that wait for a cancellation to be confirmed. While there are any, the rooms do less in a tick: the scheduler
+    must come round to them (who waits for a copy under way is among them, and costs the same)."""
+    _drains: list[_Drain] = attrs.Factory(list)
+
+    def enter(self, container: OffloadContainer) -> None:
+        """The container is inside from now on."""
+        self.live[container] = None
+
+    def settle(self, container: OffloadContainer) -> None:
+        """End a container: by its gate where that was closed, by its blocks otherwise."""
+        self.settle_all((container,))
+
+    def settle_all(self, containers: Iterable[OffloadContainer]) -> None:
+        """End several, in order. An observer of one may cancel another: each ends by its own gate."""
+        for container in containers:
+            if container.marked or container.lease is not None or container.blocks.guards is not None:
+                self.release(container)
+            self.settle_unproven(container)
+
+    def settle_unproven(self, container: OffloadContainer) -> None:
+        """End a container without releasing: its copy may still be going on, and the quarantine holds what it held."""
+        size = len(container.blocks.keys)
+        if container.completed is container.blocks.keys and container.error is None:
+            status = _COMPLETE
+            self.blocks["completed"] += size
+        else:
+            status = self._judge(container, size)
+        container.holder = None
+        container.move(status)
+        self.ended[status] += 1
+        del self.live[container]
+        self.budget.give_back(size)
+        if self.hooks.settled:
+            self.hooks.fire("settled", container)
+        if container.confirmed is not None:
+            container.confirmed.set()
+        if self._drains:
+            self._tell_drains(container)
+
+    def release(self, container: OffloadContainer) -> None:
+        """Give back what it holds, before the end (a chain has more to do) or at it. Idempotent."""
+        blocks = container.blocks
+        if blocks.guards is not None:
+            blocks.release()
+        if container.marked:
+            container.marked = False
+            self.marks.release(container.keys)
+        if container.lease is not None:
+            lease, container.lease = container.lease, None
+            try:
+                lease()
+            except Exception:
+                _log.exception("a policy's lease could not be given back; %r ends all the same", container)
+
+    def _judge(self, container: OffloadContainer, size: int) -> Status:
+        """How it ended, where that is not simply well; counts its blocks."""
+        ends = {
+            "completed": len(container.completed),
+            "filtered": len(container.filtered),
+            "failed": len(container.failed),
+            "evicted": len(container.evicted),
+        }
+        ends["returned"] = size - sum(ends.values())
+        for end, blocks in ends.items():
+            self.blocks[end] += blocks
+        if container.phase is Phase.CANCELLED:
+            return Status.CANCELLED
+        if container.phase is Phase.FAILED or container.failed or container.error is not None:
+            return Status.FAILED
+        return Status.COMPLETE
+
+    # -- the end of input --------------------------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        """Whether somebody waits for the end of what is inside."""
+        return bool(self._drains)
+
+    async def wait_settled(self) -> None:
+        """Wait until everything that is inside now has settled."""
+        if not self.live:
+            await trio.lowlevel.checkpoint()
+            return
+        drain = _Drain(last=next(reversed(self.live)).number, remaining=len(self.live))
+        self._drains.append(drain)
+        try:
+            await drain.over.wait()
+        finally:
+            self._drains.remove(drain)
+
+    def _tell_drains(self, container: OffloadContainer) -> None:
+        for drain in self._drains:
+            if container.number <= drain.last:
+                drain.remaining -= 1
+                if not drain.remaining:
+                    drain.over.set()

@@ -1,0 +1,1 @@
+"""The rooms of a pipeline, in walking order: admission, awaiting, batching, transfer."""

@@ -1,0 +1,176 @@
+"""PolicyEvaluator: may these blocks leave?
+
+Takes containers off the queue, a few per tick so that a cancel need not wait for a burst, asks the policies once for all of
+a container's blocks, and marks what passed as pending at the destination, all of it in one step. Only a policy that waits
+gets a task and a deadline; so many of them may wait at once, and what waits behind them stays cancellable in the queue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import attrs
+import trio
+
+from .._channel import CancellableChannel
+from .._config import PipelineConfig
+from .._container import OffloadContainer
+from .._errors import PolicyFailed
+from .._instruments import Hooks
+from .._lifecycle import Status
+from .._settling import Settlement
+from .._waiting import Waiter
+from ..abc import AsyncPolicy, Leased, Policy, Reasons
+from ..policies import NOTHING_REJECTED, AllOf, read_answer
+
+_NOTHING = NOTHING_REJECTED
+_QUEUED = Status.QUEUED
+# Measured: draining 128 containers a tick delays a cancel to 200 us, 16 a tick to 70 us; the checkpoint between costs 2.5 us.
+_PER_TICK = 16
+_PER_HURRIED_TICK = 4
+
+
+@attrs.define(eq=False)
+class Admission:
+    """The first room."""
+
+    policies: Sequence[Policy | AsyncPolicy]
+    config: PipelineConfig
+    settlement: Settlement
+    hooks: Hooks
+    forward: Callable[[Sequence[OffloadContainer], float], None]
+    """Where containers go from here, and the time."""
+    queue: CancellableChannel = attrs.field(init=False)
+    waiting: int = 0
+    """Containers whose policies are waiting."""
+    errors: int = 0
+    """Policies that raised."""
+    timeouts: int = 0
+    """Containers whose policies overran ``policy_timeout``."""
+    _policy: Policy | None = attrs.field(init=False, default=None)
+    _async_policy: AsyncPolicy | None = attrs.field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        self.queue = CancellableChannel(self.settlement.settle)
+        policy = self.policies[0] if len(self.policies) == 1 else AllOf(*self.policies) if self.policies else None
+        if isinstance(policy, AsyncPolicy):
+            self._async_policy = policy
+        else:
+            self._policy = policy
+
+    async def run(self) -> None:
+        """Drain the queue for ever."""
+        if self._async_policy is not None:
+            await self._run_waiting(self._async_policy)
+        queue = self.queue
+        while True:
+            await queue.wait_filled()
+            passed = []
+            for _ in range(_PER_TICK if not self.settlement.hurried else _PER_HURRIED_TICK):
+                if not queue.parked:
+                    break
+                # One by one: what runs in between may cancel those that are still inside.
+                container = queue.pop()
+                if self._passes(container):
+                    passed.append(container)
+            if passed:
+                self.forward(passed, trio.current_time())
+
+    def _passes(self, container: OffloadContainer) -> bool:
+        if self.hooks.admission:
+            self.hooks.fire("admission", container)
+        answer: Reasons | Leased = _NOTHING
+        if self._policy is not None and container.phase.walks_on:
+            try:
+                answer = self._policy(container.keys)
+            except Exception as error:
+                self._refuse(container, "error", error)
+                return False
+        return self._admit(container, answer)
+
+    # -- policies that wait ----------------------------------------------------------------------------------------
+
+    async def _run_waiting(self, policy: AsyncPolicy) -> None:
+        turns = trio.Semaphore(self.config.max_waiting_policies)
+        async with trio.open_nursery() as nursery:
+            while True:
+                await turns.acquire()
+                while not self.queue.parked:
+                    await self.queue.wait_filled()
+                container = self.queue.pop()
+                waiter = Waiter(self.config.policy_timeout, settle=None)
+                container.holder = waiter
+                nursery.start_soon(self._evaluate, policy, container, waiter, turns)
+
+    async def _evaluate(
+        self, policy: AsyncPolicy, container: OffloadContainer, waiter: Waiter, turns: trio.Semaphore
+    ) -> None:
+        answer: Reasons | Leased = _NOTHING
+        error: BaseException | None = None
+        self.waiting += 1
+        try:
+            if self.hooks.admission:
+                self.hooks.fire("admission", container)
+            if container.walks_on:
+                with waiter.scope:
+                    answer = await policy.evaluate(container.keys)
+        except Exception as exc:
+            error = exc
+        except BaseException as exc:
+            error = exc
+            raise
+        finally:
+            # In a finally clause, since code behind the scope is skipped when an outer one is cancelled in the same tick.
+            self.waiting -= 1
+            turns.release()
+            container.holder = None
+            if error is not None:
+                self._refuse(container, "error", error)
+            elif waiter.scope.cancelled_caught and container.walks_on:
+                late = trio.TooSlowError(f"policies took over {self.config.policy_timeout} s")
+                self._refuse(container, "timeout", late)
+            elif self._admit(container, answer):
+                self.forward([container], trio.current_time())
+
+    # -- the decision ----------------------------------------------------------------------------------------------
+
+    def _admit(self, container: OffloadContainer, answer: Reasons | Leased) -> bool:
+        """Act on the policies' answer; whether the container goes on. Otherwise it has settled."""
+        reasons: Reasons = _NOTHING
+        if answer is not _NOTHING:
+            try:
+                reasons, container.lease = read_answer(answer)
+            except Exception as error:
+                self._refuse(container, "error", error)
+                return False
+        if not container.phase.walks_on:
+            self.settlement.settle(container)
+            return False
+        if reasons:
+            container.filter({key: reasons[key] for key in container.keys if key in reasons})
+        lost = self.settlement.marks.mark(container.keys)
+        if lost:
+            container.filter(dict.fromkeys(lost, "pending"))
+        container.evaluated = True
+        if not container.keys:
+            self.settlement.settle(container)
+            return False
+        container.marked = True
+        container.move(_QUEUED)
+        return True
+
+    def _refuse(self, container: OffloadContainer, reason: str, error: BaseException) -> None:
+        """A policy broke: keep all blocks back for that reason, or fail the container, as configured."""
+        if reason == "timeout":
+            self.timeouts += 1
+        else:
+            self.errors += 1
+        if container.walks_on:
+            if self.config.on_policy_error == "fail":
+                failure = PolicyFailed(f"{reason}: {error!r}")
+                failure.__cause__ = error
+                container.fail(failure)
+            else:
+                container.filter(dict.fromkeys(container.keys, reason))
+                container.evaluated = True
+        self.settlement.settle(container)

@@ -1,0 +1,147 @@
+"""Batcher: gather until full or late, and hand over to a free transfer slot.
+
+The hand-over is a pull: a slot that has nothing to do asks :meth:`Batching.next_batch`, and from then until the claim it owns
+what it got. Containers come in by plain calls while slots sleep, so that wake-ups could be lost; therefore one place
+decides (:meth:`Batching._knock`), after every change: it wakes a sleeping slot if a batch is due, or else sets that slot's
+alarm. A slot that wakes decides anew. Nothing is ever taken inside the scope that times the flush: a deadline there would
+lose the batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import attrs
+import trio
+
+from .._accumulator import Accumulator
+from .._channel import CancellableChannel
+from .._config import PipelineConfig
+from .._container import Holder, OffloadBatch, OffloadContainer
+from .._instruments import Hooks
+from .._settling import Settlement
+
+
+@attrs.define(eq=False)
+class _Sleeper:
+    """A slot with nothing to do."""
+
+    task: trio.lowlevel.Task
+    alarm: trio.CancelScope
+
+
+@attrs.define(eq=False)
+class Batching:
+    """The third room."""
+
+    config: PipelineConfig
+    settlement: Settlement
+    hooks: Hooks
+    ready: CancellableChannel = attrs.field(init=False)
+    accumulator: Accumulator = attrs.field(init=False)
+    _sleepers: deque[_Sleeper] = attrs.field(init=False, factory=deque)
+
+    def __attrs_post_init__(self) -> None:
+        self.ready = CancellableChannel(self._withdrawn)
+        self.accumulator = Accumulator(self.config.batch_config)
+
+    @property
+    def idle(self) -> int:
+        """Slots with nothing to do."""
+        return len(self._sleepers)
+
+    def step(self, containers: Sequence[OffloadContainer], now: float) -> None:
+        """The containers are ready: let them join a batch."""
+        if self.hooks.batching:
+            for container in containers:
+                self.hooks.fire("batching", container)
+        blocks = 0
+        for container in containers:
+            if container.phase.walks_on:
+                container.ready_at = now
+                blocks += len(container.keys)
+                self.ready.put(container)
+            else:  # cancelled on its way here, while it was in nobody's hands
+                self.settlement.settle(container)
+        self.accumulator.blocks += blocks
+        if self._sleepers:
+            self._knock(now)
+
+    def flush(self, flushing: bool) -> None:
+        """The end of input: what is ready leaves now, without waiting for more."""
+        self.accumulator.flushing = flushing
+        self._knock(trio.current_time())
+
+    def put_back(self, container: OffloadContainer) -> None:
+        """A slot gives back what it could not reserve room for together with the others: it goes first next time."""
+        self.ready.put_back(container)
+        self.accumulator.add(len(container.keys))
+        self._knock(trio.current_time())
+
+    async def next_batch(self, owner: Holder) -> OffloadBatch:
+        """Wait until a batch is due and take it. Cancelled while waiting, it has taken nothing."""
+        await trio.lowlevel.checkpoint()
+        while not self._due(trio.current_time()):
+            await self._sleep()
+        return self._take(owner)
+
+    def next_batch_nowait(self, owner: Holder) -> OffloadBatch | None:
+        """Take a batch if one is due."""
+        return self._take(owner) if self._due(trio.current_time()) else None
+
+    # -- the one place that decides ----------------------------------------------------------------------------------
+
+    def _leaves_at(self) -> float:
+        return self.accumulator.leaves_at(next(iter(self.ready.parked)).ready_at)
+
+    def _due(self, now: float) -> bool:
+        return bool(self.ready.parked) and self._leaves_at() <= now
+
+    def _knock(self, now: float) -> None:
+        if self._sleepers and self.ready.parked:
+            leaves_at = self._leaves_at()
+            if leaves_at <= now:
+                trio.lowlevel.reschedule(self._sleepers.popleft().task)
+            else:
+                self._sleepers[0].alarm.deadline = leaves_at
+
+    async def _sleep(self) -> None:
+        alarm = trio.CancelScope()
+        if self.ready.parked and not self._sleepers:
+            alarm.deadline = self._leaves_at()
+        sleeper = _Sleeper(trio.lowlevel.current_task(), alarm)
+        self._sleepers.append(sleeper)
+
+        def abort(_: object) -> trio.lowlevel.Abort:
+            self._sleepers.remove(sleeper)
+            # Its alarm may have been the one that was set for all.
+            self._knock(trio.current_time())
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        with alarm:
+            await trio.lowlevel.wait_task_rescheduled(abort)
+
+    # -- taking ------------------------------------------------------------------------------------------------------
+
+    def _take(self, owner: Holder) -> OffloadBatch:
+        ready, accumulator = self.ready, self.accumulator
+        batch: list[OffloadContainer] = []
+        size = 0
+        while ready.parked:
+            container = ready.pop()
+            blocks = len(container.keys)
+            if not accumulator.fits(size, blocks):
+                ready.put_back(container)
+                break
+            size += blocks
+            container.holder = owner
+            batch.append(container)
+        accumulator.blocks -= size
+        if self._sleepers:
+            self._knock(trio.current_time())
+        return OffloadBatch(batch)
+
+    def _withdrawn(self, container: OffloadContainer) -> None:
+        self.accumulator.remove(len(container.keys))
+        self.settlement.settle(container)

@@ -1,0 +1,353 @@
+"""TransferStage: sweep, claim, upgrade, copy, settle.
+
+P3: the upgrade is the point of no return. P4: the last sweep comes right before it. P5: behind it there is one flat list.
+
+What a slot does with a batch, in this order:
+
+1. Reserve room at the destination. This may wait, and holds nothing while it does. A cancel ends the wait; the rest of the
+   batch reserves again, under the first deadline and without leaving the slot.
+2. Commit, without a checkpoint: sweep, claim, upgrade, give back the room of what dropped out, and only then settle that.
+3. Copy, shielded, bounded by ``transfer_timeout``. Outcomes or an ordinary exception prove that the copy is over; a timeout
+   or :class:`backends.abc.Unproven` does not, and what it touched is quarantined.
+4. Release what the copy held, then settle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+
+import attrs
+import trio
+
+from backends.abc import (
+    STORED,
+    CapacityError,
+    Duplicate,
+    Failed,
+    Key,
+    Outcome,
+    Rejected,
+    Reservation,
+    Source,
+    Stored,
+    TransferExecutor,
+    Unproven,
+)
+
+from .._config import PipelineConfig
+from .._container import FlatBlocks, Holder, OffloadBatch, OffloadContainer
+from .._errors import DestinationFull, DrainUnproven, OffloadError, PipelineClosed, TransferFailed
+from .._instruments import Hooks
+from .._lifecycle import Phase, Status
+from .._quarantine import Quarantine
+from .._settling import Settlement
+
+_TRANSFERRING = Status.TRANSFERRING
+
+
+@attrs.define(eq=False)
+class Transfer:
+    """The last room: what its slots share."""
+
+    source: Source
+    destination: TransferExecutor
+    config: PipelineConfig
+    settlement: Settlement
+    hooks: Hooks
+    next_batch: Callable[[Holder], Awaitable[OffloadBatch]]
+    """Waits for a batch; the asking slot owns it."""
+    next_batch_nowait: Callable[[Holder], OffloadBatch | None]
+    """The same without waiting: None where no batch is due."""
+    put_back: Callable[[OffloadContainer], None]
+    """Takes a container back as the next one to go."""
+    finish: Callable[[list[OffloadContainer]], None]
+    """Where containers go once their copy is over."""
+    quarantine: Quarantine = attrs.Factory(Quarantine)
+    cutoff: float = math.inf
+    """No wait of a slot goes on behind this time: the end of a shutdown's drain."""
+    batches: int = 0
+    """Copies started."""
+    copied_bytes: int = 0
+    """Bytes of the blocks that were stored."""
+    slots: list[Slot] = attrs.Factory(list)
+
+    async def run(self) -> None:
+        """Run the slots for ever."""
+        self.slots = [Slot(self) for _ in range(self.config.max_concurrent_transfers)]
+        async with trio.open_nursery() as nursery:
+            for slot in self.slots:
+                nursery.start_soon(slot.run)
+
+    def cut_off_at(self, deadline: float) -> None:
+        """From now on nothing waits past ``deadline``; a copy that still runs then is quarantined."""
+        self.cutoff = deadline
+        for slot in self.slots:
+            slot.cut_off_at(deadline)
+
+
+@attrs.define(eq=False)
+class Slot:
+    """One batch at a time, from its reservation to its end."""
+
+    stage: Transfer
+    copying: FlatBlocks | None = None
+    """What is being copied."""
+    _reserving: trio.CancelScope | None = None
+    """What it waits for room in: the only wait of a slot that a cancel may end."""
+    _bound: trio.CancelScope = attrs.Factory(trio.CancelScope)
+    """Bounds the copies, one after the other: entering a scope per copy costs four times what moving its deadline does."""
+
+    def withdraw(self, container: OffloadContainer) -> None:
+        """One of the batch was cancelled or failed: end the wait for room. Elsewhere the next sweep finds it."""
+        if self._reserving is not None:
+            self._reserving.cancel()
+
+    def cut_off_at(self, deadline: float) -> None:
+        """Wait for nothing past this time."""
+        for scope in (self._reserving, self._bound if self.copying is not None else None):
+            if scope is not None:
+                scope.deadline = min(scope.deadline, deadline)
+
+    async def run(self) -> None:
+        """Carry batches for ever."""
+        while True:
+            # Left by a copy that took too long; or, harmlessly, by a slot that was idle when the last deadline came.
+            with trio.CancelScope() as self._bound:
+                while True:
+                    await self._carry(await self.stage.next_batch(self))
+                    # Where copies do not wait, a second one in the same tick halves the price of being scheduled.
+                    if not self.stage.settlement.hurried:
+                        another = self.stage.next_batch_nowait(self)
+                        if another is not None:
+                            await self._carry(another)
+
+    async def _carry(self, batch: OffloadBatch) -> None:
+        """One batch, from its reservation to its end. However this is left, its containers have settled."""
+        stage = self.stage
+        try:
+            if stage.hooks.transfer:
+                stage.hooks.fire("transfer", batch)
+            reservation = await self._reserve(batch)
+            flat = None if reservation is None else self._commit(batch, reservation)
+        except BaseException as error:
+            _fail(batch, TransferFailed(f"the transfer stage ended: {error!r}"))
+            stage.settlement.settle_all(batch.containers)
+            raise
+        if reservation is not None and flat is not None:
+            await self._copy(batch, flat, reservation)
+
+    # -- 1. reserve --------------------------------------------------------------------------------------------------
+
+    async def _reserve(self, batch: OffloadBatch) -> Reservation | None:
+        """Room for what is left of the batch, or None when nothing is left: all of it has settled then."""
+        stage = self.stage
+        deadline: float | None = None
+        while True:
+            if swept := batch.sweep_cancelled():
+                stage.settlement.settle_all(swept)
+            if not batch.containers:
+                return None
+            if trio.current_time() >= stage.cutoff:
+                self._end(batch, PipelineClosed("the time to drain was over before its copy started"))
+                return None
+            try:
+                if deadline is None:
+                    return stage.destination.reserve_nowait(
+                        batch.keys, stage.source.block_bytes, stage.config.on_destination_full
+                    )
+                reservation = await self._wait_for_room(batch, deadline)
+                if reservation is not None:
+                    return reservation
+                if all(container.walks_on for container in batch.containers):
+                    self._end(batch, DestinationFull(f"no room within {stage.config.destination_timeout} s"))
+            except trio.WouldBlock:
+                deadline = min(trio.current_time() + stage.config.destination_timeout, stage.cutoff)
+            except CapacityError as error:
+                # Each container for itself: a neighbour's size is no reason to fail.
+                first, *others = batch.containers
+                if not others:
+                    self._end(batch, error)
+                for container in reversed(others):
+                    stage.put_back(container)
+                batch.containers = [first] if others else []
+            except Exception as error:
+                self._end(batch, error)
+
+    async def _wait_for_room(self, batch: OffloadBatch, deadline: float) -> Reservation | None:
+        stage = self.stage
+        reservation = None
+        self._bound.deadline = math.inf
+        self._reserving = trio.CancelScope(deadline=deadline)
+        try:
+            with self._reserving:
+                reservation = await stage.destination.reserve(
+                    batch.keys, stage.source.block_bytes, stage.config.on_destination_full
+                )
+        finally:
+            self._reserving = None
+        return reservation
+
+    def _end(self, batch: OffloadBatch, error: Exception) -> None:
+        """Nothing was reserved, and nothing will be."""
+        if not isinstance(error, OffloadError):
+            cause, error = error, TransferFailed(f"the destination refused the batch: {error!r}")
+            error.__cause__ = cause
+        containers, batch.containers = batch.containers, []
+        _fail(OffloadBatch(containers), error)
+        self.stage.settlement.settle_all(containers)
+
+    # -- 2. commit, without a checkpoint -------------------------------------------------------------------------------
+
+    def _commit(self, batch: OffloadBatch, reservation: Reservation) -> FlatBlocks | None:
+        stage, hooks = self.stage, self.stage.hooks
+        granted = reservation.granted
+        short = len(granted) < sum([len(container.keys) for container in batch.containers])
+        if short and stage.config.on_destination_full == "fail":
+            _fail_where_short(batch, granted)
+        if hooks.pre_claim:
+            hooks.fire("pre_claim", batch)
+        dropped = batch.sweep_cancelled()
+        if hooks.sweep_claim_gap:
+            hooks.fire("sweep_claim_gap", batch)
+        dropped += batch.claim()
+        if hooks.post_claim:
+            hooks.fire("post_claim", list(batch.containers))
+        committed, before = batch.containers, len(granted)
+        try:
+            flat = batch.upgrade(stage.source, granted if short else None)
+        except Exception as error:
+            reservation.release()
+            stage.settlement.settle_all(dropped)
+            self._end(batch, error)
+            return None
+        if len(flat.keys) < before:
+            reservation.keep(flat.keys)
+        if flat.dropped:
+            # The mark of an evicted block goes now: whoever has the block again may store it.
+            stage.settlement.marks.release(flat.dropped)
+        batch.containers = flat.containers
+        if not flat.keys:
+            reservation.release()
+        if dropped:
+            stage.settlement.settle_all(dropped)
+        if len(flat.containers) < len(committed):
+            stage.settlement.settle_all([container for container in committed if not container.keys])
+        return flat if flat.keys else None
+
+    # -- 3. copy -----------------------------------------------------------------------------------------------------
+
+    async def _copy(self, batch: OffloadBatch, flat: FlatBlocks, reservation: Reservation) -> None:
+        stage, hooks = self.stage, self.stage.hooks
+        for container in flat.containers:
+            container.move(_TRANSFERRING)
+        stage.batches += 1
+        self.copying = flat
+        if hooks.xfer_start:
+            hooks.fire("xfer_start", batch)
+        self._bound.deadline = min(trio.current_time() + stage.config.transfer_timeout, stage.cutoff)
+        # Until the copy has proven its end: whatever takes us out of it in between leaves it unproven.
+        outcomes: Sequence[Outcome] | None = None
+        cause: BaseException | None = None
+        try:
+            outcomes = await reservation.transfer(stage.source, flat.guards)
+        except Unproven as error:
+            cause = error
+        except Exception as error:
+            outcomes = _all_failed(flat, f"the copy failed: {error!r}", error)
+        except trio.Cancelled:
+            raise
+        except BaseException as error:
+            outcomes = _all_failed(flat, f"the copy was torn down: {error!r}", error)
+            raise
+        finally:
+            self.copying = None
+            if hooks.xfer_end:
+                hooks.fire("xfer_end", batch)
+            if outcomes is None:
+                self._give_up(flat, reservation, cause)
+            else:
+                self._over(flat, reservation, outcomes)
+
+    def _give_up(self, flat: FlatBlocks, reservation: Reservation, cause: BaseException | None) -> None:
+        """The end of the copy is unknown: nothing it touches is released."""
+        stage = self.stage
+        containers = flat.containers
+        reason = f"the executor cannot tell: {cause!r}" if cause else "no end of the copy within its time"
+
+        def give_back() -> None:
+            stage.source.release(flat.held)
+            reservation.release()
+            for container in containers:
+                stage.settlement.release(container)
+
+        entry = stage.quarantine.add(flat.keys, reason, trio.current_time(), give_back)
+        for container in containers:
+            container.error = DrainUnproven(f"{reason}; {entry!r}")
+            container.error.__cause__ = cause
+            container.failed = {**container.failed, **dict.fromkeys(container.keys, container.error)}
+            stage.settlement.settle_unproven(container)
+
+    # -- 4. release and settle -----------------------------------------------------------------------------------------
+
+    def _over(self, flat: FlatBlocks, reservation: Reservation, outcomes: Sequence[Outcome]) -> None:
+        stage = self.stage
+        stage.source.release(flat.held)
+        reservation.release()
+        if len(outcomes) != len(flat.keys):
+            count = f"{len(outcomes)} outcomes for {len(flat.keys)} blocks"
+            outcomes = _all_failed(flat, f"{stage.destination!r} answered {count}", None)
+        stored = outcomes.count(STORED)
+        stage.copied_bytes += stored * stage.source.block_bytes
+        stage.settlement.marks.release(flat.keys)
+        if stored == len(flat.keys):
+            for container in flat.containers:
+                container.marked = False
+                container.completed = container.keys
+        else:
+            _sort_out(flat, outcomes)
+        stage.finish(flat.containers)
+
+
+def _fail(batch: OffloadBatch, error: BaseException) -> None:
+    """Fail what is left of a batch, committed or not; what was cancelled stays cancelled."""
+    for container in batch.containers:
+        container.fail(error)
+        if container.phase is Phase.COMMITTED:  # a route of a chain: it never was open
+            container.error = error
+
+
+def _fail_where_short(batch: OffloadBatch, granted: Sequence[Key]) -> None:
+    """``on_destination_full`` is ``fail``: containers that did not get all of their room fail before the claim."""
+    room = len(granted)
+    for container in batch.containers:
+        room -= len(container.keys)
+        if room < 0:
+            _fail(OffloadBatch([container]), DestinationFull("the destination is full"))
+
+
+def _all_failed(flat: FlatBlocks, text: str, cause: BaseException | None) -> list[Outcome]:
+    error = TransferFailed(text)
+    error.__cause__ = cause
+    return [Failed(error)] * len(flat.keys)
+
+
+def _sort_out(flat: FlatBlocks, outcomes: Sequence[Outcome]) -> None:
+    """Give each container the outcomes of its span."""
+    start = 0
+    for container, size in zip(flat.containers, flat.sizes, strict=True):
+        completed: list[Key] = []
+        failed: dict[Key, BaseException] = dict(container.failed)
+        for key, outcome in zip(container.keys, outcomes[start : start + size], strict=True):
+            match outcome:
+                case Stored() | Duplicate():
+                    completed.append(key)
+                case Failed(error):
+                    failed[key] = error
+                case Rejected(reason):
+                    failed[key] = DestinationFull(f"rejected: {reason}")
+                case _:
+                    failed[key] = TransferFailed(f"{outcome!r} is no outcome of a transfer")
+        container.marked = False
+        container.completed, container.failed = completed, failed
+        start += size

@@ -1,0 +1,143 @@
+"""Ready-made instruments: count what happens, log it, or keep a trace of it.
+
+An instrument is any object that defines some of the hooks of :class:`offload.abc.Instrument`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+import attrs
+import trio
+
+from ._container import OffloadBatch, OffloadContainer
+from .abc import Instrument
+
+HOOKS: Final[tuple[str, ...]] = tuple(name for name in vars(Instrument) if not name.startswith("_"))
+"""The name of every hook, in the order in which a container meets them."""
+
+Subject: TypeAlias = OffloadContainer | OffloadBatch | Sequence[OffloadContainer]
+"""What a hook is called with."""
+
+
+class Every:
+    """Sends every hook to one method, :meth:`saw`. To derive from: such an instrument uses all hooks."""
+
+    def saw(self, hook: str, subject: Subject) -> None:
+        """Called for each event."""
+        raise NotImplementedError
+
+    def admission(self, container: OffloadContainer) -> None:
+        """See :meth:`offload.abc.Instrument.admission`; so for all below."""
+        self.saw("admission", container)
+
+    def awaiting(self, container: OffloadContainer) -> None:
+        """See the hook."""
+        self.saw("awaiting", container)
+
+    def batching(self, container: OffloadContainer) -> None:
+        """See the hook."""
+        self.saw("batching", container)
+
+    def transfer(self, batch: OffloadBatch) -> None:
+        """See the hook."""
+        self.saw("transfer", batch)
+
+    def pre_claim(self, batch: OffloadBatch) -> None:
+        """See the hook."""
+        self.saw("pre_claim", batch)
+
+    def sweep_claim_gap(self, batch: OffloadBatch) -> None:
+        """See the hook."""
+        self.saw("sweep_claim_gap", batch)
+
+    def post_claim(self, containers: Sequence[OffloadContainer]) -> None:
+        """See the hook."""
+        self.saw("post_claim", containers)
+
+    def xfer_start(self, batch: OffloadBatch) -> None:
+        """See the hook."""
+        self.saw("xfer_start", batch)
+
+    def xfer_end(self, batch: OffloadBatch) -> None:
+        """See the hook."""
+        self.saw("xfer_end", batch)
+
+    def settled(self, container: OffloadContainer) -> None:
+        """See the hook."""
+        self.saw("settled", container)
+
+
+class Counting(Every):
+    """Counts how often each hook was called."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter(dict.fromkeys(HOOKS, 0))
+
+    def saw(self, hook: str, subject: Subject) -> None:
+        """One more."""
+        self._counts[hook] += 1
+
+    def statistics(self) -> Mapping[str, int]:
+        """A snapshot: for every hook how often it was called, 0 where it was not."""
+        return MappingProxyType(dict(self._counts))
+
+
+class Log(Every):
+    """Writes a line to a standard logger for each event. It never configures the logger."""
+
+    def __init__(self, logger: logging.Logger | None = None, level: int = logging.DEBUG) -> None:
+        self._logger = logging.getLogger("offload") if logger is None else logger
+        self._level = level
+
+    def saw(self, hook: str, subject: Subject) -> None:
+        """``hook: container 3``, or the numbers of several."""
+        if self._logger.isEnabledFor(self._level):
+            self._logger.log(self._level, "%s: container %s", hook, ", ".join(map(str, numbers_of(subject))))
+
+
+@attrs.frozen
+class Event:
+    """One line of a trace."""
+
+    time: float
+    """When, in seconds on the clock of the trace."""
+    hook: str
+    """What happened."""
+    numbers: tuple[int, ...]
+    """To which containers: their numbers, in order."""
+
+
+class Trace(Every):
+    """Keeps what happened, when, and to which containers, for tests and for pictures; the latest ``limit`` events."""
+
+    def __init__(self, *, limit: int = 100_000, clock: Callable[[], float] = trio.current_time) -> None:
+        if limit < 1:
+            raise ValueError(f"limit = {limit!r}: must be at least 1")
+        self._events: deque[Event] = deque(maxlen=limit)
+        self._clock = clock
+
+    def saw(self, hook: str, subject: Subject) -> None:
+        """Note it."""
+        self._events.append(Event(self._clock(), hook, numbers_of(subject)))
+
+    @property
+    def events(self) -> list[Event]:
+        """All kept events, oldest first."""
+        return list(self._events)
+
+    def of(self, number: int) -> list[str]:
+        """The walk of one container: the hooks that were called about it, in order."""
+        return [event.hook for event in self._events if number in event.numbers]
+
+
+def numbers_of(subject: Subject) -> tuple[int, ...]:
+    """The numbers of the containers a hook was called about, for instruments of one's own."""
+    if isinstance(subject, OffloadContainer):
+        return (subject.number,)
+    containers = subject.containers if isinstance(subject, OffloadBatch) else subject
+    return tuple([container.number for container in containers])

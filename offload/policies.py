@@ -1,0 +1,406 @@
+"""Ready-made policies: may these blocks leave?
+
+A policy is any callable ``(keys) -> Reasons | Leased``, called once for all blocks of a container; it names the
+rejected keys only. One that must wait derives from :class:`offload.abc.AsyncPolicy` instead. Policies are put together
+with :func:`AllOf` and :func:`AnyOf`; an async member makes the whole async.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import ExitStack
+from types import MappingProxyType
+from typing import Final, Protocol, TypeAlias, cast, overload
+
+import trio
+from xxhash import xxh3_64_intdigest
+
+from .abc import AsyncPolicy, Key, Leased, Policy, Reasons
+
+AnyPolicy: TypeAlias = "Policy | AsyncPolicy"
+"""What ``policies=`` takes."""
+
+NOTHING_REJECTED: Final[Reasons] = MappingProxyType({})
+"""The answer that rejects nothing, shared, for policies that want to answer at no cost."""
+
+
+class PassAll:
+    """Rejects nothing."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "PassAll()"
+
+    def __call__(self, keys: Sequence[Key]) -> Reasons:
+        """Nothing."""
+        return NOTHING_REJECTED
+
+
+# --- presence -----------------------------------------------------------------------------------------------------
+
+
+class _Place(Protocol):
+    def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]: ...
+
+
+class _RemotePlace(Protocol):
+    def contains(self, keys: Sequence[Key]) -> Awaitable[AbstractSet[Key]]: ...
+
+
+class PresenceFilter:
+    """Rejects what a tier has already, with the reason ``present``."""
+
+    __slots__ = ("_contains", "_tier")
+
+    def __init__(self, tier: _Place) -> None:
+        if inspect.iscoroutinefunction(tier.contains):
+            raise TypeError(f"contains() of {tier!r} must be awaited: use RemotePresenceFilter")
+        self._tier = tier
+        self._contains = tier.contains
+
+    def __repr__(self) -> str:
+        return f"PresenceFilter({self._tier!r})"
+
+    def __call__(self, keys: Sequence[Key]) -> Reasons:
+        """Those the tier contains right now."""
+        found = self._contains(keys)
+        return dict.fromkeys(found, "present") if found else NOTHING_REJECTED
+
+
+class RemotePresenceFilter(AsyncPolicy):
+    """A :class:`PresenceFilter` for a place that must be asked over a wire: its ``contains`` is async."""
+
+    def __init__(self, place: _RemotePlace) -> None:
+        self._place = place
+
+    def __repr__(self) -> str:
+        return f"RemotePresenceFilter({self._place!r})"
+
+    async def evaluate(self, keys: Sequence[Key]) -> Reasons:
+        """Those the place contained when it was asked."""
+        found = await self._place.contains(keys)
+        return dict.fromkeys(found, "present") if found else NOTHING_REJECTED
+
+
+# --- frequency ----------------------------------------------------------------------------------------------------
+
+_CEILING = 255  # a counter is a byte
+_HALF = bytes(count // 2 for count in range(_CEILING + 1))
+
+
+class FrequencyFilter:
+    """Rejects what was not seen more than ``threshold`` times, with the reason ``infrequent``.
+
+    Every call counts as one sight of each of its keys, the present one included. Behind other policies in
+    :func:`AllOf` it sees, and so counts, only what these let through.
+
+    Counts are kept in a count-min sketch: three rows of one-byte counters, of which a key owns one in each row. Its
+    count is the least of the three: never less than its sights since the last aging, and more only where all three
+    counters are shared with busier keys. Two refinements:
+
+    * *Conservative update*: of a key's counters only those are raised that hold the least value. The count stays an
+      upper bound, and keys seen once pollute far less.
+    * *Aging*: after every ``window`` sights all counters are halved, so that what was popular long ago is forgotten,
+      and, a row being ``window`` wide, rows never fill up. A counter stops at 255, and half of that is as much as any
+      threshold.
+
+    Memory is ``3 * window`` bytes, whatever is seen. The hash is a fixed one: the same sights give the same answers in
+    every process. Measured on a window of nothing but new keys: at the default threshold none passes wrongly, at 2 one
+    in ten thousand, at 1 one in twelve (a fourth row would halve that, and cost a quarter more time).
+    """
+
+    __slots__ = ("_fresh", "_mask", "_rows", "threshold", "window")
+
+    def __init__(self, threshold: int = 8, *, window: int = 1 << 18) -> None:
+        """Start with nothing seen.
+
+        Args:
+            threshold: 0 to 127; with 0 everything passes.
+            window: sights between two agings, 1,024 to 16,777,216; rounded up to a power of two. About as many
+                different keys can be told apart.
+
+        Raises:
+            ValueError: out of these bounds.
+        """
+        if not 0 <= threshold <= _CEILING // 2:
+            raise ValueError(f"threshold = {threshold!r}: must be from 0 to {_CEILING // 2}")
+        if not 1 << 10 <= window <= 1 << 24:
+            raise ValueError(f"window = {window!r}: must be from {1 << 10} to {1 << 24}")
+        self.threshold = threshold
+        self.window = 1 << (window - 1).bit_length()
+        self._mask = self.window - 1
+        self._rows = (bytearray(self.window), bytearray(self.window), bytearray(self.window))
+        self._fresh = 0
+
+    def __repr__(self) -> str:
+        return f"FrequencyFilter({self.threshold}, window={self.window})"
+
+    def __call__(self, keys: Sequence[Key]) -> Reasons:
+        """Count one sight of each key; those not seen often enough by now."""
+        mask, threshold, digest = self._mask, self.threshold, xxh3_64_intdigest
+        row0, row1, row2 = self._rows
+        rejected: list[Key] = []
+        for key in keys:
+            # One 64-bit hash gives three positions: a start, and a stride that is independent of it.
+            bits = digest(key)
+            stride = bits >> 32
+            at0 = bits & mask
+            at1 = (at0 + stride) & mask
+            at2 = (at1 + stride) & mask
+            count0 = row0[at0]
+            count1 = row1[at1]
+            count2 = row2[at2]
+            least = count0 if count0 < count1 else count1
+            if count2 < least:
+                least = count2
+            if least < threshold:
+                rejected.append(key)
+            if least < _CEILING:
+                more = least + 1
+                if count0 < more:
+                    row0[at0] = more
+                if count1 < more:
+                    row1[at1] = more
+                if count2 < more:
+                    row2[at2] = more
+        self._fresh += len(keys)
+        if self._fresh >= self.window:
+            self._age()
+        return dict.fromkeys(rejected, "infrequent") if rejected else NOTHING_REJECTED
+
+    def _age(self) -> None:
+        self._fresh = 0
+        for row in self._rows:
+            row[:] = row.translate(_HALF)
+
+
+# --- priority -----------------------------------------------------------------------------------------------------
+
+
+class PriorityPrefixFilter:
+    """Keeps the leading blocks whose priority is at least ``at_least``; rejects the rest with the reason ``priority``.
+
+    The first block below cuts off all that follow: a cached prefix is of use up to its first hole only.
+    """
+
+    __slots__ = ("_at_least", "_priority_of")
+
+    def __init__(self, priority_of: Callable[[Key], float], at_least: float) -> None:
+        self._priority_of = priority_of
+        self._at_least = at_least
+
+    def __repr__(self) -> str:
+        return f"PriorityPrefixFilter({self._priority_of!r}, {self._at_least!r})"
+
+    def __call__(self, keys: Sequence[Key]) -> Reasons:
+        """All from the first block on whose priority is too low (or is no number)."""
+        priority_of, at_least = self._priority_of, self._at_least
+        for position, key in enumerate(keys):
+            if not priority_of(key) >= at_least:
+                return dict.fromkeys(keys[position:], "priority")
+        return NOTHING_REJECTED
+
+
+# --- several ------------------------------------------------------------------------------------------------------
+
+
+@overload
+def AllOf(*policies: Policy) -> Policy: ...
+@overload
+def AllOf(*policies: AnyPolicy) -> AnyPolicy: ...
+def AllOf(*policies: AnyPolicy) -> AnyPolicy:
+    """A block may leave if every policy lets it: asked in order, each about what those before it let through.
+
+    A rejected block has the reason of the policy that rejected it. Once all are rejected, nobody else is asked.
+
+    Leases of members become one. Where a later member raises or is cancelled, those taken so far are given back before
+    the exception goes on.
+
+    Returns:
+        An :class:`offload.abc.AsyncPolicy` if a member is one, else a plain policy.
+
+    Raises:
+        TypeError: a member is not a policy (see :func:`as_policy`).
+        ValueError: there is no member.
+    """
+    return _joined("AllOf", _Survivors, policies)
+
+
+@overload
+def AnyOf(*policies: Policy) -> Policy: ...
+@overload
+def AnyOf(*policies: AnyPolicy) -> AnyPolicy: ...
+def AnyOf(*policies: AnyPolicy) -> AnyPolicy:
+    """A block may leave if one policy lets it: asked in order, each about what all before it rejected.
+
+    A block that all of them reject has the reason of the first one. Once all are let through, nobody else is asked.
+    Leases, result and errors are those of :func:`AllOf`.
+    """
+    return _joined("AnyOf", _Rejects, policies)
+
+
+def as_policy(policy: object) -> AnyPolicy:
+    """The argument, if it can be a policy.
+
+    Raises:
+        TypeError: it is neither a plain callable nor an AsyncPolicy, but an async function, say, or a class.
+    """
+    if isinstance(policy, AsyncPolicy):
+        return policy
+    if isinstance(policy, type):
+        raise TypeError(f"a policy is an object, not a class: say {policy.__name__}(...)")
+    if not callable(policy):
+        raise TypeError(f"a policy is a callable or an AsyncPolicy, not {policy!r}")
+    if inspect.iscoroutinefunction(policy) or inspect.iscoroutinefunction(type(policy).__call__):
+        raise TypeError(f"a policy that waits must derive from offload.abc.AsyncPolicy: {policy!r}")
+    return cast(Policy, policy)
+
+
+def read_answer(answer: object) -> tuple[Reasons, Callable[[], None] | None]:
+    """A policy's answer, taken apart: the rejected keys, and what gives its lease back.
+
+    Raises:
+        TypeError: it is no answer. A lease that came with it has been given back.
+    """
+    release: Callable[[], None] | None = None
+    if isinstance(answer, Leased):
+        release = answer.release
+        answer = answer.reasons
+    if isinstance(answer, Mapping):
+        return answer, release
+    if release is not None:
+        release()
+    if inspect.iscoroutine(answer):
+        answer.close()
+        raise TypeError("a policy returned a coroutine: one that waits must derive from offload.abc.AsyncPolicy")
+    raise TypeError(f"a policy answers with a mapping from rejected keys to reasons, not with {answer!r}")
+
+
+class _Fold:
+    """The pure half of AllOf and AnyOf: takes the answers one by one, and knows whom the next policy is asked about."""
+
+    __slots__ = ("_leases", "_reasons", "rest")
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        self.rest = keys
+        self._reasons: Reasons = NOTHING_REJECTED
+        self._leases: list[Callable[[], None]] = []
+
+    def take(self, answer: object) -> None:
+        """The next policy's answer about ``rest``."""
+        if answer is NOTHING_REJECTED:
+            self._narrow(NOTHING_REJECTED)
+            return
+        reasons, release = read_answer(answer)
+        if release is not None:
+            self._leases.append(release)
+        self._narrow(reasons)
+
+    def _narrow(self, reasons: Reasons) -> None:
+        raise NotImplementedError
+
+    def give_back(self) -> None:
+        """Give back all leases, the latest first, each once; an error in one does not spare the others."""
+        with ExitStack() as stack:
+            while self._leases:
+                stack.callback(self._leases.pop(0))
+
+    def answer(self) -> Reasons | Leased:
+        """What the members say together."""
+        return Leased(self._reasons, self.give_back) if self._leases else self._reasons
+
+
+class _Survivors(_Fold):
+    """AllOf: the next one is asked about what is left."""
+
+    __slots__ = ()
+
+    def _narrow(self, reasons: Reasons) -> None:
+        if reasons:
+            self.rest = [key for key in self.rest if key not in reasons]
+            self._reasons = {**self._reasons, **reasons} if self._reasons else reasons
+
+
+class _Rejects(_Fold):
+    """AnyOf: the next one is asked about what was rejected so far."""
+
+    __slots__ = ("_asked",)
+
+    def __init__(self, keys: Sequence[Key]) -> None:
+        super().__init__(keys)
+        self._asked = False
+
+    def _narrow(self, reasons: Reasons) -> None:
+        first = reasons if not self._asked else self._reasons
+        self._asked = True
+        self.rest = [key for key in self.rest if key in reasons] if reasons else ()
+        self._reasons = {key: first[key] for key in self.rest} if self.rest else NOTHING_REJECTED
+
+
+class _Joined:
+    """A plain policy made of plain policies."""
+
+    __slots__ = ("_fold", "_name", "_policies")
+
+    def __init__(self, name: str, fold: type[_Fold], policies: Sequence[Policy]) -> None:
+        self._name = name
+        self._fold = fold
+        self._policies = policies
+
+    def __repr__(self) -> str:
+        return f"{self._name}({', '.join(map(repr, self._policies))})"
+
+    def __call__(self, keys: Sequence[Key]) -> Reasons | Leased:
+        fold = self._fold(keys)
+        try:
+            for policy in self._policies:
+                fold.take(policy(fold.rest))
+                if not fold.rest:
+                    break
+        except BaseException:
+            fold.give_back()
+            raise
+        return fold.answer()
+
+
+class _AsyncJoined(AsyncPolicy):
+    """An async policy made of policies of both kinds."""
+
+    def __init__(self, name: str, fold: type[_Fold], policies: Sequence[AnyPolicy]) -> None:
+        self._name = name
+        self._fold = fold
+        self._policies = policies
+
+    __repr__ = _Joined.__repr__
+
+    async def evaluate(self, keys: Sequence[Key]) -> Reasons | Leased:
+        fold = self._fold(keys)
+        waited = False
+        try:
+            for policy in self._policies:
+                if isinstance(policy, AsyncPolicy):
+                    fold.take(await policy.evaluate(fold.rest))
+                    waited = True
+                else:
+                    fold.take(policy(fold.rest))
+                if not fold.rest:
+                    break
+            if not waited:
+                await trio.lowlevel.checkpoint()
+        except BaseException:
+            fold.give_back()
+            raise
+        return fold.answer()
+
+
+def _joined(name: str, fold: type[_Fold], policies: Sequence[AnyPolicy]) -> AnyPolicy:
+    if not policies:
+        raise ValueError(f"{name} needs at least one policy")
+    members = [as_policy(policy) for policy in policies]
+    plain = [policy for policy in members if not isinstance(policy, AsyncPolicy)]
+    if len(plain) == len(members):
+        return _Joined(name, fold, plain)
+    return _AsyncJoined(name, fold, members)

@@ -1,0 +1,413 @@
+"""Ready-made preconditions: is the data there yet?
+
+Every one here holds for good once it holds. Those that are ``passive`` run no code of the caller's while they wait, so
+that a container that is cancelled meanwhile settles in the same tick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Protocol, TypeGuard, cast, final
+
+import trio
+
+from .abc import Precondition, PreconditionLike
+
+
+@final
+class _NoWait(Precondition):
+    def __repr__(self) -> str:
+        return "offload.NO_WAIT"
+
+    def __reduce__(self) -> str:
+        return "NO_WAIT"
+
+    def is_set(self) -> bool:
+        return True
+
+    async def wait(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    @property
+    def passive(self) -> bool:
+        return True
+
+
+NO_WAIT: Final = _NoWait()
+"""The bytes may be read now. It must be said, since forgetting the forward pass corrupts data without an error."""
+
+
+def as_precondition(value: PreconditionLike) -> Precondition:
+    """What ``precondition=`` takes, as a :class:`~offload.abc.Precondition`.
+
+    Raises:
+        TypeError: it is nothing that can be waited for and cancelled meanwhile; the text says what is.
+    """
+    if isinstance(value, Precondition):
+        return value
+    if isinstance(value, trio.Event):
+        return TrioEvent(value)
+    if _is_async_callable(value):
+        return AsyncCallable(value)
+    if callable(getattr(value, "query", None)) and callable(getattr(value, "synchronize", None)):
+        return CudaEvent(cast(Query, value))
+    raise TypeError(
+        f"{value!r} is no precondition{_hint(value)}. One is offload.NO_WAIT, a trio.Event, "
+        "an offload.from_thread.Event, a torch.cuda.Event, an async function, or an offload.abc.Precondition"
+    )
+
+
+def _is_async_callable(value: object) -> TypeGuard[Callable[[], Awaitable[object]]]:
+    return inspect.iscoroutinefunction(value) or (
+        not isinstance(value, type) and inspect.iscoroutinefunction(getattr(type(value), "__call__", None))  # noqa: B004
+    )
+
+
+def _hint(value: object) -> str:
+    if value is None:
+        return ": say offload.NO_WAIT if the bytes may be read now"
+    if isinstance(value, threading.Event):
+        return ": waiting for a threading.Event cannot be cancelled; offload.from_thread.Event is set the same way"
+    if inspect.iscoroutine(value):
+        value.close()  # or Python warns that it was never awaited, on top of the error
+        return ": pass the async function itself, without calling it"
+    if callable(value) and not isinstance(value, type):
+        return ": if calling it gives something to await, say offload.preconditions.AsyncCallable(...)"
+    return ""
+
+
+@final
+class TrioEvent(Precondition):
+    """Holds once a :class:`trio.Event` is set."""
+
+    def __init__(self, event: trio.Event) -> None:
+        self._event = event
+
+    def __repr__(self) -> str:
+        return f"TrioEvent({self._event!r})"
+
+    def is_set(self) -> bool:
+        """Whether the event is set."""
+        return self._event.is_set()
+
+    async def wait(self) -> None:
+        """Wait for the event."""
+        await self._event.wait()
+
+    @property
+    def passive(self) -> bool:
+        """Yes."""
+        return True
+
+
+# --- an event that any thread may set -----------------------------------------------------------------------------
+#
+# Two sides meet without a lock. The waiting side, in a trio run:       The setting side, in any thread:
+#
+#     W1  puts an entry for this run into the table                         S1  sets the flag
+#     W2  looks at the flag; if it is set, does not sleep                   S2  empties the table, and wakes every run
+#     W3  sleeps                                                                that it found there
+#
+# A wake-up would be lost if a waiter slept and nobody woke it: if it saw no flag in W2, and the setter did not find its
+# entry in S2. The first says that W2 came before S1; W1 comes before W2, and S1 before S2; so W1 came before S2, and
+# the setter did find the entry. (The order of the steps is the whole argument: to look at the flag first and enter the
+# table afterwards, as one writes without thinking, loses the wake-up.) Both sides may act on one entry: then the waiter
+# does not sleep, and the event it would have slept on is set for nobody.
+#
+# Each step is one operation on a dict or an attribute, atomic in itself. There is no lock, on purpose: a setter is
+# often a callback, a finalizer or a signal handler, which may interrupt the very thread that holds the lock.
+#
+# One entry stands for a run, not for a task: a trio.Event keeps any number of tasks, drops a cancelled one in O(1), and
+# is touched by its own run only. The setter reaches the run by TrioToken.run_sync_soon alone. When the last task of a
+# run leaves, it takes the entry out, lest an event that is never set keep alive every run that once waited for it.
+
+
+@final
+class ThreadEvent(Precondition):
+    """An event that any thread may set, whether it knows trio or not, and that any number of trio runs may wait for.
+
+    What ``offload.from_thread.Event`` is. Like a :class:`trio.Event`, it cannot be cleared: use a new one each time.
+    """
+
+    def __init__(self) -> None:
+        self._flag = False
+        self._runs: dict[trio.lowlevel.TrioToken, trio.Event] = {}
+
+    def __repr__(self) -> str:
+        return f"<offload.from_thread.Event {'set' if self._flag else 'not set'}>"
+
+    def set(self) -> None:
+        """Set it, and wake whoever waits. In any thread, in a signal handler too. Never blocks; again does nothing."""
+        self._flag = True
+        while self._runs:
+            try:
+                token, event = self._runs.popitem()
+            except KeyError:  # the last waiter has just left, or another thread sets it as well
+                return
+            with contextlib.suppress(trio.RunFinishedError):  # then its tasks are gone, and none was waiting
+                token.run_sync_soon(event.set)
+
+    def is_set(self) -> bool:
+        """Whether it was set, by whatever thread."""
+        return self._flag
+
+    async def wait(self) -> None:
+        """Return once it is set; at once (with a checkpoint) if it was set before."""
+        token = trio.lowlevel.current_trio_token()
+        event = self._runs.get(token)
+        if event is None:
+            event = self._runs[token] = trio.Event()
+        try:
+            if self._flag:
+                await trio.lowlevel.checkpoint()
+            else:
+                await event.wait()
+        finally:
+            if self._runs.get(token) is event and not event.statistics().tasks_waiting:
+                self._runs.pop(token, None)
+
+    @property
+    def passive(self) -> bool:
+        """Yes."""
+        return True
+
+
+# --- an event of a GPU --------------------------------------------------------------------------------------------
+
+_FIRST_PAUSE = 50e-6  # between two looks; doubled while nothing happens, so that a step of 10 ms costs some 25 looks
+_LONGEST_PAUSE = 500e-6  # what a long wait may lose at its end, against 2,000 looks a second, some microseconds each
+
+
+class Query(Protocol):
+    """The one method of a ``torch.cuda.Event`` that is used."""
+
+    def query(self) -> bool:
+        """Whether all work recorded before the event is done. Never blocks; raises if that work failed."""
+        ...
+
+
+@final
+class CudaEvent(Precondition):
+    """Holds once the work recorded before a ``torch.cuda.Event`` is done. Never imports torch.
+
+    CUDA cannot call back cheaply, so one thread looks at all events that are waited for; it ends when there is none.
+
+    Raises:
+        ValueError: the event was never recorded. CUDA would say that it is done.
+    """
+
+    def __init__(self, event: Query) -> None:
+        if getattr(event, "cuda_event", None) == 0:
+            raise ValueError(f"{event!r} was never recorded: record it behind the forward pass, then enqueue")
+        self._event = event
+        self._over = ThreadEvent()
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"CudaEvent({self._event!r})"
+
+    def is_set(self) -> bool:
+        """Whether the work is done, by one query, as long as it is not. An error of the device is for :meth:`wait`."""
+        return self.look() and self._error is None
+
+    async def wait(self) -> None:
+        """Wait until the work is done; raise what the query raises if it failed."""
+        try:
+            if not self.look():
+                _watcher.add(self)
+            await self._over.wait()
+        finally:
+            _watcher.discard(self)
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def passive(self) -> bool:
+        """Yes."""
+        return True
+
+    def look(self) -> bool:
+        """Query the event, in any thread. Whether it is over: the work is done, or has failed."""
+        if not self._over.is_set():
+            try:
+                if not self._event.query():
+                    return False
+            except BaseException as error:  # in the watcher's thread it would be lost, and the wait never end
+                self._error = error
+            self._over.set()
+        return True
+
+
+class _Watcher:
+    """The thread that looks at all events, while there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waits: dict[CudaEvent, int] = {}
+        self._thread: threading.Thread | None = None
+        self._pause = _FIRST_PAUSE
+
+    def add(self, event: CudaEvent) -> None:
+        """Look at it too, until it is over or discarded as often as it was added."""
+        with self._lock:
+            self._waits[event] = self._waits.get(event, 0) + 1
+            self._pause = _FIRST_PAUSE
+            if self._thread is None or not self._thread.is_alive():  # after a fork it is not
+                thread = threading.Thread(target=self._run, name="offload CUDA events", daemon=True)
+                thread.start()
+                self._thread = thread
+
+    def discard(self, event: CudaEvent) -> None:
+        """One wait less."""
+        with self._lock:
+            left = self._waits.pop(event, 0) - 1
+            if left > 0:
+                self._waits[event] = left
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waits:
+                    self._thread = None  # under the lock: whoever adds the next one starts the next thread
+                    return
+                events = list(self._waits)
+                pause = self._pause
+                self._pause = min(2 * pause, _LONGEST_PAUSE)
+            over = [event for event in events if event.look()]
+            if over:
+                with self._lock:
+                    self._pause = _FIRST_PAUSE
+                    for event in over:
+                        self._waits.pop(event, None)
+            else:
+                time.sleep(pause)
+
+
+_watcher = _Watcher()
+
+
+# --- a function of the caller's -----------------------------------------------------------------------------------
+
+
+@final
+class AsyncCallable(Precondition):
+    """Holds once an async function has returned. It is called when somebody waits, and cancelled with the container."""
+
+    def __init__(self, function: Callable[[], Awaitable[object]]) -> None:
+        _check_callable(function)
+        self._function = function
+        self._returned = False
+
+    def __repr__(self) -> str:
+        return f"AsyncCallable({self._function!r})"
+
+    def is_set(self) -> bool:
+        """Whether a call has returned."""
+        return self._returned
+
+    async def wait(self) -> None:
+        """Call it, unless a call has returned already; raise what it raises."""
+        if self._returned:
+            await trio.lowlevel.checkpoint()
+            return
+        called = self._function()
+        if not isinstance(called, Awaitable):
+            raise TypeError(f"{self._function!r} returned {called!r}, which cannot be awaited")
+        await called
+        self._returned = True
+
+
+def _check_callable(function: object) -> None:
+    if not callable(function) or isinstance(function, type):
+        raise TypeError(f"{function!r} is not an async function")
+
+
+# --- several ------------------------------------------------------------------------------------------------------
+
+
+def all_of(*preconditions: PreconditionLike) -> Precondition:
+    """Holds once all of them hold. Fails as soon as one fails, and cancels the others.
+
+    Raises:
+        TypeError: one of them is no precondition (see :func:`as_precondition`).
+        ValueError: there is none. To wait for nothing, say ``offload.NO_WAIT``.
+    """
+    return _AllOf(_members("all_of", preconditions))
+
+
+def any_of(*preconditions: PreconditionLike) -> Precondition:
+    """Holds once one of them holds, and cancels the others. Fails as soon as one fails: an error is not an answer.
+
+    Raises:
+        TypeError: one of them is no precondition (see :func:`as_precondition`).
+        ValueError: there is none.
+    """
+    return _AnyOf(_members("any_of", preconditions))
+
+
+def _members(name: str, values: Sequence[PreconditionLike]) -> tuple[Precondition, ...]:
+    if not values:
+        raise ValueError(f"{name} needs at least one precondition; to wait for nothing, say offload.NO_WAIT")
+    return tuple([as_precondition(value) for value in values])
+
+
+class _Several(Precondition):
+    def __init__(self, members: tuple[Precondition, ...]) -> None:
+        self._members = members
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__.removeprefix('_')} {', '.join(map(repr, self._members))}>"
+
+    @property
+    def passive(self) -> bool:
+        return all(member.passive for member in self._members)
+
+
+@final
+class _AllOf(_Several):
+    def is_set(self) -> bool:
+        return all(member.is_set() for member in self._members)
+
+    async def wait(self) -> None:
+        missing = [member for member in self._members if not member.is_set()]
+        await _wait_for(missing, one_is_enough=False)
+
+
+@final
+class _AnyOf(_Several):
+    def is_set(self) -> bool:
+        return any(member.is_set() for member in self._members)
+
+    async def wait(self) -> None:
+        await _wait_for([] if self.is_set() else self._members, one_is_enough=True)
+
+
+async def _wait_for(members: Sequence[Precondition], *, one_is_enough: bool) -> None:
+    """Wait for all members, or for the first; for none, a checkpoint. An error ends it, as itself: not in a group."""
+    if not members:
+        await trio.lowlevel.checkpoint()
+        return
+    if len(members) == 1:
+        await members[0].wait()
+        return
+    errors: list[Exception] = []
+
+    async def wait_for(member: Precondition) -> None:
+        try:
+            await member.wait()
+        except Exception as error:
+            errors.append(error)
+        if errors or one_is_enough:
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for member in members:
+            nursery.start_soon(wait_for, member)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ExceptionGroup("several preconditions failed", errors)
