@@ -1,0 +1,207 @@
+"""What the pages ask of the code: ``status-moves``, ``commit-gate``, ``walk``, ``knobs``, and ``public`` for the reference.
+
+Also makes the docstrings readable for Sphinx where we write them for the reader of the file: a rule's lines hang below
+its number, which reStructuredText takes for a quotation.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections.abc
+import importlib.util
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import drawing
+from docutils import nodes
+from drawing import arrows_of_gate, arrows_of_moves, draw_table, draw_walk
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from offload import _config, _lifecycle
+from offload._config import Knob, knobs
+from offload._lifecycle import GATE, MOVES
+
+
+def _picture(name: str, draw: Callable[[], str]) -> type[SphinxDirective]:
+    class Picture(SphinxDirective):
+        def run(self) -> list[nodes.Node]:
+            # The page is made anew when one of them changes.
+            for module in (_lifecycle, drawing, sys.modules[__name__]):
+                self.env.note_dependency(str(module.__file__))
+            return [nodes.raw("", draw(), format="html")]
+
+    return type(name, (Picture,), {})
+
+
+def draw_moves() -> str:
+    """The status of a handle."""
+    return draw_table("The status of a handle", [status.name for status in MOVES], arrows_of_moves())
+
+
+def draw_gate() -> str:
+    """The commit gate."""
+    return draw_table("The commit gate", [phase.name for phase in GATE], arrows_of_gate())
+
+
+class Knobs(SphinxDirective):
+    """A table of every knob, made from the declarations themselves."""
+
+    def run(self) -> list[nodes.Node]:
+        self.env.note_dependency(str(_config.__file__))
+        table = nodes.table("", classes=["knobs"])
+        group = nodes.tgroup("", cols=4)
+        table += group
+        group += [nodes.colspec("", colwidth=width) for width in (26, 10, 22, 42)]
+        head, body = nodes.thead(), nodes.tbody()
+        group += [head, body]
+        titles = ("Knob", "Default", "Must be", "What it does, and why so; its variable")
+        head += _row([nodes.Text(title) for title in titles])
+        for knob in knobs():
+            name = nodes.literal("", knob.name.removeprefix("pipeline."))
+            body += _row([name, nodes.literal("", str(knob.default)), nodes.Text(knob.bound), _reason(knob)])
+        return [table]
+
+
+def _row(cells: list[nodes.Node]) -> nodes.row:
+    row = nodes.row()
+    for cell in cells:
+        entry = nodes.entry()
+        entry += nodes.paragraph("", "", cell)
+        row += entry
+    return row
+
+
+def _reason(knob: Knob) -> nodes.Node:
+    both = nodes.inline()
+    both += [nodes.Text(knob.reason + " "), nodes.literal("", knob.variable, classes=["variable"])]
+    return both
+
+
+class Public(SphinxDirective):
+    """Everything a module makes public: what it defines, and what it imports under an explicit ``as``.
+
+    Each thing is described in one place. What belongs to another public module, or is a name of the whole package, is only
+    pointed to.
+    """
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        name = self.arguments[0]
+        module = importlib.import_module(name)
+        self.env.note_dependency(str(module.__file__))
+        lines = [f".. automodule:: {name}", "   :no-members:", ""]
+        elsewhere: list[str] = []
+        for member, origin, there in public_names(ast.parse(Path(str(module.__file__)).read_text())):
+            thing, package = getattr(module, member), name.rpartition(".")[0]
+            home = origin and importlib.util.resolve_name(origin, str(module.__package__))
+            if package and getattr(importlib.import_module(package), member, None) is thing and origin:
+                elsewhere.append(f"``{member}`` (:py:obj:`{package}.{member}`)")
+            elif home and not home.rpartition(".")[2].startswith("_"):
+                elsewhere.append(f"``{member}`` (:py:obj:`{home}.{there}`)")
+            else:
+                lines += [f".. auto{_kind(thing)}:: {name}.{member}"]
+                # Or else every Sequence in a signature would lead to the one of the reference engine.
+                lines += ["   :no-index:"] if hasattr(collections.abc, member) else []
+                lines += [""]
+        if elsewhere:
+            lines += ["Also here, and described there: " + ", ".join(elsewhere) + "."]
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
+def _kind(member: object) -> str:
+    if isinstance(member, type):
+        return "exception" if issubclass(member, BaseException) else "class"
+    return "function" if isinstance(member, FunctionType) else "data"
+
+
+def public_names(module: ast.Module) -> Iterator[tuple[str, str, str]]:
+    """The public names of a module in the order of its text; of an imported one, also from where and as what.
+
+    Constants only where a docstring follows.
+    """
+    seen = set[str]()
+    for statement, next_one in zip(module.body, [*module.body[1:], None], strict=True):
+        names: list[tuple[str, str, str]] = []
+        match statement:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names = [(name, "", name)]
+            case ast.ImportFrom(module=origin, names=imported, level=level):
+                there = "." * level + (origin or "")
+                names = [(alias.asname, there, alias.name) for alias in imported if alias.asname]
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                names = [(name, "", name)] if _is_text(next_one) else []
+        for found in names:
+            if not found[0].startswith("_") and found[0] not in seen:
+                seen.add(found[0])
+                yield found
+
+
+def _is_text(statement: ast.stmt | None) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
+
+
+_SECTIONS = {"Args:", "Returns:", "Raises:", "Attributes:"}
+_AS_WRITTEN: dict[str, list[str]] = {}
+_RULE = re.compile(r"(Rule|P)\s?\d+[.:] ")
+
+
+def unhang(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """What is easy to read in the file, as reStructuredText that says the same.
+
+    Each rule gets a paragraph of its own, whose lines begin where it begins. A drawing in a module's docstring is taken
+    literally. What a function returns is not taken for a type where it has a colon.
+    """
+    changed: list[str] = []
+    in_rule = False
+    for line in lines:
+        before = changed[-1] if changed else ""
+        if _RULE.match(line):
+            in_rule = True
+            if before:
+                changed.append("")
+        elif not line.strip():
+            in_rule = False
+        elif what == "module" and line.startswith("    ") and not before and not in_rule and not _in_drawing(changed):
+            changed += ["::", ""]
+        elif before.strip() == "Returns:":
+            line = f"{line[: len(line) - len(line.lstrip())]}: {line.lstrip()}"
+        changed.append(line.strip() if in_rule else line)
+    lines[:] = changed
+    if what in ("attribute", "data", "property"):
+        _AS_WRITTEN[name] = changed
+
+
+def _in_drawing(lines: list[str]) -> bool:
+    """Whether the last line with text is one of a drawing, or announces one."""
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return last.startswith("    ") or last.rstrip().endswith("::")
+
+
+def undo(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Where napoleon took what stands before a colon in the line below an attribute for its type: as it was written."""
+    written = _AS_WRITTEN.pop(name, None)
+    if written is not None and not _SECTIONS.intersection(map(str.strip, written)):
+        lines[:] = written
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Called by Sphinx."""
+    app.add_directive("status-moves", _picture("StatusMoves", draw_moves))
+    app.add_directive("commit-gate", _picture("CommitGate", draw_gate))
+    app.add_directive("walk", _picture("Walk", draw_walk))
+    app.add_directive("knobs", Knobs)
+    app.setup_extension("sphinx.ext.autodoc")
+    app.add_directive("public", Public)
+    app.connect("autodoc-process-docstring", unhang, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", undo, priority=600)  # and after it
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,145 @@
+"""What the documentation shows is run, and where it points there is something.
+
+- A ``python`` block runs in a fresh interpreter, in an empty directory, warnings as errors. With ``continued`` in its
+  info string it runs behind the blocks before it on its page.
+- A ``console`` block: lines ``$ offload ...`` run (what takes long is marked so), ``$ make ...`` must name a target.
+- ``no-run=gpu`` (or another of ``REASONS``) in the info string: the block is reported as skipped, with that reason.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+REASONS = {
+    "gpu": "needs a GPU",
+    "root": "needs root",
+    "download": "needs a large download",
+}
+LONG_COMMANDS = {"bench", "demo"}  # tested in their own right; here only with `make test-long`
+
+
+class Block(NamedTuple):
+    page: Path
+    line: int
+    info: list[str]
+    text: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    found: list[Block] = []
+    fence: str | None = None
+    indent, start, info, lines = "", 0, list[str](), list[str]()
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if fence is None:
+            if opening := re.match(r"( *)(`{3,}|~{3,}|:{3,})\s*([^`]*)$", line):
+                indent, fence = opening[1], opening[2]
+                start, info, lines = number, opening[3].split(), []
+        elif line.strip() == fence:
+            found.append(Block(page, start, info, "\n".join(lines) + "\n"))
+            fence = None
+        else:
+            lines.append(line.removeprefix(indent))
+    assert fence is None, f"{page}:{start}: a block without an end"
+    return found
+
+
+def prose(page: Path) -> str:
+    text = page.read_text()
+    for block in blocks(page):
+        text = text.replace(block.text, "")
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+
+
+def marks(block: Block) -> list[pytest.MarkDecorator]:
+    reasons = [word.removeprefix("no-run=") for word in block.info if word.startswith("no-run")]
+    return [pytest.mark.skip(reason=f"{block.name} {REASONS[reason]}") for reason in reasons]
+
+
+def python_programs() -> list[object]:
+    programs = []
+    for page in PAGES:
+        program = ""
+        for block in blocks(page):
+            if block.info[:1] != ["python"]:
+                continue
+            # The blank lines make a traceback point at the line of the page.
+            padding = "\n" * (block.line - program.count("\n")) if "continued" in block.info else "\n" * block.line
+            program = (program if "continued" in block.info else "") + padding + block.text
+            programs.append(pytest.param(block, program, marks=marks(block), id=block.name))
+    return programs
+
+
+def console_lines(command: str) -> list[object]:
+    lines = []
+    for block in BLOCKS:
+        if block.info[:1] not in (["console"], ["sh"]):
+            continue
+        text = block.text.replace("\\\n", " ")
+        for line in text.splitlines():
+            if line.startswith(f"$ {command}"):
+                long = [pytest.mark.long] if LONG_COMMANDS & set(line.split()) else []
+                lines.append(pytest.param(line[2:], marks=[*marks(block), *long], id=f"{block.name} {line[2:]}"))
+    return lines
+
+
+@pytest.mark.parametrize(("block", "program"), python_programs())
+def test_python_block_runs(block: Block, program: str, tmp_path: Path) -> None:
+    file = tmp_path / f"{block.page.stem}.py"
+    file.write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(file)], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, f"{block.name}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("line", console_lines("offload"))
+def test_command_runs(line: str, tmp_path: Path) -> None:
+    if "$OFFLOAD_TRACE" in line and "OFFLOAD_TRACE" not in os.environ:
+        pytest.skip("OFFLOAD_TRACE is not set")
+    line = line.replace("offload", f"{shlex.quote(sys.executable)} -m offload", 1)
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("line", console_lines("make"))
+def test_make_target_exists(line: str) -> None:
+    done = subprocess.run(["make", "--dry-run", *shlex.split(line)[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_command_goes_unchecked() -> None:
+    """A block of another language, or a line of another command, must say why it is not run."""
+    data = {"text", "toml", "json", "mermaid", "dot"}
+    for block in BLOCKS:
+        language = block.info[0] if block.info else ""
+        assert language, f"{block.name}: a block without a language"
+        if marks(block) or language.startswith("{") or language in data | {"python"}:
+            continue
+        assert language in {"console", "sh"}, f"{block.name}: {language} is neither run nor known as data"
+        for line in block.text.splitlines():
+            if line.startswith("$ "):
+                assert line.split()[1] in {"offload", "make"}, f"{block.name}: nothing runs {line!r}"
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
+def test_relative_links_resolve(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)[^)]*\)", prose(page)) + re.findall(r"^\[[^\]]+\]:\s*(\S+)", prose(page), re.M)
+    for target in targets:
+        path = target.partition("#")[0]
+        if path and not re.match(r"[a-z]+:", target):
+            assert (page.parent / path).exists(), f"{page.name} points to {target}"
