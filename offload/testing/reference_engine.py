@@ -1,0 +1,302 @@
+"""A small inference engine with a real paged KV cache, for demos, scenarios and tests on any machine.
+
+A Llama-style decoder (RMSNorm, rotary positions, grouped-query attention, SwiGLU) with seeded random weights over
+bytes: it says nothing of worth, but its KV comes from a real forward pass and its greedy output hangs on the whole
+prefix. The engine knows nothing of offloading: it owns the blocks, computes into them, and tells which of them became
+full; it is told which were filled by somebody else.
+
+**The layout.** All KV lies in one storage of shape ``(layers, 2, num_blocks, block_size, kv_heads, head_dim)``;
+``kv_caches[layer]`` is one layer of it: ``(2, num_blocks, block_size, kv_heads, head_dim)``, index 0 of the first axis
+is keys (rotated), 1 is values. A block id names the same slot in every layer, so one block is ``2 * layers`` pieces,
+``ModelConfig.block_shape`` once they are gathered.
+
+**The rule of bits.** *The KV and the logits at position p are a function of tokens 0..p, to the last bit*: not of how
+the prompt was chunked, which prefix was restored from a cache, whether a token was part of the prompt or generated,
+which block ids were used, or what these held before. So "loaded equals computed" is tested with ``==``. How the forward
+pass keeps the rule is told in ``_reference_model.py``; the engine's part is that a position is written once, so that a
+restored prefix is only read.
+
+**What tokens do not show.** A foreign, stale or missing block changes what is generated. Two whole blocks of a prefix
+exchanged do not: a key carries its position in its rotation, and attention does not ask where in memory it found it.
+A check that a load put every block in its place compares `ReferenceEngine.kv_digest`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+
+import attrs
+import torch
+
+from .._errors import OffloadError
+from .._keys import prefix_keys
+from ._reference_model import BOS as BOS
+from ._reference_model import EOS as EOS
+from ._reference_model import PAD as PAD
+from ._reference_model import SEP as SEP
+from ._reference_model import VOCABULARY as VOCABULARY
+from ._reference_model import Model
+from ._reference_model import ModelConfig as ModelConfig
+
+
+class OutOfBlocks(OffloadError):
+    """The engine has too few free blocks; nothing was allocated. The caller frees a sequence, or waits until one is."""
+
+    def __init__(self, wanted: int, free: int) -> None:
+        super().__init__(f"{wanted} blocks wanted, {free} free")
+        self.wanted = wanted
+        self.free = free
+
+
+class BlockAllocator:
+    """Which blocks are free. The one freed last is given out first, which is as unkind to late readers as can be."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._taken: set[int] = set()
+
+    @property
+    def free_blocks(self) -> int:
+        """How many blocks can be allocated now."""
+        return len(self._free)
+
+    def allocate(self, n: int) -> list[int]:
+        """Take ``n`` blocks.
+
+        Raises:
+            OutOfBlocks: fewer are free; none was taken.
+        """
+        if n > len(self._free):
+            raise OutOfBlocks(n, len(self._free))
+        block_ids = [self._free.pop() for _ in range(n)]
+        self._taken.update(block_ids)
+        return block_ids
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """Give blocks back.
+
+        Raises:
+            ValueError: one is not taken, or named twice; none was freed.
+        """
+        block_ids = list(block_ids)
+        if len(set(block_ids)) != len(block_ids) or not self._taken.issuperset(block_ids):
+            raise ValueError(f"not all of these blocks are taken, each once: {block_ids}")
+        self._taken.difference_update(block_ids)
+        self._free.extend(block_ids)
+
+
+@attrs.define(eq=False)
+class Sequence:
+    """One prompt and what was generated after it. `ReferenceEngine.add_sequence` builds it; read it, do not write."""
+
+    tokens: list[int]
+    """The prompt, then the generated tokens."""
+    block_ids: list[int]
+    """The block table: entry i holds the KV of tokens ``i * block_size`` and following."""
+    computed: int = 0
+    """Number of leading tokens whose KV is present."""
+    _logits: torch.Tensor | None = attrs.field(default=None, init=False, repr=False)
+
+
+@attrs.frozen
+class PrefillProgress:
+    """What one chunk of a prefill brought."""
+
+    computed: int
+    """Tokens of the sequence whose KV is present."""
+    total: int
+    """Tokens of the sequence."""
+    full_blocks: tuple[int, ...]
+    """Ids of the blocks that this chunk filled to the end, in order of the table: they will not be written again."""
+
+
+@attrs.frozen
+class EngineStatistics:
+    """A snapshot of a `ReferenceEngine`."""
+
+    sequences: int
+    """Sequences added and not freed."""
+    free_blocks: int
+    """Blocks that can be allocated now."""
+    tokens_computed: int
+    """Positions whose KV a forward pass wrote, since the start."""
+    tokens_adopted: int
+    """Positions whose KV somebody else wrote, since the start."""
+    forward_passes: int
+    """Tiles computed, since the start."""
+
+
+class ReferenceEngine:
+    """The model, its paged cache, and the blocks.
+
+    Calls block while they compute; from trio, make them through ``trio.to_thread.run_sync``. One thread at a time.
+    On a CPU the KV is there when a call returns; on CUDA it is when the current stream gets there. How many cores are
+    busy is for the process to say (``torch.set_num_threads``), the same in all that share a cache.
+    """
+
+    config: ModelConfig
+    """The size of the model and of its cache."""
+    device: torch.device
+    """Where weights and caches are."""
+    kv_caches: list[torch.Tensor]
+    """One tensor for each layer; the layout is described at the top of this module."""
+
+    def __init__(self, config: ModelConfig | None = None, device: str | torch.device = "cpu") -> None:
+        config = self.config = ModelConfig() if config is None else config
+        self.device = torch.device(device)
+        shape = (config.layers, 2, config.num_blocks, config.block_size, config.kv_heads, config.head_dim)
+        self.kv_caches = list(torch.zeros(shape, dtype=getattr(torch, config.dtype), device=self.device).unbind(0))
+        self._model = Model(config, self.device)
+        self._allocator = BlockAllocator(config.num_blocks)
+        self._sequences: set[Sequence] = set()
+        self._tokens_computed = self._tokens_adopted = self._forward_passes = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of one block over all layers, keys and values."""
+        return self.config.block_bytes
+
+    def statistics(self) -> EngineStatistics:
+        """Return what was computed and what is free, now."""
+        return EngineStatistics(
+            sequences=len(self._sequences),
+            free_blocks=self._allocator.free_blocks,
+            tokens_computed=self._tokens_computed,
+            tokens_adopted=self._tokens_adopted,
+            forward_passes=self._forward_passes,
+        )
+
+    def prefix_keys(self, tokens: Iterable[int]) -> list[bytes]:
+        """Return one content key for each full block of ``tokens``.
+
+        A key names the block's tokens and all before them, and the fingerprint of the model: equal in every process.
+        """
+        return prefix_keys(_checked(tokens), self.config.block_size, salt=self.config.fingerprint())
+
+    def add_sequence(self, tokens: Iterable[int]) -> Sequence:
+        """Allocate the blocks for a prompt (``bytes`` are tokens). Nothing is computed yet.
+
+        Raises:
+            OutOfBlocks: too few blocks are free; nothing changed.
+            ValueError: no token, not a token, or more than ``max_context``.
+        """
+        tokens = _checked(tokens)
+        if not tokens:
+            raise ValueError("a sequence needs at least one token")
+        self._check_context(len(tokens))
+        sequence = Sequence(tokens, self._allocator.allocate(self._blocks_for(len(tokens))))
+        self._sequences.add(sequence)
+        return sequence
+
+    def adopt_prefix(self, sequence: Sequence, n_tokens: int) -> None:
+        """Take the KV of the first ``n_tokens`` as present: somebody else wrote it into the sequence's blocks.
+
+        Raises:
+            ValueError: ``n_tokens`` is not in whole blocks, is past the tokens, or less than what is present already.
+        """
+        self._check_live(sequence)
+        if n_tokens % self.config.block_size or not sequence.computed <= n_tokens <= len(sequence.tokens):
+            raise ValueError(
+                f"n_tokens = {n_tokens}: must be whole blocks of {self.config.block_size} tokens, "
+                f"from {sequence.computed} to {len(sequence.tokens)}"
+            )
+        self._tokens_adopted += n_tokens - sequence.computed
+        sequence.computed = n_tokens
+
+    def prefill(self, sequence: Sequence, *, chunk_tokens: int = 512) -> Iterator[PrefillProgress]:
+        """Compute the KV that is missing, chunk by chunk, as the iterator is advanced; it may be left off anywhere.
+
+        Args:
+            chunk_tokens: the most that one step computes. Any size gives the same bits; multiples of ``tile_tokens``
+                waste no work.
+        """
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens = {chunk_tokens}: must be at least 1")
+        size = self.config.block_size
+        while sequence.computed < len(sequence.tokens):
+            before = sequence.computed
+            self._compute(sequence, min(before + chunk_tokens, len(sequence.tokens)))
+            full = sequence.block_ids[before // size : sequence.computed // size]
+            yield PrefillProgress(sequence.computed, len(sequence.tokens), tuple(full))
+
+    def next_logits(self, sequence: Sequence) -> torch.Tensor:
+        """Return the scores of the token that follows, computing what is missing for them: shape (VOCABULARY,)."""
+        self._compute(sequence, len(sequence.tokens))
+        if sequence._logits is None:  # every position was adopted: compute the last row again, and write nothing
+            self._forward(sequence, len(sequence.tokens))
+        assert sequence._logits is not None
+        return sequence._logits
+
+    def generate(self, sequence: Sequence, max_new_tokens: int) -> list[int]:
+        """Append ``max_new_tokens`` greedy tokens and return them; what the prompt still misses is computed first.
+
+        As in any engine, the KV of the newest token is not present yet: it is computed with the token that follows.
+
+        Raises:
+            OutOfBlocks: too few blocks are free for all of them; nothing changed.
+            ValueError: the sequence would outgrow ``max_context``.
+        """
+        self._check_live(sequence)
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens = {max_new_tokens}: must be at least 0")
+        length = len(sequence.tokens) + max_new_tokens
+        self._check_context(length)
+        sequence.block_ids += self._allocator.allocate(self._blocks_for(length) - len(sequence.block_ids))
+        for _ in range(max_new_tokens):
+            token = int(self.next_logits(sequence).argmax())
+            sequence.tokens.append(token)
+            sequence._logits = None
+        return sequence.tokens[length - max_new_tokens :]
+
+    def kv_digest(self, sequence: Sequence) -> bytes:
+        """Return a digest of all KV that is present: equal if and only if every bit is, whichever blocks hold it."""
+        self._check_live(sequence)
+        digest = hashlib.blake2b(digest_size=32)
+        for cache in self.kv_caches:
+            present = cache[:, sequence.block_ids].flatten(1, 2)[:, : sequence.computed]
+            digest.update(present.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+        return digest.digest()
+
+    def free(self, sequence: Sequence) -> None:
+        """Give the sequence's blocks back. Whoever still reads them must have finished: they may be reused at once."""
+        self._check_live(sequence)
+        self._sequences.remove(sequence)
+        self._allocator.free(sequence.block_ids)
+        sequence.block_ids = []
+
+    def _compute(self, sequence: Sequence, stop: int) -> None:
+        """Make the KV of tokens before ``stop`` present, tile by tile."""
+        self._check_live(sequence)
+        tile = self.config.tile_tokens
+        while sequence.computed < stop:
+            self._forward(sequence, min((sequence.computed // tile + 1) * tile, stop))
+
+    def _forward(self, sequence: Sequence, stop: int) -> None:
+        """Compute the tile that ends at ``stop``, and write what is not present of it."""
+        write = range(min(sequence.computed, stop), stop)
+        rows = self._model.forward(self.kv_caches, sequence.tokens, sequence.block_ids, write)
+        if stop == len(sequence.tokens):
+            sequence._logits = self._model.logits(rows)[(stop - 1) % self.config.tile_tokens]
+        sequence.computed = max(sequence.computed, stop)
+        self._tokens_computed += len(write)
+        self._forward_passes += 1
+
+    def _check_live(self, sequence: Sequence) -> None:
+        if sequence not in self._sequences:
+            raise ValueError("the sequence was freed, or belongs to another engine")
+
+    def _check_context(self, n_tokens: int) -> None:
+        if n_tokens > self.config.max_context:
+            raise ValueError(f"{n_tokens} tokens: max_context is {self.config.max_context}")
+
+    def _blocks_for(self, n_tokens: int) -> int:
+        return -(-n_tokens // self.config.block_size)
+
+
+def _checked(tokens: Iterable[int]) -> list[int]:
+    tokens, vocabulary = list(tokens), range(VOCABULARY)
+    for position, token in enumerate(tokens):
+        if token not in vocabulary:
+            raise ValueError(f"token {position} is {token!r}: must be an integer from 0 to {VOCABULARY - 1}")
+    return [int(token) for token in tokens]
