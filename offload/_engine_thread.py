@@ -1,0 +1,480 @@
+"""The thread an engine runs in: it opens letters and answers questions, and when it ends, nobody is left waiting.
+
+One task waits for the end of it all; every question that waits is a child of its nursery. A ticket needs no task: an instrument
+of the first pipeline says when its container has settled.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import trio
+
+from backends.abc import Blocks, Source
+
+from ._container import OffloadContainer
+from ._crossing import Bell, Crossing, EngineClosed, EngineCrashed, EngineForked, WaitTimeout
+from ._engine import Engine, Hit
+from ._errors import DrainUnproven, OffloadError, PipelineFull
+from ._lifecycle import Status
+from ._ticket import Ticket
+from .abc import Precondition, PreconditionLike
+from .preconditions import as_precondition
+
+T = TypeVar("T")
+
+_log = logging.getLogger("offload.from_thread")
+
+_UNPROVEN = "a load was ended and has not come to its end: its destination may still be written to"
+
+LEAVE_TIMEOUT = 10.0
+"""How long what ran out of time is waited for once more, in seconds, where its end matters."""
+
+
+class Question(Generic[T]):
+    """Something that a thread asks and waits for."""
+
+    __slots__ = ("abandoned", "answered", "dispose", "error", "function", "scope", "to_the_end", "value", "waiter")
+
+    def __init__(
+        self, function: Callable[[], Awaitable[T]], *, dispose: Callable[[T], None] | None, to_the_end: bool
+    ) -> None:
+        self.function: Callable[[], Awaitable[T]] = function
+        self.dispose: Callable[[T], None] | None = dispose
+        """Takes the answer, on the trio thread, if nobody waits for it any more."""
+        self.to_the_end: bool = to_the_end
+        """Whether the end of it matters to whoever is out of time."""
+        self.scope: trio.CancelScope = trio.CancelScope()
+        self.waiter: threading.Lock = threading.Lock()
+        self.waiter.acquire()
+        self.value: T | None = None
+        self.error: BaseException | None = None
+        self.answered: bool = False
+        self.abandoned: bool = False
+
+    def answer(self) -> None:
+        """Let the thread go on, with what is in here."""
+        self.answered = True
+        self.waiter.release()
+
+
+class _Watch:
+    """The instrument: which ticket a container is."""
+
+    def __init__(self, tickets: dict[OffloadContainer, Ticket], settle: Callable[[Ticket], None]) -> None:
+        self._tickets = tickets
+        self._settle = settle
+
+    def settled(self, container: OffloadContainer) -> None:
+        ticket = self._tickets.pop(container, None)
+        if ticket is not None:
+            self._settle(ticket)
+
+
+class EngineThread(Crossing):
+    """An engine's thread, from both sides. It is not the public engine: that one may be dropped, and shall be noticed."""
+
+    def __init__(
+        self,
+        source: Source,
+        manager: AbstractAsyncContextManager[Engine],
+        *,
+        budget_blocks: int,
+        drops: bool,
+        timeout: float,
+        close_timeout: float,
+    ) -> None:
+        super().__init__(self._open_letter, timeout)
+        self.source: Source = source
+        self.budget_blocks: int = budget_blocks
+        self.entered: int = 0
+        """Blocks let in, less those that were polled. Changes under the lock."""
+        self.left: int = 0
+        """Blocks of tickets that settled and are not for polling. Changes on the trio thread."""
+        self.refused_stores: int = 0
+        self.dropped_stores: int = 0
+        self.dropped_blocks: int = 0
+        self._drops = drops
+        self._close_timeout = close_timeout
+        self._manager = manager
+        self._opened = threading.Event()
+        self._crash: BaseException | None = None
+        self._leaving = self._ended = False
+        self.pid: int = os.getpid()
+        self._leave = trio.Event()
+        self._engine: Engine | None = None
+        self._nursery: trio.Nursery | None = None
+        self._tickets: dict[OffloadContainer, Ticket] = {}
+        self._questions: dict[Question[Any], None] = {}
+        self.hits: dict[Hit, None] = {}
+        """Those that were found and not released."""
+        self._releasing: dict[Hit, trio.Event] = {}
+        self.news: deque[Ticket] = deque()
+        """Tickets that settled and were not polled."""
+        self._polling = False
+        self._poll_lock = threading.Lock()
+        self._bell: Bell | None = None
+
+    # --- beginning ------------------------------------------------------------------------------------------------
+
+    def start(self, timeout: float) -> None:
+        """Start the thread and wait until the engine is open; raise what opening it raises."""
+        if self.thread is not None:
+            raise RuntimeError("an engine is started once; open another one")
+        # A daemon: the interpreter joins the others before it calls what was registered with atexit, where ours is closed.
+        self.thread = threading.Thread(target=self._run, name="offload engine", daemon=True)
+        try:
+            self.thread.start()
+        except BaseException:
+            self.thread = None
+            raise
+        _alive.add(self)
+        try:
+            if not self._opened.wait(timeout):
+                raise WaitTimeout(f"the engine did not open within {timeout:g} s")
+        except BaseException:
+            self.leave()  # as soon as it has opened
+            raise
+        crash, self._crash = self._crash, None
+        if crash is not None:
+            self.thread.join(timeout)
+            raise crash
+
+    def _run(self) -> None:
+        crash: BaseException | None = None
+        try:
+            trio.run(self._main)
+        except BaseException as error:
+            crash = error
+        self._end(crash)
+
+    async def _main(self) -> None:
+        async with self._manager as engine:
+            self._engine = engine
+            engine.pipelines[0].add_instrument(_Watch(self._tickets, self._settle))
+            try:
+                async with trio.open_nursery() as nursery:
+                    self._nursery = nursery
+                    try:
+                        await self._live()
+                    finally:
+                        self._nursery = None  # now: a nursery that ends takes nobody in
+                        nursery.cancel_scope.cancel()
+            finally:
+                with trio.move_on_after(LEAVE_TIMEOUT, shield=True):
+                    for hit in list(self.hits):
+                        await engine.release(hit)
+
+    async def _live(self) -> None:
+        """Be open until it is time to leave. What happens meanwhile, letters and questions begin."""
+        self.mailbox.attach()
+        with self.lock:
+            if not self._leaving:
+                self.refuse_with(None)
+        self._opened.set()
+        await self._leave.wait()
+
+    # --- stores ---------------------------------------------------------------------------------------------------
+
+    def _open_letter(self, letter: Ticket | Question[Any]) -> None:
+        if isinstance(letter, Question):
+            self._look_into(letter)
+            return
+        if letter._cancelled:
+            letter.blocks.release()
+            self._settle(letter, Status.CANCELLED)
+            return
+        try:
+            handle = self.engine.store_nowait(letter.blocks, precondition=letter.precondition)
+        except Exception as error:
+            self._settle(letter, Status.FAILED, error)
+            return
+        letter._taken_in(handle)
+        if handle.status.terminal:
+            self._settle(letter)
+        else:
+            self._tickets[handle._container] = letter
+
+    def _settle(self, ticket: Ticket, status: Status | None = None, error: BaseException | None = None) -> None:
+        if status is None:
+            ticket._settle()
+        else:
+            ticket._end(status, error)
+        if self._polling:
+            self.news.append(ticket)
+            if self._bell is not None:
+                self._bell.ring()
+        else:
+            self.left += len(ticket.blocks.keys)
+
+    def checked(self, blocks: Blocks, precondition: PreconditionLike) -> Precondition:
+        """The precondition, if it is one."""
+        try:
+            return as_precondition(precondition)
+        except BaseException:
+            self._give_back(blocks)
+            raise
+
+    def _give_back(self, blocks: Blocks) -> None:
+        """Strong blocks that were not let in: drop their guards, where these live."""
+        if blocks.guards and self.refusal is None:
+            self.mailbox.call(blocks.release)
+
+    def refuse(self, ticket: Ticket) -> None:
+        """Say why a ticket was not let in, or drop its blocks."""
+        blocks = ticket.blocks
+        self._give_back(blocks)
+        if self.refusal is not None:
+            raise self.refusal()
+        if blocks.source is not self.source:
+            raise ValueError(f"{blocks!r} are not of this engine's source, {self.source!r}")
+        size = len(blocks.keys)
+        if size > self.budget_blocks:
+            raise ValueError(f"{size} blocks at once are more than budget_blocks = {self.budget_blocks}")
+        with self.lock:
+            if self._drops:
+                self.dropped_stores += 1
+                self.dropped_blocks += size
+            else:
+                self.refused_stores += 1
+        if not self._drops:
+            unpolled = f", {len(self.news)} tickets wait to be polled" if self.news else ""
+            raise PipelineFull(f"no room for {size} blocks more (budget_blocks = {self.budget_blocks}{unpolled})")
+        ticket._end(Status.COMPLETE, filtered=dict.fromkeys(blocks.keys, "overflow"))
+
+    # --- news -----------------------------------------------------------------------------------------------------
+
+    def listen(self) -> int:
+        """The bell's descriptor; the bell is made when it is first asked for."""
+        with self._poll_lock:
+            if self.refusal is not None:
+                raise self.refusal()
+            self._polling = True
+            if self._bell is None:
+                self._bell = Bell()
+                if self.news:  # settled between a first poll and this
+                    self._bell.ring()
+            return self._bell.fd
+
+    def poll(self) -> list[Ticket]:
+        """Take out the news, in the order of steps that the essay in _crossing asks for."""
+        self.check_process()
+        self._polling = True
+        with self._poll_lock:  # never taken by the trio thread, nor by a store
+            if self._bell is not None:
+                self._bell.reset()
+            tickets = [self.news.popleft() for _ in range(len(self.news))]
+        blocks = sum([len(ticket.blocks.keys) for ticket in tickets])
+        with self.lock:
+            self.entered -= blocks
+        if not tickets and self.refusal is not None:
+            raise self.refusal()
+        return tickets
+
+    # --- questions ------------------------------------------------------------------------------------------------
+
+    def ask(self, question: Question[T], timeout: float | None, *, after_stores: bool) -> T:
+        """Have the trio side answer, and wait for it."""
+        self.check_thread()
+        seconds = self.seconds(timeout)
+        with self.lock:
+            if self.refusal is not None:
+                raise self.refusal()
+            self._questions[question] = None
+            if after_stores:
+                self.mailbox.letters.append(question)
+            else:
+                self.mailbox.urgent.append(partial(self._look_into, question))
+        try:
+            self.mailbox.ring()
+            answered = question.waiter.acquire(timeout=seconds)
+        except BaseException as interruption:
+            if not self._give_up(question):
+                interruption.add_note(_UNPROVEN)
+            raise
+        if not answered and not self._give_up(question):
+            raise DrainUnproven(_UNPROVEN)
+        if not answered and not question.to_the_end:  # from here on, the answer is disposed of
+            raise WaitTimeout(f"no answer within {seconds:g} s")
+        if question.error is not None:
+            raise question.error
+        return question.value  # type: ignore[return-value]
+
+    def _give_up(self, question: Question[Any]) -> bool:
+        """Have it ended, for lack of time. Whether it has come to its end, where that matters."""
+        self.mailbox.call(partial(self._abandon, question))
+        return not question.to_the_end or question.waiter.acquire(timeout=LEAVE_TIMEOUT)
+
+    def _look_into(self, question: Question[Any]) -> None:
+        if self._nursery is not None:  # else it is on its way out, and answers all that is left there
+            self._nursery.start_soon(self._answer, question)
+
+    async def _answer(self, question: Question[Any]) -> None:
+        try:
+            with question.scope:
+                question.value = await question.function()
+        except Exception as error:
+            question.error = error
+        if question.scope.cancelled_caught:
+            question.error = WaitTimeout("it took too long, and was ended")
+        if question in self._questions:
+            del self._questions[question]
+            question.answer()
+        if question.abandoned:
+            self._dispose(question)
+
+    def _abandon(self, question: Question[Any]) -> None:
+        if question.answered:
+            self._dispose(question)
+        else:
+            question.abandoned = True
+            question.scope.cancel()
+
+    def _dispose(self, question: Question[Any]) -> None:
+        if question.dispose is not None and question.value is not None:
+            value, question.value = question.value, None
+            question.dispose(value)
+
+    async def drain(self) -> None:
+        """Wait for the end of what was taken in."""
+        await self.engine.drain()
+
+    async def lookup(self, keys: list[bytes]) -> Hit:
+        """Look up, and remember what is pinned."""
+        hit = await self.engine.lookup(keys)
+        self.hits[hit] = None
+        return hit
+
+    def release(self, hit: Hit) -> None:
+        """On the trio thread: let go of a hit, in a task of its own. At the end, whoever ends it does."""
+        if self._nursery is not None:
+            self._releasing[hit] = trio.Event()
+            self._nursery.start_soon(self._release, hit)
+
+    async def _release(self, hit: Hit) -> None:
+        try:
+            await self.engine.release(hit)
+            self.hits.pop(hit, None)
+        except Exception:
+            _log.exception("%r could not be released; it is tried once more at the end", hit)
+        finally:
+            self._releasing.pop(hit).set()
+
+    async def released(self) -> None:
+        """Wait for the hits that were let go of before: who calls ``delete`` behind them must not find them pinned."""
+        for over in list(self._releasing.values()):
+            await over.wait()
+
+    @property
+    def engine(self) -> Engine:
+        """On the trio thread: the engine."""
+        assert self._engine is not None
+        return self._engine
+
+    # --- end ------------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Let nothing more in and have the thread end, without waiting for it."""
+        with self.lock:
+            self._leaving = True
+            if not self._ended and not self.forked:
+                self.refuse_with(partial(EngineClosed, "the engine was closed"))
+        self.mailbox.call(self._leave.set)
+        self.mailbox.ring()
+
+    def drop(self) -> None:
+        """The public engine was dropped. As any thread's finalizer: it takes no lock, which the thread may hold already."""
+        if self.refusal is None:
+            self.mailbox.call(self.leave)
+            warnings.warn("an engine was dropped without being closed", ResourceWarning, stacklevel=2)
+
+    def close(self, timeout: float | None = None) -> None:
+        """Leave, and join the thread."""
+        thread = self.thread
+        if thread is None or self.forked:
+            return
+        self.check_thread()
+        seconds = self._close_timeout if timeout is None else self.seconds(timeout)
+        self.leave()
+        thread.join(seconds)
+        if thread.is_alive():
+            self._settle_all(DrainUnproven("the engine's thread has not ended: what it copies may still be read"))
+            raise WaitTimeout(f"the engine's thread has not ended within {seconds:g} s")
+        with self._poll_lock:
+            bell, self._bell = self._bell, None
+        if bell is not None:
+            bell.close()
+        crash, self._crash = self._crash, None
+        if crash is not None:
+            raise _crashed(crash)
+
+    def close_at_exit(self) -> None:
+        """Close; where that fails, the log is the only one left to tell."""
+        try:
+            self.close()
+        except Exception:
+            _log.exception("an engine that was open at exit could not be closed")
+
+    def _end(self, crash: BaseException | None) -> None:
+        """The run is over. Nobody is let in from here on, so that all who are inside can be told, once and for all."""
+        with self.lock:
+            self._ended = True
+            if crash is not None:
+                self._crash = crash
+                self.refuse_with(partial(_crashed, crash))
+            assert self.refusal is not None
+        self._settle_all(self.refusal())
+        if self._bell is not None:
+            self._bell.ring()
+        self._opened.set()
+        atexit.unregister(self.close_at_exit)
+
+    def _settle_all(self, error: OffloadError) -> None:
+        """Settle whatever is left. Taking it out of its box gives the right to; another thread may come by at its end."""
+        letters = self.mailbox.letters
+        while letters:
+            letter = letters.popleft()
+            if isinstance(letter, Ticket):
+                if threading.current_thread() is self.thread:
+                    letter.blocks.release()
+                self._settle(letter, Status.FAILED, error)
+        while self._tickets:
+            self._settle(self._tickets.popitem()[1], Status.FAILED, error)
+        while self._questions:
+            question = self._questions.popitem()[0]
+            question.error = error if question.to_the_end or self.refusal is None else self.refusal()
+            question.answer()
+
+
+def _crashed(crash: BaseException) -> EngineCrashed:
+    error = EngineCrashed(f"the engine's thread ended: {crash!r}")
+    error.__cause__ = crash
+    return error
+
+
+# --- after a fork -------------------------------------------------------------------------------------------------
+
+_alive: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In the child: the threads are gone, locks may be held by them for ever, and what can be rung rings in the parent."""
+    for engine in list(_alive):
+        engine.lock = threading.Lock()
+        engine._poll_lock = threading.Lock()
+        engine.mailbox.detach()
+        told = f"the engine is of process {engine.pid}: open another one in this one"
+        engine.refuse_with(partial(EngineForked, told))
+
+
+os.register_at_fork(after_in_child=_after_fork)

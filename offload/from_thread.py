@@ -1,0 +1,403 @@
+"""Drive an engine from a thread that knows no trio: the embedding face, for an inference engine's own threads.
+
+:func:`open_engine` starts a thread that runs trio, and in it the engine of :func:`offload.open_engine`. Everything here may be
+used in any thread but that one, by several threads at once, and keeps four rules:
+
+Rule 1. What an inference engine calls in its step never blocks: ``store``, ``poll``, ``request_cancel``, ``release``, and
+        whatever has no ``timeout`` and is not ``start``. The others wait, and each of them has a bound.
+Rule 2. A wait that runs out raises :class:`WaitTimeout`. It is never an answer: not a miss, not a failure.
+Rule 3. Every ticket ends, and nobody waits for ever: when the trio side crashes, all tickets are done, and every later call
+        raises.
+Rule 4. An engine belongs to the process that started it. A forked child is told so by every call, and touches nothing of it.
+
+Underneath: ``_crossing.py`` tells how things cross without anybody waiting, ``_engine_thread.py`` is the other side.
+"""
+
+from __future__ import annotations
+
+import atexit
+import warnings
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import Final, Literal, NoReturn, TypeAlias, TypeVar, TypeVarTuple
+
+import attrs
+
+from backends.abc import Blocks, Deletion, Destination, Key, Source, Tier
+
+from ._config import PipelineConfig
+from ._crossing import EngineClosed as EngineClosed
+from ._crossing import EngineCrashed as EngineCrashed
+from ._crossing import EngineForked as EngineForked
+from ._crossing import WaitTimeout as WaitTimeout
+from ._engine import EngineStatistics, LoadResult, OnLoadFailure
+from ._engine import Hit as _PinnedHit
+from ._engine import open_engine as _open_engine
+from ._engine_thread import LEAVE_TIMEOUT, EngineThread, Question
+from ._ticket import Ticket as Ticket
+from .abc import AsyncPolicy, Instrument, Policy, PreconditionLike
+from .preconditions import NO_WAIT, ThreadEvent
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+Event: TypeAlias = ThreadEvent
+
+WhenFull: TypeAlias = Literal["raise", "drop"]
+"""What a store does in a full engine: raise :class:`offload.PipelineFull`, or drop the blocks and count them."""
+
+DEFAULT_TIMEOUT: Final = 60.0
+"""How long a call waits unless told otherwise, in seconds: longer than a healthy copy, shorter than an operator's patience."""
+
+
+def open_engine(
+    source: Source,
+    tiers: Sequence[Tier],
+    *,
+    policies: Sequence[Policy | AsyncPolicy] | None = None,
+    config: PipelineConfig | None = None,
+    chain: bool = True,
+    instruments: Sequence[Instrument | object] = (),
+    on_load_failure: OnLoadFailure = "miss",
+    when_full: WhenFull = "raise",
+    timeout: float = DEFAULT_TIMEOUT,
+    start_timeout: float = DEFAULT_TIMEOUT,
+) -> Engine:
+    """An engine in a thread of its own: ``with offload.from_thread.open_engine(host, [disk]) as engine``.
+
+    While it is open, that thread alone uses the source and the tiers, but for what :meth:`Engine.store` names. Policies and
+    instruments are called there, and must not wait for the engine.
+
+    Args:
+        source: as for :func:`offload.open_engine`, and so is what is not said otherwise below.
+        tiers: see there.
+        policies: see there.
+        config: see there; its ``budget_blocks`` bounds what :meth:`Engine.store` lets in.
+        chain: see there.
+        instruments: see there.
+        on_load_failure: see there.
+        when_full: what a store does when there is no room.
+        timeout: how long a call waits unless told otherwise, in seconds.
+        start_timeout: how long :meth:`Engine.start` waits, in seconds.
+
+    Raises:
+        ValueError: as :func:`offload.open_engine`; or ``when_full`` or a timeout is not what it can be.
+    """
+    if when_full not in ("raise", "drop"):
+        raise ValueError(f"when_full = {when_full!r}: must be raise or drop")
+    for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
+        if not 0 < seconds < float("inf"):
+            raise ValueError(f"{name} = {seconds!r}: must be positive and finite")
+    config = config or PipelineConfig()
+    manager = _open_engine(
+        source,
+        tiers,
+        policies=policies,
+        config=config,
+        chain=chain,
+        instruments=instruments,
+        on_load_failure=on_load_failure,
+    )
+    thread = EngineThread(
+        source,
+        manager,
+        budget_blocks=config.budget_blocks,
+        drops=when_full == "drop",
+        timeout=timeout,
+        close_timeout=config.drain_timeout * len(tiers) + 2 * LEAVE_TIMEOUT,
+    )
+    return Engine(thread, start_timeout)
+
+
+class Engine:
+    """An engine in a thread of its own. Made by :func:`open_engine`; a context manager, which starts and closes it."""
+
+    def __init__(self, thread: EngineThread, start_timeout: float) -> None:
+        self._thread = thread
+        self._start_timeout = start_timeout
+
+    def __repr__(self) -> str:
+        refusal = self._thread.refusal
+        return f"<from_thread.Engine of {self._thread.source!r}: {'open' if refusal is None else refusal()}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} cannot go to another process: open one there")
+
+    # --- its life -------------------------------------------------------------------------------------------------
+
+    def start(self) -> Engine:
+        """Start the thread and wait until the engine is open.
+
+        Raises:
+            WaitTimeout: it did not open within ``start_timeout``; it closes as soon as it has.
+            RuntimeError: it was started before.
+            Exception: whatever opening it raises.
+        """
+        thread = self._thread
+        thread.start(self._start_timeout)
+        # In this order. At exit, what was registered last is called first: the engine closes before any finalizer runs, and
+        # before whatever else was registered until now; the tiers and their directories are still there.
+        weakref.finalize(self, thread.drop).atexit = False
+        atexit.register(thread.close_at_exit)
+        return self
+
+    def close(self, timeout: float | None = None) -> None:
+        """Close the engine and join its thread; every ticket is done then. Idempotent; in any thread.
+
+        What is not committed ends FAILED, copies under way drain, as at the end of :func:`offload.open_engine`'s block. To have
+        everything arrive, :meth:`drain` first. In a forked child it does nothing.
+
+        Args:
+            timeout: how long to wait; by default a little longer than all pipelines may take to drain.
+
+        Raises:
+            WaitTimeout: the thread has not ended. Its tickets are done, as FAILED by :class:`offload.DrainUnproven`: what they
+                name may still be read.
+            EngineCrashed: the thread had ended with an error. Raised once.
+        """
+        self._thread.close(timeout)
+
+    def __enter__(self) -> Engine:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except EngineCrashed:
+            if error is None:  # else that has a story of its own, most often this one
+                raise
+
+    # --- down -----------------------------------------------------------------------------------------------------
+
+    def store(self, blocks: Blocks, *, precondition: PreconditionLike) -> Ticket:
+        """Take in blocks of the source. Never blocks; what becomes of them is decided in the engine's thread.
+
+        Whether there is room is decided here and now, by the engine's own count: the blocks of all tickets that are not done
+        (and, once :meth:`poll` or :meth:`fileno` is in use, not polled) may be ``budget_blocks`` together. Nothing else
+        feeds the first pipeline, so that what is let in here is let in there.
+
+        Strong blocks belong to the engine from this call on, also when it raises. ``source.weak`` and ``source.external`` may
+        be called in any thread; what touches the source's books (``strong``, ``put``, ``stage``) goes through :meth:`call`.
+        Not for signal handlers, which may interrupt a store of their own thread.
+
+        Args:
+            blocks: from the engine's source.
+            precondition: what must hold before the bytes may be read: most often an :class:`Event` that some thread sets
+                behind the forward pass, or an event of CUDA.
+
+        Raises:
+            PipelineFull: there is no room. (With ``when_full="drop"``, the ticket is :attr:`~Ticket.dropped` instead.)
+            PipelineClosed: the engine is closed, crashed, or another process's.
+            ValueError: the blocks are another source's, or more than the budget.
+            TypeError: ``precondition`` is none.
+        """
+        thread = self._thread
+        if precondition is not NO_WAIT and type(precondition) is not Event:
+            precondition = thread.checked(blocks, precondition)
+        ticket = Ticket(thread, blocks, precondition)
+        mailbox = thread.mailbox
+        with thread.lock:
+            entered = thread.entered + len(blocks.keys)
+            fits = (
+                entered - thread.left <= thread.budget_blocks
+                and blocks.source is thread.source
+                and thread.refusal is None
+            )
+            if fits:
+                thread.entered = entered
+                mailbox.letters.append(ticket)
+        if not fits:
+            thread.refuse(ticket)
+        elif not mailbox.armed:
+            mailbox.ring()
+        return ticket
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Wait until everything stored before has settled, in every tier it was meant for.
+
+        Raises:
+            WaitTimeout: not yet; nothing is cancelled.
+        """
+        self._ask(self._thread.drain, timeout=timeout, after_stores=True)
+
+    # --- news -----------------------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """A descriptor that becomes readable when something has settled, for ``select`` and its kin; then :meth:`poll`.
+
+        Now and then it is readable with nothing to find. Closing the engine closes it.
+
+        Raises:
+            PipelineClosed: the engine is closed, crashed, or another process's.
+        """
+        return self._thread.listen()
+
+    def poll(self) -> list[Ticket]:
+        """The tickets that settled since the last poll, oldest first. Never blocks.
+
+        It begins with the first call of this or of :meth:`fileno`. From then on every ticket that settles is returned by
+        exactly one poll, and takes its room until then. (Dropped ones are not: they are done when ``store`` returns.)
+
+        Raises:
+            PipelineClosed: the engine is closed, crashed, or another process's, and there is nothing left to return.
+        """
+        return self._thread.poll()
+
+    def statistics(self, timeout: float | None = None) -> Statistics:
+        """An immutable snapshot, taken in the engine's thread."""
+        return self._ask(self._statistics, timeout=timeout)
+
+    # --- back -----------------------------------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[Key], timeout: float | None = None) -> Hit:
+        """Find the longest prefix of ``keys`` over all tiers and pin it: ``with engine.lookup(keys) as hit``.
+
+        Raises:
+            WaitTimeout: no answer yet, which is no miss. What is found later is let go.
+        """
+        thread = self._thread
+        return Hit(thread, self._ask(thread.lookup, list(keys), timeout=timeout, dispose=thread.release))
+
+    def load(self, hit: Hit, destination: Destination, timeout: float | None = None) -> LoadResult:
+        """Copy the blocks of a hit to ``destination``, position by position, and verify them.
+
+        However it ends, ``destination`` is the caller's again, but for the one case below: a load that runs out of time, or
+        is interrupted, is ended and waited for.
+
+        Raises:
+            WaitTimeout: it took too long, and was ended.
+            DrainUnproven: it took too long, and its copy may still be going on: ``destination`` must not be used.
+            LoadFailed: a block could not be loaded, and ``on_load_failure`` is ``fail``.
+            ValueError: the hit was released or is another engine's, or the destination is too small.
+        """
+        if hit._thread is not self._thread:
+            raise ValueError(f"{hit!r} is another engine's")
+        return self._ask(self._load, hit, destination, timeout=timeout, to_the_end=True)
+
+    def delete(self, keys: Sequence[Key], timeout: float | None = None) -> list[Deletion]:
+        """Forget these keys in all tiers; one answer per key, as from :meth:`offload.Engine.delete`.
+
+        Raises:
+            WaitTimeout: no answer yet. Some tiers may have forgotten.
+        """
+        return self._ask(self._delete, list(keys), timeout=timeout)
+
+    def call(self, function: Callable[[*Ts], T], *args: *Ts, timeout: float | None = None) -> T:
+        """Call a synchronous function in the engine's thread, and return what it returns.
+
+        For what only that thread may do: ``engine.call(host.put, key, data)``.
+
+        Raises:
+            WaitTimeout: it has not returned. It may have been called, or not be called any more.
+            Exception: whatever it raises.
+        """
+
+        async def call() -> T:
+            return function(*args)
+
+        return self._ask(call, timeout=timeout)
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        function: Callable[[*Ts], Awaitable[T]],
+        *args: *Ts,
+        timeout: float | None,
+        dispose: Callable[[T], None] | None = None,
+        after_stores: bool = False,
+        to_the_end: bool = False,
+    ) -> T:
+        question = Question(partial(function, *args), dispose=dispose, to_the_end=to_the_end)
+        return self._thread.ask(question, timeout, after_stores=after_stores)
+
+    # On the trio thread:
+
+    async def _load(self, hit: Hit, destination: Destination) -> LoadResult:
+        if hit._pinned is None:
+            raise ValueError(f"{hit!r} was released")
+        return await self._thread.engine.load(hit._pinned, destination)
+
+    async def _delete(self, keys: list[Key]) -> list[Deletion]:
+        await self._thread.released()
+        return await self._thread.engine.delete(keys)
+
+    async def _statistics(self) -> Statistics:
+        thread = self._thread
+        await thread.released()
+        return Statistics(
+            engine=thread.engine.statistics(),
+            budget_blocks=thread.budget_blocks,
+            in_flight_blocks=thread.entered - thread.left,
+            refused_stores=thread.refused_stores,
+            dropped_stores=thread.dropped_stores,
+            dropped_blocks=thread.dropped_blocks,
+            unpolled_tickets=len(thread.news),
+            unreleased_hits=len(thread.hits),
+        )
+
+
+class Hit:
+    """The longest prefix that was found, pinned where it lies: a context manager. Made by :meth:`Engine.lookup` only.
+
+    Attributes:
+        keys: what was found, from the first key asked for to the last before the first that no tier has.
+        runs: where it lies, in order: the name of a tier, and how many blocks are read from it.
+        unavailable: tiers that were left out because they raised, by name. Not a miss: they may well have the blocks.
+    """
+
+    __slots__ = ("__weakref__", "_pinned", "_thread", "keys", "runs", "unavailable")
+
+    def __init__(self, thread: EngineThread, pinned: _PinnedHit) -> None:
+        self._thread = thread
+        self._pinned: _PinnedHit | None = pinned
+        self.keys: Sequence[Key] = pinned.keys
+        self.runs: list[tuple[str, int]] = pinned.runs
+        self.unavailable: Mapping[str, Exception] = pinned.unavailable
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __repr__(self) -> str:
+        where = ", ".join(f"{blocks} in {name}" for name, blocks in self.runs)
+        return f"<Hit of {len(self.keys)} blocks: {where or 'nothing'}{', released' if self._pinned is None else ''}>"
+
+    def release(self) -> None:
+        """Let go of the blocks. Idempotent; never blocks, and harmless after the engine's end."""
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None and self._thread.refusal is None:
+            self._thread.mailbox.call(partial(self._thread.release, pinned))
+
+    def __enter__(self) -> Hit:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if self._pinned is not None and self.keys and self._thread.refusal is None:
+            warnings.warn(f"{self!r} was dropped without being released", ResourceWarning, stacklevel=2, source=self)
+        self.release()
+
+
+@attrs.frozen
+class Statistics:
+    """A snapshot of an engine, as threads see it. Counters count from its start."""
+
+    engine: EngineStatistics
+    """The engine's own."""
+    budget_blocks: int
+    """Blocks that may be in flight at once."""
+    in_flight_blocks: int
+    """Blocks of tickets that are not done or, where :meth:`Engine.poll` is in use, not polled: what room is decided by."""
+    refused_stores: int
+    """Stores that raised :class:`offload.PipelineFull`."""
+    dropped_stores: int
+    """Stores that were dropped, as there was no room."""
+    dropped_blocks: int
+    """Their blocks."""
+    unpolled_tickets: int
+    """Tickets that are done and wait for :meth:`Engine.poll`."""
+    unreleased_hits: int
+    """Hits that hold blocks."""

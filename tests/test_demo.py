@@ -1,0 +1,131 @@
+"""The demo, small: what it reports, that it verifies, and that damage ends in a miss or in a failure, never in wrong tokens."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click.testing
+import pytest
+import trio
+from rich.console import Console
+
+pytest.importorskip("torch", reason="needs the torch extra")
+
+from offload import demo
+
+SMALL = demo.Options(document_bytes=800, answer_tokens=4)
+
+
+def process(role: str, directory: Path, options: demo.Options = SMALL) -> dict[str, Any]:
+    async def run() -> dict[str, Any]:
+        with demo._progress(Console(quiet=True)) as bars:
+            return await demo._engine_process(role, directory, "shared", options, bars)
+
+    return trio.run(run)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What process A leaves behind."""
+    directory = tmp_path_factory.mktemp("stored")
+    (directory / "document.txt").write_bytes(demo.document(SMALL.document_bytes)[0])
+    outcome = process("a", directory)
+    assert outcome["stored_blocks"] >= 50
+    return directory
+
+
+@pytest.fixture
+def copied(stored: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(stored, tmp_path / "copied")
+
+
+def run_command(*arguments: str) -> tuple[int, str]:
+    result = click.testing.CliRunner().invoke(demo.command, arguments)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def test_the_demo_verifies_and_reports(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    status, output = run_command("--json", "--document-bytes=800", "--answer-tokens=4", f"--keep={kept}")
+    report = json.loads(output)
+    assert status == 0
+    assert report["verified"]
+    assert set(report["checks"].values()) == {True}
+    assert report["document"] == {"bytes": 800, "source": "README and docs"}
+    a, b, c = report["a"], report["b"], report["c"]
+    assert [answer["loaded_blocks"] for answer in a["answers"]] == [0, 50]
+    assert [answer["loaded_blocks"] for answer in b["answers"]] == [50, 50]
+    assert b["hit_blocks"] / b["asked_blocks"] > 0.9
+    assert all(len(answer["tokens"]) == 4 for engine in (a, b, c) for answer in engine["answers"])
+    assert c["cancel"]["asked"] == c["cancel"]["stores"] // 2 == c["cancel"]["confirmed"]
+    assert c["cancel"]["cancelled"] > 0
+    assert set(c["at_rest"].values()) == {0}
+    assert len(list((kept / "shared").rglob("*.kv"))) == a["stored_blocks"] + b["stored_blocks"]
+    demo.show(report, Console(quiet=True))
+    with pytest.raises(click.UsageError, match="not empty"):
+        trio.run(demo.run, demo.Options(keep=kept), Console(quiet=True))
+
+
+def test_a_damaged_block_is_missed_and_the_answers_stay_right(copied: Path) -> None:
+    assert demo.damage(copied / "shared", 5) == 5
+    b = process("b", copied)
+    assert b["load_failures"]["damaged"] > 0
+    assert b["answers"][0]["loaded_blocks"] < 50
+    for what in ("tokens", "kv"):
+        assert [answer[what] for answer in b["answers"]] == [answer[what] for answer in b["uncached"]]
+
+
+def test_a_damaged_block_that_is_used_all_the_same_fails_the_demo(copied: Path) -> None:
+    """Without checksums, only the comparison is left."""
+    demo.damage(copied / "shared", 5)
+    b = process("b", copied, demo.Options(document_bytes=800, answer_tokens=4, checksums=False))
+    assert b["answers"][0]["loaded_blocks"] == 50
+    good = {"answers": b["uncached"], "uncached": b["uncached"], "at_rest": {}, "stored_blocks": 1000, "hit_blocks": 1}
+    good["cancel"] = {"asked": 1, "confirmed": 1, "cancelled": 1, "too_late": 0}
+    good["cancel"] |= {"cancelled_but_found": 0, "stored_but_missing": 0}
+    assert set(demo.judge(good, good, good).values()) == {True}
+    failed = {check for check, holds in demo.judge(good, b, good).items() if not holds}
+    assert "B's KV is that computed without a cache, to the bit" in failed
+    assert failed <= {check for check in demo.judge(good, b, good) if check.startswith("B's")}
+
+
+def test_a_report_that_fails_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(options: demo.Options, console: Console) -> dict[str, Any]:
+        return {"verified": False}
+
+    monkeypatch.setattr(demo, "run", run)
+    status, output = run_command("--json")
+    assert (status, json.loads(output)) == (1, {"verified": False})
+
+
+def test_a_process_without_an_outcome_fails_the_demo(tmp_path: Path) -> None:
+    with pytest.raises(demo.DemoFailed, match="status 1, without an outcome"):
+        process("a", tmp_path)  # there is no document
+
+
+def test_a_process_that_hangs_is_ended(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "PROCESS_TIMEOUT", 0.1)
+    with pytest.raises(demo.DemoFailed, match="took more than"):
+        process("b", copied)
+
+
+def test_without_a_checkout_the_document_is_the_docstrings(tmp_path: Path) -> None:
+    for package in ("offload", "backends", "maru"):
+        shutil.copytree(demo._ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("*.pyc"))
+    text, source = demo.document(20_000, tmp_path)
+    assert (len(text), source) == (20_000, "docstrings")
+    assert b"copy" in text
+    assert demo.document(100, tmp_path)[0] == text[:100]
+
+
+def test_asking_for_help_leaves_torch_alone() -> None:
+    program = "import sys, offload.demo; offload.demo.command(['--help'], standalone_mode=False); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--document-bytes" in done.stdout
+    assert done.stdout.endswith("False\n")
