@@ -32,7 +32,7 @@ docs: $(VENV)/.ready  ## the documentation, warnings as errors, into docs/_build
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 
 bench: $(VENV)/.usable  ## each figure beside its limit
-	@for what in pipeline copy enqueue cancel replay; do $(BIN)/offload bench $$what $(ARGS) || exit 1; done
+	$(BIN)/offload bench all $(ARGS)
 
 clean:  ## remove the environment and everything built
 	rm -rf $(VENV) build dist docs/_build .coverage .coverage.* htmlcov .mypy_cache .ruff_cache .pytest_cache \

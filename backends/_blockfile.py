@@ -22,12 +22,13 @@ import os
 import re
 import stat
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import xxhash
 
-from ._errors import PlaceInUse, StrayPath
+from ._errors import PlaceClosed, PlaceInUse, StrayPath
 from .abc import Key
 
 # --- the format ---------------------------------------------------------------------------------------------------
@@ -100,11 +101,14 @@ def name_of(key: Key, number: int) -> str:
 
 
 class Directory:
-    """An open, locked directory. Closed with the last reference, so never under a thread that still works in it."""
+    """An open, locked directory. Entered by each thread that works in it, so that it is not closed under one."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.root = self.lock = -1
+        self._mutex = threading.Lock()
+        self._users = 0
+        self._closing = False
         try:
             os.makedirs(path, mode=0o700, exist_ok=True)
             self.root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -117,10 +121,33 @@ class Directory:
         except BlockingIOError as exc:
             raise PlaceInUse(f"{path!r} is in use by another tier, here or in another process") from exc
 
-    def __del__(self) -> None:
+    def __enter__(self) -> None:
+        with self._mutex:
+            if self._closing:
+                raise PlaceClosed(f"the directory {self.path!r} was closed")
+            self._users += 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._mutex:
+            self._users -= 1
+            if self._closing and not self._users:
+                self._close()
+
+    def close(self) -> None:
+        """Let go of the directory, or have the last thread that still works in it do so. Idempotent."""
+        with self._mutex:
+            self._closing = True
+            if not self._users:
+                self._close()
+
+    def _close(self) -> None:
         for fd in (self.lock, self.root):
             if fd >= 0:
                 os.close(fd)
+        self.lock = self.root = -1
+
+    def __del__(self) -> None:
+        self._close()
 
     def scan(self) -> Iterator[tuple[str, os.stat_result]]:
         """The files with our kind of name, relative to the root."""

@@ -75,6 +75,9 @@ class Blocks:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.keys)} blocks in {self.source!r}>"
 
+    def hand_over(self) -> None:
+        """A pipeline takes this value. What holds guards can be taken once."""
+
     def release(self) -> None:
         """Give back what this value holds in the source. Idempotent; nothing to do unless it holds guards."""
 
@@ -92,7 +95,22 @@ class StrongBlocks(Blocks):
     raises.
     """
 
-    __slots__ = ()
+    __slots__ = ("_given",)
+
+    def __init__(self, source: Source, keys: Sequence[Key], guards: list[int] | None) -> None:
+        """Take the columns; see :class:`Blocks`."""
+        super().__init__(source, keys, guards)
+        self._given = False
+
+    def hand_over(self) -> None:
+        """A pipeline takes the guards.
+
+        Raises:
+            ValueError: another one has them, or they were released.
+        """
+        if self._given or (self.keys and not self.guards):
+            raise ValueError(f"{self!r} was given to a pipeline before, or released: its guards are not to be had twice")
+        self._given = True
 
     def release(self) -> None:
         """Drop the guards. Idempotent; with the last guard of a block it may be evicted again."""

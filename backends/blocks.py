@@ -373,15 +373,16 @@ class BlockPool(Registry):
     Args:
         capacity: how many slots there are.
         eviction: decides who makes room; one of its own per pool. LRU unless given.
+        first: the number of the first slot.
     """
 
-    def __init__(self, capacity: int, eviction: EvictionPolicy[Key] | None = None) -> None:
-        if capacity < 1:
-            raise ValueError(f"capacity is {capacity} blocks, but must be at least 1")
+    def __init__(self, capacity: int, eviction: EvictionPolicy[Key] | None = None, *, first: int = 0) -> None:
+        if capacity < 0:
+            raise ValueError(f"capacity is {capacity} blocks, but must not be negative")
         super().__init__(eviction)
         self.capacity = capacity
         # A stack: the end is handed out next. Descending, so that slices taken from the end ascend when sorted.
-        self._free = list(range(capacity - 1, -1, -1))
+        self._free = list(range(first + capacity - 1, first - 1, -1))
 
     def __repr__(self) -> str:
         return f"<BlockPool {len(self)} of {self.capacity} blocks>"

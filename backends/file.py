@@ -153,6 +153,10 @@ class FileRegistry(Registry):
                 self.litter.append(name_of(key, slot))
 
 
+_OTHER_SIZE = Missed("size")
+"""The block is as it was stored, and not as large as the place it is to go to. It stays."""
+
+
 # --- the tier -----------------------------------------------------------------------------------------------------
 
 
@@ -171,6 +175,12 @@ class _Writing:
         self, source: Source, guards: Sequence[int], views: Pages | None, keys: Sequence[Key], names: Sequence[str]
     ) -> dict[int, Exception]:
         """Write the blocks one by one. What cannot be written fails alone; what cannot be read fails all."""
+        with self.directory:
+            return self._run(source, guards, views, keys, names)
+
+    def _run(
+        self, source: Source, guards: Sequence[int], views: Pages | None, keys: Sequence[Key], names: Sequence[str]
+    ) -> dict[int, Exception]:
         _remove(self.directory, self.litter)
         now = time.time_ns()
         failures: dict[int, Exception] = {}
@@ -183,7 +193,7 @@ class _Writing:
                 except OSError as exc:
                     failures[at] = exc
         if self.fsync:
-            self.directory.sync(names)
+            self.directory.sync([name for at, name in enumerate(names) if at not in failures])
         return failures
 
     def _write(self, key: Key, name: str, page: memoryview, mtime_ns: int) -> None:
@@ -279,8 +289,8 @@ class FileTier(PooledTier[FileRegistry]):
         """
         directory, self._open = self._open, None
         if directory is not None:
-            for name in self._litter():
-                directory.remove(name)
+            _remove(directory, self._litter())
+            directory.close()
 
     # --- Source ---------------------------------------------------------------------------------------------------
 
@@ -310,13 +320,14 @@ class FileTier(PooledTier[FileRegistry]):
             DamagedBlock: one of them is not what was stored; it is no longer found once its guard is released.
         """
         directory, keys = self._open_directory(), self.pool.keys
-        for guard, page in zip(guards, pages, strict=True):
-            key = keys[guard]
-            try:
-                directory.read(name_of(key, guard), self._layout, key, page, self.checksums)
-            except Refused as exc:
-                self._suspects.append((key, guard, exc.reason))
-                raise DamagedBlock(self, key, exc.reason) from None
+        with directory:
+            for guard, page in zip(guards, pages, strict=True):
+                key = keys[guard]
+                try:
+                    directory.read(name_of(key, guard), self._layout, key, page, self.checksums)
+                except Refused as exc:
+                    self._suspects.append((key, guard, exc.reason))
+                    raise DamagedBlock(self, key, exc.reason) from None
 
     # --- TransferExecutor -----------------------------------------------------------------------------------------
 
@@ -363,7 +374,7 @@ class FileTier(PooledTier[FileRegistry]):
             raise ValueError(f"{len(guards)} blocks do not fit into {len(destination)} places")
         work = _Reading(directory, self._layout, self.checksums, list(zip(keys, guards, strict=True)), {})
         sizes, size = self.pool.sizes, destination.block_bytes
-        work.bad = {at: Refused("size") for at, guard in enumerate(guards) if sizes[guard] != size}
+        work.bad = {at: _OTHER_SIZE for at, guard in enumerate(guards) if sizes[guard] != size}
         try:
             await run_in_thread_to_the_end(work.run, destination, destination.views())
         except Unproven:
@@ -371,14 +382,12 @@ class FileTier(PooledTier[FileRegistry]):
         except Exception as exc:
             return [Failed(exc)] * len(guards)
         outcomes: list[Outcome] = [LOADED] * len(guards)
-        for at, error in work.bad.items():
-            if isinstance(error, Refused):
-                self._missed[error.reason] += 1
-                outcomes[at] = Missed(error.reason)
-            else:
-                outcomes[at] = Failed(error)
-        gone = [at for at, error in work.bad.items() if not (isinstance(error, Refused) and error.reason == "size")]
-        self.pool.forget([keys[at] for at in gone], [guards[at] for at in gone])
+        for at, outcome in work.bad.items():
+            outcomes[at] = outcome
+            if isinstance(outcome, Missed):
+                self._missed[outcome.reason] += 1
+            if outcome is not _OTHER_SIZE:
+                self.pool.forget((keys[at],), (guards[at],))
         self._loaded += len(guards) - len(work.bad)
         return outcomes
 
@@ -489,10 +498,15 @@ class _Reading:
     layout: bytes
     checksums: bool
     blocks: list[tuple[Key, int]]
-    bad: dict[int, Exception]
+    bad: dict[int, Missed | Failed]
     """What is known to be bad, by position; grows."""
 
     def run(self, destination: Destination, views: Pages | None) -> None:
+        """Read all blocks that are good to their places."""
+        with self.directory:
+            self._run(destination, views)
+
+    def _run(self, destination: Destination, views: Pages | None) -> None:
         n = len(self.blocks)
         if views is not None:
             for at in range(n):
@@ -513,10 +527,13 @@ class _Reading:
         key, number = self.blocks[at]
         try:
             self.directory.read(name_of(key, number), self.layout, key, page, self.checksums)
-        except (Refused, OSError) as exc:
-            self.bad[at] = exc
+        except Refused as exc:
+            self.bad[at] = Missed(exc.reason)
+        except OSError as exc:
+            self.bad[at] = Failed(exc)
 
 
 def _remove(directory: Directory, names: Sequence[str]) -> None:
-    for name in names:
-        directory.remove(name)
+    with directory:
+        for name in names:
+            directory.remove(name)

@@ -45,8 +45,12 @@ from .threads import run_in_thread, run_in_thread_to_the_end
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-INLINE_BYTES = 256 * 1024
-"""A copy up to here is made in place on the trio thread: it is over sooner than a thread would have taken it up."""
+INLINE_BYTES = 32 * 1024 * 1024
+"""A copy between host pages up to here is made in place on the trio thread, one at a time: a thread would have to be
+woken, find a core, and wake the trio thread again. Beyond, and beside another copy, a second core is worth that."""
+
+PORTION_BYTES = 512 * 1024
+"""Of a copy in place, so much at once, then a checkpoint: nobody waits longer than some 50 us for the trio thread."""
 
 
 class Storage(Protocol):
@@ -76,8 +80,9 @@ class SlotTier(PooledTier[BlockPool]):
     All of it is called on one thread (the trio thread of whoever runs pipelines over it), except :meth:`copy_out`.
 
     Args:
-        capacity: how many slots the storage has.
+        capacity: how many slots of the storage are the tier's.
         storage: where their bytes are.
+        first: the first of them.
         checksums: keep an xxh3-64 of each block and verify it when the block is loaded. A block that the engine wrote
             into the device itself has none until it has passed through host memory.
         eviction: decides who makes room; LRU unless given.
@@ -90,16 +95,18 @@ class SlotTier(PooledTier[BlockPool]):
         capacity: int,
         storage: Storage,
         *,
+        first: int = 0,
         checksums: bool = True,
         eviction: EvictionPolicy[Key] | None = None,
     ) -> None:
-        self.pool = BlockPool(capacity, eviction)
+        self.pool = BlockPool(capacity, eviction, first=first)
         self._block_bytes = storage.block_bytes
         self.checksums = checksums
         """Whether blocks are verified when they are loaded."""
         self._storage = storage
         self._sums: dict[int, int] = {}  # slot -> xxh3-64 of its bytes, as far as it is known
         self._by_engine: set[int] = set()  # staged by `stage`
+        self._copying_in_place = False
         self._loaded = 0
         self._missed = {"gone": 0, "damaged": 0}
 
@@ -260,8 +267,8 @@ class SlotTier(PooledTier[BlockPool]):
         if there is not None and len(there) != n:
             there = there.part(0, n)
         try:
-            if here is not None and there is not None and n * self.block_bytes <= self.inline_bytes:
-                sums = _load(self._storage, guards, here, destination, there, self.checksums)
+            if here is not None and there is not None and self._in_place(n):
+                sums = await self._copy_in_place(there, here)
             else:
                 sums = await self.to_the_end(_load, self._storage, guards, here, destination, there, self.checksums)
         except Unproven:
@@ -312,15 +319,36 @@ class SlotTier(PooledTier[BlockPool]):
     async def write(
         self, source: Source, guards: Sequence[int], keys: Sequence[Key], slots: list[int]
     ) -> Mapping[int, Exception]:
-        """Copy blocks of a source into staged slots. Up to ``inline_bytes`` in place, without a checkpoint."""
+        """Copy blocks of a source into staged slots. Up to ``PORTION_BYTES`` in place, without a checkpoint."""
         there, here = source.views(guards), self._storage.pages(slots)
-        if there is not None and here is not None and len(slots) * self.block_bytes <= self.inline_bytes:
-            sums = _store(source, guards, there, self._storage, slots, here, self.checksums)
+        if there is not None and here is not None and self._in_place(len(slots)):
+            sums = await self._copy_in_place(here, there)
         else:
             sums = await self.off_thread(_store, source, guards, there, self._storage, slots, here, self.checksums)
         if sums is not None:
             self.note_checksums(slots, sums)
         return {}
+
+    def _in_place(self, n: int) -> bool:
+        """Whether a copy of so many blocks between host pages is made on the trio thread."""
+        return not self._copying_in_place and n * self.block_bytes <= self.inline_bytes
+
+    async def _copy_in_place(self, destination: Pages, source: Pages) -> list[int] | None:
+        """Copy on the trio thread, with a checkpoint between portions. Cancelled there, no copy is under way."""
+        copy = copy_and_sum if self.checksums else copy_pages
+        n, step = len(source), max(1, PORTION_BYTES // max(1, source.page_bytes))
+        if n <= step:
+            return copy(destination, source)
+        sums: list[int] = []
+        self._copying_in_place = True
+        try:
+            for start in range(0, n, step):
+                if start:
+                    await trio.lowlevel.checkpoint()
+                sums += copy(destination.part(start, start + step), source.part(start, start + step)) or ()
+        finally:
+            self._copying_in_place = False
+        return sums if self.checksums else None
 
     def note_checksums(self, slots: Sequence[int], sums: Sequence[int]) -> None:
         """These are the checksums of what was just written to these slots."""

@@ -10,6 +10,8 @@ from ._pipeline import Pipeline as Pipeline
 from ._pipeline import PipelineStatistics as PipelineStatistics
 from ._config import PipelineConfig as PipelineConfig
 from ._config import BatchConfig as BatchConfig
+from ._config import config_from_toml as config_from_toml
+from ._config import knobs as knobs
 from .preconditions import NO_WAIT as NO_WAIT
 from .preconditions import all_of as all_of
 from .preconditions import any_of as any_of

@@ -13,10 +13,12 @@ first out: a container that does not fit ends the batch, none behind it is taken
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import attrs
 
-from ._config import BatchConfig
+if TYPE_CHECKING:
+    from ._config import BatchConfig
 
 
 @attrs.define(eq=False)

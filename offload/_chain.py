@@ -17,7 +17,7 @@ import trio
 from backends.abc import Blocks, Key, WeakBlocks
 
 from ._container import OffloadContainer
-from ._errors import PipelineClosed
+from ._errors import DrainUnproven, PipelineClosed
 from ._handle import TransferHandle
 from ._lifecycle import Status
 from ._result import TransferResult
@@ -65,12 +65,12 @@ class Chain:
     def follow(self, containers: list[OffloadContainer]) -> None:
         """Their first copy is over: settle those that have nothing to pass on, follow the others."""
         for container in containers:
-            if container.completed:
+            if container.completed and not self._scope.cancel_called:
                 self.settlement.release(container)
                 assert self._nursery is not None
                 self._nursery.start_soon(self._follow, container)
             else:
-                self.settlement.settle(container)
+                self._settle(container, {})
 
     def cut_off(self) -> None:
         """Stop following: what is not over settles as FAILED. The routes themselves go on to their own end."""
@@ -85,25 +85,35 @@ class Chain:
                     nursery.start_soon(self._walk, route, container, results)
         finally:
             self.following -= 1
+            self._settle(container, results)
+
+    def _settle(self, container: OffloadContainer, results: dict[str, TransferResult]) -> None:
+        """Its end, from those of the routes; one that did not get there has failed."""
+        if container.completed:
+            error = PipelineClosed("the chain ended before this route did")
             for route in self.routes:
-                results.setdefault(route.name, _closed(container.completed))
+                results.setdefault(route.name, _failed(container.completed, error))
             container.routes = results
-            errors = [result.error for result in results.values() if result.status is Status.FAILED]
-            if errors:
-                container.error = errors[0] or PipelineClosed("a route of the chain failed")
-            self.settlement.settle(container)
+            container.error = _worst([result for result in results.values() if result.status is Status.FAILED])
+        self.settlement.settle(container)
 
     async def _walk(self, route: Route, container: OffloadContainer, results: dict[str, TransferResult]) -> None:
         try:
             handle = await route.enqueue_committed(self.shelf.weak(container.completed))
-        except PipelineClosed:
-            return
-        results[route.name] = await handle.wait()
+        except Exception as error:  # it has closed, or can never hold so many: this route fails, and nobody else
+            results[route.name] = _failed(container.completed, error)
+        else:
+            results[route.name] = await handle.wait()
 
 
 _NONE: Mapping[str, TransferResult] = MappingProxyType({})
 
 
-def _closed(keys: Sequence[Key]) -> TransferResult:
-    error = PipelineClosed("the chain ended before this route did")
+def _worst(failed: Sequence[TransferResult]) -> BaseException | None:
+    """Why the chain failed, if it did: before all else that the end of a copy is unproven, which a cancel must say."""
+    errors = [result.error or next(iter(result.failed.values()), None) for result in failed]
+    return min(errors, key=lambda error: not isinstance(error, DrainUnproven), default=None)
+
+
+def _failed(keys: Sequence[Key], error: Exception) -> TransferResult:
     return TransferResult(Status.FAILED, (), {}, dict.fromkeys(keys, error), (), error, _NONE)

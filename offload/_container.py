@@ -12,6 +12,7 @@ the holder, and the holder sees to it that the container settles. That is what m
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ._result import TransferResult
     from .abc import Precondition
 
+_log = logging.getLogger("offload.pipeline")
 _OPEN, _COMMITTED = Phase.OPEN, Phase.COMMITTED
 _NOTHING: Mapping[Key, str] = MappingProxyType({})
 _NO_FAILURES: Mapping[Key, BaseException] = MappingProxyType({})
@@ -101,7 +103,10 @@ class OffloadContainer:
             raise IllegalMove(f"{self!r} cannot become {status.value}")
         self.status = status
         if self.watch is not None:
-            self.watch.value = status
+            try:
+                self.watch.value = status
+            except Exception:  # setting it asks the predicates of those who wait
+                _log.exception("a predicate on the status of %r raised", self)
 
     def cancel(self) -> None:
         """Ask the gate for a cancellation; where it is still open, the container ends CANCELLED."""
@@ -112,6 +117,14 @@ class OffloadContainer:
         if self.phase is _OPEN:
             self.error = error
         self._close(Knock.FAIL)
+
+    def abandon(self, error: BaseException) -> None:
+        """Fail it, committed or not: what it still had to copy has failed. One that was cancelled stays cancelled."""
+        self.fail(error)
+        if self.phase is _COMMITTED:  # after the upgrade, or a route of a chain, which never was open
+            self.error = error
+            ended = {*self.completed, *self.failed}
+            self.failed = {**self.failed, **{key: error for key in self.keys if key not in ended}}
 
     def _close(self, what: Knock) -> None:
         if self.phase is not _OPEN or self.status.terminal:
@@ -211,12 +224,9 @@ class OffloadBatch:
             keys = self.keys
         if all([container.blocks.guards is None for container in containers]):
             guards = source.upgrade(keys)
-            held: Sequence[int] = guards
+            held = guards
         else:
-            columns = [container.guards_of(container.keys) for container in containers]
-            guards = list(chain.from_iterable(columns))
-            weak = [c for c, container in zip(columns, containers, strict=True) if container.blocks.guards is None]
-            held = list(chain.from_iterable(weak))
+            guards, held = _guards_of(containers)
         if EVICTED in guards:
             keys, guards = _drop_evicted(containers, keys, guards)
         dropped: Sequence[Key] = ()
@@ -224,6 +234,22 @@ class OffloadBatch:
             dropped = list(set(asked).difference(keys))
             containers = [container for container in containers if container.keys]
         return FlatBlocks(containers, [len(container.keys) for container in containers], keys, guards, held, dropped)
+
+
+def _guards_of(containers: Sequence[OffloadContainer]) -> tuple[list[int], list[int]]:
+    """The guards of all blocks, and those among them that the upgrade took just now."""
+    guards: list[int] = []
+    held: list[int] = []
+    try:
+        for container in containers:
+            column = container.guards_of(container.keys)
+            guards += column
+            if container.blocks.guards is None:
+                held += column
+    except BaseException:
+        containers[0].blocks.source.release(held)
+        raise
+    return guards, held
 
 
 def _refuse(containers: Sequence[OffloadContainer], granted: set[Key]) -> None:

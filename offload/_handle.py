@@ -115,10 +115,10 @@ class TransferHandle:
             return None
         return TransferResult(
             status=container.status,
-            completed=container.completed,
+            completed=tuple(container.completed),
             filtered=container.filtered,
             failed=container.failed,
-            evicted=container.evicted,
+            evicted=tuple(container.evicted),
             error=container.error,
             routes=container.routes or {},
         )

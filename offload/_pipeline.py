@@ -31,7 +31,7 @@ from ._container import OffloadContainer
 from ._errors import PipelineClosed, PipelineFull
 from ._handle import TransferHandle
 from ._instruments import Hooks
-from ._lifecycle import Phase, Status
+from ._lifecycle import Phase
 from ._marks import marks_of
 from ._quarantine import Quarantined
 from ._settling import Settlement
@@ -114,11 +114,11 @@ class Pipeline:
         instruments: Sequence[Instrument | object],
         name: str,
     ) -> None:
-        self.name = name
-        self.config = config
-        self.source = source
-        self.destination = destination
-        self.hooks = Hooks(instruments)
+        self.name: str = name
+        self.config: PipelineConfig = config
+        self.source: Source = source
+        self.destination: TransferExecutor = destination
+        self.hooks: Hooks = Hooks(instruments)
         self._policies = policies
         self._budget = Budget(config.budget_blocks)
         self._marks = marks_of(destination)
@@ -169,9 +169,11 @@ class Pipeline:
         Raises:
             PipelineFull: there is no room in the budget (unless ``on_overflow`` is ``drop``).
             PipelineClosed: the pipeline is shutting down.
-            ValueError: the blocks are another source's, or more than the budget.
+            ValueError: the blocks are another source's, more than the budget, or strong and given away before.
             TypeError: ``precondition`` is none.
         """
+        if blocks.guards is not None:
+            blocks.hand_over()
         try:
             awaited = self._check(blocks, precondition)
             if not self._budget.take_nowait(len(blocks.keys)):
@@ -184,7 +186,11 @@ class Pipeline:
     def enqueue_many(self, many: Iterable[Blocks], *, precondition: PreconditionLike) -> list[TransferHandle]:
         """Take in several sets of blocks, one container each: all of them or, when it raises, none. For bursts."""
         many = list(many)
+        handed: list[Blocks] = []
         try:
+            for blocks in many:
+                blocks.hand_over()
+                handed.append(blocks)
             checked = [self._check(blocks, precondition) for blocks in many]
             need = sum(len(blocks.keys) for blocks in many)
             if self._drops(many):
@@ -194,7 +200,7 @@ class Pipeline:
                     f"{self!r} has no room for {need} blocks more (budget_blocks = {self._budget.total})"
                 )
         except BaseException:
-            for blocks in many:
+            for blocks in handed:
                 blocks.release()
             raise
         return [self._admit(blocks, awaited) for blocks, awaited in zip(many, checked, strict=True)]
@@ -205,6 +211,7 @@ class Pipeline:
         Who waits is served in order. Cancelled while waiting, nothing is left behind: strong blocks are released.
         """
         size = len(blocks.keys)
+        blocks.hand_over()
         try:
             await trio.lowlevel.checkpoint_if_cancelled()
             awaited = self._check(blocks, precondition)
@@ -212,6 +219,7 @@ class Pipeline:
                 await trio.lowlevel.cancel_shielded_checkpoint()
             elif self._drops([blocks]):
                 await trio.lowlevel.cancel_shielded_checkpoint()
+                self._check(blocks, precondition)  # the door may have shut meanwhile
                 return self._overflow(blocks)
             else:
                 await self._budget.take(size)
@@ -230,6 +238,9 @@ class Pipeline:
             await trio.lowlevel.cancel_shielded_checkpoint()
         else:
             await self._budget.take(len(blocks.keys))
+        if self._closed:
+            self._budget.give_back(len(blocks.keys))
+            raise PipelineClosed(f"{self!r} closed meanwhile")
         return self._admit(blocks, None, Phase.COMMITTED)
 
     def _check(self, blocks: Blocks, precondition: PreconditionLike) -> Precondition | None:
@@ -300,9 +311,9 @@ class Pipeline:
             in_chain=self._chain.following if self._chain is not None else 0,
             pending_marks=len(self._marks),
             enqueued=self._enqueued,
-            complete=settlement.ended[Status.COMPLETE],
-            cancelled=settlement.ended[Status.CANCELLED],
-            failed=settlement.ended[Status.FAILED],
+            complete=settlement.complete,
+            cancelled=settlement.cancelled,
+            failed=settlement.failed,
             blocks_completed=settlement.blocks["completed"],
             blocks_filtered=settlement.blocks["filtered"],
             blocks_failed=settlement.blocks["failed"],
@@ -363,7 +374,7 @@ class Pipeline:
         if self._chain is not None:
             self._chain.cut_off()
         for container in [*self._admission.queue.parked, *self._batching.ready.parked]:
-            container.error = PipelineClosed(f"{self!r} closed before it was its turn")
+            container.abandon(PipelineClosed(f"{self!r} closed before it was its turn"))
             assert container.holder is not None
             container.holder.withdraw(container)
 
@@ -393,7 +404,7 @@ class Pipeline:
         self._close_door()
         for container in list(self._settlement.live):
             if not container.status.terminal:
-                container.error = container.error or PipelineClosed("a stage of the pipeline crashed")
+                container.abandon(container.error or PipelineClosed("a stage of the pipeline crashed"))
                 self._settlement.settle(container)
 
     async def _sweep(self) -> None:
@@ -424,7 +435,9 @@ class _OpenPipeline:
     async def __aenter__(self) -> Pipeline:
         nursery = await self._nursery_manager.__aenter__()
         try:
-            await nursery.start(self._pipeline.run)
+            # Shielded: where a start is cancelled, nursery.start waits for the end of its task, and ours does not end by that.
+            with trio.CancelScope(shield=True):
+                await nursery.start(self._pipeline.run)
         except BaseException as error:
             self._pipeline.stop()
             await self._leave(error)
@@ -485,8 +498,11 @@ def open_pipeline(
         name: what statistics, logs and the results of a chain call it; by default the destination's.
 
     Raises:
-        ValueError: a pipeline of ``chain`` does not start at ``destination``.
+        ValueError: a pipeline of ``chain`` does not start at ``destination``, or two of them have one name.
     """
+    names = [route.name for route in chain]
+    if len(set(names)) < len(names):
+        raise ValueError(f"the pipelines of a chain need names of their own, not {names}: give each a name=")
     for route in chain:
         if route.source is not cast("object", destination):
             raise ValueError(f"{route!r} starts at {route.source!r}, not at the destination, {destination!r}")

@@ -41,8 +41,12 @@ class Settlement:
     hooks: Hooks
     live: dict[OffloadContainer, None] = attrs.Factory(dict)
     """All that are inside, in the order of their enqueue. Never popped from the front: see offload._channel."""
-    ended: dict[Status, int] = attrs.Factory(lambda: {status: 0 for status in Status if status.terminal})
-    """How many containers ended how."""
+    complete: int = 0
+    """Containers that ended COMPLETE."""
+    cancelled: int = 0
+    """Containers that ended CANCELLED."""
+    failed: int = 0
+    """Containers that ended FAILED."""
     blocks: dict[str, int] = attrs.Factory(
         lambda: dict.fromkeys(("completed", "filtered", "failed", "evicted", "returned"), 0)
     )
@@ -72,12 +76,12 @@ class Settlement:
         size = len(container.blocks.keys)
         if container.completed is container.blocks.keys and container.error is None:
             status = _COMPLETE
+            self.complete += 1
             self.blocks["completed"] += size
         else:
             status = self._judge(container, size)
         container.holder = None
         container.move(status)
-        self.ended[status] += 1
         del self.live[container]
         self.budget.give_back(size)
         if self.hooks.settled:
@@ -114,9 +118,12 @@ class Settlement:
         for end, blocks in ends.items():
             self.blocks[end] += blocks
         if container.phase is Phase.CANCELLED:
+            self.cancelled += 1
             return Status.CANCELLED
         if container.phase is Phase.FAILED or container.failed or container.error is not None:
+            self.failed += 1
             return Status.FAILED
+        self.complete += 1
         return Status.COMPLETE
 
     # -- the end of input --------------------------------------------------------------------------------------------

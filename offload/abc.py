@@ -105,4 +105,4 @@ class Instrument(Protocol):
         """The copy is over, or counted as unproven; nothing is settled yet."""
 
     def settled(self, container: OffloadContainer) -> None:
-        """The container is terminal: what it held is released, its status published, and nobody told yet."""
+        """The container is terminal: what it held is released (or quarantined), its status published, nobody told yet."""

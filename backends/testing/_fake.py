@@ -1,10 +1,4 @@
-"""For tests of places and of what moves blocks between them.
-
-* :func:`check_tier`: the contract of a place as one async test, for yours too.
-* :class:`FakeTier`: a place with a dial for every failure, in virtual time: it starts no thread.
-* :class:`NullExecutor`: a place that copies nothing, to measure everything else.
-* :func:`payload_of`: what a block contains, as a function of its key, so that any copy of it can be judged.
-"""
+"""A place with a dial for every failure, and one that does nothing. Neither starts a thread."""
 
 from __future__ import annotations
 
@@ -18,10 +12,10 @@ import trio
 
 from maru.eviction import EvictionPolicy
 
-from .abc import STORED, Destination, Failed, Key, Missed, Outcome, ReadLease, Source, WhenFull
-from .memory import HostPages
-from .pooled import PooledReservation
-from .slots import SlotTier
+from ..abc import STORED, Destination, Failed, Key, Missed, Outcome, ReadLease, Source, WhenFull
+from ..memory import HostPages
+from ..pooled import PooledReservation
+from ..slots import SlotTier
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

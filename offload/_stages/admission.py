@@ -15,13 +15,13 @@ import trio
 from .._channel import CancellableChannel
 from .._config import PipelineConfig
 from .._container import OffloadContainer
-from .._errors import PolicyFailed
+from .._errors import PipelineClosed, PolicyFailed
 from .._instruments import Hooks
 from .._lifecycle import Status
 from .._settling import Settlement
 from .._waiting import Waiter
 from ..abc import AsyncPolicy, Leased, Policy, Reasons
-from ..policies import NOTHING_REJECTED, AllOf, read_answer
+from ..policies import NOTHING_REJECTED, AllOf, as_policy, read_answer
 
 _NOTHING = NOTHING_REJECTED
 _QUEUED = Status.QUEUED
@@ -52,7 +52,8 @@ class Admission:
 
     def __attrs_post_init__(self) -> None:
         self.queue = CancellableChannel(self.settlement.settle)
-        policy = self.policies[0] if len(self.policies) == 1 else AllOf(*self.policies) if self.policies else None
+        policies = [as_policy(policy) for policy in self.policies]
+        policy = policies[0] if len(policies) == 1 else AllOf(*policies) if policies else None
         if isinstance(policy, AsyncPolicy):
             self._async_policy = policy
         else:
@@ -124,8 +125,11 @@ class Admission:
             self.waiting -= 1
             turns.release()
             container.holder = None
-            if error is not None:
+            if isinstance(error, Exception):
                 self._refuse(container, "error", error)
+            elif error is not None:  # not its own: the pipeline is being torn down
+                container.abandon(PipelineClosed(f"the pipeline ended while a policy waited: {error!r}"))
+                self.settlement.settle(container)
             elif waiter.scope.cancelled_caught and container.walks_on:
                 late = trio.TooSlowError(f"policies took over {self.config.policy_timeout} s")
                 self._refuse(container, "timeout", late)
@@ -140,6 +144,8 @@ class Admission:
         if answer is not _NOTHING:
             try:
                 reasons, container.lease = read_answer(answer)
+                if reasons:
+                    reasons = {key: reasons[key] for key in container.keys if key in reasons}
             except Exception as error:
                 self._refuse(container, "error", error)
                 return False
@@ -147,10 +153,10 @@ class Admission:
             self.settlement.settle(container)
             return False
         if reasons:
-            container.filter({key: reasons[key] for key in container.keys if key in reasons})
+            container.filter(reasons)
         lost = self.settlement.marks.mark(container.keys)
         if lost:
-            container.filter(dict.fromkeys(lost, "pending"))
+            container.filter({key: "pending" for key in container.keys if key in lost})
         container.evaluated = True
         if not container.keys:
             self.settlement.settle(container)
@@ -159,7 +165,7 @@ class Admission:
         container.move(_QUEUED)
         return True
 
-    def _refuse(self, container: OffloadContainer, reason: str, error: BaseException) -> None:
+    def _refuse(self, container: OffloadContainer, reason: str, error: Exception) -> None:
         """A policy broke: keep all blocks back for that reason, or fail the container, as configured."""
         if reason == "timeout":
             self.timeouts += 1
@@ -169,7 +175,7 @@ class Admission:
             if self.config.on_policy_error == "fail":
                 failure = PolicyFailed(f"{reason}: {error!r}")
                 failure.__cause__ = error
-                container.fail(failure)
+                container.abandon(failure)
             else:
                 container.filter(dict.fromkeys(container.keys, reason))
                 container.evaluated = True

@@ -75,6 +75,9 @@ class Batching:
 
     def put_back(self, container: OffloadContainer) -> None:
         """A slot gives back what it could not reserve room for together with the others: it goes first next time."""
+        if not container.phase.walks_on:  # cancelled while the slot asked
+            self.settlement.settle(container)
+            return
         self.ready.put_back(container)
         self.accumulator.add(len(container.keys))
         self._knock(trio.current_time())
@@ -108,10 +111,11 @@ class Batching:
 
     async def _sleep(self) -> None:
         alarm = trio.CancelScope()
-        if self.ready.parked and not self._sleepers:
-            alarm.deadline = self._leaves_at()
         sleeper = _Sleeper(trio.lowlevel.current_task(), alarm)
         self._sleepers.append(sleeper)
+        if self.ready.parked:
+            # Not always ours: who was woken for nothing (what was due was cancelled) lies down behind others.
+            self._sleepers[0].alarm.deadline = self._leaves_at()
 
         def abort(_: object) -> trio.lowlevel.Abort:
             self._sleepers.remove(sleeper)

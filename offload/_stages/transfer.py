@@ -39,7 +39,7 @@ from .._config import PipelineConfig
 from .._container import FlatBlocks, Holder, OffloadBatch, OffloadContainer
 from .._errors import DestinationFull, DrainUnproven, OffloadError, PipelineClosed, TransferFailed
 from .._instruments import Hooks
-from .._lifecycle import Phase, Status
+from .._lifecycle import Status
 from .._quarantine import Quarantine
 from .._settling import Settlement
 
@@ -81,7 +81,7 @@ class Transfer:
 
     def cut_off_at(self, deadline: float) -> None:
         """From now on nothing waits past ``deadline``; a copy that still runs then is quarantined."""
-        self.cutoff = deadline
+        self.cutoff = min(self.cutoff, deadline)
         for slot in self.slots:
             slot.cut_off_at(deadline)
 
@@ -111,28 +111,39 @@ class Slot:
 
     async def run(self) -> None:
         """Carry batches for ever."""
+        batch: OffloadBatch | None = None
+        second = False
         while True:
             # Left by a copy that took too long; or, harmlessly, by a slot that was idle when the last deadline came.
             with trio.CancelScope() as self._bound:
                 while True:
-                    await self._carry(await self.stage.next_batch(self))
+                    if batch is None:
+                        batch = await self.stage.next_batch(self)
+                    if self._bound.cancel_called:
+                        break  # the last deadline came in the tick in which we were woken: it is not this batch's
+                    carried, batch = batch, None
+                    await self._carry(carried)
                     # Where copies do not wait, a second one in the same tick halves the price of being scheduled.
-                    if not self.stage.settlement.hurried:
-                        another = self.stage.next_batch_nowait(self)
-                        if another is not None:
-                            await self._carry(another)
+                    second = not second and not self.stage.settlement.hurried
+                    if second:
+                        batch = self.stage.next_batch_nowait(self)
 
     async def _carry(self, batch: OffloadBatch) -> None:
         """One batch, from its reservation to its end. However this is left, its containers have settled."""
         stage = self.stage
+        reservation = flat = None
         try:
             if stage.hooks.transfer:
                 stage.hooks.fire("transfer", batch)
             reservation = await self._reserve(batch)
-            flat = None if reservation is None else self._commit(batch, reservation)
+            if reservation is not None:
+                flat = self._commit(batch, reservation)
+        except Exception as error:  # the destination has broken a promise, and the batch has not been claimed
+            if reservation is not None:
+                reservation.release()
+            self._end(batch, error)
         except BaseException as error:
-            _fail(batch, TransferFailed(f"the transfer stage ended: {error!r}"))
-            stage.settlement.settle_all(batch.containers)
+            self._end_all(batch, TransferFailed(f"the transfer stage ended: {error!r}"))
             raise
         if reservation is not None and flat is not None:
             await self._copy(batch, flat, reservation)
@@ -153,15 +164,21 @@ class Slot:
                 return None
             try:
                 if deadline is None:
-                    return stage.destination.reserve_nowait(
+                    reservation = stage.destination.reserve_nowait(
                         batch.keys, stage.source.block_bytes, stage.config.on_destination_full
                     )
+                    if reservation is None:
+                        raise TypeError(f"reserve_nowait of {stage.destination!r} answered None")
+                    return reservation
                 reservation = await self._wait_for_room(batch, deadline)
                 if reservation is not None:
                     return reservation
                 if all(container.walks_on for container in batch.containers):
                     self._end(batch, DestinationFull(f"no room within {stage.config.destination_timeout} s"))
-            except trio.WouldBlock:
+            except trio.WouldBlock as error:
+                if deadline is not None:
+                    self._end(batch, error)  # it was let wait, and will not
+                    return None
                 deadline = min(trio.current_time() + stage.config.destination_timeout, stage.cutoff)
             except CapacityError as error:
                 # Each container for itself: a neighbour's size is no reason to fail.
@@ -193,9 +210,14 @@ class Slot:
         if not isinstance(error, OffloadError):
             cause, error = error, TransferFailed(f"the destination refused the batch: {error!r}")
             error.__cause__ = cause
+        self._end_all(batch, error)
+
+    def _end_all(self, batch: OffloadBatch, error: BaseException) -> None:
         containers, batch.containers = batch.containers, []
-        _fail(OffloadBatch(containers), error)
-        self.stage.settlement.settle_all(containers)
+        for container in containers:
+            # One after the other: an observer of the first may cancel the next, which is CANCELLED then, not FAILED.
+            container.abandon(error)
+            self.stage.settlement.settle(container)
 
     # -- 2. commit, without a checkpoint -------------------------------------------------------------------------------
 
@@ -214,15 +236,21 @@ class Slot:
         if hooks.post_claim:
             hooks.fire("post_claim", list(batch.containers))
         committed, before = batch.containers, len(granted)
+        flat = None
         try:
             flat = batch.upgrade(stage.source, granted if short else None)
+            if len(flat.keys) < before:
+                reservation.keep(flat.keys)
         except Exception as error:
+            if flat is not None:
+                stage.source.release(flat.held)
+                stage.settlement.marks.release(flat.dropped)
             reservation.release()
+            for container in committed:  # its keys may be fewer by now than those that were marked on its behalf
+                container.keys = [key for key in container.blocks.keys if key not in container.filtered]
             stage.settlement.settle_all(dropped)
             self._end(batch, error)
             return None
-        if len(flat.keys) < before:
-            reservation.keep(flat.keys)
         if flat.dropped:
             # The mark of an evicted block goes now: whoever has the block again may store it.
             stage.settlement.marks.release(flat.dropped)
@@ -250,11 +278,12 @@ class Slot:
         outcomes: Sequence[Outcome] | None = None
         cause: BaseException | None = None
         try:
-            outcomes = await reservation.transfer(stage.source, flat.guards)
-        except Unproven as error:
-            cause = error
+            outcomes = list(await reservation.transfer(stage.source, flat.guards))
         except Exception as error:
-            outcomes = _all_failed(flat, f"the copy failed: {error!r}", error)
+            if _unproven(error):
+                cause = error
+            else:
+                outcomes = _all_failed(flat, f"the copy failed: {error!r}", error)
         except trio.Cancelled:
             raise
         except BaseException as error:
@@ -309,21 +338,23 @@ class Slot:
         stage.finish(flat.containers)
 
 
-def _fail(batch: OffloadBatch, error: BaseException) -> None:
-    """Fail what is left of a batch, committed or not; what was cancelled stays cancelled."""
-    for container in batch.containers:
-        container.fail(error)
-        if container.phase is Phase.COMMITTED:  # a route of a chain: it never was open
-            container.error = error
-
-
 def _fail_where_short(batch: OffloadBatch, granted: Sequence[Key]) -> None:
-    """``on_destination_full`` is ``fail``: containers that did not get all of their room fail before the claim."""
+    """``on_destination_full`` is ``fail``: containers that did not get all of their room fail before the claim.
+
+    Where a route of a chain is committed already, the blocks without room fail.
+    """
     room = len(granted)
     for container in batch.containers:
         room -= len(container.keys)
         if room < 0:
-            _fail(OffloadBatch([container]), DestinationFull("the destination is full"))
+            container.fail(DestinationFull("the destination is full"))
+
+
+def _unproven(error: BaseException) -> bool:
+    """Whether this is, or holds, an Unproven: an executor that copies in a nursery raises it in a group."""
+    return isinstance(error, Unproven) or (
+        isinstance(error, BaseExceptionGroup) and error.subgroup(Unproven) is not None
+    )
 
 
 def _all_failed(flat: FlatBlocks, text: str, cause: BaseException | None) -> list[Outcome]:

@@ -1,0 +1,359 @@
+"""The paged KV cache of an engine as a tier: torch tensors, of any layout that shape and strides can say.
+
+A block is its slice in every tensor: what lies at its number on the axis that counts blocks. Its bytes are taken in memory
+order, tensor by tensor, so one block is some *pieces*, runs of bytes, typically two for each layer.
+
+In host memory, all pieces of a batch are gathered, or scattered, by one torch call that lets go of the GIL once: over one
+flat tensor that spans all layers, as rows as long as the pieces' distances allow. On a CUDA device, the batch is gathered
+on the device, on a stream of the tier's own, and crosses over in one transfer.
+
+torch is imported when a tier is made, not with this module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import itertools
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from maru.eviction import EvictionPolicy
+
+from .abc import Destination, Key
+from .pages import Pages
+from .slots import SlotTier, Storage
+
+if TYPE_CHECKING:
+    import torch
+
+_PORTION_BYTES = 16 << 20
+"""So much of a batch is gathered by one call: it bounds the index, which for tiny pieces is as large as the data."""
+
+
+# --- layout: pure ---------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Plane:
+    """One piece of every block: block ``i`` has ``run_bytes`` bytes at ``offset + i * stride_bytes``."""
+
+    offset: int
+    """Of block 0, in bytes from the start of its tensor."""
+    stride_bytes: int
+    """From one block to the next."""
+    run_bytes: int
+    """Bytes without a gap."""
+
+
+@attrs.frozen
+class Layout:
+    """What one tensor contributes to a block."""
+
+    n: int
+    """How many blocks there are."""
+    planes: tuple[Plane, ...]
+    """The pieces, in the order of their bytes in a block."""
+    order: tuple[int, ...]
+    """The tensor's axes as they lie in memory, the slowest first, without the one that counts blocks."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in this tensor."""
+        return sum(plane.run_bytes for plane in self.planes)
+
+
+def layout_of(shape: Sequence[int], strides: Sequence[int], item_bytes: int, block_axis: int) -> Layout:
+    """How blocks lie in a tensor.
+
+    Args:
+        shape: sizes of the axes.
+        strides: their strides, in items.
+        item_bytes: size of one item.
+        block_axis: the axis that counts blocks.
+
+    Raises:
+        ValueError: there is no such axis, an axis is empty, or items share memory (an expanded tensor).
+    """
+    if not -len(shape) <= block_axis < len(shape):
+        raise ValueError(f"block_axis is {block_axis}, but the tensor has {len(shape)} axes")
+    block_axis %= len(shape)
+    if 0 in shape:
+        raise ValueError(f"a tensor of shape {tuple(shape)} holds no blocks")
+    if any(size > 1 and stride <= 0 for size, stride in zip(shape, strides, strict=True)):
+        raise ValueError(f"strides {tuple(strides)}: blocks that share memory cannot be stored")
+    axes = [axis for axis in range(len(shape)) if axis != block_axis]
+    order = sorted(axes, key=lambda axis: (-strides[axis], axis))
+    outer = [axis for axis in order if shape[axis] > 1]
+    run = 1
+    while outer and strides[outer[-1]] == run:
+        run *= shape[outer.pop()]
+    offsets = itertools.product(*(range(0, shape[axis] * strides[axis], strides[axis]) for axis in outer))
+    stride_bytes = strides[block_axis] * item_bytes
+    planes = tuple(Plane(sum(offset) * item_bytes, stride_bytes, run * item_bytes) for offset in offsets)
+    return Layout(shape[block_axis], planes, tuple(order))
+
+
+# --- host memory ----------------------------------------------------------------------------------------------------
+
+
+class _HostTensors:
+    """Blocks of tensors in host memory."""
+
+    def __init__(self, layers: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
+        import torch
+
+        self._layers = layers  # keeps the memory
+        self.n = layouts[0].n
+        self.block_bytes = sum(layout.block_bytes for layout in layouts)
+        pieces = [
+            (layer.data_ptr() + plane.offset, plane)
+            for layer, layout in zip(layers, layouts, strict=True)
+            for plane in layout.planes
+        ]
+        self._whole = pieces[0] if len(pieces) == 1 else None
+        start = min(address for address, _ in pieces)
+        stop = max(address + (self.n - 1) * plane.stride_bytes + plane.run_bytes for address, plane in pieces)
+        # Every piece, of every block, starts at a multiple of `row` and is a multiple of it long.
+        row = math.gcd(*(address - start for address, _ in pieces))
+        row = math.gcd(row, *(plane.run_bytes for _, plane in pieces))
+        row = math.gcd(row, *(plane.stride_bytes for _, plane in pieces)) if self.n > 1 else row
+        self._row = row
+        item_bytes = next(size for size in (8, 4, 2, 1) if row % size == 0 and start % size == 0)
+        self._item = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[item_bytes]
+        # One flat tensor from the first byte of all layers to the last. What lies between them may not even be mapped:
+        # only rows of blocks are ever touched, and whoever computes an index must have checked the block's number.
+        flat = _over(start, (stop - start) // row * row, self._item)
+        self._rows = flat.view(-1, row // item_bytes)
+        offsets = [(address - start) // row + at for address, plane in pieces for at in range(plane.run_bytes // row)]
+        strides = [plane.stride_bytes // row for _, plane in pieces for _ in range(plane.run_bytes // row)]
+        self._offsets, self._strides = torch.tensor(offsets), torch.tensor(strides)
+        # To gather, rows may overlap: a whole piece is one row where all pieces are of one size.
+        self._wide, self._wide_offsets, self._wide_strides = self._rows, self._offsets, self._strides
+        lengths = {plane.run_bytes for _, plane in pieces}
+        if lengths != {row} and len(lengths) == 1:
+            length = lengths.pop()
+            n_rows = (stop - start - length) // row + 1
+            self._wide = flat.as_strided((n_rows, length // item_bytes), (row // item_bytes, 1))
+            self._wide_offsets = torch.tensor([(address - start) // row for address, _ in pieces])
+            self._wide_strides = torch.tensor([plane.stride_bytes // row for _, plane in pieces])
+
+    def pages(self, slots: Sequence[int]) -> Pages | None:
+        """Where these blocks lie, if each is one piece."""
+        if self._whole is None:
+            return None
+        address, plane = self._whole
+        return Pages([address + slot * plane.stride_bytes for slot in slots], plane.run_bytes, self._layers)
+
+    def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
+        """Gather blocks into pages: one call for each run of adjacent pages."""
+        import torch
+
+        for start, stop, address in _runs(pages):
+            index = _index(slots[start:stop], self._wide_offsets, self._wide_strides)
+            run = _over(address, (stop - start) * self.block_bytes, self._item)
+            torch.index_select(self._wide, 0, index, out=run.view(-1, self._wide.shape[1]))
+
+    def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
+        """Scatter pages into blocks: one call for each run of adjacent pages."""
+        for start, stop, address in _runs(pages):
+            index = _index(slots[start:stop], self._offsets, self._strides)
+            run = _over(address, (stop - start) * self.block_bytes, self._item)
+            self._rows.index_copy_(0, index, run.view(-1, self._rows.shape[1]))
+
+
+def _over(address: int, nbytes: int, item: torch.dtype) -> torch.Tensor:
+    """A flat tensor over memory that somebody else keeps."""
+    import torch
+
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=item)
+
+
+def _index(slots: Sequence[int], offsets: torch.Tensor, strides: torch.Tensor) -> torch.Tensor:
+    """The rows of these blocks, in the order of their bytes."""
+    import torch
+
+    return torch.addcmul(offsets, torch.tensor(slots).unsqueeze(1), strides).view(-1)
+
+
+def _runs(pages: Pages) -> Iterator[tuple[int, int, int]]:
+    """Adjacent pages, in portions: from, to (exclusive), address of the first."""
+    addresses, size = pages.addresses, pages.page_bytes
+    most = max(1, _PORTION_BYTES // max(1, size))
+    start, n = 0, len(addresses)
+    while start < n:
+        stop, first = start + 1, addresses[start]
+        while stop < n and stop - start < most and addresses[stop] == first + (stop - start) * size:
+            stop += 1
+        yield start, stop, first
+        start = stop
+
+
+# --- a CUDA device --------------------------------------------------------------------------------------------------
+
+
+class _CudaTensors:
+    """Blocks of tensors on a CUDA device.
+
+    A batch is gathered into a run on the device, tensor by tensor, and crosses in one transfer: by DMA where the pages are
+    registered with CUDA (:class:`~backends.memory.MemoryTier` registers its own), through the driver's buffers where not.
+    The copy thread waits for its event, so what a copy touched is its owner's again when it returns. That the data is there
+    before, the precondition of its container says.
+    """
+
+    def __init__(self, layers: Sequence[torch.Tensor], layouts: Sequence[Layout], axes: Sequence[int]) -> None:
+
+        self.n = layouts[0].n
+        self.block_bytes = sum(layout.block_bytes for layout in layouts)
+        self._device = layers[0].device
+        self._views = [
+            layer.permute(axis % layer.ndim, *layout.order)
+            for layer, layout, axis in zip(layers, layouts, axes, strict=True)
+        ]
+        self._sizes = [layout.block_bytes for layout in layouts]
+        self._local = threading.local()  # a stream for each copy thread, so that two transfers overlap
+
+    def pages(self, slots: Sequence[int]) -> None:
+        """No block lies in host memory."""
+        return
+
+    def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
+        """Gather blocks on the device, copy them to the pages, wait for the end."""
+        import torch
+
+        with torch.inference_mode(), torch.cuda.stream(self._stream()):
+            for start, stop, address in _runs(pages):
+                index = torch.tensor(slots[start:stop], device=self._device)
+                parts = [view.index_select(0, index).view(stop - start, -1).view(torch.uint8) for view in self._views]
+                run = _over(address, (stop - start) * self.block_bytes, torch.uint8)
+                run.view(stop - start, -1).copy_(torch.cat(parts, 1), non_blocking=True)
+            self._stream().synchronize()
+
+    def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
+        """Copy the pages to the device, scatter them into blocks, wait for the end."""
+        import torch
+
+        with torch.inference_mode(), torch.cuda.stream(self._stream()):
+            for start, stop, address in _runs(pages):
+                index = torch.tensor(slots[start:stop], device=self._device)
+                run = _over(address, (stop - start) * self.block_bytes, torch.uint8)
+                staged = run.view(stop - start, -1).to(self._device, non_blocking=True)
+                parts: tuple[torch.Tensor, ...] = torch.split(staged, self._sizes, 1)
+                for view, part in zip(self._views, parts, strict=True):
+                    view.index_copy_(0, index, part.contiguous().view(view.dtype).view(stop - start, *view.shape[1:]))
+            self._stream().synchronize()
+
+    def _stream(self) -> torch.cuda.Stream:
+        import torch
+
+        stream: torch.cuda.Stream | None = getattr(self._local, "stream", None)
+        if stream is None:
+            stream = self._local.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        return stream
+
+
+# --- the tier -------------------------------------------------------------------------------------------------------
+
+
+class DeviceTier(SlotTier):
+    """Blocks in the tensors of a paged KV cache.
+
+    The engine owns the tensors and, of their blocks, all that are not in ``pool``. It offloads its own blocks as
+    :meth:`external` ones and loads into them by :meth:`into`. The blocks in ``pool`` belong to the tier: the engine gets
+    them by :meth:`stage`, registers what it wrote there, and finds them by key again as long as they are not evicted.
+
+    Args:
+        layers: tensors of any dtype, at least one; all on one device, which is the host or a CUDA device.
+        block_axis: the axis that counts blocks, of all tensors or of each. All count as many.
+        pool: the numbers of the blocks that belong to the tier. None, unless given.
+        checksums: keep an xxh3-64 of each block that passed through host memory, and verify it when it is loaded.
+        eviction: decides which blocks of the pool make room; LRU unless given.
+
+    Raises:
+        ValueError: there is no such axis; the tensors differ in device or number of blocks; a tensor is empty or
+            expanded; the pool is not within the blocks.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[torch.Tensor],
+        *,
+        block_axis: int | Sequence[int] = 0,
+        pool: range = range(0),
+        checksums: bool = True,
+        eviction: EvictionPolicy[Key] | None = None,
+    ) -> None:
+        layers = list(layers)
+        if not layers:
+            raise ValueError("layers is empty, but a block is a slice of at least one tensor")
+        axes = [block_axis] * len(layers) if isinstance(block_axis, int) else list(block_axis)
+        layouts = [
+            layout_of(layer.shape, layer.stride(), layer.element_size(), axis)
+            for layer, axis in zip(layers, axes, strict=True)
+        ]
+        if len({layout.n for layout in layouts}) > 1:
+            raise ValueError(
+                f"the tensors differ in their number of blocks: {sorted({layout.n for layout in layouts})}"
+            )
+        if len({layer.device for layer in layers}) > 1:
+            raise ValueError(f"the tensors are on several devices: {sorted({str(layer.device) for layer in layers})}")
+        self.n = layouts[0].n
+        """How many blocks the tensors have, whoever owns them."""
+        if pool.step != 1 or (pool and not 0 <= pool.start < pool.stop <= self.n):
+            raise ValueError(f"pool is {pool}, but must be a range within the {self.n} blocks")
+        self.fingerprint = _fingerprint(layers, layouts, axes)
+        """Says what the bytes of a block mean: dtypes, and shapes as they lie in memory. For a tier that outlives this."""
+        storage: Storage = (
+            _CudaTensors(layers, layouts, axes) if layers[0].device.type == "cuda" else _HostTensors(layers, layouts)
+        )
+        super().__init__(len(pool), storage, first=pool.start, checksums=checksums, eviction=eviction)
+
+    def into(self, ids: Sequence[int]) -> Destination:
+        """Blocks of the engine's own as a place to load into.
+
+        Raises:
+            ValueError: there is no such block, or one is named twice.
+        """
+        self._check_ids(ids)
+        if len(set(ids)) != len(ids):
+            raise ValueError("a block cannot be loaded into twice at once")
+        return _Into(self._storage, list(ids))
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        # The storage trusts these numbers with memory addresses.
+        if ids and not 0 <= min(ids) <= max(ids) < self.n:
+            raise ValueError(f"{self!r} has no block {min(ids) if min(ids) < 0 else max(ids)}")
+
+
+@attrs.define(eq=False)
+class _Into:
+    """A column of an engine's blocks to load into."""
+
+    _storage: Storage
+    _ids: list[int]
+
+    @property
+    def block_bytes(self) -> int:
+        return self._storage.block_bytes
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def views(self) -> Pages | None:
+        return self._storage.pages(self._ids)
+
+    def copy_in(self, start: int, pages: Pages) -> None:
+        self._storage.copy_in(self._ids[start : start + len(pages)], pages)
+
+
+def _fingerprint(layers: Sequence[torch.Tensor], layouts: Sequence[Layout], axes: Sequence[int]) -> str:
+    said = []
+    for layer, layout, axis in zip(layers, layouts, axes, strict=True):
+        shape = [size for at, size in enumerate(layer.shape) if at != axis % layer.ndim]
+        order = [at - (at > axis % layer.ndim) for at in layout.order if layer.shape[at] > 1]
+        said.append((str(layer.dtype), shape, order))
+    return hashlib.blake2b(repr(said).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,13 @@
+"""For tests of places and of what moves blocks between them.
+
+* :func:`check_tier`: the contract of a place as one async test, for yours too.
+* :class:`FakeTier`: a place with a dial for every failure, in virtual time: it starts no thread.
+* :class:`NullExecutor`: a place that copies nothing, to measure everything else.
+* :func:`payload_of`: what a block contains, as a function of its key, so that any copy of it can be judged.
+"""
+
+from ._check_tier import check_tier as check_tier
+from ._fake import FakeTier as FakeTier
+from ._fake import Faults as Faults
+from ._fake import NullExecutor as NullExecutor
+from ._fake import payload_of as payload_of

@@ -1,0 +1,54 @@
+"""The limit a replay is measured against: a dictionary, its order, and a copy per block. No promise beyond that.
+
+Nothing is pinned, cancelled, verified, waited for or run beside anything else. The memory is of the kind that the tier
+beside it has: one shared mapping, populated before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from backends.abc import Key
+from backends.memory import HostPages
+
+
+class Baseline:
+    """Blocks by key in least recently used order, over one pool of memory.
+
+    Args:
+        blocks: how many it holds.
+        block_bytes: size of each.
+    """
+
+    def __init__(self, blocks: int, block_bytes: int) -> None:
+        self._pool = HostPages(blocks, block_bytes)
+        self._size = block_bytes
+        self._free = list(self._pool.pages(range(blocks)).addresses)[::-1]
+        self._address_of: OrderedDict[Key, int] = OrderedDict()
+
+    def load(self, keys: Sequence[Key], to: Sequence[int]) -> int:
+        """Copy the blocks of the longest prefix to these addresses. Returns how many there are."""
+        address_of, size, memmove = self._address_of, self._size, ctypes.memmove
+        found = 0
+        for key in keys:
+            address = address_of.get(key)
+            if address is None:
+                break
+            memmove(to[found], address, size)
+            found += 1
+        for key in keys[:found][::-1]:
+            address_of.move_to_end(key)
+        return found
+
+    def store(self, keys: Sequence[Key], at: Sequence[int]) -> None:
+        """Copy the blocks at these addresses, except those that are there already, and in the end the deepest is oldest."""
+        address_of, free, size, memmove = self._address_of, self._free, self._size, ctypes.memmove
+        new = [(key, source) for key, source in zip(keys, at, strict=True) if key not in address_of]
+        while len(free) < len(new):
+            free.append(address_of.popitem(last=False)[1])
+        for key, source in reversed(new):
+            address = free.pop()
+            memmove(address, source, size)
+            address_of[key] = address

@@ -1,0 +1,189 @@
+"""Plays requests through an engine, one after another, as an inference engine would with each of its prompts.
+
+    lookup -> load what was found -> [compare it with what was stored] -> [write what is missing] -> store it, settled
+
+What is in brackets is not timed: in life the forward pass is there. A block's content is a function of its key, so that
+every loaded block can be compared in full, whoever stored it and when.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from time import perf_counter
+
+import attrs
+
+from backends.abc import Key, Tier
+from backends.memory import HostPages, MemoryTier
+from backends.slots import PagesDestination
+from backends.testing import payload_of
+
+from ._config import BatchConfig, PipelineConfig
+from ._engine import Engine, open_engine
+from ._keys import block_key
+from ._lifecycle import Status
+from ._trace import Request
+from .abc import Policy
+from .preconditions import NO_WAIT
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)
+
+
+class TraceKeys:
+    """The keys of a trace's hash ids, each made once."""
+
+    def __init__(self) -> None:
+        self._key_of: dict[int, Key] = {}
+
+    def __len__(self) -> int:
+        return len(self._key_of)
+
+    def of(self, request: Request) -> tuple[Key, ...]:
+        """One key per block of the prompt."""
+        key_of = self._key_of
+        try:
+            return tuple([key_of[hash_id] for hash_id in request.hash_ids])
+        except KeyError:
+            for hash_id in request.hash_ids:
+                if hash_id not in key_of:
+                    key_of[hash_id] = block_key(b"%d" % hash_id, salt="offload.replay")
+            return self.of(request)
+
+
+class Buffer:
+    """Host memory for the blocks of one request, written and compared as a function of their keys."""
+
+    def __init__(self, addresses: Sequence[int], block_bytes: int) -> None:
+        self.addresses = addresses
+        self.block_bytes = block_bytes
+
+    def write(self, keys: Sequence[Key]) -> None:
+        """Put the blocks of these keys into the first places."""
+        size = self.block_bytes
+        for key, address in zip(keys, self.addresses, strict=False):
+            ctypes.memmove(address, payload_of(key, size), size)
+
+    def count_wrong(self, keys: Sequence[Key]) -> int:
+        """How many of the first places are not the block of their key, compared to the last byte."""
+        size = self.block_bytes
+        return sum(
+            _memcmp(address, payload_of(key, size), size) != 0
+            for key, address in zip(keys, self.addresses, strict=False)
+        )
+
+
+@attrs.frozen
+class Played:
+    """What one request came to. Times in seconds, of cache work only."""
+
+    blocks: int
+    """Blocks of its prompt."""
+    hit: int
+    """Blocks that were found and loaded: its prefix."""
+    wrong: int
+    """Of these, blocks that are not what was stored."""
+    filtered: int
+    """Blocks that a policy kept back."""
+    dropped: int
+    """Blocks that were to be stored and were not: no room, or an error."""
+    lookup_time: float
+    """For finding and pinning the prefix."""
+    load_time: float
+    """For loading it and letting go; 0.0 where nothing was found."""
+    store_time: float
+    """For storing what was missing, until it had settled; 0.0 where nothing was missing."""
+
+    @property
+    def time(self) -> float:
+        """All of it."""
+        return self.lookup_time + self.load_time + self.store_time
+
+
+class Replayer:
+    """An engine with the memory of one request on both sides of it. Made by :func:`open_replayer`.
+
+    Attributes:
+        engine: what requests are played through.
+        source: where the blocks of a request are written before they are stored.
+        target: where they are loaded to.
+    """
+
+    def __init__(self, engine: Engine, source: MemoryTier, most_blocks: int, check: bool) -> None:
+        self.engine = engine
+        size = source.block_bytes
+        self._memory = HostPages(max(most_blocks, 1), size)
+        self._pages = self._memory.pages(range(max(most_blocks, 1)))
+        self._ids = range(most_blocks)
+        self._source = source
+        self._check = check
+        written = source.views(range(most_blocks))
+        assert written is not None
+        self.source = Buffer(written.addresses, size)
+        self.target = Buffer(self._pages.addresses, size)
+
+    async def play(self, keys: Sequence[Key], clock: Callable[[], float] = perf_counter) -> Played:
+        """Play one request to its end: when it returns, everything it stored has settled."""
+        engine = self.engine
+        began = clock()
+        hit = await engine.lookup(keys)
+        found_at = loaded_at = clock()
+        loaded = len(hit)
+        if loaded:
+            async with hit:
+                result = await engine.load(hit, PagesDestination(self._pages.part(0, loaded)))
+            loaded_at = clock()
+            loaded = result.loaded
+        wrong = self.target.count_wrong(keys[:loaded]) if loaded and self._check else 0
+        missing = keys[loaded:]
+        if not missing:
+            return Played(len(keys), loaded, wrong, 0, 0, found_at - began, loaded_at - found_at, 0.0)
+        self.source.write(missing)
+        store_at = clock()
+        blocks = self._source.external(self._ids[: len(missing)], missing)
+        handle = engine.store_nowait(blocks, precondition=NO_WAIT)
+        answer = await handle.wait()
+        settled_at = clock()
+        filtered = len(answer.filtered)
+        dropped = 0 if answer.status is Status.COMPLETE else len(missing) - filtered - len(answer.completed)
+        return Played(
+            blocks=len(keys),
+            hit=loaded,
+            wrong=wrong,
+            filtered=filtered,
+            dropped=dropped,
+            lookup_time=found_at - began,
+            load_time=loaded_at - found_at,
+            store_time=settled_at - store_at,
+        )
+
+
+@asynccontextmanager
+async def open_replayer(
+    tiers: Sequence[Tier],
+    block_bytes: int,
+    most_blocks: int,
+    *,
+    policies: Sequence[Policy] | None = None,
+    check: bool = True,
+) -> AsyncIterator[Replayer]:
+    """Open an engine over these tiers, with room for the largest request.
+
+    Args:
+        tiers: from the fastest to the slowest.
+        block_bytes: size of every block.
+        most_blocks: blocks of the largest request.
+        policies: what may be stored; by default what the first tier does not have.
+        check: compare what was loaded with what was stored.
+    """
+    size = max(most_blocks, 1)
+    source = MemoryTier(size * block_bytes, block_bytes, checksums=False)
+    config = PipelineConfig(
+        batch_config=BatchConfig(min_batch_size=1, flush_interval=0.0),  # one request at a time: nothing to wait for
+        on_destination_full="evict",
+        budget_blocks=max(size, PipelineConfig().budget_blocks),
+    )
+    async with open_engine(source, tiers, policies=policies, config=config) as engine:
+        yield Replayer(engine, source, most_blocks, check)

@@ -1,0 +1,117 @@
+"""A request trace: JSON lines as Mooncake publishes them, gzip or not, read into values. What is wrong is said exactly.
+
+    {"timestamp": 27, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2, 17]}
+
+One line per request. A hash id names a block of the prompt together with everything before it, so that equal leading ids
+are a common prefix. Fields that are not named here are ignored.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import IO, Annotated
+
+import msgspec
+
+from ._errors import OffloadError
+
+_GZIP = b"\x1f\x8b"
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+_Millis = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One request of a trace."""
+
+    timestamp: _Millis
+    """When it came, in milliseconds from the start of the trace."""
+    input_length: _Count
+    """Tokens of the prompt."""
+    output_length: _Count
+    """Tokens of the answer."""
+    hash_ids: tuple[_Count, ...]
+    """The blocks of the prompt, all different."""
+
+
+class TraceError(OffloadError, ValueError):
+    """A trace that cannot be read; the text names the file, the line and the field."""
+
+    def __init__(self, file: str, line: int, field: str, problem: str) -> None:
+        super().__init__(f"{file}, line {line}: {field}: {problem}" if field else f"{file}, line {line}: {problem}")
+        self.file = file
+        self.line = line
+        self.field = field
+        """The field's name, with a position where it has one; empty where the line as a whole is wrong."""
+
+
+def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[Request]:
+    """Read the requests of a file, or the first ``limit`` of them; blank lines are skipped.
+
+    Raises:
+        TraceError: a line is no request, or the file is no whole gzip file.
+        OSError: the file cannot be read.
+    """
+    with _open(Path(path)) as lines:
+        return list(islice(parse_trace(lines, os.fspath(path)), limit))
+
+
+def parse_trace(lines: Iterable[bytes], file: str) -> Iterator[Request]:
+    """Turn lines into requests; ``file`` is what an error calls them.
+
+    Raises:
+        TraceError: a line is no request, or the lines themselves are broken off.
+    """
+    number = 0
+    try:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield parse_request(line, file, number)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise TraceError(file, number + 1, "", f"the file is damaged: {error}") from error
+
+
+def parse_request(line: bytes, file: str, number: int) -> Request:
+    """Turn one line into a request.
+
+    Raises:
+        TraceError: it is not JSON, a field is missing or not what it must be, or a hash id is named twice.
+    """
+    try:
+        request = _DECODER.decode(line)
+    except msgspec.DecodeError as error:  # a ValidationError is one
+        field, problem = _explain(str(error))
+        raise TraceError(file, number, field, problem) from error
+    except UnicodeDecodeError as error:
+        raise TraceError(file, number, "", f"not UTF-8: {error.reason}") from error
+    if len(set(request.hash_ids)) != len(request.hash_ids):
+        seen: set[int] = set()
+        twice = next(each for each in request.hash_ids if each in seen or seen.add(each))  # type: ignore[func-returns-value]
+        raise TraceError(file, number, "hash_ids", f"{twice} is named twice")
+    return request
+
+
+_DECODER = msgspec.json.Decoder(Request)
+_AT = re.compile(r" - at `\$\.?(.*)`$")
+_MISSING = re.compile(r"missing required field `(\w+)`")
+
+
+def _explain(message: str) -> tuple[str, str]:
+    """The field that a decoder complains about, and the complaint."""
+    if missing := _MISSING.search(message):
+        return missing[1], "missing"
+    if at := _AT.search(message):
+        return at[1], message[: at.start()]
+    return "", message
+
+
+def _open(path: Path) -> IO[bytes]:
+    with path.open("rb") as file:
+        compressed = file.read(2) == _GZIP
+    return gzip.open(path, "rb") if compressed else path.open("rb")  # type: ignore[return-value]

@@ -1,0 +1,5 @@
+"""``python -m offload.bench`` is ``offload bench``."""
+
+from ._command import command
+
+command(prog_name="offload bench")

@@ -1,0 +1,110 @@
+"""Goal 1: a burst of containers through a pipeline that has nothing to copy, beside the two limits of :mod:`._straight`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import attrs
+import trio
+
+from backends.abc import WeakBlocks
+from backends.memory import MemoryTier
+from backends.testing import NullExecutor
+
+from .._config import PipelineConfig
+from .._lifecycle import Status
+from .._pipeline import open_pipeline
+from ..policies import PresenceFilter
+from ..preconditions import NO_WAIT
+from ._measure import Effort, in_turn, noisiest
+from ._row import Goal, Row
+from ._straight import StraightLine, through_channels
+from ._work import BLOCKS, containers, roomy
+
+
+@attrs.frozen
+class Burst:
+    """So many containers, and where they come from. Each run has a destination of its own, and so finds it empty."""
+
+    source: MemoryTier
+    groups: Sequence[WeakBlocks]
+    config: PipelineConfig
+
+    @classmethod
+    def of(cls, n: int) -> Burst:
+        """A burst of ``n`` containers."""
+        source, groups = containers(n)
+        return cls(source, groups, roomy(n * BLOCKS))
+
+    def first(self, n: int) -> Burst:
+        """The first ``n`` of them, from the same source."""
+        return attrs.evolve(self, groups=self.groups[:n])
+
+    def ours(self, destination: NullExecutor | MemoryTier | None = None) -> float:
+        """Seconds per container, from the first enqueue to the end of the drain."""
+        return trio.run(self._ours, destination or NullExecutor())
+
+    async def _ours(self, destination: NullExecutor | MemoryTier) -> float:
+        policies = [PresenceFilter(destination)]
+        async with open_pipeline(self.source, destination, policies=policies, config=self.config) as pipeline:
+            enqueue = pipeline.enqueue_nowait
+            start = time.perf_counter()
+            handles = [enqueue(blocks, precondition=NO_WAIT) for blocks in self.groups]
+            await pipeline.drain()
+            seconds = time.perf_counter() - start
+        assert all(len(handle.completed_blocks) == BLOCKS for handle in handles)
+        return seconds / len(handles)
+
+    def straight(self, destination: NullExecutor | MemoryTier | None = None) -> float:
+        """Seconds per container in straight-line code."""
+        return trio.run(self._straight, destination or NullExecutor())
+
+    async def _straight(self, destination: NullExecutor | MemoryTier) -> float:
+        line = StraightLine(self.source, destination, PresenceFilter(destination), self.config)
+        await trio.lowlevel.checkpoint()
+        start = time.perf_counter()
+        handles = await line.run(self.groups)
+        seconds = time.perf_counter() - start
+        assert all(handle.status is Status.COMPLETE for handle in handles)
+        assert line.blocks_completed == len(handles) * BLOCKS
+        return seconds / len(handles)
+
+    def channels(self) -> float:
+        """Seconds per item through four memory channels."""
+        return trio.run(through_channels, len(self.groups)) / len(self.groups)
+
+
+def rows(effort: Effort) -> Iterator[Row]:
+    """The rows of goal 1."""
+    burst = Burst.of(effort.size(2_000, 100))
+    subjects = {"ours": burst.ours, "straight-line code": burst.straight, "channels": burst.channels}
+    samples = in_turn("burst", effort, subjects)
+    ours, straight, channels = samples["ours"], samples["straight-line code"], samples["channels"]
+    yield Row(
+        "pipeline.burst.rate",
+        1 / ours.median,
+        "containers/s",
+        "four trio memory channels, one item each",
+        1 / channels.median,
+        Goal("ratio", ">=", 4),
+        noisiest(ours, channels),
+    )
+    yield Row(
+        "pipeline.burst.time",
+        ours.median * 1e6,
+        "us/container",
+        "straight-line code, same decisions",
+        straight.median * 1e6,
+        Goal("ratio", "<=", 3),
+        noisiest(ours, straight),
+    )
+    yield Row(
+        "pipeline.burst.blocks",
+        BLOCKS / ours.median,
+        "blocks/s",
+        "straight-line code, same decisions",
+        BLOCKS / straight.median,
+        Goal("value", ">=", 1.5e6),
+        ours.noise,
+    )

@@ -1,0 +1,98 @@
+"""``offload bench enqueue``: what a store costs the thread of an engine that knows no trio. Goal 3.
+
+One thread, the engine's, stores into :mod:`offload.from_thread` and looks at the clock around each call. In a *burst*
+nobody waits for anything in between; the *first* one comes when everything sleeps, and has to wake the trio thread. Beside
+them stands how a thread calls into trio otherwise, from the same thread into the same run, of a function that does
+nothing: :func:`trio.from_thread.run_sync`, which waits for the answer, and ``TrioToken.run_sync_soon``, which does not.
+
+The blocks are made before (``source.weak(keys)``), as they are for every pipeline in these benches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+import trio
+
+from backends.abc import WeakBlocks
+from backends.memory import MemoryTier
+
+from ..from_thread import open_engine
+from ..preconditions import NO_WAIT
+from ._measure import Effort, Figures, in_turn, noisiest, percentile
+from ._row import Goal, Row
+from ._work import BLOCK_BYTES, BLOCKS, containers, roomy
+
+T = TypeVar("T")
+
+_PAUSE = 0.002
+"""Long enough for everything to fall asleep, short enough that the caches stay warm."""
+
+
+def rows(effort: Effort) -> Iterator[Row]:
+    """The rows of goal 3."""
+    burst, firsts = effort.size(1_000, 50), effort.size(100, 5)
+    source, groups = containers(burst + firsts)
+    samples = in_turn("enqueue", effort, {"an engine": lambda: _session(source, groups, firsts)})
+    us = {name: sample.median * 1e6 for name, sample in samples.items()}
+
+    def row(name: str, figure: str, limit_name: str, limit: str, goal: Goal | None = None) -> Row:
+        noise = noisiest(samples[figure], samples[limit])
+        return Row(f"enqueue.{name}", us[figure], "us/store", limit_name, us[limit], goal, noise)
+
+    yield row("burst.p50", "burst.p50", "run_sync_soon, in a burst", "run_sync_soon", Goal("value", "<=", 1))
+    yield row("burst.p99", "burst.p99", "run_sync_soon, in a burst", "run_sync_soon")
+    yield row("burst.mean", "burst.mean", "trio.from_thread.run_sync", "run_sync", Goal("ratio", "<=", 1 / 20))
+    yield row("first.p50", "first.p50", "run_sync_soon, first", "first run_sync_soon", Goal("value", "<=", 20))
+    yield row("first.p99", "first.p99", "run_sync_soon, first", "first run_sync_soon")
+
+
+def _session(source: MemoryTier, groups: Sequence[WeakBlocks], firsts: int) -> Figures:
+    """One engine, from its start to its end, seen from this thread."""
+    destination = MemoryTier(len(groups) * BLOCKS * BLOCK_BYTES, BLOCK_BYTES, checksums=False)
+    with open_engine(source, [destination], config=roomy(len(groups) * BLOCKS)) as engine:
+        store = partial(engine.store, precondition=NO_WAIT)
+        alone = [seconds for blocks in groups[:firsts] for seconds in _timed(store, [blocks], pause=_PAUSE)]
+        burst = _timed(store, groups[firsts:])
+        engine.drain()
+        statistics = engine.statistics()
+        assert statistics.refused_stores == statistics.dropped_stores == 0
+        token = engine.call(trio.lowlevel.current_trio_token)
+        soon_alone = [
+            seconds for _ in range(firsts) for seconds in _timed(token.run_sync_soon, [_nothing], pause=_PAUSE)
+        ]
+        soon = _timed(token.run_sync_soon, [_nothing] * len(burst))
+        engine.drain()
+        run_sync = partial(trio.from_thread.run_sync, trio_token=token)
+        waited = _timed(run_sync, [_nothing] * firsts)
+    return {
+        "burst.p50": percentile(burst, 0.5),
+        "burst.p99": percentile(burst, 0.99),
+        "burst.mean": sum(burst) / len(burst),
+        "first.p50": percentile(alone, 0.5),
+        "first.p99": percentile(alone, 0.99),
+        "run_sync": sum(waited) / len(waited),
+        "run_sync_soon": percentile(soon, 0.5),
+        "first run_sync_soon": percentile(soon_alone, 0.5),
+    }
+
+
+def _timed(call: Callable[[T], object], arguments: Sequence[T], pause: float = 0.0) -> list[float]:
+    """How long each call takes, looked at from outside of it. What it returns is kept until the last one, as tickets are."""
+    clock = time.perf_counter
+    kept: list[object] = []
+    seconds: list[float] = []
+    if pause:
+        time.sleep(pause)
+    for argument in arguments:
+        start = clock()
+        kept.append(call(argument))
+        seconds.append(clock() - start)
+    return seconds
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,140 @@
+"""Goal 6: what a container costs among many, and what a key costs where many are stored.
+
+Larger sets of Python objects cost more per object in any code (caches, the collector), so the growth of ours stands beside
+that of the straight-line code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import trio
+
+from backends.abc import Key
+from backends.memory import MemoryTier
+from backends.testing import NullExecutor
+
+from ._burst import Burst
+from ._measure import Effort, in_turn, noisiest
+from ._row import Goal, Row
+from ._work import BLOCKS, filled, keys_of
+
+
+def rows(effort: Effort) -> Iterator[Row]:
+    """The rows of goal 6."""
+    yield from _queued(effort)
+    yield from _stored(effort)
+
+
+# --- among many queued --------------------------------------------------------------------------------------------
+
+
+def _queued(effort: Effort) -> Iterator[Row]:
+    few, many = effort.size(1_000, 50), effort.size(100_000, 500)
+    large = Burst.of(many)
+    small = large.first(few)
+    samples = in_turn(
+        "growth, queued",
+        effort.at_most(5),
+        {
+            "ours, few": _five_times(small.ours),
+            "straight, few": _five_times(small.straight),
+            "ours, many": large.ours,
+            "straight, many": large.straight,
+        },
+    )
+    us = {name: sample.median * 1e6 for name, sample in samples.items()}
+    for size, label in ((few, "few"), (many, "many")):
+        yield Row(
+            f"pipeline.growth.queued.{label}",
+            us[f"ours, {label}"],
+            "us/container",
+            f"straight-line code, {size:,} queued",
+            us[f"straight, {label}"],
+            noise=noisiest(samples[f"ours, {label}"], samples[f"straight, {label}"]),
+        )
+    yield Row(
+        "pipeline.growth.queued",
+        us["ours, many"] / us["ours, few"],
+        "times",
+        "the growth of straight-line code",
+        us["straight, many"] / us["straight, few"],
+        Goal("ratio", "<=", 1.6),
+        noisiest(*samples.values()),
+    )
+
+
+def _five_times(subject: Callable[[], float]) -> Callable[[], float]:
+    """A small burst is over before the machine has settled on it: the mean of five."""
+    return lambda: sum(subject() for _ in range(5)) / 5
+
+
+# --- where many are stored ----------------------------------------------------------------------------------------
+
+_UNSEEN = Goal("value", "<=", 1.25)
+"""What counts as no growth: a table of a million keys is larger than the caches, which no code can help."""
+
+
+def _stored(effort: Effort) -> Iterator[Row]:
+    burst = Burst.of(effort.size(2_000, 100))
+    sizes = [effort.size(full, quick) for full, quick in ((1_000, 100), (100_000, 1_000), (1_000_000, 2_000))]
+    keys = keys_of(sizes[-1], salt="stored")
+    for place in ("null", "memory"):
+        subjects: dict[str, Callable[[], float]] = {}
+        for size in sizes:
+            emptied = _Nothing(set(keys[:size])) if place == "null" else _Memory(keys[:size], spare=burst)
+            subjects[f"ours.{size}"] = partial(emptied.after, burst, burst.ours)
+            subjects[f"straight.{size}"] = partial(emptied.after, burst, burst.straight)
+        samples = in_turn(f"growth, stored, {place}", effort.at_most(7), subjects)
+        ns = {name: sample.median * 1e9 / BLOCKS for name, sample in samples.items()}
+        for size, label in zip(sizes, ("few", "many", "million"), strict=True):
+            yield Row(
+                f"pipeline.growth.stored.{place}.{label}",
+                ns[f"ours.{size}"],
+                "ns/key",
+                f"straight-line code, {size:,} stored",
+                ns[f"straight.{size}"],
+                noise=noisiest(samples[f"ours.{size}"], samples[f"straight.{size}"]),
+            )
+        yield Row(
+            f"pipeline.growth.stored.{place}",
+            ns[f"ours.{sizes[-1]}"] / ns[f"ours.{sizes[0]}"],
+            "times",
+            "the growth of straight-line code",
+            ns[f"straight.{sizes[-1]}"] / ns[f"straight.{sizes[0]}"],
+            _UNSEEN,
+            noisiest(*samples.values()),
+        )
+
+
+_Subject: TypeAlias = Callable[[NullExecutor | MemoryTier], float]
+
+
+class _Nothing:
+    """An executor that copies nothing, and was given these keys."""
+
+    def __init__(self, stored: set[Key]) -> None:
+        self._stored = stored
+
+    def after(self, burst: Burst, subject: _Subject) -> float:
+        """Measure, then forget what was stored."""
+        destination = NullExecutor()
+        destination.present = self._stored  # not a copy: a fresh set of a million keys would be measured too
+        seconds = subject(destination)
+        self._stored.difference_update(key for blocks in burst.groups for key in blocks.keys)
+        return seconds
+
+
+class _Memory:
+    """A memory tier in which these keys are stored, with room for a burst."""
+
+    def __init__(self, keys: Sequence[Key], spare: Burst) -> None:
+        self._tier = filled(keys, spare=len(spare.groups) * BLOCKS)
+
+    def after(self, burst: Burst, subject: _Subject) -> float:
+        """Measure, then delete what was stored."""
+        seconds = subject(self._tier)
+        trio.run(self._tier.delete, [key for blocks in burst.groups for key in blocks.keys])
+        return seconds

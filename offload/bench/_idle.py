@@ -1,0 +1,65 @@
+"""Goal 2: one container through a pipeline in which nothing else is, in units of the cheapest thing that a task can do.
+
+What is timed is a caller's whole wait: from the call of ``enqueue_nowait`` to the return of ``handle.wait()``. Between two
+containers all tasks of the pipeline go to sleep.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from backends.testing import NullExecutor
+
+from .._pipeline import open_pipeline
+from ..policies import PresenceFilter
+from ..preconditions import NO_WAIT
+from ._measure import Effort, Figures, in_turn, noisiest, percentile
+from ._row import Goal, Row
+from ._work import containers, roomy
+
+_CHECKPOINTS = 10
+"""So many are timed together, or the clock would be a part of what is measured."""
+
+
+def rows(effort: Effort) -> Iterator[Row]:
+    """The rows of goal 2."""
+    n = effort.size(1_000, 20)
+    samples = in_turn("idle", effort, {"one container": lambda: trio.run(_one_by_one, n)})
+    for name, bound in (("p50", 12.0), ("p99", 30.0)):
+        yield Row(
+            f"pipeline.idle.{name}",
+            samples[name].median * 1e6,
+            "us/container",
+            "a trio checkpoint",
+            samples["checkpoint"].median * 1e6,
+            Goal("ratio", "<=", bound),
+            noisiest(samples[name], samples["checkpoint"]),
+        )
+
+
+async def _one_by_one(n: int) -> Figures:
+    source, groups = containers(n)
+    destination = NullExecutor()
+    waits: list[float] = []
+    checkpoints: list[float] = []
+    config = roomy(0, flush_interval=0.0)
+    async with open_pipeline(source, destination, policies=[PresenceFilter(destination)], config=config) as pipeline:
+        for blocks in groups:
+            await wait_all_tasks_blocked()
+            start = time.perf_counter()
+            await pipeline.enqueue_nowait(blocks, precondition=NO_WAIT).wait()
+            waits.append(time.perf_counter() - start)
+            await wait_all_tasks_blocked()
+            start = time.perf_counter()
+            for _ in range(_CHECKPOINTS):
+                await trio.lowlevel.checkpoint()
+            checkpoints.append((time.perf_counter() - start) / _CHECKPOINTS)
+    return {
+        "p50": percentile(waits, 0.5),
+        "p99": percentile(waits, 0.99),
+        "checkpoint": percentile(checkpoints, 0.5),
+    }

@@ -1,0 +1,15 @@
+"""``offload bench pipeline``: what a container costs in a burst, alone and among many, and what the import costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from . import _burst, _growth, _idle, _imports
+from ._measure import Effort
+from ._row import Row
+
+
+def rows(effort: Effort) -> Iterator[Row]:
+    """Goals 1, 2 and 6, and the import."""
+    for part in (_burst, _idle, _growth, _imports):
+        yield from part.rows(effort)
