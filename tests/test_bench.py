@@ -1,0 +1,194 @@
+"""The benches run and say what they say in one form. How fast anything is, is for `offload bench` itself to show."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from offload.bench import command
+from offload.bench._measure import Effort, Sample, in_turn, percentile
+from offload.bench._row import Goal, Row, noise_of, table_of
+
+FORM = {"name", "value", "unit", "limit_name", "limit_value", "ratio", "goal", "met"}
+GOALS = {
+    "pipeline": {
+        "pipeline.burst.rate": "ratio >= 4",
+        "pipeline.burst.time": "ratio <= 3",
+        "pipeline.burst.blocks": "value >= 1500000",
+        "pipeline.idle.p50": "ratio <= 12",
+        "pipeline.idle.p99": "ratio <= 30",
+        "pipeline.growth.queued": "ratio <= 1.6",
+    },
+    "copy": {
+        "copy.device.pieces64.64KiB.transfers1.plain": "ratio >= 0.6",
+        "copy.device.pieces64.64KiB.transfers2.plain": "ratio >= 0.7",
+        "copy.device.pieces64.256KiB.transfers1.plain": "ratio >= 0.88",
+        "copy.device.pieces64.1024KiB.transfers2.plain": "ratio >= 0.95",
+        "copy.device.pieces1.1024KiB.transfers1.checksums": None,
+    },
+    "enqueue": {
+        "enqueue.burst.p50": "value <= 1",
+        "enqueue.burst.mean": "ratio <= 0.05",
+        "enqueue.first.p50": "value <= 20",
+    },
+    "cancel": {
+        f"cancel.{case}": f"value <= {bound}"
+        for bound, cases in {
+            100: [f"idle.{place}.p99" for place in ("queue", "policy", "event", "function", "ready", "room")]
+            + [f"burst.{place}.p99" for place in ("queue", "event", "function", "ready")],
+            1: [f"bulk.{place}.asked" for place in ("queue", "policy", "event", "function", "ready")],
+        }.items()
+        for case in cases
+    },
+    "replay": {
+        "replay.64KiB.plain.time": "ratio <= 2",
+        "replay.256KiB.plain.time": "ratio <= 1.5",
+        "replay.64KiB.plain.p99": "ratio <= 2.5",
+        "replay.64KiB.checksums.time": None,
+    },
+}
+TRACE = "\n".join(
+    json.dumps({"timestamp": at, "input_length": 2_048, "output_length": 1, "hash_ids": ids})
+    for at, ids in enumerate([[0, 1, 2, 3], [0, 1, 4, 5], [6], [0, 1, 2, 3, 7]])
+)
+
+
+def run(*args: str) -> list[dict[str, object]]:
+    done = CliRunner().invoke(command, [*args, "--json", "--quick", "--repeat", "1"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    rows: list[dict[str, object]] = json.loads(done.stdout)
+    for row in rows:
+        assert row.keys() == FORM
+        assert isinstance(row["name"], str) and isinstance(row["unit"], str)
+        assert type(row["value"]) in (int, float, type(None))
+        assert (row["limit_name"] is None) == (row["limit_value"] is None) or row["value"] is None
+        assert row["goal"] is None or row["met"] in (True, False, None)
+        assert row["goal"] is not None or row["met"] is None
+    names = [row["name"] for row in rows]
+    assert len(set(names)) == len(names)
+    return rows
+
+
+@pytest.mark.parametrize("bench", ["pipeline", "copy", "enqueue", "cancel"])
+def test_bench_measures_its_goals(bench: str) -> None:
+    if bench == "copy":
+        pytest.importorskip("torch")
+    rows = {row["name"]: row for row in run(bench)}
+    for name, goal in GOALS[bench].items():
+        assert rows[name]["goal"] == goal
+        assert rows[name]["value"] is not None
+        assert goal is None or rows[name]["met"] in (True, False)
+
+
+def test_replay_bench_finds_what_the_baseline_finds(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(TRACE)
+    rows = {row["name"]: row for row in run("replay", "--trace", str(trace))}
+    for name, goal in GOALS["replay"].items():
+        assert rows[name]["goal"] == goal
+    for tier in ("plain", "checksums"):
+        for kib in (64, 256):
+            hits = rows[f"replay.{kib}KiB.{tier}.hits"]
+            assert hits["value"] == hits["limit_value"] == 6
+
+
+def test_replay_bench_without_a_trace_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OFFLOAD_TRACE", raising=False)
+    rows = {row["name"]: row for row in run("replay")}
+    assert rows["replay.64KiB.plain.time"]["value"] is None
+    assert rows["replay.64KiB.plain.time"]["goal"] == "ratio <= 2"
+    assert rows["replay.64KiB.plain.time"]["met"] is None
+    done = CliRunner().invoke(command, ["replay"])
+    assert done.exit_code == 0
+    assert "no trace" in done.stderr
+    assert "not measured" in done.stdout
+
+
+def test_copy_bench_without_torch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
+    done = CliRunner().invoke(command, ["copy", "--quick", "--repeat", "1"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert "torch is not installed" in done.stderr
+    rows = {row["name"]: row for row in run("copy")}
+    assert rows["copy.device.pieces1.64KiB.transfers1.plain"]["value"] is None
+    assert rows["copy.memory.64KiB.transfers1.plain"]["value"] is not None
+
+
+def test_table_says_what_is_met_missed_and_not_measured() -> None:
+    from rich.console import Console
+
+    rows = [
+        Row("a", 1.0, "us", "b", 2.0, Goal("ratio", "<=", 1.0), 0.25),
+        Row("c", 3.0, "us", goal=Goal("value", ">=", 4.0)),
+        Row("d", None, "us", goal=Goal("value", ">=", 4.0), why_not="nobody looked"),
+    ]
+    console = Console(width=160, file=io.StringIO(), record=True)
+    console.print(table_of(rows, "title"))
+    lines = console.export_text().splitlines()
+    assert [word for line in lines for word in ("not measured", "met", "missed") if f" {word} " in line] == [
+        "met",
+        "missed",
+        "not measured",
+    ]
+    assert "25%" in next(line for line in lines if " met " in line)
+
+
+def test_goal_is_judged_by_value_or_ratio() -> None:
+    assert Row("a", 3.0, "us", "b", 2.0, Goal("ratio", "<=", 1.5)).met is True
+    assert Row("a", 3.0, "us", "b", 2.0, Goal("ratio", "<=", 1.4)).met is False
+    assert Row("a", 3.0, "us", "b", 2.0, Goal("value", ">=", 3.0)).met is True
+    assert Row("a", 3.0, "us", goal=Goal("ratio", ">=", 3.0)).met is None
+    assert Row("a", 3.0, "us").met is None
+    assert Row("a", 3.0, "us", "b", 2.0).ratio == 1.5
+
+
+def test_noise_travels_as_a_row_of_its_own() -> None:
+    (noise,) = noise_of(Row("a", 1.0, "us", noise=0.5))
+    assert (noise.name, noise.value) == ("a.noise", 0.5)
+    assert list(noise_of(Row("a", 1.0, "us"))) == []
+
+
+def test_subjects_take_turns_back_and_forth_behind_a_warm_up() -> None:
+    turns: list[str] = []
+
+    def subject(name: str) -> float:
+        turns.append(name)
+        return float(len(turns))
+
+    samples = in_turn("", Effort(repeat=2), {"a": lambda: subject("a"), "b": lambda: subject("b")})
+    assert turns == ["b", "a", "a", "b", "b", "a"]
+    assert samples["a"].values == [3.0, 6.0]
+    assert samples["b"].values == [4.0, 5.0]
+    turns.clear()
+    samples = in_turn("", Effort(repeat=1), {"a": lambda: {"x": subject("a"), "y": 7.0}}, warm_up=False)
+    assert (samples["x"].values, samples["y"].values) == ([1.0], [7.0])
+
+
+def test_sample_is_its_median_and_noise_the_middle_half_of_it() -> None:
+    sample = Sample([4.0, 1.0, 3.0, 2.0, 100.0])
+    assert sample.median == 3.0
+    assert sample.noise == pytest.approx((4.0 - 2.0) / 3.0)
+    assert Sample([1.0, 2.0]).noise is None
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile([3.0, 1.0, 2.0], 0.99) == 3.0
+
+
+def test_command_line_knows_all_benches_without_importing_them() -> None:
+    source = """
+import sys
+from offload.bench import command
+
+names = set(command.commands)
+assert names == {"pipeline", "copy", "enqueue", "cancel", "replay", "all"}, names
+loaded = {name for name in sys.modules if name.startswith("offload.bench._")}
+assert loaded == {"offload.bench._command", "offload.bench._measure", "offload.bench._row"}, loaded
+assert not {"torch", "rich"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", source], check=True)

@@ -1,0 +1,331 @@
+"""The published contract test: the fake passes it, and each planted fault fails it."""
+
+import pytest
+import trio
+import trio.testing
+
+from backends.abc import STORED, Deletion, Tier
+from backends.pooled import Lease, PooledReservation
+from backends.testing import FakeTier, NullExecutor, check_tier, payload_of
+
+
+async def check(make_tier):
+    await check_tier(make_tier, damage=lambda tier, key: tier.damage(key), threads=False)
+
+
+async def test_the_fake_keeps_the_contract(autojump_clock):
+    await check(FakeTier)
+    await check(lambda n, size: FakeTier(n, size, latency=1, bytes_per_second=100))
+    await check(lambda n, size: FakeTier(n, size, synchronous=True))
+
+
+class FindsWhatIsReserved(FakeTier):
+    def contains(self, keys):
+        return set(keys) if self.statistics().reserved_blocks else super().contains(keys)
+
+
+class LosesRoomOnKeep(FakeTier):
+    async def reserve(self, keys, block_bytes, when_full):
+        reservation = await super().reserve(keys, block_bytes, when_full)
+        return LosingReservation(self, reservation.granted, reservation._slots, block_bytes)
+
+
+class LosingReservation(PooledReservation):
+    def keep(self, keys):
+        wanted = set(keys)
+        self._slots = [slot for key, slot in zip(self.granted, self._slots, strict=True) if key in wanted]
+        self.granted = keys
+
+
+class Overwrites(FakeTier):
+    async def reserve(self, keys, block_bytes, when_full):
+        for key in keys:
+            if self.pool.contains([key]):
+                self.pool.delete([key])
+        return await super().reserve(keys, block_bytes, when_full)
+
+
+class DeletesWhatIsPinned(FakeTier):
+    async def delete(self, keys):
+        await trio.lowlevel.checkpoint()
+        found = self.pool.contains(keys)
+        self.pool.forget(keys, self.pool.slots(keys))
+        return [Deletion.DELETED if key in found else Deletion.MISSING for key in keys]
+
+
+class SaysItDeleted(FakeTier):
+    async def delete(self, keys):
+        await trio.lowlevel.checkpoint()
+        return [Deletion.DELETED if self.pool.contains([key]) else Deletion.MISSING for key in keys]
+
+
+class EvictsWhenAskedToWait(FakeTier):
+    async def reserve(self, keys, block_bytes, when_full):
+        return await super().reserve(keys, block_bytes, "evict" if when_full == "wait" else when_full)
+
+
+class NeverWaits(FakeTier):
+    async def reserve(self, keys, block_bytes, when_full):
+        await trio.lowlevel.checkpoint()
+        return self.reserve_nowait(keys, block_bytes, "partial" if when_full == "wait" else when_full)
+
+
+class PinsPastAGap(FakeTier):
+    def pin_nowait(self, keys):
+        there = [key for key in keys if self.pool.contains([key])]
+        return Lease(self, there, self.pool.upgrade(there))
+
+
+class LeaksItsLeases(FakeTier):
+    def release(self, guards):
+        pass
+
+
+class DoesNotVerify(FakeTier):
+    def __init__(self, n, size):
+        super().__init__(n, size, checksums=False)
+
+
+class LoadsTheWrongBlock(FakeTier):
+    async def load(self, lease, destination):
+        guards, lease.guards = lease.guards, lease.guards[::-1]
+        try:
+            return await super().load(lease, destination)
+        finally:
+            lease.guards = guards
+
+
+class NoCheckpoint(FakeTier):
+    async def pin(self, keys):
+        return self.pin_nowait(keys)
+
+
+class KeepsRoomOfACancelledWait(FakeTier):
+    async def reserve(self, keys, block_bytes, when_full):
+        try:
+            return await super().reserve(keys, block_bytes, when_full)
+        except trio.Cancelled:
+            self.pool.take(1)
+            raise
+
+
+class AnswersTooFew(FakeTier):
+    def __init__(self, n, size):
+        super().__init__(n, size)
+        self.faults.extra_outcomes = -1
+
+
+class SaysStoredForAFailure(FakeTier):
+    async def reserve(self, keys, block_bytes, when_full):
+        reservation = await super().reserve(keys, block_bytes, when_full)
+        return Optimist(self, reservation.granted, reservation._slots, block_bytes)
+
+
+class Optimist(PooledReservation):
+    async def transfer(self, source, guards):
+        try:
+            return await super().transfer(source, guards)
+        except OSError:
+            return [STORED] * len(guards)
+
+
+FAULTS = [
+    FindsWhatIsReserved,
+    LosesRoomOnKeep,
+    Overwrites,
+    DeletesWhatIsPinned,
+    SaysItDeleted,
+    EvictsWhenAskedToWait,
+    NeverWaits,
+    PinsPastAGap,
+    LeaksItsLeases,
+    DoesNotVerify,
+    LoadsTheWrongBlock,
+    NoCheckpoint,
+    KeepsRoomOfACancelledWait,
+    AnswersTooFew,
+    SaysStoredForAFailure,
+]
+
+
+@pytest.mark.parametrize("faulty", FAULTS)
+async def test_a_broken_promise_is_found(faulty, autojump_clock):
+    with pytest.raises((AssertionError, trio.TooSlowError, ExceptionGroup)), trio.fail_after(1000):
+        await check(faulty)
+
+
+async def test_a_failure_says_which_promise_and_which_tier():
+    with pytest.raises(AssertionError) as info:
+        await check(LeaksItsLeases)
+    assert "the promise: " in info.value.__notes__[0]
+    assert "LeaksItsLeases" in info.value.__notes__[0]
+
+
+async def test_a_tier_is_closed_after_each_promise():
+    open_tiers = set()
+
+    class Closing(FakeTier):
+        def __init__(self, n, size):
+            super().__init__(n, size)
+            open_tiers.add(self)
+
+        def close(self):
+            open_tiers.remove(self)
+
+    await check(Closing)
+    assert not open_tiers
+
+
+# --- the dials ----------------------------------------------------------------------------------------------------
+
+
+KEYS = [b"%d" % number for number in range(4)]
+
+
+@pytest.fixture
+def source():
+    source = FakeTier(16)
+    source.fill(KEYS)
+    return source
+
+
+async def transfer(source, fake, keys=KEYS):
+    reservation = await fake.reserve(keys, fake.block_bytes, "fail")
+    guards = source.upgrade(keys)
+    try:
+        return await reservation.transfer(source, guards)
+    finally:
+        source.release(guards)
+        reservation.release()
+
+
+async def test_copies_take_the_time_they_are_told(source, autojump_clock):
+    fake = FakeTier(latency=2, bytes_per_second=64)
+    start = trio.current_time()
+    await transfer(source, fake)
+    assert trio.current_time() - start == 2 + 4
+    async with await fake.pin(KEYS) as lease:
+        outcomes = await fake.load(lease, FakeDestination(4))
+    assert trio.current_time() - start == 2 * (2 + 4)
+    assert len(outcomes) == 4
+    assert fake.batches == [tuple(KEYS)]
+    assert fake.copied == KEYS
+
+
+class FakeDestination:
+    block_bytes = 64
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def views(self):
+        return None
+
+    def copy_in(self, start, pages):
+        assert [bytes(page) for page in pages] == [payload_of(key, 64) for key in KEYS[start : start + len(pages)]]
+
+
+async def test_a_gate_holds_a_copy_open(source):
+    fake = FakeTier()
+    fake.faults.gate = trio.Event()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(transfer, source, fake)
+        await trio.testing.wait_all_tasks_blocked()
+        assert (fake.copying, fake.contains(KEYS)) == (1, set())
+        fake.faults.gate.set()
+    assert (fake.copying, fake.contains(KEYS)) == (0, set(KEYS))
+
+
+async def test_blocks_fail_as_told_and_their_room_comes_back(source):
+    fake, error = FakeTier(), OSError("as told")
+    fake.faults.failing = {KEYS[1]: error}
+    outcomes = await transfer(source, fake)
+    assert [getattr(outcome, "error", None) for outcome in outcomes] == [None, error, None, None]
+    assert fake.contains(KEYS) == {KEYS[0], KEYS[2], KEYS[3]}
+    assert fake.free == 61
+
+
+@pytest.mark.parametrize("error", [OSError("as told"), KeyboardInterrupt("as told")])
+async def test_a_transfer_raises_as_told(source, error):
+    fake = FakeTier()
+    fake.faults.error = error
+    with pytest.raises(type(error), match="as told"):
+        await transfer(source, fake)
+    assert fake.contains(KEYS) == set()
+    assert (fake.free, fake.copying) == (64, 0)
+
+
+@pytest.mark.parametrize("extra", [-1, 2])
+async def test_a_wrong_number_of_outcomes_as_told(source, extra):
+    fake = FakeTier()
+    fake.faults.extra_outcomes = extra
+    assert len(await transfer(source, fake)) == 4 + extra
+
+
+async def test_a_copy_that_never_ends_can_be_left(source, autojump_clock):
+    fake = FakeTier()
+    fake.faults.hang = True
+    with trio.move_on_after(5) as scope:
+        await transfer(source, fake)
+    assert scope.cancelled_caught
+    assert (fake.copying, fake.contains(KEYS)) == (0, set())
+
+
+async def test_room_is_refused_as_told(autojump_clock):
+    fake = FakeTier()
+    fake.faults.room = trio.Event()
+    assert not fake.reserve_nowait(KEYS, 64, "partial").granted
+    with pytest.raises(trio.WouldBlock):
+        fake.reserve_nowait(KEYS, 64, "evict")
+    with trio.move_on_after(1) as scope:
+        await fake.reserve(KEYS, 64, "wait")
+    assert scope.cancelled_caught
+    fake.faults.room.set()
+    assert (await fake.reserve(KEYS, 64, "wait")).granted == KEYS
+
+
+async def test_a_synchronous_fake_passes_no_checkpoint(source):
+    fake = FakeTier(synchronous=True)
+    reservation = fake.reserve_nowait(KEYS, 64, "wait")
+    with trio.testing.assert_no_checkpoints():
+        await reservation.transfer(source, source.upgrade(KEYS))
+    assert fake.contains(KEYS) == set(KEYS)
+
+
+async def test_loads_miss_and_fail_as_told(source):
+    source.faults.missing = {KEYS[2]: "torn"}
+    async with await source.pin(KEYS) as lease:
+        outcomes = await source.load(lease, FakeDestination(4))
+        assert [getattr(outcome, "reason", None) for outcome in outcomes] == [None, None, "torn", None]
+        source.faults.load_error = OSError("as told")
+        with pytest.raises(OSError, match="as told"):
+            await source.load(lease, FakeDestination(4))
+
+
+async def test_the_null_executor_takes_everything_and_remembers_it(source):
+    null = NullExecutor()
+    reservation = null.reserve_nowait(KEYS, 64, "wait")
+    reservation.keep(KEYS[:2])
+    with trio.testing.assert_no_checkpoints():
+        assert await reservation.transfer(source, [0, 1]) == [STORED] * 2
+    reservation.release()
+    assert null.contains(KEYS) == set(KEYS[:2])
+    with trio.testing.assert_checkpoints():
+        await null.reserve(KEYS, 64, "wait")
+
+
+def test_payloads_follow_from_keys_and_differ():
+    assert payload_of(b"a", 2000) == payload_of(b"a", 2000)
+    assert len(payload_of(b"a", 2000)) == 2000
+    assert payload_of(b"a", 16) == payload_of(b"a", 2000)[:16]
+    assert payload_of(b"a", 16) != payload_of(b"b", 16)
+    assert payload_of(b"a", 4096)[1024:2048] != payload_of(b"a", 4096)[2048:3072]
+    assert payload_of(b"a", 0) == b""
+
+
+def test_the_fake_is_a_tier():
+    tier: Tier = FakeTier()
+    assert tier.statistics().blocks == 0

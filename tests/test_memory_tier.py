@@ -1,0 +1,425 @@
+"""Host memory as a tier, and the pages and slots under it."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+
+import pytest
+import trio
+import trio.testing
+
+from backends._errors import BlockSizeError, CapacityError, DuplicateKeys, MissingKeys, PlaceClosed
+from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, Deletion, Destination, Missed, Source, Tier
+from backends.memory import HostPages, MemoryTier
+from backends.pages import checksums, copy_and_sum, copy_pages, new_pages, pages_of
+from backends.slots import INLINE_BYTES, PagesDestination
+from backends.testing import check_tier, payload_of
+from backends.threads import keep_threads
+
+SIZE = 4096
+KEYS = [b"key %d" % number for number in range(8)]
+
+
+def tier_of(n=8, **options):
+    return MemoryTier(n * SIZE, SIZE, **options)
+
+
+@pytest.fixture
+def tier():
+    tier = tier_of()
+    for key in KEYS:
+        assert tier.put(key, payload_of(key, SIZE))
+    return tier
+
+
+def damage(tier, key):
+    tier.views(tier.pool.slots([key]))[0][-1] ^= 0x80
+
+
+class InThreads(MemoryTier):
+    inline_bytes = -1
+
+
+@pytest.mark.parametrize("make", [MemoryTier, InThreads])
+@pytest.mark.parametrize("block_bytes", [1, 256])
+async def test_memory_keeps_the_contract_of_a_tier(make, block_bytes):
+    async with keep_threads():
+        await check_tier(lambda n, size: make(n * size, size), block_bytes=block_bytes, damage=damage)
+
+
+def test_it_is_a_source_and_a_tier():
+    tier: Tier = tier_of()
+    source: Source = tier_of()
+    destination: Destination = PagesDestination.over([])
+    assert isinstance(source, Source)
+    assert tier.statistics().capacity_bytes == 8 * SIZE
+    assert len(destination) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"capacity_bytes": 10, "block_bytes": 0}, "block_bytes is 0, but must be at least 1"),
+        (
+            {"capacity_bytes": 10, "block_bytes": 11},
+            "capacity_bytes is 10, but must be at least block_bytes, which is 11",
+        ),
+        ({"capacity_bytes": -1, "block_bytes": 1}, "capacity_bytes is -1"),
+    ],
+)
+def test_a_size_that_makes_no_sense_is_refused_by_name_value_and_bound(options, says):
+    with pytest.raises(ValueError, match=says):
+        MemoryTier(**options)
+
+
+def test_what_is_left_over_behind_the_last_block_is_not_used():
+    tier = MemoryTier(3 * SIZE + 17, SIZE)
+    assert (tier.free, tier.statistics().capacity_bytes) == (3, 3 * SIZE)
+
+
+def test_an_engine_registers_what_it_wrote_and_finds_it_again(tier):
+    assert not tier.put(KEYS[0], bytes(SIZE))  # first writer wins
+    assert tier.get(KEYS[0]) == payload_of(KEYS[0], SIZE)
+    assert tier.get(b"no such key") is None
+    statistics = tier.statistics()
+    assert (statistics.stored, statistics.duplicates, statistics.loaded, statistics.missed["gone"]) == (8, 1, 1, 1)
+
+
+def test_put_evicts_the_least_recently_used_block_that_nobody_holds(tier):
+    guards = tier.upgrade(KEYS[:1])
+    tier.get(KEYS[1])
+    assert tier.put(b"new", memoryview(payload_of(b"new", SIZE)))
+    assert tier.contains([*KEYS, b"new"]) == {*KEYS, b"new"} - {KEYS[2]}
+    tier.release(guards)
+
+
+def test_put_says_when_every_block_is_held(tier):
+    guards = tier.upgrade(KEYS)
+    with pytest.raises(CapacityError, match="all blocks are held"):
+        tier.put(b"new", bytes(SIZE))
+    tier.release(guards)
+    assert tier.put(b"new", bytes(SIZE))
+
+
+def test_put_of_another_size_names_both_sizes(tier):
+    with pytest.raises(BlockSizeError, match="4096 bytes, not of 5") as info:
+        tier.put(b"new", b"short")
+    assert (info.value.expected_bytes, info.value.got_bytes) == (SIZE, 5)
+
+
+def test_a_damaged_block_is_not_given_out(tier):
+    damage(tier, KEYS[3])
+    assert tier.get(KEYS[3]) is None
+    assert tier.contains(KEYS) == set(KEYS) - {KEYS[3]}
+    assert tier.statistics().missed == {"gone": 0, "damaged": 1}
+    assert tier.put(KEYS[3], payload_of(KEYS[3], SIZE))
+
+
+def test_without_checksums_nothing_is_verified():
+    tier = tier_of(checksums=False)
+    tier.put(KEYS[0], payload_of(KEYS[0], SIZE))
+    damage(tier, KEYS[0])
+    assert tier.get(KEYS[0]) != payload_of(KEYS[0], SIZE)
+
+
+def test_strong_blocks_hold_all_or_nothing(tier):
+    blocks = tier.strong(KEYS[:2])
+    assert tier.statistics().held_blocks == 2
+    with pytest.raises(MissingKeys, match="does not have 1 of the keys: 6e6f") as info:
+        tier.strong([KEYS[2], b"no"])
+    assert info.value.keys == [b"no"]
+    with pytest.raises(DuplicateKeys):
+        tier.strong([KEYS[2], KEYS[2]])
+    assert tier.statistics().held_blocks == 2
+    blocks.release()
+    blocks.release()
+    assert tier.statistics().held_blocks == 0
+
+
+def test_weak_blocks_hold_nothing(tier):
+    assert tier.weak([KEYS[0], b"no"]).guards is None
+    assert tier.statistics().held_blocks == 0
+
+
+async def test_an_engine_writes_into_staged_slots_itself():
+    tier = tier_of()
+    slots = tier.stage(3)
+    assert tier.statistics().reserved_blocks == 3
+    for slot, page in zip(slots, tier.views(slots), strict=True):
+        page[:] = payload_of(KEYS[slot], SIZE)
+    blocks = tier.external(slots[:2], KEYS[:2])
+    assert blocks.guards == slots[:2]
+    assert tier.register(slots[:2], [KEYS[0], KEYS[0]]) == [STORED, DUPLICATE]
+    tier.unstage(slots[2:])
+    assert tier.free == 7
+    assert tier.get(KEYS[0]) == payload_of(KEYS[0], SIZE)
+    for wrong in (slots[:1], [7]):
+        with pytest.raises(ValueError, match="not all of these slots are staged"):
+            tier.register(wrong, KEYS[:1])
+        with pytest.raises(ValueError, match="not all of these slots are staged"):
+            tier.unstage(wrong)
+
+
+def test_staging_evicts_and_says_when_it_cannot(tier):
+    blocks = tier.strong(KEYS[:6])
+    with pytest.raises(CapacityError):
+        tier.stage(3)
+    with pytest.raises(CapacityError):
+        tier.stage(9)
+    assert len(tier.stage(2)) == 2
+    assert tier.contains(KEYS) == set(KEYS[:6])
+    blocks.release()
+
+
+def test_an_external_block_that_does_not_exist_is_refused(tier):
+    for ids in ([8], [-1, 0]):
+        with pytest.raises(ValueError, match=f"has no block {ids[0]}"):
+            tier.external(ids, KEYS[: len(ids)])
+
+
+async def transfer(source, tier, keys):
+    guards = source.upgrade(keys)
+    reservation = await tier.reserve(keys, source.block_bytes, "wait")
+    try:
+        return await reservation.transfer(source, guards)
+    finally:
+        source.release(guards)
+        reservation.release()
+
+
+async def test_a_small_copy_is_made_in_place_and_a_large_one_in_a_thread(monkeypatch):
+    used = []
+    real = copy_and_sum
+
+    def spy(destination, source):
+        used.append(threading.current_thread() is threading.main_thread())
+        return real(destination, source)
+
+    monkeypatch.setattr("backends.slots.copy_and_sum", spy)
+    for size in (INLINE_BYTES, INLINE_BYTES + 8):
+        source, tier = MemoryTier(size, size), MemoryTier(size, size)
+        source.put(b"a", bytes(size))
+        assert await transfer(source, tier, [b"a"]) == [STORED]
+    assert used == [True, False]
+
+
+async def test_bytes_survive_scattered_slots_in_both_places():
+    source, tier = tier_of(64), tier_of(64)
+    keys = [b"%d" % number for number in range(64)]
+    for key in keys:
+        source.put(key, payload_of(key, SIZE))
+    await tier.delete(keys)
+    scattered = [*keys[::3], *keys[1::3], *keys[2::3]]
+    holes = tier.stage(64)
+    tier.unstage(holes[::2])
+    assert await transfer(source, tier, scattered[:32]) == [STORED] * 32
+    buffers = [bytearray(SIZE) for _ in range(32)]
+    async with await tier.pin(scattered[:32]) as lease:
+        assert await tier.load(lease, PagesDestination.over(buffers)) == [LOADED] * 32
+    assert buffers == [payload_of(key, SIZE) for key in scattered[:32]]
+
+
+class Gated(MemoryTier):
+    """A source whose copies wait for a gate, each in its thread."""
+
+    started, gate = None, None
+
+    def views(self, guards):
+        return None
+
+    def copy_out(self, guards, pages):
+        self.started.set()
+        self.gate.wait()
+        super().copy_out(guards, pages)
+
+
+async def test_a_key_registered_while_its_copy_runs_is_a_duplicate(tier):
+    source = Gated(SIZE, SIZE)
+    source.started, source.gate = threading.Event(), threading.Event()
+    source.put(b"new", bytes(SIZE))
+    await tier.delete(KEYS[:2])
+    reservation = await tier.reserve([b"new"], SIZE, "wait")
+    outcomes = []
+
+    async def copy():
+        outcomes.extend(await reservation.transfer(source, [0]))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(copy)
+        await trio.to_thread.run_sync(source.started.wait)
+        tier.put(b"new", b"x" * SIZE)
+        source.gate.set()
+    assert outcomes == [DUPLICATE]
+    assert (tier.free, tier.get(b"new")) == (1, b"x" * SIZE)
+
+
+async def test_a_reservation_is_used_once_and_with_a_guard_for_each_key(tier):
+    other = tier_of()
+    reservation = await other.reserve(KEYS[:2], SIZE, "wait")
+    with pytest.raises(ValueError, match="one guard per kept block"):
+        await reservation.transfer(tier, [0])
+    with pytest.raises(ValueError, match="1 keys to keep, of which 0 were granted"):
+        reservation.keep([b"other"])
+    with pytest.raises(BlockSizeError):
+        await reservation.transfer(MemoryTier(8, 8), [0, 0])
+    await reservation.transfer(tier, tier.pool.slots(KEYS[:2]))
+    with pytest.raises(ValueError, match="once"):
+        await reservation.transfer(tier, [])
+    reservation.release()
+    assert "room for 2 blocks in <MemoryTier 2 of 8 blocks of 4096 bytes>" in repr(reservation)
+
+
+async def test_a_load_needs_a_live_lease_of_this_tier_and_room(tier):
+    places = PagesDestination.over([bytearray(SIZE)])
+    async with await tier.pin(KEYS[:2]) as lease:
+        with pytest.raises(ValueError, match="2 blocks do not fit into 1 places"):
+            await tier.load(lease, places)
+        with pytest.raises(BlockSizeError):
+            await tier.load(lease, PagesDestination.over([bytearray(1), bytearray(1)]))
+        with pytest.raises(ValueError, match="does not hold blocks"):
+            await tier_of().load(lease, places)
+        larger = PagesDestination.over([bytearray(SIZE) for _ in range(3)])
+        assert await tier.load(lease, larger) == [LOADED] * 2
+    with pytest.raises(ValueError, match="does not hold blocks"):
+        await tier.load(lease, places)
+
+
+async def test_a_block_damaged_under_two_leases_is_missed_by_both_and_freed_by_the_last(tier):
+    damage(tier, KEYS[0])
+    first, second = await tier.pin(KEYS[:1]), await tier.pin(KEYS[:1])
+    places = PagesDestination.over([bytearray(SIZE)])
+    for lease in (first, second):
+        assert await tier.load(lease, places) == [Missed("damaged")]
+    assert tier.free == 0
+    assert await tier.delete(KEYS[:1]) == [Deletion.MISSING]
+    await first.release()
+    assert tier.free == 0
+    await second.release()
+    assert (tier.free, tier.statistics().held_blocks) == (1, 0)
+
+
+async def test_a_cancelled_release_has_let_go(tier):
+    lease = await tier.pin(KEYS)
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await lease.release()
+    assert scope.cancelled_caught
+    assert tier.statistics().held_blocks == 0
+
+
+def test_after_closing_it_says_so_and_the_memory_goes_with_the_last_page(tier):
+    pages = tier.views([0])
+    gone = weakref.ref(pages.owner)
+    tier.close()
+    tier.close()
+    with pytest.raises(PlaceClosed):
+        tier.put(b"new", bytes(SIZE))
+    with pytest.raises(PlaceClosed):
+        tier.get(KEYS[7])
+    assert bytes(pages[0]) == payload_of(KEYS[0], SIZE)  # never unmapped under somebody's feet
+    page = pages[0]
+    del pages
+    gc.collect()
+    assert gone() is not None
+    assert page[0] == payload_of(KEYS[0], SIZE)[0]
+    del page
+    gc.collect()
+    assert gone() is None
+
+
+def test_collecting_a_tier_gives_its_memory_back():
+    tier = tier_of()
+    gone = weakref.ref(tier.views([0]).owner)
+    del tier
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("madvise", ["works", "is refused"])
+def test_populating_touches_every_page(madvise, monkeypatch):
+    if madvise == "is refused":
+        monkeypatch.setattr("backends.memory._MADV_POPULATE_WRITE", 9999)
+        monkeypatch.setattr("backends.memory._MADV_HUGEPAGE", 9999)
+
+    def resident():
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    n = 64 << 20
+    before = resident()
+    lazy = HostPages(n >> 12, 4096, populate=False)
+    assert resident() - before < n // 2
+    eager = HostPages(n >> 12, 4096)
+    assert resident() - before > n * 3 // 4
+    assert lazy.pages([0])[0][0] == eager.pages([0])[0][0] == 0
+
+
+@pytest.mark.skipif("torch" in sys.modules and sys.modules["torch"].cuda.is_available(), reason="needs no CUDA")
+def test_pinning_without_cuda_is_refused():
+    pytest.importorskip("torch")
+    with pytest.raises(ValueError, match="pin_memory is True, but torch sees no CUDA device"):
+        tier_of(pin_memory=True)
+
+
+def test_a_tier_imports_no_torch():
+    code = "import sys, backends.memory as m; m.MemoryTier(4096, 4096); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- pages --------------------------------------------------------------------------------------------------------
+
+
+def test_neighbouring_slots_are_one_run_and_others_keep_their_order():
+    storage = HostPages(8, 16)
+    base = storage.pages([0]).addresses[0]
+    assert storage.pages([2, 3, 4]).addresses == range(base + 32, base + 80, 16)
+    assert list(storage.pages([0, 2, 1, 3]).addresses) == [base, base + 32, base + 16, base + 48]
+    assert list(storage.pages([]).addresses) == []
+
+
+@pytest.mark.parametrize("size", [1, 100, 4096, 300_000])
+@pytest.mark.parametrize("order", ["ascending", "shuffled", "runs"])
+def test_copies_put_each_page_where_it_belongs(size, order):
+    n = 9
+    storage, other = HostPages(n, size), HostPages(n, size)
+    slots = {"ascending": list(range(n)), "shuffled": [4, 0, 8, 2, 6, 1, 7, 3, 5], "runs": [6, 7, 8, 0, 1, 2, 3, 4, 5]}[
+        order
+    ]
+    for number, page in enumerate(storage.pages(slots)):
+        page[:] = payload_of(b"%d" % number, size)
+    expected = [payload_of(b"%d" % number, size) for number in range(n)]
+    copy_pages(other.pages(range(n)), storage.pages(slots))
+    assert [bytes(page) for page in other.pages(range(n))] == expected
+    fresh = new_pages(n, size)
+    sums = copy_and_sum(fresh, storage.pages(slots))
+    assert [bytes(page) for page in fresh] == expected
+    assert sums == checksums(fresh) == checksums(pages_of([bytearray(one) for one in expected]))
+
+
+def test_pages_that_do_not_match_are_refused():
+    for copy in (copy_pages, copy_and_sum):
+        with pytest.raises(ValueError, match="cannot copy"):
+            copy(new_pages(2, 8), new_pages(3, 8))
+        with pytest.raises(ValueError, match="cannot copy"):
+            copy(new_pages(200, 4096), new_pages(201, 4096))
+        with pytest.raises(ValueError, match="cannot copy"):
+            copy(new_pages(2, 8), new_pages(2, 9))
+    with pytest.raises(ValueError, match="of one size"):
+        pages_of([bytearray(1), bytearray(2)])
+    with pytest.raises(ValueError, match="writable"):
+        pages_of([b"read-only"])
+
+
+def test_no_pages_are_no_trouble():
+    nothing = pages_of([])
+    assert len(nothing) == 0
+    copy_pages(nothing, nothing)
+    assert copy_and_sum(nothing, nothing) == []
+    assert len(new_pages(0, 5)) == 0
+
+
+def test_evicted_is_no_slot():
+    assert EVICTED == -1
