@@ -34,7 +34,7 @@ class DuplicateKeys(BackendError, ValueError):
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         super().__init__(f"keys named more than once: {', '.join(key.hex() for key in keys[:4])}")
-        self.keys = list(keys)
+        self.keys: list[bytes] = list(keys)
 
 
 class MissingKeys(BackendError, KeyError):
@@ -42,9 +42,10 @@ class MissingKeys(BackendError, KeyError):
 
     def __init__(self, place: object, keys: Sequence[bytes]) -> None:
         super().__init__(f"{place!r} does not have {len(keys)} of the keys: {', '.join(key.hex() for key in keys[:4])}")
-        self.keys = list(keys)
+        self.keys: list[bytes] = list(keys)
 
-    __str__ = Exception.__str__  # KeyError's shows the repr of its argument
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError's own shows the repr of its argument
 
 
 class PlaceClosed(BackendError):

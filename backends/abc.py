@@ -63,9 +63,9 @@ class Blocks:
 
     def __init__(self, source: Source, keys: Sequence[Key], guards: list[int] | None) -> None:
         """Take the columns; ``keys`` must be all different (:class:`DuplicateKeys`)."""
-        self.source = source
-        self.keys = _distinct(keys)
-        self.guards = guards
+        self.source: Source = source
+        self.keys: tuple[Key, ...] = _distinct(keys)
+        self.guards: list[int] | None = guards
         if guards is not None and len(guards) != len(self.keys):
             raise ValueError(f"{len(self.keys)} keys but {len(guards)} block ids")
 
@@ -109,12 +109,15 @@ class StrongBlocks(Blocks):
             ValueError: another one has them, or they were released.
         """
         if self._given or (self.keys and not self.guards):
-            raise ValueError(f"{self!r} was given to a pipeline before, or released: its guards are not to be had twice")
+            raise ValueError(
+                f"{self!r} was given to a pipeline before, or released: its guards are not to be had twice"
+            )
         self._given = True
 
     def release(self) -> None:
         """Drop the guards. Idempotent; with the last guard of a block it may be evicted again."""
-        guards, self.guards = self.guards, []
+        guards = self.guards
+        self.guards: list[int] | None = []
         if guards:
             self.source.release(guards)
 

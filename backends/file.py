@@ -56,17 +56,17 @@ class FileRegistry(Registry):
     def __init__(self, capacity_bytes: int, eviction: EvictionPolicy[Key] | None = None) -> None:
         super().__init__(eviction)
         self.capacity_bytes = capacity_bytes
-        self.used_bytes = 0  # without strangers
+        self.used_bytes: int = 0  # without strangers
         self.keys: dict[int, Key] = {}
         """The key of each slot that has a file, or may have one."""
         self.sizes: dict[int, int] = {}
         """Bytes of each slot that is taken."""
         self.strangers: deque[tuple[str, int]] = deque()
         """Files that are not ours and their bytes; the oldest first."""
-        self.stranger_bytes = 0
+        self.stranger_bytes: int = 0
         self.litter: list[str] = []
         """Files nobody wants any more."""
-        self.next_number = 1
+        self.next_number: int = 1
         self._unregistered: set[int] = set()
 
     def __repr__(self) -> str:
@@ -255,7 +255,7 @@ class FileTier(PooledTier[FileRegistry]):
             raise ValueError(f"capacity_bytes is {capacity_bytes}, but must be at least 1")
         if block_bytes is not None and block_bytes < 1:
             raise ValueError(f"block_bytes is {block_bytes}, but must be at least 1")
-        self.pool = FileRegistry(capacity_bytes, eviction)
+        self.pool: FileRegistry = FileRegistry(capacity_bytes, eviction)
         self.checksums = checksums
         """Whether blocks are verified when they are loaded."""
         self.fsync = fsync

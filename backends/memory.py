@@ -38,7 +38,8 @@ class HostPages:
     def __init__(self, n: int, block_bytes: int, *, populate: bool = True, pin: bool = False) -> None:
         self.block_bytes = block_bytes
         self.n = n
-        memory = mmap.mmap(-1, n * block_bytes)
+        # Private: a process that is forked off must not write into the blocks of this one.
+        memory = mmap.mmap(-1, n * block_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if populate:
             # Older kernels know neither, and some containers forbid huge pages: both are only faster.
             if len(memory) >= _HUGE_PAGE_BYTES:

@@ -31,7 +31,7 @@ class PooledReservation:
 
     def __init__(self, tier: PooledTier[Any], keys: Sequence[Key], slots: list[int], block_bytes: int) -> None:
         self._tier = tier
-        self.block_bytes = block_bytes
+        self.block_bytes: int = block_bytes
         self._slots = slots
         self._used = False
         self.granted: Sequence[Key] = keys
@@ -130,10 +130,10 @@ class Lease:
     __slots__ = ("guards", "keys", "tier")
 
     def __init__(self, tier: PooledTier[Any], keys: Sequence[Key], guards: list[int]) -> None:
-        self.tier = tier
+        self.tier: PooledTier[Any] = tier
         self.keys: Sequence[Key] = keys
         """What is held."""
-        self.guards = guards
+        self.guards: list[int] = guards
         """How it is held; empty once it is released."""
 
     def __repr__(self) -> str:
@@ -141,7 +141,8 @@ class Lease:
 
     def release_nowait(self) -> None:
         """Let go. Idempotent."""
-        guards, self.guards = self.guards, []
+        guards = self.guards
+        self.guards = []
         if guards:
             self.tier.release(guards)
 

@@ -99,7 +99,7 @@ class SlotTier(PooledTier[BlockPool]):
         checksums: bool = True,
         eviction: EvictionPolicy[Key] | None = None,
     ) -> None:
-        self.pool = BlockPool(capacity, eviction, first=first)
+        self.pool: BlockPool = BlockPool(capacity, eviction, first=first)
         self._block_bytes = storage.block_bytes
         self.checksums = checksums
         """Whether blocks are verified when they are loaded."""
@@ -331,7 +331,8 @@ class SlotTier(PooledTier[BlockPool]):
 
     def _in_place(self, n: int) -> bool:
         """Whether a copy of so many blocks between host pages is made on the trio thread."""
-        return not self._copying_in_place and n * self.block_bytes <= self.inline_bytes
+        size = self.block_bytes
+        return not self._copying_in_place and size <= PORTION_BYTES and n * size <= self.inline_bytes
 
     async def _copy_in_place(self, destination: Pages, source: Pages) -> list[int] | None:
         """Copy on the trio thread, with a checkpoint between portions. Cancelled there, no copy is under way."""

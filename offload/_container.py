@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offload.pipeline")
 _OPEN, _COMMITTED = Phase.OPEN, Phase.COMMITTED
+_IF_CANCELLED, _IF_FAILED = GATE[_OPEN][Knock.CANCEL], GATE[_OPEN][Knock.FAIL]
 _NOTHING: Mapping[Key, str] = MappingProxyType({})
 _NO_FAILURES: Mapping[Key, BaseException] = MappingProxyType({})
 
@@ -110,13 +111,13 @@ class OffloadContainer:
 
     def cancel(self) -> None:
         """Ask the gate for a cancellation; where it is still open, the container ends CANCELLED."""
-        self._close(Knock.CANCEL)
+        self._close(_IF_CANCELLED)
 
     def fail(self, error: BaseException) -> None:
         """Ask the gate for a failure; where it is still open, the container ends FAILED with this error."""
         if self.phase is _OPEN:
             self.error = error
-        self._close(Knock.FAIL)
+        self._close(_IF_FAILED)
 
     def abandon(self, error: BaseException) -> None:
         """Fail it, committed or not: what it still had to copy has failed. One that was cancelled stays cancelled."""
@@ -126,10 +127,10 @@ class OffloadContainer:
             ended = {*self.completed, *self.failed}
             self.failed = {**self.failed, **{key: error for key in self.keys if key not in ended}}
 
-    def _close(self, what: Knock) -> None:
+    def _close(self, phase: Phase) -> None:
         if self.phase is not _OPEN or self.status.terminal:
             return
-        self.phase = GATE[_OPEN][what]
+        self.phase = phase
         holder = self.holder
         if holder is not None:
             holder.withdraw(self)
@@ -185,17 +186,25 @@ class OffloadBatch:
 
     containers: list[OffloadContainer]
     """In the order in which they became ready."""
+    _keys: list[Key] | None = None
 
     @property
     def keys(self) -> list[Key]:
-        """The keys of all containers, in order."""
-        return list(chain.from_iterable([container.keys for container in self.containers]))
+        """The keys of all containers, in order; flattened once, until a container drops out."""
+        if self._keys is None:
+            self._keys = list(chain.from_iterable([container.keys for container in self.containers]))
+        return self._keys
+
+    def keep(self, containers: list[OffloadContainer]) -> None:
+        """Go on with these containers only."""
+        self.containers = containers
+        self._keys = None
 
     def sweep_cancelled(self) -> list[OffloadContainer]:
         """Take out, and return, the containers whose gate has closed. They are not settled yet."""
         swept = [container for container in self.containers if not container.phase.walks_on]
         if swept:
-            self.containers = [container for container in self.containers if container.phase.walks_on]
+            self.keep([container for container in self.containers if container.phase.walks_on])
         return swept
 
     def claim(self) -> list[OffloadContainer]:
@@ -207,7 +216,7 @@ class OffloadBatch:
             elif not container.claim():
                 lost.append(container)
         if lost:
-            self.containers = [container for container in self.containers if container.phase is _COMMITTED]
+            self.keep([container for container in self.containers if container.phase is _COMMITTED])
         return lost
 
     def upgrade(self, source: Source, granted: Sequence[Key] | None = None) -> FlatBlocks:
@@ -221,6 +230,7 @@ class OffloadBatch:
         asked = keys = self.keys
         if granted is not None:
             _refuse(containers, set(granted))
+            self.keep(containers)
             keys = self.keys
         if all([container.blocks.guards is None for container in containers]):
             guards = source.upgrade(keys)

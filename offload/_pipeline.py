@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
+from itertools import islice
 from types import TracebackType
 from typing import cast
 
@@ -41,6 +42,9 @@ from ._stages.batching import Batching
 from ._stages.transfer import Transfer
 from .abc import AsyncPolicy, Instrument, Policy, Precondition, PreconditionLike
 from .preconditions import NO_WAIT, as_precondition
+
+_SWEPT = 64
+"""Parked containers that the safety net looks at in each room, per round."""
 
 
 @attrs.frozen
@@ -420,7 +424,9 @@ class Pipeline:
                 self._sweeper_sleeps = False
             await trio.sleep(self.config.sweep_interval)
             for room in (self._admission.queue, self._batching.ready):
-                for container in [container for container in room.parked if not container.phase.walks_on]:
+                # What is parked for long comes to the front: a look at the front is enough, and costs the same for any queue.
+                front = list(islice(room.parked, _SWEPT))
+                for container in [container for container in front if not container.phase.walks_on]:
                     self._swept_late += 1
                     room.withdraw(container)
 
@@ -430,10 +436,11 @@ class _OpenPipeline:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._nursery_manager = trio.open_nursery()
+        self._nursery_manager: AbstractAsyncContextManager[trio.Nursery] = trio.open_nursery()
+        self._nursery: trio.Nursery | None = None
 
     async def __aenter__(self) -> Pipeline:
-        nursery = await self._nursery_manager.__aenter__()
+        self._nursery = nursery = await self._nursery_manager.__aenter__()
         try:
             # Shielded: where a start is cancelled, nursery.start waits for the end of its task, and ours does not end by that.
             with trio.CancelScope(shield=True):
@@ -452,24 +459,23 @@ class _OpenPipeline:
         return await self._leave(error)
 
     async def _leave(self, error: BaseException | None) -> bool:
-        """End the nursery; an error of the body leaves as it came, not wrapped in a group of one."""
+        """End the nursery. An error of the body leaves as it came; one of the stages is not wrapped in a group of one."""
+        nursery, self._nursery = self._nursery, None
+        assert nursery is not None
+        if not nursery.cancel_scope.cancel_called:
+            # Nobody in here cancelled the body: its error is none of the nursery's business.
+            await self._nursery_manager.__aexit__(None, None, None)
+            return False
         try:
             kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
             return bool(await self._nursery_manager.__aexit__(kind, error, trace))
         except BaseExceptionGroup as group:
-            alone = _alone(group, error)
-            if alone is error:
-                return False
+            alone: BaseException = group
+            while isinstance(alone, BaseExceptionGroup) and len(alone.exceptions) == 1:
+                alone = alone.exceptions[0]
             if alone is group:
                 raise
             raise alone from alone.__cause__
-
-
-def _alone(group: BaseException, error: BaseException | None) -> BaseException:
-    """The one exception that groups of one lead to; not past ``error``, which may be a group of the caller's own."""
-    while group is not error and isinstance(group, BaseExceptionGroup) and len(group.exceptions) == 1:
-        group = group.exceptions[0]
-    return group
 
 
 def open_pipeline(

@@ -19,7 +19,7 @@ from ._instruments import Hooks
 from ._lifecycle import Phase, Status
 from ._marks import PendingMarks
 
-_COMPLETE = Status.COMPLETE
+_COMPLETE, _CANCELLED = Status.COMPLETE, Phase.CANCELLED
 _log = logging.getLogger("offload.pipeline")
 
 
@@ -56,20 +56,16 @@ class Settlement:
     must come round to them (who waits for a copy under way is among them, and costs the same)."""
     _drains: list[_Drain] = attrs.Factory(list)
 
-    def enter(self, container: OffloadContainer) -> None:
-        """The container is inside from now on."""
-        self.live[container] = None
-
     def settle(self, container: OffloadContainer) -> None:
         """End a container: by its gate where that was closed, by its blocks otherwise."""
-        self.settle_all((container,))
+        if container.marked or container.lease is not None or container.blocks.guards is not None:
+            self.release(container)
+        self.settle_unproven(container)
 
     def settle_all(self, containers: Iterable[OffloadContainer]) -> None:
         """End several, in order. An observer of one may cancel another: each ends by its own gate."""
         for container in containers:
-            if container.marked or container.lease is not None or container.blocks.guards is not None:
-                self.release(container)
-            self.settle_unproven(container)
+            self.settle(container)
 
     def settle_unproven(self, container: OffloadContainer) -> None:
         """End a container without releasing: its copy may still be going on, and the quarantine holds what it held."""
@@ -108,6 +104,10 @@ class Settlement:
 
     def _judge(self, container: OffloadContainer, size: int) -> Status:
         """How it ended, where that is not simply well; counts its blocks."""
+        if container.phase is _CANCELLED and not container.filtered:
+            self.cancelled += 1
+            self.blocks["returned"] += size
+            return Status.CANCELLED
         ends = {
             "completed": len(container.completed),
             "filtered": len(container.filtered),
@@ -117,7 +117,7 @@ class Settlement:
         ends["returned"] = size - sum(ends.values())
         for end, blocks in ends.items():
             self.blocks[end] += blocks
-        if container.phase is Phase.CANCELLED:
+        if container.phase is _CANCELLED:
             self.cancelled += 1
             return Status.CANCELLED
         if container.phase is Phase.FAILED or container.failed or container.error is not None:

@@ -60,7 +60,10 @@ def _missing(name: str, module: str, error: ModuleNotFoundError) -> str:
 @click.group(
     cls=Commands,
     places={
-        "demo": ("offload.demo:command", "Offload the KV cache of a small model, find it again, and verify every token."),
+        "demo": (
+            "offload.demo:command",
+            "Offload the KV cache of a small model, find it again, and verify every token.",
+        ),
         "replay": ("offload.replay:command", "Replay a request trace and report hit rates, times and bytes."),
         "bench": ("offload.bench:command", "Measure each figure beside its limit, in one run."),
     },

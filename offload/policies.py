@@ -129,8 +129,8 @@ class FrequencyFilter:
             raise ValueError(f"threshold = {threshold!r}: must be from 0 to {_CEILING // 2}")
         if not 1 << 10 <= window <= 1 << 24:
             raise ValueError(f"window = {window!r}: must be from {1 << 10} to {1 << 24}")
-        self.threshold = threshold
-        self.window = 1 << (window - 1).bit_length()
+        self.threshold: int = threshold
+        self.window: int = 1 << (window - 1).bit_length()
         self._mask = self.window - 1
         self._rows = (bytearray(self.window), bytearray(self.window), bytearray(self.window))
         self._fresh = 0

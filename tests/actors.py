@@ -27,7 +27,9 @@ class Slow(AsyncPolicy):
     """Sleeps, then answers; counts how many evaluations were begun, ended and cancelled."""
 
     def __init__(
-        self, seconds: float | Callable[[Sequence[Key]], float], answer: Callable[[Sequence[Key]], Any] = lambda keys: {}
+        self,
+        seconds: float | Callable[[Sequence[Key]], float],
+        answer: Callable[[Sequence[Key]], Any] = lambda keys: {},
     ) -> None:
         self.seconds = seconds
         self.answer = answer

@@ -164,7 +164,20 @@ def plan_of(seed: int) -> Plan:
                 kind=kind,
                 how=dice.pick(["nowait", "wait", "wait", "many"], *where, "how"),
                 precondition=dice.pick(
-                    ["none", "none", "none", "set", "trio", "thread", "sleep", "raise", "never", "all", "any", "stubborn"],
+                    [
+                        "none",
+                        "none",
+                        "none",
+                        "set",
+                        "trio",
+                        "thread",
+                        "sleep",
+                        "raise",
+                        "never",
+                        "all",
+                        "any",
+                        "stubborn",
+                    ],
                     *where,
                     "precondition",
                 ),
@@ -182,7 +195,9 @@ def plan_of(seed: int) -> Plan:
         (
             dice.ticks(40, "fault", i, "at"),
             (1 + dice.below(12, "fault", i, "for")) * TICK,
-            dice.pick(["error", "unproven", "hang", "gate", "room", "too few", "too many", "group"], "fault", i, "what"),
+            dice.pick(
+                ["error", "unproven", "hang", "gate", "room", "too few", "too many", "group"], "fault", i, "what"
+            ),
         )
         for i in range(dice.pick([0, 0, 0, 1, 1, 2], "faults"))
     ]

@@ -326,13 +326,19 @@ class Ledger:
         claimed = sum(
             len(seen.container.keys) for seen in self._claimed.values() if seen.pipeline.destination is destination
         )
-        reserved = sum(places for pipeline, (_, places) in self._reserved.items() if pipeline.destination is destination)
+        reserved = sum(
+            places for pipeline, (_, places) in self._reserved.items() if pipeline.destination is destination
+        )
         reserved += sum(len(container.keys) for container, tier in self._reserving.items() if tier is destination)
-        return claimed + reserved + sum(
-            len(entry.keys)
-            for pipeline in self.pipelines
-            if pipeline.destination is destination
-            for entry in pipeline.quarantine
+        return (
+            claimed
+            + reserved
+            + sum(
+                len(entry.keys)
+                for pipeline in self.pipelines
+                if pipeline.destination is destination
+                for entry in pipeline.quarantine
+            )
         )
 
     # -- when it is over -----------------------------------------------------------------------------------------------
@@ -402,13 +408,16 @@ class Ledger:
             self.wrong(f"S56: {seen} ended with {seen.handle.progress}, which is not its result {result}")
 
     def _judge_content(self, destination: FakeTier) -> None:
-        started = {key for seen in self.seen.values() if seen.pipeline.destination is destination for key in seen.copied}
+        started = {
+            key for seen in self.seen.values() if seen.pipeline.destination is destination for key in seen.copied
+        }
         unexplained = set(destination.pool._slot_of) - self.before[destination] - started
         if unexplained:
             self.wrong(f"I4: nobody's commit explains {sorted(unexplained)} in {destination!r}")
         if destination.batches != self.batches[destination]:
-            self.wrong(f"I4: {destination!r} was given {destination.batches}, announced was {self.batches[destination]}")
-
+            self.wrong(
+                f"I4: {destination!r} was given {destination.batches}, announced was {self.batches[destination]}"
+            )
 
     def _judge_patience(self, pipeline: Pipeline) -> None:
         """Nobody who is ready waits longer than the flush interval while a slot has nothing to do."""
@@ -439,7 +448,9 @@ class Ledger:
                 continue
             for earlier, later in pairwise([due, *[time for time in times if due < time < when], when]):
                 if sum(start <= earlier and later <= end for start, end in busy) < slots:
-                    self.wrong(f"I9: {pipeline.name}#{number} was ready at {ready[number]}, a slot was idle from {earlier}")
+                    self.wrong(
+                        f"I9: {pipeline.name}#{number} was ready at {ready[number]}, a slot was idle from {earlier}"
+                    )
                     break
 
 

@@ -266,7 +266,9 @@ async def test_only_a_base_exception_of_a_policy_leaves(autojump_clock, error, k
 # --- watchers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hook", ["admission", "batching", "pre_claim", "post_claim", "xfer_start", "xfer_end", "settled"])
+@pytest.mark.parametrize(
+    "hook", ["admission", "batching", "pre_claim", "post_claim", "xfer_start", "xfer_end", "settled"]
+)
 async def test_an_instrument_that_raises_is_removed(autojump_clock, hook, caplog):
     async with open_world() as world:
 
@@ -281,7 +283,7 @@ async def test_an_instrument_that_raises_is_removed(autojump_clock, hook, caplog
 
 @pytest.mark.parametrize("status", [Status.QUEUED, Status.TRANSFERRING, Status.COMPLETE])
 async def test_a_predicate_on_the_status_that_raises(autojump_clock, status, caplog):
-    async with open_world(latency=TICK) as world:
+    async with open_world(policies=[Slow(TICK)], latency=TICK) as world:
         handle = world.store("a", 8, kind="strong")
 
         def predicate(value):
@@ -295,13 +297,14 @@ async def test_a_predicate_on_the_status_that_raises(autojump_clock, status, cap
                 await handle.status_value.wait_value(predicate)
 
             nursery.start_soon(watch)
+            await wait_all_tasks_blocked()
             assert (await handle.wait()).status is Status.COMPLETE
             nursery.cancel_scope.cancel()
         await assert_alive(world)
 
 
 async def test_a_predicate_on_the_status_that_cancels(autojump_clock):
-    async with open_world() as world:
+    async with open_world(policies=[Slow(TICK)]) as world:
         handle = world.store("a", 8, kind="strong")
         async with trio.open_nursery() as nursery:
 
@@ -309,6 +312,7 @@ async def test_a_predicate_on_the_status_that_cancels(autojump_clock):
                 await handle.status_value.wait_value(lambda value: value is Status.QUEUED and handle.request_cancel())
 
             nursery.start_soon(watch)
+            await wait_all_tasks_blocked()
             assert (await handle.wait()).status is Status.CANCELLED
             nursery.cancel_scope.cancel()
 

@@ -208,7 +208,9 @@ async def waiting_for_the_destination(case: Case) -> None:
 
 async def transferring(case: Case) -> None:
     async with open_world(world=case.world, latency=2 * TICK, min_batch_size=4, max_batch_size=8) as world:
-        handles = [world.store(label, 4, kind=kind) for label, kind in zip("abc", ("weak", "strong", "external"))]
+        handles = [
+            world.store(label, 4, kind=kind) for label, kind in zip("abc", ("weak", "strong", "external"), strict=True)
+        ]
         world.source.pool.delete([b"a1"])
         for handle in handles:
             await case.attempt(handle.wait)
@@ -220,7 +222,9 @@ async def following_a_chain(case: Case) -> None:
     world = case.world
     below = FakeTier(64, 16, latency=2 * TICK)
     try:
-        async with open_pipeline(world.destination, below, config=config_of(flush_interval=TICK), name="route") as route:
+        async with open_pipeline(
+            world.destination, below, config=config_of(flush_interval=TICK), name="route"
+        ) as route:
             world.ledger.watch(route)
             async with open_world(world=world, chain=[route], latency=TICK, flush_interval=TICK):
                 handles = [world.store("a", 4, kind="strong"), world.store("b", 2)]

@@ -1,5 +1,6 @@
 """A paged KV cache in torch tensors as a tier: any layout, and every byte where it belongs."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.abc import LOADED, STORED, Destination, Missed, Source, Tier
-from backends.device import DeviceTier, layout_of
+from backends.device import DeviceTier, _CudaTensors, layout_of
 from backends.memory import MemoryTier
 from backends.pages import new_pages, pages_of
 from backends.slots import PagesDestination
@@ -79,7 +80,8 @@ def block_of(layers, axes, number):
     for layer, axis in zip(layers, axes, strict=True):
         part = layer.select(axis, number)
         order = sorted(range(part.ndim), key=lambda at: (-part.stride(at), at))
-        result += bytes(part.permute(order).contiguous().view(-1).cpu().view(torch.uint8).tolist())
+        items = torch.cat([part.permute(order).reshape(-1)]).cpu()
+        result += bytes(items.view(torch.uint8).tolist())
     return result
 
 
@@ -125,7 +127,7 @@ def test_blocks_are_gathered_and_scattered_byte_for_byte(layout, device):
 @pytest.mark.parametrize("layout", ["layers side by side in each block", "a gap behind each head", "blocks last"])
 def test_what_lies_between_the_blocks_is_left_alone(layout):
     layers, axis = layers_of(layout)
-    whole = torch.frombuffer(layers[0].untyped_storage(), dtype=torch.uint8)
+    whole = torch.empty(0, dtype=torch.uint8).set_(layers[0].untyped_storage())
     tier = DeviceTier(layers[:1], block_axis=axis)
     whole.fill_(7)
     pages = new_pages(1, tier.block_bytes)
@@ -245,6 +247,14 @@ async def test_a_checksum_from_an_earlier_block_in_the_slot_is_forgotten():
         assert await tier.load(lease, PagesDestination(new_pages(1, tier.block_bytes))) == [Missed("damaged")]
 
 
+def test_an_engine_puts_and_gets_single_blocks(device):
+    tier, _, _ = tier_of("keys and values apart", device, pool=range(1, 3))
+    for key in (b"a", b"b", b"c"):
+        assert tier.put(key, payload_of(key, tier.block_bytes))
+    assert [tier.get(key) for key in (b"a", b"b")] == [None, payload_of(b"b", tier.block_bytes)]
+    assert tier.free == 0
+
+
 def test_the_fingerprint_says_what_the_bytes_mean():
     prints = {layout: tier_of(layout)[0].fingerprint for layout in LAYOUTS}
     same = {"blocks first", "every second block of another tensor", "a gap behind each head"}
@@ -304,3 +314,32 @@ def test_a_run_of_trio_is_not_needed_to_make_one():
     with pytest.raises(RuntimeError):
         trio.lowlevel.current_task()
     tier_of("one tensor")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_cuda_device_would_do_puts_the_same_bytes(layout, monkeypatch):
+    """Its code on host tensors, with streams that do nothing: the bytes are right, the asynchrony is not tried."""
+
+    class Stream:
+        def __init__(self, device):
+            self.device = device
+
+        def synchronize(self):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    tier, layers, axes = tier_of(layout)
+    layouts = [layout_of(layer.shape, layer.stride(), layer.element_size(), axes[0]) for layer in layers]
+    storage = _CudaTensors(layers, layouts, axes)
+    scribble(layers)
+    for ids in ([4, 0, 5], [3]):
+        expected = [block_of(layers, axes, number) for number in ids]
+        pages = new_pages(len(ids), tier.block_bytes)
+        storage.copy_out(ids, pages)
+        assert [bytes(page) for page in pages] == expected
+        to = [2, 1, 0][: len(ids)]
+        storage.copy_in(to, pages)
+        assert [block_of(layers, axes, number) for number in to] == expected
+    assert storage.pages([0]) is None
+    assert storage.block_bytes == tier.block_bytes

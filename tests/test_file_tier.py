@@ -404,6 +404,43 @@ async def test_a_block_that_cannot_be_written_fails_alone_and_leaves_nothing(dir
     assert await load(tier, KEYS) == [LOADED] * 4
 
 
+async def test_of_a_batch_each_block_has_its_own_outcome(directory, monkeypatch):
+    tier = open_tier(directory)
+    await store(tier, KEYS[1:2])
+    real, calls = os.writev, []
+
+    def failing(fd, parts):
+        calls.append(fd)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "as told")
+        return real(fd, parts)
+
+    monkeypatch.setattr(os, "writev", failing)
+    outcomes = await store(tier, KEYS)
+    monkeypatch.undo()
+    assert [type(outcome).__name__ for outcome in outcomes] == ["Stored", "Duplicate", "Failed", "Stored"]
+    assert tier.statistics().used_bytes == 3 * SIZE
+
+
+async def test_a_source_that_cannot_be_read_fails_all_and_leaves_no_file(directory):
+    tier = open_tier(directory)
+
+    class Broken(FakeTier):
+        def views(self, guards):
+            return None
+
+        def copy_out(self, guards, pages):
+            raise OSError(errno.EIO, "the source is broken")
+
+    source = Broken(8, SIZE)
+    reservation = await tier.reserve(KEYS, SIZE, "wait")
+    with pytest.raises(OSError, match="the source is broken"):
+        await reservation.transfer(source, [0, 1, 2, 3])
+    reservation.release()
+    assert files(directory) == []
+    assert tier.statistics().used_bytes == 0
+
+
 @pytest.fixture
 def small_disk(directory):
     """A file system of 64 KiB, where this process may mount one."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import fuzz
 import pytest
 
-SHORT, LONG = 400, 20_000
+SHORT, LONG = 1_000, 20_000
 
 MUST_FIRE = [
     *[f"cancel at {hook}" for hook in fuzz.HOOKS],
@@ -59,7 +59,9 @@ def test_a_seed_goes_the_same_way_in_another_process(seeds):
     found = set()
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(here)}
-        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
         found.add(done.stdout)
     assert len(found) == 1
 

@@ -12,10 +12,10 @@ import trio
 import trio.testing
 
 from backends._errors import BlockSizeError, CapacityError, DuplicateKeys, MissingKeys, PlaceClosed
-from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, Deletion, Destination, Missed, Source, Tier
+from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, Deletion, Destination, Missed, Rejected, Source, Tier
 from backends.memory import HostPages, MemoryTier
 from backends.pages import checksums, copy_and_sum, copy_pages, new_pages, pages_of
-from backends.slots import INLINE_BYTES, PagesDestination
+from backends.slots import PORTION_BYTES, PagesDestination
 from backends.testing import check_tier, payload_of
 from backends.threads import keep_threads
 
@@ -199,7 +199,7 @@ async def test_a_small_copy_is_made_in_place_and_a_large_one_in_a_thread(monkeyp
         return real(destination, source)
 
     monkeypatch.setattr("backends.slots.copy_and_sum", spy)
-    for size in (INLINE_BYTES, INLINE_BYTES + 8):
+    for size in (PORTION_BYTES, PORTION_BYTES + 8):
         source, tier = MemoryTier(size, size), MemoryTier(size, size)
         source.put(b"a", bytes(size))
         assert await transfer(source, tier, [b"a"]) == [STORED]
@@ -254,6 +254,41 @@ async def test_a_key_registered_while_its_copy_runs_is_a_duplicate(tier):
         source.gate.set()
     assert outcomes == [DUPLICATE]
     assert (tier.free, tier.get(b"new")) == (1, b"x" * SIZE)
+
+
+class Refuses:
+    """A policy that evicts nothing and takes nothing in that begins with a dash."""
+
+    def use(self, keys):
+        self.known = [*getattr(self, "known", []), *keys]
+
+    def make_room(self, incoming, n, held):
+        rejected = [key for key in incoming if key.startswith(b"-")][:n]
+        victims = [self.known.pop(0) for _ in range(n - len(rejected))]
+        return victims, rejected
+
+    def discard(self, keys):
+        self.known = [key for key in self.known if key not in keys]
+
+
+async def test_what_the_eviction_policy_rejects_is_not_copied_and_said_so(tier):
+    small = tier_of(2, eviction=Refuses())
+    for key in KEYS[:2]:
+        small.put(key, payload_of(key, SIZE))
+    for key in (b"-no", b"-nor", b"yes"):
+        tier.put(key, payload_of(key, SIZE))
+    guards = tier.upgrade([b"-no", b"yes"])
+    reservation = await small.reserve([b"-no", b"yes"], SIZE, "evict")
+    assert await reservation.transfer(tier, guards) == [Rejected("not admitted"), STORED]
+    reservation.release()
+    tier.release(guards)
+    assert small.get(b"yes") == payload_of(b"yes", SIZE)
+    assert len(small) == 2
+    with pytest.raises(CapacityError, match="not admitted"):
+        small.put(b"-nor", payload_of(b"-nor", SIZE))
+    with pytest.raises(CapacityError):
+        tier_of(0 + 1, eviction=Refuses()).stage(2)
+    assert small.statistics().reserved_blocks == 0
 
 
 async def test_a_reservation_is_used_once_and_with_a_guard_for_each_key(tier):
@@ -423,3 +458,14 @@ def test_no_pages_are_no_trouble():
 
 def test_evicted_is_no_slot():
     assert EVICTED == -1
+
+
+def test_places_are_imported_when_they_are_asked_for():
+    code = (
+        "import sys, backends\n"
+        "assert 'backends.file' not in sys.modules\n"
+        "assert backends.FileTier.__module__ == 'backends.file'\n"
+        "assert backends.DeviceTier and backends.MemoryTier and 'torch' not in sys.modules\n"
+        "assert not hasattr(backends, 'NoSuchTier')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

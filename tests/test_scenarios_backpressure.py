@@ -106,9 +106,7 @@ async def test_s50_weak_stores_are_dropped_and_counted_where_that_was_chosen(aut
         assert awaited.status is Status.COMPLETE
         with pytest.raises(PipelineFull):
             world.store("d", 1, kind="strong")
-        many = world.pipeline.enqueue_many(
-            [world.blocks("e", 2), world.blocks("f", 2)], precondition=NO_WAIT
-        )
+        many = world.pipeline.enqueue_many([world.blocks("e", 2), world.blocks("f", 2)], precondition=NO_WAIT)
         assert [handle.status for handle in many] == [Status.COMPLETE] * 2
         for handle in many:
             world.ledger.took(world.pipeline, handle)
@@ -154,6 +152,7 @@ async def test_s51_who_waits_is_served_in_order(autojump_clock):
 
 async def test_s51_a_large_container_is_not_starved_by_small_ones(autojump_clock):
     async with open_world(budget_blocks=8, latency=TICK, flush_interval=TICK) as world:
+
         async def trickle(label):
             for i in range(50):
                 await world.enqueue(f"{label}{i}-", 1)

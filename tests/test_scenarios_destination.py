@@ -189,7 +189,9 @@ async def test_s34_a_wrong_number_of_outcomes(autojump_clock, extra):
         assert (await world.stored("b", 8)).status is Status.COMPLETE
 
 
-@pytest.mark.parametrize("error", [RuntimeError("bug"), ExceptionGroup("two", [OSError(), ValueError()]), MemoryError()])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("bug"), ExceptionGroup("two", [OSError(), ValueError()]), MemoryError()]
+)
 async def test_s35_an_unexpected_exception_fails_the_batch_and_the_pipeline_goes_on(autojump_clock, error):
     async with open_world() as world:
         world.faults.error = error

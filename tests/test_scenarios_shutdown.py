@@ -42,9 +42,7 @@ async def items_in_every_stage(world, precondition):
 @pytest.mark.parametrize("how", ["leave", "aclose"])
 async def test_s46_shutdown_with_items_in_every_stage(autojump_clock, how, make):
     slow = Slow(lambda keys: 1_000.0 if keys[0].startswith(b"slow") else 0.0)
-    async with open_world(
-        policies=[slow], policy_timeout=2_000.0, latency=50 * TICK, drain_timeout=1.0
-    ) as world:
+    async with open_world(policies=[slow], policy_timeout=2_000.0, latency=50 * TICK, drain_timeout=1.0) as world:
         handles = await items_in_every_stage(world, make())
         start = trio.current_time()
         if how == "aclose":
@@ -365,7 +363,7 @@ async def test_s53_two_shutdowns_at_once_keep_to_the_first_deadline(autojump_clo
 
 async def test_a_deadline_left_by_the_last_copy_does_not_touch_the_next_batch(autojump_clock):
     """The next batch is handed over in the tick in which the time of a copy that has long ended is over."""
-    async with open_world(transfer_timeout=1.0, latency=TICK, min_batch_size=8) as world:
+    async with open_world(transfer_timeout=1.0, latency=TICK, flush_interval=1.0) as world:
         await world.stored("a", 8)
         ended = trio.current_time() - TICK  # when that copy began
         await trio.sleep(0.5)

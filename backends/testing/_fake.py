@@ -91,7 +91,7 @@ class FakeTier(SlotTier):
         self.latency = latency
         self.bytes_per_second = bytes_per_second
         self.synchronous = synchronous
-        self.faults = Faults()
+        self.faults: Faults = Faults()
         self.batches: list[tuple[Key, ...]] = []
         self.copied: list[Key] = []
         self.copying = 0
@@ -203,7 +203,7 @@ class _NullReservation:
 
     def __init__(self, present: set[Key], keys: Sequence[Key]) -> None:
         self._present = present
-        self.granted = keys
+        self.granted: Sequence[Key] = keys
 
     def keep(self, keys: Sequence[Key]) -> None:
         self.granted = keys

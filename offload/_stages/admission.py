@@ -101,6 +101,7 @@ class Admission:
                 container = self.queue.pop()
                 waiter = Waiter(self.config.policy_timeout, settle=None)
                 container.holder = waiter
+                self.waiting += 1
                 nursery.start_soon(self._evaluate, policy, container, waiter, turns)
 
     async def _evaluate(
@@ -108,7 +109,6 @@ class Admission:
     ) -> None:
         answer: Reasons | Leased = _NOTHING
         error: BaseException | None = None
-        self.waiting += 1
         try:
             if self.hooks.admission:
                 self.hooks.fire("admission", container)

@@ -60,15 +60,15 @@ class Awaiting:
             self._fail(container, error)
             return False
         if not holds:
-            waiter = Waiter(self.config.precondition_timeout, settle=self.settlement.settle if passive else None)
+            waiter = Waiter(self.config.precondition_timeout, settle=self._withdrawn if passive else None)
             container.holder = waiter
+            self.waiting += 1
             self._nursery.start_soon(self._wait, precondition, container, waiter)
         return holds
 
     async def _wait(self, precondition: Precondition, container: OffloadContainer, waiter: Waiter) -> None:
         held = False
         error: BaseException | None = None
-        self.waiting += 1
         try:
             if container.walks_on:
                 with waiter.scope:
@@ -81,8 +81,8 @@ class Awaiting:
             raise
         finally:
             # In a finally clause, since code behind the scope is skipped when an outer one is cancelled in the same tick.
-            self.waiting -= 1
             if not container.status.terminal:
+                self.waiting -= 1
                 container.holder = None
                 if not container.walks_on:
                     self.settlement.settle(container)
@@ -92,6 +92,10 @@ class Awaiting:
                     self._fail(
                         container, error or trio.TooSlowError(f"not within {self.config.precondition_timeout} s")
                     )
+
+    def _withdrawn(self, container: OffloadContainer) -> None:
+        self.waiting -= 1
+        self.settlement.settle(container)
 
     def _fail(self, container: OffloadContainer, error: BaseException) -> None:
         failure = PreconditionFailed(f"the precondition did not hold: {error!r}")

@@ -9,6 +9,7 @@ lose the batch.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -28,7 +29,8 @@ class _Sleeper:
     """A slot with nothing to do."""
 
     task: trio.lowlevel.Task
-    alarm: trio.CancelScope
+    alarm: trio.CancelScope | None
+    """Wakes it when the oldest container has waited long enough; none where none was ready when it lay down."""
 
 
 @attrs.define(eq=False)
@@ -84,38 +86,44 @@ class Batching:
 
     async def next_batch(self, owner: Holder) -> OffloadBatch:
         """Wait until a batch is due and take it. Cancelled while waiting, it has taken nothing."""
-        await trio.lowlevel.checkpoint()
-        while not self._due(trio.current_time()):
+        if self._due():
+            await trio.lowlevel.checkpoint()
+        while not self._due():
             await self._sleep()
         return self._take(owner)
 
     def next_batch_nowait(self, owner: Holder) -> OffloadBatch | None:
         """Take a batch if one is due."""
-        return self._take(owner) if self._due(trio.current_time()) else None
+        return self._take(owner) if self._due() else None
 
     # -- the one place that decides ----------------------------------------------------------------------------------
 
     def _leaves_at(self) -> float:
         return self.accumulator.leaves_at(next(iter(self.ready.parked)).ready_at)
 
-    def _due(self, now: float) -> bool:
-        return bool(self.ready.parked) and self._leaves_at() <= now
+    def _due(self) -> bool:
+        if not self.ready.parked:
+            return False
+        leaves_at = self._leaves_at()
+        return leaves_at == -math.inf or leaves_at <= trio.current_time()
 
     def _knock(self, now: float) -> None:
         if self._sleepers and self.ready.parked:
-            leaves_at = self._leaves_at()
-            if leaves_at <= now:
+            leaves_at, first = self._leaves_at(), self._sleepers[0]
+            if leaves_at <= now or first.alarm is None:
+                # Also where it lay down without an alarm: it sets itself one. Scopes cost too much to sleep in for nothing.
                 trio.lowlevel.reschedule(self._sleepers.popleft().task)
             else:
-                self._sleepers[0].alarm.deadline = leaves_at
+                first.alarm.deadline = leaves_at
 
     async def _sleep(self) -> None:
-        alarm = trio.CancelScope()
+        # Whoever lies down while something is ready keeps watch for all, before those who lie without an alarm.
+        alarm = trio.CancelScope(deadline=self._leaves_at()) if self.ready.parked else None
         sleeper = _Sleeper(trio.lowlevel.current_task(), alarm)
-        self._sleepers.append(sleeper)
-        if self.ready.parked:
-            # Not always ours: who was woken for nothing (what was due was cancelled) lies down behind others.
-            self._sleepers[0].alarm.deadline = self._leaves_at()
+        if alarm is None:
+            self._sleepers.append(sleeper)
+        else:
+            self._sleepers.appendleft(sleeper)
 
         def abort(_: object) -> trio.lowlevel.Abort:
             self._sleepers.remove(sleeper)
@@ -123,8 +131,11 @@ class Batching:
             self._knock(trio.current_time())
             return trio.lowlevel.Abort.SUCCEEDED
 
-        with alarm:
+        if alarm is None:
             await trio.lowlevel.wait_task_rescheduled(abort)
+        else:
+            with alarm:
+                await trio.lowlevel.wait_task_rescheduled(abort)
 
     # -- taking ------------------------------------------------------------------------------------------------------
 
@@ -132,7 +143,7 @@ class Batching:
         ready, accumulator = self.ready, self.accumulator
         batch: list[OffloadContainer] = []
         size = 0
-        while ready.parked:
+        while ready.parked and not accumulator.full(size):
             container = ready.pop()
             blocks = len(container.keys)
             if not accumulator.fits(size, blocks):
@@ -142,7 +153,7 @@ class Batching:
             container.holder = owner
             batch.append(container)
         accumulator.blocks -= size
-        if self._sleepers:
+        if self._sleepers and ready.parked:
             self._knock(trio.current_time())
         return OffloadBatch(batch)
 

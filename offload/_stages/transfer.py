@@ -138,6 +138,8 @@ class Slot:
             reservation = await self._reserve(batch)
             if reservation is not None:
                 flat = self._commit(batch, reservation)
+            elif batch.containers:
+                raise TypeError(f"{stage.destination!r} answered no reservation")
         except Exception as error:  # the destination has broken a promise, and the batch has not been claimed
             if reservation is not None:
                 reservation.release()
@@ -159,17 +161,14 @@ class Slot:
                 stage.settlement.settle_all(swept)
             if not batch.containers:
                 return None
-            if trio.current_time() >= stage.cutoff:
+            if stage.cutoff < math.inf and trio.current_time() >= stage.cutoff:
                 self._end(batch, PipelineClosed("the time to drain was over before its copy started"))
                 return None
             try:
                 if deadline is None:
-                    reservation = stage.destination.reserve_nowait(
+                    return stage.destination.reserve_nowait(
                         batch.keys, stage.source.block_bytes, stage.config.on_destination_full
                     )
-                    if reservation is None:
-                        raise TypeError(f"reserve_nowait of {stage.destination!r} answered None")
-                    return reservation
                 reservation = await self._wait_for_room(batch, deadline)
                 if reservation is not None:
                     return reservation
@@ -187,7 +186,7 @@ class Slot:
                     self._end(batch, error)
                 for container in reversed(others):
                     stage.put_back(container)
-                batch.containers = [first] if others else []
+                batch.keep([first] if others else [])
             except Exception as error:
                 self._end(batch, error)
 
@@ -213,7 +212,8 @@ class Slot:
         self._end_all(batch, error)
 
     def _end_all(self, batch: OffloadBatch, error: BaseException) -> None:
-        containers, batch.containers = batch.containers, []
+        containers = batch.containers
+        batch.keep([])
         for container in containers:
             # One after the other: an observer of the first may cancel the next, which is CANCELLED then, not FAILED.
             container.abandon(error)
@@ -224,7 +224,7 @@ class Slot:
     def _commit(self, batch: OffloadBatch, reservation: Reservation) -> FlatBlocks | None:
         stage, hooks = self.stage, self.stage.hooks
         granted = reservation.granted
-        short = len(granted) < sum([len(container.keys) for container in batch.containers])
+        short = len(granted) < len(batch.keys)
         if short and stage.config.on_destination_full == "fail":
             _fail_where_short(batch, granted)
         if hooks.pre_claim:
@@ -254,7 +254,7 @@ class Slot:
         if flat.dropped:
             # The mark of an evicted block goes now: whoever has the block again may store it.
             stage.settlement.marks.release(flat.dropped)
-        batch.containers = flat.containers
+        batch.keep(flat.containers)
         if not flat.keys:
             reservation.release()
         if dropped:

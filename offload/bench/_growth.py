@@ -1,7 +1,7 @@
 """Goal 6: what a container costs among many, and what a key costs where many are stored.
 
-Larger sets of Python objects cost more per object in any code (caches, the collector), so the growth of ours stands beside
-that of the straight-line code.
+Processor time, as in :mod:`._burst`. Larger sets of Python objects cost more per object in any code (caches, the
+collector), so the growth of ours stands beside that of the straight-line code.
 """
 
 from __future__ import annotations

