@@ -44,6 +44,10 @@ from .._quarantine import Quarantine
 from .._settling import Settlement
 
 _TRANSFERRING = Status.TRANSFERRING
+_IN_A_ROW = 4
+"""Batches that a slot carries in one tick, where nothing makes it wait."""
+_GIVE_WAY = 3
+"""Ticks that a slot stands back for those who wait for a confirmation; bounded, so that cancelling holds up nothing."""
 
 
 @attrs.define(eq=False)
@@ -112,21 +116,31 @@ class Slot:
     async def run(self) -> None:
         """Carry batches for ever."""
         batch: OffloadBatch | None = None
-        second = False
+        in_a_row = 0
         while True:
             # Left by a copy that took too long; or, harmlessly, by a slot that was idle when the last deadline came.
             with trio.CancelScope() as self._bound:
                 while True:
                     if batch is None:
+                        await self._give_way()
                         batch = await self.stage.next_batch(self)
                     if self._bound.cancel_called:
                         break  # the last deadline came in the tick in which we were woken: it is not this batch's
                     carried, batch = batch, None
                     await self._carry(carried)
-                    # Where copies do not wait, a second one in the same tick halves the price of being scheduled.
-                    second = not second and not self.stage.settlement.hurried
-                    if second:
+                    # Where copies do not wait, a few in the same tick share the price of being scheduled.
+                    in_a_row += 1
+                    if in_a_row < _IN_A_ROW and not self.stage.settlement.hurried:
                         batch = self.stage.next_batch_nowait(self)
+                    else:
+                        in_a_row = 0
+
+    async def _give_way(self) -> None:
+        """Somebody waits for a cancellation to be confirmed: let the scheduler come round to him before the next batch."""
+        for _ in range(_GIVE_WAY):
+            if not self.stage.settlement.hurried:
+                return
+            await trio.lowlevel.checkpoint()
 
     async def _carry(self, batch: OffloadBatch) -> None:
         """One batch, from its reservation to its end. However this is left, its containers have settled."""
