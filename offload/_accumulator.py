@@ -46,10 +46,6 @@ class Accumulator:
             return -math.inf
         return oldest + config.flush_interval
 
-    def full(self, batch_blocks: int) -> bool:
-        """Whether nothing more may join a batch that has so many."""
-        return batch_blocks >= self.config.max_batch_size
-
     def fits(self, batch_blocks: int, blocks: int) -> bool:
         """Whether a container of so many blocks may join a batch that has so many."""
         return not batch_blocks or batch_blocks + blocks <= self.config.max_batch_size

@@ -32,8 +32,8 @@ class Budget:
         return len(self._waiting)
 
     def take_nowait(self, blocks: int) -> bool:
-        """Take room if there is some and nobody waits for it."""
-        if self._waiting or self.used + blocks > self.total:
+        """Take room if there is some and nobody waits for it (who needs none need not wait)."""
+        if (self._waiting and blocks) or self.used + blocks > self.total:
             return False
         self.used += blocks
         return True

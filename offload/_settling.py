@@ -77,15 +77,21 @@ class Settlement:
         else:
             status = self._judge(container, size)
         container.holder = None
-        container.move(status)
+        if container.watch is None and status in container.status.next:
+            container.status = status
+        else:
+            container.move(status)
         del self.live[container]
         self.budget.give_back(size)
         if self.hooks.settled:
             self.hooks.fire("settled", container)
         if container.confirmed is not None:
             container.confirmed.set()
-        if self._drains:
-            self._tell_drains(container)
+        for drain in self._drains:
+            if container.number <= drain.last:
+                drain.remaining -= 1
+                if not drain.remaining:
+                    drain.over.set()
 
     def release(self, container: OffloadContainer) -> None:
         """Give back what it holds, before the end (a chain has more to do) or at it. Idempotent."""
@@ -144,10 +150,3 @@ class Settlement:
             await drain.over.wait()
         finally:
             self._drains.remove(drain)
-
-    def _tell_drains(self, container: OffloadContainer) -> None:
-        for drain in self._drains:
-            if container.number <= drain.last:
-                drain.remaining -= 1
-                if not drain.remaining:
-                    drain.over.set()

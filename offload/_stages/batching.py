@@ -143,10 +143,11 @@ class Batching:
         ready, accumulator = self.ready, self.accumulator
         batch: list[OffloadContainer] = []
         size = 0
-        while ready.parked and not accumulator.full(size):
+        parked, full = ready.parked, accumulator.config.max_batch_size
+        while parked and size < full:
             container = ready.pop()
             blocks = len(container.keys)
-            if not accumulator.fits(size, blocks):
+            if size + blocks > full and not accumulator.fits(size, blocks):
                 ready.put_back(container)
                 break
             size += blocks

@@ -282,7 +282,10 @@ class Slot:
     async def _copy(self, batch: OffloadBatch, flat: FlatBlocks, reservation: Reservation) -> None:
         stage, hooks = self.stage, self.stage.hooks
         for container in flat.containers:
-            container.move(_TRANSFERRING)
+            if container.watch is None:
+                container.status = _TRANSFERRING  # what move() does, for the common case: it was QUEUED
+            else:
+                container.move(_TRANSFERRING)
         stage.batches += 1
         self.copying = flat
         if hooks.xfer_start:
