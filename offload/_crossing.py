@@ -65,8 +65,7 @@ class EngineForked(PipelineClosed):
     """The engine belongs to the process that this one was forked from. The caller opens one here."""
 
 
-# What a tick of the trio thread takes out of the box: as many as admission lets through, for the same reason (a cancel, or a
-# copy that ends, waits for no burst).
+# What a tick of the trio thread takes out of the box: a cancel, or a copy that ends, waits for no burst.
 _PER_TICK = 16
 
 _ONE = (1).to_bytes(8, sys.byteorder)
