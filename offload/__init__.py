@@ -7,7 +7,7 @@ from ._keys import block_key as block_key
 from ._keys import prefix_keys as prefix_keys
 from ._pipeline import open_pipeline as open_pipeline
 from ._pipeline import Pipeline as Pipeline
-from ._pipeline import PipelineStatistics as PipelineStatistics
+from ._statistics import PipelineStatistics as PipelineStatistics
 from ._config import PipelineConfig as PipelineConfig
 from ._config import BatchConfig as BatchConfig
 from ._config import config_from_toml as config_from_toml

@@ -43,7 +43,8 @@ from backends.pages import Pages
 from ._config import PipelineConfig
 from ._errors import OffloadError
 from ._handle import TransferHandle
-from ._pipeline import Pipeline, PipelineStatistics, open_pipeline
+from ._pipeline import Pipeline, open_pipeline
+from ._statistics import PipelineStatistics
 from .abc import AsyncPolicy, Instrument, Policy, PreconditionLike
 from .policies import PresenceFilter
 
