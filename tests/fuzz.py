@@ -94,6 +94,8 @@ class Store:
     cancel_at: float | None
     cancel_hook: tuple[str, int, bool] | None
     """At the n-th call of this hook; whom it is about, or, if not, this one."""
+    twin: bool
+    """It goes through the second pipeline into the same tier, if there is one."""
     abandons: float | None
     """Its waiter gives up so long after it began to wait."""
 
@@ -115,6 +117,7 @@ class Plan:
     drain_at: float | None
     ending: tuple[str, float] | None
     route: dict[str, Any] | None
+    twin: dict[str, Any] | None
 
 
 def plan_of(seed: int) -> Plan:
@@ -184,6 +187,7 @@ def plan_of(seed: int) -> Plan:
                 opens=dice.ticks(30, *where, "opens"),
                 cancel_at=dice.ticks(40, *where, "cancel") if dice.chance(0.25, *where, "cancelled") else None,
                 cancel_hook=hook,
+                twin=dice.chance(0.4, *where, "twin"),
                 abandons=dice.ticks(10, *where, "abandons") if dice.chance(0.3, *where, "abandoned") else None,
             )
         )
@@ -233,6 +237,14 @@ def plan_of(seed: int) -> Plan:
             "failing": [key for key in shared if dice.chance(0.1, "route failing", key)],
         }
         if dice.chance(0.15, "route")
+        else None,
+        twin={
+            "destination_timeout": dice.pick([4, 100], "twin timeout") * TICK,
+            "flush_interval": dice.pick([0.0, 4 * TICK], "twin flush"),
+            "max_concurrent_transfers": 1 + dice.below(2, "twin slots"),
+            "on_destination_full": dice.pick(["wait", "evict", "partial", "fail"], "twin full"),
+        }
+        if dice.chance(0.2, "twin")
         else None,
     )
 
@@ -289,12 +301,13 @@ class Run:
         self.ledger = Ledger()
         self.fired: Counter[str] = Counter()
         self.handles: dict[str, TransferHandle] = {}
-        self.numbers: dict[int, str] = {}
+        self.numbers: dict[tuple[Pipeline, int], str] = {}
         self.cancelled: set[str] = set()
         self.in_time: set[str] = set()
         self.locked = 0
         self.pipeline: Pipeline = None  # type: ignore[assignment]
         self.route: Pipeline | None = None
+        self.twin: Pipeline | None = None
         self.host = trio.CancelScope()
         self.started = 0.0
         self.shut = False
@@ -386,6 +399,12 @@ class Run:
                         )
                         self.ledger.watch(self.route)
                         chain = [self.route]
+                    if plan.twin is not None:
+                        self.twin = await stack.enter_async_context(
+                            open_pipeline(self.source, self.destination, config=config_of(**plan.twin), name="twin")
+                        )
+                        self.ledger.watch(self.twin)
+                        self.twin.add_instrument(self.hooks(self.twin))
                     async with open_pipeline(
                         self.source,
                         self.destination,
@@ -395,14 +414,14 @@ class Run:
                         name="main",
                     ) as self.pipeline:
                         self.ledger.watch(self.pipeline)
-                        self.pipeline.add_instrument(self.hooks())
+                        self.pipeline.add_instrument(self.hooks(self.pipeline))
                         await self.body()
                     self.shut = True
             except Broken:
                 pass
         self.shut = True
 
-    def hooks(self) -> Any:
+    def hooks(self, pipeline: Pipeline) -> Any:
         """Cancels at hook points: the third ``pre_claim`` cancels ``s7``."""
         wanted: dict[tuple[str, int], list[Store]] = {}
         for store in self.plan.stores:
@@ -416,7 +435,7 @@ class Run:
                 for store in wanted.get((hook, visits[hook]), ()):
                     label: str | None = store.label
                     if store.cancel_hook and store.cancel_hook[2] and (numbers := numbers_of(subject)):
-                        label = self.numbers.get(self.dice.pick(numbers, store.label, "of the subject"))
+                        label = self.numbers.get((pipeline, self.dice.pick(numbers, store.label, "of the subject")))
                     if label is not None:
                         self.cancel(label, f"cancel at {hook}")
 
@@ -469,13 +488,14 @@ class Run:
             self.ledger.strong.append(blocks)
         else:
             blocks = self.source.weak(store.keys)
+        pipeline = self.twin if self.twin is not None and store.twin else self.pipeline
         try:
             if store.how == "wait":
-                handle = await self.pipeline.enqueue(blocks, precondition=precondition)
+                handle = await pipeline.enqueue(blocks, precondition=precondition)
             elif store.how == "many":
-                (handle,) = self.pipeline.enqueue_many([blocks], precondition=precondition)
+                (handle,) = pipeline.enqueue_many([blocks], precondition=precondition)
             else:
-                handle = self.pipeline.enqueue_nowait(blocks, precondition=precondition)
+                handle = pipeline.enqueue_nowait(blocks, precondition=precondition)
         except PipelineFull:
             self.fired["pipeline full"] += 1
             return
@@ -484,10 +504,10 @@ class Run:
             if not self.shut:
                 self.ledger.wrong(f"I9: {store.label} was refused by a pipeline that nobody closed")
             return
-        if self.pipeline._closed:
+        if pipeline._closed:
             self.ledger.wrong(f"S48: {store.label} got a handle from a closed pipeline")
-        self.handles[store.label] = self.ledger.took(self.pipeline, handle)
-        self.numbers[handle.id] = store.label
+        self.handles[store.label] = self.ledger.took(pipeline, handle)
+        self.numbers[pipeline, handle.id] = store.label
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.waiter, store, handle)
             if store.cancel_at is not None:
@@ -629,7 +649,11 @@ class Run:
 
     async def drain(self, when: float) -> None:
         await self.at(when)
-        inside = [label for label, handle in self.handles.items() if not handle.status.terminal]
+        inside = [
+            label
+            for label, handle in self.handles.items()
+            if not handle.status.terminal and self.numbers.get((self.pipeline, handle.id)) == label
+        ]
         self.fired["drain"] += bool(inside)
         await self.pipeline.drain()
         for label in inside:

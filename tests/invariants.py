@@ -218,6 +218,7 @@ class Ledger:
             self._ends(pipeline.destination, seen)
         elif hook == "settled":
             self._settles(seen[0])
+            self._count(pipeline)
 
     def _look(self, seen: Seen, hook: str) -> None:
         old, new = seen.status, seen.container.status
@@ -295,6 +296,20 @@ class Ledger:
         staged = destination.pool.statistics().staged
         if staged and staged > (most := self._may_be_staged(destination)):
             self.wrong(f"I3: {seen} settled, and {staged} places are reserved where {most} can have an owner")
+
+    def _count(self, pipeline: Pipeline) -> None:
+        statistics = pipeline.statistics()
+        if not 0 <= statistics.used_blocks <= statistics.budget_blocks:
+            self.wrong(f"I1: {pipeline!r} counts {statistics.used_blocks} of {statistics.budget_blocks} blocks")
+        rooms = (
+            statistics.in_admission,
+            statistics.in_awaiting,
+            statistics.in_batching,
+            statistics.in_transfer,
+            statistics.in_chain,
+        )
+        if min(rooms) < 0 or sum(rooms) > statistics.inside:
+            self.wrong(f"I1: {pipeline!r} has {rooms} containers in its rooms, {statistics.inside} inside")
 
     def _quarantined(self, side: str, tier: FakeTier) -> set[Key]:
         return {

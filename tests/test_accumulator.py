@@ -176,6 +176,18 @@ async def test_every_container_leaves_when_it_is_due_while_slots_are_idle(autoju
         assert all(waited[i] == 0.0 for i in waited if 1 + i % 4 >= 4)
 
 
+async def test_what_was_cancelled_no_longer_counts(autojump_clock):
+    async with open_world(min_batch_size=8, flush_interval=10 * TICK) as world:
+        handles = [world.store(label, n) for label, n in (("a", 4), ("b", 3))]
+        await trio.testing.wait_all_tasks_blocked()
+        await handles[0].cancel()
+        world.store("c", 4)
+        await trio.sleep(5 * TICK)
+        assert world.destination.batches == []  # 3 + 4 blocks wait for company, 11 would not
+        await handles[1].wait()
+        assert trio.current_time() == 10 * TICK
+
+
 async def test_a_slot_that_gives_up_its_place_hands_its_alarm_on(autojump_clock):
     async with open_world(max_concurrent_transfers=2, flush_interval=10 * TICK, latency=3 * TICK) as world:
         start = trio.current_time()

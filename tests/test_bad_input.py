@@ -141,6 +141,25 @@ async def test_strong_blocks_that_were_given_away_before(autojump_clock):
         await assert_alive(world)
 
 
+async def test_strong_blocks_that_are_given_twice_at_once(autojump_clock):
+    async with open_world(latency=10 * TICK) as world:
+        blocks = world.blocks("a", 2, kind="strong")
+        first = world.ledger.took(world.pipeline, world.pipeline.enqueue_nowait(blocks, precondition=NO_WAIT))
+        with pytest.raises(ValueError, match="released"):
+            world.ledger.took(world.pipeline, world.pipeline.enqueue_nowait(blocks, precondition=NO_WAIT))
+        assert world.source.statistics().held_blocks == 2
+        assert (await first.wait()).status is Status.COMPLETE
+
+
+async def test_strong_blocks_that_are_given_twice_in_one_burst(autojump_clock):
+    async with open_world() as world:
+        blocks = world.blocks("a", 2, kind="strong")
+        with pytest.raises(ValueError, match="twice"):
+            world.pipeline.enqueue_many([blocks, world.blocks("b"), blocks], precondition=NO_WAIT)
+        assert world.pipeline.statistics().enqueued == 0
+        await assert_alive(world)
+
+
 async def test_external_blocks_that_do_not_exist(autojump_clock):
     async with open_world() as world:
         for ids in ([-1], [10_000]):

@@ -17,7 +17,7 @@ from actors import Lock, Slow, Unwinding
 from invariants import TICK, World, config_of, open_world
 
 from backends.testing import FakeTier
-from offload import DrainUnproven, PipelineClosed, Status, all_of, any_of, open_pipeline
+from offload import DrainUnproven, Pipeline, PipelineClosed, Status, all_of, any_of, open_pipeline
 
 MOST_STEPS = 2_000
 
@@ -30,6 +30,7 @@ class Case:
         self.host = trio.CancelScope()
         self.scope = trio.CancelScope()
         self.closing = trio.Event()
+        self.victim: Pipeline | None = None
         self.cancelled = self.closed = False
 
     async def attempt(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -65,7 +66,7 @@ class Case:
     async def close_when_told(self) -> None:
         await self.closing.wait()
         if self.closed:
-            await self.world.pipeline.aclose()
+            await (self.victim or self.world.pipeline).aclose()
 
 
 class AtStep(trio.abc.Instrument):
@@ -236,6 +237,24 @@ async def following_a_chain(case: Case) -> None:
         world.ledger.judge()
 
 
+async def losing_a_route(case: Case) -> None:
+    """The same, but it is the route that is closed."""
+    world = case.world
+    below = FakeTier(64, 16, latency=2 * TICK)
+    try:
+        async with open_pipeline(
+            world.destination, below, config=config_of(flush_interval=TICK, budget_blocks=4), name="route"
+        ) as case.victim:
+            world.ledger.watch(case.victim)
+            async with open_world(world=world, chain=[case.victim], latency=TICK, min_batch_size=4, max_batch_size=4):
+                handles = [world.store(label, 2) for label in "abcd"]
+                for handle in handles:
+                    await handle.wait()
+                assert trio.current_time() < 1.0
+    finally:
+        world.ledger.judge()
+
+
 CASES = [
     waiting_for_room,
     cancelling,
@@ -248,6 +267,7 @@ CASES = [
     waiting_for_the_destination,
     transferring,
     following_a_chain,
+    losing_a_route,
 ]
 
 

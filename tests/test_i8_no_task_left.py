@@ -69,7 +69,10 @@ async def test_a_chain_leaves_none_either(autojump_clock):
     before = tree()
     world = World()
     below = FakeTier(64, 16, latency=TICK)
-    async with open_pipeline(world.destination, below, config=config_of()) as route, open_world(world=world, chain=[route]):
+    async with (
+        open_pipeline(world.destination, below, config=config_of()) as route,
+        open_world(world=world, chain=[route]),
+    ):
         world.store("a", 8)
         await trio.sleep(TICK / 2)
     assert tree() == before

@@ -31,12 +31,11 @@ def claim_ignores_cancelled(patch):
 
 
 def confirmed_before_released(patch):
-    def settle_all(self, containers):
-        for container in containers:
-            self.settle_unproven(container)
-            self.release(container)
+    def settle(self, container):
+        self.settle_unproven(container)
+        self.release(container)
 
-    patch.setattr(Settlement, "settle_all", settle_all)
+    patch.setattr(Settlement, "settle", settle)
     return "I3"
 
 

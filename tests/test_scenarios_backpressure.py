@@ -130,6 +130,17 @@ async def test_s50_enqueue_many_is_all_or_nothing(autojump_clock):
             assert (await handle.wait()).status is Status.COMPLETE
 
 
+async def test_s03_an_empty_container_needs_no_room(autojump_clock):
+    async with open_world(budget_blocks=8) as world:
+        world.store("a", 8, precondition=trio.Event())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(world.enqueue, "b", 4)
+            await wait_all_tasks_blocked()
+            assert world.store("c", 0).status is Status.COMPLETE
+            assert (await world.enqueue("d", 0)).status is Status.COMPLETE
+            world.handles["a"].request_cancel()
+
+
 async def test_s51_who_waits_is_served_in_order(autojump_clock):
     async with open_world(budget_blocks=8, latency=TICK) as world:
         order = []

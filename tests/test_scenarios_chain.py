@@ -260,6 +260,47 @@ async def test_a_route_is_closed_in_the_tick_in_which_the_chain_enters_it(autoju
             await trio.sleep(1.0 - trio.current_time() % 1.0)
 
 
+async def test_a_route_that_is_closed_twice_keeps_to_the_first_deadline(autojump_clock):
+    """What is committed is let through its policies even then; its copy ends with the first of two shutdowns."""
+    slow = Slow(4.0)
+    async with open_chain(left={"drain_timeout": 5.0, "policy_timeout": 60.0}, left_policies=[slow]) as world:
+        world.left.faults.hang = True
+        handle = world.store("a", 8)
+        await trio.sleep(TICK)
+        start = trio.current_time()
+        ended = []
+
+        async def close_after(seconds):
+            await trio.sleep(seconds)
+            await world.routes["left"].aclose()
+            ended.append(trio.current_time() - start)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(close_after, 0.0)
+            nursery.start_soon(close_after, 3.0)
+        assert ended == [5.0, 5.0]
+        assert isinstance((await handle.wait()).error, DrainUnproven)
+
+
+async def test_what_is_parked_in_a_route_when_its_time_to_drain_is_over_ends_then(autojump_clock):
+    left = {"drain_timeout": 1.0, "policy_timeout": 60.0, "max_waiting_policies": 1}
+    async with open_chain(left=left, left_policies=[Slow(4.0)]) as world:
+        handles = [world.store(label, 8) for label in "ab"]
+        await trio.sleep(TICK)
+        start = trio.current_time()
+        await world.routes["left"].aclose()
+        ends = {
+            numbers[0]: time - start
+            for time, pipeline, hook, numbers in world.ledger.log
+            if hook == "settled" and pipeline is world.routes["left"]
+        }
+        assert sorted(ends.values()) == [1.0, pytest.approx(4.0, abs=TICK)]  # the other one's policy is let finish
+        for handle in handles:
+            result = await handle.wait()
+            assert len(result.routes["left"].failed) == 8
+            assert isinstance(result.error, PipelineClosed)
+
+
 async def test_a_copy_that_outlives_the_chain_settles_all_the_same(autojump_clock):
     """An executor that does not leave when it is told to: its copy ends after the chain was cut off."""
     async with open_chain(main={"drain_timeout": 5 * TICK}) as world:

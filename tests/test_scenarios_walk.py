@@ -250,6 +250,17 @@ async def test_s40_a_key_whose_container_was_cancelled_may_come_again(autojump_c
         assert list(second.completed) == keys_of("a", 2)
 
 
+@pytest.mark.parametrize("hook", ["admission", "batching", "xfer_end", "settled"])
+async def test_an_observer_enqueues_more(autojump_clock, hook):
+    async with open_world(min_batch_size=1) as world:
+        for nth in range(1, 5):
+            world.at(hook, lambda subject, nth=nth: world.store(f"more{nth}-", 2, kind="strong"), nth=nth)
+        world.store("a", 2)
+        await trio.sleep(1.0)
+        assert len(world.handles) == 5
+        assert {handle.status for handle in world.handles.values()} == {Status.COMPLETE}
+
+
 async def test_s56_progress_only_grows_and_ends_at_the_result(autojump_clock):
     world = World(latency=4 * TICK)
     world.destination.fill([b"a3"])
