@@ -7,10 +7,12 @@ gets a task and a deadline; so many of them may wait at once, and what waits beh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import attrs
 import trio
+
+from backends.abc import Key
 
 from .._channel import CancellableChannel
 from .._config import PipelineConfig
@@ -48,11 +50,13 @@ class Admission:
     """Policies that raised."""
     timeouts: int = 0
     """Containers whose policies overran ``policy_timeout``."""
+    _mark: Callable[[Sequence[Key]], Collection[Key]] = attrs.field(init=False)
     _policy: Policy | None = attrs.field(init=False, default=None)
     _async_policy: AsyncPolicy | None = attrs.field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
         self.queue = CancellableChannel(self.settlement.settle)
+        self._mark = self.settlement.marks.mark
         policies = [as_policy(policy) for policy in self.policies]
         policy = policies[0] if len(policies) == 1 else AllOf(*policies) if policies else None
         if isinstance(policy, AsyncPolicy):
@@ -155,7 +159,7 @@ class Admission:
             return False
         if reasons:
             container.filter(reasons)
-        lost = self.settlement.marks.mark(container.keys)
+        lost = self._mark(container.keys)
         if lost:
             container.filter({key: "pending" for key in container.keys if key in lost})
         container.evaluated = True
@@ -163,7 +167,10 @@ class Admission:
             self.settlement.settle(container)
             return False
         container.marked = True
-        container.move(_QUEUED)
+        if container.watch is None:
+            container.status = _QUEUED  # what move() does, for the common case: it was EVALUATING
+        else:
+            container.move(_QUEUED)
         return True
 
     def _refuse(self, container: OffloadContainer, reason: str, error: Exception) -> None:
