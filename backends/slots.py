@@ -47,10 +47,11 @@ Ts = TypeVarTuple("Ts")
 
 INLINE_BYTES = 32 * 1024 * 1024
 """A copy between host pages up to here is made in place on the trio thread, one at a time: a thread would have to be
-woken, find a core, and wake the trio thread again. Beyond, and beside another copy, a second core is worth that."""
+woken, find a core, and wake the trio thread again. Beyond, beside another copy, and for blocks larger than a portion, a
+second core is worth that."""
 
 PORTION_BYTES = 512 * 1024
-"""Of a copy in place, so much at once, then a checkpoint: nobody waits longer than some 50 us for the trio thread."""
+"""Of a copy in place, so much at once, then a checkpoint: at the 7 GB/s measured here, some 70 us for whoever waits."""
 
 
 class Storage(Protocol):

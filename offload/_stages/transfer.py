@@ -132,8 +132,8 @@ class Slot:
                     in_a_row += 1
                     if in_a_row < _IN_A_ROW and not self.stage.settlement.hurried:
                         batch = self.stage.next_batch_nowait(self)
-                    else:
-                        in_a_row = 0
+                    if batch is None:
+                        in_a_row = 0  # a tick ends here
 
     async def _give_way(self) -> None:
         """Somebody waits for a cancellation to be confirmed: let the scheduler come round to him before the next batch."""
