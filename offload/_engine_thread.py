@@ -207,9 +207,12 @@ class EngineThread(Crossing):
 
     def _settle(self, ticket: Ticket, status: Status | None = None, error: BaseException | None = None) -> None:
         if status is None:
-            ticket._settle()
+            ticket._settle(self._note)
         else:
-            ticket._end(status, error)
+            ticket._end(status, error, note=self._note)
+
+    def _note(self, ticket: Ticket) -> None:
+        """A ticket is over: put it into the news, or give its room back."""
         if self._polling:
             self.news.append(ticket)
             if self._bell is not None:

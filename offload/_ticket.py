@@ -203,18 +203,24 @@ class Ticket:
         """It is in the pipeline from now on."""
         self._what = handle
 
-    def _settle(self) -> None:
-        """It is over, as its handle says; tell whoever waits."""
+    def _settle(self, note: Callable[[Ticket], None] | None = None) -> None:
+        """It is over, as its handle says. ``note`` it, then tell whoever waits: who is told finds it noted."""
         self._over = True
+        if note is not None:
+            note(self)
         if self._calls is not None:
             self._tell_all(self._calls)
 
     def _end(
-        self, status: Status, error: BaseException | None = None, filtered: Mapping[Key, str] | None = None
+        self,
+        status: Status,
+        error: BaseException | None = None,
+        filtered: Mapping[Key, str] | None = None,
+        note: Callable[[Ticket], None] | None = None,
     ) -> None:
         """It is over without its handle."""
         self._what = TransferResult(status, (), filtered or {}, {}, (), error, _NO_ROUTES)
-        self._settle()
+        self._settle(note)
 
     def _cancel(self) -> None:
         if isinstance(self._what, TransferHandle):

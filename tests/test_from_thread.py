@@ -284,6 +284,19 @@ def test_poll_returns_each_settled_ticket_once() -> None:
         assert engine.poll() == []
 
 
+def test_who_is_told_of_an_end_finds_it_in_the_news() -> None:
+    host, disk, keys = tiers(8)
+    with from_thread.open_engine(host, [disk]) as engine:
+        assert engine.poll() == []
+        computed = from_thread.Event()
+        ticket = engine.store(host.weak(keys), precondition=computed)
+        found: list[from_thread.Ticket] = []
+        ticket._tell(lambda: found.extend(engine.poll()))
+        computed.set()
+        engine.drain()
+        assert found == [ticket]
+
+
 def test_fileno_becomes_readable_when_something_settles() -> None:
     host, disk, keys = tiers(64)
     with from_thread.open_engine(host, [disk]) as engine:
