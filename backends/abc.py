@@ -287,6 +287,18 @@ class TransferExecutor(Protocol):
         """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting."""
         ...
 
+    def narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
+        """Whoever waits in :meth:`reserve` for ``asked`` wants only ``keys`` of them from now on, and keeps his turn.
+
+        What is left of a batch must not stand behind whoever came later because one of it was cancelled. ``asked`` is
+        the very object that was given to :meth:`reserve`, or to the last call of this. Never blocks.
+
+        Returns:
+            Whether he waits for ``keys`` now (and may have been granted them). False: nothing was changed, since nobody
+            waits for ``asked`` any more, or since this place cannot do it; the caller then cancels and asks again.
+        """
+        ...
+
 
 # --- reading back -------------------------------------------------------------------------------------------------
 

@@ -226,6 +226,13 @@ class Registry(ABC):
 
     async def reserve(self, keys: Sequence[Key], when_full: WhenFull, size: int = 1) -> list[int]:
         """Like :meth:`reserve_nowait`, but waits for room, in turn. A checkpoint; cancelled, it holds nothing."""
+        _, slots = await self.reserve_narrowed(keys, when_full, size)
+        return slots
+
+    async def reserve_narrowed(
+        self, keys: Sequence[Key], when_full: WhenFull, size: int = 1
+    ) -> tuple[Sequence[Key], list[int]]:
+        """Like :meth:`reserve`; returns also the keys the slots are for, fewer than asked after a :meth:`narrow`."""
         await trio.lowlevel.checkpoint_if_cancelled()
         try:
             slots = self.reserve_nowait(keys, when_full, size)
@@ -233,7 +240,7 @@ class Registry(ABC):
             pass
         else:
             await trio.lowlevel.cancel_shielded_checkpoint()
-            return slots
+            return keys[: len(slots)], slots
         waiter = _Waiter(keys, size, when_full == "evict")
         self._waiters[waiter] = None
         try:
@@ -246,7 +253,19 @@ class Registry(ABC):
                 self.give_back(waiter.slots)  # granted and cancelled in the same tick
             raise
         assert waiter.slots is not None
-        return waiter.slots
+        return waiter.keys, waiter.slots
+
+    def narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
+        """Whoever waits for ``asked``, that very object, waits for ``keys`` from now on, in the same turn.
+
+        False where nobody waits for it (any more).
+        """
+        waiter = next((waiter for waiter in self._waiters if waiter.keys is asked), None)
+        if waiter is None:
+            return False
+        waiter.keys = keys
+        self._serve()  # fewer may fit already, and then the next in line
+        return True
 
     # --- changing what is found -----------------------------------------------------------------------------------
 

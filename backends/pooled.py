@@ -215,13 +215,17 @@ class PooledTier(ABC, Generic[R]):
 
     async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> PooledReservation:
         """Take room for these blocks; see :class:`backends.abc.TransferExecutor`. Always a checkpoint."""
-        slots = await self.pool.reserve(keys, when_full, self._check(keys, block_bytes))
-        return PooledReservation(self, keys[: len(slots)], slots, block_bytes)
+        granted, slots = await self.pool.reserve_narrowed(keys, when_full, self._check(keys, block_bytes))
+        return PooledReservation(self, granted, slots, block_bytes)
 
     def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> PooledReservation:
         """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting."""
         slots = self.pool.reserve_nowait(keys, when_full, self._check(keys, block_bytes))
         return PooledReservation(self, keys[: len(slots)], slots, block_bytes)
+
+    def narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
+        """Whoever waits for ``asked`` wants ``keys`` only; see :class:`backends.abc.TransferExecutor`."""
+        return self.pool.narrow(asked, keys)
 
     @abstractmethod
     async def write(

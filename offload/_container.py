@@ -195,10 +195,10 @@ class OffloadBatch:
             self._keys = list(chain.from_iterable([container.keys for container in self.containers]))
         return self._keys
 
-    def keep(self, containers: list[OffloadContainer]) -> None:
-        """Go on with these containers only."""
+    def keep(self, containers: list[OffloadContainer], keys: list[Key] | None = None) -> None:
+        """Go on with these containers only; ``keys`` are theirs, where that was worked out already."""
         self.containers = containers
-        self._keys = None
+        self._keys = keys
 
     def sweep_cancelled(self) -> list[OffloadContainer]:
         """Take out, and return, the containers whose gate has closed. They are not settled yet."""

@@ -237,6 +237,44 @@ async def test_everything_that_frees_room_serves_the_waiters(frees):
     assert pool.statistics().waiting == 0
 
 
+async def test_who_asks_for_less_keeps_his_turn_and_is_told_for_which_keys():
+    pool, wanted = BlockPool(4), keys_of("abc")
+    held = pool.take(4)
+    got = []
+
+    async def wait(keys):
+        got.append(await pool.reserve_narrowed(keys, "wait"))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait, wanted)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(wait, keys_of("x"))
+        await trio.testing.wait_all_tasks_blocked()
+        assert not pool.narrow(list(wanted), wanted[:1])
+        assert pool.narrow(wanted, less := wanted[1:])
+        assert pool.narrow(less, least := less[1:])
+        pool.give_back(held[:1])
+        await trio.testing.wait_all_tasks_blocked()
+        assert got == [(least, held[:1])]
+        assert not pool.narrow(least, least)
+        pool.give_back(held[1:2])
+    assert got[1:] == [(keys_of("x"), held[1:2])]
+
+
+async def test_less_that_fits_is_granted_at_once_and_so_is_the_next_in_line():
+    pool, wanted = BlockPool(4), keys_of("abcd")
+    held = pool.take(2)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pool.reserve, wanted, "wait")
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(pool.reserve, keys_of("x"), "wait")
+        await trio.testing.wait_all_tasks_blocked()
+        assert pool.narrow(wanted, wanted[:1])
+        assert not pool._waiters
+    assert pool.free == 0
+    pool.give_back(held)
+
+
 async def test_reserve_is_a_checkpoint_and_a_cancelled_one_takes_nothing():
     pool = BlockPool(1)
     with trio.testing.assert_checkpoints():

@@ -70,6 +70,24 @@ class NeverWaits(FakeTier):
         return self.reserve_nowait(keys, block_bytes, "partial" if when_full == "wait" else when_full)
 
 
+class NarrowsAndStandsBehind(FakeTier):
+    def narrow(self, asked, keys):
+        waiters = self.pool._waiters
+        for waiter in [waiter for waiter in waiters if waiter.keys is asked]:
+            waiters.move_to_end(waiter)
+        return super().narrow(asked, keys)
+
+
+class OnlySaysItNarrows(FakeTier):
+    def narrow(self, asked, keys):
+        return any(waiter.keys is asked for waiter in self.pool._waiters)
+
+
+class NarrowsWhoAsksForTheSame(FakeTier):
+    def narrow(self, asked, keys):
+        return any(self.pool.narrow(waiter.keys, keys) for waiter in self.pool._waiters if waiter.keys == asked)
+
+
 class PinsPastAGap(FakeTier):
     def pin_nowait(self, keys):
         there = [key for key in keys if self.pool.contains([key])]
@@ -137,6 +155,9 @@ FAULTS = [
     SaysItDeleted,
     EvictsWhenAskedToWait,
     NeverWaits,
+    NarrowsAndStandsBehind,
+    OnlySaysItNarrows,
+    NarrowsWhoAsksForTheSame,
     PinsPastAGap,
     LeaksItsLeases,
     DoesNotVerify,
@@ -152,6 +173,14 @@ FAULTS = [
 async def test_a_broken_promise_is_found(faulty, autojump_clock):
     with pytest.raises((AssertionError, trio.TooSlowError, ExceptionGroup)), trio.fail_after(1000):
         await check(faulty)
+
+
+async def test_a_tier_that_cannot_narrow_keeps_the_contract():
+    class Plain(FakeTier):
+        def narrow(self, asked, keys):
+            return False
+
+    await check(Plain)
 
 
 async def test_a_failure_says_which_promise_and_which_tier():

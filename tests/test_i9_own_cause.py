@@ -1,5 +1,7 @@
 """I9: a container's end has its own cause: no neighbour fails or waits because another was cancelled."""
 
+from types import SimpleNamespace
+
 import pytest
 import trio
 from actors import Answer, Slow, Unwinding
@@ -102,11 +104,6 @@ async def test_who_is_too_large_fails_alone(autojump_clock):
         assert statuses == [Status.COMPLETE, Status.FAILED, Status.COMPLETE]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a batch that asks for room again, since one of it was cancelled, goes behind whoever came after it: "
-    "TransferExecutor.reserve has no way to ask for less and stay in line",
-)
 async def test_the_rest_of_a_batch_keeps_its_turn_at_a_tier_that_another_pipeline_waits_for(autojump_clock):
     world = World(capacity=8)
     world.destination.fill(keys_of("old", 8))
@@ -121,10 +118,45 @@ async def test_the_rest_of_a_batch_keeps_its_turn_at_a_tier_that_another_pipelin
         world.ledger.took(second, later)
         await wait_all_tasks_blocked()
         await first[0].cancel()
+        assert [handle.status for handle in first] == [Status.CANCELLED, Status.QUEUED]
         await wait_all_tasks_blocked()
         await world.destination.delete([b"old0"])
         await wait_all_tasks_blocked()
         assert (first[1].status, later.status) == (Status.COMPLETE, Status.QUEUED)
+
+
+async def test_an_observer_who_cancels_the_next_while_the_batch_waits_leaves_the_last_its_turn(autojump_clock):
+    world = World(capacity=4)
+    world.destination.fill(keys_of("old", 4))
+    async with open_world(world=world, min_batch_size=4) as world:
+        handles = [world.store(label) for label in "abcd"]
+        await wait_all_tasks_blocked()
+        following = dict(zip((b"a0", b"b0"), handles[1:3], strict=True))
+
+        def cancel_the_next(container):
+            handle = following.get(container.blocks.keys[0])
+            if handle is not None:
+                handle.request_cancel()
+
+        world.pipeline.add_instrument(SimpleNamespace(settled=cancel_the_next))
+        handles[0].request_cancel()
+        assert [handle.status for handle in handles] == [Status.CANCELLED] * 3 + [Status.QUEUED]
+        await world.destination.delete([b"old0"])
+        await wait_all_tasks_blocked()
+        assert handles[3].status is Status.COMPLETE
+
+
+async def test_a_batch_of_which_all_are_cancelled_while_it_waits_leaves_the_line(autojump_clock):
+    world = World(capacity=4)
+    world.destination.fill(keys_of("old", 4))
+    async with open_world(world=world, min_batch_size=4) as world:
+        handles = [world.store(label) for label in "abcd"]
+        await wait_all_tasks_blocked()
+        for handle in handles:
+            handle.request_cancel()
+        await wait_all_tasks_blocked()
+        assert {handle.status for handle in handles} == {Status.CANCELLED}
+        assert world.destination.pool.statistics().waiting == 0
 
 
 async def test_another_pipeline_into_the_same_tier_is_served_when_a_waiter_gives_up(autojump_clock):

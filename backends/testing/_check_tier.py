@@ -283,6 +283,43 @@ async def _waits_for_room(case: _Case) -> None:
     _must(case.room() == 3 and case.tier.statistics().evicted == 0, "wait does not evict")
 
 
+async def _who_asks_for_less_keeps_his_turn(case: _Case) -> None:
+    keys = await case.fill()
+    first, second = case.keys(3, "b"), case.keys(1, "c")
+    got: list[list[Key]] = []
+
+    async def wait(wanted: list[Key]) -> None:
+        reservation = await case.reserve(wanted, "wait")
+        got.append(list(reservation.granted))
+        reservation.release()
+
+    _must(not case.tier.narrow(first, first[:1]), "nobody waits for these keys")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait, first)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(wait, second)
+        await trio.testing.wait_all_tasks_blocked()
+        asked = list(first)
+        _must(not case.tier.narrow(asked, asked[:1]), "equal keys are not those that were asked for")
+        can = case.tier.narrow(first, kept := first[1:])
+        wanted = kept if can else first
+        await case.tier.delete(keys[:1])
+        await trio.testing.wait_all_tasks_blocked()
+        _must(got == [], "asking for less, he neither loses his turn nor is he granted less than he asks for", got)
+        await case.tier.delete(keys[1 : len(wanted)])
+        await trio.testing.wait_all_tasks_blocked()
+        _must(got == [wanted, second], "who asks for less keeps his turn, and gets what he asks for", got)
+    if not can:
+        return
+    await case.store(case.keys(case.room(), "d"))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(wait, first)
+        await trio.testing.wait_all_tasks_blocked()
+        await case.tier.delete(keys[3:4])
+        _must(case.tier.narrow(first, kept := first[2:]), "once a tier narrows, it always does")
+    _must(got[2:] == [kept], "less that fits already is granted at once", got)
+
+
 async def _evicts_what_nobody_holds(case: _Case) -> None:
     keys = await case.fill()
     async with await case.tier.pin(keys[:2]):
@@ -544,6 +581,7 @@ _PROMISES: tuple[Callable[[_Case], Awaitable[None]], ...] = (
     _first_writer_wins,
     _grants_what_fits,
     _waits_for_room,
+    _who_asks_for_less_keeps_his_turn,
     _evicts_what_nobody_holds,
     _refuses_what_cannot_fit,
     _a_cancelled_wait_holds_nothing,

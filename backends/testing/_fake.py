@@ -240,6 +240,10 @@ class NullExecutor:
         """There always is room."""
         return _NullReservation(self.present, keys)
 
+    def narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
+        """Nobody ever waits."""
+        return False
+
     def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Those of ``keys`` it was given."""
         return self.present.intersection(keys)

@@ -4,8 +4,9 @@ P3: the upgrade is the point of no return. P4: the last sweep comes right before
 
 What a slot does with a batch, in this order:
 
-1. Reserve room at the destination. This may wait, and holds nothing while it does. A cancel ends the wait; the rest of the
-   batch reserves again, under the first deadline and without leaving the slot.
+1. Reserve room at the destination. This may wait, and holds nothing while it does. What is cancelled meanwhile settles at
+   once, and the rest of the batch waits on in the same turn and under the same deadline. Where the destination knows no
+   way to ask for less, the rest asks again, without leaving the slot.
 2. Commit, without a checkpoint: sweep, claim, upgrade, give back the room of what dropped out, and only then settle that.
 3. Copy, shielded, bounded by ``transfer_timeout``. Outcomes or an ordinary exception prove that the copy is over; a timeout
    or :class:`backends.abc.Unproven` does not, and what it touched is quarantined.
@@ -99,12 +100,21 @@ class Slot:
     """What is being copied."""
     _reserving: trio.CancelScope | None = None
     """What it waits for room in: the only wait of a slot that a cancel may end."""
+    _waiting: OffloadBatch | None = None
+    """What it waits for room for."""
     _bound: trio.CancelScope = attrs.Factory(trio.CancelScope)
     """Bounds the copies, one after the other: entering a scope per copy costs four times what moving its deadline does."""
 
     def withdraw(self, container: OffloadContainer) -> None:
-        """One of the batch was cancelled or failed: end the wait for room. Elsewhere the next sweep finds it."""
-        if self._reserving is not None:
+        """One of the batch was cancelled or failed while it waits for room. Elsewhere the next sweep finds it."""
+        batch = self._waiting
+        if batch is None or self._reserving is None or self._reserving.cancel_called:
+            return
+        left = OffloadBatch([container for container in batch.containers if container.walks_on])
+        if left.containers and self.stage.destination.narrow(batch.keys, left.keys):
+            batch.keep(left.containers, left.keys)
+            self.stage.settlement.settle(container)
+        else:
             self._reserving.cancel()
 
     def cut_off_at(self, deadline: float) -> None:
@@ -209,13 +219,14 @@ class Slot:
         reservation = None
         self._bound.deadline = math.inf
         self._reserving = trio.CancelScope(deadline=deadline)
+        self._waiting = batch
         try:
             with self._reserving:
                 reservation = await stage.destination.reserve(
                     batch.keys, stage.source.block_bytes, stage.config.on_destination_full
                 )
         finally:
-            self._reserving = None
+            self._reserving = self._waiting = None
         return reservation
 
     def _end(self, batch: OffloadBatch, error: Exception) -> None:
