@@ -6,8 +6,6 @@ fresh one, and the container knows who holds it. The container's phase stays the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import attrs
 import trio
 
@@ -16,13 +14,13 @@ from ._container import OffloadContainer
 
 @attrs.define(eq=False)
 class Waiter:
-    """The hand that holds a container while a task of its own waits for it."""
+    """The hand that holds a container while a task of its own runs the caller's code on its behalf.
+
+    A container that is withdrawn wakes the task, which settles it as soon as what it runs has unwound.
+    """
 
     timeout: float
     """How long the task may wait, in seconds."""
-    settle: Callable[[OffloadContainer], None] | None
-    """Given where waiting runs nobody's code: then a withdrawn container settles at once, and the task finds it gone.
-    Otherwise the task settles it, as soon as what it runs has unwound."""
     scope: trio.CancelScope = attrs.field(init=False)
     """What the task waits in."""
 
@@ -30,8 +28,5 @@ class Waiter:
         self.scope = trio.CancelScope(deadline=trio.current_time() + self.timeout)
 
     def withdraw(self, container: OffloadContainer) -> None:
-        """Wake the task, or settle the container now."""
+        """Wake the task."""
         self.scope.cancel()
-        if self.settle is not None:
-            container.holder = None
-            self.settle(container)

@@ -51,7 +51,10 @@ class AsyncPolicy(ABC):
 
 
 class Precondition(ABC):
-    """Something that must hold before a container's bytes may be read: the forward pass that writes them is over."""
+    """Something that must hold before a container's bytes may be read: the forward pass that writes them is over.
+
+    Hashable (as any object is): where waiting is ``passive``, containers whose preconditions are equal wait in one task.
+    """
 
     @abstractmethod
     def is_set(self) -> bool:

@@ -94,6 +94,13 @@ class TrioEvent(Precondition):
         """Whether the event is set."""
         return self._event.is_set()
 
+    def __eq__(self, other: object) -> bool:
+        """Two are equal that hold with the same event: containers that wait for equal ones wait together."""
+        return isinstance(other, TrioEvent) and other._event is self._event
+
+    def __hash__(self) -> int:
+        return hash((TrioEvent, id(self._event)))
+
     async def wait(self) -> None:
         """Wait for the event."""
         await self._event.wait()

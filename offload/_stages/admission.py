@@ -104,7 +104,7 @@ class Admission:
                 while not self.queue.parked:
                     await self.queue.wait_filled()
                 container = self.queue.pop()
-                waiter = Waiter(self.config.policy_timeout, settle=None)
+                waiter = Waiter(self.config.policy_timeout)
                 container.holder = waiter
                 self.waiting += 1
                 nursery.start_soon(self._evaluate, policy, container, waiter, turns)
