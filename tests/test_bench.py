@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from maru.bench._measure import Effort, Sample, in_turn, percentile
+from maru.bench._row import Goal, Row, noise_of, table_of
 from offload.bench import command
-from offload.bench._measure import Effort, Sample, in_turn, percentile
-from offload.bench._row import Goal, Row, noise_of, table_of
 
 FORM = {"name", "value", "unit", "limit_name", "limit_value", "ratio", "goal", "met"}
 GOALS = {
@@ -188,7 +188,7 @@ from offload.bench import command
 names = set(command.commands)
 assert names == {"pipeline", "copy", "enqueue", "cancel", "replay", "all"}, names
 loaded = {name for name in sys.modules if name.startswith("offload.bench._")}
-assert loaded == {"offload.bench._command", "offload.bench._measure", "offload.bench._row"}, loaded
+assert loaded == {"offload.bench._command"}, loaded
 assert not {"torch", "rich"} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", source], check=True)

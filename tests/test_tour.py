@@ -49,5 +49,5 @@ def test_the_reference_has_every_public_module() -> None:
     assert documented == public - COMMANDS
 
 
-COMMANDS = {"offload.cli", "offload.demo", "offload.replay", "offload.bench", "offload.testing"}
+COMMANDS = {"maru.bench", "offload.cli", "offload.demo", "offload.replay", "offload.bench", "offload.testing"}
 """Used from the command line, or only a name: what they can do is said elsewhere."""

@@ -17,14 +17,14 @@ import trio
 from backends.abc import WeakBlocks
 from backends.memory import MemoryTier
 from backends.testing import NullExecutor
+from maru.bench._measure import Effort, in_turn, noisiest
+from maru.bench._row import Goal, Row
 
 from .._config import PipelineConfig
 from .._lifecycle import Status
 from .._pipeline import open_pipeline
 from ..policies import PresenceFilter
 from ..preconditions import NO_WAIT
-from ._measure import Effort, in_turn, noisiest
-from ._row import Goal, Row
 from ._straight import StraightLine, through_channels
 from ._work import BLOCKS, containers, roomy
 

@@ -29,6 +29,8 @@ from trio.testing import wait_all_tasks_blocked
 from backends.abc import Key, WeakBlocks
 from backends.memory import MemoryTier
 from backends.testing import FakeTier, NullExecutor
+from maru.bench._measure import Effort, Figures, in_trio, in_turn, noisiest, percentile
+from maru.bench._row import Goal, Row
 
 from .._config import BatchConfig, PipelineConfig
 from .._handle import TransferHandle
@@ -37,8 +39,6 @@ from .._pipeline import Pipeline, open_pipeline
 from ..abc import AsyncPolicy, Policy, PreconditionLike, Reasons
 from ..policies import PresenceFilter
 from ..preconditions import NO_WAIT
-from ._measure import Effort, Figures, in_trio, in_turn, noisiest, percentile
-from ._row import Goal, Row
 from ._work import BLOCK_BYTES, BLOCKS, containers
 
 _P99: Final = Goal("value", "<=", 100)

@@ -23,14 +23,14 @@ import attrs
 
 from backends.abc import Blocks
 from backends.memory import MemoryTier
+from maru.bench._measure import Effort, in_trio, in_turn, noisiest
+from maru.bench._row import Goal, Row
 
 from .._config import PipelineConfig
 from .._lifecycle import Status
 from .._pipeline import Pipeline, open_pipeline
 from ..policies import PresenceFilter
 from ..preconditions import NO_WAIT
-from ._measure import Effort, in_trio, in_turn, noisiest
-from ._row import Goal, Row
 from ._work import filled, keys_of
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ import trio
 
 from backends.abc import WeakBlocks
 from backends.memory import MemoryTier
+from maru.bench._measure import Effort, Figures, in_turn, noisiest, percentile
+from maru.bench._row import Goal, Row
 
 from ..from_thread import open_engine
 from ..preconditions import NO_WAIT
-from ._measure import Effort, Figures, in_turn, noisiest, percentile
-from ._row import Goal, Row
 from ._work import BLOCK_BYTES, BLOCKS, containers, roomy
 
 T = TypeVar("T")

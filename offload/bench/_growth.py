@@ -15,10 +15,10 @@ import trio
 from backends.abc import Key
 from backends.memory import MemoryTier
 from backends.testing import NullExecutor
+from maru.bench._measure import Effort, in_turn, noisiest
+from maru.bench._row import Goal, Row
 
 from ._burst import Burst
-from ._measure import Effort, in_turn, noisiest
-from ._row import Goal, Row
 from ._work import BLOCKS, filled, keys_of
 
 

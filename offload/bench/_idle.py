@@ -14,12 +14,12 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from backends.testing import NullExecutor
+from maru.bench._measure import Effort, Figures, in_turn, noisiest, percentile
+from maru.bench._row import Goal, Row
 
 from .._pipeline import open_pipeline
 from ..policies import PresenceFilter
 from ..preconditions import NO_WAIT
-from ._measure import Effort, Figures, in_turn, noisiest, percentile
-from ._row import Goal, Row
 from ._work import containers, roomy
 
 _CHECKPOINTS = 10

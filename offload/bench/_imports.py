@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
-from ._measure import Effort, Figures, in_turn, noisiest
-from ._row import Row
+from maru.bench._measure import Effort, Figures, in_turn, noisiest
+from maru.bench._row import Row
 
 _PROGRAM: Final = """
 import time

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from maru.bench._measure import Effort
+from maru.bench._row import Row
+
 from . import _burst, _growth, _idle, _imports
-from ._measure import Effort
-from ._row import Row
 
 
 def rows(effort: Effort) -> Iterator[Row]:

@@ -16,12 +16,12 @@ from typing import Final, Protocol
 
 from backends.abc import Key
 from backends.memory import HostPages, MemoryTier
+from maru.bench._measure import Effort, Figures, in_trio, in_turn, noisiest, percentile
+from maru.bench._row import Goal, Row
 
 from .._replay_baseline import Baseline
 from .._replayer import Buffer, Replayer, TraceKeys, open_replayer
 from .._trace import read_trace
-from ._measure import Effort, Figures, in_trio, in_turn, noisiest, percentile
-from ._row import Goal, Row
 
 _CAPACITY: Final = 1 << 30
 _REQUESTS: Final = 1_500
