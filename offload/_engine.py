@@ -5,7 +5,8 @@
 
 It decides one thing: which tier a block of a prefix is read from. All else it composes: pipelines move, tiers hold.
 
-Rule 1. A hit holds what it found: until it is released none of its blocks is evicted or deleted, wherever they lie.
+Rule 1. A hit holds what it found: until it is released none of its blocks is evicted or deleted, wherever they lie. It ends
+        with its engine at the latest: one that was forgotten is released then, and said to have been.
 Rule 2. Only a gapless prefix is of use. What is missing or damaged at position p makes everything behind p unusable,
         and a load says so in one number.
 Rule 3. What is pinned is given back on every path, also when the caller is cancelled at any await in here.
@@ -13,6 +14,7 @@ Rule 3. What is pinned is given back on every path, also when the caller is canc
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from itertools import cycle
@@ -55,6 +57,9 @@ BEHIND_A_GAP: Final = Missed("behind a gap")
 """The block was not tried: one before it could not be loaded."""
 
 _NOTHING: Mapping[str, Exception] = MappingProxyType({})
+_LONGEST_RELEASE: Final = 10.0
+"""Seconds that the end of an engine waits for tiers that are slow to let go of forgotten hits."""
+_log = logging.getLogger("offload.engine")
 
 
 class LoadFailed(OffloadError):
@@ -98,6 +103,8 @@ class EngineStatistics:
     """Blocks that were found and could not be loaded, by reason; those behind them are not counted."""
     lookup_failures: Mapping[str, int]
     """Lookups that had to leave out a tier because it raised, by its name."""
+    open_hits: int
+    """Hits that have not been released yet: what they found stays pinned."""
 
 
 @attrs.frozen
@@ -116,10 +123,14 @@ class Hit:
     An async context manager: leaving it releases, also when cancelled.
     """
 
-    __slots__ = ("_loads", "_released", "_runs", "keys", "unavailable")
+    __slots__ = ("_live", "_loads", "_released", "_runs", "keys", "unavailable")
 
-    def __init__(self, keys: Sequence[Key], runs: list[_Run], unavailable: Mapping[str, Exception]) -> None:
+    def __init__(
+        self, keys: Sequence[Key], runs: list[_Run], unavailable: Mapping[str, Exception], live: dict[Hit, None]
+    ) -> None:
         self._runs = runs
+        self._live = live
+        live[self] = None
         self._loads = 0
         self._released = False
         self.keys: Sequence[Key] = keys
@@ -153,6 +164,7 @@ class Hit:
     async def _release(self) -> None:
         """Give the pins back, or leave that to the last load that still reads through them."""
         released, self._released = self._released, True
+        self._live.pop(self, None)
         if not released and not self._loads:
             await _let_go(self._runs)
 
@@ -178,6 +190,7 @@ class Engine:
         self._lookups = self._asked = self._hit = self._loads = self._loaded = 0
         self._load_failures: dict[str, int] = {}
         self._lookup_failures: dict[str, int] = {}
+        self._live_hits: dict[Hit, None] = {}
 
     def __repr__(self) -> str:
         return f"<Engine: {self.source!r} to {', '.join(self.tiers)}>"
@@ -245,7 +258,7 @@ class Engine:
         self._hit += found
         for name in unavailable:
             _count(self._lookup_failures, name)
-        return Hit(keys[:found], runs, unavailable or _NOTHING)
+        return Hit(keys[:found], runs, unavailable or _NOTHING, self._live_hits)
 
     async def load(self, hit: Hit, destination: Destination) -> LoadResult:
         """Copy the blocks of a hit to ``destination``, position by position, and verify them.
@@ -325,7 +338,20 @@ class Engine:
             loaded_blocks=self._loaded,
             load_failures=dict(self._load_failures),
             lookup_failures=dict(self._lookup_failures),
+            open_hits=len(self._live_hits),
         )
+
+    async def _release_forgotten(self) -> None:
+        """The end of the engine is the end of its hits."""
+        forgotten = list(self._live_hits)
+        if forgotten:
+            _log.warning("%d hits were never released, among them %r", len(forgotten), forgotten[0])
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + _LONGEST_RELEASE):
+            for hit in forgotten:
+                try:
+                    await hit._release()
+                except Exception:
+                    _log.exception("%r could not be released", hit)
 
     def _end_of_run(self, speed: int, keys: Sequence[Key], found: int, unavailable: Mapping[str, Exception]) -> int:
         """Where a run in this tier ends at the latest: at the first block from ``found`` on that a faster tier has."""
@@ -415,7 +441,9 @@ async def _open(
                 name=name,
             )
             pipelines.insert(0, await stack.enter_async_context(opened))
-        yield Engine(source, tiers, pipelines, on_load_failure)
+        engine = Engine(source, tiers, pipelines, on_load_failure)
+        stack.push_async_callback(engine._release_forgotten)  # called first, and also when the block is cancelled
+        yield engine
 
 
 def _reach(places: Sequence[tuple[str, Tier]]) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
 
+import attrs
 import pytest
 import trio
 import trio.testing
@@ -155,6 +157,34 @@ async def test_a_hit_released_during_a_load_is_held_until_the_load_is_over(autoj
             assert places.upper.statistics().held_blocks == 4
         assert buffers == payloads(keys)
         places.assert_at_rest()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_the_end_of_an_engine_releases_forgotten_hits_and_says_so(
+    cancelled: bool, autojump_clock: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, tier = FakeTier(), FakeTier()
+    keys = [b"%d" % number for number in range(4)]
+    tier.fill(keys)
+    broken = await tier.pin(keys[:1])
+    with trio.CancelScope() as scope:
+        async with open_engine(source, [tier]) as engine:
+            async with await engine.lookup(keys):
+                pass
+            first = await engine.lookup(keys)
+            await engine.lookup(keys[:2])
+            assert engine.statistics().open_hits == 2
+
+            async def refuses(*args: object) -> None:
+                raise OSError("not now")
+
+            first._runs[0] = attrs.evolve(first._runs[0], lease=SimpleNamespace(__aexit__=refuses, keys=keys))
+            if cancelled:
+                scope.cancel()
+    assert engine.statistics().open_hits == 0
+    assert "2 hits were never released" in caplog.text and "could not be released" in caplog.text
+    await broken.release()
+    assert tier.statistics().held_blocks == len(keys)  # those whose release was refused: a broken tier, not a leak
 
 
 async def test_a_lease_that_cannot_be_released_does_not_keep_the_others() -> None:
