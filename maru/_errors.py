@@ -55,5 +55,55 @@ class PoolInUse(MaruError):
     """The caller wants a pool directory that another server owns, here or in another process."""
 
 
+class PoolUnusable(MaruError):
+    """The caller names a directory, file or device that cannot hold a pool, or that stopped working. The text says why."""
+
+
+class CannotMap(MaruError):
+    """A region cannot be mapped here: gone, shorter than promised, misaligned, or no address space is left for it."""
+
+
 class HandlerClosed(MaruError):
     """The caller uses a handler, a handle or a view after closing it."""
+
+
+class JournalFailed(MaruError):
+    """The journal cannot be written, or read: the disk is full, or failing. Whoever runs the server must see to it.
+
+    What was to be written was not, none of it, so it must not be acknowledged. It may be appended again, before
+    anything newer.
+    """
+
+    def __init__(self, text: str, *, lasting: bool = False) -> None:
+        super().__init__(text)
+        self.lasting = lasting
+        """Whether trying again is of no use: an fsync failed, and nobody knows what of all before it is on the disk."""
+
+
+class ForeignJournal(MaruError):
+    """A journal of another version, or of another pool. Nothing was touched; whoever starts the server must choose."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        directory = path.rpartition("/")[0] or "."
+        super().__init__(
+            f"{path} {reason}. Start the server that wrote it, or give this one another pool, or move "
+            f"{directory}/journal.* and {directory}/snapshot.* away: then this pool begins empty"
+        )
+        self.path = path
+
+
+class KnobError(ValueError):
+    """The caller set a knob to what it cannot be; the text names the knob, the value, and the bound.
+
+    Each package has a ``ConfigError`` of its own, which is one of these and one of its own errors.
+    """
+
+    def __init__(self, knob: str, value: object, bound: str) -> None:
+        super().__init__(f"{knob} = {value!r}: {bound}")
+        self.knob = knob
+        self.value = value
+        self.bound = bound
+
+
+class ConfigError(MaruError, KnobError):
+    """The caller set a knob of the page store to what it cannot be."""

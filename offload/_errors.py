@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import trio
 
+from maru._errors import KnobError
+
 
 class OffloadError(Exception):
     """Base of every error of this package."""
 
 
-class ConfigError(OffloadError, ValueError):
+class ConfigError(OffloadError, KnobError):
     """The caller set a knob to what it cannot be; the text names the knob, the value, and the bound."""
-
-    def __init__(self, knob: str, value: object, bound: str) -> None:
-        super().__init__(f"{knob} = {value!r}: {bound}")
-        self.knob = knob
-        self.value = value
-        self.bound = bound
 
 
 class PipelineFull(OffloadError, trio.WouldBlock):

@@ -1,0 +1,358 @@
+"""What a knob is: its default, its bound, the reason for both, and how a file, the environment or an option sets it.
+
+A package declares its knobs with a :class:`Knobs` of its own, in the bodies of frozen attrs classes. Pure, but for the
+reading of a file.
+
+Rule 1. A knob is checked when its class is made, wherever the value came from: what exists is valid.
+Rule 2. What is wrong is said as the package's :class:`~maru._errors.KnobError`: the knob, the value, the bound, and
+        where it was set.
+Rule 3. An unknown name is an error that names the nearest known one. Nothing is ignored.
+Rule 4. An option wins over the environment, which wins over the file.
+
+A class is one table of a file, and a class nested in it a table in that table. A variable is the prefix of the package,
+then the same path in capitals, with two underscores for each dot: ``[pipeline.batch_config] max_batch_size`` is
+``OFFLOAD_PIPELINE__BATCH_CONFIG__MAX_BATCH_SIZE``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar, get_args
+
+import attrs
+import msgspec
+
+from ._errors import KnobError
+
+C = TypeVar("C", bound=attrs.AttrsInstance)
+
+
+@attrs.frozen
+class Knob:
+    """One knob, for documentation and for help."""
+
+    name: str
+    """Its path, as in a file: ``pipeline.batch_config.max_batch_size``."""
+    variable: str
+    """The environment variable that sets it."""
+    default: object
+    """What it is when nobody sets it."""
+    bound: str
+    """What it may be, in words."""
+    reason: str
+    """What it does, and why it has this default and bound."""
+
+
+@attrs.frozen
+class Knobs:
+    """How the knobs of one package are declared, listed and loaded."""
+
+    prefix: str
+    """What its environment variables begin with, without the underscore."""
+    error: type[KnobError]
+    """What is raised when a knob is set to what it cannot be."""
+
+    # -- declaring -------------------------------------------------------------------------------------------------
+
+    def count(self, default: int, low: int, high: int, reason: str) -> Any:
+        """An integer in a range."""
+        return self._field(default, f"an integer from {low} to {high}", _is_int(low, high), reason)
+
+    def seconds(self, default: float, low: float, high: float, reason: str) -> Any:
+        """A time in a range; an integer will do."""
+        return self._field(default, f"seconds from {low:g} to {high:g}", _is_number(low, high), reason)
+
+    def share(self, default: float, low: float, high: float, reason: str) -> Any:
+        """A part of a whole."""
+        return self._field(default, f"a share from {low:g} to {high:g}", _is_number(low, high), reason)
+
+    def size(self, default: int, low: int, high: int, reason: str) -> Any:
+        """Bytes in a range, as an integer or as a text with a unit (``"64 MiB"``)."""
+        bound = f"bytes from {as_size(low)} to {as_size(high)}"
+        return self._field(default, bound, _is_int(low, high), reason, as_bytes)
+
+    def flag(self, default: bool, reason: str) -> Any:
+        """Yes or no."""
+        return self._field(default, "true or false", lambda value: isinstance(value, bool), reason)
+
+    def text(self, default: str, bound: str, pattern: str, reason: str) -> Any:
+        """A text that matches a pattern as a whole; ``bound`` says in words which. ``None`` is the empty text."""
+        matches = re.compile(pattern).fullmatch
+
+        def holds(value: object) -> bool:
+            return isinstance(value, str) and matches(value) is not None
+
+        return self._field(default, bound, holds, reason, lambda value: "" if value is None else value)
+
+    def texts(self, default: tuple[str, ...], bound: str, pattern: str, reason: str) -> Any:
+        """Any number of such texts, as a list or separated by commas."""
+        matches = re.compile(pattern).fullmatch
+
+        def holds(value: object) -> bool:
+            return isinstance(value, tuple) and all(isinstance(text, str) and matches(text) for text in value)
+
+        return self._field(default, bound, holds, reason, _as_texts)
+
+    def choice(self, default: str, choices: Any, reason: str) -> Any:
+        """One word of a ``Literal``."""
+        words: tuple[str, ...] = get_args(choices)
+
+        def holds(value: object) -> bool:
+            return isinstance(value, str) and value in words
+
+        return self._field(default, f"one of {', '.join(words)}", holds, reason)
+
+    def part(self, default: attrs.AttrsInstance, reason: str) -> Any:
+        """A class with knobs of its own."""
+        kind = type(default)
+        return self._field(default, f"a {kind.__name__}", lambda value: isinstance(value, kind), reason)
+
+    def _field(
+        self,
+        default: object,
+        bound: str,
+        holds: Callable[[Any], bool],
+        reason: str,
+        converter: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        def check(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+            if not holds(value):
+                raise self.error(attribute.name, value, f"must be {bound}")
+
+        metadata = {"bound": bound, "reason": reason}
+        return attrs.field(default=default, converter=converter, validator=check, metadata=metadata)
+
+    # -- listing ---------------------------------------------------------------------------------------------------
+
+    def of(self, cls: type[attrs.AttrsInstance], section: str) -> Iterator[Knob]:
+        """Every knob of a class and of the classes nested in it, in the order in which they are declared."""
+        for field in attrs.fields(cls):
+            name = f"{section}.{field.name}"
+            if attrs.has(type(field.default)):
+                yield from self.of(type(field.default), name)
+            else:
+                variable, told = self.variable(name), field.metadata
+                yield Knob(name, variable, field.default, told["bound"], told["reason"])
+
+    def variable(self, name: str) -> str:
+        """The environment variable of a knob."""
+        return f"{self.prefix}_{name.upper().replace('.', '__')}"
+
+    # -- loading ---------------------------------------------------------------------------------------------------
+
+    def from_mapping(self, mapping: Mapping[str, Any], cls: type[C], *, section: str = "") -> C:
+        """A configuration from nested mappings, as a TOML or JSON parser gives them. What is not named keeps its default.
+
+        Args:
+            mapping: knobs by name.
+            cls: the configuration class.
+            section: the path of this mapping in its file, put before names in errors.
+
+        Raises:
+            KnobError: an unknown name, or a value out of its bound.
+        """
+        if not isinstance(mapping, Mapping):
+            raise self.error(section or cls.__name__, mapping, "must be a table")
+        fields = attrs.fields_dict(cls)
+        values: dict[str, Any] = {}
+        for name, value in mapping.items():
+            path = _join(section, name)
+            if name not in fields:
+                raise self.error(path, value, _unknown(str(name), fields))
+            part = type(fields[name].default)
+            values[name] = (
+                self.from_mapping(value, part, section=path)
+                if attrs.has(part) and not isinstance(value, part)
+                else value
+            )
+        try:
+            return cls(**values)
+        except KnobError as error:
+            raise self.error(_join(section, error.knob), error.value, error.bound) from None
+
+    def load(
+        self,
+        cls: type[C],
+        source: str | os.PathLike[str] = "",
+        *,
+        section: str,
+        others: Collection[str] = (),
+        environ: Mapping[str, str] | None = None,
+        options: Mapping[str, tuple[str, object]] | None = None,
+    ) -> C:
+        """A configuration from a TOML file, the environment and options, of which the last one wins.
+
+        Args:
+            cls: the configuration class.
+            source: a path (``pathlib.Path``), or TOML as a text.
+            section: the table to read; it need not be there.
+            others: tables of the file that somebody else reads. Any further one is an error.
+            environ: the environment; by default that of this process.
+            options: by the name of the knob, what to call it in an error (``--port``) and its value; a text is read as
+                one in the environment is.
+
+        Raises:
+            KnobError: not TOML, an unknown name, or a value out of its bound; with file and line, variable, or option.
+            OSError: the file cannot be read.
+        """
+        origin, text = ("TOML", source) if isinstance(source, str) else (os.fspath(source), "")
+        try:
+            if not isinstance(source, str):
+                text = Path(source).read_text(encoding="utf-8")
+            document = _parse(text)
+        except ValueError as error:
+            raise self.error(origin, _excerpt(text), f"not TOML: {error}") from error
+        outermost, *_ = path = section.split(".")
+        where: dict[str, str] = {}
+        try:
+            for name, value in document.items():
+                if name != outermost and name not in others:
+                    raise self.error(name, value, _unknown(name, [outermost, *others]))
+            table = self._table(document, path)
+            known = tuple(self.of(cls, section))
+            for name, place, value in [
+                *self._variables(known, section, os.environ if environ is None else environ),
+                *self._options(known, options or {}),
+            ]:
+                where[name] = place
+                *parents, last = name.split(".")[len(path) :]
+                self._table(table, parents)[last] = value
+            return self.from_mapping(table, cls, section=section)
+        except KnobError as error:
+            if error.knob in where:
+                raise self.error(where[error.knob], error.value, error.bound) from None
+            line = _line_of(text, error.knob.split("."))
+            if line is None:
+                raise
+            raise self.error(error.knob, error.value, f"{error.bound} ({origin}, line {line})") from None
+
+    def _variables(
+        self, known: Iterable[Knob], section: str, environ: Mapping[str, str]
+    ) -> Iterator[tuple[str, str, object]]:
+        """Name, variable and value of every knob of the section that the environment sets."""
+        by_variable = {knob.variable: knob for knob in known}
+        prefix = f"{self.variable(section)}__"
+        for variable in sorted(environ):
+            if not variable.startswith(prefix):
+                continue
+            knob = by_variable.get(variable)
+            if knob is None:
+                raise self.error(variable, environ[variable], _unknown(variable, by_variable))
+            yield knob.name, variable, _read(knob, environ[variable])
+
+    def _options(
+        self, known: Iterable[Knob], options: Mapping[str, tuple[str, object]]
+    ) -> Iterator[tuple[str, str, object]]:
+        by_name = {knob.name: knob for knob in known}
+        for name, (option, value) in options.items():
+            yield name, option, _read(by_name[name], value) if isinstance(value, str) else value
+
+    def _table(self, document: Any, path: Iterable[str]) -> Any:
+        """The table at this path, made where it is missing."""
+        walked = ""
+        for name in path:
+            walked = _join(walked, name)
+            document = document.setdefault(name, {})
+            if not isinstance(document, dict):
+                raise self.error(walked, document, "must be a table")
+        return document
+
+
+# --- sizes --------------------------------------------------------------------------------------------------------
+
+_UNITS: Final = ("", "KiB", "MiB", "GiB", "TiB")
+_SIZE: Final = re.compile(r"([0-9]{1,18})\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECASE)
+
+
+def as_bytes(value: Any) -> Any:
+    """The bytes of a text such as ``"64 MiB"`` or ``"2g"``: all units are powers of 1,024. Anything else as it is."""
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        return value
+    number, unit = match.groups()
+    return int(number) << (10 * " KMGT".index(unit.upper()) if unit else 0)
+
+
+def as_size(count: int) -> str:
+    """Bytes in the largest unit that leaves an integer: ``64 MiB``."""
+    power = 0
+    while count and count % 1024 == 0 and power < len(_UNITS) - 1:
+        count, power = count // 1024, power + 1
+    return f"{count} {_UNITS[power]}".strip()
+
+
+# --- helpers ------------------------------------------------------------------------------------------------------
+
+
+def _as_texts(value: Any) -> Any:
+    if isinstance(value, str):
+        return tuple(word for word in map(str.strip, value.split(",")) if word)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _is_int(low: int, high: int) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _is_number(low: float, high: float) -> Callable[[object], bool]:
+    # a nan is in no range
+    return lambda value: isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
+def _read(knob: Knob, text: str) -> object:
+    """A text as a value of the type that the knob has; as it is where it is none, for the knob to refuse."""
+    try:
+        return msgspec.convert(text, type(knob.default), strict=False)
+    except msgspec.ValidationError:
+        return text
+
+
+def _parse(text: str) -> dict[str, Any]:
+    if not text:
+        return {}
+    import tomllib  # 4 ms that a server without a file need not spend before it is ready
+
+    return tomllib.loads(text)
+
+
+def _join(section: str, name: str) -> str:
+    return f"{section}.{name}" if section else name
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    import difflib  # only an error needs it
+
+    near = difflib.get_close_matches(name, known := list(known), n=1, cutoff=0.5)
+    return (
+        f"there is no such name; did you mean {near[0]}?" if near else f"there is no such name, only {', '.join(known)}"
+    )
+
+
+def _excerpt(text: str) -> str:
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+_HEADER: Final = re.compile(r"\s*\[\s*([\w.\s\"'-]+?)\s*\]")
+_PAIR: Final = re.compile(r"\s*([\w.\s\"'-]+?)\s*=")
+
+
+def _line_of(text: str, path: list[str]) -> int | None:
+    """Where a name is set. ``None`` where that is hard to tell (an inline table): an error reads well without."""
+    table: list[str] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line):
+            here = table = _split(header[1])
+        elif pair := _PAIR.match(line):
+            here = table + _split(pair[1])
+        else:
+            continue
+        if here == path:
+            return number
+    return None
+
+
+def _split(dotted: str) -> list[str]:
+    return [name.strip().strip("\"'") for name in dotted.split(".")]
