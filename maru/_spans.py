@@ -1,0 +1,98 @@
+"""Which spans of a device are free: first fit, neighbours joined again. Pure.
+
+Rule 1. Every offset and every length is a multiple of the alignment.
+Rule 2. Free spans lie in ascending order, never touch and never overlap.
+Rule 3. The lowest span that is large enough is taken, from its start: what lives long gathers at the bottom, and the large
+        free spans are left at the top.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Final
+
+ALIGN_BYTES: Final = 2 << 20
+"""A region's length, and what it is aligned to, are multiples of it: a huge page."""
+
+
+class Spans:
+    """The free spans of ``total_bytes`` (rounded down to the alignment)."""
+
+    def __init__(self, total_bytes: int, align: int) -> None:
+        self.align = align
+        self.total_bytes = total_bytes - total_bytes % align
+        self.free_bytes = self.total_bytes
+        # Two columns: bisect looks for an offset without making a pair.
+        self._offsets: list[int] = [0] if self.total_bytes else []
+        self._lengths: list[int] = [self.total_bytes] if self.total_bytes else []
+
+    def __repr__(self) -> str:
+        return f"<Spans {self.free_bytes} of {self.total_bytes} bytes free in {len(self._offsets)}>"
+
+    def free(self) -> list[tuple[int, int]]:
+        """(offset, length) of each free span."""
+        return list(zip(self._offsets, self._lengths, strict=True))
+
+    def take(self, length: int) -> int | None:
+        """The offset of a free span of ``length`` bytes, which is taken; or None, where no single one is large enough."""
+        self._check(0, length)
+        for at, room in enumerate(self._lengths):
+            if room >= length:
+                offset = self._offsets[at]
+                self._cut(at, offset, length)
+                return offset
+        return None
+
+    def claim(self, offset: int, length: int) -> bool:
+        """Take exactly this span. False, and nothing taken, where it is not free, not aligned, or not inside."""
+        if length <= 0 or offset % self.align or length % self.align:
+            return False
+        at = bisect_left(self._offsets, offset + 1) - 1
+        if at < 0 or offset + length > self._offsets[at] + self._lengths[at]:
+            return False
+        self._cut(at, offset, length)
+        return True
+
+    def give_back(self, offset: int, length: int) -> None:
+        """This span is free again.
+
+        Raises:
+            ValueError: it is not aligned, not inside, or overlaps with what is free.
+        """
+        self._check(offset, length)
+        at = bisect_left(self._offsets, offset)
+        end = offset + length
+        follows = at and self._offsets[at - 1] + self._lengths[at - 1]
+        if end > self.total_bytes or follows > offset or (at < len(self._offsets) and end > self._offsets[at]):
+            raise ValueError(f"{length} bytes at {offset} are free already, or are not here")
+        self.free_bytes += length
+        if at < len(self._offsets) and end == self._offsets[at]:
+            length += self._lengths.pop(at)
+            del self._offsets[at]
+        if at and follows == offset:
+            self._lengths[at - 1] += length
+        else:
+            self._offsets.insert(at, offset)
+            self._lengths.insert(at, length)
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _check(self, offset: int, length: int) -> None:
+        if length <= 0 or offset < 0 or offset % self.align or length % self.align:
+            raise ValueError(f"{length} bytes at {offset} do not fit an alignment of {self.align}")
+
+    def _cut(self, at: int, offset: int, length: int) -> None:
+        """Take this out of free span ``at``, which it lies in."""
+        start, room = self._offsets[at], self._lengths[at]
+        before, behind = offset - start, start + room - (offset + length)
+        self.free_bytes -= length
+        if before and behind:
+            self._lengths[at] = before
+            self._offsets.insert(at + 1, offset + length)
+            self._lengths.insert(at + 1, behind)
+        elif before:
+            self._lengths[at] = before
+        elif behind:
+            self._offsets[at], self._lengths[at] = offset + length, behind
+        else:
+            del self._offsets[at], self._lengths[at]

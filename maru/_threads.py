@@ -1,0 +1,191 @@
+"""Threads that may get stuck in the kernel: whoever waits for one can leave at once, and nothing it made stays behind.
+
+Allocating, opening and removing files are calls that a stalled file system may never answer. A thread in such a call can
+neither be interrupted nor joined, so a task that is cancelled leaves it alone; what it makes must not be forgotten.
+
+Rule 1. What a thread makes is undone unless the waiting task has it in hand: in a further thread, since that may get stuck
+        as well; or by the thread itself, where the trio run is over meanwhile.
+Rule 2. Work that only takes away (:meth:`Workers.do`) is done even if nobody waits for it any more.
+Rule 3. A thread given up keeps its place in the limiter until its call returns: stuck threads are bounded in number.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import attrs
+import trio
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+class GivenUp(Exception):
+    """Nobody waits for this work any more: raised inside the thread, and seen by nobody."""
+
+
+@attrs.frozen
+class WorkersStatistics:
+    """A snapshot of some workers."""
+
+    pending: int
+    """Threads whose work is not over, those given up included."""
+    waiting: int
+    """Tasks that wait for a thread."""
+    given_up: int
+    """Waits that were left before their thread was done, in all."""
+
+
+@attrs.define(eq=False)
+class _Job(Generic[T]):
+    """One piece of work. All but ``run`` happens on the trio thread."""
+
+    work: Callable[[Callable[[], None]], T]
+    undo: Callable[[T], object] | None
+    over: trio.Event = attrs.field(factory=trio.Event)
+    limited: bool = True
+    given_up: bool = False
+    made: list[T] = attrs.field(factory=list)
+    """What it returned, until somebody has it in hand."""
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        """In a thread."""
+        try:
+            if self.undo is not None:
+                self.go_on()
+            self.made.append(self.work(self.go_on))
+        except BaseException as exc:
+            self.error = exc
+
+    def go_on(self) -> None:
+        """In a thread."""
+        if self.given_up:
+            raise GivenUp
+
+    def drop(self) -> None:
+        """Undo what was made, if anything is left of it."""
+        if self.undo is not None and self.made:
+            self.undo(self.made.pop())
+
+    def result(self) -> T:
+        if self.error is None:
+            return self.made.pop()
+        error, self.error = self.error, None
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame
+
+
+class Workers:
+    """Threads for work that may get stuck; at most ``threads`` at once. Belongs to one trio run."""
+
+    def __init__(self, threads: int) -> None:
+        self._limiter = trio.CapacityLimiter(threads)
+        self._token = trio.lowlevel.current_trio_token()
+        self._pending = 0
+        self._given_up = 0
+        self._idle = trio.Event()
+        self._at_idle: Callable[[], object] | None = None
+
+    @trio.lowlevel.enable_ki_protection
+    async def make(self, work: Callable[[Callable[[], None]], T], undo: Callable[[T], object]) -> T:
+        """Call ``work`` in a thread and return what it made.
+
+        Cancelled before it began, nothing is called. Cancelled later this leaves at once; ``work`` goes on, and what it
+        makes is undone.
+
+        Args:
+            work: what to do. It is given a function that it may call wherever it could stop with nothing made: that one
+                raises :class:`GivenUp` once nobody waits any more.
+            undo: takes what ``work`` returned; called in a thread.
+        """
+        job = _Job(work, undo)
+        await self._limiter.acquire_on_behalf_of(job)
+        self._start(job)
+        return await self._end_of(job)
+
+    @trio.lowlevel.enable_ki_protection
+    async def do(self, work: Callable[[], T]) -> T:
+        """Call ``work`` in a thread. Cancelled this leaves at once, and ``work`` is done all the same."""
+        job: _Job[T] = _Job(lambda _: work(), None)
+        try:
+            await self._limiter.acquire_on_behalf_of(job)
+        except BaseException:
+            job.limited = False  # it may never get its turn there
+            job.given_up = True
+            self._start(job)
+            raise
+        self._start(job)
+        return await self._end_of(job)
+
+    async def wait_idle(self) -> None:
+        """Wait until no thread has anything left to do. A stuck one may never be done: the caller has a deadline."""
+        await trio.lowlevel.checkpoint()
+        while self._pending:
+            await self._idle.wait()
+
+    def at_idle(self, call: Callable[[], object]) -> None:
+        """Have ``call`` called once no thread has anything left to do: at once, or by the last one."""
+        if self._pending:
+            self._at_idle = call
+        else:
+            call()
+
+    def statistics(self) -> WorkersStatistics:
+        """An immutable snapshot."""
+        return WorkersStatistics(self._pending, self._limiter.statistics().tasks_waiting, self._given_up)
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _start(self, job: _Job[Any]) -> None:
+        if not self._pending:
+            self._idle = trio.Event()
+        self._pending += 1
+        try:
+            trio.lowlevel.start_thread_soon(job.run, lambda _: self._deliver(job), "maru-worker")
+        except BaseException as exc:  # no more threads
+            job.error = exc
+            self._ended(job)
+
+    async def _end_of(self, job: _Job[T]) -> T:
+        try:
+            await job.over.wait()
+        except BaseException:
+            self._given_up += 1
+            job.given_up = True
+            if job.over.is_set():  # it ended between the cancel and this, our step
+                self._clean_up(job)
+            raise
+        return job.result()
+
+    def _clean_up(self, job: _Job[Any]) -> None:
+        """Nobody takes its result."""
+        if job.error is not None and not isinstance(job.error, GivenUp):
+            _log.warning("what nobody waits for any more has failed: %r", job.error)
+        if job.made and job.undo is not None:
+            self._start(_Job(lambda _: job.drop(), None, limited=False, given_up=True))
+
+    def _deliver(self, job: _Job[Any]) -> None:
+        """In the thread, when it is done."""
+        try:
+            self._token.run_sync_soon(self._ended, job)
+        except trio.RunFinishedError:  # then its task has left, long ago
+            job.drop()
+
+    def _ended(self, job: _Job[Any]) -> None:
+        if job.limited:
+            self._limiter.release_on_behalf_of(job)
+        job.over.set()
+        if job.given_up:
+            self._clean_up(job)
+        self._pending -= 1
+        if not self._pending:
+            self._idle.set()
+            if self._at_idle is not None:
+                call, self._at_idle = self._at_idle, None
+                call()
