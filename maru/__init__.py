@@ -1,5 +1,66 @@
-"""The shared page store: the ground floor of the house.
+"""The shared page store: processes of one machine share KV cache through memory that all of them map.
 
-`maru` is usable alone: nothing in it knows `backends` or `offload`. What is here so far is `maru.eviction`, the one
-room where it is decided which block goes when a place is full.
+`maru` is usable alone: nothing in it knows `backends` or `offload`. ``maru-server`` serves a pool; :class:`MaruHandler` is its
+client for trio, :class:`maru.blocking.MaruHandler` the same for threads that know no trio; :func:`open_server` is the server
+inside a trio program. Names are imported when they are first used: who needs the eviction policies only does not pay for sockets.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from ._errors import MaruError as MaruError
+from ._errors import NoAnswer as NoAnswer
+from ._errors import ServerLost as ServerLost
+from ._errors import ServerRefused as ServerRefused
+from ._errors import LeaseLost as LeaseLost
+from ._errors import Damaged as Damaged
+from ._errors import HandlerClosed as HandlerClosed
+from ._errors import NotOwner as NotOwner
+from ._errors import CannotMap as CannotMap
+from ._errors import PoolFull as PoolFull
+from ._errors import PoolInUse as PoolInUse
+from ._errors import PoolUnusable as PoolUnusable
+from ._errors import JournalFailed as JournalFailed
+from ._errors import ForeignJournal as ForeignJournal
+from ._errors import BadFrame as BadFrame
+from ._errors import BadMessage as BadMessage
+from ._errors import ConfigError as ConfigError
+
+if TYPE_CHECKING:
+    from ._client import MaruHandler as MaruHandler
+    from ._config import MaruConfig as MaruConfig
+    from ._answers import Stored as Stored
+    from ._answers import Loaded as Loaded
+    from ._answers import Deleted as Deleted
+    from ._views import AllocHandle as AllocHandle
+    from ._views import MemoryInfo as MemoryInfo
+    from ._server import open_server as open_server
+    from ._server import MaruServer as MaruServer
+    from ._server import ServerStatistics as ServerStatistics
+    from ._config import ServerConfig as ServerConfig
+
+_HOMES = {
+    "MaruHandler": "._client",
+    "MaruConfig": "._config",
+    "Stored": "._answers",
+    "Loaded": "._answers",
+    "Deleted": "._answers",
+    "AllocHandle": "._views",
+    "MemoryInfo": "._views",
+    "open_server": "._server",
+    "MaruServer": "._server",
+    "ServerStatistics": "._server",
+    "ServerConfig": "._config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home, __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -155,7 +155,10 @@ def _directory(fact: PathFact) -> Finding:
         return Finding(name, "fail", f"{fact.path} belongs to another user", needed, "choose another directory")
     if fact.mode & 0o077:
         found = f"{fact.path} has mode {fact.mode:04o}"
-        return Finding(name, "fail", found, needed, f"chmod 700 {fact.path}")
+        shared = fact.mode & 0o1000  # as /tmp has it: not to be closed to the others
+        return Finding(
+            name, "fail", found, needed, f"a directory inside: {fact.path}/maru" if shared else f"chmod 700 {fact.path}"
+        )
     return Finding(name, "ok", f"{fact.path} has mode {fact.mode:04o}", needed)
 
 

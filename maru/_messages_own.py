@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from ._frames import MAX_KEYS
-from ._messages_v1 import Bools, Keys, Token
+from ._messages_v1 import Bools, Key, Keys, Message, Token
 
 Ints: TypeAlias = Annotated[list[int], Meta(max_length=MAX_KEYS)]
 Checksums: TypeAlias = Annotated[list[int | None], Meta(max_length=MAX_KEYS)]
@@ -237,8 +237,14 @@ class RegionReply(OwnReply, frozen=True):
     writable: bool
 
 
+class DescribeRequest(Message, frozen=True):
+    """What is there to know about this server; and about a key, if one is named. A map, and without a session."""
+
+    key: Key | None = None
+
+
 class DescribeReply(msgspec.Struct, frozen=True, gc=False):
-    """What there is to know about a server, for people: facts by section and name. A map, and without a session."""
+    """For people: facts by section and name; those of a key in the section ``key``. A map, and without a session."""
 
     epoch: int
     server: str
@@ -255,6 +261,7 @@ AnyOwnRequest: TypeAlias = (
     | BeatRequest
     | CloseRequest
     | RegionRequest
+    | DescribeRequest
 )
 AnyOwnReply: TypeAlias = (
     StoreReply

@@ -33,7 +33,7 @@ class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 class EmptyRequest(Message, frozen=True):
-    """GET_STATS, HEARTBEAT, GET_USAGE, SHUTDOWN and DESCRIBE ask without saying anything."""
+    """GET_STATS, HEARTBEAT, GET_USAGE and SHUTDOWN ask without saying anything."""
 
 
 class ErrorReply(Message, frozen=True):

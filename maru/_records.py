@@ -18,7 +18,7 @@ class Record(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class SessionOpened(Record, frozen=True, tag=1):
-    """A client of ours, or a connection of a published one that owns regions, has a standing from here on."""
+    """A client of ours, or the connections of a published one that owns regions, have a standing from here on."""
 
     session_id: int
     token: bytes
@@ -36,7 +36,7 @@ class SessionEnded(Record, frozen=True, tag=2):
 
 
 class RegionAdded(Record, frozen=True, tag=3):
-    """A region of the pool has an owner."""
+    """A region of the pool has an owner; or an orphan has one again."""
 
     region_id: int
     length: int
@@ -45,13 +45,13 @@ class RegionAdded(Record, frozen=True, tag=3):
 
 
 class RegionReturned(Record, frozen=True, tag=4):
-    """Its owner gave it back: hidden from now on, and dropped with its last key."""
+    """Its owner gave it back: hidden from now on, and dropped with its last key; at once if it has none."""
 
     region_id: int
 
 
 class RegionDropped(Record, frozen=True, tag=5):
-    """Gone, with every key in it."""
+    """Evicted whole, or lost: gone, with every key in it. One that goes with its last key, or empty, leaves no record."""
 
     region_id: int
 

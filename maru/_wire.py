@@ -41,6 +41,7 @@ from ._messages_own import BeatRequest as BeatRequest
 from ._messages_own import CloseReply as CloseReply
 from ._messages_own import CloseRequest as CloseRequest
 from ._messages_own import DescribeReply as DescribeReply
+from ._messages_own import DescribeRequest as DescribeRequest
 from ._messages_own import DropAnswer as DropAnswer
 from ._messages_own import DropReply as DropReply
 from ._messages_own import DropRequest as DropRequest
@@ -124,7 +125,7 @@ MESSAGES: Final[Mapping[int, tuple[type[Request], type[Reply]]]] = {
     Code.BEAT: (BeatRequest, BeatReply),
     Code.CLOSE: (CloseRequest, CloseReply),
     Code.REGION: (RegionRequest, RegionReply),
-    Code.DESCRIBE: (EmptyRequest, DescribeReply),
+    Code.DESCRIBE: (DescribeRequest, DescribeReply),
     Code.GET_STATS: (EmptyRequest, StatsReply),
     Code.HEARTBEAT: (EmptyRequest, HeartbeatReply),
     Code.REPORT_STATS: (ReportRequest, SuccessReply),

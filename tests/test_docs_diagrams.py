@@ -1,6 +1,7 @@
 """The documentation's pictures show the tables of the code, arrow for arrow, and the walk with every hook of it."""
 
 import enum
+import html
 import importlib.util
 import re
 import subprocess
@@ -11,6 +12,10 @@ from types import ModuleType
 
 import pytest
 
+from maru import _config as maru_config
+from maru._knobs import as_size
+from maru._page_states import MOVES as PAGE_MOVES
+from maru._page_states import PageEvent, PageState
 from offload._config import PipelineConfig, knobs
 from offload._lifecycle import GATE, MOVES, Phase, Status
 from offload.instruments import HOOKS
@@ -28,6 +33,8 @@ def _load(name: str) -> ModuleType:
 
 
 drawing = _load("drawing")
+sys.modules.setdefault("drawing", drawing)
+chart = _load("chart")
 
 
 class Drawn:
@@ -87,6 +94,36 @@ def test_gate_diagram_has_exactly_the_answers_of_the_table() -> None:
         assert arrow.find("text").text == arrow.get("data-label")
 
 
+def test_page_diagram_has_exactly_the_moves_of_the_table() -> None:
+    picture = Drawn(chart.draw_pages())
+    assert set(picture.boxes) == {state.name for state in PageState}
+    moves = {
+        (source, what, arrow.get("data-to"))
+        for arrow in picture.arrows
+        for source in arrow.get("data-from").split()
+        for what in arrow.get("data-label").split(" | ")
+    }
+    assert moves == {(s.name, event.value, after.name) for s, row in PAGE_MOVES.items() for event, after in row.items()}
+    words = " ".join(text.text for text in picture.root.iter("text"))
+    for event in PageEvent:
+        assert event.value in words, f"nobody reads {event.value!r}"
+    for arrow in picture.arrows:
+        start, end = ends(arrow)
+        assert picture.side(*end) == arrow.get("data-to")
+        if " " not in arrow.get("data-from"):
+            assert picture.side(*start) == arrow.get("data-from")
+
+
+def test_a_page_state_that_does_not_end_like_the_others_gets_an_arrow_of_its_own() -> None:
+    moves = {state: dict(row) for state, row in PAGE_MOVES.items()}
+    del moves[PageState.QUARANTINED][PageEvent.END]
+    moves[PageState.FREE][PageEvent.DROP] = PageState.PINNED  # a move for which nobody chose a way
+    picture = Drawn(chart.draw_pages(moves))
+    drawn_moves = {(arrow.get("data-from"), arrow.get("data-to")) for arrow in picture.arrows}
+    assert {("FREE", "ORPHAN"), ("LIMBO", "ORPHAN"), ("FREE", "PINNED")} <= drawn_moves
+    assert not any(source == "QUARANTINED" or " " in source for source, _ in drawn_moves)
+
+
 def test_another_table_gives_another_diagram() -> None:
     class Step(enum.Enum):
         A = "a"
@@ -108,6 +145,7 @@ def test_nothing_is_drawn_outside_the_picture() -> None:
         drawing.draw_table("moves", [status.name for status in Status], drawing.arrows_of_moves()),
         drawing.draw_table("gate", [phase.name for phase in Phase], drawing.arrows_of_gate()),
         drawing.draw_walk(),
+        chart.draw_pages(),
     ):
         root = Drawn(svg).root
         _, _, width, height = map(float, root.get("viewBox").split())
@@ -135,7 +173,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     source = tmp_path_factory.mktemp("docs")
     (source / "conf.py").write_text(f"import sys\nsys.path.insert(0, {str(EXT)!r})\nextensions = ['directives']\n")
     (source / "index.rst").write_text(
-        "Page\n====\n\n.. status-moves::\n\n.. commit-gate::\n\n.. walk::\n\n.. knobs::\n"
+        "Page\n====\n\n.. status-moves::\n\n.. commit-gate::\n\n.. page-moves::\n\n.. walk::\n\n.. knobs::\n"
+        "\n.. knobs:: server\n\n.. knobs:: client\n"
     )
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html", str(source), str(source / "out")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -147,12 +186,28 @@ def test_the_page_has_the_pictures(page: str) -> None:
     assert [page.count(f"<title>{title}</title>") for title in ("The status of a handle", "The commit gate")] == [1, 1]
     moves = sum(len(row) for row in MOVES.values())
     gate = len({(phase, after) for phase, answers in GATE.items() for after in answers.values()})
-    assert page.count('class="arrow ') == moves + gate
+    ends_alike = sum(PageState.ORPHAN in row.values() for row in PAGE_MOVES.values())
+    pages = len({(state, after) for state, row in PAGE_MOVES.items() for after in row.values()}) - ends_alike + 1
+    assert page.count("<title>The states of a page</title>") == 1
+    assert page.count('class="arrow ') == moves + gate + pages
 
 
 def test_the_page_has_every_knob_with_its_default_bound_and_reason(page: str) -> None:
-    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page))
-    for knob in knobs():
-        row = re.sub(r"\s+", " ", f"{knob.name.removeprefix('pipeline.')} {knob.default} {knob.bound} {knob.reason}")
-        assert row in text.replace("&#39;", "'"), knob.name
+    text = re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", page)).replace("’", "'"))
+    server = maru_config.knobs(maru_config.ServerConfig, section="server")
+    client = maru_config.knobs(maru_config.MaruConfig, section="client")
+    for knob in (*knobs(), *server, *client):
+        default = directives_default(knob)
+        name = re.sub(r"^(pipeline|server|client)\.", "", knob.name)
+        assert re.sub(r"\s+", " ", f"{name} {default} {knob.bound} {knob.reason}") in text, knob.name
         assert knob.variable in text
+    assert "pool_size 100 MiB bytes from" in text  # with its unit
+
+
+def directives_default(knob: maru_config.Knob) -> str:
+    """As it stands in a file: a size with its unit, a flag as TOML has it."""
+    if isinstance(knob.default, bool):
+        return "true" if knob.default else "false"
+    if isinstance(knob.default, int) and knob.bound.startswith("bytes"):
+        return as_size(knob.default)
+    return "" if knob.default == () else str(knob.default)

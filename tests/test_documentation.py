@@ -2,19 +2,28 @@
 
 - A ``python`` block runs in a fresh interpreter, in an empty directory, warnings as errors. With ``continued`` in its
   info string it runs behind the blocks before it on its page.
-- A ``console`` block: lines ``$ offload ...`` run (what takes long is marked so), ``$ make ...`` must name a target.
+- A ``console`` block: lines ``$ offload ...`` run (what takes long is marked so), ``$ maru ...`` beside a server,
+  ``$ maru-server ...`` until it is ready; ``$ make ...`` must name a target.
+- A ``toml`` block is a configuration that can be.
 - ``no-run=gpu`` (or another of ``REASONS``) in the info string: the block is reported as skipped, with that reason.
 """
 
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from maru_processes import PATIENCE, Server, temporary_pool
+
+from maru._config import client_config, server_config
+from offload._config import config_from_toml
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -91,7 +100,7 @@ def console_lines(command: str) -> list[object]:
             continue
         text = block.text.replace("\\\n", " ")
         for line in text.splitlines():
-            if line.startswith(f"$ {command}"):
+            if line.startswith(f"$ {command} "):
                 long = [pytest.mark.long] if LONG_COMMANDS & set(line.split()) else []
                 lines.append(pytest.param(line[2:], marks=[*marks(block), *long], id=f"{block.name} {line[2:]}"))
     return lines
@@ -116,6 +125,51 @@ def test_command_runs(line: str, tmp_path: Path) -> None:
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
+@pytest.fixture(scope="module")
+def page_store() -> Iterator[Server]:
+    with temporary_pool() as pool, Server(pool) as server:
+        yield server
+
+
+@pytest.mark.parametrize("line", console_lines("maru"))
+def test_page_store_command_runs(line: str, page_store: Server, tmp_path: Path) -> None:
+    environ = {**os.environ, "MARU_CLIENT__SERVER_URL": page_store.tcp}
+    line = line.replace("maru", f"{shlex.quote(sys.executable)} -m maru", 1)
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("line", console_lines("maru-server"))
+def test_server_gets_ready_and_ends(line: str, tmp_path: Path) -> None:
+    environ = {**os.environ, "MARU_SERVER__PORT": "0"}
+    program = "import sys; sys.argv[0] = 'maru-server'; from maru.server_cli import main; main()"
+    with temporary_pool() as pool:
+        environ.setdefault("MARU_SERVER__POOL_PATH", str(pool))
+        command = [sys.executable, "-c", program, *shlex.split(line)[1:]]
+        with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True) as running:
+            try:
+                assert running.stdout is not None
+                first = running.stdout.readline()
+                if "--print-config" not in command:
+                    assert "is ready at" in first
+                    running.send_signal(signal.SIGTERM)
+                running.stdout.read()
+                assert running.wait(PATIENCE) == 0
+            finally:
+                running.kill()
+
+
+@pytest.mark.parametrize(
+    "block", [pytest.param(block, id=block.name) for block in BLOCKS if block.info[:1] == ["toml"]]
+)
+def test_configuration_can_be(block: Block) -> None:
+    loaders = {"pipeline": config_from_toml, "server": server_config, "client": client_config}
+    tables = set(tomllib.loads(block.text))
+    assert tables <= set(loaders), f"{block.name}: nobody reads {tables - set(loaders)}"
+    for table in tables:
+        loaders[table](block.text, others=tables - {table}, environ={})
+
+
 @pytest.mark.parametrize("line", console_lines("make"))
 def test_make_target_exists(line: str) -> None:
     done = subprocess.run(["make", "--dry-run", *shlex.split(line)[1:]], cwd=ROOT, capture_output=True, text=True)
@@ -124,7 +178,7 @@ def test_make_target_exists(line: str) -> None:
 
 def test_no_command_goes_unchecked() -> None:
     """A block of another language, or a line of another command, must say why it is not run."""
-    data = {"text", "toml", "json", "mermaid", "dot"}
+    data = {"text", "toml", "ini", "json", "mermaid", "dot"}
     for block in BLOCKS:
         language = block.info[0] if block.info else ""
         assert language, f"{block.name}: a block without a language"
@@ -133,7 +187,9 @@ def test_no_command_goes_unchecked() -> None:
         assert language in {"console", "sh"}, f"{block.name}: {language} is neither run nor known as data"
         for line in block.text.splitlines():
             if line.startswith("$ "):
-                assert line.split()[1] in {"offload", "make"}, f"{block.name}: nothing runs {line!r}"
+                assert line.split()[1] in {"offload", "maru", "maru-server", "make"}, (
+                    f"{block.name}: nothing runs {line!r}"
+                )
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])

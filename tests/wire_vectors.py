@@ -237,7 +237,8 @@ OWN_REQUESTS = [
     (Code.BEAT, b"\x92" + OPENING, wire.BeatRequest(TOKEN, 5)),
     (Code.CLOSE, b"\x92" + OPENING, wire.CloseRequest(TOKEN, 5)),
     (Code.REGION, b"\x94" + OPENING + b"\x07\xc3", wire.RegionRequest(TOKEN, 5, 7, True)),
-    (Code.DESCRIBE, b"\x80", wire.EmptyRequest()),
+    (Code.DESCRIBE, b"\x80", wire.DescribeRequest()),
+    (Code.DESCRIBE, b"\x81\xa3key\xa1k", wire.DescribeRequest("k")),
 ]
 OWN_REPLIES = [
     (

@@ -1,4 +1,5 @@
-"""What the pages ask of the code: ``status-moves``, ``commit-gate``, ``walk``, ``knobs``, and ``public`` for the reference.
+"""What the pages ask of the code: ``status-moves``, ``commit-gate``, ``page-moves``, ``walk``, ``knobs``; for the reference,
+``public``.
 
 Also makes the docstrings readable for Sphinx where we write them for the reader of the file: a rule's lines hang below
 its number, which reStructuredText takes for a quotation.
@@ -11,19 +12,25 @@ import collections.abc
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeGuard
 
+import chart
 import drawing
+from chart import draw_pages
 from docutils import nodes
 from drawing import arrows_of_gate, arrows_of_moves, draw_table, draw_walk
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+import maru._config
+from maru import _page_states
+from maru._config import MaruConfig, ServerConfig
+from maru._knobs import Knob, as_size
 from offload import _config, _lifecycle
-from offload._config import Knob, knobs
+from offload._config import knobs
 from offload._lifecycle import GATE, MOVES
 
 
@@ -31,7 +38,7 @@ def _picture(name: str, draw: Callable[[], str]) -> type[SphinxDirective]:
     class Picture(SphinxDirective):
         def run(self) -> list[nodes.Node]:
             # The page is made anew when one of them changes.
-            for module in (_lifecycle, drawing, sys.modules[__name__]):
+            for module in (_lifecycle, _page_states, chart, drawing, sys.modules[__name__]):
                 self.env.note_dependency(str(module.__file__))
             return [nodes.raw("", draw(), format="html")]
 
@@ -48,11 +55,23 @@ def draw_gate() -> str:
     return draw_table("The commit gate", [phase.name for phase in GATE], arrows_of_gate())
 
 
+KNOBS: dict[str, Callable[[], Iterable[Knob]]] = {
+    "pipeline": knobs,
+    "server": lambda: maru._config.knobs(ServerConfig, section="server"),
+    "client": lambda: maru._config.knobs(MaruConfig, section="client"),
+}
+"""By the table of a file that they are in."""
+
+
 class Knobs(SphinxDirective):
-    """A table of every knob, made from the declarations themselves."""
+    """A table of every knob, made from the declarations themselves: those of the pipeline, or of the section that is named."""
+
+    optional_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        self.env.note_dependency(str(_config.__file__))
+        for module in (_config, maru._config):
+            self.env.note_dependency(str(module.__file__))
+        section = self.arguments[0] if self.arguments else "pipeline"
         table = nodes.table("", classes=["knobs"])
         group = nodes.tgroup("", cols=4)
         table += group
@@ -61,10 +80,20 @@ class Knobs(SphinxDirective):
         group += [head, body]
         titles = ("Knob", "Default", "Must be", "What it does, and why so; its variable")
         head += _row([nodes.Text(title) for title in titles])
-        for knob in knobs():
-            name = nodes.literal("", knob.name.removeprefix("pipeline."))
-            body += _row([name, nodes.literal("", str(knob.default)), nodes.Text(knob.bound), _reason(knob)])
+        for knob in KNOBS[section]():
+            name = nodes.literal("", knob.name.removeprefix(f"{section}."))
+            body += _row([name, nodes.literal("", default_of(knob)), nodes.Text(knob.bound), _reason(knob)])
         return [table]
+
+
+def default_of(knob: Knob) -> str:
+    """As somebody would write it into a file."""
+    default = knob.default
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, int) and knob.bound.startswith("bytes"):
+        return as_size(default)
+    return "" if default == () else str(default)
 
 
 def _row(cells: list[nodes.Node]) -> nodes.row:
@@ -106,12 +135,26 @@ class Public(SphinxDirective):
                 elsewhere.append(f"``{member}`` (:py:obj:`{home}.{there}`)")
             else:
                 lines += [f".. auto{_kind(thing)}:: {name}.{member}"]
+                lines += ["   :inherited-members:"] if _stands_on_what_is_private(thing) else []
                 # Or else every Sequence in a signature would lead to the one of the reference engine.
                 lines += ["   :no-index:"] if hasattr(collections.abc, member) else []
                 lines += [""]
         if elsewhere:
             lines += ["Also here, and described there: " + ", ".join(elsewhere) + "."]
         return self.parse_text_to_nodes("\n".join(lines))
+
+
+def _stands_on_what_is_private(thing: object) -> bool:
+    """Whether a base of a class of ours is in no public module: what that one can do is described with the class."""
+    if not isinstance(thing, type) or issubclass(thing, BaseException):
+        return False
+    root = thing.__module__.partition(".")[0]
+    return any(base.__module__.partition(".")[0] == root and not _is_public(base) for base in thing.__mro__[1:])
+
+
+def _is_public(thing: type) -> bool:
+    package, _, module = thing.__module__.rpartition(".")
+    return not module.startswith("_") or getattr(sys.modules[package], thing.__name__, None) is thing
 
 
 def _kind(member: object) -> str:
@@ -126,7 +169,8 @@ def public_names(module: ast.Module) -> Iterator[tuple[str, str, str]]:
     Constants only where a docstring follows.
     """
     seen = set[str]()
-    for statement, next_one in zip(module.body, [*module.body[1:], None], strict=True):
+    body = [inner for one in module.body for inner in (one.body if _is_for_types(one) else [one])]
+    for statement, next_one in zip(body, [*body[1:], None], strict=True):
         names: list[tuple[str, str, str]] = []
         match statement:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
@@ -140,6 +184,13 @@ def public_names(module: ast.Module) -> Iterator[tuple[str, str, str]]:
             if not found[0].startswith("_") and found[0] not in seen:
                 seen.add(found[0])
                 yield found
+
+
+def _is_for_types(statement: ast.stmt) -> TypeGuard[ast.If]:
+    """``if TYPE_CHECKING:``: what is in there is imported when it is asked for."""
+    return (
+        isinstance(statement, ast.If) and isinstance(statement.test, ast.Name) and statement.test.id == "TYPE_CHECKING"
+    )
 
 
 def _is_text(statement: ast.stmt | None) -> bool:
@@ -198,6 +249,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     """Called by Sphinx."""
     app.add_directive("status-moves", _picture("StatusMoves", draw_moves))
     app.add_directive("commit-gate", _picture("CommitGate", draw_gate))
+    app.add_directive("page-moves", _picture("PageMoves", draw_pages))
     app.add_directive("walk", _picture("Walk", draw_walk))
     app.add_directive("knobs", Knobs)
     app.setup_extension("sphinx.ext.autodoc")

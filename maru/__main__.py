@@ -1,0 +1,6 @@
+"""``python -m maru`` is ``maru``."""
+
+from .cli import main
+
+if __name__ == "__main__":
+    main(prog_name="maru")

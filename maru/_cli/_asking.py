@@ -1,0 +1,229 @@
+"""How a command asks a server: over a blocking socket, without a session, so that looking changes nothing.
+
+Rule 1. No wait without an end, and no traceback: what goes wrong is said with the address, the value, and the way out.
+Rule 2. Codes of our own are used only if the server's handshake lists them. The handshake says nothing of this client, so it
+        opens no session.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import NamedTuple, TypeVar
+
+import attrs
+import click
+
+from .._config import MaruConfig, client_config
+from .._errors import BadFrame, BadMessage, ConfigError, NoAnswer, ServerRefused
+from .._wire import (
+    HEADER_BYTES,
+    Code,
+    DescribeReply,
+    DescribeRequest,
+    ErrorReply,
+    HandshakeReply,
+    Reply,
+    Request,
+    decode_reply,
+    read_header,
+    request,
+)
+
+T = TypeVar("T", bound=Reply)
+
+_LOOK = 0.5
+"""Seconds for finding out why nobody answers."""
+
+
+@attrs.frozen
+class Wish:
+    """Which server a command is about, and how its answer is to be shown."""
+
+    config: MaruConfig
+    timeout: float
+    """Seconds for one answer."""
+    as_json: bool
+    config_file: str = ""
+    """What it was read from, if anything."""
+
+    @property
+    def address(self) -> str:
+        """Of the server."""
+        return self.config.server_url
+
+
+def server_options(function: Callable[..., None]) -> Callable[..., None]:
+    """``--server``, ``--timeout``, ``--config`` and ``--json``, given to it as a :class:`Wish`."""
+
+    @functools.wraps(function)  # with what click has noted of the function's own options
+    def wished(
+        server: str | None, timeout: float | None, config_file: str | None, as_json: bool, **rest: object
+    ) -> None:
+        function(_wish(server, timeout, config_file, as_json), **rest)
+
+    decorated: Callable[..., None] = wished
+    for option in reversed(
+        (
+            click.option(
+                "--server",
+                metavar="URL",
+                help="tcp://host:port or ipc://path.  [default: MARU_CLIENT__SERVER_URL, or tcp://localhost:5555]",
+            ),
+            click.option(
+                "--timeout",
+                type=click.FloatRange(0, min_open=True),
+                metavar="SECONDS",
+                help="How long to wait for an answer.  [default: MARU_CLIENT__TIMEOUT_MS, or 2]",
+            ),
+            click.option(
+                "--config",
+                "config_file",
+                metavar="FILE",
+                help="A TOML file; its [client] table says where the server is, and which CURVE keys to use.",
+            ),
+            click.option("--json", "as_json", is_flag=True, help="Print JSON for machines."),
+        )
+    ):
+        decorated = option(decorated)
+    return decorated
+
+
+def _wish(server: str | None, timeout: float | None, config_file: str | None, as_json: bool) -> Wish:
+    options: dict[str, tuple[str, object]] = {}
+    if server is not None:
+        options["client.server_url"] = "--server", server
+    with usage_errors(config_file or ""):
+        config = client_config(Path(config_file) if config_file else "", options=options)
+    return Wish(config, config.timeout_ms / 1_000 if timeout is None else timeout, as_json, config_file or "")
+
+
+@contextmanager
+def usage_errors(config_file: str) -> Iterator[None]:
+    """A knob that cannot be, or a file that cannot be read, is told as what was typed."""
+    try:
+        yield
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    except OSError as error:
+        raise click.FileError(config_file, error.strerror or str(error)) from error
+
+
+class Server:
+    """The server at the other end. Made by :func:`connected`."""
+
+    def __init__(self, wish: Wish) -> None:
+        from .._reaching import blocking_dealer
+
+        self.address = wish.address
+        self.timeout = wish.timeout
+        self._dealer = blocking_dealer(wish.config)
+        self._sequence = 0
+
+    @property
+    def asked(self) -> int:
+        """Requests sent."""
+        return self._sequence
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._dealer.close()
+
+    def ask(self, code: Code, kind: type[T], message: Request | None = None) -> T:
+        """The answer.
+
+        Raises:
+            NoAnswer: none came in time.
+            ServerRefused: it is an error, or is none of this code.
+        """
+        self._sequence += 1
+        deadline = monotonic() + self.timeout
+        if not self._dealer.send((b"", request(code, self._sequence, message)), self.timeout):
+            raise NoAnswer(self.address)
+        while True:
+            received = self._dealer.receive(max(0.0, deadline - monotonic()))
+            if received is None:
+                raise NoAnswer(self.address)
+            frame = received[-1]
+            try:
+                _, _, sequence, length = read_header(frame)
+                if sequence != self._sequence:
+                    continue  # an answer to what was given up
+                reply = decode_reply(code, memoryview(frame)[HEADER_BYTES : HEADER_BYTES + length])
+            except (BadFrame, BadMessage) as error:
+                raise ServerRefused(f"what came is no answer: {error}") from error
+            if isinstance(reply, ErrorReply):
+                raise ServerRefused(reply.error, reply.code)
+            assert isinstance(reply, kind)
+            return reply
+
+    def handshake(self) -> HandshakeReply:
+        """Who it is. Opens no session."""
+        return self.ask(Code.HANDSHAKE, HandshakeReply)
+
+    def describe(self, key: str | None = None) -> DescribeReply:
+        """What it says of itself, and of a key. Of a server whose handshake lists DESCRIBE only."""
+        return self.ask(Code.DESCRIBE, DescribeReply, DescribeRequest(key))
+
+
+@contextmanager
+def connected(wish: Wish) -> Iterator[Server]:
+    """A server to ask, for as long as the block lasts. What goes wrong in there ends the command, in words."""
+    try:
+        server = Server(wish)
+    except (ConfigError, OSError, ValueError) as error:
+        raise click.ClickException(f"{wish.address}: {error}") from error
+    try:
+        yield server
+    except NoAnswer as error:
+        raise click.ClickException(unanswered(wish)) from error
+    except ServerRefused as error:
+        raise click.ClickException(f"{wish.address} refuses: {error}") from error
+    finally:
+        server.close()
+
+
+def unanswered(wish: Wish) -> str:
+    """Why nobody answers, as far as that can be told, and what to do."""
+    return f"{wish.address} does not answer within {wish.timeout:g} s: {look(wish.address).text}"
+
+
+class Silence(NamedTuple):
+    """Why nobody answers."""
+
+    absent: bool
+    """Whether nobody is there at all."""
+    text: str
+    """With what to check."""
+
+
+def look(address: str) -> Silence:
+    """What is at an address that does not answer."""
+    scheme, _, place = address.partition("://")
+    elsewhere = "or say where it is: --server, or MARU_CLIENT__SERVER_URL"
+    try:
+        if scheme == "ipc":
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.settimeout(_LOOK)
+                probe.connect(place)
+        else:
+            host, _, port = place.rpartition(":")
+            with socket.create_connection((host.strip("[]"), int(port)), _LOOK):
+                pass
+    except FileNotFoundError:
+        return Silence(True, f"there is no such socket. Start a server (maru-server), {elsewhere}")
+    except ConnectionRefusedError:
+        return Silence(True, f"nobody listens there. Start a server (maru-server), {elsewhere}")
+    except PermissionError:
+        return Silence(False, "this user may not open that socket: it belongs to whoever runs the server")
+    except (OSError, OverflowError) as error:  # a port beyond 65,535 is an overflow
+        return Silence(False, f"{getattr(error, 'strerror', None) or error}. Check the address, {elsewhere}")
+    return Silence(
+        False,
+        "something listens there. Is it a page store, is it stopped (its process shows state T), and does it want CURVE "
+        "keys (MARU_CLIENT__CURVE_KEY_FILE)?",
+    )

@@ -1,0 +1,85 @@
+"""How answers are shown: JSON for machines; for people tables that fit into 80 columns, also where nobody reads along."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.progress_bar import ProgressBar
+
+_UNREAD = 160
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def print_json(answer: object) -> None:
+    """One object."""
+    click.echo(json.dumps(answer, indent=2))
+
+
+def console() -> Console:
+    """Where tables go. Looks for markup nowhere: names come from outside.
+
+    Where nobody reads along and nobody said how wide it should be, a path should rather be in one line than in 80 columns.
+    """
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNREAD
+    return Console(markup=False, highlight=False, width=width)
+
+
+def show(*parts: RenderableType) -> None:
+    """Print tables and lines; in a pipe, without the blanks that fill a line."""
+    sheet = console()
+    with sheet.capture() as captured:
+        for part in parts:
+            sheet.print(part)
+    for line in captured.get().splitlines():
+        click.echo(line.rstrip() if not sheet.is_terminal else line)
+
+
+def size(count: float) -> str:
+    """Bytes, to be read."""
+    for unit in _UNITS:
+        if abs(count) < 1_024 or unit == _UNITS[-1]:
+            break
+        count /= 1_024
+    return f"{count:,.0f} {unit}" if unit == "bytes" else f"{count:,.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """A time, to be read: the two largest units."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    whole = math.floor(seconds)
+    for larger, unit, smaller, rest in ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= larger:
+            return f"{whole // larger} {unit} {whole % larger // smaller} {rest}"
+    raise AssertionError(seconds)
+
+
+def bar(part: float, whole: float, width: int = 16) -> ProgressBar:
+    """How much of the whole it is."""
+    from rich.progress_bar import ProgressBar
+
+    return ProgressBar(total=max(whole, 1), completed=min(part, whole), width=width)
+
+
+def share(part: float, whole: float) -> str:
+    """The same as a number."""
+    return f"{part / whole:.0%}" if whole else ""
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 region``, ``2 regions``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

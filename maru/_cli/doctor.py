@@ -1,0 +1,162 @@
+"""``maru doctor``: what would go wrong here, before it does. `maru._facts` looks around, `maru._doctor` judges."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import attrs
+import click
+
+from .._config import ServerConfig, is_loopback, server_config
+from .._doctor import Facts, Finding, Wanted, examine, worst
+from .._errors import ConfigError, NoAnswer, ServerRefused
+from .._facts import read_facts
+from ._asking import Server, Wish, look, server_options, usage_errors
+from ._showing import print_json, show
+from .describe import Description, describe
+
+Sections: TypeAlias = Mapping[str, Mapping[str, object]]
+
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+class Place(NamedTuple):
+    """Where regions lie, or are to lie."""
+
+    kind: str
+    """``files``, ``memfd`` or ``device``."""
+    path: str
+    """The directory of the files, or the device."""
+    home: str
+    """The directory of what outlives the server."""
+
+
+@click.command()
+@server_options
+@click.option("--pool-path", metavar="DIR", help="Of the pool.  [default: the server's, or MARU_SERVER__POOL_PATH]")
+@click.option("--dax-path", metavar="PATH", help="What holds regions instead.  [default: MARU_SERVER__DAX_PATH]")
+@click.option("--capacity-bytes", metavar="SIZE", help="What regions may take together.  [default: the server's]")
+@click.option("--pin", is_flag=True, help="Clients pin regions for CUDA: look at locked memory, too.")
+def command(wish: Wish, pin: bool, **options: str | None) -> None:
+    """Find what would go wrong here: space and memory behind regions, permissions, descriptors, sockets.
+
+    A page without memory behind it is a SIGBUS in whoever touches it, not an error; so look before. Works with a server
+    and without one. Exit code 1 when something will fail.
+    """
+    given = {
+        f"server.{name}": (f"--{name.replace('_', '-')}", text) for name, text in options.items() if text is not None
+    }
+    with usage_errors(wish.config_file):
+        config = server_config(Path(wish.config_file) if wish.config_file else "", options=given)
+    asked, description = _ask(wish)
+    # What a server of another host says of its directories is of no use here; nor is it where another place was named.
+    near = description is not None and _is_near(wish.address) and not (options["pool_path"] or options["dax_path"])
+    sections: Sections = description.sections if near and description is not None else {}
+    place = _place_of(sections.get("pool", {})) or _place_in(config)
+    facts = _facts(place, _sockets(sections.get("server", {})), config)
+    wanted = Wanted(
+        capacity_bytes=config.capacity_bytes or _as_int(sections.get("pool", {}).get("total_bytes")),
+        pin=pin,
+        connections=config.max_connections,
+        curve=bool(config.curve_key_file),
+    )
+    findings = [asked, *examine(facts, wanted)]
+    verdict = worst(findings)
+    if wish.as_json:
+        every = [attrs.asdict(finding) for finding in findings]
+        print_json({"address": wish.address, **place._asdict(), "verdict": verdict, "findings": every})
+    else:
+        _show(findings)
+    if verdict == "fail":
+        sys.exit(1)
+
+
+def _ask(wish: Wish) -> tuple[Finding, Description | None]:
+    """Whether a server answers, and what it says."""
+    name, needed = "server", "one that answers"
+    try:
+        server = Server(wish)
+    except (ConfigError, OSError, ValueError) as error:
+        return Finding(name, "fail", f"{wish.address}: {error}", needed, "correct the address, or the keys"), None
+    try:
+        description = describe(server)
+    except NoAnswer:
+        absent, text = look(wish.address)
+        if absent:
+            return Finding(name, "ok", f"none at {wish.address}", needed), None
+        return Finding(name, "warn", f"{wish.address} does not answer", needed, text), None
+    except ServerRefused as error:
+        return Finding(name, "warn", f"{wish.address} refuses: {error}", needed, "is this a page store?"), None
+    finally:
+        server.close()
+    return Finding(name, "ok", f"{wish.address} is {description.kind}", needed), description
+
+
+def _is_near(address: str) -> bool:
+    scheme, _, rest = address.partition("://")
+    return scheme == "ipc" or is_loopback(rest.rpartition(":")[0])
+
+
+def _place_of(pool: Mapping[str, object]) -> Place | None:
+    """Where the pool of a server lies, if it says so."""
+    kind, path, home = (pool.get(name) for name in ("kind", "path", "home"))
+    return Place(str(kind), str(path), str(home)) if kind and path and home else None
+
+
+def _place_in(config: ServerConfig) -> Place:
+    """Where the pool of a server with this configuration would lie."""
+    home = config.pool_path or f"/dev/shm/maru-{os.getuid()}"
+    where = config.dax_path or home
+    if where == "memfd":
+        return Place("memfd", where, home)
+    is_device = (os.path.exists(where) and not os.path.isdir(where)) or where.startswith("/dev/dax")
+    return Place("device" if is_device else "files", where, home)
+
+
+def _facts(place: Place, sockets: Iterable[str], config: ServerConfig) -> Facts:
+    curve = None
+    if config.curve_key_file:
+        from ..transport import has_curve
+
+        curve = has_curve()
+    directory = place.path if place.kind == "files" else place.home
+    device = place.path if place.kind == "device" else ""
+    facts = read_facts(directory, device=device, sockets=tuple(sockets), curve=curve)
+    if place.kind == "memfd":  # its regions lie in memory, wherever their home does
+        facts = attrs.evolve(facts, file_system="tmpfs", free_bytes=facts.available_bytes, held_bytes=0)
+    return facts
+
+
+def _sockets(server: Mapping[str, object]) -> list[str]:
+    """The Unix sockets that a server says it has."""
+    endpoints = str(server.get("endpoints", "")).split(", ")
+    paths = [one.removeprefix("ipc://") for one in endpoints if one.startswith("ipc://")]
+    descriptors = str(server.get("descriptors", ""))
+    return [*paths, descriptors] if descriptors else paths
+
+
+def _as_int(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    def table(rows: Iterable[tuple[Finding, str]]) -> Table:
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for one, text in rows:
+            table.add_row(Text(one.verdict, _COLOURS[one.verdict]), one.name, text)
+        return table
+
+    show(table((one, one.found) for one in findings))
+    troubles = [(one, f"needed: {one.needed}\n{one.way_out}") for one in findings if one.way_out]
+    if troubles:
+        show("\nwhat to do", table(troubles))

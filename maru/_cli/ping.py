@@ -1,0 +1,61 @@
+"""``maru ping``: how long a round trip takes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from time import perf_counter
+
+import click
+
+from .._errors import NoAnswer
+from .._wire import Code, HeartbeatReply
+from ._asking import Wish, connected, look, server_options
+from ._showing import duration, plural, print_json
+
+
+@click.command()
+@server_options
+@click.option("-n", "--count", type=click.IntRange(1), default=10, show_default=True, help="Round trips.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0),
+    default=0.1,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two of them.",
+)
+def command(wish: Wish, count: int, interval: float) -> None:
+    """Measure round trips, with a HEARTBEAT each.
+
+    The first one, which connects, does not count. Exit code 1 when there is no answer, or one is lost.
+    """
+    times: list[float] = []
+    with connected(wish) as server:
+        epoch = server.ask(Code.HEARTBEAT, HeartbeatReply).epoch
+        for number in range(count):
+            if number:
+                time.sleep(interval)
+            began = perf_counter()
+            try:
+                epoch = server.ask(Code.HEARTBEAT, HeartbeatReply).epoch
+            except NoAnswer:
+                continue
+            times.append(perf_counter() - began)
+    lost = count - len(times)
+    figures = _figures(times) if times else {}
+    if wish.as_json:
+        print_json({"address": wish.address, "epoch": epoch or None, "sent": count, "lost": lost, **figures})
+    else:
+        click.echo(f"{wish.address}: {plural(count, 'round trip')}, {lost} lost")
+        click.echo(", ".join(f"{name} {duration(figure)}" for name, figure in figures.items()))
+    if lost:
+        raise click.ClickException(
+            f"{wish.address} did not answer {lost} of {count} within {wish.timeout:g} s: {look(wish.address).text}"
+        )
+
+
+def _figures(times: list[float]) -> dict[str, float]:
+    ordered = sorted(times)
+    p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+    return {"min": ordered[0], "p50": statistics.median(ordered), "p99": p99, "max": ordered[-1]}

@@ -1,0 +1,86 @@
+"""``maru usage``: what each instance has of the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import click
+
+from .._wire import Code, InstanceUsage, UsageReply
+from ._asking import Wish, connected, server_options
+from ._showing import bar, plural, print_json, share, show, size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@click.command()
+@server_options
+def command(wish: Wish) -> None:
+    """Show what each instance has of the pool, and how much of that holds keys."""
+    with connected(wish) as server:
+        usage = server.ask(Code.GET_USAGE, UsageReply)
+    if wish.as_json:
+        print_json(
+            {
+                "address": wish.address,
+                "pool_total_bytes": usage.pool_total,
+                "pool_free_bytes": usage.pool_free,
+                "instances": [as_json(instance) for instance in usage.instances],
+            }
+        )
+        return
+    show(pool_line(usage), "", table_of(usage.instances) if usage.instances else "no instance has a region")
+
+
+def as_json(instance: InstanceUsage) -> dict[str, object]:
+    """For machines."""
+    return {
+        "instance_id": instance.instance_id,
+        "regions": instance.regions,
+        "allocated_bytes": instance.allocated,
+        "used_bytes": instance.used,
+    }
+
+
+def pool_line(usage: UsageReply) -> Table:
+    """How full the pool is, and how full its regions are."""
+    from rich.table import Table
+
+    taken = usage.pool_total - usage.pool_free
+    used = sum(instance.used for instance in usage.instances)
+    regions = sum(instance.regions for instance in usage.instances)
+    line = Table.grid(padding=(0, 2, 0, 0))
+    line.add_row(
+        "pool",
+        bar(taken, usage.pool_total),
+        share(taken, usage.pool_total),
+        f"{size(taken)} of {size(usage.pool_total)} in {plural(regions, 'region')}",
+    )
+    line.add_row("regions", bar(used, taken), share(used, taken), f"{size(used)} under keys")
+    return line
+
+
+def table_of(instances: Iterable[InstanceUsage], left_out: int = 0) -> Table:
+    """A row for each."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("instance", overflow="fold", min_width=12)
+    for heading in ("regions", "allocated", "used"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    for one in instances:
+        table.add_row(
+            one.instance_id,
+            f"{one.regions:,}",
+            size(one.allocated),
+            size(one.used),
+            bar(one.used, one.allocated, 10),
+            share(one.used, one.allocated),
+        )
+    if left_out:
+        table.add_row(f"and {left_out:,} more")
+    return table

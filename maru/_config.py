@@ -1,0 +1,341 @@
+"""Every knob of a server and of a client: its default, its bound, and the reason for both. Pure.
+
+A server is the table ``[server]`` of a file and the variables ``MARU_SERVER__...``, a client ``[client]`` and
+``MARU_CLIENT__...``. :mod:`maru._knobs` has the rules. The command line's help and the documentation's tables are made
+from :func:`knobs`.
+"""
+
+# ruff: noqa: RUF009  # the functions called in the class bodies make fields
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any, Final, Literal, TypeAlias, TypeVar
+
+import attrs
+
+from ._errors import ConfigError
+from ._frames import MAX_FRAME_BYTES, MAX_KEY_BYTES, MAX_KEYS
+from ._knobs import Knob as Knob
+from ._knobs import Knobs, as_bytes
+
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+JournalSync: TypeAlias = Literal["never", "second", "each"]
+
+C = TypeVar("C", bound=attrs.AttrsInstance)
+
+_DAY = 86_400.0
+_TIB = 1 << 40
+_ANY = r"(?s).*"
+_PATH = r"[^\x00]*"
+_QUOTA = r"[^=]+=\s*[0-9]{1,18}\s*([KMGTkmgt]([iI]?[bB])?)?"
+
+_knob: Final = Knobs("MARU", ConfigError)
+
+
+@attrs.frozen
+class ServerConfig:
+    """Everything that can be set on a server. The reason for each bound and default is in :func:`knobs`."""
+
+    # where it listens
+    host: str = _knob.text(
+        "127.0.0.1",
+        "a host name or an address, or empty",
+        r"[\w.:%\[\]*-]*",
+        "Where published clients expect it. Empty: no TCP. Any host but this one needs curve_key_file, or insecure.",
+    )
+    port: int = _knob.count(5555, 0, 65_535, "Where published clients expect it. 0: any free one, told when ready.")
+    ipc: bool = _knob.flag(True, "Also listen on a Unix socket in runtime_dir, which only this user can reach.")
+    runtime_dir: str = _knob.text(
+        "",
+        "a path",
+        _PATH,
+        "Directory of the sockets, made with mode 0700. Empty: pool_path, so that two servers never meet there. At most "
+        "97 bytes, since a Unix socket's name has 107.",
+    )
+    rm_address: str = _knob.text(
+        "127.0.0.1:0",
+        "host:port, or empty",
+        r"(?:[\w.%-]+|\[[\w.:%]+\]):[0-9]{1,5}|",
+        "Where the resource manager that published clients map regions through listens; 0: any free port, told at "
+        "handshake. Empty: none. It knows no keys: any host but this one needs insecure.",
+    )
+    # who may come in
+    curve_key_file: str = _knob.text(
+        "", "a path", _PATH, "The server's CURVE key pair. Empty: no CURVE, so loopback and Unix sockets only."
+    )
+    curve_clients_file: str = _knob.text(
+        "", "a path", _PATH, "Public keys of the clients that may come in, one a line. Empty: any that has a key."
+    )
+    insecure: bool = _knob.flag(
+        False, "Listen beyond this host without CURVE: whoever reaches the port may read, drop and map. Warns."
+    )
+    allow_shutdown: bool = _knob.flag(False, "Whether a SHUTDOWN message ends the server, as SIGTERM does.")
+    # what it says
+    log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written.")
+    json_logs: bool = _knob.flag(False, "One JSON object a line instead of text, the ready line included.")
+    # the pool
+    pool_path: str = _knob.text(
+        "",
+        "a path",
+        _PATH,
+        "Directory of the regions' files, the journal, the secret and the sockets, made with mode 0700; one server has "
+        "it at a time. Empty: /dev/shm/maru-UID.",
+    )
+    dax_path: str = _knob.text(
+        "",
+        "a path",
+        _PATH,
+        "A DAX device, a file taken for one, or a directory, that holds the regions instead; or memfd: files without a "
+        "name, which no restart finds again. pool_path keeps the rest.",
+    )
+    capacity_bytes: int = _knob.size(
+        0,
+        0,
+        1 << 50,
+        "Most bytes in regions. 0: all that is free at the start but for a tenth. Reserved region by region.",
+    )
+    high_watermark: float = _knob.share(
+        0.95, 0.01, 1.0, "An owner's regions are fuller than this: its least recently used keys go ahead of need."
+    )
+    low_watermark: float = _knob.share(
+        0.9, 0.0, 1.0, "Down to here, so that evictions come in batches. At most high_watermark."
+    )
+    watermark_interval: float = _knob.seconds(
+        0.1,
+        0.01,
+        60.0,
+        "How often the watermarks and the leases are looked at. An owner fills about a GiB in that time.",
+    )
+    quota_instance_bytes: int = _knob.size(
+        0, 0, 1 << 50, "Most bytes under keys of one instance; beyond, its own least recently used go. 0: no quota."
+    )
+    quota_tenant_bytes: int = _knob.size(0, 0, 1 << 50, "The same for all instances of a tenant together. 0: no quota.")
+    instance_quotas: tuple[str, ...] = _knob.texts(
+        (), "names with sizes, as name=64GiB", _QUOTA, "Exceptions from quota_instance_bytes, by instance_id."
+    )
+    tenant_quotas: tuple[str, ...] = _knob.texts(
+        (), "names with sizes, as name=64GiB", _QUOTA, "Exceptions from quota_tenant_bytes, by tenant."
+    )
+    # sessions
+    session_lease: float = _knob.seconds(
+        10.0,
+        0.1,
+        3_600.0,
+        "How long a client of ours may be silent. Its pins and regions outlive it by so much; so does quiet time.",
+    )
+    min_lease: float = _knob.seconds(
+        1.0, 0.05, 3_600.0, "Least lease a client may ask for: it renews at a third of it."
+    )
+    max_lease: float = _knob.seconds(60.0, 0.05, 3_600.0, "Most a client may ask for: a restart may wait that long.")
+    lease_grace: float = _knob.seconds(
+        1.0, 0.0, 600.0, "How much later than told a lease ends, so that the client knows before its pages go."
+    )
+    v1_read_grace: float = _knob.seconds(
+        30.0, 0.0, _DAY, "How long a key that a published client looked up is kept: it reads without a pin."
+    )
+    max_sessions: int = _knob.count(
+        4_096, 1, 1 << 20, "Sessions at once, some kB each. Further handshakes are refused."
+    )
+    # durability
+    journal: bool = _knob.flag(True, "Write down what is acknowledged, so that a restart finds it again.")
+    journal_sync: JournalSync = _knob.choice(
+        "never",
+        JournalSync,
+        "When the journal is fsynced. never: it survives a kill, which is all /dev/shm can; second: a crash of the "
+        "machine costs a second; each: replies wait for it.",
+    )
+    segment_bytes: int = _knob.size(
+        512 << 10,
+        64 << 10,
+        4 << 30,
+        "A journal segment's size; full ones are folded into the snapshot by a process beside. What is in the last one is "
+        "replayed at the start: up to 10 ms of batches, 30 ms of single keys.",
+    )
+    # limits
+    max_message_bytes: int = _knob.size(
+        MAX_FRAME_BYTES, 4 << 10, 256 << 20, "Largest message; ZeroMQ hangs up on whoever sends a larger one."
+    )
+    max_keys: int = _knob.count(
+        MAX_KEYS, 64, MAX_KEYS, "Keys in a batch: a context of a million tokens, which hold the loop for some 10 ms."
+    )
+    max_key_bytes: int = _knob.count(
+        MAX_KEY_BYTES, 32, MAX_KEY_BYTES, "Length of a key in UTF-8; those of vLLM and LMCache have about 100."
+    )
+    max_entries: int = _knob.count(4_000_000, 1, 1 << 30, "Keys in all, about half a kB of the server's memory each.")
+    max_in_flight: int = _knob.count(
+        256, 1, 65_536, "Requests of one client that wait for memory at once. Four times what published clients send."
+    )
+    high_water_mark: int = _knob.count(
+        4_096,
+        64,
+        1 << 20,
+        "Messages that ZeroMQ queues for one client each way. Replies beyond are dropped, and counted.",
+    )
+    max_connections: int = _knob.count(1_000, 1, 1 << 16, "Connections at once to the resource manager, one task each.")
+    linger: float = _knob.seconds(0.2, 0.0, 10.0, "How long replies may still leave after the socket was closed.")
+    drain_timeout: float = _knob.seconds(
+        0.5, 0.0, 60.0, "How long SIGTERM waits for what is being allocated. With linger it stays below a second."
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if self.low_watermark > self.high_watermark:
+            raise ConfigError(
+                "low_watermark", self.low_watermark, f"must be at most high_watermark, {self.high_watermark}"
+            )
+        if not self.min_lease <= self.session_lease <= self.max_lease:
+            raise ConfigError(
+                "session_lease",
+                self.session_lease,
+                f"must be from min_lease, {self.min_lease}, to max_lease, {self.max_lease}",
+            )
+        if not self.host and not self.ipc:
+            raise ConfigError("host", self.host, "must not be empty without ipc: nobody could reach the server")
+        if self.insecure:
+            return
+        if not is_loopback(self.host) and not self.curve_key_file:
+            raise ConfigError(
+                "host", self.host, "must be of this host (127.0.0.1), unless curve_key_file or insecure is set"
+            )
+        if not is_loopback(self.rm_host):
+            raise ConfigError("rm_address", self.rm_address, "must be of this host (127.0.0.1), unless insecure is set")
+
+    @property
+    def quotas(self) -> tuple[dict[str, int], dict[str, int]]:
+        """``instance_quotas`` and ``tenant_quotas``, in bytes by name."""
+        first, second = (
+            {name.strip(): as_bytes(size) for name, _, size in (text.partition("=") for text in texts)}
+            for texts in (self.instance_quotas, self.tenant_quotas)
+        )
+        return first, second
+
+    @property
+    def rm_host(self) -> str:
+        """The host of ``rm_address``; empty where there is none."""
+        return self.rm_address.rpartition(":")[0].strip("[]")
+
+    @property
+    def rm_port(self) -> int:
+        """The port of ``rm_address``."""
+        return int(self.rm_address.rpartition(":")[2] or 0)
+
+
+@attrs.frozen
+class MaruConfig:
+    """Everything that can be set on a client. The reason for each bound and default is in :func:`knobs`.
+
+    The first block has the published names and defaults; the second is ours.
+    """
+
+    server_url: str = _knob.text(
+        "tcp://localhost:5555",
+        "tcp://host:port or ipc://path",
+        r"(tcp://[^\x00\s]+:[0-9]{1,5}|ipc://[^\x00]+)",
+        "Where the server is.",
+    )
+    instance_id: str = _knob.text("", "a text", _ANY, "Who owns the regions. Empty: a new random name at each connect.")
+    pool_size: int = _knob.size(100 << 20, 0, _TIB, "Bytes of the first region. 0: only read, and own none.")
+    chunk_size_bytes: int = _knob.size(1 << 20, 1, 1 << 34, "Bytes of a page: one key's largest value.")
+    timeout_ms: int = _knob.count(2_000, 1, 3_600_000, "Milliseconds to wait for an answer of the server.")
+    max_inflight: int = _knob.count(64, 1, 65_536, "Requests without an answer at once; further ones wait.")
+    eager_map: bool = _knob.flag(True, "Map other owners' regions when connecting; otherwise when first read.")
+    auto_expand: bool = _knob.flag(True, "Take another region when no page is free and none could be reclaimed.")
+    expand_size: int = _knob.size(0, 0, _TIB, "Bytes of such a further region. 0: as many as pool_size.")
+    auto_connect: bool = _knob.flag(False, "Connect when first used, without a call of connect.")
+    rm_address: str = _knob.text(
+        "", "host:port, or empty", r"(\S+:[0-9]{1,5})?", "The resource manager of a published server; a handshake wins."
+    )
+    enable_stats: bool = _knob.flag(False, "Report what this client does to the server's statistics.")
+    use_async_rpc: bool = _knob.flag(True, "Accepted and not used: every call here is pipelined.")
+
+    tenant: str = _knob.text("", "a text", _ANY, "Whose quota this instance's bytes count against.")
+    namespace: str = _knob.text(
+        "", "a text", _ANY, "Model, dtype and rank: salts every key, so that equal tokens of two models never meet."
+    )
+    checksums: bool = _knob.flag(
+        True, "Store a checksum with each page and verify it when it is loaded: 0.3 of a memcpy."
+    )
+    lease: float = _knob.seconds(
+        10.0, 0.05, 3_600.0, "How long this client may be silent before the server takes back its pins and regions."
+    )
+    max_regions: int = _knob.count(256, 1, 65_536, "Regions of its own at most: auto_expand stops there.")
+    curve_key_file: str = _knob.text("", "a path", _PATH, "This client's CURVE key pair. Empty: no CURVE.")
+    curve_server_key: str = _knob.text(
+        "", "40 characters of Z85, or empty", r"([0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40})?", "The server's public key."
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if bool(self.curve_key_file) != bool(self.curve_server_key):
+            raise ConfigError("curve_server_key", self.curve_server_key, "must be set together with curve_key_file")
+        if 0 < self.pool_size < self.chunk_size_bytes:
+            raise ConfigError(
+                "pool_size", self.pool_size, f"must hold a page of chunk_size_bytes, {self.chunk_size_bytes}"
+            )
+
+
+def knobs(cls: type[attrs.AttrsInstance] = ServerConfig, *, section: str = "server") -> tuple[Knob, ...]:
+    """Every knob of a configuration class, in the order in which they are declared."""
+    return tuple(_knob.of(cls, section))
+
+
+def from_mapping(mapping: Mapping[str, Any], cls: type[C], *, section: str = "") -> C:
+    """A configuration from a mapping, as a TOML or JSON parser gives it. What is not named keeps its default.
+
+    Args:
+        mapping: knobs by name.
+        cls: the configuration class.
+        section: the path of this mapping in its file, put before names in errors.
+
+    Raises:
+        ConfigError: an unknown name, or a value out of its bound.
+    """
+    return _knob.from_mapping(mapping, cls, section=section)
+
+
+def server_config(
+    source: str | os.PathLike[str] = "",
+    *,
+    others: Collection[str] = ("client",),
+    environ: Mapping[str, str] | None = None,
+    options: Mapping[str, tuple[str, object]] | None = None,
+) -> ServerConfig:
+    """A server's configuration from a TOML file (its ``[server]``), the environment and options; the last one wins.
+
+    Args:
+        source: a path (``pathlib.Path``), or TOML as a text.
+        others: tables of the file that somebody else reads. Any further one is an error.
+        environ: the environment; by default that of this process.
+        options: by the name of the knob (``server.port``), what to call it in an error (``--port``) and its value.
+
+    Raises:
+        ConfigError: not TOML, an unknown name, or a value out of its bound; with file and line, variable, or option.
+        OSError: the file cannot be read.
+    """
+    return _knob.load(ServerConfig, source, section="server", others=others, environ=environ, options=options)
+
+
+def client_config(
+    source: str | os.PathLike[str] = "",
+    *,
+    others: Collection[str] = ("server",),
+    environ: Mapping[str, str] | None = None,
+    options: Mapping[str, tuple[str, object]] | None = None,
+) -> MaruConfig:
+    """A client's configuration from a TOML file (its ``[client]``), the environment and options; the last one wins.
+
+    Args:
+        source: a path (``pathlib.Path``), or TOML as a text.
+        others: tables of the file that somebody else reads. Any further one is an error.
+        environ: the environment; by default that of this process.
+        options: by the name of the knob (``client.lease``), what to call it in an error (``--lease``) and its value.
+
+    Raises:
+        ConfigError: not TOML, an unknown name, or a value out of its bound; with file and line, variable, or option.
+        OSError: the file cannot be read.
+    """
+    return _knob.load(MaruConfig, source, section="client", others=others, environ=environ, options=options)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host can reach a socket bound to ``host``. Nothing is resolved: only ``localhost`` is known."""
+    return host in ("", "localhost", "::1", "[::1]") or (host.startswith("127.") and host.replace(".", "").isdigit())

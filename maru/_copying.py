@@ -1,0 +1,129 @@
+"""Bytes from and to pages: where a buffer lies, and copies between columns of addresses. Any thread.
+
+What is adjacent on both sides is copied as one run. Copies let go of the interpreter's lock, sums do not, so both together
+go through in portions: a portion is summed while it is still in the core's own cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias
+
+import xxhash
+
+Buffer: TypeAlias = Any
+"""Anything that holds bytes in one run: with the buffer protocol, or a tensor on the CPU."""
+
+_WARM_BYTES: Final = 256 * 1024
+_memmove = ctypes.memmove
+_digest = xxhash.xxh3_64_intdigest
+
+
+class _Py_buffer(ctypes.Structure):
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+_get_buffer.argtypes = [ctypes.py_object, ctypes.POINTER(_Py_buffer), ctypes.c_int]
+_get_buffer.restype = ctypes.c_int
+_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer.argtypes = [ctypes.POINTER(_Py_buffer)]
+_release_buffer.restype = None
+_SIMPLE, _WRITABLE = 0, 1
+
+
+class Places:
+    """Where buffers lie: two columns, and what keeps them there. Closing it lets go of the buffers.
+
+    Raises:
+        TypeError: not a buffer.
+        ValueError: a tensor that is not contiguous or not on the CPU.
+        BufferError: not contiguous, or read-only where it is to be written.
+    """
+
+    __slots__ = ("_held", "_tensors", "addresses", "sizes")
+
+    def __init__(self, buffers: Sequence[Buffer], *, write: bool) -> None:
+        self.addresses: list[int] = []
+        self.sizes: list[int] = []
+        self._held: list[_Py_buffer] = []
+        self._tensors: list[Buffer] = []
+        try:
+            for buffer in buffers:
+                self._add(buffer, _WRITABLE if write else _SIMPLE)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, buffer: Buffer, flags: int) -> None:
+        pointer = getattr(buffer, "data_ptr", None)
+        if pointer is not None:
+            if buffer.device.type != "cpu" or not buffer.is_contiguous():
+                raise ValueError(f"a contiguous tensor on the CPU is needed, not one on {buffer.device}")
+            self._tensors.append(buffer)
+            self.addresses.append(pointer())
+            self.sizes.append(buffer.nbytes)
+            return
+        view = _Py_buffer()
+        _get_buffer(buffer, view, flags)
+        self._held.append(view)
+        self.addresses.append(view.buf or 0)
+        self.sizes.append(view.len)
+
+    def close(self) -> None:
+        """Let go of the buffers. Idempotent."""
+        held, self._held = self._held, []
+        self._tensors.clear()
+        for view in held:
+            _release_buffer(view)
+
+    def __enter__(self) -> Places:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def copy(to: Sequence[int], at: Sequence[int], sizes: Sequence[int]) -> None:
+    """Copy ``sizes[i]`` bytes from ``at[i]`` to ``to[i]``, for every i."""
+    run_to = run_at = run_bytes = 0
+    for target, source, size in zip(to, at, sizes, strict=True):
+        if target == run_to + run_bytes and source == run_at + run_bytes:
+            run_bytes += size
+            continue
+        if run_bytes:
+            _memmove(run_to, run_at, run_bytes)
+        run_to, run_at, run_bytes = target, source, size
+    if run_bytes:
+        _memmove(run_to, run_at, run_bytes)
+
+
+def sums(at: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """xxh3-64 of each."""
+    return [_digest((ctypes.c_char * size).from_address(address)) for address, size in zip(at, sizes, strict=True)]
+
+
+def copy_and_sum(to: Sequence[int], at: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """:func:`copy`, and the xxh3-64 of each as it arrived."""
+    arrived: list[int] = []
+    start, portion = 0, 0
+    for stop, size in enumerate(sizes, start=1):
+        portion += size
+        if portion >= _WARM_BYTES or stop == len(sizes):
+            copy(to[start:stop], at[start:stop], sizes[start:stop])
+            arrived += sums(to[start:stop], sizes[start:stop])
+            start, portion = stop, 0
+    return arrived

@@ -1,0 +1,83 @@
+"""What a directory tells of itself. Pure data."""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen
+class InstanceUsage:
+    """What one instance_id has of the pool, as GET_USAGE tells it."""
+
+    instance_id: str
+    regions: int
+    """Regions added under this instance_id and not dropped, orphans included."""
+    allocated_bytes: int
+    used_bytes: int
+    """Of the keys in them."""
+
+
+@attrs.frozen
+class KeyFacts:
+    """What there is to know about one key, for people."""
+
+    region_id: int
+    offset: int
+    length: int
+    generation: int
+    checksum: int | None
+    attempt: int
+    """The STORE that registered it, as its session numbers them; 0 from a published client."""
+    owner: str
+    """The instance_id that its region was allocated for."""
+    session: int
+    """Number of the owner's session; 0 if that is over."""
+    published: bool
+    """Whether a published client owns it."""
+    pins: int
+    """Of all holders together."""
+
+
+@attrs.define(eq=False)
+class Counters:
+    """Counts since this process began."""
+
+    registered: int = 0
+    duplicates: int = 0
+    refused: int = 0
+    found: int = 0
+    missed: int = 0
+    deleted: int = 0
+    evicted: int = 0
+    dropped_with_region: int = 0
+
+
+@attrs.frozen
+class DirectoryStatistics:
+    """A snapshot; reading it costs the same whatever the directory holds. The counters are since this process began."""
+
+    entries: int
+    used_bytes: int
+    regions: int
+    allocated_bytes: int
+    abandoned: int
+    """Regions without an owner: orphans, and those handed back with keys in them. They may be evicted whole."""
+    sessions: int
+    """Living ones, of ours and of published clients."""
+    connections: int
+    """Published connections."""
+    pinned: int
+    """Keys with a pin."""
+    generation: int
+    """The last one given."""
+    registered: int
+    duplicates: int
+    refused: int
+    found: int
+    missed: int
+    deleted: int
+    """By request."""
+    evicted: int
+    """Reclaimed, or made room for a quota or under a watermark."""
+    dropped_with_region: int
+    """Keys of regions that were evicted whole, or lost."""

@@ -1,0 +1,141 @@
+"""What this client holds pinned. Pure.
+
+The server counts pins for each session and key. Here one :class:`Pin` stands for a registration that is read: by views, and by
+calls of ``pin``. It is given back to the server with its last user.
+
+Rule 1. A pin belongs to an *era*: a server's epoch and a session of it. What was taken in an era that is over is not given
+        back, since the server does not have it any more.
+Rule 2. A view that was forgotten is noticed by its finalizer, which may run anywhere, also while somebody holds a lock: it only
+        appends to :attr:`Pinned.dropped`. The next call gives back what it finds there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+
+class Pin:
+    """A registration that may not go while somebody uses it."""
+
+    __slots__ = ("checksum", "era", "generation", "key", "length", "offset", "region_id", "taken", "users")
+
+    def __init__(
+        self, key: str, region_id: int, offset: int, length: int, generation: int, checksum: int | None, era: int
+    ) -> None:
+        self.key = key
+        """As the server knows it."""
+        self.region_id = region_id
+        self.offset = offset
+        self.length = length
+        self.generation = generation
+        self.checksum = checksum
+        self.era = era
+        self.taken = 1
+        """Pins that the server counts for it."""
+        self.users = 1
+
+    def is_at(self, region_id: int, offset: int, length: int, generation: int) -> bool:
+        """Whether this is the same registration: of the same generation, or without one in the same place."""
+        return (self.region_id, self.offset, self.length, self.generation) == (region_id, offset, length, generation)
+
+
+class Pinned:
+    """All pins of one client."""
+
+    def __init__(self) -> None:
+        self._pins: dict[str, Pin] = {}
+        self._asked: dict[str, list[Pin]] = {}  # by calls of pin
+        self.dropped: deque[Pin] = deque()
+        """Pins one user of which was forgotten."""
+        self.due: list[str] = []
+        """What is to be given back to the server, once for each time a key stands here."""
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def get(self, key: str, era: int) -> Pin | None:
+        """The pin of this key, if it is of this era."""
+        pin = self._pins.get(key)
+        return pin if pin is not None and pin.era == era else None
+
+    def take(
+        self, key: str, region_id: int, offset: int, length: int, generation: int, checksum: int | None, era: int
+    ) -> Pin:
+        """The server has pinned this key once more, at this place. One more user."""
+        pin = self.get(key, era)
+        if pin is not None and pin.is_at(region_id, offset, length, generation):
+            pin.taken += 1
+            pin.users += 1
+            return pin
+        pin = self._pins[key] = Pin(key, region_id, offset, length, generation, checksum, era)
+        return pin
+
+    def release(self, pin: Pin, era: int) -> None:
+        """One user less. With the last one its pins are due."""
+        pin.users -= 1
+        assert pin.users >= 0
+        if pin.users:
+            return
+        if self._pins.get(pin.key) is pin:
+            del self._pins[pin.key]
+        if pin.era == era:
+            self.due += [pin.key] * pin.taken
+
+    def collect(self, era: int) -> None:
+        """Release what was forgotten."""
+        dropped = self.dropped
+        while dropped:
+            self.release(dropped.popleft(), era)
+
+    # --- calls of pin and unpin -----------------------------------------------------------------------------------
+
+    def ask(self, pins: Iterable[Pin]) -> None:
+        """These are used by a call of ``pin``, which their user stands for."""
+        for pin in pins:
+            self._asked.setdefault(pin.key, []).append(pin)
+
+    def unask(self, key: str, era: int) -> bool:
+        """Undo one call of ``pin``. Whether there was one whose pin the server still has."""
+        asked = self._asked.get(key)
+        if not asked:
+            return False
+        pin = asked.pop()
+        if not asked:
+            del self._asked[key]
+        self.release(pin, era)
+        return pin.era == era
+
+    # --- another era ----------------------------------------------------------------------------------------------
+
+    def held_keys(self) -> list[str]:
+        """All that is pinned."""
+        return list(self._pins)
+
+    def lose_all(self) -> int:
+        """Nothing that was pinned can be proven to be there. How many that were."""
+        n = len(self._pins)
+        self._pins.clear()
+        return n
+
+    def retaken(self, key: str, place: tuple[int, int, int, int] | None, era: int) -> bool:
+        """In a new era this key was pinned once more, at this place (region, offset, length, generation), or not found.
+
+        Returns:
+            Whether it is the registration that was pinned before. If not, views of that one are lost, and the new pin
+            is due.
+        """
+        pin = self._pins.get(key)
+        if pin is not None and pin.era == era:  # pinned anew meanwhile: that one stays, and this one is one too many
+            if place is not None:
+                self.due.append(key)
+            return True
+        if pin is not None and place is not None and pin.is_at(*place):
+            pin.era = era
+            pin.taken = 1
+            return True
+        if pin is not None:
+            del self._pins[key]
+        if place is not None:
+            self.due.append(key)
+        return False

@@ -1,0 +1,159 @@
+"""Which keys may not go now: pins, counted for each holder, and what published readers have looked up. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Sequence
+
+
+class Pins:
+    """Counted pins. A holder is a number: a session of ours (positive) or a published connection (negative).
+
+    Rule 1. A key's pins are the sum of what its holders have; a key without any is not known here.
+    Rule 2. A session drops its own pins only. Published connections share theirs: one may drop what another one took.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        """Pins of each pinned key, of all holders together."""
+        self._of: dict[int, dict[str, int]] = {}
+
+    def has(self, holder: int) -> bool:
+        """Whether this holder has a pin."""
+        return holder in self._of
+
+    def add(self, holder: int, keys: Sequence[str]) -> Sequence[str]:
+        """One more pin for each; those that had none before."""
+        if not keys:
+            return keys
+        counts = self.counts
+        own = self._of.setdefault(holder, {})
+        if counts.keys().isdisjoint(keys):
+            fresh = dict.fromkeys(keys, 1)
+            if len(fresh) == len(keys):
+                counts.update(fresh)
+                own.update(fresh)
+                return keys
+        first: list[str] = []
+        for key in keys:
+            count = counts.get(key, 0)
+            if not count:
+                first.append(key)
+            counts[key] = count + 1
+            own[key] = own.get(key, 0) + 1
+        return first
+
+    def drop(self, holder: int, keys: Iterable[str]) -> tuple[list[bool], list[str]]:
+        """One pin less for each: whether there was one, and which keys have none any more."""
+        counts, of = self.counts, self._of
+        own = of.get(holder, {})
+        dropped: list[bool] = []
+        last: list[str] = []
+        for key in keys:
+            count = own.get(key)
+            if count is None:
+                if holder > 0 or not self._drop_another_ones(key):
+                    dropped.append(False)
+                    continue
+            elif count == 1:
+                del own[key]
+            else:
+                own[key] = count - 1
+            dropped.append(True)
+            count = counts[key]
+            if count == 1:
+                del counts[key]
+                last.append(key)
+            else:
+                counts[key] = count - 1
+        if not own:
+            of.pop(holder, None)
+        return dropped, last
+
+    def drop_all(self, holder: int) -> list[str]:
+        """This holder has no pins any more; which keys have none any more."""
+        counts = self.counts
+        last: list[str] = []
+        for key, count in self._of.pop(holder, {}).items():
+            left = counts[key] - count
+            if left:
+                counts[key] = left
+            else:
+                del counts[key]
+                last.append(key)
+        return last
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """These keys are no more, whoever has pinned them."""
+        for key in keys:
+            if self.counts.pop(key, 0):
+                for holder in [holder for holder, own in self._of.items() if key in own]:
+                    own = self._of[holder]
+                    del own[key]
+                    if not own:
+                        del self._of[holder]
+
+    def _drop_another_ones(self, key: str) -> bool:
+        """Some other published connection has a pin less, if one has any."""
+        if key not in self.counts:
+            return False
+        for holder, own in self._of.items():
+            if holder < 0 and key in own:
+                if own[key] > 1:
+                    own[key] -= 1
+                else:
+                    del own[key]
+                    if not own:
+                        del self._of[holder]
+                return True
+        return False
+
+
+class ReadGrace:
+    """What published connections have looked up lately: they read without pins, and cannot be told to stop.
+
+    Time runs in turns of ``grace`` seconds, and what is noted in one turn is kept until the next one is over: for one to
+    two times ``grace``. So noting costs nothing but the insertion, and forgetting nothing at all.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self._grace = grace
+        self._turn = -math.inf
+        self._new: set[str] = set()  # noted in this turn
+        self._old: set[str] = set()  # noted in the one before
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._new or key in self._old
+
+    def note(self, keys: Iterable[str], now: float) -> None:
+        """These were looked up."""
+        if self._grace > 0:
+            self.forget_before(now)
+            self._new.update(keys)
+
+    def forget_before(self, now: float) -> None:
+        """Forget what is old enough."""
+        turn = now // self._grace if self._grace > 0 else 0.0
+        if turn != self._turn:
+            self._old = self._new if turn == self._turn + 1 else set()
+            self._new = set()
+            self._turn = turn
+
+
+class Held:
+    """The keys that may not be evicted now, as an eviction policy asks for them."""
+
+    __slots__ = ("_also", "_grace", "_pins", "passed")
+
+    def __init__(self, pins: Pins, grace: ReadGrace, also: Container[str]) -> None:
+        self._pins = pins.counts
+        self._grace = grace
+        self._also = also
+        self.passed = 0
+        """How many were asked for and had to stay."""
+
+    def __contains__(self, key: object) -> bool:
+        if key in self._pins or key in self._grace or key in self._also:
+            self.passed += 1
+            return True
+        return False

@@ -1,0 +1,84 @@
+"""A bare client: our codec over our blocking socket, and nothing else. It speaks to a server as a published client does.
+
+Unless it greets: then it has a session, and may use our own codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+from .._wire import HEADER_BYTES, Code, ErrorReply, HandshakeRequest, decode_reply, read_header, request
+from ..transport import BlockingDealer
+from ._processes import PATIENCE, BenchFailed
+
+
+class Bare:
+    """A client. A context manager."""
+
+    def __init__(self, address: str) -> None:
+        self._dealer = BlockingDealer(address)
+        self._sequence = 0
+
+    def ask(self, code: int, message: Any) -> Any:
+        """One request, and its answer."""
+        self._send(code, message)
+        return self._receive(code)
+
+    def rate(
+        self, code: int, messages: Sequence[Callable[[], Any]], window: int, is_right: Callable[[Any], bool]
+    ) -> float:
+        """Requests per second, made one by one, with so many on their way. They are answered in their order.
+
+        Args:
+            code: of all of them.
+            messages: make them.
+            window: how many are on their way at once.
+            is_right: whether an answer is what was to be measured; asked of the last one, off the clock.
+        """
+        start = perf_counter()
+        for at, make in enumerate(messages):
+            if at >= window:
+                self._receive(code)
+            self._send(code, make())
+        for _ in messages[-window:]:
+            answer = self._receive(code)
+        rate = len(messages) / (perf_counter() - start)
+        if not is_right(answer):
+            raise BenchFailed(f"code {code:#04x}: the wrong answer: {str(answer)[:200]}")
+        return rate
+
+    def greet(self, lease: float) -> bytes:
+        """A session that may be silent for so long: its token."""
+        token: bytes = self.ask(Code.HANDSHAKE, HandshakeRequest(extensions=1, lease=lease)).session
+        return token
+
+    def _send(self, code: int, message: Any) -> None:
+        self._sequence += 1
+        if not self._dealer.send([b"", request(code, self._sequence, message)], PATIENCE):
+            raise BenchFailed(f"code {code:#04x} could not be sent")
+
+    def _receive(self, code: int) -> Any:
+        frames = self._dealer.receive(PATIENCE)
+        if frames is None:
+            raise BenchFailed(f"no answer to code {code:#04x}")
+        frame = frames[-1]
+        header = read_header(frame)
+        reply = decode_reply(code, memoryview(frame)[HEADER_BYTES : HEADER_BYTES + header.length])
+        if isinstance(reply, ErrorReply):
+            raise BenchFailed(f"code {code:#04x}: {reply.error}")
+        return reply
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._dealer.close()
+
+    def __enter__(self) -> Bare:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

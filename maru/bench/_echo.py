@@ -1,0 +1,106 @@
+"""A bare echo: what ZeroMQ and pyzmq cost without any of us. The limit of every request.
+
+A ROUTER in a process of its own sends back whatever comes. It is spoken to by a DEALER: *lockstep*, one message after
+the other, or *pipelined*, with so many on their way. Frames are those of the protocol, an empty one and the message, so that
+the same bytes travel. With the transport, this is the only module that imports zmq.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from types import TracebackType
+from typing import Final
+
+import zmq
+
+from ._processes import PATIENCE, Child
+
+_PREFIX: Final = "maru-echo-"
+
+
+class Echo(Child):
+    """The process that echoes, over TCP and over a Unix socket."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__(["-m", "maru.bench._echo", "tcp://127.0.0.1:*", f"ipc://{directory}/echo"])
+        tcp, ipc = self.ready["endpoints"]
+        self.addresses: dict[str, str] = {"tcp": tcp, "ipc": ipc}
+        """Where it listens, by transport."""
+
+
+@contextmanager
+def echo() -> Iterator[Echo]:
+    """An echo for as long as the block lasts."""
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory, Echo(directory) as running:
+        assert isinstance(running, Echo)
+        yield running
+
+
+class Caller:
+    """A DEALER at an echo. A context manager."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.sndtimeo = self._socket.rcvtimeo = round(PATIENCE * 1000)
+        self._socket.connect(address)
+        self.lockstep([b"hello"])
+
+    def lockstep(self, messages: Sequence[bytes]) -> float:
+        """Send each and wait until it is back; messages per second."""
+        send, receive = self._socket.send_multipart, self._socket.recv_multipart
+        start = perf_counter()
+        for message in messages:
+            send((b"", message))
+            receive()
+        return len(messages) / (perf_counter() - start)
+
+    def pipelined(self, messages: Sequence[bytes], window: int) -> float:
+        """The same with so many on their way at all times."""
+        send, receive = self._socket.send_multipart, self._socket.recv_multipart
+        start = perf_counter()
+        for message in messages[:window]:
+            send((b"", message))
+        for message in messages[window:]:
+            receive()
+            send((b"", message))
+        for _ in messages[:window]:
+            receive()
+        return len(messages) / (perf_counter() - start)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+        self._context.term()
+
+    def __enter__(self) -> Caller:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _main(addresses: Sequence[str]) -> None:
+    """Echo until SIGTERM ends the process: there is nothing to be put in order."""
+    socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
+    socket.linger = 0
+    endpoints = []
+    for address in addresses:
+        socket.bind(address)
+        endpoints.append(socket.get_string(zmq.LAST_ENDPOINT))
+    print(json.dumps({"endpoints": endpoints}), flush=True)
+    send, receive = socket.send_multipart, socket.recv_multipart
+    while True:
+        send(receive())
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])

@@ -1,0 +1,137 @@
+"""Processes of a bench's own: they say one line when they are ready, and are ended by whoever started them.
+
+Every wait has a bound. What a server leaves in /dev/shm is removed when the bench is done with it, whatever happened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Final
+
+PATIENCE: Final = 30.0
+"""Seconds until something has gone wrong: a start, an end, or an answer."""
+SERVER: Final = ("-c", "from maru.server_cli import main; main()")
+
+
+def environment() -> dict[str, str]:
+    """Ours, but that bytecode is kept: what is installed has it, and without it a start takes half as long again."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
+class BenchFailed(Exception):
+    """What was to be measured did not answer. Nothing is measured."""
+
+
+class Child:
+    """A process that writes one line of JSON once it is ready. A context manager, which ends it."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._said: Any = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+        self._process: subprocess.Popen[bytes] = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            env=environment(),
+        )
+        try:
+            self.ready: dict[str, Any] = json.loads(self._line())
+            """What it said."""
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
+    def _line(self) -> bytes:
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        line, deadline = b"", time.monotonic() + PATIENCE
+        while not line.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+                raise BenchFailed(f"{self._process.args!r} was not ready after {PATIENCE:g} s")
+            part = os.read(descriptor, 1 << 16)
+            if not part:
+                self._said.seek(0)
+                raise BenchFailed(f"{self._process.args!r}: {self._said.read()[-1000:].decode('utf-8', 'replace')}")
+            line += part
+        return line
+
+    def kill(self) -> None:
+        """End it at once, without its knowledge."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Ask it to end, and see that it does. Idempotent."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._process.returncode is not None:
+            return
+        try:
+            self._process.send_signal(number)
+            self._process.wait(PATIENCE)
+        except BaseException:
+            self._process.kill()
+            self._process.wait(PATIENCE)
+            raise
+        finally:
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+            self._said.close()
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class Server(Child):
+    """A ``maru-server`` over a pool of its own, with the journal on and all else as it is by default."""
+
+    def __init__(self, home: str, capacity_bytes: int) -> None:
+        super().__init__(
+            [*SERVER, "--pool-path", home, "--port", "0", "--capacity-bytes", str(capacity_bytes), "--json"]
+        )
+        tcp, ipc = self.ready["endpoints"]
+        self.addresses: dict[str, str] = {"tcp": tcp, "ipc": ipc}
+        """Where it listens, by transport."""
+
+
+@contextmanager
+def home() -> Iterator[str]:
+    """A directory for a pool, in shared memory where there is such a place; removed afterwards."""
+    shared = "/dev/shm"
+    path = tempfile.mkdtemp(prefix="maru-bench-", dir=shared if os.access(shared, os.W_OK) else None)
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path)
+
+
+@contextmanager
+def server(capacity_bytes: int) -> Iterator[Server]:
+    """A server for as long as the block lasts."""
+    with home() as path, Server(path, capacity_bytes) as running:
+        assert isinstance(running, Server)
+        yield running

@@ -1,0 +1,98 @@
+"""``maru bench rpc``, the start: how soon a server that was killed with -9 serves its 100,000 keys again.
+
+From the start of the process to the answer to a LOOKUP of one of the keys, over a new connection: the interpreter, what it
+imports, the journal, the memory of the region, the sockets. Before the first kill, the snapshots that were under way are
+waited for, as they are done long before anybody stores the next 100,000 keys. Beside it stands a fresh interpreter that
+imports the packages this one stands on, and does nothing.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from .._blocking import MaruHandler
+from .._wire import Code, DescribeReply, KeyRequest, LookupReply
+from ._bare import Bare
+from ._keys import keys_of
+from ._measure import Effort, in_turn, noisiest
+from ._processes import PATIENCE, BenchFailed, Server, environment, home
+from ._row import Goal, Row
+
+KEYS: Final = 100_000
+_AT_ONCE: Final = 64
+_PAGE_BYTES: Final = 64
+_BARE_START: Final = "import trio, zmq, attrs, msgspec, xxhash, click"
+
+
+def rows(effort: Effort) -> Iterator[Row]:
+    """The row of the start."""
+    keys = keys_of(effort.size(KEYS, 1_000))
+    capacity_bytes = len(keys) * _PAGE_BYTES + (8 << 20)
+    with home() as path:
+        with Server(path, capacity_bytes) as first:
+            _fill(first, keys)
+            _wait_settled(first)
+            first.kill()
+        subjects = {"ready": lambda: _start(path, capacity_bytes, keys), "bare": _bare_start}
+        samples = in_turn("start after kill -9", effort.at_most(effort.size(9, 1)), subjects)
+    ready, bare = samples["ready"], samples["bare"]
+    yield Row(
+        "rpc.ready.after-kill",
+        ready.median,
+        "ms",
+        "an interpreter with the same packages",
+        bare.median,
+        Goal("value", "<=", 300),
+        noisiest(ready, bare),
+    )
+
+
+def _fill(server: Server, keys: Sequence[str]) -> None:
+    """Store all of these, some at a time."""
+    page = bytes(range(_PAGE_BYTES))
+    with MaruHandler(
+        server_url=server.addresses["ipc"], chunk_size_bytes=_PAGE_BYTES, pool_size=len(keys) * _PAGE_BYTES
+    ) as handler:
+        for start in range(0, len(keys), _AT_ONCE):
+            some = keys[start : start + _AT_ONCE]
+            if not all(handler.batch_put(some, [page] * len(some))):
+                raise BenchFailed("the keys to be found again could not be stored")
+
+
+def _wait_settled(server: Server) -> None:
+    """Wait until there is nothing to be folded into the snapshot but the last segments, which do not pay yet."""
+    deadline = time.monotonic() + PATIENCE
+    with Bare(server.addresses["ipc"]) as client:
+        while True:
+            told = client.ask(Code.DESCRIBE, None)
+            assert isinstance(told, DescribeReply)
+            closed = told.sections["journal"]["closed_segments"]
+            assert isinstance(closed, int)
+            if closed <= 1:
+                return
+            if time.monotonic() > deadline:
+                raise BenchFailed(f"{closed} segments of the journal are not folded after {PATIENCE:g} s")
+            time.sleep(0.1)
+
+
+def _start(path: str, capacity_bytes: int, keys: Sequence[str]) -> float:
+    """Start it, ask, and kill it again; milliseconds."""
+    begin = time.perf_counter()
+    with Server(path, capacity_bytes) as server:
+        with Bare(server.addresses["ipc"]) as client:
+            answer = client.ask(Code.LOOKUP_KV, KeyRequest(keys[-1]))
+            milliseconds = (time.perf_counter() - begin) * 1e3
+        server.kill()
+    if not isinstance(answer, LookupReply) or not answer.found or server.ready["keys"] != len(keys):
+        raise BenchFailed(f"{server.ready['keys']} of {len(keys)} keys were found again")
+    return milliseconds
+
+
+def _bare_start() -> float:
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", _BARE_START], check=True, timeout=PATIENCE, env=environment())
+    return (time.perf_counter() - begin) * 1e3

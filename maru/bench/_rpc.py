@@ -1,0 +1,320 @@
+"""``maru bench rpc``: what a request costs, as a share of a bare echo of its bytes.
+
+Server and echo are processes of their own, the clients are in this one. Their turns go back and forth, over TCP and over a
+Unix socket. A *single* operation is EXISTS of one key, through the handlers. Batches have 64 keys, go through a bare client
+(`_bare`), and count from the arguments to the decoded reply; the server writes its journal. Where a goal compares with the
+published server, the row's goal is the figure that follows from that server's own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from time import perf_counter
+from typing import Final, Literal
+
+import trio
+
+from .._blocking import MaruHandler
+from .._client import MaruHandler as TrioHandler
+from .._wire import (
+    AllocRequest,
+    BatchLookupReply,
+    BatchRegisterRequest,
+    Code,
+    DropRequest,
+    FindRequest,
+    KeyRequest,
+    KeysRequest,
+    RegisterRequest,
+    ReturnRequest,
+    StoreRequest,
+    request,
+)
+from . import _codec, _ready
+from ._bare import Bare
+from ._echo import Caller, echo
+from ._keys import keys_of
+from ._measure import Effort, Sample, in_trio, in_turn, noisiest
+from ._processes import BenchFailed, server
+from ._row import Goal, Row
+
+Transport = Literal["tcp", "ipc"]
+
+BATCH: Final = 64
+"""Keys in a batch."""
+_WINDOW: Final = 64
+"""Single requests on their way at once."""
+_AHEAD: Final = 16
+"""Batches on their way at once."""
+_PAGE_BYTES: Final = 64
+_AT_ONCE: Final = 4_096
+_INSTANCE: Final = "bench"
+_CAPACITY_BYTES: Final = 256 << 20
+
+_LOCKSTEP: Final[Mapping[tuple[str, Transport], float]] = {
+    ("trio", "tcp"): 0.65,
+    ("trio", "ipc"): 0.75,
+    ("blocking", "tcp"): 0.70,
+    ("blocking", "ipc"): 0.75,
+}
+_PIPELINED: Final = {"trio": 0.70, "blocking": 0.95}
+_THEIRS: Final = 120_000
+"""Keys that the published server looked up in a second, in batches of 64, on the machine the goals were drawn on."""
+
+
+def rows(effort: Effort) -> Iterator[Row]:
+    """All rows of a request, then those of the codec and of the start."""
+    with echo() as bare, server(_CAPACITY_BYTES) as ours:
+        transports: tuple[Transport, ...] = ("tcp", "ipc")
+        for transport in transports:
+            yield from _single(transport, bare.addresses[transport], ours.addresses[transport], effort)
+        for transport in transports:
+            yield from _batches(transport, bare.addresses[transport], ours.addresses[transport], effort)
+    yield from _codec.rows(effort)
+    yield from _ready.rows(effort)
+
+
+# --- single operations ----------------------------------------------------------------------------------------------
+
+
+def _single(transport: Transport, bare: str, ours: str, effort: Effort) -> Iterator[Row]:
+    calls = effort.size(4_096, 2 * _WINDOW)
+    [key] = keys_of(1)
+    messages = [request(Code.EXISTS_KV, 1, KeyRequest(key))] * calls
+    with Caller(bare) as caller, MaruHandler(server_url=ours, pool_size=0) as handler:
+        lockstep = in_turn(
+            f"single, {transport}",
+            effort,
+            {
+                "trio": in_trio(_trio_lockstep, ours, key, calls),
+                "echo": lambda: caller.lockstep(messages),
+                "blocking": lambda: _blocking_lockstep(handler, key, calls),
+            },
+        )
+        pipelined = in_turn(
+            f"{_WINDOW} in flight, {transport}",
+            effort,
+            {
+                "trio": in_trio(_trio_pipelined, ours, key, calls),
+                "echo": lambda: caller.pipelined(messages, _WINDOW),
+                "blocking": lambda: _blocking_pipelined(handler, key, calls),
+            },
+        )
+    for face in ("trio", "blocking"):
+        yield _row(
+            f"rpc.single.lockstep.{face}.{transport}",
+            lockstep[face],
+            "bare echo, lockstep",
+            lockstep["echo"],
+            _LOCKSTEP[face, transport],
+        )
+    for face in ("trio", "blocking"):
+        yield _row(
+            f"rpc.single.window{_WINDOW}.{face}.{transport}",
+            pipelined[face],
+            "bare echo, pipelined",
+            pipelined["echo"],
+            _PIPELINED[face],
+        )
+
+
+async def _trio_lockstep(address: str, key: str, calls: int) -> float:
+    async with TrioHandler(server_url=address, pool_size=0) as handler:
+        await handler.exists(key)
+        start = perf_counter()
+        for _ in range(calls):
+            await handler.exists(key)
+        return calls / (perf_counter() - start)
+
+
+async def _trio_pipelined(address: str, key: str, calls: int) -> float:
+    async def some() -> None:
+        for _ in range(calls // _WINDOW):
+            await handler.exists(key)
+
+    async with TrioHandler(server_url=address, pool_size=0) as handler:
+        await handler.exists(key)
+        start = perf_counter()
+        async with trio.open_nursery() as nursery:
+            for _ in range(_WINDOW):
+                nursery.start_soon(some)
+        return calls / (perf_counter() - start)
+
+
+def _blocking_lockstep(handler: MaruHandler, key: str, calls: int) -> float:
+    start = perf_counter()
+    for _ in range(calls):
+        handler.exists(key)
+    return calls / (perf_counter() - start)
+
+
+def _blocking_pipelined(handler: MaruHandler, key: str, calls: int) -> float:
+    begin = handler.begin.exists
+    start = perf_counter()
+    tickets = deque(begin(key) for _ in range(_WINDOW))
+    for _ in range(calls - _WINDOW):
+        tickets.popleft().result()
+        tickets.append(begin(key))
+    for ticket in tickets:
+        ticket.result()
+    return calls / (perf_counter() - start)
+
+
+# --- batches --------------------------------------------------------------------------------------------------------
+
+
+def _batches(transport: Transport, bare: str, ours: str, effort: Effort) -> Iterator[Row]:
+    batches = effort.size(1_024, 2 * _AHEAD)
+    with Caller(bare) as caller, Bare(ours) as published, Bare(ours) as own:
+        # A key is stored once: what is looked up stays.
+        stored, written = _grouped(keys_of(_AHEAD * BATCH, transport)), _grouped(keys_of(batches * BATCH, "written"))
+        token = own.greet(lease=60.0)
+        _register(published, _region(published, len(stored), None), stored)
+        asked = [stored[at % len(stored)] for at in range(batches)]
+
+        def lookup(window: int = 1) -> float:
+            messages = [partial(KeysRequest, keys) for keys in asked]
+            return published.rate(Code.BATCH_LOOKUP_KV, messages, window, _all_found)
+
+        def find(window: int = 1) -> float:
+            messages = [partial(FindRequest, token, 0, keys, False, False) for keys in asked]
+            return own.rate(Code.FIND, messages, window, lambda reply: len(reply.found) == BATCH)
+
+        def register() -> float:
+            region_id = _region(published, len(written), None)
+            rate = _register(published, region_id, written)
+            published.ask(Code.RETURN_ALLOC, ReturnRequest(_INSTANCE, region_id))
+            _drop(own, token, written)
+            return rate
+
+        def store() -> float:
+            region_id = _region(own, len(written), token)
+            rate = _store(own, token, region_id, written)
+            own.ask(Code.RETURN_ALLOC, ReturnRequest(_INSTANCE, region_id, token))
+            _drop(own, token, written)
+            return rate
+
+        def echoed(message: bytes, window: int = 1) -> Callable[[], float]:
+            messages = [message] * batches
+            return lambda: caller.lockstep(messages) if window == 1 else caller.pipelined(messages, window)
+
+        lookup_bytes = request(Code.BATCH_LOOKUP_KV, 1, KeysRequest(asked[0]))
+        find_bytes = request(Code.FIND, 1, FindRequest(token, 0, asked[0], False, False))
+        looked_up = in_turn(
+            f"lookups of {BATCH}, {transport}",
+            effort,
+            {
+                "lookup": lookup,
+                "lookup.echo": echoed(lookup_bytes),
+                "find": find,
+                "find.echo": echoed(find_bytes),
+            },
+        )
+        ahead = in_turn(
+            f"{_AHEAD} lookups of {BATCH} in flight, {transport}",
+            effort,
+            {
+                "lookup": lambda: lookup(_AHEAD),
+                "lookup.echo": echoed(lookup_bytes, _AHEAD),
+                "find": lambda: find(_AHEAD),
+                "find.echo": echoed(find_bytes, _AHEAD),
+            },
+        )
+        registered = in_turn(
+            f"registrations of {BATCH}, {transport}",
+            effort,
+            {
+                "register": register,
+                "register.echo": echoed(request(Code.BATCH_REGISTER_KV, 1, _registration(0, written[0], 0))),
+                "store": store,
+                "store.echo": echoed(request(Code.STORE, 1, _storing(token, 1, 0, written[0], 0))),
+            },
+        )
+    yield _beside(f"rpc.register{BATCH}.{transport}", registered, "register", 0.45)
+    yield _beside(f"rpc.store{BATCH}.{transport}", registered, "store", None)
+    yield _beside(f"rpc.lookup{BATCH}.{transport}", looked_up, "lookup", 0.55)
+    yield _beside(f"rpc.find{BATCH}.{transport}", looked_up, "find", None)
+    yield _keys_row(f"rpc.keys.lockstep.lookup.{transport}", looked_up, "lookup", 3 * _THEIRS)
+    yield _keys_row(f"rpc.keys.lockstep.find.{transport}", looked_up, "find", None)
+    yield _keys_row(f"rpc.keys.window{_AHEAD}.lookup.{transport}", ahead, "lookup", None)
+    yield _keys_row(f"rpc.keys.window{_AHEAD}.find.{transport}", ahead, "find", 15 * _THEIRS)
+
+
+def _all_found(reply: BatchLookupReply) -> bool:
+    return len(reply.entries) == BATCH and all([entry.found for entry in reply.entries])
+
+
+def _grouped(keys: Sequence[str]) -> list[list[str]]:
+    return [list(keys[start : start + BATCH]) for start in range(0, len(keys), BATCH)]
+
+
+def _register(client: Bare, region_id: int, batches: Sequence[Sequence[str]]) -> float:
+    """As a published client does it; batches per second."""
+    messages = [partial(_registration, region_id, keys, at) for at, keys in enumerate(batches)]
+    return client.rate(Code.BATCH_REGISTER_KV, messages, 1, lambda reply: reply.success and all(reply.results))
+
+
+def _registration(region_id: int, keys: Sequence[str], at: int) -> BatchRegisterRequest:
+    return BatchRegisterRequest(
+        [RegisterRequest(key, region_id, offset, _PAGE_BYTES) for key, offset in zip(keys, _offsets(at), strict=True)]
+    )
+
+
+def _store(client: Bare, token: bytes, region_id: int, batches: Sequence[Sequence[str]]) -> float:
+    """With our own code; batches per second."""
+    messages = [partial(_storing, token, at + 1, region_id, keys, at) for at, keys in enumerate(batches)]
+    return client.rate(Code.STORE, messages, 1, lambda reply: not any(reply.statuses))
+
+
+def _storing(token: bytes, attempt: int, region_id: int, keys: Sequence[str], at: int) -> StoreRequest:
+    return StoreRequest(token, 0, attempt, region_id, list(keys), list(_offsets(at)), _PAGE_BYTES, None)
+
+
+def _offsets(at: int) -> range:
+    return range(at * BATCH * _PAGE_BYTES, (at + 1) * BATCH * _PAGE_BYTES, _PAGE_BYTES)
+
+
+def _region(client: Bare, batches: int, token: bytes | None) -> int:
+    # Twice what is needed: a server evicts ahead of need from a region that is nearly full.
+    reply = client.ask(Code.REQUEST_ALLOC, AllocRequest(_INSTANCE, 2 * batches * BATCH * _PAGE_BYTES, token))
+    if reply.handle is None:
+        raise BenchFailed(f"no region: {reply.error}")
+    region_id: int = reply.handle.region_id
+    return region_id
+
+
+def _drop(client: Bare, token: bytes, batches: Sequence[Sequence[str]]) -> None:
+    """Have all these keys go, and with them the region that was handed back."""
+    keys = [key for batch in batches for key in batch]
+    for start in range(0, len(keys), _AT_ONCE):
+        reply = client.ask(Code.DROP, DropRequest(token, 0, 0, keys[start : start + _AT_ONCE]))
+        if any(reply.answers):
+            raise BenchFailed("what was registered could not be deleted")
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+def _row(name: str, ours: Sample, limit_name: str, limit: Sample, least: float | None) -> Row:
+    goal = None if least is None else Goal("ratio", ">=", least)
+    return Row(name, ours.median, "calls/s", limit_name, limit.median, goal, noisiest(ours, limit))
+
+
+def _beside(name: str, samples: Mapping[str, Sample], subject: str, least: float | None) -> Row:
+    return _row(name, samples[subject], "bare echo of these bytes", samples[f"{subject}.echo"], least)
+
+
+def _keys_row(name: str, samples: Mapping[str, Sample], subject: str, least: float | None) -> Row:
+    ours, limit = samples[subject], samples[f"{subject}.echo"]
+    goal = None if least is None else Goal("value", ">=", least)
+    return Row(
+        name,
+        ours.median * BATCH,
+        "keys/s",
+        "bare echo of these bytes",
+        limit.median * BATCH,
+        goal,
+        noisiest(ours, limit),
+    )

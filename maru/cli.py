@@ -1,0 +1,32 @@
+"""The command line: ``maru describe | ping | query | usage | top | doctor | bench``.
+
+What a command needs is imported when it is used. A command lives in the module named beside it below, as a click command;
+``maru-server`` is a command of its own (`maru.server_cli`).
+"""
+
+from __future__ import annotations
+
+import click
+
+from ._commands import Commands
+
+
+@click.group(
+    cls=Commands,
+    places={
+        "describe": (
+            "maru._cli.describe:command",
+            "Say what server this is: version, endpoints, pool, limits, journal.",
+        ),
+        "ping": ("maru._cli.ping:command", "Measure round trips; exit code 1 when nobody answers."),
+        "query": ("maru._cli.query:command", "Say where a key lies, who owns it and who reads it."),
+        "usage": ("maru._cli.usage:command", "Show what each instance has of the pool."),
+        "top": ("maru._cli.top:command", "Watch a server: what it does in a second, and how full it is."),
+        "doctor": ("maru._cli.doctor:command", "Find what would go wrong here before it does."),
+        "bench": ("maru.bench._command:command", "Measure each figure beside its limit, in one run."),
+    },
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(None, "-V", "--version", package_name="trio-offload", message="%(package)s %(version)s")
+def main() -> None:
+    """Look at the page store. `maru-server` starts one."""

@@ -1,0 +1,133 @@
+"""The command ``maru-server``: a page store with one command and no root.
+
+Every knob of :class:`~maru._config.ServerConfig` is an option here, a variable ``MARU_SERVER__...`` and a name in the
+``[server]`` table of a TOML file; the options win. What the server needs is imported once the configuration is read, since half
+of the time from the start to the first answer is imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import click
+
+from ._config import ServerConfig, knobs, server_config
+from ._errors import ConfigError, MaruError
+from ._knobs import Knob, as_size
+
+_PREFIX = "server."
+
+
+def _options() -> list[click.Parameter]:
+    """One option for each knob. Their values are texts, which the knobs read and judge: errors are the same everywhere."""
+    return [_option(knob) for knob in knobs()]
+
+
+def _option(knob: Knob) -> click.Option:
+    name = knob.name.removeprefix(_PREFIX)
+    flag = name.replace("_", "-")
+    text = f"{knob.reason}  [{_shown(knob)}; {knob.variable}]"
+    if isinstance(knob.default, bool):
+        names = [f"--{flag}/--no-{flag}", name]
+        if name == "json_logs":
+            names.insert(0, "--json/--no-json")
+        return click.Option(names, default=None, help=text)
+    return click.Option([f"--{flag}", name], default=None, metavar=_metavar(knob), help=text)
+
+
+def _shown(knob: Knob) -> str:
+    default = knob.default
+    if isinstance(default, int) and not isinstance(default, bool) and knob.bound.startswith("bytes"):
+        default = as_size(default)
+    elif isinstance(default, bool):
+        default = "on" if default else "off"
+    return f"{knob.bound}; {default}" if default not in ("", ()) else knob.bound
+
+
+def _metavar(knob: Knob) -> str:
+    if isinstance(knob.default, tuple):
+        return "LIST"
+    if isinstance(knob.default, str):
+        return "TEXT"
+    return "SIZE" if knob.bound.startswith("bytes") else "NUMBER"
+
+
+@click.pass_context
+def _command(ctx: click.Context, /, config_file: str | None, print_config: bool, **values: object) -> None:
+    """Serve a pool of shared memory to the clients of this host.
+
+    By default the pool is a directory in /dev/shm, and the server listens on 127.0.0.1:5555 and on a Unix socket in
+    the pool's directory.
+    """
+    options = {
+        f"{_PREFIX}{name}": (f"--{name.replace('_', '-')}", _lowered(name, value))
+        for name, value in values.items()
+        if value is not None
+    }
+    try:
+        config = server_config(Path(config_file) if config_file else "", options=options)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    except OSError as error:
+        raise click.FileError(config_file or "", error.strerror or str(error)) from error
+    if print_config:
+        click.echo(_as_toml(config))
+        return
+    ctx.exit(run(config))
+
+
+def _lowered(name: str, value: object) -> object:
+    """Published clients' scripts say ``--log-level INFO``."""
+    return value.lower() if name == "log_level" and isinstance(value, str) else value
+
+
+def run(config: ServerConfig) -> int:
+    """Serve until SIGTERM, SIGINT, or an allowed SHUTDOWN message; the exit status."""
+    import gc
+
+    # What is imported and recovered until the server is ready stays: looking through it for garbage costs a tenth of the start.
+    gc.disable()
+    import trio
+
+    from ._server_main import serve
+
+    failures: list[BaseException] = []
+    try:
+        trio.run(serve, config, restrict_keyboard_interrupt_to_checkpoints=True)
+    except* (MaruError, OSError) as group:
+        failures = _leaves(group)
+    for failure in failures:
+        click.echo(f"maru-server: {failure}", err=True)
+    return 1 if failures else 0
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for one in error.exceptions for leaf in _leaves(one)]
+    return [error]
+
+
+def _as_toml(config: ServerConfig) -> str:
+    """The configuration as a file that gives it again."""
+    import json
+
+    values: Mapping[str, Any] = attrs.asdict(config)
+    # A JSON string, number, boolean or list of strings is one of TOML, too.
+    return "\n".join(["[server]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())])
+
+
+main = click.Command(
+    "maru-server",
+    callback=_command,
+    help=_command.__doc__,
+    params=[
+        click.Option(["--config", "config_file"], metavar="FILE", help="A TOML file; its [server] table is read."),
+        click.Option(["--print-config"], is_flag=True, help="Print the configuration as TOML, and leave."),
+        *_options(),
+    ],
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+"""The console script."""

@@ -1,0 +1,48 @@
+"""ZeroMQ sockets for trio, and one for a thread that blocks: the only place that imports zmq.
+
+A socket of trio serves any number of tasks. A server takes batches::
+
+    async with open_socket("router", bind=["tcp://127.0.0.1:5555"]) as socket:
+        while True:
+            for peer, *envelope, request in await socket.receive_batch():
+                socket.send_nowait([peer, *envelope, answer(request)])
+
+A client is handed what comes, and says which task expects it::
+
+    def on_messages(batch):
+        for *_, reply in batch:
+            calls.pop(reply[:8]).deliver(reply)
+
+    async with open_socket("dealer", connect=["tcp://127.0.0.1:5555"], on_messages=on_messages) as socket:
+        calls[number] = expected = socket.expect()
+        await socket.send([b"", number + request])
+        reply = await expected.wait()
+
+What holds for every message: it goes out and comes in whole, in the order of its connection; cancelled while sending, it
+was not sent; cancelled while waiting, it is there for the next. What waits, waits in ZeroMQ, bounded by
+:class:`SocketOptions`; nothing is queued here.
+"""
+
+from ._trio import open_socket as open_socket
+from ._trio import TrioSocket as TrioSocket
+from ._trio import SocketKind as SocketKind
+from ._trio import SocketStatistics as SocketStatistics
+from ._waiting import Expected as Expected
+from ._frames import Message as Message
+from ._options import SocketOptions as SocketOptions
+from ._monitor import Link as Link
+from ._monitor import LinkEvent as LinkEvent
+from ._blocking import BlockingDealer as BlockingDealer
+from ._blocking import BlockingStatistics as BlockingStatistics
+from ._keys import CurveClient as CurveClient
+from ._keys import CurveServer as CurveServer
+from ._keys import KeyPair as KeyPair
+from ._keys import has_curve as has_curve
+from ._keys import load_key_pair as load_key_pair
+from ._keys import load_public_keys as load_public_keys
+from ._keys import new_key_pair as new_key_pair
+from ._keys import save_key_pair as save_key_pair
+from ._keys import save_public_key as save_public_key
+from ._contract import MessageSocket as MessageSocket
+from ._contract import OnMessages as OnMessages
+from ._contract import OpenMessageSocket as OpenMessageSocket

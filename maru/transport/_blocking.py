@@ -1,0 +1,201 @@
+"""A ZeroMQ DEALER for a thread without an event loop, and without a hop through one.
+
+It belongs to one thread at a time. Whoever shares it between threads locks around its calls.
+
+Rule 1. A message goes out whole or not at all, and comes in whole.
+Rule 2. It waits at the descriptor, with the interpreter's lock released, and looks at the socket anew before: each call of the
+        socket may have swallowed what the descriptor was about to tell.
+Rule 3. Before it sleeps it glances, as the trio socket does (`_waiting`, rule 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from types import TracebackType
+from typing import Final
+
+import attrs
+import zmq
+
+from .._errors import HandlerClosed
+from ._frames import EVENTS, IN, OUT, Message, Port, TooManyFrames, poll_in
+from ._options import SocketOptions
+from ._waiting import SELDOM, yield_processor
+
+_NEVER: Final = float("inf")
+_LONGEST: Final = 1_000.0
+"""Seconds of one sleep, so that no time is too long for the kernel."""
+
+
+@attrs.frozen
+class BlockingStatistics:
+    """A snapshot of a blocking socket; counters since it was opened."""
+
+    sent: int
+    """Messages taken by ZeroMQ."""
+    received: int
+    """Messages received."""
+    dropped: int
+    """Messages that came with too many frames."""
+    sleeps: int
+    """How often it slept."""
+    glances: int
+    """How often it looked before it slept."""
+    hits: int
+    """How often that was of use."""
+
+
+class BlockingDealer:
+    """A ZeroMQ DEALER that blocks its thread. A context manager.
+
+    Args:
+        connect: addresses, ``tcp://host:port`` or ``ipc://path``, whether somebody listens there already or not.
+        options: bounds, times and keys.
+
+    Raises:
+        OSError: an address cannot be used.
+        ValueError: an address is neither ``tcp://`` nor ``ipc://``.
+    """
+
+    def __init__(self, connect: str | Sequence[str], options: SocketOptions | None = None) -> None:
+        options = options or SocketOptions()
+        self.options: SocketOptions = options
+        self._closed = True  # until there is something to close
+        self._port = port = Port("dealer", options)
+        self._closed = False
+        try:
+            port.attach((), (connect,) if isinstance(connect, str) else tuple(connect))
+        except BaseException:
+            self.close()
+            raise
+        self._get, self._read, self._write = port.get, port.read, port.write
+        self._poll = poll_in(port.descriptor)
+        self._glance = options.glance
+        self._skip = self._vain = 0
+        self._sent = self._received = self._dropped = self._sleeps = self._glances = self._hits = 0
+
+    def __repr__(self) -> str:
+        return f"<BlockingDealer{': closed' if self._closed else ''}>"
+
+    def __enter__(self) -> BlockingDealer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- out ------------------------------------------------------------------------------------------------------
+
+    def send(self, frames: Sequence[bytes], timeout: float | None = None) -> bool:
+        """Send one message, waiting for room in the queue.
+
+        Args:
+            frames: its frames.
+            timeout: how long to wait, in seconds; 0 not at all, ``None`` without end.
+
+        Returns:
+            Whether it was sent. If not, nothing of it was.
+
+        Raises:
+            HandlerClosed: it was closed.
+            TypeError: a frame is not bytes; ValueError: there is none.
+        """
+        deadline = _NEVER if timeout is None else perf_counter() + timeout
+        while True:
+            self._check_open()
+            try:
+                self._write(frames)
+            except zmq.Again:
+                pass
+            else:
+                self._sent += 1
+                return True
+            # Room is told by the descriptor; but it was told already, if EVENTS has it.
+            if not self._get(EVENTS) & OUT and not self._sleep(deadline):
+                return False
+
+    # --- in -------------------------------------------------------------------------------------------------------
+
+    def receive(self, timeout: float | None = None) -> Message | None:
+        """The next message; ``None`` if there is none in that time.
+
+        Args:
+            timeout: how long to wait, in seconds; 0 not at all, ``None`` without end.
+
+        Raises:
+            HandlerClosed: it was closed.
+        """
+        self._check_open()
+        deadline = _NEVER if timeout is None else perf_counter() + timeout
+        found = bool(self._get(EVENTS) & IN)
+        while True:
+            if found or self._look(deadline) or self._sleep(deadline):
+                found = False
+                try:
+                    message = self._read()
+                except zmq.Again:
+                    continue
+                except TooManyFrames:
+                    self._dropped += 1
+                    found = bool(self._get(EVENTS) & IN)
+                    continue
+                self._received += 1
+                return message
+            return None
+
+    # --- the rest -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close it; takes ``linger`` at most. Nobody may wait in it."""
+        if not self._closed:
+            self._closed = True
+            self._port.close()
+            self._port.release()
+
+    def statistics(self) -> BlockingStatistics:
+        """An immutable snapshot."""
+        return BlockingStatistics(
+            sent=self._sent,
+            received=self._received,
+            dropped=self._dropped,
+            sleeps=self._sleeps,
+            glances=self._glances,
+            hits=self._hits,
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise HandlerClosed("this socket was closed")
+
+    def _sleep(self, deadline: float) -> bool:
+        """Wait for the descriptor. Whether it has something to tell."""
+        self._sleeps += 1
+        while True:
+            left = deadline - perf_counter()
+            if self._poll(max(0.0, min(left, _LONGEST)) * 1_000):
+                return True
+            if left <= 0:
+                return False
+
+    def _look(self, deadline: float) -> bool:
+        """Poll the descriptor for a moment. Whether it has something to tell."""
+        if self._skip:
+            self._skip -= 1
+            return False
+        now = perf_counter()
+        end = min(deadline, now + self._glance)
+        if now >= end:
+            return False
+        poll = self._poll
+        self._glances += 1
+        while not poll(0):
+            if perf_counter() >= end:
+                self._vain = min(2 * self._vain + 1, SELDOM)
+                self._skip = self._vain
+                return False
+            yield_processor()
+        self._vain = 0
+        self._hits += 1
+        return True

@@ -1,0 +1,159 @@
+"""CURVE keys: who may come in, and the files in which keys are kept.
+
+A key is 40 characters of Z85. A key file is text in the form that other ZeroMQ tools read and write: ``public-key = "..."``
+and, in the file of whom it belongs to, ``secret-key = "..."``. A file with a secret key has mode 0600, and is refused when
+others may read it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable
+from typing import Final
+
+import attrs
+import zmq
+
+from .._errors import ConfigError
+
+_KEY: Final = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+_LINE: Final = re.compile(rb"^\s*(public|secret)-key\s*=\s*[\"']?([^\"'\s]*)[\"']?\s*$", re.MULTILINE)
+_MOST_BYTES: Final = 1 << 20
+
+
+def _as_key(value: str | bytes) -> bytes:
+    return value.encode("ascii", "replace") if isinstance(value, str) else value
+
+
+def _is_key(instance: object, attribute: attrs.Attribute[bytes], value: object) -> None:
+    if not isinstance(value, bytes) or not _KEY.fullmatch(value):
+        shown = "..." if attribute.name == "secret" else value  # a secret is never said, not even a wrong one
+        raise ConfigError(attribute.name, shown, "must be 40 characters of Z85")
+
+
+@attrs.frozen
+class KeyPair:
+    """A public key and the secret that belongs to it."""
+
+    public: bytes = attrs.field(converter=_as_key, validator=_is_key)
+    """May be told to anybody."""
+    secret: bytes = attrs.field(converter=_as_key, validator=_is_key, repr=False)
+    """Whoever has it is whom the public key names."""
+
+    def __attrs_post_init__(self) -> None:
+        if zmq.curve_public(self.secret) != self.public:
+            raise ConfigError("public", self.public, "must be the public key of the secret one")
+
+
+def has_curve() -> bool:
+    """Whether this ZeroMQ was built with CURVE."""
+    return bool(zmq.has("curve"))
+
+
+def new_key_pair() -> KeyPair:
+    """A fresh pair."""
+    return KeyPair(*zmq.curve_keypair())
+
+
+def _as_keys(value: Iterable[str | bytes] | None) -> frozenset[bytes] | None:
+    return None if value is None else frozenset(map(_as_key, value))
+
+
+def _are_keys(instance: object, attribute: attrs.Attribute[frozenset[bytes] | None], value: object) -> None:
+    assert value is None or isinstance(value, frozenset)
+    for key in value or ():
+        _is_key(instance, attribute, key)  # type: ignore[arg-type]
+
+
+@attrs.frozen
+class CurveServer:
+    """The end that binds: what it is known by, and whom it lets in."""
+
+    pair: KeyPair
+    """Its own keys. Clients must know the public one."""
+    clients: frozenset[bytes] | None = attrs.field(default=None, converter=_as_keys, validator=_are_keys)
+    """Public keys of those that may come in. ``None``: anybody who knows the server's public key, which then is the
+    secret that clients share."""
+
+
+@attrs.frozen
+class CurveClient:
+    """The end that connects."""
+
+    server_key: bytes = attrs.field(converter=_as_key, validator=_is_key)
+    """The server's public key: nobody else can answer."""
+    pair: KeyPair = attrs.field(factory=new_key_pair)
+    """Its own keys; a fresh pair, if the server does not ask who it is."""
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def save_key_pair(path: str | os.PathLike[str], pair: KeyPair) -> None:
+    """Write both keys into a new file of mode 0600.
+
+    Raises:
+        FileExistsError: there is a file already; no key is ever overwritten.
+        OSError: it cannot be written.
+    """
+    _write_new(path, 0o600, b'curve\n    public-key = "%s"\n    secret-key = "%s"\n' % (pair.public, pair.secret))
+
+
+def save_public_key(path: str | os.PathLike[str], public: bytes) -> None:
+    """Write a public key, to be given to others, into a new file.
+
+    Raises:
+        FileExistsError: there is a file already.
+        OSError: it cannot be written.
+    """
+    _write_new(path, 0o644, b'curve\n    public-key = "%s"\n' % public)
+
+
+def load_key_pair(path: str | os.PathLike[str]) -> KeyPair:
+    """Read both keys.
+
+    Raises:
+        maru.ConfigError: it holds no pair, or others than its owner may read it.
+        OSError: it cannot be read.
+    """
+    keys = _read(path, secret=True)
+    if len(keys["public"]) != 1 or len(keys["secret"]) != 1:
+        raise ConfigError("key file", os.fspath(path), "must hold one public-key and one secret-key")
+    return KeyPair(keys["public"][0], keys["secret"][0])
+
+
+def load_public_keys(path: str | os.PathLike[str]) -> frozenset[bytes]:
+    """Read public keys: the ``public-key`` lines, or else one key a line; ``#`` begins a comment.
+
+    Raises:
+        maru.ConfigError: a line of it is no key, or it holds none.
+        OSError: it cannot be read.
+    """
+    keys = _read(path)["public"]
+    if not keys or not all(map(_KEY.fullmatch, keys)):
+        raise ConfigError("key file", os.fspath(path), "must hold public keys, 40 characters of Z85 each")
+    return frozenset(keys)
+
+
+def _write_new(path: str | os.PathLike[str], mode: int, text: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with open(descriptor, "wb") as file:
+        os.fchmod(descriptor, mode)  # whatever the umask is
+        file.write(text)
+
+
+def _read(path: str | os.PathLike[str], *, secret: bool = False) -> dict[str, list[bytes]]:
+    with open(path, "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if secret and stat.S_IMODE(mode) & 0o077:
+            raise ConfigError("key file", os.fspath(path), f"has mode {stat.S_IMODE(mode):04o}, but must have 0600")
+        text = file.read(_MOST_BYTES)
+    keys: dict[str, list[bytes]] = {"public": [], "secret": []}
+    for which, key in _LINE.findall(text):
+        keys[which.decode()].append(key)
+    if not any(keys.values()):
+        words = (line.partition(b"# ")[0].strip() for line in text.splitlines() if not line.lstrip().startswith(b"#"))
+        keys["public"] = [word for word in words if word]
+    return keys

@@ -1,0 +1,91 @@
+"""What happens to the connections of a socket, as ZeroMQ's monitor tells it.
+
+Its queue has no bound: at a bound ZeroMQ's I/O thread would wait for its reader, and with it all traffic of the socket (seen
+at 2,003 events). It grows with the connections that begin and end while the event loop stands still.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Callable
+from typing import Final
+
+import attrs
+import zmq
+
+from ._frames import EVENTS, IN, NOW, Port
+
+_ADDRESS: Final = "inproc://monitor"
+_EVENT: Final = struct.Struct("=Hi")
+
+
+class Link(enum.Enum):
+    """What happened to a connection."""
+
+    ACCEPTED = int(zmq.EVENT_ACCEPTED)
+    """Somebody connected to us."""
+    CONNECTED = int(zmq.EVENT_CONNECTED)
+    """We connected to somebody."""
+    READY = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+    """Both ends speak the same protocol and, with CURVE, know each other: messages flow."""
+    REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+    """The other end does not let this key in."""
+    FAILED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+    """What came is not of this protocol, or the keys do not fit."""
+    GIVEN_UP = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+    """The connection ended before both ends knew each other."""
+    DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
+    """A connection ended."""
+    RETRIED = int(zmq.EVENT_CONNECT_RETRIED)
+    """Nobody listens there; the next attempt comes after a wait."""
+    NOT_ACCEPTED = int(zmq.EVENT_ACCEPT_FAILED)
+    """Somebody wanted to connect and could not: mostly there are no descriptors left."""
+
+
+@attrs.frozen
+class LinkEvent:
+    """Something happened to a connection."""
+
+    link: Link
+    """What."""
+    endpoint: str
+    """Where: what was bound or connected to."""
+    detail: int
+    """The descriptor for ACCEPTED, CONNECTED and DISCONNECTED; milliseconds for RETRIED; an errno or a code otherwise."""
+
+
+class Monitor:
+    """Reads the monitor of a port. Made before the port is attached to any address, so that nothing is missed."""
+
+    def __init__(self, port: Port, tell: Callable[[LinkEvent], None]) -> None:
+        self._watched = port.raw
+        self._tell = tell
+        self._links = {link.value: link for link in Link}
+        port.raw.monitor(_ADDRESS, sum(self._links))
+        self._raw = port.context.socket(zmq.PAIR)
+        self._raw.set(zmq.LINGER, 0)
+        self._raw.set(zmq.RCVHWM, 0)
+        self._raw.connect(_ADDRESS)
+        self.descriptor: int = self._raw.FD
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._raw.closed
+
+    def read(self) -> None:
+        """Tell everything that has happened."""
+        raw = self._raw
+        while not raw.closed and int(raw.get(EVENTS)) & IN:
+            number, detail = _EVENT.unpack(raw.recv(NOW))
+            endpoint = raw.recv(NOW).decode("utf-8", "replace")
+            link = self._links.get(number)
+            if link is not None:
+                self._tell(LinkEvent(link, endpoint, detail))
+
+    def close(self) -> None:
+        """Stop. In this order, or ZeroMQ's I/O thread waits for ever for a reader of its last word."""
+        if not self._raw.closed:
+            self._watched.disable_monitor()
+            self._raw.close()

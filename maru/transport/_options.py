@@ -1,0 +1,134 @@
+"""What can be set on a socket: the bounds of its queues, what it does when a peer is gone, and who may come in.
+
+Everything is bounded: where ZeroMQ reads 0 as "without limit", 0 is refused. Two things it cannot bound are said in
+:mod:`maru.transport`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import attrs
+import zmq
+
+from .._errors import ConfigError
+from .._knobs import Knobs
+from ._keys import CurveClient, CurveServer
+
+_knob: Final = Knobs("MARU", ConfigError)
+
+
+@attrs.frozen
+class SocketOptions:
+    """Everything that can be set on a socket. What is out of its bound is a :class:`maru.ConfigError`."""
+
+    send_high_water_mark: int = _knob.count(
+        1_024, 1, 1 << 20, "Messages that wait for one peer on the way out; then send waits and send_nowait raises."
+    )
+    """Messages that wait for one peer on the way out; then ``send`` waits and ``send_nowait`` raises."""
+    receive_high_water_mark: int = _knob.count(
+        1_024, 1, 1 << 20, "Messages of one peer that wait to be received; then its sender waits."
+    )
+    """Messages of one peer that wait to be received; then its sender waits."""
+    max_message_bytes: int = _knob.size(
+        16 << 20, 64, 256 << 20, "Largest frame. Whoever sends a larger one is disconnected, and it never gets here."
+    )
+    """Largest frame. Whoever sends a larger one is disconnected, and it never gets here."""
+    max_frames: int = _knob.count(16, 2, 1_024, "Frames of a message; one with more is dropped and counted.")
+    """Frames of a message; one with more is dropped and counted."""
+    linger: float = _knob.seconds(
+        0.0, 0.0, 10.0, "How long what was sent may still leave after closing; closing takes as long at most."
+    )
+    """How long what was sent may still leave after closing; closing takes as long at most."""
+    reconnect_interval: float = _knob.seconds(
+        0.01, 0.001, 60.0, "Wait before the first attempt to connect again; each further one waits twice as long."
+    )
+    """Wait before the first attempt to connect again; each further one waits twice as long."""
+    reconnect_interval_max: float = _knob.seconds(0.5, 0.001, 600.0, "Longest such wait.")
+    """Longest such wait."""
+    handshake_timeout: float = _knob.seconds(
+        5.0, 0.01, 600.0, "How long a connection may take to say who it is, before it is dropped."
+    )
+    """How long a connection may take to say who it is, before it is dropped."""
+    backlog: int = _knob.count(512, 1, 65_535, "Connections that wait to be accepted.")
+    """Connections that wait to be accepted."""
+    heartbeat_interval: float = _knob.seconds(
+        0.0,
+        0.0,
+        3_600.0,
+        "How often the peer is asked for a sign of life. 0: never. A stopped process answers none, and is disconnected.",
+    )
+    """How often the peer is asked for a sign of life; 0: never. A stopped process answers none, and is disconnected."""
+    heartbeat_timeout: float = _knob.seconds(5.0, 0.01, 3_600.0, "How long to wait for that sign.")
+    """How long to wait for that sign."""
+    tcp_keepalive: float = _knob.seconds(
+        30.0, 0.0, 86_400.0, "Silence after which TCP looks whether the other host is there, four times. 0: never."
+    )
+    """Silence after which TCP looks whether the other host is there, four times; 0: never. A stopped process is there."""
+    immediate: bool = _knob.flag(False, "Queue only for peers that are connected; otherwise also for those to come.")
+    """Queue only for peers that are connected; otherwise what is sent waits for the connection."""
+    router_mandatory: bool = _knob.flag(
+        True, "Whether a ROUTER says that a peer is gone or its queue full; otherwise it drops silently."
+    )
+    """Whether a ROUTER says that a peer is gone or that its queue is full; otherwise it drops silently."""
+    glance: float = _knob.seconds(
+        100e-6,
+        0.0,
+        0.01,
+        "How long a lone waiter looks for its message itself before it sleeps. 0: not at all. Sleeping and waking take "
+        "longer than a reply of a near peer; where it does not come in that time, ever fewer waits begin with a glance.",
+    )
+    """How long a lone waiter looks for its message itself before it sleeps; 0: not at all. See :mod:`maru.transport`."""
+    curve: CurveServer | CurveClient | None = None
+    """Encryption, and who may come in. ``None``: anybody who can connect."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.reconnect_interval > self.reconnect_interval_max:
+            raise ConfigError(
+                "reconnect_interval",
+                self.reconnect_interval,
+                f"must be at most reconnect_interval_max, {self.reconnect_interval_max:g}",
+            )
+
+
+def apply(options: SocketOptions, socket: zmq.Socket[bytes], kind: str) -> None:
+    """Set all of it, before the socket binds or connects."""
+    for option, number in {
+        zmq.SNDHWM: options.send_high_water_mark,
+        zmq.RCVHWM: options.receive_high_water_mark,
+        zmq.MAXMSGSIZE: options.max_message_bytes,
+        zmq.LINGER: milliseconds(options.linger),
+        zmq.RECONNECT_IVL: milliseconds(options.reconnect_interval),
+        zmq.RECONNECT_IVL_MAX: milliseconds(options.reconnect_interval_max),
+        zmq.HANDSHAKE_IVL: milliseconds(options.handshake_timeout),
+        zmq.BACKLOG: options.backlog,
+        zmq.IMMEDIATE: int(options.immediate),
+        zmq.IPV6: 0,
+    }.items():
+        socket.set(option, number)
+    if options.heartbeat_interval:
+        socket.set(zmq.HEARTBEAT_IVL, milliseconds(options.heartbeat_interval))
+        socket.set(zmq.HEARTBEAT_TIMEOUT, milliseconds(options.heartbeat_timeout))
+        socket.set(zmq.HEARTBEAT_TTL, milliseconds(options.heartbeat_interval + options.heartbeat_timeout))
+    if options.tcp_keepalive:
+        socket.set(zmq.TCP_KEEPALIVE, 1)
+        socket.set(zmq.TCP_KEEPALIVE_IDLE, max(1, round(options.tcp_keepalive)))
+        socket.set(zmq.TCP_KEEPALIVE_INTVL, max(1, round(options.tcp_keepalive / 4)))
+        socket.set(zmq.TCP_KEEPALIVE_CNT, 4)
+    if kind == "router":
+        socket.set(zmq.ROUTER_MANDATORY, int(options.router_mandatory))
+        # Or a stranger could take a live peer's identity, and with it that one's replies.
+        socket.set(zmq.ROUTER_HANDOVER, 0)
+    match options.curve:
+        case CurveServer(pair, _):
+            socket.set(zmq.CURVE_SERVER, 1)
+            socket.set(zmq.CURVE_SECRETKEY, pair.secret)
+        case CurveClient(server_key, pair):
+            socket.set(zmq.CURVE_SERVERKEY, server_key)
+            socket.set(zmq.CURVE_PUBLICKEY, pair.public)
+            socket.set(zmq.CURVE_SECRETKEY, pair.secret)
+
+
+def milliseconds(seconds: float) -> int:
+    """As ZeroMQ takes it: a time that is not 0 does not become 0."""
+    return max(1, round(seconds * 1000)) if seconds else 0

@@ -1,0 +1,528 @@
+"""A ZeroMQ socket for trio: any number of tasks send, wait for room, receive, or wait for what they expect.
+
+Rule 1. A message goes out whole or not at all, and comes in whole. A cancelled send has sent nothing; a cancelled receive
+        has taken nothing.
+Rule 2. The socket is read by whoever leads (`_waiting`), for all. Whoever calls it while the leader sleeps looks whether
+        that swallowed the leader's signal.
+Rule 3. Waiting senders go in turn, and nobody passes them: at a ROUTER those to one peer, else all.
+Rule 4. Nothing is queued here: what is not wanted yet waits in ZeroMQ, whose queues are bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from types import TracebackType
+from typing import Final, Literal, TypeAlias
+
+import attrs
+import trio
+import zmq
+
+from ._contract import OnMessages
+from ._frames import EVENTS, IN, OUT, Message, Port, TooManyFrames
+from ._keys import CurveServer
+from ._monitor import LinkEvent
+from ._options import SocketOptions
+from ._tracking import Tracker
+from ._waiting import Expected, Queued, Waiter, Watch
+from ._zap import Doorkeeper
+
+SocketKind: TypeAlias = Literal["dealer", "router"]
+
+_BATCH: Final = 256
+"""Messages handed on at once."""
+_TURN: Final = 1_024
+"""Messages handed on before the other tasks of the loop have their turn."""
+
+
+class _Receiver(Queued):
+    __slots__ = ("messages", "most")
+
+    def __init__(self, watch: Watch, queue: deque[_Receiver], most: int) -> None:
+        super().__init__(watch, queue)
+        self.most = most
+        self.messages: list[Message] = []
+
+
+class _Sender(Queued):
+    __slots__ = ("frames", "reachable")
+
+    def __init__(self, watch: Watch, queue: deque[_Sender], frames: Sequence[bytes]) -> None:
+        super().__init__(watch, queue)
+        self.frames = frames
+        self.reachable = False
+
+
+@attrs.frozen
+class SocketStatistics:
+    """A snapshot of a socket; counters since it was opened."""
+
+    sent: int
+    """Messages taken by ZeroMQ."""
+    received: int
+    """Messages handed on."""
+    batches: int
+    """How often messages were handed on."""
+    unreachable: int
+    """Messages for peers that were gone."""
+    dropped: int
+    """Messages that came with too many frames."""
+    waiting: int
+    """Tasks that wait: for messages, for room, or for what they expect."""
+    waiting_senders: int
+    """Of these, for room."""
+    peers: int
+    """Peers that were heard and are not gone; counted only where ``on_gone`` was given."""
+    gone: int
+    """Peers that are gone."""
+    refused: int
+    """Connections whose CURVE key was not let in."""
+    sleeps: int
+    """How often somebody slept at the descriptor."""
+    kicks: int
+    """How often a sleeper was woken because another task had swallowed its signal."""
+    glances: int
+    """How often somebody looked before he slept."""
+    hits: int
+    """How often that was of use."""
+
+
+class TrioSocket:
+    """A ZeroMQ socket of one trio run. Made by :func:`open_socket` only."""
+
+    def __init__(
+        self,
+        kind: SocketKind,
+        options: SocketOptions,
+        on_messages: OnMessages | None,
+        on_gone: Callable[[bytes], None] | None,
+        on_link: Callable[[LinkEvent], None] | None,
+    ) -> None:
+        self.kind: SocketKind = kind
+        self.options: SocketOptions = options
+        self._port = port = Port(kind, options)
+        self._raw_events = port.get
+        self._tracker = None if on_gone is None and on_link is None else Tracker(port, on_gone, on_link)
+        self._read: Callable[[], Message] = port.read
+        if on_gone is not None and self._tracker is not None:
+            self._read = self._tracker.read
+        self._write = port.write
+        self._watch = Watch(port.descriptor, self._drain, self._take, options.glance)
+        self._on_messages = on_messages
+        self._doorkeeper: Doorkeeper | None = None
+        if isinstance(options.curve, CurveServer) and options.curve.clients is not None:
+            self._doorkeeper = Doorkeeper(port, options.curve.clients)
+        self._receivers: deque[_Receiver] = deque()
+        self._senders: deque[_Sender] = deque()
+        self._releasing, self._released = False, trio.Event()
+        self._sent = self._received = self._batches = self._unreachable = self._dropped = 0
+
+    def __repr__(self) -> str:
+        state = "closed" if self._watch.closed else ", ".join(self.endpoints) or "open"
+        return f"<TrioSocket {self.kind}: {state}>"
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """What it is bound to, with the port that was chosen for ``tcp://host:*``."""
+        return self._port.endpoints
+
+    # --- out ------------------------------------------------------------------------------------------------------
+
+    def send_nowait(self, frames: Sequence[bytes]) -> bool:
+        """Send one message; synchronous.
+
+        Args:
+            frames: its frames; at a ROUTER, the first one names the peer.
+
+        Returns:
+            Whether there is such a peer. Always true but for a ROUTER that is ``router_mandatory``.
+
+        Raises:
+            trio.WouldBlock: the queue is full, or others wait for room in it. Nothing was sent.
+            trio.ClosedResourceError: the socket was closed.
+            TypeError: a frame is not bytes; ValueError: there is none.
+        """
+        watch = self._watch
+        if watch.closed:
+            watch.check_open()
+        if self._senders and self._must_queue(frames):
+            raise trio.WouldBlock
+        try:
+            reachable = self._write(frames)
+        except zmq.Again:
+            raise trio.WouldBlock from None
+        finally:
+            if watch.sleeper is not None:
+                self._settle()
+            else:
+                watch.touched = True
+        if reachable:
+            self._sent += 1
+        else:
+            self._unreachable += 1
+        return reachable
+
+    async def send(self, frames: Sequence[bytes]) -> bool:
+        """Send one message, waiting for room in turn. A checkpoint; cancelled, nothing was sent.
+
+        Returns and raises what :meth:`send_nowait` does, but never :exc:`trio.WouldBlock`.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        try:
+            reachable = self.send_nowait(frames)
+        except trio.WouldBlock:
+            pass
+        else:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return reachable
+        sender = _Sender(self._watch, self._senders, frames)
+        try:
+            await self._watch.until(sender)
+        except BaseException:
+            sender.withdraw()
+            raise
+        return sender.reachable
+
+    # --- in -------------------------------------------------------------------------------------------------------
+
+    def receive_nowait(self) -> Message:
+        """The next message; synchronous.
+
+        Raises:
+            trio.WouldBlock: there is none, or others wait for it.
+            trio.ClosedResourceError: the socket was closed.
+            RuntimeError: messages are handed to ``on_messages``.
+        """
+        self._check_pulls()
+        watch = self._watch
+        watch.check_open()
+        if self._receivers:
+            raise trio.WouldBlock
+        try:
+            while True:
+                if not self._is_there(self._raw_events(EVENTS), asked=True):
+                    raise trio.WouldBlock
+                batch = self._collect(1)
+                if batch:
+                    return batch[0]
+        finally:
+            if watch.sleeper is not None:
+                self._settle()
+            else:
+                watch.touched = True
+
+    async def receive(self) -> Message:
+        """Wait for the next message, in turn. A checkpoint; cancelled, it is there for the next one.
+
+        Raises:
+            trio.ClosedResourceError: the socket was closed.
+            RuntimeError: messages are handed to ``on_messages``.
+        """
+        return (await self.receive_batch(1))[0]
+
+    async def receive_batch(self, most: int = _BATCH) -> list[Message]:
+        """Wait for messages, and take up to ``most`` of those that are there. Otherwise as :meth:`receive`.
+
+        The loop of a server is fastest with this: it reads the socket itself, and nobody has to be woken.
+        """
+        self._check_pulls()
+        receiver = _Receiver(self._watch, self._receivers, most)
+        try:
+            await self._watch.until(receiver)
+        except BaseException:
+            receiver.withdraw()
+            raise
+        return receiver.messages
+
+    def expect(self) -> Expected:
+        """Something that ``on_messages`` will deliver, for one task to wait for.
+
+        The loop of a client is fastest with this: the waiting task reads the socket itself. Messages are handed on while
+        somebody waits, for room, in :meth:`run`, or for something expected; otherwise they wait in ZeroMQ.
+        """
+        return Expected(self._watch)
+
+    async def run(self) -> None:
+        """Hand messages on until cancelled, also while nobody waits.
+
+        Raises:
+            trio.ClosedResourceError: the socket was closed.
+        """
+        await self._watch.until(Waiter(self._watch))
+
+    # --- the rest -------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close it, synchronously: whoever waits gets :exc:`trio.ClosedResourceError`. :meth:`aclose` is to follow."""
+        if not self._watch.closed:
+            self._watch.close()
+            if self._tracker is not None:
+                self._tracker.close()
+            if self._doorkeeper is not None:
+                self._doorkeeper.close()
+            self._port.close()
+
+    async def aclose(self) -> None:
+        """Close it: what :meth:`close` does, and then wait until its addresses are free, ``linger`` at most."""
+        self.close()
+        if self._releasing:
+            await self._released.wait()
+            return
+        self._releasing = True
+        try:
+            with trio.CancelScope(shield=True):
+                await trio.to_thread.run_sync(self._port.release, limiter=trio.CapacityLimiter(1))
+        finally:
+            self._released.set()
+
+    def statistics(self) -> SocketStatistics:
+        """An immutable snapshot."""
+        watch, tracker = self._watch, self._tracker
+        return SocketStatistics(
+            sent=self._sent,
+            received=self._received,
+            batches=self._batches,
+            unreachable=self._unreachable,
+            dropped=self._dropped,
+            waiting=len(watch),
+            waiting_senders=len(self._senders),
+            peers=0 if tracker is None else len(tracker.peers),
+            gone=0 if tracker is None else tracker.gone,
+            refused=0 if self._doorkeeper is None else self._doorkeeper.refused,
+            sleeps=watch.sleeps,
+            kicks=watch.kicks,
+            glances=watch.glances,
+            hits=watch.hits,
+        )
+
+    # --- reading, by whoever leads --------------------------------------------------------------------------------
+
+    def _drain(self) -> bool:
+        """Hand on what is there: the other half of :class:`Watch`. Whether there may be more."""
+        left = _TURN
+        try:
+            while not self._watch.closed:
+                events = self._raw_events(EVENTS)
+                if self._senders and self._may_flush(events) and self._flush():
+                    continue  # sending may have swallowed what the events of before did not say
+                if not self._is_there(events):
+                    return False
+                self._watch.crowded = True  # it has waited for us, so more may come
+                handed_on = self._hand_on()
+                if handed_on < 0:
+                    return False
+                left -= handed_on
+                if left <= 0:
+                    return True
+        except BaseException:
+            self.close()
+            raise
+        return False
+
+    def _take(self) -> None:
+        """Hand on one message that is likely there."""
+        # In a crowd, and where somebody waits for room, _drain does better.
+        if not self._watch.crowded and not self._senders:
+            try:
+                self._hand_on()
+            except BaseException:
+                self.close()
+                raise
+
+    def _is_there(self, events: int, asked: bool = False) -> bool:
+        """Whether there is something to read. If not, tells of the peers that are gone.
+
+        But not while a task is still at what it received last: a peer's last message would come after its end, and begin a
+        life of its own there. Whoever asks for more has seen to it.
+        """
+        if events & IN:
+            return True
+        tracker = self._tracker
+        if tracker is not None and tracker.peers.ending and (asked or self._on_messages is not None or self._receivers):
+            tracker.emptied()
+        return False
+
+    def _hand_on(self) -> int:
+        """Hand on one batch. How many messages there were in it; -1 where nobody wants any now."""
+        if self._on_messages is not None:
+            batch = self._collect(_BATCH)
+            if batch:
+                self._on_messages(batch)
+        elif self._receivers:
+            receiver = self._receivers[0]
+            batch = self._collect(receiver.most)
+            if batch:
+                self._receivers.popleft()
+                receiver.messages = batch
+                receiver.finish()
+        else:
+            return -1
+        return len(batch)
+
+    def _collect(self, most: int) -> list[Message]:
+        """Up to so many messages: one, unless they come in crowds. To find out that none is left costs as much as four."""
+        watch, read = self._watch, self._read
+        batch: list[Message] = []
+        try:
+            while len(batch) < most:
+                try:
+                    message = read()
+                except TooManyFrames:
+                    self._dropped += 1
+                    continue
+                batch.append(message)
+                if not watch.crowded:
+                    break
+        except zmq.Again:
+            watch.crowded = len(batch) > 1
+        if batch:
+            self._received += len(batch)
+            self._batches += 1
+        return batch
+
+    def _flush(self) -> bool:
+        """Send what waits, in turn. Whether anything left."""
+        full: set[bytes] = set()
+        left = False
+        for sender in list(self._senders):
+            peer = sender.frames[0] if self._port.routes else b""
+            if peer in full:
+                continue
+            try:
+                sender.reachable = self._write(sender.frames)
+            except zmq.Again:
+                full.add(peer)
+                if not self._port.routes:
+                    break
+                continue
+            self._senders.remove(sender)
+            if sender.reachable:
+                self._sent += 1
+            else:
+                self._unreachable += 1
+            sender.finish()
+            left = True
+        return left
+
+    # --- touching the socket while another task sleeps at it ------------------------------------------------------
+
+    def _settle(self) -> None:
+        """The sleeper wakes by its signal, unless what was just done has swallowed it: then wake it."""
+        watch = self._watch
+        if watch.is_signalled():
+            return
+        events = self._raw_events(EVENTS)
+        wanted = self._on_messages is not None or self._receivers
+        if (events & IN and wanted) or (self._senders and self._may_flush(events)):
+            watch.kick()
+
+    def _may_flush(self, events: int) -> bool:
+        """Whether a sender who waits might go now. A router's events do not say to which peer, nor that one is gone."""
+        return self._port.routes or bool(events & OUT)
+
+    def _must_queue(self, frames: Sequence[bytes]) -> bool:
+        """Whether somebody waits who must not be passed."""
+        return not self._port.routes or any(sender.frames[0] == frames[0] for sender in self._senders)
+
+    def _check_pulls(self) -> None:
+        if self._on_messages is not None:
+            raise RuntimeError("the messages of this socket are handed to on_messages")
+
+    # --- its tasks, which only those who ask for them have --------------------------------------------------------
+
+    def start(self, nursery: trio.Nursery) -> None:
+        if self._doorkeeper is not None:
+            nursery.start_soon(self._to_the_end, self._doorkeeper.run)
+        if self._tracker is not None:
+            nursery.start_soon(self._to_the_end, partial(self._tracker.run, self._look))
+
+    async def _to_the_end(self, work: Callable[[], Awaitable[None]]) -> None:
+        """These end when the socket is closed, not when the scope around it is cancelled: its user may still be at it."""
+        with trio.CancelScope(shield=True):
+            await work()
+
+    def _look(self) -> None:
+        """A connection has ended: see whether its messages have been read, or have the leader see to it."""
+        events = self._raw_events(EVENTS)
+        self._watch.touched = True  # a leader that is awake now, and about to sleep, must look again
+        if self._is_there(events) or (self._senders and self._may_flush(events)):
+            self._watch.kick()
+
+
+class _OpenSocket:
+    """The lifetime of a socket, as an async context manager."""
+
+    def __init__(self, make: Callable[[], TrioSocket], bind: Sequence[str], connect: Sequence[str]) -> None:
+        self._make = make
+        self._bind, self._connect = bind, connect
+        self._nursery_manager: AbstractAsyncContextManager[trio.Nursery] = trio.open_nursery()
+
+    async def __aenter__(self) -> TrioSocket:
+        self._socket = socket = self._make()
+        try:
+            socket._port.attach(self._bind, self._connect)
+        except BaseException:
+            await socket.aclose()
+            raise
+        self._nursery = await self._nursery_manager.__aenter__()
+        socket.start(self._nursery)
+        return socket
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        with trio.CancelScope(shield=True):
+            await self._socket.aclose()
+        if not self._nursery.cancel_scope.cancel_called:
+            # No task in here failed: an error of the body is none of the nursery's business, and leaves as it came.
+            await self._nursery_manager.__aexit__(None, None, None)
+            return False
+        try:
+            return bool(await self._nursery_manager.__aexit__(kind, error, trace))
+        except BaseExceptionGroup as group:
+            alone: BaseException = group
+            while isinstance(alone, BaseExceptionGroup) and len(alone.exceptions) == 1:
+                alone = alone.exceptions[0]
+            if alone is group:
+                raise
+            raise alone from alone.__cause__
+
+
+def open_socket(
+    kind: SocketKind,
+    *,
+    bind: Sequence[str] = (),
+    connect: Sequence[str] = (),
+    options: SocketOptions | None = None,
+    on_messages: OnMessages | None = None,
+    on_gone: Callable[[bytes], None] | None = None,
+    on_link: Callable[[LinkEvent], None] | None = None,
+) -> AbstractAsyncContextManager[TrioSocket]:
+    """A ZeroMQ socket, for as long as the ``async with`` block lasts.
+
+    Leaving the block closes it: whoever waits in other tasks gets :exc:`trio.ClosedResourceError`, and when the block has
+    been left its addresses are free again. It can be used until then, also in a scope that was cancelled and a shield.
+
+    Args:
+        kind: ``"dealer"``, who speaks to whom it is connected to, in turn; or ``"router"``, who says to whom.
+        bind: addresses to listen at: ``tcp://host:port``, ``tcp://host:*``, ``ipc://path``.
+        connect: addresses to connect to, whether somebody listens there already or not.
+        options: bounds, times and keys.
+        on_messages: is handed all messages, in batches, by whoever waits at the socket (see :meth:`TrioSocket.expect`). It
+            may send. If it raises, the socket is closed and the error comes out where that one waits. Without it, messages
+            are received.
+        on_gone: is told of each peer that was heard and whose connection has ended, once, after its last message.
+        on_link: is told what happens to connections.
+
+    Raises:
+        OSError: an address cannot be used, or a live server has it.
+        ValueError: an address is neither ``tcp://`` nor ``ipc://``, or ``on_gone`` is asked of a DEALER.
+    """
+    if on_gone is not None and kind != "router":
+        raise ValueError("only a router knows its peers")
+    return _OpenSocket(
+        lambda: TrioSocket(kind, options or SocketOptions(), on_messages, on_gone, on_link), tuple(bind), tuple(connect)
+    )

@@ -1,0 +1,308 @@
+"""Who watches the descriptor: of all tasks that wait at one socket, one does it for all. Knows no ZeroMQ.
+
+The descriptor of a ZeroMQ socket tells of changes, once, and every call of the socket may swallow what it was about to
+tell. So one reader is all there can be, and after anything that others did he must look for himself before he sleeps.
+A task of its own for that is what one thinks of first. It costs every reply a detour: the pump wakes, reads, wakes the
+waiting task, sleeps again, and only then, a tick later, the reply is where it belongs. Here the waiting task reads its
+reply itself, and there is no other task:
+
+Rule 1. Whoever waits while nobody *leads*, leads: it empties the socket, for all, and sleeps at the descriptor. All others
+        who wait are *followers* and sleep without it. Nobody leads while nobody waits: what comes then waits in ZeroMQ.
+Rule 2. The leader leaves when what it waits for is there, or cancelled. It passes the lead on to the follower that came
+        last, whose turn will come last. The lead is not lost on the way: who is woken for it cannot be cancelled before
+        it has it.
+Rule 3. Before it sleeps, the leader has seen the socket empty, and nobody has touched the socket since. Who touches it
+        while the leader sleeps sees to it that it wakes where it must (:meth:`Watch.kick`).
+Rule 4. What comes in crowds is read in crowds: between two looks everybody who was just woken runs once, and what they
+        send costs no look of its own.
+Rule 5. A leader without followers glances before it sleeps, if a glance was of use lately: it polls the descriptor for
+        some microseconds and yields the processor to other threads each time. First it passes a checkpoint, which costs
+        nothing while the message is under way, so no other task of the loop waits longer than one glance.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from time import perf_counter, sleep
+from typing import Any, Final
+
+import trio
+from trio.lowlevel import Abort, Task
+
+SELDOM: Final = 63
+"""After so many glances in vain, one in 64 waits begins with one."""
+
+_TURN: Final = 250e-6
+"""Seconds after which the other tasks of the loop have their turn."""
+_IDLE: Final = 50e-6
+"""A turn that took less had nobody with work in it."""
+
+yield_processor: Final[Callable[[], object]] = getattr(os, "sched_yield", lambda: sleep(0))
+
+
+class Waiter:
+    """What one task waits for at a socket."""
+
+    __slots__ = ("done", "task", "watch")
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self.done = False
+        self.task: Task | None = None
+        """The task, while it follows."""
+
+    def is_done(self) -> bool:
+        """The same as ``done``, which a type checker takes for unchanged across calls and awaits."""
+        return self.done
+
+    def finish(self) -> None:
+        """What it waits for is there."""
+        self.done = True
+        task = self.task
+        if task is not None:
+            self.task = None
+            del self.watch.followers[self]
+            trio.lowlevel.reschedule(task)
+        elif self.watch.sleeper is self:
+            self.watch.kick()
+        else:
+            self.watch.touched = True
+
+    def _leave(self, raise_cancel: object) -> Abort:
+        self.task = None
+        del self.watch.followers[self]
+        return Abort.SUCCEEDED
+
+
+class Queued(Waiter):
+    """A waiter who has a place in a queue, which ``drain`` serves."""
+
+    __slots__ = ("_queue",)
+
+    def __init__(self, watch: Watch, queue: deque[Any]) -> None:
+        super().__init__(watch)
+        self._queue = queue
+        queue.append(self)
+
+    def withdraw(self) -> None:
+        """Give up the place, if it is still taken."""
+        with suppress(ValueError):
+            self._queue.remove(self)
+
+    def _leave(self, raise_cancel: object) -> Abort:
+        # At once: until the cancelled task runs, somebody might serve it, and nobody would have what it got.
+        self.withdraw()
+        return super()._leave(raise_cancel)
+
+
+class Expected(Waiter):
+    """Something that is to come: somebody delivers it, one task waits for it. Made by ``expect()`` of a socket."""
+
+    __slots__ = ("_error", "_value", "_waited_for")
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+        self.done = False
+        self.task = None
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._waited_for = False
+
+    def __repr__(self) -> str:
+        return f"<Expected: {'there' if self.done else 'to come'}>"
+
+    def deliver(self, value: Any) -> None:
+        """It is there. Ignored if something was delivered already."""
+        if not self.done:
+            self._value = value
+            self.finish()
+
+    def fail(self, error: BaseException) -> None:
+        """It will not come: whoever waits gets this error. Ignored if something was delivered already."""
+        if not self.done:
+            self._error = error
+            self.finish()
+
+    async def wait(self) -> Any:
+        """Wait for it. Cancelled, it may still come, and ``done`` says whether it did.
+
+        Raises:
+            trio.ClosedResourceError: the socket was closed.
+            trio.BusyResourceError: another task waits for it.
+            BaseException: what :meth:`fail` was given.
+        """
+        if self._waited_for:
+            raise trio.BusyResourceError("another task waits for this")
+        self._waited_for = True
+        try:
+            await self.watch.until(self)
+        finally:
+            self._waited_for = False
+        if self._error is not None:
+            try:
+                raise self._error
+            finally:
+                self._error = None  # its traceback holds this frame
+        return self._value
+
+
+class Watch:
+    """The waiting tasks of one socket.
+
+    Args:
+        descriptor: becomes readable when the socket has something to tell.
+        drain: reads the socket and finishes whom that concerns. It answers whether it left although more may be there;
+            otherwise it has seen the socket empty.
+        take: the same for one message, that is likely there, and without looking for more.
+        glance: how long a leader looks before it sleeps, in seconds.
+    """
+
+    def __init__(self, descriptor: int, drain: Callable[[], bool], take: Callable[[], None], glance: float) -> None:
+        self._descriptor = descriptor
+        self._drain, self._take = drain, take
+        self._glance = glance
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLIN)
+        self.followers: dict[Waiter, None] = {}
+        self.led = False
+        self.sleeper: Waiter | None = None
+        """The leader, while it sleeps at the descriptor."""
+        self.touched = False
+        """Set by whoever touches the socket while the leader is awake."""
+        self.crowded = False
+        """Set by ``drain``: several messages came at once."""
+        self.closed = False
+        self._skip = self._vain = 0
+        self._turn_ends = 0.0
+        self.glances = self.hits = self.sleeps = self.kicks = 0
+
+    def __len__(self) -> int:
+        return len(self.followers) + self.led
+
+    @trio.lowlevel.enable_ki_protection
+    async def until(self, waiter: Waiter) -> None:
+        """Wait until it is finished. Cancelled, it is not finished, unless it says so.
+
+        Raises:
+            trio.ClosedResourceError: the watch is over.
+        """
+        is_done = waiter.is_done
+        if is_done():
+            return await trio.lowlevel.cancel_shielded_checkpoint()
+        if self.led:
+            waiter.task = trio.lowlevel.current_task()
+            self.followers[waiter] = None
+            await trio.lowlevel.wait_task_rescheduled(waiter._leave)
+            if is_done():
+                return
+            # Woken without it: the lead was passed on to this one, or all is over.
+        else:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            self.led = True
+        try:
+            if self.crowded:
+                await self._give_turn(trio.lowlevel.checkpoint)
+                yield_processor()
+                yield_processor()
+            while not self.closed and not is_done():
+                more = self._drain()
+                if is_done():
+                    break
+                if more:
+                    await self._give_turn(trio.lowlevel.checkpoint)
+                    continue
+                if self._glance and not self.crowded:
+                    if self._skip:
+                        self._skip -= 1
+                    else:
+                        idle = True
+                        if self.followers or perf_counter() >= self._turn_ends:
+                            self.touched = False
+                            idle = await self._give_turn(trio.lowlevel.checkpoint)
+                            if self.touched or self.closed:
+                                continue
+                        if idle and self._look():
+                            self._take()
+                            continue
+                self.sleeper = waiter
+                self.sleeps += 1
+                try:
+                    await trio.lowlevel.wait_readable(self._descriptor)
+                except trio.ClosedResourceError:
+                    continue  # kicked, or all is over
+                finally:
+                    self.sleeper = None
+                self._turn_ends = perf_counter() + _TURN
+                self._take()
+            if self.followers and not self.closed:
+                self._drain()  # cheaper than to wake somebody for it
+        finally:
+            if self.followers:
+                self._pass_on()
+            else:
+                self.led = False
+        if perf_counter() >= self._turn_ends:
+            await self._give_turn(trio.lowlevel.cancel_shielded_checkpoint)
+        if not is_done():
+            self.check_open()
+
+    async def _give_turn(self, checkpoint: Callable[[], Awaitable[None]]) -> bool:
+        """Let the other tasks of the loop run. Whether they had little to do."""
+        began = perf_counter()
+        await checkpoint()
+        now = perf_counter()
+        self._turn_ends = now + _TURN
+        return now - began < _IDLE
+
+    def _pass_on(self) -> None:
+        waiter, _ = self.followers.popitem()
+        task, waiter.task = waiter.task, None
+        assert task is not None
+        trio.lowlevel.reschedule(task)
+
+    def is_signalled(self) -> bool:
+        """Whether the descriptor is readable: then the leader wakes by itself."""
+        return bool(self._poll.poll(0))
+
+    def kick(self) -> None:
+        """Wake the leader, that it looks for itself."""
+        if self.sleeper is not None:
+            self.kicks += 1
+            # The only way to wake a task out of wait_readable that costs nothing as long as it is not used.
+            trio.lowlevel.notify_closing(self._descriptor)
+
+    def check_open(self) -> None:
+        """Raise :exc:`trio.ClosedResourceError` once closed."""
+        if self.closed:
+            raise trio.ClosedResourceError("this socket was closed")
+
+    def close(self) -> None:
+        """It is over: wake everybody. The descriptor may be closed afterwards."""
+        if self.closed:
+            return
+        self.closed = True
+        self._poll.unregister(self._descriptor)
+        if self.sleeper is not None:
+            trio.lowlevel.notify_closing(self._descriptor)
+        while self.followers:
+            self._pass_on()
+
+    # --- glancing -------------------------------------------------------------------------------------------------
+
+    def _look(self) -> bool:
+        """Poll for a moment. Whether there is something."""
+        poll, end = self._poll.poll, perf_counter() + self._glance
+        self.glances += 1
+        while not poll(0):
+            if perf_counter() >= end:
+                self._vain = min(2 * self._vain + 1, SELDOM)
+                self._skip = self._vain
+                return False
+            yield_processor()
+        self._vain = 0
+        self.hits += 1
+        return True

@@ -1,0 +1,65 @@
+"""Who may come in: ZeroMQ asks at each CURVE handshake, in the process, and a task answers.
+
+What is asked and answered is ZAP 1.0 (https://rfc.zeromq.org/spec/27/). While the event loop stands still nobody new comes in;
+a handshake that waits longer than ``handshake_timeout`` is dropped and tried again by its client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+import trio
+import zmq
+from zmq.utils import z85
+
+from ._frames import EVENTS, IN, Port, TooManyFrames
+from ._options import SocketOptions
+
+_ADDRESS: Final = "inproc://zeromq.zap.01"
+_DOMAIN: Final = b"maru"
+_REQUEST_FRAMES: Final = 9
+
+
+class Doorkeeper:
+    """Lets in whose public key is on the list. Lives in the context of its port, which it answers for alone."""
+
+    def __init__(self, port: Port, clients: Collection[bytes]) -> None:
+        self._keys = {z85.decode(key): key for key in clients}
+        # Fail closed: without an answer nobody comes in.
+        port.raw.set(zmq.ZAP_DOMAIN, _DOMAIN)
+        port.raw.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        self._port = Port("router", SocketOptions(), port.context)
+        self._port.raw.bind(_ADDRESS)
+        self.refused = 0
+
+    def close(self) -> None:
+        """Answer no more."""
+        if not self._port.raw.closed:
+            trio.lowlevel.notify_closing(self._port.descriptor)
+            self._port.close()
+
+    async def run(self) -> None:
+        """Answer until closed."""
+        port = self._port
+        while True:
+            while not port.raw.closed and port.get(EVENTS) & IN:
+                try:
+                    request = port.read()
+                except TooManyFrames:  # pragma: no cover - the library itself is asking
+                    continue
+                port.write(self._answer(request))
+            if port.raw.closed:
+                return
+            try:
+                await trio.lowlevel.wait_readable(port.descriptor)
+            except trio.ClosedResourceError:
+                return
+
+    def _answer(self, request: list[bytes]) -> list[bytes]:
+        asker, delimiter, version, request_id, _domain, _address, _identity, mechanism, key = request[:_REQUEST_FRAMES]
+        user = self._keys.get(key) if mechanism == b"CURVE" else None
+        if user is None:
+            self.refused += 1
+            return [asker, delimiter, version, request_id, b"400", b"this key is not on the list", b"", b""]
+        return [asker, delimiter, version, request_id, b"200", b"OK", user, b""]

@@ -1,0 +1,186 @@
+"""``kill -9``, of the server under load and of its clients: nothing that was acknowledged is lost, and nothing is wrong.
+
+The load is in :mod:`maru_load`: five clients of ours in both faces, and a published one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import re
+import statistics
+import time
+
+import pytest
+from maru_actors import BE, FACES, PublishedOwner, client
+from maru_load import Load, Reader
+from maru_processes import Actor, Server, eventually, temporary_pool
+from published import PublishedClient
+from published_wire import Ask
+
+KNOWN = re.compile(
+    r"maru\.(lock|pool|state|sock)|descriptors\.sock|compaction\.lock|(journal|snapshot)\.[0-9]+|maru_[0-9]+\.dat"
+    r"|snapshot\.[0-9.]+(server\.)?tmp"  # of a compaction that is at work
+)
+
+
+@pytest.fixture
+def pool():
+    with temporary_pool() as path:
+        yield path
+
+
+def assert_no_stale_file(server: Server) -> None:
+    """Exactly the regions that the server lists are there, and nothing that nobody knows."""
+
+    def agree() -> bool:
+        with PublishedClient(server.tcp) as raw:
+            listed = raw.ask(Ask.LIST_ALLOCATIONS)["allocations"]
+        return server.region_files() == {f"maru_{handle['region_id']}.dat" for handle in listed}
+
+    eventually(agree)
+    unknown = [name for name in os.listdir(server.pool) if not KNOWN.fullmatch(name)]
+    assert not unknown
+
+
+def kill_under_load(server: Server, cycles: int, seed: int, *, check_every: int) -> list[float]:
+    """Kill and start again so often, and look every now and then. How long each start took."""
+    dice = random.Random(seed)
+    waited = []
+    with Load(server.tcp, server.ipc, seed) as load:
+        load.go()
+        for cycle in range(1, cycles + 1):
+            time.sleep(dice.uniform(0.08, 0.16))  # of these, clients wait TIMEOUT_MS for the server of before
+            server.restart()
+            waited.append(server.waited)
+            if cycle % check_every == 0 or cycle == cycles:
+                time.sleep(0.05)
+                with load.at_rest():
+                    load.check()
+                    assert_no_stale_file(server)
+            assert not load.findings, f"in cycle {cycle} with seed {seed}: {load.findings[:10]}"
+        with load.at_rest():  # and a client that was not there says the same
+            everything = [key for worker in load.workers for key in getattr(worker, "kept", ())]
+            with client("blocking", server.tcp, pool_size=0) as auditor:
+                assert set(auditor.get(everything, 1024)) == {"right"}
+            assert len(everything) > 100
+        print(f"\n{cycles} times kill -9: {load}")
+        assert all(worker.done > cycles for worker in load.workers), load
+        readers = [worker for worker in load.workers if isinstance(worker, Reader)]
+        assert all(reader.views > cycles for reader in readers), "who holds no view shows nothing"
+        assert all(worker.cut_off or worker in readers for worker in load.workers), f"a kill must hit somebody: {load}"
+    assert not load.findings, f"with seed {seed}: {load.findings[:10]}"
+    return waited
+
+
+def show(waited: list[float]) -> None:
+    milliseconds = sorted(1e3 * seconds for seconds in waited)
+    print(
+        f"ready again after kill -9: {statistics.median(milliseconds):.0f} ms in the median, {milliseconds[-1]:.0f} ms at most"
+    )
+
+
+def test_a_server_killed_50_times_under_load_loses_nothing_and_says_nothing_wrong(pool):
+    with Server(pool, "--segment-bytes", "64KiB") as server:
+        show(kill_under_load(server, 50, seed=int(os.environ.get("MARU_SEED", "7")), check_every=10))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sync", ["never", "each"])
+def test_a_server_killed_500_times_under_load_loses_nothing_and_says_nothing_wrong(pool, sync):
+    with Server(pool, "--segment-bytes", "64KiB", "--journal-sync", sync) as server:
+        show(kill_under_load(server, 500 if sync == "never" else 100, seed=11, check_every=5))
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_clients_killed_in_turn_leave_orphans_that_are_read_and_then_make_room(pool, face):
+    """Three regions fit. Each client owns one, is killed in the middle of a store, and is succeeded by the next."""
+    options = ("--capacity-bytes", "6MiB", "--lease-grace", "0.05", "--v1-read-grace", "0.0")
+    with Server(pool, *options) as server, client("blocking", server.tcp) as survivor:
+        survivor.put(["mine"])
+        for number in range(6):
+            keys = [f"{number} {at}" for at in range(6)]
+            with Actor(BE, face, server.tcp, {"lease": 0.15}) as victim:
+                assert eventually(lambda keys=keys, victim=victim: victim.ask("put", keys) == ["NEW"] * 6)
+                assert victim.ask("hold", keys[0]) == victim.ask("pin", "mine") == [True]
+                victim.tell("put", [f"{number} in the middle {at}" for at in range(6)])
+                victim.kill()
+            assert survivor.get(keys) == ["right"] * 6
+            assert set(survivor.get([f"{number} in the middle {at}" for at in range(6)])) <= {"right", "missing"}
+            eventually(lambda: server.facts()["sessions"] == 1 and server.facts()["pinned"] == 0)
+            if number == 3:
+                server.restart()
+            assert survivor.get(["mine", *keys]) == ["right"] * 7
+            assert_no_stale_file(server)
+        assert len(server.region_files()) == 3
+        assert survivor.get(["0 0", "5 0"]) == ["missing", "right"]  # the longest abandoned went first
+        assert survivor.delete(["mine"]) == ["DELETED"]
+
+
+def test_server_and_clients_killed_together_leave_what_was_acknowledged(pool):
+    """Nobody comes back. The next server starts with orphans only, quiet until the last lease is over, and then has room."""
+    options = ("--capacity-bytes", "4MiB", "--lease-grace", "0.05", "--session-lease", "0.3", "--v1-read-grace", "0.0")
+    with Server(pool, *options) as server:
+        for number, faces in enumerate((("trio", "blocking"), ("blocking", "trio"))):
+            with (
+                Actor(BE, faces[0], server.tcp, {"lease": 0.3}) as one,
+                Actor(BE, faces[1], server.tcp, {"lease": 0.3}) as two,
+            ):
+                eventually(lambda one=one, number=number: one.ask("put", [f"{number} one"]) == ["NEW"])
+                eventually(lambda two=two, number=number: two.ask("put", [f"{number} two"]) == ["NEW"])
+                server.kill()
+                one.kill()
+                two.kill()
+            server.start()
+            with client("blocking", server.tcp, pool_size=0) as reader:
+                assert reader.get([f"{number} one", f"{number} two"]) == ["right"] * 2
+            eventually(lambda: server.facts()["sessions"] == 0)
+            assert_no_stale_file(server)
+        assert server.facts()["abandoned"] == 2
+
+
+# --- how long it takes -----------------------------------------------------------------------------------------------
+
+
+def fill(server: Server, keys: int) -> PublishedOwner:
+    """So many keys, by a published client, whose bytes nobody looks at."""
+    owner = PublishedOwner(server.tcp, "filler", region=keys * 64)
+    numbers = iter(range(keys))
+    while some := list(itertools.islice(numbers, 4096)):
+        entries = [
+            {"key": f"{number:064x}", "region_id": owner.handle["region_id"], "kv_offset": number * 64, "kv_length": 64}
+            for number in some
+        ]
+        assert owner.ask(Ask.BATCH_REGISTER_KV, entries=entries)["results"] == [True] * len(some)
+    return owner
+
+
+def start_again(server: Server, keys: int, times: int) -> list[float]:
+    waited = []
+    for _ in range(times):
+        server.kill()
+        began = time.monotonic()
+        server.start()
+        with PublishedClient(server.tcp) as raw:
+            assert raw.ask(Ask.EXISTS_KV, key=f"{keys - 1:064x}")["exists"]
+        waited.append(time.monotonic() - began)
+        assert server.ready["keys"] == keys
+    return waited
+
+
+def test_a_server_with_ten_thousand_keys_is_ready_again(pool):
+    with Server(pool) as server, fill(server, 10_000):
+        print("\n10,000 keys, forked: ", end="")
+        show(start_again(server, 10_000, 3))
+
+
+@pytest.mark.long
+def test_a_server_with_a_hundred_thousand_keys_is_ready_again(pool):
+    """The goal is 300 ms, from starting the command to its first answer. What it takes is printed, and depends on the machine."""
+    for what, fresh in (("forked: ", False), ("the command: ", True)):
+        with Server(pool / what[:3], fresh=fresh) as server, fill(server, 100_000):
+            eventually(lambda server=server: server.facts("journal")["closed_segments"] < 8)
+            print(f"\n100,000 keys, {what}", end="")
+            show(start_again(server, 100_000, 9))
+

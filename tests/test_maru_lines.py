@@ -1,0 +1,233 @@
+"""The blocking sockets of a handler: who has which, and what arrives on them."""
+
+import threading
+import time
+from collections import deque
+from contextlib import nullcontext
+
+import pytest
+
+from maru._errors import BadMessage, HandlerClosed, NoAnswer
+from maru._lines import Line, Lines
+from maru._operations import Call
+from maru._wire import Code, ExistsReply, KeyRequest, error_reply, read_header, reply
+
+SOON = 10.0
+
+
+class FakeDealer:
+    """Answers at once what it is told to, and waits for nothing."""
+
+    def __init__(self):
+        self.inbox = deque()
+        self.sent = []
+        self.closed = 0
+        self.mute = False
+        self.full = False
+
+    def send(self, frames, timeout):
+        if self.full:
+            return False
+        self.sent.append(read_header(frames[-1]).sequence)
+        if not self.mute:
+            self.answer(self.sent[-1])
+        return True
+
+    def answer(self, sequence, *, exists=True):
+        self.inbox.append([b"", reply(Code.EXISTS_KV, sequence, ExistsReply(exists))])
+
+    def receive(self, timeout):
+        return self.inbox.popleft() if self.inbox else None
+
+    def close(self):
+        self.closed += 1
+
+
+def call(**options):
+    return Call(Code.EXISTS_KV, KeyRequest("k"), **options)
+
+
+def later():
+    return time.monotonic() + SOON
+
+
+def line_over(dealer, window=4, late=lambda call, reply: None):
+    return Line(dealer, window, nullcontext(), late)
+
+
+def lines_over(dealers, window=2):
+    return Lines(lambda: dealers.append(FakeDealer()) or dealers[-1], window, nullcontext(), lambda call, reply: None)
+
+
+def test_answers_are_handed_out_to_whom_they_belong_in_any_order():
+    dealer = FakeDealer()
+    line = line_over(dealer)
+    dealer.mute = True
+    calls = [call() for _ in range(3)]
+    for one in calls:
+        line.send(one, later())
+    for sequence, exists in ((3, True), (1, False), (2, True)):
+        dealer.answer(sequence, exists=exists)
+    line.receive(later())
+    assert [one.reply.exists for one in calls] == [False, True, True]
+    assert len(line.correlation) == 0
+
+
+def test_a_late_answer_is_heard_and_given_to_nobody():
+    told = []
+    dealer = FakeDealer()
+    line = line_over(dealer, late=lambda call, reply: told.append((call, reply.exists)))
+    dealer.mute = True
+    one, other = call(), call()
+    line.send(one, later())
+    with pytest.raises(NoAnswer):
+        line.receive(time.monotonic() - 1)
+    line.give_up(one)
+    line.send(other, later())
+    dealer.answer(1)
+    dealer.answer(2, exists=False)
+    line.receive(later())
+    assert told == [(one, True)]
+    assert other.reply.exists is False
+    line.give_up(other)  # it has come: whoever gave up is told as well
+    assert told[1:] == [(other, False)]
+
+
+def test_what_cannot_be_read_costs_its_own_call_only():
+    dealer = FakeDealer()
+    line = line_over(dealer)
+    dealer.mute = True
+    one, other = call(), call()
+    for each in (one, other):
+        line.send(each, later())
+    dealer.inbox.append([b"", b"no frame"])
+    dealer.inbox.append([b"", error_reply(0, 0, "what was that?")])
+    dealer.inbox.append([b"", reply(Code.EXISTS_KV, 1, b"\xc0")])
+    dealer.answer(2)
+    line.receive(later())
+    assert isinstance(one.reply, BadMessage)
+    assert other.reply.exists
+    assert (line.unreadable, line.correlation.statistics().unknown) == (2, 1)
+    line.give_up(one)
+
+
+def test_a_full_window_waits_for_an_answer_and_a_full_socket_is_no_answer():
+    dealer = FakeDealer()
+    line = line_over(dealer, window=2)
+    calls = [call() for _ in range(5)]
+    for one in calls:
+        line.send(one, later())
+    assert sum(one.reply is not None for one in calls) >= 3
+    dealer.mute = True
+    line = line_over(dealer, window=1)
+    line.send(call(), later())
+    with pytest.raises(NoAnswer):
+        line.send(call(), time.monotonic() - 1)
+    dealer.full = True
+    line = line_over(dealer)
+    with pytest.raises(NoAnswer, match="nothing"):
+        line.send(call(), time.monotonic() - 1)
+
+
+def test_what_is_to_be_said_before_sending_may_refuse_and_then_nothing_leaves():
+    dealer = FakeDealer()
+    line = line_over(dealer)
+
+    def refuse():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        line.send(call(sending=refuse), later())
+    assert dealer.sent == []
+    assert len(line.correlation) == 0
+
+
+def test_a_lone_thread_always_has_the_same_line_and_others_have_their_own():
+    dealers = []
+    lines = lines_over(dealers)
+    one = lines.take(later())
+    lines.give_back(one)
+    assert lines.take(later()) is one
+    other = lines.take(later())
+    assert other is not one
+    with pytest.raises(NoAnswer, match="2 calls"):
+        lines.take(time.monotonic() - 1)
+    got = []
+    thread = threading.Thread(target=lambda: got.append(lines.take(later())))
+    thread.start()
+    lines.give_back(other)
+    thread.join(SOON)
+    assert got == [other]
+    assert len(dealers) == lines.statistics().sockets == 2
+
+
+def test_a_certain_line_is_waited_for():
+    dealers = []
+    lines = lines_over(dealers)
+    one, other = lines.take(later()), lines.take(later())
+    lines.give_back(other)
+    with pytest.raises(NoAnswer):
+        lines.take_that(one, time.monotonic() - 1)
+    thread = threading.Thread(target=lambda: lines.take_that(one, later()))
+    thread.start()
+    lines.give_back(one)
+    thread.join(SOON)
+    assert lines.take(later()) is other
+
+
+def test_closing_closes_each_line_once_and_those_in_use_when_they_come_back():
+    dealers = []
+    lines = lines_over(dealers)
+    used, free = lines.take(later()), lines.take(later())
+    lines.give_back(free)
+    failed = []
+
+    def wait():
+        try:
+            lines.take_that(used, later())
+        except HandlerClosed:
+            failed.append(True)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    lines.close()
+    lines.close()
+    thread.join(SOON)
+    assert failed == [True]
+    assert sorted(dealer.closed for dealer in dealers) == [0, 1]
+    lines.give_back(used)
+    assert [dealer.closed for dealer in dealers] == [1, 1]
+    with pytest.raises(HandlerClosed):
+        lines.take(later())
+    assert lines.statistics().sockets == 0
+
+
+def test_lines_go_round_among_many_threads_without_one_being_lost():
+    dealers = []
+    lines = lines_over(dealers, window=3)
+    busy, most, failures = [], [], []
+
+    def work():
+        try:
+            for _ in range(300):
+                line = lines.take(later())
+                busy.append(line)
+                assert busy.count(line) == 1
+                most.append(len(busy))
+                one = call()
+                line.send(one, later())
+                line.receive(later())
+                assert one.reply.exists
+                busy.remove(line)
+                lines.give_back(line)
+        except BaseException as exc:
+            failures.append(exc)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    assert failures == []
+    assert max(most) <= 3
+    assert len(lines._free) == len(dealers) <= 3
