@@ -32,6 +32,8 @@ _STATE = "maru.state"
 _FORMAT = 1
 _ID_BYTES = 16
 _SECRET_BYTES = 32
+_LAST_BREATH = 1.0
+"""Seconds after which a lock whose holder is dead is somebody else's after all. It takes milliseconds."""
 S = TypeVar("S", bound=msgspec.Struct)
 
 _log = logging.getLogger(__name__)
@@ -231,17 +233,38 @@ def lock(directory: int, path: str) -> int:
     """
     fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        deadline = time.monotonic() + _LAST_BREATH
+        while not _try_lock(fd):
             holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
-            raise PoolInUse(f"{path!r} is in use by another server, process {holder}") from None
+            # A server that was killed while it started a process: between fork and exec, that one has the lock still.
+            if _is_alive(holder) or time.monotonic() > deadline:
+                raise PoolInUse(f"{path!r} is in use by another server, process {holder}")
+            time.sleep(0.005)
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"%d\n" % os.getpid(), 0)
         return fd
     except BaseException:
         os.close(fd)
         raise
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_alive(process: str) -> bool:
+    """Whether there is such a process. What is no number may be one."""
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (ValueError, OverflowError, OSError):
+        return True
+    return True
 
 
 def _make(path: str) -> None:

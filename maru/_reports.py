@@ -21,6 +21,10 @@ MAX_CLIENTS: Final = 1024
 """A few kB each."""
 MAX_OPERATIONS: Final = 32
 """Published clients have a dozen."""
+_MOST_BYTES: Final = (1 << 63) - 1
+"""Sums stop here: what is more cannot be said in an answer."""
+_LONGEST: Final = 1e15
+"""Microseconds. Thirty years are no latency, and sums of what is shorter stay finite."""
 ALL: Final = "_all"
 """The name under which all clients together are told."""
 
@@ -60,7 +64,7 @@ class _Operation:
     def add(self, entry: ReportEntry) -> None:
         self.hits += entry.result == "hit"
         self.misses += entry.result == "miss"
-        self.total_bytes += entry.size
+        self.total_bytes = min(self.total_bytes + entry.size, _MOST_BYTES)
         self.ever.add(entry.latency_us)
         self.interval.add(entry.latency_us)
 
@@ -94,7 +98,7 @@ class Reports:
     def add(self, entries: Iterable[ReportEntry]) -> None:
         """Note what a client says it did."""
         for entry in entries:
-            if not (0 <= entry.latency_us < math.inf and 0 <= entry.size < 1 << 63):
+            if not (0 <= entry.latency_us < _LONGEST and 0 <= entry.size <= _MOST_BYTES):
                 continue
             operations = self._clients.get(entry.client_id)
             if operations is None:

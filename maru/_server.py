@@ -374,8 +374,10 @@ async def open_server(config: ServerConfig | None = None) -> AsyncIterator[MaruS
         except BaseExceptionGroup as group:
             # An error that comes alone leaves as it came, without the groups that nurseries put around it.
             alone: BaseException = group
-            while alone is not came and isinstance(alone, BaseExceptionGroup) and len(alone.exceptions) == 1:
+            while isinstance(alone, BaseExceptionGroup) and len(alone.exceptions) == 1:
                 alone = alone.exceptions[0]
+                if isinstance(came, BaseExceptionGroup) and getattr(alone, "exceptions", None) == came.exceptions:
+                    raise came from came.__cause__  # trio has made it anew
             if alone is group:
                 raise
             raise alone from alone.__cause__

@@ -16,7 +16,7 @@ from typing import Any
 
 import trio
 from maru_actors import FACES, Client, PublishedOwner, client
-from maru_processes import PATIENCE
+from maru_processes import DESCRIBE, PATIENCE
 from published import PublishedClient
 from published_wire import Ask
 
@@ -78,9 +78,11 @@ class Worker:
         """One round of it."""
         raise NotImplementedError
 
+    def come_back(self) -> None:
+        """Have the server know that it lives: until all have, nothing is handed back. At rest."""
+
     def check(self) -> None:
         """Look whether all is as it must be. At rest."""
-        raise NotImplementedError
 
     def close(self) -> None:
         raise NotImplementedError
@@ -168,6 +170,9 @@ class OurKeeper(Keeper):
             face, url, pool_size=8 << 20, chunk_size_bytes=SMALL, timeout_ms=TIMEOUT_MS, lease=30.0, max_inflight=8
         )
 
+    def come_back(self) -> None:
+        self.client.beat()
+
     def put(self, keys: list[str]) -> list[str]:
         return self.client.put(keys, SMALL)
 
@@ -202,6 +207,9 @@ class PublishedKeeper(Keeper):
 
     def new_keys(self, n: int) -> list[str]:
         return super().new_keys(1)
+
+    def come_back(self) -> None:
+        self.store(self.new_keys(1))  # by this the server knows whose region that is
 
     def get(self, keys: list[str]) -> list[str]:
         return again(lambda: self.owner.get(keys)) if keys else []
@@ -251,6 +259,9 @@ class Churner(Worker):
                 self.find(look)
             self.client.let_go(key)
 
+    def come_back(self) -> None:
+        self.client.beat()
+
     def check(self) -> None:
         looks = look_at(self, self.client, self.keys)
         self.keys = [key for key, look in zip(self.keys, looks, strict=True) if look == "right"] + self.keys[-64:]
@@ -278,8 +289,8 @@ class Vandal(Worker):
         keeper = self.dice.choice(self._keepers)
         look_at(self, self.client, [f"{keeper.name}/{self.dice.randrange(keeper._number + 1)}" for _ in range(8)])
 
-    def check(self) -> None:
-        self.client.exist("x")
+    def come_back(self) -> None:
+        self.client.beat()
 
     def close(self) -> None:
         self.client.close()
@@ -316,8 +327,8 @@ class Reader(Worker):
                 with contextlib.suppress(*EXPECTED):
                     self.client.let_go(key)
 
-    def check(self) -> None:
-        again(lambda: self.client.exist("x"))
+    def come_back(self) -> None:
+        self.client.beat()
 
     def close(self) -> None:
         self.client.close()
@@ -341,7 +352,7 @@ def again(call: Callable[[], Any]) -> Any:
 
 def check_pages(worker: Worker, owner: Client) -> None:
     """Every page is somewhere, and the owner and the server agree on how many hold a key: none is lost on either side."""
-    again(owner.beat)
+    again(owner.beat)  # what was lost on the way comes with the answer
     pages = owner.pages()
     if pages.free + pages.registered != pages.pages or pages.strays:
         worker.find(f"its pages: {pages}")
@@ -352,10 +363,17 @@ def check_pages(worker: Worker, owner: Client) -> None:
         worker.find(f"{there // SMALL} of its keys are at the server, and {pages.registered} by its own account")
 
 
+def describe(tcp: str) -> dict[str, Any]:
+    """What a server says of itself."""
+    with PublishedClient(tcp, timeout=PATIENCE) as raw:
+        return raw.ask(DESCRIBE)["sections"]["server"]
+
+
 class Load:
     """All workers. A context manager; they begin at rest."""
 
     def __init__(self, tcp: str, ipc: str, seed: int):
+        self.tcp = tcp
         self.findings: list[str] = []
         self.workers: list[Worker] = []
         try:
@@ -407,6 +425,10 @@ class Load:
         self.go()
 
     def check(self) -> None:
+        for worker in self.workers * 2:  # by the first answer they hear of another epoch, with the next they say so
+            again(worker.come_back)
+        if describe(self.tcp)["quiet after a restart"]:
+            self.findings.append("all have come back, and it is quiet")
         for worker in self.workers:
             try:
                 worker.check()

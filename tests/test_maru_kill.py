@@ -10,6 +10,8 @@ import os
 import random
 import re
 import statistics
+import subprocess
+import sys
 import time
 
 import pytest
@@ -138,6 +140,31 @@ def test_server_and_clients_killed_together_leave_what_was_acknowledged(pool):
             eventually(lambda: server.facts()["sessions"] == 0)
             assert_no_stale_file(server)
         assert server.facts()["abandoned"] == 2
+
+
+HEIR = """
+import fcntl, os, sys, time
+fd = os.open(sys.argv[1] + "/maru.lock", os.O_RDWR)
+fcntl.flock(fd, fcntl.LOCK_EX)
+os.ftruncate(fd, 0)
+if os.fork():
+    os.pwrite(fd, b"%d\\n" % os.getpid(), 0)
+    os._exit(0)
+os.close(1)
+time.sleep(0.3)
+"""
+
+
+def test_a_server_starts_although_a_child_of_the_killed_one_has_the_lock_for_a_moment_longer(pool):
+    """Killed while it starts a compaction, between fork and exec: seen once in some thousand kills."""
+    with Server(pool) as server, client("blocking", server.tcp) as owner:
+        owner.put(["k"])
+        server.kill()
+        # It says that it has the lock, dies, and leaves a child that has it, too.
+        subprocess.run([sys.executable, "-c", HEIR, str(pool)], check=True, stdout=subprocess.PIPE, timeout=10)
+        server.start()
+        assert server.waited > 0.1
+        assert eventually(lambda: owner.get(["k"])) == ["right"]
 
 
 # --- how long it takes -----------------------------------------------------------------------------------------------

@@ -283,6 +283,28 @@ async def test_waiting_senders_go_in_turn_and_a_cancelled_one_sends_nothing(ipc,
     assert sorted(went) == ["b", "d"]
 
 
+async def test_many_tasks_send_and_every_message_is_whole(ipc):
+    async def send(name):
+        for number in range(20):
+            await dealer.send([name, b"%d" % number, LARGE[:4096], name])
+
+    received = []
+    with trio.fail_after(PATIENCE):
+        async with (
+            open_socket("router", bind=[ipc], options=NARROW) as router,
+            open_socket("dealer", connect=[ipc], options=NARROW) as dealer,
+            trio.open_nursery() as nursery,
+        ):
+            names = [b"%d" % number for number in range(20)]
+            for name in names:
+                nursery.start_soon(send, name)
+            while len(received) < 400:
+                received += await router.receive_batch(5)
+    assert all(first == last for _, first, _, _, last in received)
+    for name in names:
+        assert [number for _, first, number, _, _ in received if first == name] == [b"%d" % n for n in range(20)]
+
+
 async def test_a_router_waits_for_room_for_one_peer_and_serves_the_others(ipc):
     went = []
 

@@ -157,6 +157,28 @@ async def test_the_lead_passes_through_one_who_is_cancelled_as_it_comes(wire):
     assert wire.got == ["x"]
 
 
+async def test_the_lead_passes_through_one_who_is_finished_as_it_comes(wire):
+    first = trio.CancelScope()
+    expected = Expected(wire.watch)
+
+    async def lead():
+        with first:
+            await wire.get()
+
+    with trio.fail_after(PATIENCE):
+        async with trio.open_nursery() as nursery:
+            for wait in (lead, wire.get, expected.wait):
+                nursery.start_soon(wait)
+                await trio.testing.wait_all_tasks_blocked()
+            first.cancel()  # passes the lead on to the last one,
+            await trio.lowlevel.checkpoint()
+            expected.deliver("it")  # who has what it wants before it runs
+            await trio.testing.wait_all_tasks_blocked()
+            assert (len(wire.watch), wire.watch.led) == (1, True)
+            wire.arrive("x")
+    assert wire.got == ["x"]
+
+
 async def test_a_swallowed_signal_does_not_let_the_leader_sleep_on(wire):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wire.get)

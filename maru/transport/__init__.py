@@ -20,10 +20,15 @@ A client is handed what comes, and says which task expects it::
 
 What holds for every message: it goes out and comes in whole, in the order of its connection; cancelled while sending, it
 was not sent; cancelled while waiting, it is there for the next. What waits, waits in ZeroMQ, bounded by
-:class:`SocketOptions`; nothing is queued here.
+:class:`SocketOptions`; nothing is queued here. Two things ZeroMQ does not bound: the frames of one message that its sender
+never ends, which nobody sees before it is whole, and what is told of connections while the event loop stands still.
+
+A wait that finds its message at once is not always a checkpoint, as trio's are: it sees a cancellation, but the other tasks
+of the loop have their turn every quarter of a millisecond only (`_waiting` says what that is worth). ``glance=0.0`` and
+a reply that is not there yet make it one.
 """
 
-from ._trio import open_socket as open_socket
+from ._opening import open_socket as open_socket
 from ._trio import TrioSocket as TrioSocket
 from ._trio import SocketKind as SocketKind
 from ._trio import SocketStatistics as SocketStatistics

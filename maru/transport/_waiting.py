@@ -1,23 +1,39 @@
 """Who watches the descriptor: of all tasks that wait at one socket, one does it for all. Knows no ZeroMQ.
 
 The descriptor of a ZeroMQ socket tells of changes, once, and every call of the socket may swallow what it was about to
-tell. So one reader is all there can be, and after anything that others did he must look for himself before he sleeps.
+tell. So there can be one reader only, and after anything that others did he must look for himself before he sleeps.
 A task of its own for that is what one thinks of first. It costs every reply a detour: the pump wakes, reads, wakes the
-waiting task, sleeps again, and only then, a tick later, the reply is where it belongs. Here the waiting task reads its
-reply itself, and there is no other task:
+waiting task, sleeps again, and a tick later the reply is where it belongs. Here the waiting task reads its reply itself,
+and there is no other task:
 
 Rule 1. Whoever waits while nobody *leads*, leads: it empties the socket, for all, and sleeps at the descriptor. All others
         who wait are *followers* and sleep without it. Nobody leads while nobody waits: what comes then waits in ZeroMQ.
 Rule 2. The leader leaves when what it waits for is there, or cancelled. It passes the lead on to the follower that came
         last, whose turn will come last. The lead is not lost on the way: who is woken for it cannot be cancelled before
-        it has it.
+        it has it. Who is cancelled loses its place in the queue at once, so that nobody serves it any more.
 Rule 3. Before it sleeps, the leader has seen the socket empty, and nobody has touched the socket since. Who touches it
         while the leader sleeps sees to it that it wakes where it must (:meth:`Watch.kick`).
-Rule 4. What comes in crowds is read in crowds: between two looks everybody who was just woken runs once, and what they
-        send costs no look of its own.
-Rule 5. A leader without followers glances before it sleeps, if a glance was of use lately: it polls the descriptor for
-        some microseconds and yields the processor to other threads each time. First it passes a checkpoint, which costs
-        nothing while the message is under way, so no other task of the loop waits longer than one glance.
+Rule 4. What comes in crowds is read in crowds: before it looks, a new leader lets everybody run who was just woken, and
+        other threads too. What they send costs no look of its own, and what comes meanwhile is read at once.
+Rule 5. A leader glances before it sleeps, unless glances were of no use lately or messages come in crowds: it polls the
+        descriptor for some microseconds and yields the processor each time, so that ZeroMQ's I/O thread can run.
+Rule 6. The other tasks of the loop have their turn at least every quarter of a millisecond, plus one glance, and whenever
+        the leader sleeps. Where they had work in it, the leader does not glance. A cancellation is seen by every wait.
+
+What it gave, on two cores, as a share of the rate of a bare echo (pyzmq, blocking, lockstep), unless said otherwise:
+
+- A pump task 0.76, the waiting task itself 0.90 (client alone, against a bare server).
+- No glance 0.5; with glances 0.8 to 1.0 where other processes keep the cores busy, and 1.6 where they are idle: an idle
+  core sleeps, and takes longer to wake than the reply takes to come. Polling without yielding was worse than no glance.
+- A checkpoint in every call 0.5, one each 250 us 0.9: a tick of the scheduler costs 3 us when it is the only program and
+  15 us when client and server take turns on the caches. (Longer turns gave nothing more.)
+- 64 in flight, as a share of a pipelined bare DEALER: looking once for each message 1.3, reading until there is none
+  1.5 to 1.9 (server alone). Finding out that there is none costs an exception, as much as four looks, so a lone message
+  is not followed by it.
+- 64 in flight, both sides: a look after every send 0.8 to 1.4, none while the leader is awake 1.5 to 2.0; collecting sends
+  for one flush a tick gave nothing more, so they leave at once. On busy cores the crowds dwindled to three messages, 0.75;
+  with two yields before a crowd is read, 1.37. A glance in a crowd tears it apart: 0.7 of the rate without.
+- 8 in flight are served as one crowd or as lone messages, by chance: 0.6 to 0.9.
 """
 
 from __future__ import annotations
@@ -176,6 +192,7 @@ class Watch:
         self.crowded = False
         """Set by ``drain``: several messages came at once."""
         self.closed = False
+        self._heir: Waiter | None = None  # woken to lead, and has not run yet
         self._skip = self._vain = 0
         self._turn_ends = 0.0
         self.glances = self.hits = self.sleeps = self.kicks = 0
@@ -197,9 +214,10 @@ class Watch:
             waiter.task = trio.lowlevel.current_task()
             self.followers[waiter] = None
             await trio.lowlevel.wait_task_rescheduled(waiter._leave)
-            if is_done():
+            # The lead was passed on to this one, or all is over. Even if it has what it wants by now: the lead would be lost.
+            if is_done() and self._heir is not waiter:
                 return
-            # Woken without it: the lead was passed on to this one, or all is over.
+            self._heir = None
         else:
             await trio.lowlevel.checkpoint_if_cancelled()
             self.led = True
@@ -262,6 +280,7 @@ class Watch:
         waiter, _ = self.followers.popitem()
         task, waiter.task = waiter.task, None
         assert task is not None
+        self._heir = waiter
         trio.lowlevel.reschedule(task)
 
     def is_signalled(self) -> bool:

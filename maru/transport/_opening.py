@@ -1,0 +1,90 @@
+"""From opening a socket to closing it: the addresses, the few tasks that some sockets need, and the end of all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+
+import trio
+
+from ._contract import OnMessages
+from ._monitor import LinkEvent
+from ._options import SocketOptions
+from ._trio import SocketKind, TrioSocket
+
+
+def open_socket(
+    kind: SocketKind,
+    *,
+    bind: Sequence[str] = (),
+    connect: Sequence[str] = (),
+    options: SocketOptions | None = None,
+    on_messages: OnMessages | None = None,
+    on_gone: Callable[[bytes], None] | None = None,
+    on_link: Callable[[LinkEvent], None] | None = None,
+) -> AbstractAsyncContextManager[TrioSocket]:
+    """A ZeroMQ socket, for as long as the ``async with`` block lasts.
+
+    Leaving the block closes it: whoever waits in other tasks gets :exc:`trio.ClosedResourceError`, and when the block has
+    been left its addresses are free again. It can be used until then, also in a scope that was cancelled and a shield.
+
+    Args:
+        kind: ``"dealer"``, who speaks to whom it is connected to, in turn; or ``"router"``, who says to whom.
+        bind: addresses to listen at: ``tcp://host:port``, ``tcp://host:*``, ``ipc://path``.
+        connect: addresses to connect to, whether somebody listens there already or not.
+        options: bounds, times and keys.
+        on_messages: is handed all messages, in batches, by whoever waits at the socket (see :meth:`TrioSocket.expect`). It
+            may send. If it raises, the socket is closed and the error comes out where that one waits. Without it, messages
+            are received.
+        on_gone: is told of each peer that was heard and whose connection has ended, once, after its last message.
+        on_link: is told what happens to connections.
+
+    Raises:
+        OSError: an address cannot be used, or a live server has it.
+        ValueError: an address is neither ``tcp://`` nor ``ipc://``, or ``on_gone`` is asked of a DEALER.
+    """
+    if on_gone is not None and kind != "router":
+        raise ValueError("only a router knows its peers")
+    return _OpenSocket(
+        lambda: TrioSocket(kind, options or SocketOptions(), on_messages, on_gone, on_link), tuple(bind), tuple(connect)
+    )
+
+
+class _OpenSocket:
+    """The lifetime of a socket, as an async context manager."""
+
+    def __init__(self, make: Callable[[], TrioSocket], bind: Sequence[str], connect: Sequence[str]) -> None:
+        self._make = make
+        self._bind, self._connect = bind, connect
+        self._nursery_manager: AbstractAsyncContextManager[trio.Nursery] = trio.open_nursery()
+
+    async def __aenter__(self) -> TrioSocket:
+        self._socket = socket = self._make()
+        try:
+            socket._port.attach(self._bind, self._connect)
+        except BaseException:
+            await socket.aclose()
+            raise
+        self._nursery = await self._nursery_manager.__aenter__()
+        socket._start(self._nursery)
+        return socket
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        with trio.CancelScope(shield=True):
+            await self._socket.aclose()
+        if not self._nursery.cancel_scope.cancel_called:
+            # No task in here failed: an error of the body is none of the nursery's business, and leaves as it came.
+            await self._nursery_manager.__aexit__(None, None, None)
+            return False
+        try:
+            return bool(await self._nursery_manager.__aexit__(kind, error, trace))
+        except BaseExceptionGroup as group:
+            alone: BaseException = group
+            while isinstance(alone, BaseExceptionGroup) and len(alone.exceptions) == 1:
+                alone = alone.exceptions[0]
+            if alone is group:
+                raise
+            raise alone from alone.__cause__
