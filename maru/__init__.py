@@ -2,7 +2,8 @@
 
 `maru` is usable alone: nothing in it knows `backends` or `offload`. ``maru-server`` serves a pool; :class:`MaruHandler` is its
 client for trio, :class:`maru.blocking.MaruHandler` the same for threads that know no trio; :func:`open_server` is the server
-inside a trio program. Names are imported when they are first used: who needs the eviction policies only does not pay for sockets.
+inside a trio program. Names are imported when they are first used: who needs the eviction policies only does not pay for
+sockets.
 """
 
 from importlib import import_module

@@ -68,10 +68,10 @@ class MaruHandler(Face):
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
+    ) -> bool | None:
         """End the session, within half a second: regions stay readable, handles and infos are void."""
         assert self._life is not None
-        return bool(await self._life.__aexit__(kind, error, trace))
+        return await self._life.__aexit__(kind, error, trace)
 
     @asynccontextmanager
     async def _living(self) -> AsyncIterator[None]:

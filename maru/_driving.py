@@ -211,8 +211,10 @@ class Ticket(Generic[T]):
         try:
             reply = driver.finish(waiting)
         except BaseException as exc:
-            return driver.run(self._operation, None, exc)
-        return driver.run(self._operation, reply)
+            result: T = driver.run(self._operation, None, exc)
+        else:
+            result = driver.run(self._operation, reply)
+        return result
 
     def __del__(self) -> None:
         waiting = getattr(self, "_waiting", None)

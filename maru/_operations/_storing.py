@@ -283,7 +283,8 @@ def _store_published(
         if name not in taken:
             taken.add(name)
             new.append(at)
-    s.free([page for at, page in enumerate(pages) if at not in {*new}])
+    sending = {*new}
+    s.free([page for at, page in enumerate(pages) if at not in sending])
     if not new:
         return answers
     attempt = s.next_attempt()
