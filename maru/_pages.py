@@ -169,6 +169,10 @@ class OwnedPages:
         """Where this page is; PINNED reads REGISTERED."""
         return PageState(self._states[page])
 
+    def has_ended(self, pages: Sequence[int]) -> bool:
+        """Whether one of these pages has ended with its region."""
+        return _S.ORPHAN in bytes(map(self._states.__getitem__, pages))
+
     def registered(self, region_id: int) -> Iterator[int]:
         """The pages of this region that are registered."""
         region = self._by_id[region_id]

@@ -78,9 +78,7 @@ class Client:
         buffers = [bytearray(size) for _ in keys]
         answers = self.call("batch_get_into", keys, buffers)
         return [
-            ("right" if buffer == payload(key, size) else f"WRONG bytes under {key}")
-            if answer
-            else answer.name.lower()
+            ("right" if buffer == payload(key, size) else f"WRONG bytes under {key}") if answer else answer.name.lower()
             for key, answer, buffer in zip(keys, answers, buffers, strict=True)
         ]
 

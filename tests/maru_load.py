@@ -1,7 +1,7 @@
 """Load on a page store whose server is killed under it: clients that store, read and delete, and remember what they were told.
 
-Each worker is a thread with one client. It writes down what was acknowledged, so that afterwards anybody can say what must be
-there (:attr:`Keeper.kept`), what must not (:attr:`Keeper.gone`), and what may be (:attr:`Keeper.doubtful`, where no answer came).
+Each worker is a thread with one client. It writes down what was acknowledged, so that afterwards anybody can say what must
+be there (:attr:`Keeper.kept`), what must not (:attr:`Keeper.gone`), and what may be (:attr:`Keeper.doubtful`: no answer came).
 A key is stored once and never again under the same name, so what is gone stays gone. Whatever is wrong goes to a list.
 """
 
@@ -146,7 +146,7 @@ class Keeper(Worker):
         back = [look for look in self.get(gone) if look != "missing"]
         if back:
             self.find(f"{len(back)} of {len(gone)} deleted keys are back: {back[:3]}")
-        for key, look in zip(doubtful, self.get(doubtful), strict=True):
+        for look in self.get(doubtful):
             if look not in ("right", "missing"):
                 self.find(look)
         self.gone = dict.fromkeys(gone[-500:])

@@ -70,7 +70,9 @@ def everything_is_mapped_to_be_written(patch):
 
     fetch = _fetching.map_region
     patch.setattr(
-        _fetching, "map_region", lambda fd, length, offset, **others: fetch(fd, length, offset, **{**others, "write": True})
+        _fetching,
+        "map_region",
+        lambda fd, length, offset, **others: fetch(fd, length, offset, **{**others, "write": True}),
     )
 
 
@@ -418,15 +420,17 @@ def what_nobody_knows_is_not_swept(patch):
 
 
 def returns_are_forgotten_with_the_restart(patch):
-    """For kills: pages that were on their way back are on it for ever."""
-    from maru._sessions import Outbox
+    """For kills: pages that were on their way back never arrive."""
+    from maru._directory import Directory
 
-    begin = Outbox.__init__
+    restart = Directory.restart
 
-    def empty(self, acknowledged=0, pages=()):
-        begin(self, acknowledged + len(list(pages)), ())
+    def forget(self, now):
+        restart(self, now)
+        for session in self._state.sessions.values():
+            session.outbox.acknowledge(len(session.outbox) + session.outbox.acknowledged)
 
-    patch.setattr(Outbox, "__init__", empty)
+    patch.setattr(Directory, "restart", forget)
 
 
 def every_frame_is_kept(patch):

@@ -303,7 +303,12 @@ class Server:
     def __init__(
         self, pool: Path, *options: str, setup: str = "", fresh: bool = False, rm_address: str = "127.0.0.1:0"
     ):
-        self.pool, self.options, self.setup, self.fresh = pool, options, ",".join(filter(None, (setup, PLANTED["server"]))), fresh
+        self.pool, self.options, self.setup, self.fresh = (
+            pool,
+            options,
+            ",".join(filter(None, (setup, PLANTED["server"]))),
+            fresh,
+        )
         self.ready: dict[str, Any] = {}
         self.waited = 0.0
         """Seconds from asking for it to its being ready, the last time."""
@@ -312,7 +317,7 @@ class Server:
         self.text = ""
         """Its log, once the block is left."""
         self._child: Child | _Command | None = None
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the block
 
     def __enter__(self) -> Server:
         try:
@@ -461,7 +466,7 @@ class Actor:
     """
 
     def __init__(self, work: str, *arguments: Any):
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the block
         ours, theirs = socket.socketpair()
         ours.settimeout(PATIENCE)
         self._channel = ours

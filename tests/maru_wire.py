@@ -52,7 +52,7 @@ class Wire:
         host, _, port = target.removeprefix("tcp://").rpartition(":")
         self._target = host, int(port)
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.address = "tcp://127.0.0.1:{}".format(self._listener.getsockname()[1])
+        self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.links: list[Link] = []
         self._lock = threading.RLock()
         self._stopping = False

@@ -58,7 +58,7 @@ GOALS = {
 
 def left_behind() -> set[str]:
     """What this process and its children may have left."""
-    return {name for place in ("/dev/shm", "/tmp") for name in os.listdir(place) if name.startswith("maru-")}
+    return {name for place in ("/dev/shm", "/tmp") for name in os.listdir(place) if name.startswith("maru-bench-")}
 
 
 @pytest.mark.parametrize("bench", ["rpc", "data"])
@@ -163,7 +163,7 @@ from maru.bench import command
 
 assert set(command.commands) == {"rpc", "data", "all"}, command.commands
 loaded = {name for name in sys.modules if name.startswith("maru.")}
-measuring = {"maru.bench"} | {f"maru.bench._{name}" for name in ("command", "measure", "row", "shown")}
+measuring = {"maru._errors", "maru.bench"} | {f"maru.bench._{name}" for name in ("command", "measure", "row", "shown")}
 assert loaded == measuring, loaded
 assert not {"torch", "rich", "zmq"} & sys.modules.keys()
 """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,14 +20,12 @@ from typing import Any
 import msgspec
 import pytest
 from maru_actors import BE, BE_PUBLISHED, FACES, PAGE, PAGES, REGION, SIZE, BlockingClient, PublishedOwner, client
-from maru_processes import Actor, ActorFailed, Server, eventually, payload, temporary_pool, within
+from maru_processes import Actor, Server, eventually, payload, temporary_pool, within
 from maru_wire import Wire
 from published import PublishedClient, PublishedServer
 from published_wire import Ask
 
-from maru._errors import HandlerClosed, LeaseLost, MaruError, NoAnswer, ServerLost, ServerRefused
-from maru._limits import Limits
-from maru._service import Service
+from maru._errors import LeaseLost, MaruError, NoAnswer
 from maru._wire import Code, HandshakeRequest, RegionRequest, StoreRequest, request
 
 SHORT = {"timeout_ms": 120}
@@ -122,7 +119,9 @@ def test_fault_1_a_store_that_arrives_after_its_page_was_reused_is_refused(pool)
             seen += keys
         facts = server.facts("server")
         wire.let_go(first)
-        eventually(lambda: server.facts("server")["requests"] > facts["requests"] + 4)  # it has arrived, beside what counts itself
+        eventually(
+            lambda: server.facts("server")["requests"] > facts["requests"] + 4
+        )  # it has arrived, beside what counts itself
         assert reader.get(keys) == ["right"] * PAGES
         assert wrong(reader.get(seen)) == []
         assert reader.get(["late"]) == ["missing"]
@@ -143,7 +142,7 @@ def test_fault_1_what_a_published_server_did_not_answer_is_never_used_again(tmp_
     """It can be asked for nothing: so the page is given up until its region ends."""
     with (
         Mumbling(tmp_path) as server,
-        client(face, server.address, **SHORT) as owner,
+        client(face, server.address, timeout_ms=50) as owner,
         PublishedOwner(server.address, "reader", region=0) as reader,
     ):
         unanswered(lambda: owner.put(["lost"]))
@@ -355,20 +354,20 @@ def test_fault_7_whatever_is_not_answered_is_no_answer(pool, face):
 @pytest.mark.parametrize(("face", "at_once"), [("trio", 40), pytest.param("blocking", 1, marks=pytest.mark.long)])
 def test_fault_7_whoever_asks_a_server_that_is_away_for_long_is_not_kept_for_ever(pool, face, at_once):
     """What is sent to nobody waits in a queue, until that is full. Sending then waits no longer than for an answer."""
-    with Server(pool) as server, client(face, server.tcp, timeout_ms=30, lease=60.0) as owner:
+    with Server(pool) as server, client(face, server.tcp, timeout_ms=20, lease=60.0) as owner:
         eventually(lambda: _answered(lambda: owner.put(["k"])))
         server.kill()
         outcomes: list[Any] = []
 
         def ask_and_ask() -> None:
-            for _ in range(1_400 // at_once):
+            for _ in range(1_200 // at_once):
                 outcomes.append(_answered(lambda: owner.call("exists", "k")))
 
         threads = [threading.Thread(target=ask_and_ask, daemon=True) for _ in range(at_once)]
         for thread in threads:
             thread.start()
         eventually(lambda: not any(thread.is_alive() for thread in threads), 60.0)
-        assert outcomes == [None] * 1_400
+        assert outcomes == [None] * 1_200
         server.start()
         eventually(lambda: _answered(lambda: owner.get(["k"])) == ["right"])
 
@@ -406,7 +405,7 @@ def test_fault_7_a_pin_of_whoever_never_speaks_again_ends_with_its_lease(pool, f
     with (
         Server(pool, "--lease-grace", "0.1") as server,
         client("blocking", server.tcp) as owner,
-        Actor(BE, face, server.tcp, {"pool_size": 0, "lease": 0.5, "timeout_ms": 5000}) as reader,
+        Actor(BE, face, server.tcp, {"pool_size": 0, "lease": 0.3, "timeout_ms": 5000}) as reader,
     ):
         owner.put(["k"])
         assert reader.ask("exist", "k") == [True]
@@ -425,7 +424,7 @@ def test_fault_7_a_pin_of_whoever_never_speaks_again_ends_with_its_lease(pool, f
 def test_fault_8_a_restart_keeps_every_key_and_stores_go_on_for_real(pool, face):
     with (
         Server(pool) as server,
-        client(face, server.tcp, timeout_ms=500) as owner,
+        client(face, server.tcp, timeout_ms=250) as owner,
         client("blocking", server.tcp, pool_size=0) as reader,
     ):
         keys = keys_of("k", 5)
@@ -514,7 +513,7 @@ def test_fault_9_a_killed_published_client_leaves_nothing_behind_but_for_its_gra
     ):
         assert victim.ask("put", "v") is True
         assert victim.ask("pin", "v") is True
-        time.sleep(0.6)  # two leases of silence
+        time.sleep(0.5)  # more than a lease of silence
         assert server.facts()["sessions"] == 2
         assert other.put(["k"]) == ["NEW"]
         victim.kill()
@@ -654,22 +653,25 @@ def test_fault_11_a_process_that_never_closed_ends_all_the_same(pool, end):
 
 
 def test_fault_11_a_process_ends_while_its_server_is_stopped(pool):
-    with Server(pool) as server, subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            PROGRAM.format(
-                module="_blocking",
-                region=REGION,
-                page=PAGE,
-                main="kept = use(MaruHandler(**knobs)); print('here', flush=True); sys.stdin.read()",
-            ),
-            server.tcp,
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with (
+        Server(pool) as server,
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                PROGRAM.format(
+                    module="_blocking",
+                    region=REGION,
+                    page=PAGE,
+                    main="kept = use(MaruHandler(**knobs)); print('here', flush=True); sys.stdin.read()",
+                ),
+                server.tcp,
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
         try:
             assert process.stdout is not None and process.stdin is not None
             assert process.stdout.readline() == "here\n"
@@ -841,7 +843,9 @@ def test_fault_13_what_statistics_say_is_as_long_for_many_keys_as_for_few(pool):
         lengths = []
         for number in (10, 5000):
             owner.put(keys_of("k", number), 100)
-            lengths.append([len(msgspec.msgpack.encode(raw.ask(code))) for code in (Ask.GET_STATS, Ask.GET_USAGE, 0x49)])
+            lengths.append(
+                [len(msgspec.msgpack.encode(raw.ask(code))) for code in (Ask.GET_STATS, Ask.GET_USAGE, 0x49)]
+            )
         assert server.facts()["entries"] == 5000
         assert all(abs(many - few) < 100 for few, many in zip(*lengths, strict=True)), lengths
 
@@ -925,7 +929,9 @@ def test_fault_15_impossible_registrations_are_refused(shared, what):
     assert not batch.get("success") and True not in batch.get("results", []) and batch["error"]
     session = owner.ask(Ask.HANDSHAKE, instance_id="x", extensions=1)["session"]
     try:
-        message = StoreRequest(session, 0, 1, entry["region_id"], ["s"], [entry["kv_offset"]], [entry["kv_length"]], None)
+        message = StoreRequest(
+            session, 0, 1, entry["region_id"], ["s"], [entry["kv_offset"]], [entry["kv_length"]], None
+        )
         answer = raw_ask(server, Code.STORE, message)
     except OverflowError:  # no such number can be said
         pass
@@ -989,7 +995,15 @@ def test_fault_17_a_key_costs_one_page_and_nothing_else(pool, face):
 
 
 def test_fault_17_equal_keys_of_two_models_or_tenants_never_meet(pool, face):
-    names = [("", ""), ("llama fp16 r0", ""), ("llama fp16 r1", ""), ("", "alice"), ("llama fp16 r0", "alice"), ("a", "bc"), ("ab", "c")]
+    names = [
+        ("", ""),
+        ("llama fp16 r0", ""),
+        ("llama fp16 r1", ""),
+        ("", "alice"),
+        ("llama fp16 r0", "alice"),
+        ("a", "bc"),
+        ("ab", "c"),
+    ]
     with Server(pool) as server:
         for namespace, tenant in names:
             with client(face, server.tcp, namespace=namespace, tenant=tenant) as one:

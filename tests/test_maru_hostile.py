@@ -12,7 +12,6 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +249,9 @@ def throw(server: Server, region_id: int, n: int, seed: int) -> int:
                     sender = known
                 except BadFrame:
                     sender = unknown
-                envelope = dice.choice(([b"", frame], [b"", frame], [b"", frame], [frame], [b"", frame, frame], [frame] * 9))
+                envelope = dice.choice(
+                    ([b"", frame], [b"", frame], [b"", frame], [frame], [b"", frame, frame], [frame] * 9)
+                )
                 sender.socket.send_multipart(envelope)
                 if at % 100 == 99:
                     answers += known.drain() + unknown.drain()
@@ -269,8 +270,12 @@ def assert_fuzz(pool: Path, n: int) -> None:
             answers = throw(server, owner.handle["region_id"], n, seed=10_000)
             after = server.process.private_bytes()
         facts = server.facts("server")
-        print(f"\n{n} frames, {answers} answers, {facts['refused']} refused, {facts['bad frames']} bad; the good client")
-        print(f"went round {good.rounds} times, {good.worst * 1e3:.0f} ms at worst; memory grew by {(after - before) >> 10} KiB")
+        print(
+            f"\n{n} frames, {answers} answers, {facts['refused']} refused, {facts['bad frames']} bad; the good client"
+        )
+        print(
+            f"went round {good.rounds} times, {good.worst * 1e3:.0f} ms at worst; memory grew by {(after - before) >> 10} KiB"
+        )
         assert n / 10 < facts["refused"] < 0.8 * n and facts["bad frames"] > n / 50 and answers > n / 10
         assert after - before < 8 << 20
         assert server.process.alive
@@ -320,7 +325,15 @@ def test_reports_that_add_up_to_more_than_can_be_said_harm_nobody(pool):
     with Server(pool) as server, Good(server), PublishedClient(server.tcp) as raw:
         report = {"client_id": "c", "op_type": "store", "result": "hit"}
         possible = [(2**63 - 1, 1e14), (2**63 - 1, 1e14), (2**63 - 1, 1.0)]
-        impossible = [(5, 1e308), (5, 1e308), (5, float("inf")), (5, float("nan")), (5, -1.0), (2**64 - 1, 1.0), (-1, 1.0)]
+        impossible = [
+            (5, 1e308),
+            (5, 1e308),
+            (5, float("inf")),
+            (5, float("nan")),
+            (5, -1.0),
+            (2**64 - 1, 1.0),
+            (-1, 1.0),
+        ]
         for size, latency in possible + impossible:
             assert "error" not in raw.ask(Ask.REPORT_STATS, entries=[{**report, "size": size, "latency_us": latency}])
         tally = raw.ask(Ask.GET_STATS)["stats_manager"]["clients"]["_all"]["operations"]["store"]
@@ -349,10 +362,17 @@ def test_lengths_that_lie_cost_an_error_and_no_memory(pool):
     with Server(pool) as server, Good(server), Attacker(server.tcp) as attacker:
         attacker.ask(Code.HEARTBEAT)
         before = server.process.private_bytes()
-        lies = [b"\xdd\xff\xff\xff\xff", b"\x81\xa4keys\xdd\x7f\xff\xff\xff", b"\x81\xa3key\xdb\xff\xff\xff\xff", b"\x91" * 60_000]
+        lies = [
+            b"\xdd\xff\xff\xff\xff",
+            b"\x81\xa4keys\xdd\x7f\xff\xff\xff",
+            b"\x81\xa3key\xdb\xff\xff\xff\xff",
+            b"\x91" * 60_000,
+        ]
         for sequence in range(2_000):
             body = lies[sequence % len(lies)]
-            attacker.socket.send_multipart([b"", head.pack(0xCF00, 1, Code.BATCH_LOOKUP_KV, 0, 0, 0, 0, sequence, len(body)) + body])
+            attacker.socket.send_multipart(
+                [b"", head.pack(0xCF00, 1, Code.BATCH_LOOKUP_KV, 0, 0, 0, 0, sequence, len(body)) + body]
+            )
             assert attacker.socket.poll(5_000)
             answered = read_header(attacker.socket.recv_multipart()[-1])
             assert answered.sequence == sequence
@@ -505,21 +525,23 @@ def test_files_and_sockets_are_for_their_owner_alone(pool):
     runtime = pool.parent / "runtime"
     old = os.umask(0)
     try:
-        with Server(pool, "--runtime-dir", str(runtime), "--segment-bytes", "64KiB") as server:
-            with client("blocking", server.ipc) as owner:
-                for number in range(400):
-                    owner.put([f"{number:0>900}"])
-                eventually(lambda: list(pool.glob("snapshot.*")))
-                seen = set()
-                for directory in (pool, runtime):
-                    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-                    for path in directory.iterdir():
-                        with contextlib.suppress(FileNotFoundError):
-                            assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
-                            seen.add(path.name.split(".")[0].split("_")[0])
-                assert {"maru", "journal", "snapshot", "descriptors"} <= seen
-                sockets = {path.name for path in runtime.iterdir() if stat.S_ISSOCK(path.stat().st_mode)}
-                assert sockets == {"maru.sock", "descriptors.sock"}
+        with (
+            Server(pool, "--runtime-dir", str(runtime), "--segment-bytes", "64KiB") as server,
+            client("blocking", server.ipc) as owner,
+        ):
+            for number in range(400):
+                owner.put([f"{number:0>900}"])
+            eventually(lambda: list(pool.glob("snapshot.*")))
+            seen = set()
+            for directory in (pool, runtime):
+                assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+                for path in directory.iterdir():
+                    with contextlib.suppress(FileNotFoundError):
+                        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+                        seen.add(path.name.split(".")[0].split("_")[0])
+            assert {"maru", "journal", "snapshot", "descriptors"} <= seen
+            sockets = {path.name for path in runtime.iterdir() if stat.S_ISSOCK(path.stat().st_mode)}
+            assert sockets == {"maru.sock", "descriptors.sock"}
     finally:
         os.umask(old)
 
@@ -539,7 +561,7 @@ def test_nobody_listens_beyond_this_host_without_keys(pool, host):
     with pytest.raises(AssertionError, match="curve_key_file or insecure"), Server(pool, "--host", host):
         pass
     elsewhere = f"[{host}]:0" if ":" in host else f"{host}:0"
-    with pytest.raises(AssertionError, match="--rm-address.*must be"), Server(pool, rm_address=elsewhere):
+    with pytest.raises(AssertionError, match=r"--rm-address.*must be"), Server(pool, rm_address=elsewhere):
         pass
 
 
@@ -547,7 +569,7 @@ def test_nobody_listens_beyond_this_host_without_keys(pool, host):
 
 
 @pytest.fixture
-def keys(tmp_path: Path) -> Iterator[dict[str, str]]:
+def keys(tmp_path: Path) -> dict[str, str]:
     """Key files: of the server, of a client that may come in, and of one that may not."""
     paths = {}
     publics = {}
@@ -557,7 +579,7 @@ def keys(tmp_path: Path) -> Iterator[dict[str, str]]:
         publics[name] = pair.public.decode()
         save_key_pair(paths[name], pair)
     save_public_key(tmp_path / "clients", publics["friend"].encode())
-    yield {**paths, "clients": str(tmp_path / "clients"), "public": publics["server"]}
+    return {**paths, "clients": str(tmp_path / "clients"), "public": publics["server"]}
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -603,11 +625,13 @@ def test_with_curve_what_goes_over_the_wire_shows_no_key(pool, keys):
     secret = "a key that nobody else shall see"
     for options, knobs in (
         ((), {}),
-        (("--curve-key-file", keys["server"]), {"curve_key_file": keys["stranger"], "curve_server_key": keys["public"]}),
+        (
+            ("--curve-key-file", keys["server"]),
+            {"curve_key_file": keys["stranger"], "curve_server_key": keys["public"]},
+        ),
     ):
         seen.clear()
         with Server(pool, *options) as server, Listening(server.tcp) as wire:
             with client("blocking", wire.address, **knobs) as owner:
                 assert owner.put([secret])[0] in ("NEW", "DUPLICATE")
             assert (secret.encode() in seen) is (not options)
-

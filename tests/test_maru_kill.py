@@ -101,7 +101,7 @@ def test_clients_killed_in_turn_leave_orphans_that_are_read_and_then_make_room(p
     options = ("--capacity-bytes", "6MiB", "--lease-grace", "0.05", "--v1-read-grace", "0.0")
     with Server(pool, *options) as server, client("blocking", server.tcp) as survivor:
         survivor.put(["mine"])
-        for number in range(6):
+        for number in range(5):
             keys = [f"{number} {at}" for at in range(6)]
             with Actor(BE, face, server.tcp, {"lease": 0.15}) as victim:
                 assert eventually(lambda keys=keys, victim=victim: victim.ask("put", keys) == ["NEW"] * 6)
@@ -111,12 +111,12 @@ def test_clients_killed_in_turn_leave_orphans_that_are_read_and_then_make_room(p
             assert survivor.get(keys) == ["right"] * 6
             assert set(survivor.get([f"{number} in the middle {at}" for at in range(6)])) <= {"right", "missing"}
             eventually(lambda: server.facts()["sessions"] == 1 and server.facts()["pinned"] == 0)
-            if number == 3:
+            if number == 2:
                 server.restart()
             assert survivor.get(["mine", *keys]) == ["right"] * 7
             assert_no_stale_file(server)
         assert len(server.region_files()) == 3
-        assert survivor.get(["0 0", "5 0"]) == ["missing", "right"]  # the longest abandoned went first
+        assert survivor.get(["0 0", "4 0"]) == ["missing", "right"]  # the longest abandoned went first
         assert survivor.delete(["mine"]) == ["DELETED"]
 
 
@@ -204,10 +204,9 @@ def test_a_server_with_ten_thousand_keys_is_ready_again(pool):
 
 @pytest.mark.long
 def test_a_server_with_a_hundred_thousand_keys_is_ready_again(pool):
-    """The goal is 300 ms, from starting the command to its first answer. What it takes is printed, and depends on the machine."""
+    """The goal is 300 ms, from starting the command to its first answer. What it takes is printed."""
     for what, fresh in (("forked: ", False), ("the command: ", True)):
         with Server(pool / what[:3], fresh=fresh) as server, fill(server, 100_000):
-            eventually(lambda server=server: server.facts("journal")["closed_segments"] < 8)
+            eventually(lambda server=server: server.facts("journal")["closed_segments"] < 2)
             print(f"\n100,000 keys, {what}", end="")
             show(start_again(server, 100_000, 9))
-

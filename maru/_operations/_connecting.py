@@ -43,8 +43,13 @@ SESSION_GONE = "no_session"
 # --- asking, whatever happened meanwhile --------------------------------------------------------------------------
 
 
-def settle(s: Standing) -> Operation[None]:
-    """Make the client ready to ask: flush what was forgotten, and reattach if the server restarted or forgot us."""
+def settle(s: Standing, *, wait: bool = True) -> Operation[None]:
+    """Make the client ready to ask: flush what was forgotten, and reattach if the server restarted or forgot us.
+
+    Args:
+        s: the client.
+        wait: until the server has let go of what was forgotten. Whoever only reads need not.
+    """
     s.check_open()
     if s.unsettled:
         yield Alone(partial(reattach, s))
@@ -53,7 +58,7 @@ def settle(s: Standing) -> Operation[None]:
     if s.pinned.dropped or s.forgotten:
         s.collect()
     if s.pinned.due:
-        yield from give_back_pins(s)
+        yield from give_back_pins(s, wait=wait)
 
 
 def steadily(s: Standing, operation: Callable[[], Operation[T]]) -> Operation[T]:

@@ -120,7 +120,7 @@ def _release(s: Standing, pins: Sequence[Pin | None]) -> None:
 
 def _hold(s: Standing, names: list[str], *, prefix: bool) -> Operation[list[Pin | None]]:
     if not s.is_ready():
-        yield from settle(s)
+        yield from settle(s, wait=False)
     held: list[Pin | None] = []
     for name in names:  # what is pinned anyway needs no request
         known = s.pinned.get(name, s.era)
@@ -250,7 +250,7 @@ def _load(
     answers: list[Loaded],
 ) -> Operation[None]:
     if not s.is_ready():
-        yield from settle(s)
+        yield from settle(s, wait=False)
     places = yield from steadily(s, partial(_find, s, names, False))
     era = s.era
     try:

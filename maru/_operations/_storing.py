@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, TypeAlias
 
 from .._answers import Stored
@@ -222,7 +223,7 @@ def addresses(s: Standing, pages: Sequence[int]) -> Sequence[int]:
 
 def _check_pages(s: Standing, pages: Sequence[int]) -> None:
     """The session may have been lost since they were allocated."""
-    if any([s.pages.state(page) is PageState.ORPHAN for page in pages]):
+    if s.pages.has_ended(pages):
         raise SessionEnded(f"{s!r}: the server has ended the session that these pages were of; store them anew")
 
 
@@ -247,10 +248,8 @@ def _store_own(
 def _sending(s: Standing, names: Sequence[str], pages: Sequence[int], lengths: Column, attempt: int) -> None:
     _check_pages(s, pages)
     s.pages.sent(pages, attempt)
-    if isinstance(lengths, int):
-        s.stored.update({page: (name, lengths) for page, name in zip(pages, names, strict=True)})
-    else:
-        s.stored.update({page: (name, length) for page, name, length in zip(pages, names, lengths, strict=True)})
+    of_each = repeat(lengths, len(pages)) if isinstance(lengths, int) else lengths
+    s.stored.update(zip(pages, zip(names, of_each, strict=True), strict=True))
 
 
 def _send(s: Standing, call: Call, pages: list[int], attempt: int) -> Operation[Any]:
