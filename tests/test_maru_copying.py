@@ -87,6 +87,20 @@ def test_every_byte_arrives_where_it_should_and_no_other_is_touched(sizes, order
     assert told == sums(columns[0], columns[2])
 
 
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 32, 100])
+def test_the_sum_of_a_page_in_portions_is_that_of_the_whole(monkeypatch, size):
+    monkeypatch.setattr(_copying, "_WARM_BYTES", 16)
+    source, memory = bytearray(range(1, size + 1)), bytearray(size + 2)
+    to, at = (ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in (memory, source or bytearray(1)))
+    # Between two small ones, which go together.
+    assert copy_and_sum([to, to + 1, to], [at, at, at], [min(size, 1), size, 0]) == [
+        xxhash.xxh3_64_intdigest(source[:1]),
+        xxhash.xxh3_64_intdigest(source),
+        xxhash.xxh3_64_intdigest(b""),
+    ]
+    assert memory[1:] == source + b"\0"
+
+
 def test_neighbours_on_both_sides_are_one_copy(monkeypatch):
     copies = []
     monkeypatch.setattr(_copying, "_memmove", lambda to, at, size: copies.append((to, at, size)))
