@@ -69,7 +69,7 @@ class MaruHandler(Face):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        """End the session, within half a second: regions stay readable, handles and infos are void."""
+        """End the session, within a second or so: regions stay readable, handles and infos are void."""
         assert self._life is not None
         return await self._life.__aexit__(kind, error, trace)
 

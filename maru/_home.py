@@ -67,6 +67,8 @@ class Home:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.fd: int
+        self.path: str
         self.fd, self.path = open_private(path)
         """The directory's descriptor, and its real path."""
         self._lock = -1

@@ -119,7 +119,7 @@ def _as_toml(config: ServerConfig) -> str:
     return "\n".join(["[server]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())])
 
 
-main = click.Command(
+main: click.Command = click.Command(
     "maru-server",
     callback=_command,
     help=_command.__doc__,

@@ -24,7 +24,7 @@ from maru._errors import MaruError
 
 SMALL = 1024
 """Bytes of a page."""
-TIMEOUT_MS = 100
+TIMEOUT_MS = 70
 """What waits for a server that was killed waits for nothing: so long, in each cycle."""
 
 # What a client may meet while its server is killed. Anything else ends its thread, and is found.

@@ -228,7 +228,7 @@ def test_our_client_at_a_published_server_does_what_it_does_at_ours(tmp_path, fa
 
 
 def test_our_client_at_a_published_server_says_so_when_it_does_not_answer(tmp_path, face):
-    with PublishedServer(tmp_path) as theirs, client(face, theirs.address, timeout_ms=100) as owner:
+    with PublishedServer(tmp_path) as theirs, client(face, theirs.address, timeout_ms=60) as owner:
         owner.put(["k"])
         theirs.mute = True
         for name, arguments in (
@@ -249,7 +249,7 @@ def test_our_client_notices_that_a_published_server_has_forgotten_everything(tmp
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     first = PublishedServer(tmp_path / "one")
-    with client(face, first.address, timeout_ms=150) as owner:
+    with client(face, first.address, timeout_ms=100) as owner:
         assert owner.put(["k"]) == ["NEW"]
         first.close()
         with pytest.raises(NoAnswer):

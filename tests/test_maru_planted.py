@@ -128,7 +128,7 @@ PLANTED: list[tuple[Any, str, Callable[..., Any], list[dict[str, Any]]]] = [
         P.a_torn_tail_bricks_the_start,
         "server",
         F.test_fault_12_a_damaged_journal_stops_no_start_and_nothing_wrong_is_found,
-        ONE,
+        [{}],
     ),
     (
         P.statistics_walk_through_all_keys,

@@ -66,8 +66,8 @@ class Waiter:
     __slots__ = ("done", "task", "watch")
 
     def __init__(self, watch: Watch) -> None:
-        self.watch = watch
-        self.done = False
+        self.watch: Watch = watch
+        self.done: bool = False
         self.task: Task | None = None
         """The task, while it follows."""
 
@@ -121,9 +121,9 @@ class Expected(Waiter):
     __slots__ = ("_error", "_value", "_waited_for")
 
     def __init__(self, watch: Watch) -> None:
-        self.watch = watch
-        self.done = False
-        self.task = None
+        self.watch: Watch = watch
+        self.done: bool = False
+        self.task: Task | None = None
         self._value: Any = None
         self._error: BaseException | None = None
         self._waited_for = False
@@ -184,18 +184,21 @@ class Watch:
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
         self.followers: dict[Waiter, None] = {}
-        self.led = False
+        self.led: bool = False
         self.sleeper: Waiter | None = None
         """The leader, while it sleeps at the descriptor."""
-        self.touched = False
+        self.touched: bool = False
         """Set by whoever touches the socket while the leader is awake."""
         self.crowded = False
         """Set by ``drain``: several messages came at once."""
-        self.closed = False
+        self.closed: bool = False
         self._heir: Waiter | None = None  # woken to lead, and has not run yet
         self._skip = self._vain = 0
         self._turn_ends = 0.0
-        self.glances = self.hits = self.sleeps = self.kicks = 0
+        self.glances: int = 0
+        self.hits: int = 0
+        self.sleeps: int = 0
+        self.kicks: int = 0
 
     def __len__(self) -> int:
         return len(self.followers) + self.led
