@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -58,7 +59,10 @@ GOALS = {
 
 def left_behind() -> set[str]:
     """What this process and its children may have left."""
-    return {name for place in ("/dev/shm", "/tmp") for name in os.listdir(place) if name.startswith("maru-bench-")}
+    ours = ("maru-bench-", "maru-echo-")
+    return {
+        name for place in ("/dev/shm", tempfile.gettempdir()) for name in os.listdir(place) if name.startswith(ours)
+    }
 
 
 @pytest.mark.parametrize("bench", ["rpc", "data"])

@@ -191,7 +191,7 @@ def test_fault_2_a_reader_that_was_stopped_for_longer_than_its_lease_knows_that_
     with (
         Server(pool, "--lease-grace", "0.1") as server,
         client("blocking", server.tcp) as owner,
-        Actor(BE, face, server.tcp, {"pool_size": 0, "lease": 0.4}) as reader,
+        Actor(BE, face, server.tcp, {"pool_size": 0, "lease": 0.25}) as reader,
     ):
         owner.put(["k"])
         assert reader.ask("hold", "k") == [True]
@@ -424,7 +424,7 @@ def test_fault_7_a_pin_of_whoever_never_speaks_again_ends_with_its_lease(pool, f
 def test_fault_8_a_restart_keeps_every_key_and_stores_go_on_for_real(pool, face):
     with (
         Server(pool) as server,
-        client(face, server.tcp, timeout_ms=250) as owner,
+        client(face, server.tcp, timeout_ms=120) as owner,
         client("blocking", server.tcp, pool_size=0) as reader,
     ):
         keys = keys_of("k", 5)
@@ -483,7 +483,7 @@ def test_fault_8_a_view_outlives_a_restart_or_says_that_it_did_not(pool, face):
 
 @pytest.mark.parametrize("face", FACES)
 def test_fault_9_pins_and_regions_of_a_killed_client_go_with_its_lease(pool, face):
-    knobs = {"lease": 0.4}
+    knobs = {"lease": 0.25}
     with (
         Server(pool, "--capacity-bytes", "4MiB", "--lease-grace", "0.1") as server,
         client("blocking", server.tcp) as owner,
