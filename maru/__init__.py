@@ -28,29 +28,29 @@ from ._errors import BadMessage as BadMessage
 from ._errors import ConfigError as ConfigError
 
 if TYPE_CHECKING:
-    from ._client import MaruHandler as MaruHandler
+    from ._client.handler import MaruHandler as MaruHandler
     from ._config import MaruConfig as MaruConfig
-    from ._answers import Stored as Stored
-    from ._answers import Loaded as Loaded
-    from ._answers import Deleted as Deleted
-    from ._views import AllocHandle as AllocHandle
-    from ._views import MemoryInfo as MemoryInfo
-    from ._server import open_server as open_server
-    from ._server import MaruServer as MaruServer
-    from ._server import ServerStatistics as ServerStatistics
+    from ._client.answers import Stored as Stored
+    from ._client.answers import Loaded as Loaded
+    from ._client.answers import Deleted as Deleted
+    from ._client.views import AllocHandle as AllocHandle
+    from ._client.views import MemoryInfo as MemoryInfo
+    from ._server.server import open_server as open_server
+    from ._server.server import MaruServer as MaruServer
+    from ._server.server import ServerStatistics as ServerStatistics
     from ._config import ServerConfig as ServerConfig
 
 _HOMES = {
-    "MaruHandler": "._client",
+    "MaruHandler": "._client.handler",
     "MaruConfig": "._config",
-    "Stored": "._answers",
-    "Loaded": "._answers",
-    "Deleted": "._answers",
-    "AllocHandle": "._views",
-    "MemoryInfo": "._views",
-    "open_server": "._server",
-    "MaruServer": "._server",
-    "ServerStatistics": "._server",
+    "Stored": "._client.answers",
+    "Loaded": "._client.answers",
+    "Deleted": "._client.answers",
+    "AllocHandle": "._client.views",
+    "MemoryInfo": "._client.views",
+    "open_server": "._server.server",
+    "MaruServer": "._server.server",
+    "ServerStatistics": "._server.server",
     "ServerConfig": "._config",
 }
 

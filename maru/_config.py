@@ -15,9 +15,9 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 import attrs
 
 from ._errors import ConfigError
-from ._frames import MAX_FRAME_BYTES, MAX_KEY_BYTES, MAX_KEYS
 from ._knobs import Knob as Knob
 from ._knobs import Knobs, as_bytes
+from ._wire.frames import MAX_FRAME_BYTES, MAX_KEY_BYTES, MAX_KEYS
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 JournalSync: TypeAlias = Literal["never", "second", "each"]

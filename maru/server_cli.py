@@ -92,7 +92,7 @@ def run(config: ServerConfig) -> int:
     gc.disable()
     import trio
 
-    from ._server_main import serve
+    from ._server.main import serve
 
     failures: list[BaseException] = []
     try:

@@ -18,9 +18,9 @@ from maru_processes import PATIENCE, act, payload
 from published import PublishedClient, PublishedRmClient
 from published_wire import Ask
 
-from maru import _operations as operations
-from maru._blocking import MaruHandler as BlockingHandler
-from maru._client import MaruHandler as TrioHandler
+from maru._client import operations as operations
+from maru._client.blocking import MaruHandler as BlockingHandler
+from maru._client.handler import MaruHandler as TrioHandler
 from maru._errors import MaruError
 
 PAGE = 256 << 10

@@ -31,7 +31,7 @@ def plant(name: str) -> None:
 
 def pages_of_unanswered_stores_are_free(patch):
     """Fault 1."""
-    from maru._pages import OwnedPages
+    from maru._client.pages import OwnedPages
 
     unanswered = OwnedPages.unanswered
 
@@ -51,26 +51,26 @@ def checksums_are_not_looked_at(patch):
 
 def a_lease_that_is_over_is_not_noticed(patch):
     """Fault 2."""
-    from maru._operations import Standing
+    from maru._client.operations import Standing
 
     patch.setattr(Standing, "check_era", lambda self, era: None)
 
 
 def views_can_be_written(patch):
     """Fault 3."""
-    from maru import _views
+    from maru._client import views
 
-    look = _views.bytes_at
-    patch.setattr(_views, "bytes_at", lambda address, length, owner, *, write: look(address, length, owner, write=True))
+    look = views.bytes_at
+    patch.setattr(views, "bytes_at", lambda address, length, owner, *, write: look(address, length, owner, write=True))
 
 
 def everything_is_mapped_to_be_written(patch):
     """Fault 3. It takes both: a client that does, and a server that lets it."""
-    from maru import _fetching
+    from maru._client import fetching
 
-    fetch = _fetching.map_region
+    fetch = fetching.map_region
     patch.setattr(
-        _fetching,
+        fetching,
         "map_region",
         lambda fd, length, offset, **others: fetch(fd, length, offset, **{**others, "write": True}),
     )
@@ -78,16 +78,16 @@ def everything_is_mapped_to_be_written(patch):
 
 def pages_of_duplicates_are_kept(patch):
     """Fault 5."""
-    from maru._operations import _storing
+    from maru._client.operations import storing
     from maru._wire import StoreStatus
 
-    _, answer = _storing._ANSWERS[StoreStatus.DUPLICATE]
-    patch.setitem(_storing._ANSWERS, StoreStatus.DUPLICATE, (_storing.PageEvent.NEW, answer))
+    _, answer = storing._ANSWERS[StoreStatus.DUPLICATE]
+    patch.setitem(storing._ANSWERS, StoreStatus.DUPLICATE, (storing.PageEvent.NEW, answer))
 
 
 def pages_of_unanswered_stores_are_lost(patch):
     """Fault 6."""
-    from maru._pages import OwnedPages
+    from maru._client.pages import OwnedPages
 
     unanswered = OwnedPages.unanswered
     patch.setattr(
@@ -99,10 +99,10 @@ def pages_of_unanswered_stores_are_lost(patch):
 
 def a_timeout_is_a_miss(patch):
     """Fault 7."""
+    from maru._client.operations import reading
     from maru._errors import NoAnswer
-    from maru._operations import _reading
 
-    find = _reading._find
+    find = reading._find
 
     def find_or_miss(s, names, prefix):
         try:
@@ -110,48 +110,48 @@ def a_timeout_is_a_miss(patch):
         except NoAnswer:
             return []
 
-    patch.setattr(_reading, "_find", find_or_miss)
+    patch.setattr(reading, "_find", find_or_miss)
 
 
 def late_pins_are_kept(patch):
     """Fault 7."""
-    from maru._operations import Standing
+    from maru._client.operations import Standing
 
     patch.setattr(Standing, "heard_late", lambda self, call, reply: None)
 
 
 def what_a_server_forgot_is_not_stored_again(patch):
     """Fault 8."""
-    from maru import _operations
+    from maru._client import operations
 
     def nothing(s):
         return
         yield
 
-    patch.setattr(_operations, "restore", nothing)
+    patch.setattr(operations, "restore", nothing)
 
 
 def close_waits_for_an_answer(patch):
     """Fault 11."""
-    from maru import _client
-    from maru._operations import _connecting
+    from maru._client import handler
+    from maru._client.operations import connecting
 
-    patch.setattr(_connecting, "CLOSE_PATIENCE", 5.0)
-    patch.setattr(_client, "CLOSE_TIME", 5.0)
+    patch.setattr(connecting, "CLOSE_PATIENCE", 5.0)
+    patch.setattr(handler, "CLOSE_TIME", 5.0)
 
 
 def a_store_asks_first(patch):
     """Fault 16."""
-    from maru._operations import _storing
+    from maru._client.operations import storing
     from maru._wire import Code, KeysRequest
 
-    store = _storing._store_own
+    store = storing._store_own
 
     def ask_and_store(s, names, *rest):
-        yield _storing.Call(Code.BATCH_EXISTS_KV, KeysRequest(names))
+        yield storing.Call(Code.BATCH_EXISTS_KV, KeysRequest(names))
         return (yield from store(s, names, *rest))
 
-    patch.setattr(_storing, "_store_own", ask_and_store)
+    patch.setattr(storing, "_store_own", ask_and_store)
 
 
 def every_batch_has_a_marker(patch):
@@ -169,22 +169,22 @@ def every_batch_has_a_marker(patch):
 
 def keys_hold_no_namespace(patch):
     """Fault 17."""
-    from maru._operations import _standing
+    from maru._client.operations import standing
 
-    patch.setattr(_standing, "salt_of", lambda tenant, namespace: "")
+    patch.setattr(standing, "salt_of", lambda tenant, namespace: "")
 
 
 def what_is_read_is_copied(patch):
     """No sharing."""
-    from maru import _views
+    from maru._client import views
 
-    look = _views.bytes_at
+    look = views.bytes_at
 
     def copy(address, length, owner, *, write):
         view = look(address, length, owner, write=write)
         return view if write else memoryview(bytes(view))
 
-    patch.setattr(_views, "bytes_at", copy)
+    patch.setattr(views, "bytes_at", copy)
 
 
 # --- in servers --------------------------------------------------------------------------------------------------------
@@ -192,24 +192,24 @@ def what_is_read_is_copied(patch):
 
 def fences_are_forgotten(patch):
     """Fault 1."""
-    from maru._sessions import Fences
+    from maru._directory.sessions import Fences
 
     patch.setattr(Fences, "__contains__", lambda self, attempt: False)
 
 
 def pins_hold_nothing(patch):
     """Fault 2."""
-    from maru._guards import Guards
+    from maru._directory.guards import Guards
 
     patch.setattr(Guards, "hold", lambda self, by, keys, *rest: None)
 
 
 def whoever_asks_may_write(patch):
     """Fault 3."""
-    from maru import _service
     from maru._directory import Directory
+    from maru._server import service as service_module
 
-    region, answer = Directory.region, _service._ACTIONS[0x48]
+    region, answer = Directory.region, service_module._ACTIONS[0x48]
 
     def owned_by_the_asker(service, peer, header, message, payload, now):
         asker = service.directory.session_of(message.session)
@@ -219,12 +219,12 @@ def whoever_asks_may_write(patch):
         finally:
             patch.setattr(Directory, "region", region)
 
-    patch.setitem(_service._ACTIONS, 0x48, owned_by_the_asker)
+    patch.setitem(service_module._ACTIONS, 0x48, owned_by_the_asker)
 
 
 def descriptors_are_for_writing(patch):
     """Fault 3: see :func:`everything_is_mapped_to_be_written`."""
-    from maru._pool import Pool
+    from maru._pool.pool import Pool
 
     open_fd = Pool.open_fd
     patch.setattr(Pool, "open_fd", lambda self, region_id, write: open_fd(self, region_id, True))
@@ -239,42 +239,42 @@ def pages_do_not_come_back(patch):
 
 def pins_outlive_their_session(patch):
     """Fault 7."""
-    from maru._guards import Guards
+    from maru._directory.guards import Guards
 
     patch.setattr(Guards, "leave", lambda self, holder, *rest: None)
 
 
 def nothing_is_written_down(patch):
     """Fault 8."""
-    from maru._journal import Journal
+    from maru._journal.journal import Journal
 
     patch.setattr(Journal, "append", lambda self, records: None)
 
 
 def it_is_never_quiet(patch):
     """Fault 8."""
-    from maru._guards import Guards
+    from maru._directory.guards import Guards
 
     patch.setattr(Guards, "quiet", lambda self, now: False)
 
 
 def leases_do_not_end(patch):
     """Fault 9."""
-    from maru._sessions import Leases
+    from maru._directory.sessions import Leases
 
     patch.setattr(Leases, "due", lambda self, now: [])
 
 
 def connections_do_not_end(patch):
     """Fault 9."""
-    from maru._service import Service
+    from maru._server.service import Service
 
     patch.setattr(Service, "disconnected", lambda self, identity, now: None)
 
 
 def memory_is_reserved_on_the_loop(patch):
     """Fault 10."""
-    from maru._threads import Workers
+    from maru._pool.threads import Workers
 
     async def make(self, work, undo):
         await trio.lowlevel.checkpoint()
@@ -285,10 +285,10 @@ def memory_is_reserved_on_the_loop(patch):
 
 def a_torn_tail_bricks_the_start(patch):
     """Fault 12."""
-    from maru import _replay
     from maru._errors import JournalFailed
+    from maru._journal import replay
 
-    read = _replay.read_frames
+    read = replay.read_frames
 
     def all_or_nothing(data, *rest):
         frames = read(data, *rest)
@@ -296,14 +296,14 @@ def a_torn_tail_bricks_the_start(patch):
             raise JournalFailed("it is torn")
         return frames
 
-    patch.setattr(_replay, "read_frames", all_or_nothing)
+    patch.setattr(replay, "read_frames", all_or_nothing)
 
 
 def damage_is_skipped_over(patch):
     """Fault 12: what follows a damaged record is believed, deletions or not."""
-    from maru import _recovery
+    from maru._journal import recovery
 
-    patch.setattr(_recovery, "judge", lambda *, same_boot, lost: _recovery.Trust.ALL)
+    patch.setattr(recovery, "judge", lambda *, same_boot, lost: recovery.Trust.ALL)
 
 
 def statistics_walk_through_all_keys(patch):
@@ -321,7 +321,7 @@ def statistics_walk_through_all_keys(patch):
 
 def freeing_walks_through_all_keys(patch):
     """Fault 13."""
-    from maru._state import State
+    from maru._directory.state import State
 
     return_region = State.return_region
 
@@ -334,7 +334,7 @@ def freeing_walks_through_all_keys(patch):
 
 def statistics_tell_every_key(patch):
     """Fault 13."""
-    from maru._service import Service
+    from maru._server.service import Service
 
     describe = Service.describe
 
@@ -346,7 +346,7 @@ def statistics_tell_every_key(patch):
 
 def nothing_is_evicted(patch):
     """Fault 14."""
-    from maru._evictor import Evictor
+    from maru._directory.evictor import Evictor
 
     patch.setattr(Evictor, "_may", lambda self, session, now: False)
 
@@ -365,7 +365,7 @@ def the_newest_goes_first(patch):
 
 def offsets_are_not_looked_at(patch):
     """Fault 15."""
-    from maru._registrar import Registrar
+    from maru._directory.registrar import Registrar
 
     patch.setattr(Registrar, "_bytes_if_right", lambda self, region, part: 1)
 
@@ -379,7 +379,7 @@ def anybody_registers_anywhere(patch):
 
 def sigterm_takes_its_time(patch):
     """Fault 18."""
-    from maru._server import MaruServer
+    from maru._server.server import MaruServer
 
     aclose = MaruServer.aclose
 
@@ -393,7 +393,7 @@ def sigterm_takes_its_time(patch):
 
 def answers_leave_before_they_are_written_down(patch):
     """For kills: a record waits for the next five."""
-    from maru._journal import Journal
+    from maru._journal.journal import Journal
 
     append, waiting = Journal.append, []
 
@@ -407,14 +407,14 @@ def answers_leave_before_they_are_written_down(patch):
 
 def deletions_are_not_written_down(patch):
     """For kills."""
-    from maru._changes import Changes
+    from maru._directory.changes import Changes
 
     patch.setattr(Changes, "remove", lambda self, keys: self.state.remove(keys))
 
 
 def what_nobody_knows_is_not_swept(patch):
     """For kills."""
-    from maru._service import Service
+    from maru._server.service import Service
 
     patch.setattr(Service, "take_dropped", lambda self: self.directory.take_dropped() and [])
 
@@ -435,7 +435,7 @@ def returns_are_forgotten_with_the_restart(patch):
 
 def every_frame_is_kept(patch):
     """For the hostile: memory grows."""
-    from maru._service import Service
+    from maru._server.service import Service
 
     handle, kept = Service.handle, []
 
@@ -453,23 +453,24 @@ def connections_are_kept(patch):
 
 def capabilities_are_not_looked_at(patch):
     """For the hostile."""
-    from maru._service import Service
+    from maru._server.service import Service
 
     patch.setattr(Service, "permits", lambda self, *shown: True)
 
 
 def capabilities_have_no_epoch(patch):
     """For the hostile."""
-    from maru import _service, _service_own
+    from maru._server import service as service_module
+    from maru._server import service_own
 
-    issue, verify = _service_own.issue, _service.verify
-    patch.setattr(_service_own, "issue", lambda *shown: issue(*shown[:5], 1, shown[6]))
-    patch.setattr(_service, "verify", lambda *shown: verify(*shown[:6], 1, shown[7]))
+    issue, verify = service_own.issue, service_module.verify
+    patch.setattr(service_own, "issue", lambda *shown: issue(*shown[:5], 1, shown[6]))
+    patch.setattr(service_module, "verify", lambda *shown: verify(*shown[:6], 1, shown[7]))
 
 
 def an_unreadable_frame_costs_nothing(patch):
     """For the hostile."""
-    from maru._service import Service
+    from maru._server.service import Service
     from maru._wire import error_reply
 
     patch.setattr(Service, "_unreadable", lambda self, peer, exc, now: error_reply(0, 0, str(exc), "malformed", 1))
@@ -477,10 +478,10 @@ def an_unreadable_frame_costs_nothing(patch):
 
 def one_bad_frame_ends_the_server(patch):
     """For the hostile."""
-    from maru import _service
     from maru._errors import BadMessage
+    from maru._server import service as service_module
 
-    decode = _service.decode_request
+    decode = service_module.decode_request
 
     def raise_it(code, payload):
         try:
@@ -488,14 +489,14 @@ def one_bad_frame_ends_the_server(patch):
         except BadMessage as exc:
             raise RuntimeError("what is this?") from exc
 
-    patch.setattr(_service, "decode_request", raise_it)
+    patch.setattr(service_module, "decode_request", raise_it)
 
 
 def files_are_for_everybody(patch):
     """For the hostile."""
-    from maru import _journal
+    from maru._journal import journal
 
-    open_, os = _journal.os.open, _journal.os
+    open_, os = journal.os.open, journal.os
 
     class Open:
         def __getattr__(self, name):
@@ -504,7 +505,7 @@ def files_are_for_everybody(patch):
         def open(self, path, flags, mode=0o777, **kwargs):
             return open_(path, flags, 0o644 if mode == 0o600 else mode, **kwargs)
 
-    patch.setattr(_journal, "os", Open())
+    patch.setattr(journal, "os", Open())
 
 
 def published_keys_are_not_protected(patch):
@@ -516,7 +517,7 @@ def published_keys_are_not_protected(patch):
 
 def silence_ends_published_clients(patch):
     """For the compatible."""
-    from maru._published import Published
+    from maru._directory.published import Published
 
     belongs = Published._belongs
 
@@ -529,6 +530,6 @@ def silence_ends_published_clients(patch):
 
 def published_readers_have_no_grace(patch):
     """For the compatible."""
-    from maru._guards import Guards
+    from maru._directory.guards import Guards
 
     patch.setattr(Guards, "note_read", lambda self, keys, *rest: None)

@@ -222,9 +222,9 @@ def forge() -> Forge:
 
 def _run_forge(control: socket.socket) -> None:
     """What the forge does: until nobody asks any more."""
-    import maru._blocking
-    import maru._client
-    import maru._server_main
+    import maru._client.blocking
+    import maru._client.handler
+    import maru._server.main
     import maru.server_cli  # noqa: F401
 
     while True:

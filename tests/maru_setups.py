@@ -6,8 +6,8 @@ import functools
 import os
 import time
 
-from maru import _storage
-from maru._pool import open_pool
+from maru._pool.pool import open_pool
+from maru._server import storage
 
 
 def stall(gate: str) -> None:
@@ -18,4 +18,4 @@ def stall(gate: str) -> None:
             time.sleep(0.01)
         os.posix_fallocate(fd, offset, length)
 
-    _storage.open_pool = functools.partial(open_pool, reserve=reserve)
+    storage.open_pool = functools.partial(open_pool, reserve=reserve)

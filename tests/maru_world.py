@@ -18,18 +18,18 @@ import attrs
 import msgspec
 import trio
 
-from maru._capability import verify
-from maru._client import MaruHandler
+from maru._client.copying import copy, copy_and_sum
+from maru._client.handler import MaruHandler
+from maru._client.operations import Alone, Call, Map, Standing, Start, Work, load, put
+from maru._client.operations import effects as effects
 from maru._config import MaruConfig, ServerConfig
-from maru._copying import copy, copy_and_sum
 from maru._directory import Directory
+from maru._directory.limits import Limits
 from maru._errors import NoAnswer, ServerRefused
-from maru._frames import frame_of
-from maru._limits import Limits
-from maru._operations import Alone, Call, Map, Standing, Start, Work, load, put
-from maru._operations import _effects as effects
-from maru._service import Service
+from maru._server.service import Service
 from maru._wire import HEADER_BYTES, Code, ErrorReply, decode_reply, read_header, request
+from maru._wire.capability import verify
+from maru._wire.frames import frame_of
 
 PAGE = 64
 SECRET = b"s" * 32

@@ -13,9 +13,9 @@ from types import ModuleType
 import pytest
 
 from maru import _config as maru_config
+from maru._client.page_states import MOVES as PAGE_MOVES
+from maru._client.page_states import PageEvent, PageState
 from maru._knobs import as_size
-from maru._page_states import MOVES as PAGE_MOVES
-from maru._page_states import PageEvent, PageState
 from offload._config import PipelineConfig, knobs
 from offload._lifecycle import GATE, MOVES, Phase, Status
 from offload.instruments import HOOKS

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maru._capability import CAPABILITY_BYTES, auth_token, issue, verify, verify_auth_token
+from maru._wire.capability import CAPABILITY_BYTES, auth_token, issue, verify, verify_auth_token
 
 SECRET = bytes(range(32))
 RIGHT = {

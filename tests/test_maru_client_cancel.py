@@ -15,11 +15,11 @@ import trio.testing
 from maru_world import PAGE, Joined, PublishedWorld, World
 from test_maru_operations import keys_of, value_of, values_of
 
-from maru._answers import Loaded, Stored
+from maru._client.answers import Loaded, Stored
+from maru._client.operations import beat
 from maru._errors import BadMessage, HandlerClosed, NoAnswer, ServerRefused
-from maru._frames import frame_of
-from maru._operations import beat
 from maru._wire import Code, error_reply
+from maru._wire.frames import frame_of
 
 
 class AtStep(trio.abc.Instrument):

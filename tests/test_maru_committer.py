@@ -5,8 +5,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from maru._committer import Committer
 from maru._errors import JournalFailed
+from maru._server.committer import Committer
 
 
 @attrs.define(eq=False)

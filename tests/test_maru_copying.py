@@ -9,8 +9,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maru import _copying
-from maru._copying import Places, copy, copy_and_sum, sums
+from maru._client import copying
+from maru._client.copying import Places, copy, copy_and_sum, sums
 
 
 def test_buffers_of_any_kind_are_found_and_let_go_of():
@@ -89,7 +89,7 @@ def test_every_byte_arrives_where_it_should_and_no_other_is_touched(sizes, order
 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 17, 32, 100])
 def test_the_sum_of_a_page_in_portions_is_that_of_the_whole(monkeypatch, size):
-    monkeypatch.setattr(_copying, "_WARM_BYTES", 16)
+    monkeypatch.setattr(copying, "_WARM_BYTES", 16)
     source, memory = bytearray(range(1, size + 1)), bytearray(size + 2)
     to, at = (ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in (memory, source or bytearray(1)))
     # Between two small ones, which go together.
@@ -103,7 +103,7 @@ def test_the_sum_of_a_page_in_portions_is_that_of_the_whole(monkeypatch, size):
 
 def test_neighbours_on_both_sides_are_one_copy(monkeypatch):
     copies = []
-    monkeypatch.setattr(_copying, "_memmove", lambda to, at, size: copies.append((to, at, size)))
+    monkeypatch.setattr(copying, "_memmove", lambda to, at, size: copies.append((to, at, size)))
     copy([100, 110, 120, 130], [500, 510, 520, 540], [10, 10, 10, 10])
     assert copies == [(100, 500, 30), (130, 540, 10)]
     copies.clear()

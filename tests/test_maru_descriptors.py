@@ -19,12 +19,12 @@ import trio
 import trio.testing
 from pools import is_there, until
 
-from maru import _descriptors
-from maru._capability import issue, verify
-from maru._descriptors import DescriptorRequest, DescriptorServer, fetch_descriptor
 from maru._errors import BadMessage, CannotMap, NoAnswer, NotOwner, PoolUnusable, ServerLost, ServerRefused
-from maru._mapping import map_region
-from maru._pool import MEMFD, open_pool
+from maru._memory.mapping import map_region
+from maru._pool import descriptors as descriptors_module
+from maru._pool.descriptors import DescriptorRequest, DescriptorServer, fetch_descriptor
+from maru._pool.pool import MEMFD, open_pool
+from maru._wire.capability import issue, verify
 
 MIB2 = 2 << 20
 EPOCH = 77
@@ -222,10 +222,10 @@ async def test_a_path_longer_than_a_sockets_address_is_reached_all_the_same(tmp_
 async def test_another_users_process_is_turned_away_on_both_sides(tmp_path, monkeypatch):
     async with a_server(tmp_path) as server:
         request = request_for(server, await server.pool.allocate(1))
-        monkeypatch.setattr(_descriptors.os, "geteuid", lambda: 12345)
+        monkeypatch.setattr(descriptors_module.os, "geteuid", lambda: 12345)
         with pytest.raises(BadMessage, match="served by another user"):
             await fetch(server, request)
-        monkeypatch.setattr(_descriptors, "_is_ours", lambda sock: isinstance(sock, socket.socket))
+        monkeypatch.setattr(descriptors_module, "_is_ours", lambda sock: isinstance(sock, socket.socket))
         with pytest.raises(ServerLost):
             await fetch(server, request)
         await until(lambda: server.statistics().turned_away)
@@ -360,8 +360,8 @@ async def test_another_process_maps_what_it_was_handed(tmp_path):
     """End to end: the reader knows neither the path of the region nor how to write it."""
     script = """
 import sys
-from maru._descriptors import DescriptorRequest, fetch_descriptor
-from maru._mapping import map_region
+from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
+from maru._memory.mapping import map_region
 path, region_id, length, capability = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), bytes.fromhex(sys.argv[4])
 fd, offset, length = fetch_descriptor(path, DescriptorRequest(b"m" * 16, region_id, 0, length, False, capability), 30)
 view = map_region(fd, length, offset).view(0, 5)

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maru._directory import Columns, Directory, DropAnswer, GivenBack, Limits, StoreStatus
-from maru._image import DirectoryImage
-from maru._pins import Pins, ReadGrace
-from maru._records import (
+from maru._directory.image import DirectoryImage
+from maru._directory.pins import Pins, ReadGrace
+from maru._directory.records import (
     Acknowledged,
     Deleted,
     Fenced,
@@ -24,7 +24,7 @@ from maru._records import (
     decode,
     encode,
 )
-from maru._sessions import Fences, Leases, Outbox
+from maru._directory.sessions import Fences, Leases, Outbox
 from maru.eviction import LRU
 
 PAGE = 16

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 )
 
 from maru._directory import Columns, Directory, DropAnswer, GivenBack, Limits, StoreStatus
-from maru._records import decode, encode
+from maru._directory.records import decode, encode
 
 PAGE = 16
 KEYS = [*"abcdefghij", "k" * 40]

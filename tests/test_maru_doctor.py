@@ -10,11 +10,11 @@ import sys
 import attrs
 import pytest
 
-from maru import _facts
-from maru._backing import ALIGN_BYTES as MIB2
-from maru._doctor import DeviceFact, Facts, PathFact, PoolFact, Wanted, examine, worst
-from maru._facts import file_system_of, locked_inodes, read_facts
-from maru._home import Home
+from maru._pool import facts as facts_module
+from maru._pool.backing import ALIGN_BYTES as MIB2
+from maru._pool.doctor import DeviceFact, Facts, PathFact, PoolFact, Wanted, examine, worst
+from maru._pool.facts import file_system_of, locked_inodes, read_facts
+from maru._pool.home import Home
 
 GIB = 1 << 30
 WELL = Facts(
@@ -183,7 +183,9 @@ def test_a_pool_its_sockets_and_its_neighbours_are_looked_at(tmp_path):
     mine = Home(tmp_path / "mine")
     (tmp_path / "mine" / "maru_1.dat").write_bytes(bytes(MIB2))
     (tmp_path / "mine" / "journal.1").write_bytes(bytes(MIB2))
-    script = "import sys; from maru._home import Home; home = Home(sys.argv[1]); print(1, flush=True); sys.stdin.read()"
+    script = (
+        "import sys; from maru._pool.home import Home; home = Home(sys.argv[1]); print(1, flush=True); sys.stdin.read()"
+    )
     Home(tmp_path / "dead").close()
     (tmp_path / "dead" / "maru_7.dat").write_bytes(bytes(2 * MIB2))
     (tmp_path / "no pool").mkdir()
@@ -258,26 +260,26 @@ def test_a_memory_limit_is_the_least_of_all_groups_above(tmp_path):
         (where / "memory.current").write_text(f"{used}\n")
         (where / "memory.stat").write_text(f"anon 1\ninactive_file {cached}\nslab 2\n")
 
-    assert _facts._memory_left(str(proc), str(group)) is None
+    assert facts_module._memory_left(str(proc), str(group)) is None
     say(group / "a" / "b", "max", 5)
-    assert _facts._memory_left(str(proc), str(group)) is None
+    assert facts_module._memory_left(str(proc), str(group)) is None
     say(group / "a", 8 * GIB, 5 * GIB, cached=GIB)  # a cache is given up for regions
-    assert _facts._memory_left(str(proc), str(group)) == 4 * GIB
+    assert facts_module._memory_left(str(proc), str(group)) == 4 * GIB
     say(group / "a" / "b", GIB, 3 * GIB)
-    assert _facts._memory_left(str(proc), str(group)) == 0
+    assert facts_module._memory_left(str(proc), str(group)) == 0
 
     (proc / "self" / "cgroup").write_text("4:memory,x:/c\n1:name=systemd:/\n")  # version 1
     (group / "memory" / "c").mkdir(parents=True)
     (group / "memory" / "c" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     (group / "memory" / "c" / "memory.usage_in_bytes").write_text("5\n")
-    assert _facts._memory_left(str(proc), str(group)) is None
+    assert facts_module._memory_left(str(proc), str(group)) is None
     (group / "memory" / "c" / "memory.limit_in_bytes").write_text("15\n")
-    assert _facts._memory_left(str(proc), str(group)) == 10
+    assert facts_module._memory_left(str(proc), str(group)) == 10
 
 
 def test_who_may_lock_anything_has_no_limit(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
-    assert _facts._memlock_bytes("Name:\tx\nCapEff:\t0000000000004000\n") is None
-    assert _facts._memlock_bytes("Name:\tx\nCapEff:\t0000000000000000\n") == 8 << 20
+    assert facts_module._memlock_bytes("Name:\tx\nCapEff:\t0000000000004000\n") is None
+    assert facts_module._memlock_bytes("Name:\tx\nCapEff:\t0000000000000000\n") == 8 << 20
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert _facts._memlock_bytes("") is None
+    assert facts_module._memlock_bytes("") is None

@@ -626,7 +626,7 @@ ENDS = {
     "on the way out of an error": "kept = use(MaruHandler(**knobs)); print('the end', flush=True); sys.exit(0)",
     "dropped before its view": "handler, info, view = use(MaruHandler(**knobs)); del handler; del info; bytes(view)",
     "in a trio run that is cancelled": """
-from maru._client import MaruHandler
+from maru._client.handler import MaruHandler
 async def main():
     with trio.move_on_after(0.2):
         async with MaruHandler(**knobs) as handler:
@@ -644,7 +644,7 @@ assert bytes(kept[0]) == b"bytes"
 @pytest.mark.parametrize("end", ENDS)
 def test_fault_11_a_process_that_never_closed_ends_all_the_same(pool, end):
     with Server(pool, "--min-lease", "0.1", "--lease-grace", "0.1") as server:
-        program = PROGRAM.format(module="_blocking", region=REGION, page=PAGE, main=ENDS[end])
+        program = PROGRAM.format(module="_client.blocking", region=REGION, page=PAGE, main=ENDS[end])
         done = subprocess.run(
             [sys.executable, "-W", "error", "-c", program, server.tcp], capture_output=True, text=True, timeout=20
         )
@@ -660,7 +660,7 @@ def test_fault_11_a_process_ends_while_its_server_is_stopped(pool):
                 sys.executable,
                 "-c",
                 PROGRAM.format(
-                    module="_blocking",
+                    module="_client.blocking",
                     region=REGION,
                     page=PAGE,
                     main="kept = use(MaruHandler(**knobs)); print('here', flush=True); sys.stdin.read()",

@@ -8,10 +8,11 @@ import threading
 
 import pytest
 
+from maru._client.fetching import ask_for_access, fetch_region
+from maru._client.operations import Map
 from maru._errors import BadFrame, BadMessage, CannotMap, NoAnswer, NotOwner, ServerLost
-from maru._fetching import ask_for_access, fetch_region
-from maru._operations import Map
-from maru._rm_wire import (
+from maru._wire import Handle
+from maru._wire.resource_manager import (
     HEADER_BYTES,
     RmAccessRequest,
     RmAccessResponse,
@@ -21,7 +22,6 @@ from maru._rm_wire import (
     encode_rm,
     read_rm_header,
 )
-from maru._wire import Handle
 
 HANDLE = Handle(3, 0, 4096, 77)
 SOON = 10.0

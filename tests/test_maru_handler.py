@@ -20,12 +20,12 @@ import trio
 from published import PublishedClient, PublishedServer
 from published_wire import Ask
 
-import maru._blocking
-import maru._client
-from maru._answers import Deleted, Loaded, Stored
+import maru._client.blocking
+import maru._client.handler
+from maru._client.answers import Deleted, Loaded, Stored
 from maru._config import MaruConfig, ServerConfig
 from maru._errors import ConfigError, Damaged, HandlerClosed, LeaseLost, NoAnswer
-from maru._server import open_server
+from maru._server.server import open_server
 from maru.transport import new_key_pair, save_key_pair
 
 PAGE = 4096
@@ -63,10 +63,10 @@ class InThreads:
 async def opened(face: str, url: str, **knobs) -> AsyncIterator:
     knobs = {"pool_size": 64 * PAGE, "chunk_size_bytes": PAGE, "eager_map": False, **knobs}
     if face == "trio":
-        async with maru._client.MaruHandler(MaruConfig(server_url=url, **knobs)) as handler:
+        async with maru._client.handler.MaruHandler(MaruConfig(server_url=url, **knobs)) as handler:
             yield handler
     else:
-        handler = maru._blocking.MaruHandler(MaruConfig(server_url=url, **knobs))
+        handler = maru._client.blocking.MaruHandler(MaruConfig(server_url=url, **knobs))
         await trio.to_thread.run_sync(handler.connect)
         try:
             yield InThreads(handler)
@@ -280,7 +280,7 @@ async def test_a_batch_that_makes_no_sense_is_refused_and_costs_nothing(face, tm
     with pytest.raises(TypeError):
         pickle.dumps(handler if face == "trio" else handler.handler)
     with pytest.raises(ConfigError):
-        maru._blocking.MaruHandler(timeout_ms=0)
+        maru._client.blocking.MaruHandler(timeout_ms=0)
 
 
 @both_faces
@@ -323,7 +323,7 @@ async def test_what_a_handler_does_is_reported_if_asked_for(face, kind, tmp_path
         assert await handler.retrieve("x") is None
         assert await handler.batch_exists("kx") == [True, False]
         run = handler._driver.run
-        beat = maru._blocking.operations.beat(handler._standing)
+        beat = maru._client.blocking.operations.beat(handler._standing)
         await (run(beat) if face == "trio" else trio.to_thread.run_sync(run, beat))
         told = (await handler.get_stats())["stats_manager"]["clients"]["me"]["operations"]
         assert told["retrieve"]["count"] == 2
@@ -450,7 +450,7 @@ def published_server(tmp_path):
 @contextlib.contextmanager
 def blocking(server, **knobs):
     knobs = {"pool_size": 64 * PAGE, "chunk_size_bytes": PAGE, "eager_map": False, **knobs}
-    with maru._blocking.MaruHandler(server_url=server.address, **knobs) as handler:
+    with maru._client.blocking.MaruHandler(server_url=server.address, **knobs) as handler:
         yield handler
 
 
@@ -526,7 +526,7 @@ async def test_a_store_that_was_begun_and_forgotten_costs_no_page(tmp_path):
         await trio.to_thread.run_sync(begin_and_forget)
         await handler.exists("k")
         assert handler.statistics().pages.limbo == 1
-        await trio.to_thread.run_sync(handler._driver.run, maru._blocking.operations.beat(handler._standing))
+        await trio.to_thread.run_sync(handler._driver.run, maru._client.blocking.operations.beat(handler._standing))
         pages = handler.statistics().pages
         assert (pages.limbo, pages.registering, pages.registered) == (0, 0, 2)
         assert await handler.exists("l")
@@ -556,7 +556,7 @@ def test_closing_ends_whoever_waits(published_server):
 
 
 def test_a_forgotten_handler_ends_its_thread_and_its_sockets(published_server):
-    handler = maru._blocking.MaruHandler(server_url=published_server.address, chunk_size_bytes=PAGE)
+    handler = maru._client.blocking.MaruHandler(server_url=published_server.address, chunk_size_bytes=PAGE)
     handler.connect()
     heart, lines = handler._heart, handler._driver.lines
     assert heart.is_alive() and heart.daemon
@@ -568,7 +568,7 @@ def test_a_forgotten_handler_ends_its_thread_and_its_sockets(published_server):
 
 
 def test_it_connects_when_first_used_if_told_to(published_server):
-    handler = maru._blocking.MaruHandler(server_url=published_server.address, auto_connect=True)
+    handler = maru._client.blocking.MaruHandler(server_url=published_server.address, auto_connect=True)
     assert not handler.connected
     assert not handler.exists("k")
     assert handler.connected
@@ -577,7 +577,7 @@ def test_it_connects_when_first_used_if_told_to(published_server):
     handler.close()
     with pytest.raises(HandlerClosed):
         handler.exists("k")
-    lazy = maru._blocking.MaruHandler(server_url=published_server.address)
+    lazy = maru._client.blocking.MaruHandler(server_url=published_server.address)
     with pytest.raises(HandlerClosed, match="connect"):
         lazy.exists("k")
 
@@ -585,7 +585,7 @@ def test_it_connects_when_first_used_if_told_to(published_server):
 def test_a_forked_child_is_told_so_and_touches_nothing(published_server):
     script = f"""
         import os, sys, warnings
-        from maru._blocking import MaruHandler
+        from maru._client.blocking import MaruHandler
         from maru._errors import HandlerClosed
 
         handler = MaruHandler(server_url={published_server.address!r}, chunk_size_bytes=4096, pool_size=2 << 20)
@@ -624,7 +624,7 @@ def test_a_forked_child_is_told_so_and_touches_nothing(published_server):
 
 def test_an_interpreter_ends_with_an_open_handler(published_server):
     script = f"""
-        from maru._blocking import MaruHandler
+        from maru._client.blocking import MaruHandler
 
         handler = MaruHandler(server_url={published_server.address!r}, chunk_size_bytes=4096, pool_size=2 << 20)
         handler.connect()
@@ -643,7 +643,7 @@ def test_an_interpreter_ends_with_an_open_handler(published_server):
 
 
 def test_a_server_that_comes_later_is_connected_to_by_another_try(tmp_path):
-    handler = maru._blocking.MaruHandler(
+    handler = maru._client.blocking.MaruHandler(
         server_url=f"ipc://{tmp_path}/later", timeout_ms=100, chunk_size_bytes=PAGE, pool_size=2 << 20
     )
     with pytest.raises(NoAnswer):

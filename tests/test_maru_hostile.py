@@ -25,8 +25,8 @@ from mutations import Mutations
 from published import PublishedClient, PublishedRmClient
 from published_wire import IPC_HEADER, IPC_MAGIC, Ask, Ipc
 
-from maru._descriptors import DescriptorRequest, fetch_descriptor
 from maru._errors import BadFrame, NoAnswer, NotOwner
+from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
 from maru._wire import (
     AllocRequest,
     BatchRegisterRequest,

@@ -13,11 +13,11 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import maru._journal as journal_module
-from maru import _segments
+import maru._journal.journal as journal_module
 from maru._errors import ForeignJournal, JournalFailed, MaruError
-from maru._journal import MAX_CLOSED_SEGMENTS, Journal
-from maru._segments import (
+from maru._journal import segments
+from maru._journal.journal import MAX_CLOSED_SEGMENTS, Journal
+from maru._journal.segments import (
     BEGINNING,
     FRAME_BYTES,
     HEADER_BYTES,
@@ -86,7 +86,7 @@ def in_a_process(program, *arguments):
     prelude = """
 import os, resource, signal, sys
 from maru._errors import JournalFailed
-from maru._journal import Journal
+from maru._journal.journal import Journal
 journal = Journal(sys.argv[1], pool_id=b"pool-of-16-bytes", boot_id=b"boot-of-16-bytes")
 """
     return subprocess.run([sys.executable, "-c", prelude + program, *map(str, arguments)]).returncode
@@ -161,7 +161,7 @@ def test_a_header_is_read_again_and_no_flipped_bit_in_it_is_taken_for_another_ve
 
 @pytest.mark.parametrize("version", [0, 2, 99])
 def test_another_version_is_refused_and_the_refusal_names_the_way_out(version, monkeypatch):
-    monkeypatch.setattr(_segments, "FORMAT_VERSION", version)
+    monkeypatch.setattr(segments, "FORMAT_VERSION", version)
     data = pack_header("journal", Header(POOL, BOOT, 1, 0, 0))
     monkeypatch.undo()
     for length in (HEADER_BYTES, 20):  # what comes behind the version may be of any length and meaning

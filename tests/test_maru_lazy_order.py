@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maru._lazy_order import MOST, LazyOrder
+from maru._directory.lazy_order import MOST, LazyOrder
 from maru.eviction import LRU
 
 KEYS = st.lists(st.sampled_from("abcdefghijklmnop"), max_size=12, unique=True)

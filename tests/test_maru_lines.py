@@ -7,9 +7,9 @@ from contextlib import nullcontext
 
 import pytest
 
+from maru._client.lines import Line, Lines
+from maru._client.operations import Call
 from maru._errors import BadMessage, HandlerClosed, NoAnswer
-from maru._lines import Line, Lines
-from maru._operations import Call
 from maru._wire import Code, ExistsReply, KeyRequest, error_reply, read_header, reply
 
 SOON = 10.0

@@ -12,10 +12,11 @@ import warnings
 
 import pytest
 
-from maru import _memory, _pinning
 from maru._errors import CannotMap, HandlerClosed
-from maru._mapping import map_region
-from maru._memory import PAGE_BYTES, Memory, can_populate
+from maru._memory import memory as memory_module
+from maru._memory import pinning as pinning_module
+from maru._memory.mapping import map_region
+from maru._memory.memory import PAGE_BYTES, Memory, can_populate
 
 LENGTH = 4 * PAGE_BYTES
 
@@ -41,7 +42,7 @@ def run(script, *args, **options):
 
 READER = """
 import os, sys
-from maru._mapping import map_region
+from maru._memory.mapping import map_region
 mapping = map_region(sys.argv[1], int(sys.argv[2]))
 view = mapping.view(5, 5)
 status = os.stat(sys.argv[1])
@@ -141,7 +142,9 @@ def test_what_writes_past_a_read_only_view_faults(region, way):
             "ctypes.memset(mapping.address, 1, 1)"
         ),
     }
-    script = f"import ctypes, sys; from maru._mapping import map_region; mapping = map_region(sys.argv[1], {LENGTH});"
+    script = (
+        f"import ctypes, sys; from maru._memory.mapping import map_region; mapping = map_region(sys.argv[1], {LENGTH});"
+    )
     before = region.read_bytes()
     done = run(script + writes[way], region)
     assert done.returncode == -signal.SIGSEGV, done.stderr
@@ -239,7 +242,7 @@ def test_views_in_other_threads_keep_what_they_have_while_it_is_closed(region):
 def test_a_process_that_ends_with_views_ends_in_peace(region):
     script = f"""
 import sys
-from maru._mapping import map_region
+from maru._memory.mapping import map_region
 mapping = map_region(sys.argv[1], {LENGTH}, write=True)
 view = mapping.view()
 kept = [view[1:], mapping, mapping.owner]
@@ -277,8 +280,8 @@ def test_an_owners_pages_are_put_in_place_and_a_readers_on_demand(region):
 
 
 def test_a_kernel_that_cannot_populate_has_its_pages_touched(region, monkeypatch):
-    monkeypatch.setattr(_memory, "madvise", lambda address, length, advice: errno.EINVAL)
-    monkeypatch.setattr(_memory, "_TOUCH_BYTES", 2 * PAGE_BYTES)
+    monkeypatch.setattr(memory_module, "madvise", lambda address, length, advice: errno.EINVAL)
+    monkeypatch.setattr(memory_module, "_TOUCH_BYTES", 2 * PAGE_BYTES)
     before = region.read_bytes()
     mapping = map_region(region, 7 * PAGE_BYTES, write=True)
     assert resident_pages(mapping) == 7
@@ -312,8 +315,8 @@ def test_an_interrupted_populate_goes_on(monkeypatch):
         ctypes.set_errno(answers.pop())
         return -1
 
-    monkeypatch.setattr(_memory, "_madvise", interrupted)
-    assert _memory.madvise(0, 0, 0) == 0
+    monkeypatch.setattr(memory_module, "_madvise", interrupted)
+    assert memory_module.madvise(0, 0, 0) == 0
     assert not answers
 
 
@@ -402,7 +405,7 @@ class FakeTorch:
 
 def test_readers_memory_is_pinned_to_be_read_and_an_error_is_not_left_for_the_next_kernel():
     torch = FakeTorch([0, 0, 1, 1])
-    pinning = _pinning.CudaPinning(torch)
+    pinning = pinning_module.CudaPinning(torch)
     assert pinning.pin(0x1000, 4096, False) == ""
     assert pinning.pin(0x2000, 4096, True) == ""
     assert torch.calls == [("register", 0x1000, 4096, 1 | 8), ("register", 0x2000, 4096, 1)]
@@ -420,8 +423,8 @@ def test_readers_memory_is_pinned_to_be_read_and_an_error_is_not_left_for_the_ne
 def test_torch_is_imported_only_when_pinning_is_asked_for():
     script = """
 import sys
-from maru._mapping import map_region
-from maru._pinning import find_pinning
+from maru._memory.mapping import map_region
+from maru._memory.pinning import find_pinning
 assert find_pinning(False) is None and find_pinning(None) is None
 print([name for name in ("torch", "numpy", "trio", "zmq", "asyncio") if name in sys.modules])
 """
@@ -431,10 +434,10 @@ print([name for name in ("torch", "numpy", "trio", "zmq", "asyncio") if name in 
 def test_pinning_that_is_wanted_needs_a_device(monkeypatch):
     for device, wanted, found in [(True, None, True), (True, True, True), (True, False, False), (False, None, False)]:
         monkeypatch.setitem(sys.modules, "torch", FakeTorch(device=device))
-        assert (_pinning.find_pinning(wanted) is not None) == found
+        assert (pinning_module.find_pinning(wanted) is not None) == found
     with pytest.raises(CannotMap, match="no CUDA device"):
-        _pinning.find_pinning(True)
+        pinning_module.find_pinning(True)
     monkeypatch.setitem(sys.modules, "torch", None)  # as if it were not installed
     with pytest.raises(CannotMap, match="pip install"):
-        _pinning.find_pinning(True)
-    assert _pinning.find_pinning(None) is None
+        pinning_module.find_pinning(True)
+    assert pinning_module.find_pinning(None) is None

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from maru_world import PAGE, Client, PublishedWorld, World
 
-from maru._answers import Deleted, Loaded, Stored
-from maru._correlation import Correlation
-from maru._errors import HandlerClosed, LeaseLost, NoAnswer, ServerLost, ServerRefused
-from maru._operations import (
+from maru._client.answers import Deleted, Loaded, Stored
+from maru._client.correlation import Correlation
+from maru._client.operations import (
     Call,
     Work,
     allocate,
@@ -32,8 +31,9 @@ from maru._operations import (
     store,
     unpin,
 )
-from maru._operations._standing import salt_of
-from maru._page_states import PageState
+from maru._client.operations.standing import salt_of
+from maru._client.page_states import PageState
+from maru._errors import HandlerClosed, LeaseLost, NoAnswer, ServerLost, ServerRefused
 from maru._wire import Code
 
 

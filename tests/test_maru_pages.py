@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from maru._page_states import MOVES, IllegalMove, PageEvent, PageState
-from maru._pages import OwnedPages
+from maru._client.page_states import MOVES, IllegalMove, PageEvent, PageState
+from maru._client.pages import OwnedPages
 
 S, E = PageState, PageEvent
 PAGE = 64

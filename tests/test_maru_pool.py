@@ -17,15 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pools import Stall, is_there, until
 
-from maru import _home
-from maru._backing import ALIGN_BYTES as MIB2
-from maru._device import Device
 from maru._errors import CannotMap, HandlerClosed, PoolFull, PoolInUse, PoolUnusable
-from maru._files import Files
-from maru._home import Home
-from maru._pool import MEMFD, Pool, open_pool
-from maru._spans import Spans
-from maru._threads import GivenUp, Workers
+from maru._pool import home as home_module
+from maru._pool.backing import ALIGN_BYTES as MIB2
+from maru._pool.device import Device
+from maru._pool.files import Files
+from maru._pool.home import Home
+from maru._pool.pool import MEMFD, Pool, open_pool
+from maru._pool.spans import Spans
+from maru._pool.threads import GivenUp, Workers
 
 NOTHING = {"maru.lock", "maru.pool", "maru.state"}
 """What a pool without regions has in its directory."""
@@ -186,7 +186,7 @@ async def test_no_region_id_is_used_twice_whatever_happens_in_between(tmp_path):
 def test_no_region_id_is_used_twice_by_a_server_that_is_killed(tmp_path):
     script = """
 import sys, trio
-from maru._pool import open_pool
+from maru._pool.pool import open_pool
 
 async def main():
     async with await open_pool(sys.argv[1], 1 << 30) as pool:
@@ -265,7 +265,7 @@ async def test_a_pool_of_another_format_is_left_alone(tmp_path):
 async def test_a_reboot_is_remembered_until_somebody_has_verified_what_is_left(tmp_path, monkeypatch):
     async with a_pool(tmp_path / "pool") as pool:
         assert not pool.rebooted
-    monkeypatch.setattr(_home, "_boot_id", lambda: "another")
+    monkeypatch.setattr(home_module, "_boot_id", lambda: "another")
     for _ in range(2):  # a server that dies before it has verified everything proves nothing
         async with a_pool(tmp_path / "pool") as pool:
             assert pool.rebooted
@@ -359,7 +359,7 @@ async def test_an_adopted_pool_may_be_larger_than_its_capacity(tmp_path):
 
 async def test_one_server_at_a_time_has_a_directory(tmp_path):
     path = tmp_path / "pool"
-    script = "import sys; from maru._home import Home; Home(sys.argv[1])"
+    script = "import sys; from maru._pool.home import Home; Home(sys.argv[1])"
     async with a_pool(path):
         with pytest.raises(PoolInUse, match=f"process {os.getpid()}$"):
             await open_pool(path, MIB2)
@@ -372,7 +372,9 @@ async def test_one_server_at_a_time_has_a_directory(tmp_path):
 
 
 def test_a_server_that_was_killed_has_it_no_more(tmp_path):
-    script = "import sys; from maru._home import Home; home = Home(sys.argv[1]); print(1, flush=True); sys.stdin.read()"
+    script = (
+        "import sys; from maru._pool.home import Home; home = Home(sys.argv[1]); print(1, flush=True); sys.stdin.read()"
+    )
     command = [sys.executable, "-c", script, tmp_path / "pool"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         server.stdout.readline()
@@ -613,9 +615,9 @@ def test_a_thread_that_is_done_after_the_run_still_leaves_nothing(tmp_path):
 
 
 async def test_a_large_allocation_that_nobody_waits_for_stops_in_the_middle(tmp_path, monkeypatch):
-    from maru import _backing
+    from maru._pool import backing as backing_module
 
-    monkeypatch.setattr(_backing, "STEP_BYTES", MIB2)
+    monkeypatch.setattr(backing_module, "STEP_BYTES", MIB2)
     stall = Stall()
     steps = []
 
@@ -831,7 +833,7 @@ async def test_what_is_no_device_is_refused(tmp_path):
 
 
 def test_a_device_of_a_coarser_alignment_is_given_out_in_its_steps(tmp_path, device, monkeypatch):
-    monkeypatch.setattr("maru._device.device_facts", lambda fd: (8 * MIB2, 4 * MIB2))
+    monkeypatch.setattr("maru._pool.device.device_facts", lambda fd: (8 * MIB2, 4 * MIB2))
     home = Home(tmp_path / "home")
     backing = Device(home, device, None)
 

@@ -16,19 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-import maru._compaction as compaction_module
-import maru._compactor as compactor_module
-import maru._recovery as recovery_module
-import maru._replay as replay_module
-from maru import _segments
-from maru._compaction import Outcome, compact
-from maru._compactor import keep_compacted, run_compaction
+import maru._journal.compaction as compaction_module
+import maru._journal.compactor as compactor_module
+import maru._journal.recovery as recovery_module
+import maru._journal.replay as replay_module
+from maru._directory.records import Fenced, SessionEnded, encode
 from maru._errors import BadMessage, ForeignJournal, JournalFailed
-from maru._journal import Journal
-from maru._records import Fenced, SessionEnded, encode
-from maru._recovery import Trust, judge, recover, unverified
-from maru._registrations import recorded_columns
-from maru._segments import HEADER_BYTES, Header, frame, list_files, pack_header, read_frames, write_snapshot
+from maru._journal import segments as segments_module
+from maru._journal.compaction import Outcome, compact
+from maru._journal.compactor import keep_compacted, run_compaction
+from maru._journal.journal import Journal
+from maru._journal.recovery import Trust, judge, recover, unverified
+from maru._journal.registrations import recorded_columns
+from maru._journal.segments import HEADER_BYTES, Header, frame, list_files, pack_header, read_frames, write_snapshot
 from maru._wire import BatchRegisterRequest, Code, KeyRequest, RegisterRequest, StoreRequest
 
 POOL, BOOT, NEXT_BOOT = b"pool-of-16-bytes", b"boot-of-16-bytes", b"the-boot-after-.."
@@ -602,7 +602,7 @@ def test_a_snapshot_that_is_lost_is_said_and_does_not_brick_the_start(tmp_path, 
 @pytest.mark.parametrize("version", [0, 2])
 def test_another_version_is_refused_and_nothing_is_touched(tmp_path, monkeypatch, kind, version):
     server = small_history(tmp_path)
-    monkeypatch.setattr(_segments, "FORMAT_VERSION", version)
+    monkeypatch.setattr(segments_module, "FORMAT_VERSION", version)
     number = list_files(server.path).segments[-1] + 1
     (tmp_path / f"{kind}.{number}").write_bytes(pack_header(kind, Header(POOL, BOOT, number, 0, 0)))
     monkeypatch.undo()
@@ -827,7 +827,7 @@ def test_a_compaction_killed_at_any_step_leaves_a_directory_that_is_whole(tmp_pa
     before = server.image()
     program = """
 import os, shutil, signal, sys
-from maru._compaction import compact
+from maru._journal.compaction import compact
 base, count = sys.argv[1], 0
 def step(name):
     global count
@@ -876,7 +876,7 @@ def test_two_compactions_never_run_at_once(tmp_path):
         reached.wait()
         files = sorted(os.listdir(tmp_path))
         assert compact(server.path) is Outcome.BUSY
-        done = subprocess.run([sys.executable, "-m", "maru._compaction", server.path], capture_output=True)
+        done = subprocess.run([sys.executable, "-m", "maru._journal.compaction", server.path], capture_output=True)
         assert (done.returncode, done.stdout, done.stderr) == (Outcome.BUSY, b"", b"")
         image_of(tmp_path)  # and a start neither waits for it nor sweeps its file
         assert sorted(os.listdir(tmp_path)) == files
@@ -1152,7 +1152,7 @@ def kill_cycles(pool, cycles):
             acknowledged = set(found)
             compaction = None
             if cycle % 2:
-                compaction = subprocess.Popen([sys.executable, "-m", "maru._compaction", str(pool)])
+                compaction = subprocess.Popen([sys.executable, "-m", "maru._journal.compaction", str(pool)])
             for _ in range(chance.randrange(40)):
                 acknowledged.add(process.stdout.readline().strip())
             process.kill()

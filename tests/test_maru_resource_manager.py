@@ -11,12 +11,12 @@ import trio
 import trio.testing
 from pools import Stall, is_there, region_files, until
 
-from maru._capability import auth_token
 from maru._errors import NotOwner, PoolUnusable
-from maru._mapping import map_region
-from maru._pool import MEMFD, open_pool
-from maru._resource_manager import ByClient, ResourceManager
-from maru._rm_wire import (
+from maru._memory.mapping import map_region
+from maru._pool.pool import MEMFD, open_pool
+from maru._server.resource_manager import ByClient, ResourceManager
+from maru._wire.capability import auth_token
+from maru._wire.resource_manager import (
     HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
     DaxType,

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire_vectors import RM_HANDLE, RM_MAGIC, RM_REQUESTS, RM_RESPONSES
 
-from maru import _rm_wire as rm
 from maru._errors import BadFrame, BadMessage
+from maru._wire import resource_manager as rm
 
 
 def vectors(rows):

@@ -25,12 +25,13 @@ from published import PublishedAsyncClient, PublishedClient, PublishedRmClient
 from published_wire import Ask
 from xxhash import xxh3_64_intdigest
 
-from maru import _server_main, _storage
 from maru._config import ServerConfig, knobs
-from maru._descriptors import DescriptorRequest, fetch_descriptor
 from maru._errors import ConfigError, JournalFailed, NotOwner, PoolInUse
-from maru._pool import open_pool
-from maru._server import open_server
+from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
+from maru._pool.pool import open_pool
+from maru._server import main as main_module
+from maru._server import storage
+from maru._server.server import open_server
 from maru._wire import (
     AllocRequest,
     BatchRegisterRequest,
@@ -557,7 +558,7 @@ async def test_a_stalled_pool_stalls_only_who_waits_for_memory(pool, monkeypatch
         gate.wait(10)
         os.posix_fallocate(fd, offset, length)
 
-    monkeypatch.setattr(_storage, "open_pool", functools.partial(open_pool, reserve=reserve))
+    monkeypatch.setattr(storage, "open_pool", functools.partial(open_pool, reserve=reserve))
     async with serving(pool) as server:
 
         def talk():
@@ -585,7 +586,7 @@ async def test_who_still_waits_for_memory_when_the_server_ends_is_told(pool, mon
         gate.wait(10)
         raise OSError(28, "no space")
 
-    monkeypatch.setattr(_storage, "open_pool", functools.partial(open_pool, reserve=reserve))
+    monkeypatch.setattr(storage, "open_pool", functools.partial(open_pool, reserve=reserve))
     client = None
     try:
         async with serving(pool, drain_timeout=0.1) as server:
@@ -910,7 +911,7 @@ async def test_garbage_is_collected_again_once_the_command_is_ready(pool, capsys
     try:
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(_server_main.serve, config_for(pool, allow_shutdown=True, json_logs=True))
+                nursery.start_soon(main_module.serve, config_for(pool, allow_shutdown=True, json_logs=True))
                 await eventually(lambda: (pool / "maru.sock").exists())
                 line = ""
                 while not line:
@@ -984,7 +985,7 @@ def test_a_mistake_is_one_line_and_an_exit_status(arguments, said):
 
 def test_the_command_imports_nothing_it_does_not_need(pool):
     program = (
-        "import sys; from maru import _server, _server_main, server_cli;"
+        "import sys; from maru import server_cli; from maru._server import server, main;"
         "unwanted = {'torch', 'numpy', 'rich', 'asyncio', 'click.testing', 'tomllib', 'importlib.metadata'};"
         "print(*sorted(unwanted & set(sys.modules)))"
     )

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maru._capability import auth_token, verify
 from maru._config import ServerConfig
 from maru._directory import Directory, Limits
-from maru._peers import Word
-from maru._records import Deleted, Fenced, Registered, decode
-from maru._registrations import recorded_columns
-from maru._service import Service
+from maru._directory.records import Deleted, Fenced, Registered, decode
+from maru._journal.registrations import recorded_columns
+from maru._server.peers import Word
+from maru._server.service import Service
 from maru._wire import (
     OWN_CODES,
     AllocRequest,
@@ -47,6 +46,7 @@ from maru._wire import (
     read_header,
     request,
 )
+from maru._wire.capability import auth_token, verify
 
 EPOCH = 0xFEED
 SECRET = b"s" * 32

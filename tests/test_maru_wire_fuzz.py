@@ -9,9 +9,9 @@ import pytest
 import wire_vectors
 from mutations import Mutations
 
-from maru import _rm_wire as rm
 from maru import _wire as wire
 from maru._errors import BadFrame, BadMessage
+from maru._wire import resource_manager as rm
 
 
 def server_reads(received):

@@ -6,9 +6,9 @@ test. `REQUESTS` and `REPLIES`, and `RM_REQUESTS` and `RM_RESPONSES` of the reso
 
 import errno
 
-from maru import _rm_wire as rm
 from maru import _wire as wire
 from maru._wire import Code
+from maru._wire import resource_manager as rm
 
 MIB = b"\xce\x00\x10\x00\x00"
 EPOCH = 0x0102030405060708

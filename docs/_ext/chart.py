@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from drawing import HEIGHT, MARGIN, WIDTH, Arrow, Box, _svg, _text
 
-from maru._page_states import MOVES, PageState
+from maru._client.page_states import MOVES, PageState
 
 LINE = 15
 

@@ -26,7 +26,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import maru._config
-from maru import _page_states
+from maru._client import page_states
 from maru._config import MaruConfig, ServerConfig
 from maru._knobs import Knob, as_size
 from offload import _config, _lifecycle
@@ -38,7 +38,7 @@ def _picture(name: str, draw: Callable[[], str]) -> type[SphinxDirective]:
     class Picture(SphinxDirective):
         def run(self) -> list[nodes.Node]:
             # The page is made anew when one of them changes.
-            for module in (_lifecycle, _page_states, chart, drawing, sys.modules[__name__]):
+            for module in (_lifecycle, page_states, chart, drawing, sys.modules[__name__]):
                 self.env.note_dependency(str(module.__file__))
             return [nodes.raw("", draw(), format="html")]
 

@@ -117,7 +117,7 @@ class Server:
     """The server at the other end. Made by :func:`connected`."""
 
     def __init__(self, wish: Wish) -> None:
-        from .._reaching import blocking_dealer
+        from .._client.reaching import blocking_dealer
 
         self.address = wish.address
         self.timeout = wish.timeout

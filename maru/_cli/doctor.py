@@ -1,4 +1,4 @@
-"""``maru doctor``: what would go wrong here, before it does. `maru._facts` looks around, `maru._doctor` judges."""
+"""``maru doctor``: what would go wrong here, before it does. `maru._pool.facts` looks around, `maru._pool.doctor` judges."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import attrs
 import click
 
 from .._config import ServerConfig, is_loopback, server_config
-from .._doctor import Facts, Finding, Wanted, examine, worst
 from .._errors import ConfigError, NoAnswer, ServerRefused
-from .._facts import read_facts
+from .._pool.doctor import Facts, Finding, Wanted, examine, worst
+from .._pool.facts import read_facts
 from ._asking import Server, Wish, look, server_options, usage_errors
 from ._showing import print_json, show
 from .describe import Description, describe

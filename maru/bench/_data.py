@@ -21,10 +21,10 @@ from typing import Final, NamedTuple, TypeVar
 
 import attrs
 
-from .._answers import Deleted, Loaded, Stored
-from .._blocking import MaruHandler, Ticket
+from .._client.answers import Deleted, Loaded, Stored
+from .._client.blocking import MaruHandler, Ticket
+from .._client.views import MemoryInfo
 from .._config import MaruConfig
-from .._views import MemoryInfo
 from ._keys import keys_of
 from ._measure import Effort, Sample, in_turn, noisiest
 from ._processes import BenchFailed, Server, server

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from .._blocking import MaruHandler
+from .._client.blocking import MaruHandler
 from .._wire import Code, DescribeReply, KeyRequest, LookupReply
 from ._bare import Bare
 from ._keys import keys_of

@@ -16,8 +16,8 @@ from typing import Final, Literal
 
 import trio
 
-from .._blocking import MaruHandler
-from .._client import MaruHandler as TrioHandler
+from .._client.blocking import MaruHandler
+from .._client.handler import MaruHandler as TrioHandler
 from .._wire import (
     AllocRequest,
     BatchLookupReply,

@@ -1,6 +1,6 @@
 """The peers of a ROUTER while it runs: its messages, its monitor, and who is told what.
 
-The joining itself is in `_peers`; here are the socket and the task around it.
+The joining itself is in `peers`; here are the socket and the task around it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,364 @@
+"""The blocking handler, for the threads of an engine. Any number of threads may use one at once.
+
+It stands on the same operations as the trio handler, and on sockets of its own: no call goes through a trio thread. A step of
+an operation runs under one lock, and nothing that takes time does: not waiting for the server, not copying, not mapping.
+
+Rule 1. Every call ends: with its answer, with a typed error, or when the handler is closed. None waits longer than
+        ``timeout_ms`` for one answer.
+Rule 2. A small thread of its own renews the lease, over a socket of its own, also while the engine's threads are busy. It holds
+        the handler weakly: a handler that was forgotten ends, and its lease with it.
+Rule 3. Closing says farewell within half a second or not at all, closes what nobody uses, and has whoever waits raise.
+Rule 4. A handler belongs to the process that made it. A forked child is told so, and touches nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from time import monotonic
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+
+from .._config import MaruConfig
+from .._errors import HandlerClosed, MaruError, NoAnswer, ServerLost
+from .._wire import Code
+from . import handling as handling
+from . import operations as operations
+from .answers import Deleted, Loaded, Stored
+from .copying import Buffer
+from .driving import Driver
+from .driving import Ticket as Ticket
+from .face import Face, HandlerStatistics, beat_of
+from .lines import Lines
+from .operations import Operation, Pin
+from .reaching import blocking_dealer
+from .views import AllocHandle, MemoryInfo
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+JOIN_TIME = 0.5
+"""Seconds that closing waits for the thread that renews the lease: it looks up several times in between."""
+
+_handlers: weakref.WeakSet[MaruHandler] = weakref.WeakSet()
+
+
+class Begin:
+    """The calls of a handler, begun and not waited for: each returns a :class:`Ticket`."""
+
+    def __init__(self, handler: MaruHandler) -> None:
+        self._handler = handler
+        self._driver = handler._driver
+        self._standing = handler._standing
+
+    def exists(self, key: str) -> Ticket[bool]:
+        """See :meth:`MaruHandler.exists`."""
+        return self._begin(operations.exists(self._standing, key))
+
+    def batch_store(self, keys: Iterable[str], handles: Iterable[AllocHandle]) -> Ticket[list[Stored]]:
+        """See :meth:`MaruHandler.batch_store`."""
+        return self._begin(handling.batch_store(self._standing, keys, handles))
+
+    def batch_put(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> Ticket[list[Stored]]:
+        """See :meth:`MaruHandler.batch_put`. The buffers are copied when this returns."""
+        return self._begin(handling.batch_put(self._standing, keys, buffers))
+
+    def batch_get_into(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> Ticket[list[Loaded]]:
+        """See :meth:`MaruHandler.batch_get_into`. The buffers are written when the result is asked for."""
+        return self._begin(handling.batch_get_into(self._standing, keys, buffers))
+
+    def batch_retrieve(self, keys: Iterable[str]) -> Ticket[list[MemoryInfo | None]]:
+        """See :meth:`MaruHandler.batch_retrieve`."""
+        return self._begin(handling.batch_retrieve(self._standing, keys, self._handler._give_back))
+
+    def batch_exists(self, keys: Iterable[str]) -> Ticket[list[bool]]:
+        """See :meth:`MaruHandler.batch_exists`."""
+        return self._begin(operations.exist(self._standing, list(keys)))
+
+    def batch_pin(self, keys: Iterable[str]) -> Ticket[list[bool]]:
+        """See :meth:`MaruHandler.batch_pin`."""
+        return self._begin(operations.pin(self._standing, list(keys)))
+
+    def delete(self, key: str) -> Ticket[Deleted]:
+        """See :meth:`MaruHandler.delete`."""
+        return self._begin(handling.delete_one(self._standing, key))
+
+    def _begin(self, operation: Operation[T]) -> Ticket[T]:
+        if not self._standing.is_connected or self._driver.abandoned:
+            self._handler._ready()
+        return Ticket(self._driver, operation)
+
+
+class MaruHandler(Face):
+    """A client of the page store, for threads: with the published names, and more. A context manager.
+
+    Args:
+        config: its knobs; also as keywords: ``MaruHandler(server_url="ipc:///run/maru.sock")``.
+
+    Every call that asks the server may raise :class:`~maru.NoAnswer` (nobody knows whether it was done: never a miss),
+    :class:`~maru.ServerLost`, :class:`~maru.ServerRefused` and :class:`~maru.HandlerClosed`.
+    """
+
+    def __init__(self, config: MaruConfig | None = None, **knobs: Any) -> None:
+        lock = threading.RLock()
+        super().__init__(config, knobs, monotonic, lock)
+        self._driver = Driver(self._standing, lock, partial(blocking_dealer, self.config))
+        self._stop = threading.Event()
+        self._heart: threading.Thread | None = None
+        self._connecting = threading.Lock()
+        self._is_forked = False
+        self.begin: Begin = Begin(self)
+        """The same calls, begun and not waited for."""
+        _handlers.add(self)
+        weakref.finalize(self, _close_lines, self._driver.lines, os.getpid())  # its sockets end with it
+
+    # --- its life -------------------------------------------------------------------------------------------------
+
+    def connect(self) -> bool:
+        """Greet the server and, if so configured, map what others own. Connected, it does nothing.
+
+        Returns:
+            True: what goes wrong is raised.
+        """
+        self._check_process()
+        with self._connecting:
+            self._driver.run(operations.connect(self._standing))
+            if self._heart is None:
+                beat = beat_of(self._standing)
+                name = f"maru-lease-{self._instance_id[:8]}"
+                args = (weakref.ref(self), self._stop, beat)
+                self._heart = threading.Thread(target=_renew, args=args, name=name, daemon=True)
+                self._heart.start()
+        return True
+
+    def close(self) -> None:
+        """End the session. Regions stay readable, handles and infos are void, and whoever waits is told. Idempotent.
+
+        Within about a second, whatever the server does; never raises for what the server does. In a forked child it does
+        nothing.
+        """
+        if self._is_forked:
+            return
+        driver = self._driver
+        self._stop.set()
+        try:
+            driver.run(operations.close(driver.standing))
+        except MaruError as exc:
+            _log.debug("closed without a farewell: %s", exc)
+        finally:
+            driver.lines.close()
+            heart = self._heart
+            if heart is not None and heart is not threading.current_thread():
+                heart.join(JOIN_TIME)
+            with driver.lock:
+                driver.standing.spans.clear()  # what views hold stays mapped
+
+    def __enter__(self) -> MaruHandler:
+        self.connect()
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def connected(self) -> bool:
+        """Whether it was connected and not closed. Says nothing of the server's health: see :meth:`healthcheck`."""
+        return super().connected and not self._is_forked
+
+    def healthcheck(self) -> bool:
+        """Whether the server answers now."""
+        try:
+            self._ready()
+            self._driver.run(operations.simply(self._standing, Code.HEARTBEAT))
+        except (NoAnswer, ServerLost):
+            return False
+        return True
+
+    # --- storing --------------------------------------------------------------------------------------------------
+
+    def alloc(self, size: int) -> AllocHandle | None:
+        """A page to fill with ``size`` bytes, at most ``chunk_size_bytes``; ``None`` if there is no room for it."""
+        return self._run("alloc", handling.alloc(self._standing, size))
+
+    def batch_alloc(self, n: int, size: int | None = None) -> list[AllocHandle] | None:
+        """``n`` pages to fill, neighbours where possible; ``None`` if there is no room for so many.
+
+        Asks nobody while there are free pages. If not, the server evicts what this instance used least recently; then
+        another region is taken, if ``auto_expand`` is on.
+        """
+        return self._run("batch_alloc", handling.batch_alloc(self._standing, n, size))
+
+    def free(self, handle: AllocHandle) -> None:
+        """Give a page back that was not stored."""
+        self._ready()
+        with self._lock:
+            self._standing.check_open()
+            handling.free(self._standing, [handle])
+
+    def store(self, key: str, handle: AllocHandle) -> Stored:
+        """Register a filled page under a key. The handle is of no use afterwards, whatever the answer.
+
+        Raises:
+            NoAnswer: it may be stored, or may be yet. Its page is used again only once that is known.
+        """
+        return self._run("store", handling.store_one(self._standing, key, handle))
+
+    def batch_store(self, keys: Iterable[str], handles: Iterable[AllocHandle]) -> list[Stored]:
+        """Register filled pages: what is a duplicate, in the batch or at the server, frees its page. One round trip."""
+        return self._run("batch_store", handling.batch_store(self._standing, keys, handles))
+
+    def batch_put(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> list[Stored]:
+        """Copy buffers into pages, without the interpreter's lock, and register them.
+
+        What there is no room for is answered ``FULL``; the first of them go in first.
+        """
+        return self._run("batch_put", handling.batch_put(self._standing, keys, buffers))
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def retrieve(self, key: str) -> MemoryInfo | None:
+        """What lies under a key, pinned, to be read in place; ``None`` if it is missing."""
+        return self._run("retrieve", handling.retrieve(self._standing, key, self._give_back))
+
+    def batch_retrieve(self, keys: Iterable[str]) -> list[MemoryInfo | None]:
+        """:meth:`retrieve` for many keys. Of keys that this handler has pinned, nobody is asked."""
+        return self._run("batch_retrieve", handling.batch_retrieve(self._standing, keys, self._give_back))
+
+    def batch_get_into(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> list[Loaded]:
+        """Copy what lies under these keys into buffers, verified. Buffers of keys that are missing stay as they are.
+
+        Raises:
+            LeaseLost: the server restarted, twice, while this was copied. The buffers are of no use.
+            ValueError: more is stored under a key than fits its buffer.
+        """
+        return self._run("batch_get_into", handling.batch_get_into(self._standing, keys, buffers))
+
+    def exists(self, key: str) -> bool:
+        """Whether this key is there now. No use of it."""
+        return self._run("exists", operations.exists(self._standing, key))
+
+    def batch_exists(self, keys: Iterable[str]) -> list[bool]:
+        """Which of these keys are there now."""
+        return self._run("batch_exists", operations.exist(self._standing, list(keys)))
+
+    def pin(self, key: str) -> bool:
+        """Keep a key from being evicted and deleted until :meth:`unpin`, or the end of the session. Counted."""
+        return self._run("pin", handling.pin_one(self._standing, key))
+
+    def batch_pin(self, keys: Iterable[str]) -> list[bool]:
+        """Pin the first keys up to the first that is missing: from there on, False."""
+        return self._run("batch_pin", operations.pin(self._standing, list(keys)))
+
+    def unpin(self, key: str) -> bool:
+        """Undo one :meth:`pin`. False if there was none."""
+        return self._run("unpin", handling.unpin_one(self._standing, key))
+
+    def batch_unpin(self, keys: Iterable[str]) -> list[bool]:
+        """Undo one :meth:`pin` of each."""
+        return self._run("batch_unpin", operations.unpin(self._standing, list(keys)))
+
+    # --- deleting -------------------------------------------------------------------------------------------------
+
+    def delete(self, key: str) -> Deleted:
+        """Delete a key, whoever owns it, unless somebody reads it."""
+        return self._run("delete", handling.delete_one(self._standing, key))
+
+    def batch_delete(self, keys: Iterable[str]) -> list[Deleted]:
+        """:meth:`delete` for many keys."""
+        return self._run("batch_delete", operations.delete(self._standing, list(keys)))
+
+    # --- watching -------------------------------------------------------------------------------------------------
+
+    def get_stats(self) -> dict[str, Any]:
+        """The server's statistics, as the published server has them."""
+        self._ready()
+        reply = self._driver.run(operations.simply(self._standing, Code.GET_STATS))
+        stats: dict[str, Any] = msgspec.to_builtins(reply)
+        return stats
+
+    def statistics(self) -> HandlerStatistics:
+        """An immutable snapshot of this handler."""
+        return self._snapshot(self._driver.lines.statistics())
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _run(self, what: str, operation: Operation[T]) -> T:
+        driver = self._driver
+        if self._is_forked or driver.abandoned or not self._standing.is_connected:
+            self._ready()
+        if not self._reports:
+            return driver.run(operation)
+        began = monotonic()
+        answer = self._driver.run(operation)
+        self._observe(what, answer, monotonic() - began)
+        return answer
+
+    def _ready(self) -> None:
+        if self._is_forked:
+            self._check_process()
+        driver = self._driver
+        if driver.abandoned:
+            driver.bury()
+        if not driver.standing.is_connected and self.config.auto_connect and not driver.standing.is_closed:
+            self.connect()
+
+    def _check_process(self) -> None:
+        if self._is_forked:
+            raise HandlerClosed(f"{self!r} belongs to the process that this one was forked from: make one here")
+
+    def _give_back(self, pin: Pin) -> None:
+        """One user of a pin less. The server is told at once, and nobody waits for its answer."""
+        if self._is_forked:
+            return
+        standing = self._standing
+        with self._lock:
+            standing.pinned.release(pin, standing.era)
+            tell = bool(standing.pinned.due) and not standing.unsettled and not standing.is_closed
+        if tell:
+            with contextlib.suppress(MaruError):  # then the next call tells it
+                self._driver.run(operations.give_back_pins(standing, wait=False))
+
+
+def _renew(handler_ref: weakref.ref[MaruHandler], stop: threading.Event, beat: float) -> None:
+    """Renew the lease until the handler is closed or forgotten."""
+    while not stop.wait(beat):
+        handler = handler_ref()
+        if handler is None or handler._is_forked:
+            return
+        driver = handler._driver
+        try:
+            driver.run(operations.beat(driver.standing))
+            driver.run(operations.restore(driver.standing))
+        except HandlerClosed:
+            return
+        except (MaruError, OSError) as exc:
+            _log.warning("%r: no sign of life from the server: %s", handler, exc)
+        except Exception:  # a bug of ours must not silently cost the lease
+            _log.exception("%r could not renew its lease", handler)
+        beat = beat_of(driver.standing)
+        del handler, driver
+
+
+def _close_lines(lines: Lines, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has copies of them, which are no sockets
+        lines.close()
+
+
+def _after_fork() -> None:
+    for handler in list(_handlers):
+        handler._is_forked = True
+        handler._standing.is_connected = False  # so that every call looks why
+        handler._lock = threading.RLock()  # whoever held it is not in this process
+
+
+os.register_at_fork(after_in_child=_after_fork)

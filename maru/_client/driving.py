@@ -1,0 +1,223 @@
+"""Driving operations from any thread: what they ask for is done here, over blocking sockets.
+
+Rule 1. A step of an operation runs under one lock, and nothing that takes time does: not waiting for the server, not copying,
+        not mapping.
+Rule 2. Whatever goes wrong is thrown into the operation, which leaves everything in order and raises it on.
+Rule 3. What runs alone waits for nobody who waits for it: an operation that is run alone runs others inside at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from time import monotonic
+from typing import Any, Generic, TypeVar
+
+from .._errors import BadMessage, HandlerClosed, MaruError, NoAnswer, ServerLost, ServerRefused
+from .._wire import ErrorReply
+from ..transport import BlockingDealer
+from .fetching import fetch_region
+from .lines import Line, Lines
+from .operations import Alone, Call, Effect, Map, Operation, Standing, Start, Work
+
+T = TypeVar("T")
+
+
+class Driver:
+    """Performs what operations ask for, in whatever thread calls."""
+
+    def __init__(
+        self, standing: Standing, lock: AbstractContextManager[object], connect: Callable[[], BlockingDealer]
+    ) -> None:
+        self.standing = standing
+        self.timeout = standing.config.timeout_ms / 1e3
+        self.lock = lock
+        """Held while an operation takes a step. Whoever has it may take it again."""
+        self._alone = threading.RLock()
+        self.abandoned: deque[tuple[Operation[Any], Call]] = deque()
+        """Operations that wait for an answer, and whose ticket was forgotten."""
+        self.lines = Lines(connect, standing.config.max_inflight, lock, standing.heard_late)
+
+    def run(self, operation: Operation[T], value: Any = None, error: BaseException | None = None) -> T:
+        """Drive it to its end; one that was begun, on from there with what it waits for."""
+        send, throw, lock = operation.send, operation.throw, self.lock
+        try:
+            while True:
+                with lock:
+                    effect = send(value) if error is None else throw(error)
+                error = None
+                try:
+                    value = self.perform(effect)
+                except BaseException as exc:
+                    error = exc
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        finally:
+            error = None  # its traceback holds this frame
+
+    def perform(self, effect: Effect) -> Any:
+        if type(effect) is Call:
+            return self._call(effect)
+        if type(effect) is Work:
+            return effect.do()
+        if type(effect) is Alone:
+            with self._alone:
+                return self.run(effect.operation())
+        if type(effect) is Start:
+            return self._start(effect.call)
+        assert type(effect) is Map
+        s = self.standing
+        return fetch_region(
+            effect, session=s.token, descriptors=s.descriptors, rm_address=s.rm_address, timeout=self.timeout
+        )
+
+    def begin(self, operation: Operation[T]) -> Call | T:
+        """Drive it until it has sent something whose answer it needs."""
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            while True:
+                with self.lock:
+                    effect = operation.send(value) if error is None else operation.throw(error)
+                error = None
+                try:
+                    if type(effect) is Call:
+                        return self._begin(effect)
+                    value = self.perform(effect)
+                except BaseException as exc:
+                    error = exc
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        finally:
+            error = None
+
+    def _begin(self, call: Call) -> Call:
+        deadline = monotonic() + (self.timeout if call.patience is None else call.patience)
+        line = self.lines.take(deadline)
+        try:
+            line.send(call, deadline)
+        finally:
+            self.lines.give_back(line)
+        return call
+
+    def finish(self, call: Call) -> Any:
+        """The answer to what was begun."""
+        if call.reply is None:
+            line, lines = call.line, self.lines
+            lines.take_that(line, call.deadline)
+            try:
+                self._wait(line, call)
+            finally:
+                lines.give_back(line)
+        return self._answer(call)
+
+    def bury(self) -> None:
+        """End what was forgotten, as if it had not been answered."""
+        while self.abandoned:
+            operation, call = self.abandoned.popleft()
+            with contextlib.suppress(MaruError):
+                self.lines.take_that(call.line, monotonic() + self.timeout)
+                try:
+                    call.line.give_up(call)
+                finally:
+                    self.lines.give_back(call.line)
+            with contextlib.suppress(MaruError):
+                self.run(operation, None, NoAnswer("nobody has asked for the answer"))
+
+    def _call(self, call: Call) -> Any:
+        lines = self.lines
+        deadline = monotonic() + (self.timeout if call.patience is None else call.patience)
+        line = lines.take(deadline)
+        try:
+            line.send(call, deadline)
+            self._wait(line, call)
+        finally:
+            lines.give_back(line)
+        return self._answer(call)
+
+    def _start(self, call: Call) -> None:
+        """Send a call for whose answer nobody waits. What it brings is heard all the same."""
+        now = monotonic()
+        try:
+            line = self.lines.take(now)
+        except NoAnswer:
+            return
+        try:
+            line.send(call, now)
+            line.give_up(call)
+        except (NoAnswer, ServerLost):
+            pass
+        finally:
+            self.lines.give_back(line)
+
+    def _wait(self, line: Line, call: Call) -> None:
+        deadline = call.deadline
+        try:
+            while call.reply is None:
+                line.receive(deadline)
+                if self.lines.is_closed:
+                    raise HandlerClosed("the handler was closed while a call waited for its answer")
+        except BaseException as exc:
+            line.give_up(call)
+            if isinstance(exc, NoAnswer):
+                self.standing.counters.unanswered += 1
+            raise
+
+    def _answer(self, call: Call) -> Any:
+        reply = call.reply
+        if type(reply) is BadMessage:
+            raise reply
+        with self.lock:
+            self.standing.heard(call, reply, call.sent_at)
+        if type(reply) is ErrorReply:
+            raise ServerRefused(reply.error, reply.code)
+        return reply
+
+
+class Ticket(Generic[T]):
+    """A call that was begun and not waited for. Made by :attr:`MaruHandler.begin`. Its result can be had once.
+
+    A store that was begun has copied its buffers; one that is forgotten counts as not answered.
+    """
+
+    __slots__ = ("__weakref__", "_driver", "_operation", "_value", "_waiting")
+
+    def __init__(self, driver: Any, operation: Any) -> None:
+        """Not to be called: a handler makes them."""
+        self._waiting: Call | None = None
+        self._driver: Driver | None = driver
+        self._operation = operation
+        self._value: Any = None
+        begun = driver.begin(operation)
+        if isinstance(begun, Call):
+            self._waiting = begun
+        else:
+            self._value = begun
+
+    def result(self) -> T:
+        """What the call returns or raises. Waits as the call itself would have, from when it was begun."""
+        driver, self._driver = self._driver, None
+        if driver is None:
+            raise HandlerClosed("the result of this call was asked for before")
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            value: T = self._value
+            return value
+        try:
+            reply = driver.finish(waiting)
+        except BaseException as exc:
+            result: T = driver.run(self._operation, None, exc)
+        else:
+            result = driver.run(self._operation, reply)
+        return result
+
+    def __del__(self) -> None:
+        waiting = getattr(self, "_waiting", None)
+        if waiting is not None and self._driver is not None:
+            # Not closed here: finalizers run anywhere, also inside a step of another operation.
+            self._driver.abandoned.append((self._operation, waiting))

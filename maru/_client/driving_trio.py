@@ -1,0 +1,302 @@
+"""Driving operations in a trio run: what they ask for is done here, over one socket for all tasks.
+
+No task stands between a call and its answer: who waits reads the socket. Beside the callers run a few small tasks: one ends
+waits that are over, one renews the lease, one tells the server of views that were left.
+
+Rule 1. Whatever goes wrong, a cancellation included, is thrown into the operation, which leaves everything in order and raises
+        it on.
+Rule 2. One task watches over all waits, since a deadline of its own would cost each call a third.
+Rule 3. What may block, does so in a thread: mapping, and copies that take longer than a thread costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from functools import partial
+from typing import Any, TypeVar
+
+import trio
+
+from .._errors import BadFrame, BadMessage, HandlerClosed, MaruError, NoAnswer, ServerRefused
+from .._wire import HEADER_BYTES, ErrorReply, decode_reply, read_header, request
+from ..transport import Message, MessageSocket
+from . import operations as operations
+from .correlation import Correlation
+from .face import CallStatistics, beat_of
+from .fetching import fetch_region
+from .operations import Alone, Call, Effect, Map, Operation, Pin, Span, Standing, Start, Work
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+INLINE_BYTES = 1 << 20
+"""A copy up to here is made in place: it takes as long as waking a thread and being woken by it."""
+COPIES = 2
+"""Copies in threads at once: two fill a memory bus."""
+
+
+class Driver:
+    """Performs what operations ask for, in a trio run."""
+
+    def __init__(self, standing: Standing) -> None:
+        self.standing = standing
+        self.timeout = standing.config.timeout_ms / 1e3
+        self.correlation: Correlation[Call] = Correlation(standing.config.max_inflight)
+        self.unreadable = 0
+        self._socket: MessageSocket
+        self._closed = True
+        self._room = trio.lowlevel.ParkingLot()
+        self._alone = trio.Lock()
+        self._copies = trio.CapacityLimiter(COPIES)
+        self._released = trio.Event()
+        self._keeping = trio.CancelScope(shield=True)
+        self.connected = trio.Event()
+
+    def use(self, socket: MessageSocket) -> None:
+        """Talk over this socket from now on."""
+        self._socket = socket
+        self._closed = False
+
+    def close(self) -> None:
+        """No further calls. Those that wait end when the socket is closed."""
+        self._closed = True
+        self._room.unpark_all()
+        self._keeping.cancel()
+
+    async def keep(self) -> None:
+        """What goes on beside the callers, until closed.
+
+        Cancelling what is around the handler does not end it: a caller may go on for a while, in a shield, and must not wait
+        for ever, nor lose what it reads.
+        """
+        with self._keeping:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.keep_time)
+                await self.connected.wait()
+                nursery.start_soon(self.keep_lease)
+                nursery.start_soon(self.keep_unpinning)
+
+    async def run(self, operation: Operation[T], *, is_alone: bool = False) -> T:
+        """Drive it to its end. Always a checkpoint."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        send = operation.send
+        waited = False
+        value: Any = None
+        error: BaseException | None = None
+        try:
+            while True:
+                effect = send(value) if error is None else operation.throw(error)
+                error = None
+                try:
+                    if type(effect) is Call:
+                        waited = True
+                        value = await self._call(effect)
+                    else:
+                        waited = waited or type(effect) is not Start
+                        value = await self._perform(effect, is_alone)
+                except BaseException as exc:
+                    error = exc
+        except StopIteration as stop:
+            if not waited:
+                await trio.lowlevel.cancel_shielded_checkpoint()
+            result: T = stop.value
+            return result
+        finally:
+            error = None  # its traceback holds this frame
+
+    async def _perform(self, effect: Effect, is_alone: bool) -> Any:
+        if type(effect) is Start:
+            self._start(effect.call)
+            return None
+        if type(effect) is Work:
+            if effect.size <= INLINE_BYTES:
+                return effect.do()
+            return await trio.to_thread.run_sync(effect.do, limiter=self._copies)
+        if type(effect) is Alone:
+            if is_alone:
+                return await self.run(effect.operation(), is_alone=True)
+            async with self._alone:
+                return await self.run(effect.operation(), is_alone=True)
+        assert type(effect) is Map
+        return await self.map(effect)
+
+    async def map(self, effect: Map) -> Span:
+        """Map a region, in a thread."""
+        s = self.standing
+        fetch = partial(
+            fetch_region,
+            effect,
+            session=s.token,
+            descriptors=s.descriptors,
+            rm_address=s.rm_address,
+            timeout=self.timeout,
+        )
+        # Left alone when cancelled: what it has mapped then is referred to by nobody, and unmaps itself.
+        return await trio.to_thread.run_sync(fetch, abandon_on_cancel=True)
+
+    # --- calls ----------------------------------------------------------------------------------------------------
+
+    async def _call(self, call: Call) -> Any:
+        while self.correlation.is_full and not self._closed:
+            await self._room.park()
+        frames = self._begin(call)
+        try:
+            try:
+                self._socket.send_nowait(frames)
+            except trio.WouldBlock:
+                await self._send_late(call, frames)
+            reply = await call.expected.wait()
+        except BaseException as exc:
+            self._give_up(call)
+            if isinstance(exc, trio.ClosedResourceError):
+                raise HandlerClosed(f"{self.standing!r}: closed while a call waited for its answer") from exc
+            raise
+        if type(reply) is ErrorReply:
+            raise ServerRefused(reply.error, reply.code)
+        return reply
+
+    async def _send_late(self, call: Call, frames: tuple[bytes, bytes]) -> None:
+        """Send it once there is room: the server is away for long, or takes nothing in. Waits as long as for an answer."""
+        with trio.move_on_after(max(0.0, call.deadline - self.standing.clock())) as patience:
+            await self._socket.send(frames)
+        if patience.cancelled_caught:
+            self.standing.counters.unanswered += not call.is_over
+            raise NoAnswer(f"{self.standing!r}: nothing more can be sent to it")
+
+    def _start(self, call: Call) -> None:
+        """Send a call for whose answer nobody waits. What it brings is heard all the same."""
+        if self.correlation.is_full or self._closed:
+            return
+        frames = self._begin(call)
+        try:
+            self._socket.send_nowait(frames)
+        except (trio.WouldBlock, trio.ClosedResourceError):
+            pass
+        finally:
+            self._give_up(call)
+
+    def _begin(self, call: Call) -> tuple[bytes, bytes]:
+        """A call becomes frames that may leave now."""
+        if self._closed:
+            raise HandlerClosed(f"{self.standing!r}")
+        call.sequence = sequence = self.correlation.begin(call)
+        try:
+            frame = request(call.code, sequence, call.message)
+            if call.sending is not None:
+                call.sending()
+        except BaseException:
+            self.correlation.unsent(sequence)
+            self._unpark()
+            raise
+        call.expected = self._socket.expect()
+        call.sent_at = now = self.standing.clock()
+        call.deadline = now + (self.timeout if call.patience is None else call.patience)
+        return b"", frame
+
+    def _give_up(self, call: Call) -> None:
+        """Nobody waits for this call any more. Its answer may be there all the same."""
+        if not call.is_over:
+            call.is_over = True
+            self.correlation.give_up(call.sequence)
+            self._unpark()
+        elif call.reply is not None:
+            self.standing.heard_late(call, call.reply)
+
+    def _unpark(self) -> None:
+        if self._room:
+            self._room.unpark()
+
+    def on_messages(self, messages: list[Message]) -> None:
+        """Answers have come. Never raises: it is called by whoever reads the socket, for all."""
+        correlation, standing = self.correlation, self.standing
+        for message in messages:
+            frame = message[-1]
+            try:
+                _, _, sequence, length = read_header(frame)
+            except BadFrame:
+                self.unreadable += 1
+                continue
+            call = correlation.answered(sequence)
+            is_late = call is None
+            if call is None:
+                call = correlation.late(sequence)
+                if call is None:
+                    continue
+            try:
+                reply = decode_reply(call.code, memoryview(frame)[HEADER_BYTES : HEADER_BYTES + length])
+            except BadMessage as exc:
+                self.unreadable += 1
+                if not is_late:
+                    call.is_over = True
+                    call.expected.fail(exc)
+                continue
+            if is_late:
+                standing.heard_late(call, reply)
+                continue
+            call.is_over = True
+            call.reply = reply
+            standing.heard(call, reply, call.sent_at)
+            call.expected.deliver(reply)
+            if self._room:
+                self._room.unpark()
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    async def keep_time(self) -> None:
+        """End every wait that is over.
+
+        All of them are equally long, or longer. So whoever sleeps for that long at most, and then until the first of those
+        that wait is over, is never late; and no call has to wake him, or has a deadline of its own.
+        """
+        while True:
+            now = self.standing.clock()
+            first = now + self.timeout
+            for call in self.correlation.calls():
+                if call.deadline > now:
+                    first = min(first, call.deadline)
+                else:
+                    call.is_over = True
+                    self.correlation.give_up(call.sequence)
+                    self._unpark()
+                    self.standing.counters.unanswered += 1
+                    call.expected.fail(NoAnswer(f"{self.standing!r}: no answer to code {call.code:#04x}"))
+            await trio.sleep(first - now)
+
+    async def keep_lease(self) -> None:
+        """Renew the lease, and do what has waited for that."""
+        standing = self.standing
+        while True:
+            await trio.sleep(beat_of(standing))
+            try:
+                await self.run(operations.beat(standing))
+                await self.run(operations.restore(standing))
+            except HandlerClosed:
+                return
+            except (MaruError, OSError) as exc:
+                _log.warning("%r: no sign of life from the server: %s", standing, exc)
+
+    async def keep_unpinning(self) -> None:
+        """Tell the server of pins whose views were left."""
+        while True:
+            await self._released.wait()
+            self._released = trio.Event()
+            with contextlib.suppress(MaruError):
+                await self.run(operations.settle(self.standing))
+
+    def give_back(self, pin: Pin) -> None:
+        """One user of a pin less. The server is told at once, and nobody waits for its answer."""
+        standing = self.standing
+        standing.pinned.release(pin, standing.era)
+        if standing.pinned.due and not self._closed:
+            if not standing.unsettled:
+                for effect in operations.give_back_pins(standing, wait=False):
+                    assert type(effect) is Start
+                    self._start(effect.call)
+            if standing.pinned.due:
+                self._released.set()
+
+    def statistics(self) -> CallStatistics:
+        calls = self.correlation.statistics()
+        return CallStatistics(int(not self._closed), calls.waiting, calls.late, calls.unknown, self.unreadable)

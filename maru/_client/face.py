@@ -1,0 +1,155 @@
+"""What both handlers are without waiting for anybody: who they are, and which memory they see."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import attrs
+
+from .._config import MaruConfig
+from .operations import Counters, Standing
+from .pages import PageStatistics
+from .views import MemoryInfo
+
+
+@attrs.frozen
+class CallStatistics:
+    """A snapshot of the calls of a handler; counters since it was made."""
+
+    sockets: int
+    """Open."""
+    waiting: int
+    """Calls without an answer."""
+    late: int
+    """Answers to calls given up, in all."""
+    unknown: int
+    """Answers to nothing, in all."""
+    unreadable: int
+    """Frames or answers that were none, in all."""
+
+
+@attrs.frozen
+class HandlerStatistics:
+    """A snapshot of a handler; counters since it was made."""
+
+    pages: PageStatistics
+    """Its own."""
+    calls: CallStatistics
+    """On the way to the server."""
+    counters: Counters
+    """What happened to it."""
+    pinned: int
+    """Keys it holds pinned."""
+    regions: int
+    """Mapped, its own and others'."""
+
+
+class Face:
+    """The part of a handler that is the same in trio and in threads."""
+
+    def __init__(
+        self,
+        config: MaruConfig | None,
+        knobs: dict[str, Any],
+        clock: Callable[[], float],
+        lock: AbstractContextManager[object],
+    ) -> None:
+        """See the two handlers."""
+        config = MaruConfig() if config is None else config
+        self.config: MaruConfig = attrs.evolve(config, **knobs)
+        """Its knobs."""
+        self._instance_id = self.config.instance_id or uuid.uuid4().hex
+        self._reports = self.config.enable_stats
+        self._lock = lock
+        self._standing = Standing(self.config, self._instance_id, clock)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._standing!r}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} cannot go to another process: make one there")
+
+    @property
+    def connected(self) -> bool:
+        """Whether it was connected and not closed. Says nothing of the server's health: see ``healthcheck``."""
+        return self._standing.is_connected and not self._standing.is_closed
+
+    @property
+    def instance_id(self) -> str:
+        """Who owns its regions."""
+        return self._instance_id
+
+    def get_chunk_size(self) -> int:
+        """Bytes of a page."""
+        return self.config.chunk_size_bytes
+
+    def get_owned_region_ids(self) -> list[int]:
+        """Regions of its own. The first is taken by the first ``alloc``: a handler that only reads takes none."""
+        with self._lock:
+            return [region.region_id for region in self._standing.pages.regions]
+
+    def get_region_page_count(self, region_id: int) -> int | None:
+        """Pages of a region that is mapped here; ``None`` if it is not."""
+        with self._lock:
+            span = self._standing.spans.get(region_id)
+        return None if span is None else span.length // self.config.chunk_size_bytes
+
+    def get_buffer_view(self, region_id: int, offset: int, size: int) -> memoryview | None:
+        """Some bytes of a region that is mapped here, read-only if it is another's; ``None`` if it is not mapped.
+
+        Nothing keeps these bytes from changing: what is read under a pin comes from ``retrieve``.
+
+        Raises:
+            ValueError: they are not inside.
+        """
+        with self._lock:
+            span = self._standing.spans.get(region_id)
+        return None if span is None else span.view(offset, size)
+
+    def set_on_region_added(self, callback: Callable[[int, int], object] | None) -> None:
+        """Have ``callback(region_id, pages)`` called when a region was mapped: an own one, or another's.
+
+        It is called inside the call that needed the region, and must not call for another one.
+        """
+        size, standing = self.config.chunk_size_bytes, self._standing
+
+        def added(region_id: int) -> None:
+            assert callback is not None
+            callback(region_id, standing.spans[region_id].length // size)
+
+        standing.on_region_added = None if callback is None else added
+
+    def _observe(self, what: str, answer: object, latency: float) -> None:
+        """Note what a call did, for the server's statistics. Sent with the next sign of life."""
+        answers = answer if isinstance(answer, list) else [answer]
+        hits = sum(map(bool, answers))
+        result = "none" if not answers else "hit" if hits == len(answers) else "partial" if hits else "miss"
+        size = sum(one.length for one in answers if isinstance(one, MemoryInfo))
+        if what in ("store", "batch_store", "batch_put", "batch_get_into"):
+            size = hits * self.config.chunk_size_bytes
+        self._standing.reports.append((what, result, size, latency))
+
+    def _snapshot(self, calls: CallStatistics) -> HandlerStatistics:
+        standing = self._standing
+        with self._lock:
+            return HandlerStatistics(
+                pages=standing.pages.statistics(),
+                calls=calls,
+                counters=attrs.evolve(standing.counters),
+                pinned=len(standing.pinned),
+                regions=len(standing.spans),
+            )
+
+
+def beat_of(standing: Standing) -> float:
+    """Seconds between two signs of life."""
+    return standing.lease / BEATS_PER_LEASE if standing.own else PUBLISHED_BEAT
+
+
+BEATS_PER_LEASE = 3
+"""Two may be lost."""
+PUBLISHED_BEAT = 10.0
+"""A published server has no lease; its beat only shows whether it still knows this handler's regions."""

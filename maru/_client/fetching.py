@@ -1,0 +1,104 @@
+"""A region into this process's memory: by a descriptor from our server, or by the path that a resource manager tells.
+
+Blocking: it opens, maps and, where the region is our own, puts every page in place. To be called in a thread, or where
+blocking is right. What it is given up over ends with its result: an unused mapping unmaps itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from typing import TYPE_CHECKING
+
+from .._errors import BadMessage, CannotMap, NoAnswer, NotOwner, ServerLost
+from .._memory.mapping import Mapping, map_region
+from .._pool.descriptors import DescriptorRequest, fetch_descriptor
+from .._wire.resource_manager import (
+    HEADER_BYTES,
+    RmAccessRequest,
+    RmAccessResponse,
+    RmErrorResponse,
+    RmHandle,
+    decode_rm_response,
+    encode_rm,
+    read_rm_header,
+)
+
+if TYPE_CHECKING:
+    from .._wire import Handle
+    from .operations import Map
+
+
+def fetch_region(wanted: Map, *, session: bytes, descriptors: str, rm_address: str, timeout: float) -> Mapping:
+    """Map what an operation wants.
+
+    Args:
+        wanted: the region, and with what to ask for it.
+        session: the token of the session that has the capability.
+        descriptors: the socket of our server's that hands out descriptors.
+        rm_address: ``host:port`` of a resource manager, asked where there is no capability.
+        timeout: for the asking; mapping takes as long as it takes.
+
+    Raises:
+        NotOwner: the region is somebody else's to write.
+        CannotMap: it is gone, or there is no memory behind it.
+        NoAnswer: nobody answered in time.
+        ServerLost: nobody is there to ask.
+    """
+    if wanted.capability is not None:
+        request = DescriptorRequest(
+            session, wanted.region_id, wanted.offset, wanted.length, wanted.write, wanted.capability
+        )
+        fd, offset, length = fetch_descriptor(descriptors, request, timeout)
+        try:
+            return map_region(fd, length, offset, write=wanted.write, pin=None)
+        finally:
+            os.close(fd)
+    if not rm_address:
+        raise CannotMap(f"region {wanted.region_id}: the server named no resource manager, and rm_address is not set")
+    access = ask_for_access(rm_address, wanted.handle, timeout)
+    return map_region(access.path, access.length, access.offset, write=wanted.write, pin=None)
+
+
+def ask_for_access(rm_address: str, handle: Handle, timeout: float) -> RmAccessResponse:
+    """Where a region is, says the resource manager at ``host:port``."""
+    host, _, port = rm_address.rpartition(":")
+    deadline = time.monotonic() + timeout
+    shown = RmHandle(handle.region_id, handle.offset, handle.length, handle.auth_token)
+    request = encode_rm(RmAccessRequest(shown, f"{socket.gethostname()}:{os.getpid()}"))
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout) as connection:
+            connection.sendall(request)
+            kind, length = read_rm_header(_receive(connection, HEADER_BYTES, deadline))
+            answer = decode_rm_response(kind, _receive(connection, length, deadline))
+    except TimeoutError as exc:
+        raise NoAnswer(f"the resource manager at {rm_address} did not answer within {timeout:g} s") from exc
+    except OSError as exc:
+        raise ServerLost(f"the resource manager at {rm_address}: {exc}") from exc
+    if isinstance(answer, RmErrorResponse):
+        raise CannotMap(f"region {handle.region_id}: {answer.message}")
+    if not isinstance(answer, RmAccessResponse):
+        raise BadMessage(f"the resource manager answered with a {type(answer).__name__}")
+    if answer.status:
+        reason = os.strerror(-answer.status)
+        if -answer.status in (errno.EACCES, errno.EPERM):
+            raise NotOwner(f"region {handle.region_id}: {reason}")
+        raise CannotMap(f"region {handle.region_id}: {reason}")
+    return answer
+
+
+def _receive(connection: socket.socket, n: int, deadline: float) -> bytes:
+    parts: list[bytes] = []
+    while n:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        connection.settimeout(left)
+        part = connection.recv(n)
+        if not part:
+            raise ConnectionResetError("it hung up")
+        parts.append(part)
+        n -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,240 @@
+"""The trio handler: ``async with MaruHandler(config) as handler``.
+
+Rule 1. Every method checks for cancellation. Cancelled before anything was sent, nothing has happened; cancelled later, the
+        operation behind it leaves its pages and pins so that nothing is lost and nothing is used too early.
+Rule 2. A wait for an answer ends after ``timeout_ms`` with :class:`~maru.NoAnswer`.
+Rule 3. Leaving the block ends the session and everything beside it, within a second, whatever the server does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
+from time import monotonic
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import trio
+
+from .._config import MaruConfig
+from .._errors import MaruError, NoAnswer, ServerLost
+from .._wire import Code
+from ..transport import OpenMessageSocket
+from . import handling as handling
+from . import operations as operations
+from .answers import Deleted, Loaded, Stored
+from .copying import Buffer
+from .driving_trio import Driver
+from .face import Face, HandlerStatistics
+from .operations import Operation
+from .reaching import open_dealer
+from .views import AllocHandle, MemoryInfo
+
+T = TypeVar("T")
+
+CLOSE_TIME = 1.0
+"""Seconds that closing may take, whatever the server does."""
+
+
+class MaruHandler(Face):
+    """A client of the page store: ``async with MaruHandler(config) as handler``.
+
+    Args:
+        config: its knobs; also as keywords: ``MaruHandler(server_url="ipc:///run/maru.sock")``.
+
+    Used in the trio run in which it was opened, by any number of tasks. (A :class:`MemoryInfo` may be checked in any
+    thread.) Every method that asks the server may raise :class:`~maru.NoAnswer` (nobody knows whether it was done: never a
+    miss), :class:`~maru.ServerLost`, :class:`~maru.ServerRefused` and :class:`~maru.HandlerClosed`.
+    """
+
+    def __init__(self, config: MaruConfig | None = None, **knobs: Any) -> None:
+        super().__init__(config, knobs, monotonic, nullcontext())
+        self._open_socket: OpenMessageSocket = partial(open_dealer, self.config)
+        self._driver = Driver(self._standing)
+        self._life: AbstractAsyncContextManager[None] | None = None
+
+    # --- its life -------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> MaruHandler:
+        """Connect, and map what others own, if so configured."""
+        if self._life is not None:
+            raise RuntimeError(f"{self!r} was opened before")
+        self._life = self._living()
+        await self._life.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        """End the session, within a second or so: regions stay readable, handles and infos are void."""
+        assert self._life is not None
+        return await self._life.__aexit__(kind, error, trace)
+
+    @asynccontextmanager
+    async def _living(self) -> AsyncIterator[None]:
+        driver = self._driver
+        error: BaseException | None = None
+        async with self._open_socket(driver.on_messages) as socket, _bare_errors(), trio.open_nursery() as nursery:
+            driver.use(socket)
+            nursery.start_soon(driver.keep)
+            try:
+                await driver.run(operations.connect(self._standing))
+                driver.connected.set()
+                yield
+            except BaseException as exc:
+                if nursery.cancel_scope.cancel_called:  # a task of ours has failed
+                    raise
+                error = exc  # the body's own: it leaves as it came
+            finally:
+                with trio.move_on_after(CLOSE_TIME, shield=True), contextlib.suppress(MaruError):
+                    await driver.run(operations.close(self._standing))
+                self._standing.is_closed = True
+                self._standing.spans.clear()  # what views hold stays mapped
+                driver.close()
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
+
+    async def healthcheck(self) -> bool:
+        """Whether the server answers now."""
+        try:
+            await self._driver.run(operations.simply(self._standing, Code.HEARTBEAT))
+        except (NoAnswer, ServerLost):
+            return False
+        return True
+
+    # --- storing --------------------------------------------------------------------------------------------------
+
+    async def alloc(self, size: int) -> AllocHandle | None:
+        """A page to fill with ``size`` bytes, at most ``chunk_size_bytes``; ``None`` if there is no room for it."""
+        return await self._run("alloc", handling.alloc(self._standing, size))
+
+    async def batch_alloc(self, n: int, size: int | None = None) -> list[AllocHandle] | None:
+        """``n`` pages to fill, neighbours where possible; ``None`` if there is no room for so many.
+
+        Asks nobody while there are free pages. If not, the server evicts what this instance used least recently; then
+        another region is taken, if ``auto_expand`` is on.
+        """
+        return await self._run("batch_alloc", handling.batch_alloc(self._standing, n, size))
+
+    def free(self, handle: AllocHandle) -> None:
+        """Give a page back that was not stored."""
+        self._standing.check_open()
+        handling.free(self._standing, [handle])
+
+    async def store(self, key: str, handle: AllocHandle) -> Stored:
+        """Register a filled page under a key. The handle is of no use afterwards, whatever the answer.
+
+        Raises:
+            NoAnswer: it may be stored, or may be yet. Its page is used again only once that is known. The same holds when
+                this is cancelled.
+        """
+        return await self._run("store", handling.store_one(self._standing, key, handle))
+
+    async def batch_store(self, keys: Iterable[str], handles: Iterable[AllocHandle]) -> list[Stored]:
+        """Register filled pages: what is a duplicate, in the batch or at the server, frees its page. One round trip."""
+        return await self._run("batch_store", handling.batch_store(self._standing, keys, handles))
+
+    async def batch_put(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> list[Stored]:
+        """Copy buffers into pages and register them.
+
+        What there is no room for is answered ``FULL``; the first of them go in first.
+        """
+        return await self._run("batch_put", handling.batch_put(self._standing, keys, buffers))
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    async def retrieve(self, key: str) -> MemoryInfo | None:
+        """What lies under a key, pinned, to be read in place; ``None`` if it is missing."""
+        return await self._run("retrieve", handling.retrieve(self._standing, key, self._driver.give_back))
+
+    async def batch_retrieve(self, keys: Iterable[str]) -> list[MemoryInfo | None]:
+        """:meth:`retrieve` for many keys. Of keys that this handler has pinned, nobody is asked."""
+        return await self._run("batch_retrieve", handling.batch_retrieve(self._standing, keys, self._driver.give_back))
+
+    async def batch_get_into(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> list[Loaded]:
+        """Copy what lies under these keys into buffers, verified. Buffers of keys that are missing stay as they are.
+
+        Raises:
+            LeaseLost: the server restarted, twice, while this was copied. The buffers are of no use.
+            ValueError: more is stored under a key than fits its buffer.
+        """
+        return await self._run("batch_get_into", handling.batch_get_into(self._standing, keys, buffers))
+
+    async def exists(self, key: str) -> bool:
+        """Whether this key is there now. No use of it."""
+        return await self._run("exists", operations.exists(self._standing, key))
+
+    async def batch_exists(self, keys: Iterable[str]) -> list[bool]:
+        """Which of these keys are there now."""
+        return await self._run("batch_exists", operations.exist(self._standing, list(keys)))
+
+    async def pin(self, key: str) -> bool:
+        """Keep a key from being evicted and deleted until :meth:`unpin`, or the end of the session. Counted."""
+        return await self._run("pin", handling.pin_one(self._standing, key))
+
+    async def batch_pin(self, keys: Iterable[str]) -> list[bool]:
+        """Pin the first keys up to the first that is missing: from there on, False."""
+        return await self._run("batch_pin", operations.pin(self._standing, list(keys)))
+
+    async def unpin(self, key: str) -> bool:
+        """Undo one :meth:`pin`. False if there was none."""
+        return await self._run("unpin", handling.unpin_one(self._standing, key))
+
+    async def batch_unpin(self, keys: Iterable[str]) -> list[bool]:
+        """Undo one :meth:`pin` of each."""
+        return await self._run("batch_unpin", operations.unpin(self._standing, list(keys)))
+
+    # --- deleting -------------------------------------------------------------------------------------------------
+
+    async def delete(self, key: str) -> Deleted:
+        """Delete a key, whoever owns it, unless somebody reads it."""
+        return await self._run("delete", handling.delete_one(self._standing, key))
+
+    async def batch_delete(self, keys: Iterable[str]) -> list[Deleted]:
+        """:meth:`delete` for many keys."""
+        return await self._run("batch_delete", operations.delete(self._standing, list(keys)))
+
+    # --- watching -------------------------------------------------------------------------------------------------
+
+    async def get_stats(self) -> dict[str, Any]:
+        """The server's statistics, as the published server has them."""
+        reply = await self._driver.run(operations.simply(self._standing, Code.GET_STATS))
+        stats: dict[str, Any] = msgspec.to_builtins(reply)
+        return stats
+
+    def statistics(self) -> HandlerStatistics:
+        """An immutable snapshot of this handler."""
+        return self._snapshot(self._driver.statistics())
+
+    async def _run(self, what: str, operation: Operation[T]) -> T:
+        if not self._reports:
+            return await self._driver.run(operation)
+        began = monotonic()
+        answer = await self._driver.run(operation)
+        self._observe(what, answer, monotonic() - began)
+        return answer
+
+
+def open_handler(config: MaruConfig | None = None, **knobs: Any) -> MaruHandler:
+    """Make a handler, to be opened by ``async with``: for who reads ``open_...`` more easily."""
+    return MaruHandler(config, **knobs)
+
+
+@asynccontextmanager
+async def _bare_errors() -> AsyncIterator[None]:
+    """An error that is alone leaves as it is, not as a group of one."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        alone: BaseException = group
+        while isinstance(alone, BaseExceptionGroup) and len(alone.exceptions) == 1:
+            alone = alone.exceptions[0]
+        if alone is group:
+            raise
+        raise alone from alone.__cause__

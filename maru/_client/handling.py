@@ -1,0 +1,166 @@
+"""What both handlers do: the operations, over handles, views and buffers. Pure, but for where buffers lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from .answers import Deleted, Loaded, Stored
+from .copying import Buffer, Places, copy, copy_and_sum, sums
+from .operations import Operation, Pin, Standing, Work, allocate, delete, hold, load, pin, put, store, unpin
+from .views import AllocHandle, MemoryInfo
+
+T = TypeVar("T")
+
+
+# --- storing ------------------------------------------------------------------------------------------------------
+
+
+def alloc(s: Standing, size: int) -> Operation[AllocHandle | None]:
+    """A page to fill."""
+    handles = yield from batch_alloc(s, 1, size)
+    return None if handles is None else handles[0]
+
+
+def batch_alloc(s: Standing, n: int, size: int | None) -> Operation[list[AllocHandle] | None]:
+    """Pages to fill."""
+    page_bytes = s.pages.page_bytes
+    size = page_bytes if size is None else size
+    if not 0 < size <= page_bytes:
+        raise ValueError(f"{size} bytes do not fit a page, which has chunk_size_bytes, {page_bytes}")
+    if n < 0:
+        raise ValueError(f"{n} pages")
+    pages = yield from allocate(s, n)
+    return None if pages is None else [AllocHandle(s, page, size) for page in pages]
+
+
+def free(s: Standing, handles: Iterable[AllocHandle]) -> None:
+    """Give pages back that were not stored. Once: a handle that was stored or freed is refused."""
+    handles = list(handles)
+    for handle in handles:
+        handle._check(s)
+    s.free([handle._use() for handle in handles])
+
+
+def batch_store(s: Standing, keys: Iterable[str], handles: Iterable[AllocHandle]) -> Operation[list[Stored]]:
+    """Register filled pages."""
+    keys, handles = list(keys), list(handles)
+    if len(keys) != len(handles) or len({id(handle) for handle in handles}) != len(handles):
+        raise ValueError(f"{len(keys)} keys, and {len(handles)} handles, which must all be different")
+    if not keys:
+        return []
+    s.check_open()
+    for handle in handles:
+        handle._check(s)
+    sizes = [handle.size for handle in handles]
+    checksums: list[int] | None = None
+    if s.config.checksums:
+        checksums = yield Work(partial(_sums, handles), sum(sizes))
+    pages = [handle._use() for handle in handles]
+    return (yield from store(s, keys, pages, _one_for_all(sizes), checksums))
+
+
+def batch_put(s: Standing, keys: Iterable[str], buffers: Sequence[Buffer]) -> Operation[list[Stored]]:
+    """Copy buffers into pages and register them."""
+    keys = list(keys)
+    with Places(buffers, write=False) as places:
+        at, sizes = places.addresses, places.sizes
+        _check(keys, sizes, s.pages.page_bytes)
+        if not keys:
+            return []
+
+        def copying(to: Sequence[int], summed: bool) -> list[int] | None:
+            n = len(to)
+            if summed:
+                return copy_and_sum(to, at[:n], sizes[:n])
+            copy(to, at[:n], sizes[:n])
+            return None
+
+        return (yield from put(s, keys, _one_for_all(sizes), copying))
+
+
+# --- reading ------------------------------------------------------------------------------------------------------
+
+
+def retrieve(s: Standing, key: str, give_back: Callable[[Pin], object]) -> Operation[MemoryInfo | None]:
+    """What lies under a key, pinned."""
+    [found] = yield from batch_retrieve(s, [key], give_back)
+    return found
+
+
+def batch_retrieve(
+    s: Standing, keys: Iterable[str], give_back: Callable[[Pin], object]
+) -> Operation[list[MemoryInfo | None]]:
+    """What lies under these keys, pinned."""
+    keys = list(keys)
+    pins = yield from hold(s, keys)
+    return [None if one is None else MemoryInfo(s, key, one, give_back) for key, one in zip(keys, pins, strict=True)]
+
+
+def batch_get_into(s: Standing, keys: Iterable[str], buffers: Sequence[Buffer]) -> Operation[list[Loaded]]:
+    """Copy what lies under these keys into buffers."""
+    keys = list(keys)
+    with Places(buffers, write=True) as places:
+        to, sizes = places.addresses, places.sizes
+        _check(keys, sizes, None)
+        if not keys:
+            return []
+
+        def copying(
+            positions: Sequence[int], at: Sequence[int], lengths: Sequence[int], summed: bool
+        ) -> list[int] | None:
+            targets = to if len(positions) == len(to) else [to[position] for position in positions]
+            if summed:
+                return copy_and_sum(targets, at, lengths)
+            copy(targets, at, lengths)
+            return None
+
+        return (yield from load(s, keys, sizes, copying))
+
+
+# --- one key ------------------------------------------------------------------------------------------------------
+
+
+def first(operation: Operation[list[T]]) -> Operation[T]:
+    """The only answer."""
+    [answer] = yield from operation
+    return answer
+
+
+def store_one(s: Standing, key: str, handle: AllocHandle) -> Operation[Stored]:
+    """Register a filled page."""
+    return first(batch_store(s, [key], [handle]))
+
+
+def pin_one(s: Standing, key: str) -> Operation[bool]:
+    """Pin a key, if it is there."""
+    return first(pin(s, [key]))
+
+
+def unpin_one(s: Standing, key: str) -> Operation[bool]:
+    """Undo a pin."""
+    return first(unpin(s, [key]))
+
+
+def delete_one(s: Standing, key: str) -> Operation[Deleted]:
+    """Delete a key."""
+    return first(delete(s, [key]))
+
+
+# --- helpers ------------------------------------------------------------------------------------------------------
+
+
+def _one_for_all(sizes: list[int]) -> int | list[int]:
+    return sizes[0] if sizes.count(sizes[0]) == len(sizes) else sizes
+
+
+def _check(keys: Sequence[str], sizes: Sequence[int], most: int | None) -> None:
+    if len(keys) != len(sizes):
+        raise ValueError(f"{len(keys)} keys but {len(sizes)} buffers")
+    if most is not None and sizes and not 0 < min(sizes) <= max(sizes) <= most:
+        raise ValueError(f"buffers of {min(sizes)} to {max(sizes)} bytes; a page has chunk_size_bytes, {most}")
+
+
+def _sums(handles: Sequence[AllocHandle]) -> list[int]:
+    return sums([handle.address for handle in handles], [handle.size for handle in handles])

@@ -1,0 +1,246 @@
+"""Lines: the blocking sockets of one handler, and who uses which.
+
+Each line is a socket with its own sequence numbers. A call takes a line that nobody uses, sends, and waits on it; so threads
+do not wait for each other, and a lone thread always talks over the same warm socket. There are as many lines as threads that
+call at once.
+
+Rule 1. Only who has taken a line touches its socket.
+Rule 2. Whoever waits on a line hands out what else arrives there: to calls begun there that are waited for later, and to nobody
+        what was given up.
+Rule 3. A line whose handler was closed is closed by whoever has it last: nobody closes it under somebody.
+Rule 4. No wait without an end: every one has a deadline, and notices within a moment that the handler was closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from time import monotonic
+from typing import Any
+
+from .._errors import BadFrame, BadMessage, HandlerClosed, NoAnswer
+from .._wire import HEADER_BYTES, decode_reply, read_header, request
+from ..transport import BlockingDealer
+from .correlation import Correlation
+from .face import CallStatistics
+from .operations import Call
+
+LOOK_UP = 0.1
+"""Seconds after which a wait looks whether the handler was closed."""
+
+
+class Line:
+    """One socket."""
+
+    __slots__ = ("_dealer", "_late", "_lock", "correlation", "unreadable")
+
+    def __init__(
+        self,
+        dealer: BlockingDealer,
+        window: int,
+        lock: AbstractContextManager[object],
+        late: Callable[[Call, Any], None],
+    ) -> None:
+        self._dealer = dealer
+        self._lock = lock
+        self._late = late
+        self.correlation: Correlation[Call] = Correlation(window)
+        self.unreadable = 0
+
+    def send(self, call: Call, deadline: float) -> None:
+        """Send a call. What it has to say right before is said.
+
+        Raises:
+            NoAnswer: the window is full, and no answer came in time, or the server takes nothing in.
+        """
+        correlation = self.correlation
+        while len(correlation) >= correlation.window:
+            self.receive(deadline)
+        call.sequence = sequence = correlation.begin(call)
+        try:
+            frame = request(call.code, sequence, call.message)
+            if call.sending is not None:
+                with self._lock:
+                    call.sending()
+        except BaseException:
+            correlation.unsent(sequence)
+            raise
+        call.line = self
+        call.deadline = deadline
+        call.sent_at = now = monotonic()
+        try:
+            if not self._dealer.send((b"", frame), deadline - now if deadline > now else 0.0):
+                raise NoAnswer("the server takes nothing in: nothing more can be sent to it")
+        except BaseException:
+            correlation.give_up(sequence)
+            raise
+
+    def receive(self, deadline: float) -> None:
+        """Take what has arrived, or what arrives within a moment.
+
+        Raises:
+            NoAnswer: nothing came before the deadline.
+        """
+        left = deadline - monotonic()
+        message = self._dealer.receive(LOOK_UP if left > LOOK_UP else left if left > 0.0 else 0.0)
+        if message is None:
+            if left <= 0.0:
+                raise NoAnswer("the server did not answer in time")
+            return
+        self._take(message[-1])
+        # Answers to what was begun here come in crowds. Taken together, each costs less, and whoever asks for one later finds
+        # it there. Where one call waits at a time, there is nothing to look for.
+        while len(self.correlation) and (message := self._dealer.receive(0.0)) is not None:
+            self._take(message[-1])
+
+    def give_up(self, call: Call) -> None:
+        """Nobody waits for this call any more. Its answer may be there all the same."""
+        if call.reply is None:
+            self.correlation.give_up(call.sequence)
+        elif type(call.reply) is not BadMessage:
+            with self._lock:
+                self._late(call, call.reply)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._dealer.close()
+
+    def _take(self, frame: bytes) -> None:
+        try:
+            _, _, sequence, length = read_header(frame)
+        except BadFrame:
+            self.unreadable += 1
+            return
+        call = self.correlation.answered(sequence)
+        is_late = call is None
+        if call is None:
+            call = self.correlation.late(sequence)
+            if call is None:
+                return
+        try:
+            call.reply = decode_reply(call.code, frame[HEADER_BYTES : HEADER_BYTES + length])
+        except BadMessage as exc:
+            self.unreadable += 1
+            call.reply = exc
+            return
+        if is_late:
+            with self._lock:
+                self._late(call, call.reply)
+
+
+class Lines:
+    """All lines of one handler. Any thread.
+
+    Args:
+        connect: makes a socket.
+        window: how many lines there may be, and calls on each.
+        lock: under which operations take their steps, and are told what this has to tell them.
+        late: told of answers to calls that were given up.
+
+    The free ones are a deque, whose ends are taken and put without a lock. A taker that finds none counts itself and looks
+    again before it sleeps; a giver puts first and looks whether somebody is counted then. So none sleeps beside a free line.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], BlockingDealer],
+        window: int,
+        lock: AbstractContextManager[object],
+        late: Callable[[Call, Any], None],
+    ) -> None:
+        self._connect = connect
+        self._window = window
+        self._lock = lock
+        self._late = late
+        self._free: deque[Line] = deque()
+        self._all: list[Line] = []
+        self._given_back = threading.Condition(threading.Lock())
+        self._sleepers = 0
+        self.is_closed = False
+
+    def take(self, deadline: float) -> Line:
+        """A line that nobody uses: the one that was used last.
+
+        Raises:
+            NoAnswer: as many as may wait do so already, and none came to its end in time.
+            HandlerClosed: the handler was closed.
+        """
+        try:
+            return self._free.pop()
+        except IndexError:
+            return self._take(deadline, None)
+
+    def take_that(self, line: Line, deadline: float) -> None:
+        """This line, on which a call was begun.
+
+        Raises:
+            NoAnswer: somebody else uses it for too long.
+            HandlerClosed: the handler was closed.
+        """
+        try:
+            self._free.remove(line)
+        except ValueError:
+            self._take(deadline, line)
+
+    def give_back(self, line: Line) -> None:
+        """This line is not used any more."""
+        self._free.append(line)
+        if self._sleepers:
+            with self._given_back:
+                self._given_back.notify_all()
+        if self.is_closed:
+            self._close_free()
+
+    def close(self) -> None:
+        """Close those that nobody uses. The others follow when they are given back. Idempotent."""
+        self.is_closed = True
+        self._close_free()
+        with self._given_back:
+            self._given_back.notify_all()
+
+    def statistics(self) -> CallStatistics:
+        """An immutable snapshot."""
+        with self._given_back:
+            lines = list(self._all)
+        each = [line.correlation.statistics() for line in lines]
+        return CallStatistics(
+            sockets=0 if self.is_closed else len(lines),
+            waiting=sum(one.waiting for one in each),
+            late=sum(one.late for one in each),
+            unknown=sum(one.unknown for one in each),
+            unreadable=sum(line.unreadable for line in lines),
+        )
+
+    def _take(self, deadline: float, that: Line | None) -> Line:
+        with self._given_back:
+            self._sleepers += 1
+            try:
+                while True:
+                    if self.is_closed:
+                        raise HandlerClosed("the handler was closed")
+                    with contextlib.suppress(IndexError, ValueError):
+                        if that is None:
+                            return self._free.pop()
+                        self._free.remove(that)
+                        return that
+                    if that is None and len(self._all) < self._window:
+                        line = Line(self._connect(), self._window, self._lock, self._late)
+                        self._all.append(line)
+                        return line
+                    left = deadline - monotonic()
+                    if left <= 0:
+                        raise NoAnswer(f"{len(self._all)} calls wait already")
+                    self._given_back.wait(left)
+            finally:
+                self._sleepers -= 1
+
+    def _close_free(self) -> None:
+        while True:
+            try:
+                line = self._free.pop()
+            except IndexError:
+                return
+            line.close()

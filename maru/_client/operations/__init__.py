@@ -1,0 +1,38 @@
+"""The client's core: every operation as a generator, which asks for what it needs and never waits itself. Pure.
+
+One file per idea: connecting (and coming back), storing, reclaiming, reading, deleting. `_standing` is the state they share,
+`_effects` what they ask for; what drives them is a face (`handler`, `blocking`).
+"""
+
+from .connecting import beat as beat
+from .connecting import close as close
+from .connecting import connect as connect
+from .connecting import forget_regions as forget_regions
+from .connecting import give_back_pins as give_back_pins
+from .connecting import settle as settle
+from .connecting import span_of as span_of
+from .deleting import delete as delete
+from .effects import Alone as Alone
+from .effects import Call as Call
+from .effects import Effect as Effect
+from .effects import Map as Map
+from .effects import Operation as Operation
+from .effects import Span as Span
+from .effects import Start as Start
+from .effects import Work as Work
+from .pinned import Pin as Pin
+from .reading import exist as exist
+from .reading import exists as exists
+from .reading import hold as hold
+from .reading import load as load
+from .reading import pin as pin
+from .reading import release as release
+from .reading import simply as simply
+from .reading import unpin as unpin
+from .standing import Counters as Counters
+from .standing import Standing as Standing
+from .storing import addresses as addresses
+from .storing import allocate as allocate
+from .storing import put as put
+from .storing import restore as restore
+from .storing import store as store

@@ -1,0 +1,361 @@
+"""Operations: connecting, staying connected, coming back after a restart, and closing. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TypeVar
+
+from ..._errors import MaruError, NoAnswer, ServerLost, ServerRefused
+from ..._wire import (
+    BeatRequest,
+    CloseRequest,
+    Code,
+    FindReply,
+    FindRequest,
+    Handle,
+    HandshakeReply,
+    HandshakeRequest,
+    KeysRequest,
+    ListReply,
+    ListRequest,
+    RegionRequest,
+    ReportEntry,
+    ReportRequest,
+    ResolveRequest,
+    ReturnRequest,
+    UnpinRequest,
+    raw_scalar,
+)
+from .effects import Alone, Call, Map, Operation, Request, Span, Start
+from .standing import Standing
+
+T = TypeVar("T")
+
+VERSION = "trio-offload"
+CLOSE_PATIENCE = 0.5
+"""Seconds to wait for a farewell: the lease ends without it, too."""
+FORGET_EVERY = 8
+"""Beats between two looks at which foreign regions are still there: some half a minute."""
+SESSION_GONE = "no_session"
+
+
+# --- asking, whatever happened meanwhile --------------------------------------------------------------------------
+
+
+def settle(s: Standing, *, wait: bool = True) -> Operation[None]:
+    """Make the client ready to ask: flush what was forgotten, and reattach if the server restarted or forgot us.
+
+    Args:
+        s: the client.
+        wait: until the server has let go of what was forgotten. Whoever only reads need not.
+    """
+    s.check_open()
+    if s.unsettled:
+        yield Alone(partial(reattach, s))
+    if not s.own and s.looked_after != s.counters.unanswered:
+        yield Alone(partial(look_after_silence, s))
+    if s.pinned.dropped or s.forgotten:
+        s.collect()
+    if s.pinned.due:
+        yield from give_back_pins(s, wait=wait)
+
+
+def steadily(s: Standing, operation: Callable[[], Operation[T]]) -> Operation[T]:
+    """Run an operation; if the server does not know the session, reattach and run it once more.
+
+    A server that knows no session has done nothing, so asking again repeats nothing.
+    """
+    try:
+        return (yield from operation())
+    except ServerRefused as exc:
+        if exc.word != SESSION_GONE:
+            raise
+    s.unsettled = True
+    yield Alone(partial(reattach, s))
+    return (yield from operation())
+
+
+def alone(operation: Callable[[], Operation[T]]) -> Operation[T]:
+    """Run an operation while no other is run so."""
+    result: T = yield Alone(operation)
+    return result
+
+
+# --- connecting ---------------------------------------------------------------------------------------------------
+
+
+def connect(s: Standing) -> Operation[None]:
+    """Greet the server and, if so configured, map what others own."""
+    yield Alone(partial(reattach, s))
+    if s.config.eager_map:
+        yield from map_others(s)
+
+
+def reattach(s: Standing) -> Operation[None]:
+    """Greet the server, with the session that we have: nothing is taken for granted that its epoch may have ended."""
+    if not s.unsettled:
+        return
+    config = s.config
+    sent_at = s.clock()
+    reply: HandshakeReply = yield Call(
+        Code.HANDSHAKE,
+        HandshakeRequest(
+            client_version=raw_scalar(VERSION),
+            instance_id=s.instance_id,
+            extensions=1,
+            session=s.token or None,
+            tenant=config.tenant or None,
+            lease=config.lease,
+            readonly=not config.pool_size,
+        ),
+    )
+    if not reply.success:
+        raise ServerRefused("the handshake was refused")
+    goes_on = s.shook_hands(reply, sent_at)
+    s.unsettled = False
+    try:
+        if goes_on:
+            yield from check_regions(s)
+            yield Call(Code.BEAT, BeatRequest(s.token, s.pages.acknowledged))
+            yield from resolve_limbo(s)
+        if s.own:
+            yield from retake_pins(s)
+    except BaseException:
+        s.unsettled = True
+        raise
+
+
+def check_regions(s: Standing) -> Operation[None]:
+    """Whatever region of ours the server does not list is lost."""
+    if not s.pages.regions:
+        return
+    listed: ListReply = yield Call(Code.LIST_ALLOCATIONS, ListRequest(session=s.token or None))
+    known = {handle.region_id for handle in listed.allocations}
+    for region in s.pages.regions:
+        if region.region_id not in known:
+            s.lose_region(region.region_id)
+
+
+def look_after_silence(s: Standing) -> Operation[None]:
+    """A published server that did not answer may have been started again: then it has forgotten everything.
+
+    It has no epoch to say so. It would take stores for regions that it does not know, and no reader would ever find them.
+    """
+    unanswered = s.counters.unanswered
+    if s.own or s.looked_after == unanswered:
+        return
+    reply: HandshakeReply = yield Call(Code.HANDSHAKE, HandshakeRequest())
+    if reply.codes:  # it is one of ours by now
+        s.unsettled = True
+        yield from reattach(s)
+    else:
+        s.rm_address = reply.rm_address or s.config.rm_address
+        yield from check_regions(s)
+    s.looked_after = unanswered
+
+
+def retake_pins(s: Standing) -> Operation[None]:
+    """Pin again what is pinned. A view of what is not the same registration any more is lost."""
+    keys = [key for key in s.pinned.held_keys() if s.pinned.get(key, s.era) is None]
+    for some in portions(keys, s.max_keys):
+        reply: FindReply = yield find_call(s, some)
+        places = {
+            some[at]: place
+            for at, place in zip(
+                reply.found,
+                zip(reply.regions, reply.offsets, reply.lengths, reply.generations, strict=True),
+                strict=True,
+            )
+        }
+        for key in some:
+            if not s.pinned.retaken(key, places.get(key), s.era):
+                s.counters.views_lost += 1
+
+
+def find_call(s: Standing, names: list[str], *, prefix: bool = False) -> Call:
+    """A FIND that pins. Answered too late, what it has pinned is given back."""
+
+    def late(reply: FindReply) -> None:
+        s.pinned.due += [names[at] for at in reply.found]
+
+    return Call(Code.FIND, FindRequest(s.token, s.pages.acknowledged, names, True, prefix), late=late)
+
+
+# --- staying connected --------------------------------------------------------------------------------------------
+
+
+def beat(s: Standing) -> Operation[None]:
+    """A sign of life, and whatever has waited for one."""
+    yield from settle(s)
+    yield from steadily(s, partial(_beat, s))
+    s.beats += 1
+    if s.beats % FORGET_EVERY == 0:
+        yield from forget_regions(s)
+    if s.reports:
+        yield from report(s)
+
+
+def _beat(s: Standing) -> Operation[None]:
+    try:
+        if s.own:
+            yield Call(Code.BEAT, BeatRequest(s.token, s.pages.acknowledged))
+        else:
+            yield Call(Code.HEARTBEAT, None)
+    except (NoAnswer, ServerLost):
+        s.unsettled = True  # it may be another server by now, and know no BEAT: every one knows a handshake
+        raise
+    if not s.own:
+        yield Alone(partial(check_regions, s))
+    elif s.pages.limbo:
+        yield Alone(partial(resolve_limbo, s))
+
+
+def report(s: Standing) -> Operation[None]:
+    """Tell the server's statistics what this client did."""
+    entries = [
+        ReportEntry(s.instance_id, what, result, size, latency * 1e6)
+        for what, result, size, latency in (s.reports.popleft() for _ in range(min(len(s.reports), s.max_keys)))
+    ]
+    yield Call(Code.REPORT_STATS, ReportRequest(entries))
+
+
+def resolve_limbo(s: Standing) -> Operation[None]:
+    """Ask for the fate of every page that was sent and not answered, and fence those attempts."""
+    for attempt, pages in [(attempt, list(pages)) for attempt, pages in s.pages.limbo.items()]:
+        if attempt not in s.pages.limbo:  # a session was lost meanwhile
+            continue
+        regions, offsets = s.pages.locations(pages)
+        if isinstance(regions, int):
+            regions = [regions] * len(pages)
+        reply = yield Call(Code.RESOLVE, ResolveRequest(s.token, s.pages.acknowledged, attempt, regions, offsets))
+        s.pages.resolved(attempt, pages, reply.held)
+
+
+def give_back_pins(s: Standing, *, wait: bool = True) -> Operation[None]:
+    """Undo the pins that are due.
+
+    What was sent is not asked for again, answered or not: it is done sooner or later, and done twice it could undo a pin that
+    was taken since.
+    """
+    due, s.pinned.due = s.pinned.due, []
+    era = s.era
+    unsent = list(portions(due, s.max_keys))
+    try:
+        while unsent:
+            some = unsent[-1]
+            if s.own:
+                message: Request = UnpinRequest(s.token, s.pages.acknowledged, some)
+                call = Call(Code.UNPIN, message, sending=unsent.pop)
+            else:
+                call = Call(Code.BATCH_UNPIN_KV, KeysRequest(some), sending=unsent.pop)
+            yield call if wait else Start(call)
+            if unsent and unsent[-1] is some:  # it could not leave now
+                break
+    except ServerRefused as exc:
+        if exc.word != SESSION_GONE:
+            raise
+        s.unsettled = True  # and its pins are gone with it
+        unsent.clear()
+    finally:
+        if era == s.era:
+            for some in unsent:
+                s.pinned.due += some
+
+
+def close(s: Standing) -> Operation[None]:
+    """Say farewell, if the server listens: bounded, and silent if it does not."""
+    if s.is_closed:
+        return
+    s.is_closed = True
+    if not s.is_connected:
+        return
+    try:
+        if s.own:
+            yield Call(Code.CLOSE, CloseRequest(s.token, s.pages.acknowledged), patience=CLOSE_PATIENCE)
+            return
+        pinned = s.pinned
+        held = [key for key in pinned.held_keys() if (pin := pinned.get(key, s.era)) for _ in range(pin.taken)]
+        for some in portions([*pinned.due, *held], s.max_keys):
+            yield Call(Code.BATCH_UNPIN_KV, KeysRequest(some), patience=CLOSE_PATIENCE)
+        for region in s.pages.regions:
+            message = ReturnRequest(s.instance_id, region.region_id)
+            yield Call(Code.RETURN_ALLOC, message, patience=CLOSE_PATIENCE)
+    except (NoAnswer, ServerLost, ServerRefused):
+        pass
+
+
+# --- regions ------------------------------------------------------------------------------------------------------
+
+
+def map_others(s: Standing) -> Operation[None]:
+    """Map every region that another owner has, as far as that is possible now: the rest is mapped when it is read."""
+    listed: ListReply = yield Call(
+        Code.LIST_ALLOCATIONS, ListRequest(exclude_instance_id=s.instance_id, session=s.token or None)
+    )
+    remember(s, listed.allocations)
+    for handle in listed.allocations:
+        try:
+            yield from span_of(s, handle.region_id)
+        except (MaruError, OSError):
+            continue
+
+
+def remember(s: Standing, handles: Iterable[Handle]) -> None:
+    """Keep what the resource manager asks for."""
+    for handle in handles:
+        s.handles[handle.region_id] = handle
+
+
+def span_of(s: Standing, region_id: int, *, write: bool = False) -> Operation[Span]:
+    """The region in memory, mapped if it is not."""
+    span = s.spans.get(region_id)
+    if span is None:
+        span = yield Alone(partial(_map, s, region_id, write))
+    return span
+
+
+def _map(s: Standing, region_id: int, write: bool) -> Operation[Span]:
+    if region_id in s.spans:
+        return s.spans[region_id]
+    span: Span
+    if s.own and s.descriptors:
+        reply = yield Call(Code.REGION, RegionRequest(s.token, s.pages.acknowledged, region_id, write))
+        span = yield Map(region_id, reply.offset, reply.length, write=write, capability=reply.capability)
+    else:
+        handle = s.handles.get(region_id)
+        if handle is None:
+            listed: ListReply = yield Call(Code.LIST_ALLOCATIONS, ListRequest(session=s.token or None))
+            remember(s, listed.allocations)
+            handle = s.handles.get(region_id)
+        if handle is None:
+            raise ServerRefused(f"region {region_id} is gone")
+        span = yield Map(region_id, handle.offset, handle.length, write=write, capability=None, handle=handle)
+    s.spans[region_id] = span
+    if not write and s.on_region_added is not None:
+        s.on_region_added(region_id)
+    return span
+
+
+def forget_regions(s: Standing) -> Operation[None]:
+    """Let go of foreign regions that the server does not list any more: mapped here, they would take memory for nothing.
+
+    Views of them stay valid for as long as their pins do: the memory goes with the last of them.
+    """
+    own = {region.region_id for region in s.pages.regions}
+    foreign = [region_id for region_id in s.spans if region_id not in own]
+    if not foreign:
+        return
+    listed: ListReply = yield Call(Code.LIST_ALLOCATIONS, ListRequest(session=s.token or None))
+    known = {handle.region_id for handle in listed.allocations}
+    for region_id in foreign:
+        if region_id not in known:
+            s.spans.pop(region_id, None)
+            s.handles.pop(region_id, None)
+
+
+def portions(keys: list[str], n: int) -> Iterable[list[str]]:
+    """As many at once as the server takes."""
+    if len(keys) <= n:
+        return (keys,) if keys else ()
+    return (keys[start : start + n] for start in range(0, len(keys), n))

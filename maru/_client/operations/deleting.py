@@ -1,0 +1,53 @@
+"""Operations: deleting. Pure."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ..._wire import Code, DropAnswer, DropReply, DropRequest, KeyRequest, SuccessReply
+from ..answers import Deleted
+from ..page_states import PageState
+from .connecting import portions, settle, steadily
+from .effects import Call, Operation
+from .standing import Standing
+
+_ANSWERS = {
+    DropAnswer.DELETED: Deleted.DELETED,
+    DropAnswer.MISSING: Deleted.MISSING,
+    DropAnswer.PINNED: Deleted.PINNED,
+    DropAnswer.PROTECTED: Deleted.PROTECTED,
+}
+
+
+def delete(s: Standing, keys: list[str]) -> Operation[list[Deleted]]:
+    """Delete these keys. Pages of ours come back with the answer.
+
+    Raises:
+        NoAnswer: nobody knows which are gone. What is gone comes back to its owner all the same.
+    """
+    names = s.names(keys)
+    if not s.is_ready():
+        yield from settle(s)
+    if not s.own:
+        return (yield from _delete_published(s, names))
+    answers: list[Deleted] = []
+    for some in portions(names, s.max_keys):
+        request_id = s.next_request()
+        answers += yield from steadily(s, partial(_drop, s, request_id, some))
+    return answers
+
+
+def _drop(s: Standing, request_id: int, names: list[str]) -> Operation[list[Deleted]]:
+    reply: DropReply = yield Call(Code.DROP, DropRequest(s.token, s.pages.acknowledged, request_id, names))
+    return [_ANSWERS.get(answer, Deleted.PROTECTED) for answer in reply.answers]  # type: ignore[call-overload]
+
+
+def _delete_published(s: Standing, names: list[str]) -> Operation[list[Deleted]]:
+    answers: list[Deleted] = []
+    for name in names:
+        reply: SuccessReply = yield Call(Code.DELETE_KV, KeyRequest(name))
+        answers.append(Deleted.DELETED if reply.success else Deleted.MISSING_OR_PINNED)
+        page = s.page_of.pop(name, None) if reply.success else None
+        if page is not None and s.pages.state(page) is PageState.REGISTERED:
+            s.pages.dropped([page])
+    return answers

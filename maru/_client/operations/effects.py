@@ -1,0 +1,141 @@
+"""What an operation asks the world for. An operation is a generator: it yields one of these, and is resumed with the answer.
+
+It never waits, sends or copies itself, so that the trio and the blocking face drive the same code. What goes wrong is thrown
+in where it waits:
+
+* :class:`~maru._errors.NoAnswer`, :class:`~maru._errors.ServerLost`: nobody knows whether what was asked for happened.
+* :class:`~maru._errors.ServerRefused`: the server answered with an error.
+* a cancellation, or whatever else ends a wait.
+
+It leaves its pages and pins in a right state on each of these, and raises it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from ..._wire import Reply, Request
+
+T = TypeVar("T")
+
+
+class Call:
+    """Send a request and wait for its answer: resumed with the reply message."""
+
+    __slots__ = (
+        "code",
+        "deadline",
+        "expected",
+        "is_over",
+        "late",
+        "line",
+        "message",
+        "patience",
+        "reply",
+        "sending",
+        "sent_at",
+        "sequence",
+    )
+
+    def __init__(
+        self,
+        code: int,
+        message: Request | None,
+        *,
+        sending: Callable[[], object] | None = None,
+        late: Callable[[Any], None] | None = None,
+        patience: float | None = None,
+    ) -> None:
+        self.code = code
+        self.message = message
+        self.sending = sending
+        """Called right before the request may leave. If it was not called, it has not left and never will."""
+        self.late = late
+        """Called with the reply if that comes after all, once nobody waits for it any more."""
+        self.patience = patience
+        """Seconds to wait at most; ``timeout_ms`` unless set."""
+        # From here on, what drives it notes: an object of its own for each call on its way would cost as much as this one.
+        self.reply: Any = None
+        self.is_over = False
+        self.sequence = 0
+        self.sent_at: float
+        self.deadline: float
+        self.line: Any
+        self.expected: Any
+
+
+class Start:
+    """Send a request now, and wait for no answer: resumed with nothing, at once. Errors of it are nobody's."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+
+class Span(Protocol):
+    """A region in this process's memory, for as long as anything refers to it."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def writable(self) -> bool: ...
+
+    @property
+    def owner(self) -> object:
+        """What keeps it mapped, for whoever works with addresses."""
+        ...
+
+    def view(self, offset: int, length: int, /) -> memoryview:
+        """Some of its bytes."""
+        ...
+
+
+class Map:
+    """Map a region here: resumed with a :class:`Span`."""
+
+    __slots__ = ("capability", "handle", "length", "offset", "region_id", "write")
+
+    def __init__(
+        self, region_id: int, offset: int, length: int, *, write: bool, capability: bytes | None, handle: Any = None
+    ) -> None:
+        self.region_id = region_id
+        self.offset = offset
+        self.length = length
+        self.write = write
+        self.capability = capability
+        """For the socket that hands out descriptors; ``None``: ask the resource manager with ``handle``."""
+        self.handle = handle
+
+
+class Work:
+    """Do something long that touches no state of the client (a copy): resumed with what it returns."""
+
+    __slots__ = ("do", "keep", "size")
+
+    def __init__(self, do: Callable[[], Any], size: int, keep: object = None) -> None:
+        self.do = do
+        self.size = size
+        """Bytes."""
+        self.keep = keep
+        """What must stay mapped meanwhile: a region may be lost, and let go of, while it is copied from or to."""
+
+
+class Alone:
+    """Run another operation while no other that is run so is under way: resumed with what it returns."""
+
+    __slots__ = ("operation",)
+
+    def __init__(self, operation: Callable[[], Operation[Any]]) -> None:
+        self.operation = operation
+
+
+Effect: TypeAlias = Call | Start | Map | Work | Alone
+Operation: TypeAlias = Generator[Effect, Any, T]
+
+__all__ = ["Alone", "Call", "Effect", "Map", "Operation", "Reply", "Request", "Span", "Start", "Work"]

@@ -1,0 +1,292 @@
+"""Operations: finding, pinning and loading. Pure.
+
+Rule 1. Bytes are looked at under a pin only. Whether that still holds is checked without asking anybody, before and after a
+        copy: the server lets go of nothing before the lease ends.
+Rule 2. An unanswered FIND may have pinned. Its late answer says what, and that is given back.
+Rule 3. What a cancel or an error leaves pinned is given back with the next call.
+
+A published server pins and finds in two requests: pinning first, so that what is found stays where it was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from ..._errors import LeaseLost
+from ..._wire import (
+    BatchLookupReply,
+    Code,
+    FindReply,
+    KeyRequest,
+    KeysRequest,
+    LookupReply,
+    ResultsReply,
+)
+from ..answers import Loaded
+from .connecting import find_call, give_back_pins, portions, remember, settle, span_of, steadily
+from .effects import Call, Operation, Work
+from .pinned import Pin
+from .standing import Standing
+
+T = TypeVar("T")
+
+Place = tuple[int, int, int, int, int, int | None]
+"""Position among the keys, region, offset, length, generation and checksum."""
+
+
+# --- without a pin ------------------------------------------------------------------------------------------------
+
+
+def exists(s: Standing, key: str) -> Operation[bool]:
+    """Whether this key is there. No use."""
+    if not s.is_ready():
+        yield from settle(s)
+    reply = yield Call(Code.EXISTS_KV, KeyRequest(s.salt + key))
+    found: bool = reply.exists
+    return found
+
+
+def exist(s: Standing, keys: list[str]) -> Operation[list[bool]]:
+    """Which of these keys are there. No use."""
+    if not s.is_ready():
+        yield from settle(s)
+    found: list[bool] = []
+    for some in portions(s.names(keys), s.max_keys):
+        reply: ResultsReply = yield Call(Code.BATCH_EXISTS_KV, KeysRequest(some))
+        found += reply.results
+    return found
+
+
+# --- pins ---------------------------------------------------------------------------------------------------------
+
+
+def pin(s: Standing, keys: list[str]) -> Operation[list[bool]]:
+    """Pin the first keys up to the first that is missing, until `unpin`."""
+    names = s.names(keys)
+    pins = yield from _hold(s, names, prefix=True)
+    found = [one for one in pins if one is not None]
+    s.pinned.ask(found)
+    return [True] * len(found) + [False] * (len(keys) - len(found))
+
+
+def unpin(s: Standing, keys: list[str]) -> Operation[list[bool]]:
+    """Undo a call of `pin` for each key; False where there was none, or its pin has gone with a lease."""
+    s.check_open()
+    names = s.names(keys)
+    results = [s.pinned.unask(name, s.era) for name in names]
+    if not s.own:  # there, a pin may be undone by somebody else than who took it
+        others = [name for name, done in zip(names, results, strict=True) if not done]
+        if others:
+            if not s.is_ready():
+                yield from settle(s)
+            told: list[bool] = []
+            for some in portions(others, s.max_keys):
+                reply: ResultsReply = yield Call(Code.BATCH_UNPIN_KV, KeysRequest(some))
+                told += reply.results
+            left = iter(told)
+            results = [done or next(left) for done in results]
+    if not s.is_ready():
+        yield from settle(s)
+    return results
+
+
+def hold(s: Standing, keys: list[str]) -> Operation[list[Pin | None]]:
+    """For each key a pin with one more user, or ``None`` where it is missing; its region is mapped."""
+    pins = yield from _hold(s, s.names(keys), prefix=False)
+    try:
+        for one in pins:
+            if one is not None and one.region_id not in s.spans:
+                yield from steadily(s, partial(span_of, s, one.region_id))
+    except BaseException:
+        _release(s, pins)
+        raise
+    return pins
+
+
+def release(s: Standing, pins: Sequence[Pin]) -> Operation[None]:
+    """One user less of each; with the last one the server is told, and has answered."""
+    _release(s, pins)
+    if s.is_connected and not s.is_closed and not s.is_ready():
+        yield from settle(s)
+
+
+def _release(s: Standing, pins: Sequence[Pin | None]) -> None:
+    for one in pins:
+        if one is not None:
+            s.pinned.release(one, s.era)
+
+
+def _hold(s: Standing, names: list[str], *, prefix: bool) -> Operation[list[Pin | None]]:
+    if not s.is_ready():
+        yield from settle(s, wait=False)
+    held: list[Pin | None] = []
+    for name in names:  # what is pinned anyway needs no request
+        known = s.pinned.get(name, s.era)
+        if known is None:
+            break
+        held.append(known)
+    if len(held) == len(names) and s.clock() < s.deadline:
+        for one in held:
+            assert one is not None
+            one.users += 1
+        return held
+    pins: list[Pin | None] = []
+    try:
+        for some in portions(names, s.max_keys):
+            got: list[Pin | None] = [None] * len(some)
+            places = yield from steadily(s, partial(_find, s, some, prefix))
+            for at, region_id, offset, length, generation, checksum in places:
+                got[at] = s.pinned.take(some[at], region_id, offset, length, generation, checksum, s.era)
+            pins += got
+            if prefix and None in got:
+                break
+    except BaseException:
+        _release(s, pins)
+        raise
+    return pins + [None] * (len(names) - len(pins))
+
+
+def _find(s: Standing, names: list[str], prefix: bool) -> Operation[list[Place]]:
+    """Find and pin.
+
+    If the answer is the first that was heard of another server, it is asked for again once that is settled: until then,
+    what is mapped here under a region's number may be of another pool.
+    """
+    for _ in range(2):
+        if s.own:
+            reply: FindReply = yield find_call(s, names, prefix=prefix)
+            columns = (reply.found, reply.regions, reply.offsets, reply.lengths, reply.generations, reply.checksums)
+            places = list(zip(*columns, strict=True))
+        else:
+            places = yield from _find_published(s, names, prefix)
+        if not s.unsettled:
+            return places
+        s.pinned.due += [names[place[0]] for place in places]
+        yield from settle(s)
+    raise LeaseLost(f"{s!r}: the server restarts again and again")
+
+
+def _find_published(s: Standing, names: list[str], prefix: bool) -> Operation[list[Place]]:
+    """Pin what is there, which a published server does up to the first miss, and then look where it lies."""
+    pinned: list[int] = []
+    left = list(range(len(names)))
+    while left:
+        reply: ResultsReply = yield Call(Code.BATCH_PIN_KV, KeysRequest([names[at] for at in left]))
+        n = reply.results.index(False) if False in reply.results else len(left)
+        pinned += left[:n]
+        left = left[n + 1 :]
+        if prefix:
+            break
+        if left:
+            there: ResultsReply = yield Call(Code.BATCH_EXISTS_KV, KeysRequest([names[at] for at in left]))
+            left = [at for at, is_there in zip(left, there.results, strict=True) if is_there]
+    if not pinned:
+        return []
+    try:
+        found: BatchLookupReply = yield Call(Code.BATCH_LOOKUP_KV, KeysRequest([names[at] for at in pinned]))
+    except BaseException:
+        s.pinned.due += [names[at] for at in pinned]
+        raise
+    places: list[Place] = []
+    for at, entry in zip(pinned, found.entries, strict=True):
+        place = _place(s, at, entry)
+        if place is None:
+            s.pinned.due.append(names[at])
+        else:
+            places.append(place)
+    return places
+
+
+def _place(s: Standing, at: int, entry: LookupReply) -> Place | None:
+    if not entry.found or entry.handle is None:
+        return None
+    remember(s, [entry.handle])
+    return at, entry.handle.region_id, entry.kv_offset, entry.kv_length, entry.generation, entry.checksum
+
+
+# --- loading ------------------------------------------------------------------------------------------------------
+
+
+def load(
+    s: Standing,
+    keys: list[str],
+    sizes: Sequence[int],
+    copy: Callable[[Sequence[int], Sequence[int], Sequence[int], bool], list[int] | None],
+) -> Operation[list[Loaded]]:
+    """Copy what these keys hold to where the caller wants it.
+
+    Args:
+        s: the client.
+        keys: one for each destination.
+        sizes: of the destinations; what is stored under a key must fit.
+        copy: copies from addresses, of sizes, to the destinations at these positions; told to, it returns the sum of each
+            as it arrived.
+
+    Raises:
+        LeaseLost: the server restarted, or the lease ended, twice while this was copied.
+        ValueError: what is stored is larger than its destination.
+    """
+    names = s.names(keys)
+    answers = [Loaded.MISSING] * len(names)
+    start = 0
+    for some in portions(names, s.max_keys):
+        attempt = partial(_load, s, some, start, sizes, copy, answers)
+        try:
+            yield from attempt()
+        except LeaseLost:
+            yield from attempt()
+        start += len(some)
+    return answers
+
+
+def _load(
+    s: Standing,
+    names: list[str],
+    start: int,
+    sizes: Sequence[int],
+    copy: Callable[[Sequence[int], Sequence[int], Sequence[int], bool], list[int] | None],
+    answers: list[Loaded],
+) -> Operation[None]:
+    if not s.is_ready():
+        yield from settle(s, wait=False)
+    places = yield from steadily(s, partial(_find, s, names, False))
+    era = s.era
+    try:
+        if not places:
+            return
+        positions = [start + place[0] for place in places]
+        lengths = [place[3] for place in places]
+        for at, length in zip(positions, lengths, strict=True):
+            if length > sizes[at]:
+                raise ValueError(f"{length} bytes are stored under a key, and its destination has {sizes[at]}")
+        spans = s.spans
+        for place in places:
+            if place[1] not in spans:
+                yield from steadily(s, partial(span_of, s, place[1]))
+        s.check_era(era)
+        at_addresses = [spans[place[1]].address + place[2] for place in places]
+        checked = s.config.checksums and any([place[5] is not None for place in places])
+        keep = [spans[region_id] for region_id in {place[1] for place in places}]
+        sums = yield Work(partial(copy, positions, at_addresses, lengths, checked), sum(lengths), keep)
+        s.check_era(era)
+    finally:
+        if era == s.era:
+            s.pinned.due += [names[place[0]] for place in places]
+    for index, (at, place) in enumerate(zip(positions, places, strict=True)):
+        if sums is not None and place[5] is not None and sums[index] != place[5]:
+            s.counters.damaged += 1
+            answers[at] = Loaded.DAMAGED
+        else:
+            answers[at] = Loaded.LOADED
+    yield from give_back_pins(s, wait=False)
+
+
+# --- figures ------------------------------------------------------------------------------------------------------
+
+
+def simply(s: Standing, code: int, message: Any = None) -> Operation[Any]:
+    """Ask what has nothing to do with the session."""
+    s.check_open()
+    return (yield Call(code, message))

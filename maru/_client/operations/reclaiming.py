@@ -1,0 +1,118 @@
+"""Operations: room for more pages. Pure.
+
+In this order: what is known to be free, what may turn out to be (LIMBO, returns that went astray), what the server can evict
+for us, another region. Whatever is left is the answer: full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..._errors import ServerRefused
+from ..._wire import AllocReply, AllocRequest, BeatRequest, Code, Handle, ListReply, ListRequest, ReclaimRequest
+from .connecting import _map, remember, resolve_limbo
+from .effects import Call, Operation
+from .standing import Standing
+
+AHEAD = 64
+"""A full owner reclaims at least a part in so many of its pages: else each store would ask for its few."""
+
+RESERVED_PER_SECOND = 256 << 20
+"""Reserving memory takes its time, and is waited for: a cold page is cleared by the kernel."""
+
+
+def make_room(s: Standing, n: int) -> Operation[list[int] | None]:
+    """``n`` pages, whatever it takes; ``None`` if it cannot be had. To be run alone."""
+    if not s.config.pool_size:
+        raise ValueError(f"{s!r} only reads: its pool_size is 0")
+    for step in _steps(s, n):
+        pages = s.pages.allocate(n)
+        if pages is not None:
+            return pages
+        yield from step
+    return s.pages.allocate(n)
+
+
+def _steps(s: Standing, n: int) -> Iterator[Operation[None]]:
+    if s.own and s.pages.regions:
+        if s.pages.limbo:
+            yield resolve_limbo(s)
+        if s.pages.behind:
+            yield _catch_up(s)
+        yield _reclaim(s, n)
+    if not s.pages.regions or s.config.auto_expand:
+        if s.doubtful_alloc:
+            yield _adopt(s)
+        yield expand(s, n)
+
+
+def _catch_up(s: Standing) -> Operation[None]:
+    """A BEAT brings every return that was not acknowledged."""
+    yield Call(Code.BEAT, BeatRequest(s.token, s.pages.acknowledged))
+
+
+def _reclaim(s: Standing, n: int) -> Operation[None]:
+    """Have the server evict our least recently used keys that nobody has pinned."""
+    owned = sum(region.pages for region in s.pages.regions)
+    missing = n - s.pages.free
+    if missing > owned:
+        return
+    wanted = max(missing, min(owned // AHEAD, s.max_keys))
+    while wanted > 0:
+        some = min(wanted, s.max_keys)
+        try:
+            reply = yield Call(Code.RECLAIM, ReclaimRequest(s.token, s.pages.acknowledged, s.next_request(), some))
+        except ServerRefused as exc:
+            if exc.word in ("quiet", "no_room"):  # not now: right after a restart nothing may go
+                return
+            raise
+        if reply.dropped < some:
+            return
+        wanted -= some
+
+
+def expand(s: Standing, n: int) -> Operation[None]:
+    """Another region, if the pool has memory for it. Its pages are free."""
+    config, pages = s.config, s.pages
+    held = pages.regions
+    if len(held) >= config.max_regions:
+        return
+    size = (config.expand_size or config.pool_size) if held else config.pool_size
+    size = max(size, (n - pages.free) * pages.page_bytes)
+    s.doubtful_alloc = s.own  # until the answer is there: a region that we do not know of may be ours
+    reply: AllocReply = yield Call(
+        Code.REQUEST_ALLOC,
+        AllocRequest(s.instance_id, size, session=s.token or None),
+        patience=config.timeout_ms / 1e3 + size / RESERVED_PER_SECOND,
+    )
+    handle = reply.handle
+    if not reply.success or handle is None:
+        s.doubtful_alloc = False
+        return
+    yield from _own(s, handle)
+    s.doubtful_alloc = False
+
+
+def _adopt(s: Standing) -> Operation[None]:
+    """Find the regions that are ours and that we were never told of, since the answer was lost."""
+    everybody: ListReply = yield Call(Code.LIST_ALLOCATIONS, ListRequest(session=s.token))
+    others: ListReply = yield Call(
+        Code.LIST_ALLOCATIONS, ListRequest(exclude_instance_id=s.instance_id, session=s.token)
+    )
+    known = {handle.region_id for handle in others.allocations} | {region.region_id for region in s.pages.regions}
+    for handle in everybody.allocations:
+        if handle.region_id not in known:
+            try:
+                yield from _own(s, handle)
+            except ServerRefused:  # of another client that goes by the same name
+                continue
+    s.doubtful_alloc = False
+
+
+def _own(s: Standing, handle: Handle) -> Operation[None]:
+    """Map a region of ours, and use it."""
+    remember(s, [handle])
+    span = yield from _map(s, handle.region_id, True)
+    s.pages.add_region(handle.region_id, span.length)
+    if s.on_region_added is not None:
+        s.on_region_added(handle.region_id)

@@ -1,0 +1,281 @@
+"""What a client knows of itself and of its server: session, lease, regions, pages, pins. Pure.
+
+One value for a handler, used by all of its operations. In the blocking face several threads step operations, one at a time:
+between two effects nobody else touches this.
+
+Rule 1. Every reply is *heard* before anybody acts on it: its epoch, the pages it brings back, and how long the lease is now.
+Rule 2. Another epoch, or a server that does not know the session, unsettles the client: the next operation settles it first.
+Rule 3. The lease counts from when the request that renewed it was sent: on this side it ends first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from ..._config import MaruConfig
+from ..._errors import HandlerClosed, LeaseLost
+from ..._wire import OWN_CODES, Code, Handle, HandshakeReply, OwnReply, OwnRequest
+from ..page_states import PageState
+from ..pages import OwnedPages
+from .effects import Call, Span
+from .pinned import Pin, Pinned
+
+USED_CODES = frozenset(OWN_CODES) - {Code.DESCRIBE}
+"""Our own codes are used if the server lists all of these, and otherwise none."""
+
+
+@attrs.define(eq=False)
+class Former:
+    """A region that was ours until its session was lost. Its bytes are still mapped here."""
+
+    span: Span
+    pages: list[tuple[int, str, int]]
+    """Offset, key and length of each page that was registered."""
+
+
+@attrs.define
+class Counters:
+    """What happened to a client, in all."""
+
+    unanswered: int = 0
+    """Calls that timed out or were cut off."""
+    restarts: int = 0
+    """Other epochs met."""
+    sessions_lost: int = 0
+    """Times the server did not know the session any more."""
+    keys_kept: int = 0
+    """Keys of lost regions that were found or registered again."""
+    keys_lost: int = 0
+    """Keys of lost regions that could not be registered again."""
+    views_lost: int = 0
+    """Pins that a restart or the end of a session has cost."""
+    damaged: int = 0
+    """Pages whose bytes were not those that were stored."""
+
+
+class Standing:
+    """The state of one client.
+
+    Args:
+        config: its knobs.
+        instance_id: who owns its regions.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, config: MaruConfig, instance_id: str, clock: Callable[[], float]) -> None:
+        self.config = config
+        self.instance_id = instance_id
+        self.clock = clock
+        self.salt = salt_of(config.tenant, config.namespace)
+        self.is_closed = False
+        # the server
+        self.is_connected = False
+        self.own = False
+        self.epoch = 0
+        self._left: set[int] = set()  # epochs that are over: a reply of theirs may still come
+        self._settled = 0  # the epoch that greeted us last
+        self.era = 0
+        self.token = b""
+        self.lease = math.inf
+        self.deadline = -math.inf
+        self.max_keys = 1
+        self.rm_address = config.rm_address
+        self.descriptors = ""
+        self.unsettled = True
+        # regions
+        self.pages = OwnedPages(config.chunk_size_bytes)
+        self.spans: dict[int, Span] = {}
+        self.handles: dict[int, Handle] = {}  # of regions, as a published server tells them
+        self.former: list[Former] = []
+        self.stored: dict[int, tuple[str, int]] = {}  # page -> key and length, as last sent
+        self.page_of: dict[str, int] = {}  # key -> page, with a published server, which returns nothing
+        self.forgotten: deque[int] = deque()
+        """Allocated pages whose handle was forgotten: finalizers append, and the next call frees."""
+        self.doubtful_alloc = False
+        self.on_region_added: Callable[[int], object] | None = None
+        # keys
+        self.pinned = Pinned()
+        self.beats = 0
+        self._attempt = self._request = 0
+        self.counters = Counters()
+        self.looked_after = 0  # so many calls without an answer, a published server was asked for our regions
+        self.reports: deque[tuple[str, str, int, float]] = deque(maxlen=4_096)
+
+    def __repr__(self) -> str:
+        where = "closed" if self.is_closed else "connected" if self.is_connected else "not connected"
+        return f"{self.instance_id} at {self.config.server_url}, {where}"
+
+    # --- asking ---------------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise unless this client may be used."""
+        if self.is_closed:
+            raise HandlerClosed(f"{self!r}")
+        if not self.is_connected:
+            raise HandlerClosed(f"{self!r}: call connect first")
+
+    def is_ready(self) -> bool:
+        """Whether it may ask at once: connected, settled, and with nothing to let go of first."""
+        pinned = self.pinned
+        return not (
+            self.unsettled
+            or self.is_closed
+            or pinned.due
+            or pinned.dropped
+            or self.forgotten
+            or not self.is_connected
+            or (not self.own and self.looked_after != self.counters.unanswered)
+        )
+
+    def names(self, keys: list[str]) -> list[str]:
+        """Keys as the server knows them. TypeError unless all are texts."""
+        salt = self.salt
+        return [salt + key for key in keys]
+
+    def next_attempt(self) -> int:
+        """The name of one STORE."""
+        self._attempt += 1
+        return self._attempt
+
+    def next_request(self) -> int:
+        """The name of one request that must not be done twice."""
+        self._request += 1
+        return self._request
+
+    # --- hearing --------------------------------------------------------------------------------------------------
+
+    def heard(self, call: Call, reply: Any, sent_at: float) -> None:
+        """A reply has come that somebody waits for, to what was sent at that time."""
+        epoch = getattr(reply, "epoch", 0)
+        if epoch and epoch != self.epoch and (epoch not in self._left or call.code == Code.HANDSHAKE):
+            if self.is_connected:
+                self._left.add(self.epoch)
+                self._left.discard(epoch)
+                self.counters.restarts += 1
+                self._new_era()
+            self.epoch = epoch
+        if isinstance(reply, OwnReply) and self._is_ours(call, epoch):
+            self.deadline = max(self.deadline, sent_at + self.lease)
+            self._take_back(reply)
+
+    def heard_late(self, call: Call, reply: Any) -> None:
+        """A reply has come that nobody waits for any more. It may be of a server that is gone, and is no news of one."""
+        if isinstance(reply, OwnReply) and self._is_ours(call, reply.epoch):
+            self._take_back(reply)
+            if call.late is not None:
+                call.late(reply)
+
+    def _is_ours(self, call: Call, epoch: int) -> bool:
+        """Whether this answers our session as it is now, not one that is over."""
+        message = call.message
+        return epoch == self.epoch and isinstance(message, OwnRequest) and message.session == self.token
+
+    def _take_back(self, reply: OwnReply) -> None:
+        returns = reply.returns
+        if returns is not None:
+            self.pages.returned(returns.first_number, returns.regions, returns.offsets, returns.attempts)
+
+    def shook_hands(self, reply: HandshakeReply, sent_at: float) -> bool:
+        """The server has greeted us. Whether this session goes on."""
+        own = reply.session is not None and set(reply.codes) >= USED_CODES
+        goes_on = own and self.own and reply.resumed and reply.session == self.token
+        if not goes_on and self.is_connected:
+            self.lose_session()
+            if not own or self.epoch != self._settled:  # it may stand over another pool, where all numbers begin anew
+                self.counters.views_lost += self.pinned.lose_all()
+        self._settled = self.epoch = reply.epoch  # 0 from a published server: then any epoch is news of another one
+        self.own = own
+        self.is_connected = True
+        self.rm_address = reply.rm_address or self.config.rm_address
+        self.descriptors = reply.descriptors
+        self.max_keys = max(1, min(reply.max_keys, 1024 if not own else reply.max_keys))
+        if own:
+            assert reply.session is not None
+            self.token = reply.session
+            self.lease = reply.lease
+            self.deadline = sent_at + reply.lease
+        else:
+            self.token = b""
+            self.lease = self.deadline = math.inf
+        return goes_on
+
+    def _new_era(self) -> None:
+        self.era += 1
+        self.unsettled = True
+        self.pinned.due.clear()
+
+    # --- validity -------------------------------------------------------------------------------------------------
+
+    def check(self, pin: Pin) -> None:
+        """Raise unless what this pin holds is still what it was. Asks nobody."""
+        self.check_era(pin.era)
+
+    def check_era(self, era: int) -> None:
+        """Raise unless nothing has ended since a time of that era at which a pin was held.
+
+        Raises:
+            LeaseLost: the server has restarted, or may have let go of this client's pins.
+        """
+        if era != self.era:
+            raise LeaseLost(f"{self!r}: the server has restarted, or has ended the session")
+        if self.clock() >= self.deadline:
+            raise LeaseLost(f"{self!r}: the server was not heard for {self.lease:g} s")
+
+    # --- letting go -----------------------------------------------------------------------------------------------
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Allocated pages are not needed. Those of a region that was lost are gone already."""
+        self.pages.cancel([page for page in pages if self.pages.state(page) is not PageState.ORPHAN])
+
+    def collect(self) -> None:
+        """Let go of what was forgotten."""
+        while self.forgotten:
+            self.free([self.forgotten.popleft()])
+        if self.pinned.dropped:
+            self.pinned.collect(self.era)
+
+    # --- losing ---------------------------------------------------------------------------------------------------
+
+    def lose_region(self, region_id: int) -> None:
+        """A region is not ours any more. What was stored in it is kept in mind, to be registered again."""
+        region = next(region for region in self.pages.regions if region.region_id == region_id)
+        span = self.spans.pop(region_id, None)
+        if span is not None:
+            size = self.pages.page_bytes
+            kept = [
+                ((page - region.first) * size, *self.stored[page])
+                for page in self.pages.registered(region_id)
+                if page in self.stored
+            ]
+            if kept:
+                self.former.append(Former(span, kept))
+        for page in range(region.first, region.first + region.pages):
+            self.stored.pop(page, None)
+        self.pages.end_region(region_id)
+
+    def lose_session(self) -> None:
+        """The server does not know us any more: no region is ours, and no pin."""
+        self.counters.sessions_lost += 1
+        self._new_era()
+        for region in self.pages.regions:
+            self.lose_region(region.region_id)
+        self.pages.new_session()
+        self.spans.clear()  # the server may stand over another pool now, where the same numbers mean other regions
+        self.handles.clear()
+        self.page_of.clear()
+        self._attempt = 0
+
+
+def salt_of(tenant: str, namespace: str) -> str:
+    """What stands before every key, so that no two tenants and no two layouts ever name the same page.
+
+    Nothing for none of both: then keys are those of the published clients. No salt is the beginning of another one.
+    """
+    if not tenant and not namespace:
+        return ""
+    return f"\x1f{len(tenant)}:{tenant}{len(namespace)}:{namespace}\x1f"

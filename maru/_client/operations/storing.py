@@ -1,0 +1,318 @@
+"""Operations: pages for new keys, and registering them. Pure.
+
+A store is ours in one round trip: STORE says for each page whether it is new. A published server is asked in three phases:
+which keys exist, then the pages of those are free again, then the others are registered.
+
+Rule 1. A page is REGISTERING from right before its request may leave. Whatever ends the wait for the answer but the answer
+        itself puts it in LIMBO.
+Rule 2. A key named twice, a duplicate and a refusal leave a free page behind, never a lost one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import repeat
+from typing import Any, TypeAlias
+
+from ..._errors import ServerLost, ServerRefused
+from ..._wire import (
+    BatchRegisterRequest,
+    Code,
+    KeysRequest,
+    RegisterRequest,
+    StoreReply,
+    StoreRequest,
+    StoreStatus,
+)
+from ..answers import Stored
+from ..copying import copy as copy_all
+from ..copying import copy_and_sum
+from ..page_states import PageEvent, PageState
+from .connecting import SESSION_GONE, alone, settle, steadily
+from .effects import Call, Operation, Span, Work
+from .reclaiming import expand, make_room
+from .standing import Standing
+
+Column: TypeAlias = int | list[int]
+"""One value for each page, or one that stands for all."""
+Copy: TypeAlias = Callable[[Sequence[int], bool], list[int] | None]
+RESTORED_AT_ONCE = 64
+
+
+class SessionEnded(ServerLost):
+    """The server has ended the session that these pages were of. Nothing of them is stored."""
+
+
+_ANSWERS = {
+    StoreStatus.NEW: (PageEvent.NEW, Stored.NEW),
+    StoreStatus.DUPLICATE: (PageEvent.REFUSED, Stored.DUPLICATE),
+    StoreStatus.PINNED: (PageEvent.DISPUTED, Stored.REFUSED),
+    StoreStatus.FOREIGN: (PageEvent.DISPUTED, Stored.REFUSED),
+    StoreStatus.RANGE: (PageEvent.REFUSED, Stored.REFUSED),
+    StoreStatus.QUOTA: (PageEvent.REFUSED, Stored.QUOTA),
+    StoreStatus.KEY: (PageEvent.REFUSED, Stored.KEY),
+    StoreStatus.BUSY: (PageEvent.REFUSED, Stored.REFUSED),
+}
+_UNKNOWN = (PageEvent.DISPUTED, Stored.REFUSED)  # of a later server
+
+
+def allocate(s: Standing, n: int) -> Operation[list[int] | None]:
+    """``n`` pages; ``None`` if there is no room for so many. Asks nobody while there are free ones."""
+    s.check_open()
+    if s.unsettled:
+        yield from settle(s)
+    elif s.forgotten:
+        s.collect()
+    pages = s.pages.allocate(n)
+    if pages is None:
+        if not s.is_ready():
+            yield from settle(s)
+        pages = yield from steadily(s, partial(alone, partial(make_room, s, n)))
+    return pages
+
+
+def allocate_most(s: Standing, n: int) -> Operation[list[int]]:
+    """``n`` pages, or as many as there is room for."""
+    pages = yield from allocate(s, n)
+    while pages is None:
+        n = min(n - 1, s.pages.free)
+        pages = s.pages.allocate(n)
+    return pages
+
+
+def store(
+    s: Standing, keys: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
+) -> Operation[list[Stored]]:
+    """Register these pages, which are filled, under these keys. Afterwards none of them is ALLOCATED.
+
+    Raises:
+        NoAnswer: nobody knows which are stored. The pages are used again only once that is known.
+        ServerLost: the pages are not ours any more.
+    """
+    try:
+        names = s.names(keys)
+        if not s.is_ready():
+            yield from settle(s)
+    except BaseException:
+        s.free(pages)
+        raise
+    return (yield from _register(s, names, pages, lengths, checksums))
+
+
+def _register(
+    s: Standing, names: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
+) -> Operation[list[Stored]]:
+    register = _store_own if s.own else _store_published
+    most = s.max_keys
+    if len(names) <= most:
+        return (yield from register(s, names, pages, lengths, checksums))
+    answers: list[Stored] = []
+    try:
+        while len(answers) < len(names):
+            part = slice(len(answers), len(answers) + most)
+            answers += yield from register(
+                s,
+                names[part],
+                pages[part],
+                lengths if isinstance(lengths, int) else lengths[part],
+                None if checksums is None else checksums[part],
+            )
+    except BaseException:
+        s.free(pages[len(answers) + most :])
+        raise
+    return answers
+
+
+def put(s: Standing, keys: list[str], lengths: Column, copy: Copy) -> Operation[list[Stored]]:
+    """Copy into pages of our own and register them.
+
+    Args:
+        s: the client.
+        keys: one for each buffer.
+        lengths: of the buffers.
+        copy: copies the first buffers to as many addresses; told to, it returns the sum of each.
+    """
+    try:
+        return (yield from _put(s, keys, lengths, copy))
+    except SessionEnded:  # the bytes are still the caller's: once more, into a region of the new session
+        return (yield from _put(s, keys, lengths, copy))
+
+
+def _put(s: Standing, keys: list[str], lengths: Column, copy: Copy) -> Operation[list[Stored]]:
+    pages = yield from allocate_most(s, len(keys))
+    n = len(pages)
+    if not n:
+        return [Stored.FULL] * len(keys)
+    try:
+        size = n * lengths if isinstance(lengths, int) else sum(lengths[:n])
+        sums = yield Work(partial(copy, addresses(s, pages), s.config.checksums), size, list(s.spans.values()))
+    except BaseException:
+        s.free(pages)
+        raise
+    if n == len(keys):
+        return (yield from store(s, keys, pages, lengths, sums))
+    answers = yield from store(s, keys[:n], pages, lengths if isinstance(lengths, int) else lengths[:n], sums)
+    return answers + [Stored.FULL] * (len(keys) - n)
+
+
+def restore(s: Standing) -> Operation[None]:
+    """Register again what was stored in regions that were lost, as far as it is missing and there is room without evicting.
+
+    The bytes are still mapped here, and nobody else has ever written them.
+    """
+    while s.former:
+        former = s.former[-1]
+        if not former.pages:
+            s.former.pop()
+            continue
+        some = former.pages[: min(RESTORED_AT_ONCE, s.max_keys)]
+        names = [name for _, name, _ in some]
+        there = yield Call(Code.BATCH_EXISTS_KV, KeysRequest(names))
+        missing = [one for one, is_there in zip(some, there.results, strict=True) if not is_there]
+        if missing:
+            yield from _restore(s, former.span, missing)
+        s.counters.keys_kept += len(some) - len(missing)
+        del former.pages[: len(some)]
+
+
+def _restore(s: Standing, span: Span, some: list[tuple[int, str, int]]) -> Operation[None]:
+    pages = s.pages.allocate(len(some))
+    if pages is None:
+        yield from steadily(s, partial(alone, partial(expand, s, len(some))))
+        pages = s.pages.allocate(min(len(some), s.pages.free)) or []
+    kept = some[: len(pages)]
+    s.counters.keys_lost += len(some) - len(kept)
+    if not kept:
+        return
+    sizes = [length for _, _, length in kept]
+    copy = copy_and_sum if s.config.checksums else copy_all
+    try:
+        at = [span.address + offset for offset, _, _ in kept]
+        keep = [span, *s.spans.values()]
+        sums = yield Work(partial(copy, addresses(s, pages), at, sizes), sum(sizes), keep)
+    except BaseException:
+        s.free(pages)
+        raise
+    answers = yield from _register(s, [name for _, name, _ in kept], pages, sizes, sums)
+    s.counters.keys_kept += sum(map(bool, answers))
+    s.counters.keys_lost += len(answers) - sum(map(bool, answers))
+
+
+def addresses(s: Standing, pages: Sequence[int]) -> Sequence[int]:
+    """Where these pages of ours lie in memory."""
+    size = s.pages.page_bytes
+    region = s.pages.region_of(pages[0])
+    base = s.spans[region.region_id].address
+    first, end = region.first, region.first + region.pages
+    if first <= pages[0] and pages[-1] < end and pages[-1] - pages[0] == len(pages) - 1:
+        start = base + (pages[0] - first) * size
+        return range(start, start + len(pages) * size, size)
+    found: list[int] = []
+    for page in pages:
+        if not first <= page < end:
+            region = s.pages.region_of(page)
+            base = s.spans[region.region_id].address
+            first, end = region.first, region.first + region.pages
+        found.append(base + (page - first) * size)
+    return found
+
+
+# --- one request --------------------------------------------------------------------------------------------------
+
+
+def _check_pages(s: Standing, pages: Sequence[int]) -> None:
+    """The session may have been lost since they were allocated."""
+    if s.pages.has_ended(pages):
+        raise SessionEnded(f"{s!r}: the server has ended the session that these pages were of; store them anew")
+
+
+def _store_own(
+    s: Standing, names: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
+) -> Operation[list[Stored]]:
+    attempt = s.next_attempt()
+    regions, offsets = s.pages.locations(pages)
+    message = StoreRequest(s.token, s.pages.acknowledged, attempt, regions, names, offsets, lengths, checksums)
+    reply: StoreReply = yield from _send(
+        s, Call(Code.STORE, message, sending=partial(_sending, s, names, pages, lengths, attempt)), pages, attempt
+    )
+    if not any(reply.statuses) and len(reply.statuses) == len(pages):
+        s.pages.answered(pages, attempt)
+        return [Stored.NEW] * len(pages)
+    answers = [_ANSWERS.get(status, _UNKNOWN) for status in reply.statuses]  # type: ignore[call-overload]
+    answers += [_UNKNOWN] * (len(pages) - len(answers))
+    s.pages.answered(pages, attempt, [event for event, _ in answers[: len(pages)]])
+    return [answer for _, answer in answers[: len(pages)]]
+
+
+def _sending(s: Standing, names: Sequence[str], pages: Sequence[int], lengths: Column, attempt: int) -> None:
+    _check_pages(s, pages)
+    s.pages.sent(pages, attempt)
+    of_each = repeat(lengths, len(pages)) if isinstance(lengths, int) else lengths
+    s.stored.update(zip(pages, zip(names, of_each, strict=True), strict=True))
+
+
+def _send(s: Standing, call: Call, pages: list[int], attempt: int) -> Operation[Any]:
+    """Ask, and leave no page behind in REGISTERING without an answer."""
+    try:
+        return (yield call)
+    except BaseException as exc:
+        # An error is no proof that nothing was done: it may have struck between doing and answering. What the server
+        # answers to a request of an unknown session is one, and then no page is ours.
+        s.pages.unanswered(pages, attempt, can_resolve=s.own)
+        s.free([page for page in pages if s.pages.state(page) is PageState.ALLOCATED])
+        if isinstance(exc, ServerRefused) and exc.word == SESSION_GONE:
+            s.unsettled = True
+            raise SessionEnded(f"{s!r}: the server has ended the session; store anew") from exc
+        raise
+
+
+def _store_published(
+    s: Standing, names: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
+) -> Operation[list[Stored]]:
+    try:
+        there = yield Call(Code.BATCH_EXISTS_KV, KeysRequest(names))
+    except BaseException:
+        s.free(pages)
+        raise
+    answers = [Stored.DUPLICATE] * len(names)
+    taken = {name for name, is_there in zip(names, there.results, strict=True) if is_there}
+    new: list[int] = []
+    for at, name in enumerate(names):
+        if name not in taken:
+            taken.add(name)
+            new.append(at)
+    sending = {*new}
+    s.free([page for at, page in enumerate(pages) if at not in sending])
+    if not new:
+        return answers
+    attempt = s.next_attempt()
+    sizes = [lengths] * len(names) if isinstance(lengths, int) else lengths
+    regions, offsets = s.pages.locations(pages)
+    if isinstance(regions, int):
+        regions = [regions] * len(pages)
+    entries = [RegisterRequest(names[at], regions[at], offsets[at], sizes[at]) for at in new]
+    sent, named = [pages[at] for at in new], [names[at] for at in new]
+    reply = yield from _send(
+        s,
+        Call(
+            Code.BATCH_REGISTER_KV,
+            BatchRegisterRequest(entries),
+            sending=partial(_sending, s, named, sent, [sizes[at] for at in new], attempt),
+        ),
+        sent,
+        attempt,
+    )
+    results = reply.results if reply.success else [None] * len(new)
+    events = [PageEvent.NEW if is_new else PageEvent.REFUSED for is_new in results]
+    s.pages.answered(sent, attempt, events)
+    for at, is_new in zip(new, results, strict=True):
+        if is_new:
+            # Somebody else may have deleted this key since we stored it last: then the server held on to our old page
+            # for nobody, and would not have told us.
+            before = s.page_of.get(names[at])
+            if before is not None and s.pages.state(before) is PageState.REGISTERED:
+                s.pages.dropped([before])
+            s.page_of[names[at]] = pages[at]
+        answers[at] = Stored.NEW if is_new else Stored.REFUSED if is_new is None else Stored.DUPLICATE
+    return answers

@@ -1,0 +1,196 @@
+"""What a handler gives out: pages to fill, and bytes to read in place.
+
+Rule 1. What is read is pinned: until the :class:`MemoryInfo` is left (it is a context manager) or released or, if it was
+        forgotten, until it and the last view of its bytes are garbage.
+Rule 2. A finalizer may run anywhere, also inside a lock of ours. It only appends to a list, and the next call does the rest.
+Rule 3. A view shows memory that stays mapped for as long as the view lives. What it cannot promise is that the bytes are still
+        the same once the pin is gone: :meth:`MemoryInfo.check` tells, without asking anybody.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from .._errors import Damaged, HandlerClosed, LeaseLost
+from .copying import sums
+from .operations import Pin, Span, Standing
+
+
+def bytes_at(address: int, length: int, owner: object, *, write: bool) -> memoryview:
+    """Memory as a view that keeps ``owner`` alive, and so does whatever is made of it."""
+    whole: Any = (ctypes.c_char * length).from_address(address)
+    whole.owner = owner
+    view = memoryview(whole).cast("B")
+    return view if write else view.toreadonly()
+
+
+class AllocHandle:
+    """A page to fill: write into :attr:`buf`, then hand it to ``store``. Made by ``alloc`` and ``batch_alloc``.
+
+    Stored or freed, it is of no use any more. Forgotten, its page is free again once no view of it is left.
+    """
+
+    __slots__ = ("__weakref__", "_memory", "_standing", "offset", "page", "region_id", "size")
+
+    def __init__(self, standing: Any, page: int, size: int) -> None:
+        """Not to be called: a handler makes them."""
+        region = standing.pages.region_of(page)
+        self._standing: Standing | None = standing
+        self._memory: Span = standing.spans[region.region_id]
+        self.page: int = page
+        """Its number among the pages of this handler."""
+        self.region_id: int = region.region_id
+        self.offset: int = (page - region.first) * standing.pages.page_bytes
+        """In the region, in bytes."""
+        self.size: int = size
+        """How many bytes are stored."""
+
+    def __repr__(self) -> str:
+        state = "" if self._standing is not None else " (used)"
+        return f"<AllocHandle of {self.size} bytes at {self.offset} in region {self.region_id}{state}>"
+
+    @property
+    def buf(self) -> memoryview:
+        """The bytes, to be written."""
+        if self._standing is None:
+            raise HandlerClosed(f"{self!r} was stored or freed")
+        return bytes_at(self.address, self.size, self, write=True)
+
+    @property
+    def address(self) -> int:
+        """Where the first byte is. Valid while this handle, or a view of it, is held."""
+        return self._memory.address + self.offset
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it was stored or freed."""
+        return self._standing is None
+
+    def _check(self, standing: Standing) -> None:
+        """Raise unless this may be stored or freed by that handler."""
+        if self._standing is not standing:
+            raise HandlerClosed(f"{self!r}" if self._standing is None else f"{self!r} is another handler's")
+
+    def _use(self) -> int:
+        """Its page, which somebody else cares for from now on."""
+        if self._standing is None:
+            raise HandlerClosed(f"{self!r}")
+        self._standing = None
+        return self.page
+
+    def __del__(self) -> None:
+        standing = getattr(self, "_standing", None)
+        if standing is not None:
+            standing.forgotten.append(self.page)
+
+
+class _Grip:
+    """Holds one user of a pin, and the memory. What it held is put into a list when nobody refers to it any more."""
+
+    __slots__ = ("__weakref__", "_dropped", "memory", "pin")
+
+    def __init__(self, pin: Pin, memory: object, dropped: Any) -> None:
+        self.pin: Pin | None = pin
+        self.memory = memory
+        self._dropped = dropped
+
+    def let_go(self) -> Pin | None:
+        pin, self.pin = self.pin, None
+        return pin
+
+    def __del__(self) -> None:
+        if self.pin is not None:
+            self._dropped.append(self.pin)
+
+
+class MemoryInfo:
+    """What lies under a key, to be read in place. A context manager: leaving it gives the pin back.
+
+    Made by ``retrieve`` and ``batch_retrieve``.
+    """
+
+    __slots__ = (
+        "_checked",
+        "_give_back",
+        "_grip",
+        "_standing",
+        "address",
+        "generation",
+        "key",
+        "length",
+        "offset",
+        "region_id",
+    )
+
+    def __init__(self, standing: Any, key: str, pin: Any, give_back: Callable[[Any], object]) -> None:
+        """Not to be called: a handler makes them."""
+        memory = standing.spans[pin.region_id]
+        self._standing: Standing = standing
+        self._give_back = give_back
+        self._grip = _Grip(pin, memory.owner, standing.pinned.dropped)
+        self._checked = not standing.config.checksums or pin.checksum is None
+        self.key: str = key
+        self.region_id: int = pin.region_id
+        self.offset: int = pin.offset
+        """In the region, in bytes."""
+        self.length: int = pin.length
+        """Bytes."""
+        self.generation: int = pin.generation
+        """Of its registration: never the same again in the life of the pool. 0 from a published server."""
+        self.address: int = memory.address + pin.offset
+        """Of the first byte. Valid while this, or a view, is held."""
+
+    def __repr__(self) -> str:
+        state = "" if self._grip.pin is not None else " (released)"
+        return f"<MemoryInfo of {self.length} bytes at {self.offset} in region {self.region_id}{state}>"
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes, read-only and without a copy. The first time their checksum is verified, if there is one.
+
+        Raises:
+            Damaged: they are not what was stored.
+            LeaseLost: they may not be that any more; see :meth:`check`.
+        """
+        self.check()
+        if not self._checked:
+            self._verify()
+        return bytes_at(self.address, self.length, self._grip, write=False)
+
+    def check(self) -> None:
+        """Raise unless the bytes are still what was found. Asks nobody; any thread. To be called after a copy, too.
+
+        Raises:
+            LeaseLost: released; or the server restarted, or was silent for so long that it may have let go of the pin.
+        """
+        pin = self._grip.pin
+        if pin is None:
+            raise LeaseLost(f"{self!r}")
+        self._standing.check(pin)
+
+    def release(self) -> None:
+        """Give the pin back. Idempotent. Views stay readable, and mean nothing any more."""
+        pin = self._grip.let_go()
+        if pin is not None:
+            self._give_back(pin)
+
+    def _verify(self) -> None:
+        pin = self._grip.pin
+        assert pin is not None
+        [found] = sums([self.address], [self.length])
+        if found != pin.checksum:
+            self._standing.counters.damaged += 1
+            raise Damaged(f"{self.key!r}: its bytes in region {self.region_id} are not those that were stored")
+        self.check()
+        self._checked = True
+
+    def __enter__(self) -> MemoryInfo:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.release()

@@ -1,0 +1,15 @@
+"""Which key lies where, who reads it, and whose it is. Pure: facts and the time go in, answers come out."""
+
+from .directory import Directory as Directory
+from .counts import DirectoryStatistics as DirectoryStatistics
+from .counts import InstanceUsage as InstanceUsage
+from .counts import KeyFacts as KeyFacts
+from .image import DirectoryImage as DirectoryImage
+from .limits import Limits as Limits
+from .locations import Columns as Columns
+from .locations import GivenBack as GivenBack
+from .locations import Location as Location
+from .locations import Registration as Registration
+from .._wire.messages_own import DropAnswer as DropAnswer
+from .._wire.messages_own import Returns as Returns
+from .._wire.messages_own import StoreStatus as StoreStatus

@@ -1,0 +1,147 @@
+"""Every change of a directory's state, together with its record; and the way back, from a record to the change. Pure.
+
+Nobody else changes the state of a directory that lives, so what happens is recorded, in the order in which it happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from .locations import Columns
+from .records import (
+    Acknowledged,
+    AnyRecord,
+    Deleted,
+    Fenced,
+    RegionAdded,
+    RegionDropped,
+    RegionReturned,
+    Registered,
+    SessionEnded,
+    SessionOpened,
+)
+from .sessions import Session
+from .state import State
+
+
+class Changes:
+    """A state, and what the journal has not taken yet of what happened to it."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.records: list[AnyRecord] = []
+        self.owed: list[tuple[Columns, Mapping[int, Columns], int]] = []
+        """Registrations that are recorded, and not done yet."""
+
+    def open_session(self, token: bytes, instance_id: str, tenant: str, published: bool, lease: float) -> Session:
+        """A new session, under a number that nobody had before."""
+        number = self.state.last_session + 1
+        self.records.append(SessionOpened(number, token, instance_id, tenant, published, lease))
+        return self.state.open_session(number, token, instance_id, tenant, published, lease)
+
+    def end_session(self, number: int) -> None:
+        """This session is over; its regions are orphans, or dropped."""
+        self.state.end_session(number)
+        self.records.append(SessionEnded(number))
+
+    def add_region(self, region_id: int, length: int, session: Session) -> None:
+        """A new region of this session, or an orphan that is owned again."""
+        self.state.add_region(region_id, length, session.number, session.instance_id)
+        self.records.append(RegionAdded(region_id, length, session.number, session.instance_id))
+
+    def return_region(self, region_id: int) -> None:
+        """This region was handed back."""
+        self.state.return_region(region_id)
+        self.records.append(RegionReturned(region_id))
+
+    def drop_region(self, region_id: int) -> int:
+        """This region is gone, with every key in it; how many."""
+        keys = self.state.drop_region(region_id)
+        self.records.append(RegionDropped(region_id))
+        return len(keys)
+
+    def enter_fresh(
+        self, columns: Columns, parts: Mapping[int, Columns], source: tuple[int, bytes], later: bool
+    ) -> int:
+        """Register all of these, in owned regions; the first generation.
+
+        Args:
+            columns: what and where.
+            parts: the same, by region.
+            source: code and body of the request.
+            later: only record it now, and do it in :meth:`settle`.
+
+        Returns:
+            0 if a key or an offset is taken, or named twice: then nothing has changed.
+        """
+        state = self.state
+        if not state.is_fresh(columns, parts):
+            return 0
+        first = state.generation + 1
+        state.generation += len(columns.keys)
+        self.records.append(Registered(self._owner(next(iter(parts))), *source, first, []))
+        if later:
+            self.owed.append((columns, parts, first))
+        else:
+            state.enter_fresh(columns, parts, first)
+        return first
+
+    def settle(self) -> None:
+        """Do what was only recorded."""
+        owed, self.owed = self.owed, []
+        for columns, parts, first in owed:
+            self.state.enter_fresh(columns, parts, first)
+
+    def enter(self, columns: Columns, skipped: list[int], source: tuple[int, bytes]) -> int:
+        """Register these but for the skipped ones, in order, in owned regions; the first generation."""
+        first = self.state.generation + 1
+        rest = columns.without(skipped)
+        self.state.enter(rest)
+        self.records.append(Registered(self._owner(next(iter(rest.by_region()))), *source, first, skipped))
+        return first
+
+    def _owner(self, region_id: int) -> int:
+        session = self.state.regions[region_id].session
+        assert session is not None
+        return session.number
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """These keys are gone."""
+        if keys:
+            self.state.remove(keys)
+            self.records.append(Deleted(list(keys)))
+
+    def fence(self, number: int, attempt: int) -> None:
+        """This attempt of this session is refused from now on."""
+        if attempt not in self.state.sessions[number].fences:
+            self.state.fence(number, attempt)
+            self.records.append(Fenced(number, attempt))
+
+    def acknowledge(self, number: int, upto: int) -> None:
+        """This session has applied all returns up to that one."""
+        if self.state.acknowledge(number, upto):
+            self.records.append(Acknowledged(number, self.state.sessions[number].outbox.acknowledged))
+
+    def again(self, record: AnyRecord, decode: Callable[[int, bytes], Columns]) -> None:
+        """What this record says happens again, without a record."""
+        state = self.state
+        match record:
+            case Registered(_, code, payload, first, skipped):
+                state.generation = first - 1
+                state.enter(decode(code, payload).without(skipped))
+            case Deleted(keys):
+                state.remove(keys)
+            case Acknowledged(number, upto):
+                state.acknowledge(number, upto)
+            case Fenced(number, attempt):
+                state.fence(number, attempt)
+            case RegionAdded(region_id, length, number, instance_id):
+                state.add_region(region_id, length, number, instance_id)
+            case RegionReturned(region_id):
+                state.return_region(region_id)
+            case RegionDropped(region_id):
+                state.drop_region(region_id)
+            case SessionOpened(number, token, instance_id, tenant, published, lease):
+                state.open_session(number, token, instance_id, tenant, published, lease)
+            case SessionEnded(number):
+                state.end_session(number)

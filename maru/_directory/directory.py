@@ -1,0 +1,567 @@
+"""The directory: which key lies where, who owns, pins and reads it, and what goes when room is needed. Pure.
+
+Here it is decided what may happen. `maru._directory.state` makes it happen, and is what a restart finds again; pins, leases and
+published readers are of this run only.
+
+Rule 1. Nobody else's time or randomness: each method is told ``now`` (seconds; monotonic, the server's own), and the same
+        calls give the same answers.
+Rule 2. What happens is recorded (`maru._directory.records`) before the answer is given, and in the order in which it happens.
+Rule 3. A pinned key stays. A lease counts at the server until its end and ``lease_grace``, whatever ends it: a reader
+        stops using its views by its own clock. After a restart, when nobody knows the pins, all keys count as pinned
+        until every session is back, and has thereby said that it dropped its views, or until the longest lease is over.
+Rule 4. While a published owner lives, nothing of its goes unless it asks for that itself: it would not learn of it.
+        What a published connection has looked up is not evicted for a while: it reads without pins.
+Rule 5. What room costs, the one pays who needs it: its own least recently used keys go, then those that share its quota.
+        For a new region, abandoned ones go whole. Nobody's keys make room for a stranger's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from .._wire.messages_own import DropAnswer, Returns
+from ..eviction import LRU, EvictionPolicy
+from . import image as image_module
+from .changes import Changes
+from .counts import Counters, DirectoryStatistics, InstanceUsage, KeyFacts
+from .evictor import Evictor
+from .guards import Guards
+from .image import DirectoryImage
+from .limits import Limits
+from .locations import Columns, GivenBack, Location, Registration
+from .published import Published
+from .records import AnyRecord
+from .regions import Region, RegionState
+from .registrar import Registrar
+from .sessions import Leases, Session
+from .state import State
+
+
+class Directory:
+    """Key -> location, with sessions, regions, pins, quotas, returns and the order of use.
+
+    ``by`` is the number of whoever asks: a session of ours (positive, from :meth:`open_session`), a published connection
+    (negative, from :meth:`connect`), or 0, the server itself. A number that nobody has (any more) raises ``KeyError``
+    and changes nothing.
+
+    What must be journaled gathers in order in ``records`` until :meth:`take_records`; regions whose memory the pool may
+    free, once those records are written, gather until :meth:`take_dropped`.
+
+    Args:
+        limits: the knobs.
+        eviction: makes the policy of one owner; called once for each session.
+    """
+
+    def __init__(self, limits: Limits | None = None, eviction: Callable[[], EvictionPolicy[str]] = LRU) -> None:
+        limits = Limits() if limits is None else limits
+        self._begin(limits, State(limits, eviction))
+
+    def _begin(self, limits: Limits, state: State) -> None:
+        self._limits = limits
+        self._state = state
+        self._located = state.located
+        self._changes = Changes(state)
+        self._counters = Counters()
+        self._leases = Leases()
+        self._guards = Guards(state, limits)
+        self._published = Published(self._changes, self._guards, self._leases, limits)
+        self._evictor = Evictor(self._changes, self._guards, self._counters)
+        self._registrar = Registrar(self._changes, limits, self._guards, self._evictor, self._counters)
+
+    def __len__(self) -> int:
+        self.settle()
+        return len(self._located)
+
+    def __repr__(self) -> str:
+        return f"<Directory of {len(self._located)} keys in {len(self._state.regions)} regions>"
+
+    # --- what the shell takes -------------------------------------------------------------------------------------
+
+    @property
+    def records(self) -> Sequence[AnyRecord]:
+        """What :meth:`take_records` would take."""
+        return self._changes.records
+
+    def take_records(self) -> list[AnyRecord]:
+        """The records since the last call, in the order in which they took effect."""
+        records, self._changes.records = self._changes.records, []
+        return records
+
+    def take_dropped(self) -> list[int]:
+        """The regions dropped since the last call. Free their memory after the records are written; their ids are spent."""
+        dropped, self._state.dropped = self._state.dropped, []
+        return dropped
+
+    # --- sessions of ours -----------------------------------------------------------------------------------------
+
+    def open_session(self, token: bytes, instance_id: str, tenant: str, lease: float, now: float) -> int:
+        """A new session of a client of ours; its number.
+
+        Raises:
+            ValueError: the token is empty or taken.
+        """
+        if not token or token in self._state.tokens:
+            raise ValueError("a session needs a token of its own")
+        number = self._changes.open_session(token, instance_id, tenant, False, lease).number
+        self._leases.set(number, now + lease + self._limits.lease_grace)
+        return number
+
+    def session_of(self, token: bytes) -> int | None:
+        """The number of the living session with this token."""
+        return self._state.tokens.get(token)
+
+    def attach(self, session_id: int, now: float) -> None:
+        """It has shaken hands again, and dropped the views of an earlier epoch. Its lease starts anew."""
+        self.renew(session_id, now)
+        self._guards.back(session_id)
+
+    def renew(self, session_id: int, now: float) -> None:
+        """It has sent something: its lease starts anew."""
+        self._leases.set(session_id, now + self._state.sessions[session_id].lease + self._limits.lease_grace)
+
+    def remaining(self, session_id: int, now: float) -> float:
+        """Seconds of its lease, without the server's grace. Not negative."""
+        return max(0.0, self._leases.until(session_id) - self._limits.lease_grace - now)
+
+    def end_session(self, session_id: int, now: float) -> None:
+        """It is over: its regions are orphans, the empty ones dropped. Its pins count until its lease and the grace end."""
+        self.settle()
+        self._end(session_id, self._leases.until(session_id))
+        self._guards.settle(now)
+
+    def expire(self, now: float) -> list[int]:
+        """End what is over: sessions, whose numbers are returned, and pins of those that are gone."""
+        self.settle()
+        ended = self._leases.due(now)
+        for number in ended:
+            self._end(number, now)
+        self._guards.settle(now)
+        return ended
+
+    def _end(self, session_id: int, pinned_until: float) -> None:
+        self._changes.end_session(session_id)
+        self._leases.discard(session_id)
+        self._guards.back(session_id)
+        self._guards.leave(session_id, pinned_until)
+
+    def next_expiry(self) -> float:
+        """When :meth:`expire` may have something to do, or earlier; ``math.inf`` if there is nothing to wait for."""
+        return min(self._leases.next(), self._guards.next_end())
+
+    # --- published connections ------------------------------------------------------------------------------------
+
+    def connect(self) -> int:
+        """A published client has connected; its number."""
+        return self._published.connect()
+
+    def disconnect(self, connection: int, now: float) -> None:
+        """It is gone. Its pins count for ``v1_read_grace`` more; a session that it leaves alone has its lease left."""
+        self._published.disconnect(connection, now)
+
+    # --- restart --------------------------------------------------------------------------------------------------
+
+    def apply(self, record: AnyRecord, decode: Callable[[int, bytes], Columns]) -> None:
+        """Take one record of the journal: what it says happens again, and is not recorded.
+
+        Args:
+            record: the next one.
+            decode: what a ``Registered`` says, from its code and payload.
+        """
+        self._changes.again(record, decode)
+
+    def dump(self) -> DirectoryImage:
+        """The state as a value: all but pins, running leases, connections and the order of use."""
+        self.settle()
+        return image_module.dump(self._state)
+
+    @classmethod
+    def load(
+        cls,
+        image: DirectoryImage,
+        limits: Limits | None = None,
+        eviction: Callable[[], EvictionPolicy[str]] = LRU,
+    ) -> Directory:
+        """A directory in the state of ``image``; keys count as used in the order in which they were registered."""
+        limits = Limits() if limits is None else limits
+        directory = cls.__new__(cls)
+        directory._begin(limits, image_module.load(image, limits, eviction))
+        return directory
+
+    def restart(self, now: float) -> None:
+        """After load and replay, once: all leases start anew, and it is quiet until every session is back or over."""
+        self._state.dropped.clear()
+        sessions = self._state.sessions.values()
+        for session in sessions:
+            self._leases.set(session.number, now + session.lease + self._limits.lease_grace)
+        longest = max((session.lease for session in sessions), default=0.0)
+        self._guards.begin_quiet(self._state.sessions, now + longest + self._limits.lease_grace)
+
+    def quiet(self, now: float) -> bool:
+        """Whether nothing may be evicted, deleted or handed back yet, since old views may be in use."""
+        return self._guards.quiet(now)
+
+    def forget(self, keys: Iterable[str]) -> int:
+        """Drop these keys whatever protects them, as their bytes are not what was stored; how many were there."""
+        self.settle()
+        gone = [key for key in dict.fromkeys(keys) if key in self._located]
+        self._guards.forget(gone)
+        self._changes.remove(gone)
+        return len(gone)
+
+    # --- regions --------------------------------------------------------------------------------------------------
+
+    def add_region(self, by: int, region_id: int, length: int, *, instance_id: str = "") -> int:
+        """A region of the pool gets its owner; the number of the owner's session.
+
+        Args:
+            by: a session of ours owns it itself; a published connection joins the session of ``instance_id``, which is
+                opened unless another connection of it is there.
+            region_id: never used before.
+            length: in bytes.
+            instance_id: of a published client.
+
+        Raises:
+            ValueError: there is such a region.
+        """
+        if region_id in self._state.regions:
+            raise ValueError(f"there is a region {region_id} already")
+        session = self._state.sessions[by] if by > 0 else self._published.join(by, instance_id)
+        self._changes.add_region(region_id, length, session)
+        return session.number
+
+    def give_back_region(self, by: int, region_id: int, *, instance_id: str = "") -> GivenBack:
+        """RETURN_ALLOC, by the owner only: for a published client, by anybody who says its instance_id."""
+        self.settle()
+        session = self._session(by)
+        region = self._state.regions.get(region_id)
+        if region is None or region.state is RegionState.RETURNED:
+            return GivenBack.REFUSED
+        if session is None:
+            if not region.published or region.instance_id != instance_id:
+                return GivenBack.REFUSED
+        elif region.session is not session:
+            return GivenBack.REFUSED
+        self._changes.return_region(region_id)
+        return GivenBack.DEFERRED if region_id in self._state.regions else GivenBack.FREED
+
+    def drop_region(self, region_id: int) -> int:
+        """Its memory is lost: drop it with every key in it, pinned or not; how many keys. An unknown one has none."""
+        self.settle()
+        region = self._state.regions.get(region_id)
+        if region is None:
+            return 0
+        if region.pinned:
+            self._guards.forget(region.keys_at.values())
+        keys = self._changes.drop_region(region_id)
+        self._counters.dropped_with_region += keys
+        return keys
+
+    def regions(self, exclude_instance_id: str | None = None) -> list[tuple[int, int]]:
+        """(region_id, length) of those that are not handed back, for LIST_ALLOCATIONS."""
+        return [
+            (region.region_id, region.length)
+            for region in self._state.regions.values()
+            if region.state is not RegionState.RETURNED and region.instance_id != exclude_instance_id
+        ]
+
+    def region_ids(self) -> set[int]:
+        """Every region that exists here, handed back or not. All else that the pool has is stale after a restart."""
+        return set(self._state.regions)
+
+    def region(self, region_id: int) -> tuple[int, int] | None:
+        """(length, number of the owner's session; 0 if abandoned) of a region that exists here."""
+        region = self._state.regions.get(region_id)
+        if region is None:
+            return None
+        return region.length, 0 if region.session is None else region.session.number
+
+    def make_room(self, wanted_bytes: int, now: float) -> list[int]:
+        """Evict abandoned regions whole, the longest abandoned first, if that frees so many bytes; those dropped, or none.
+
+        A region with a pinned key in it stays, and so does one in which a published connection has looked up something
+        lately. The ids are in :meth:`take_dropped`, too.
+        """
+        chosen = [region.region_id for region in self._evictor.abandoned(wanted_bytes, now)]
+        for region_id in chosen:
+            self.drop_region(region_id)
+        return chosen
+
+    # --- keys -----------------------------------------------------------------------------------------------------
+
+    def register(
+        self,
+        by: int,
+        columns: Columns,
+        now: float,
+        *,
+        source: tuple[int, bytes] = (0, b""),
+        whole: bool = False,
+        later: bool = False,
+    ) -> Registration | None:
+        """Register keys; entries are judged one after the other, each with what those before it have done.
+
+        Args:
+            by: who registers: the owner of the regions. A published connection that registers in a region of another
+                published one joins its session, and has an orphan back: who else would know of that region?
+            columns: what and where.
+            now: the time.
+            source: code and body of the request, for the journal.
+            whole: one refused entry refuses them all (a published batch): then nothing is registered, and the statuses
+                say which would be refused.
+            later: whoever asks calls :meth:`settle` once the answer has left, so half of the work may wait until then.
+
+        Returns:
+            What became of each; ``None`` if the attempt is fenced: then nothing has changed.
+
+        Raises:
+            ValueError: the columns are not equally long.
+        """
+        self.settle()
+        if not columns.equally_long():
+            raise ValueError("columns of different lengths")
+        session = self._session(by)
+        if session is None:
+            self._published.join_owners(by, columns.regions)
+        elif columns.attempt in session.fences:
+            return None
+        self._guards.settle(now)
+        parts = columns.by_region()
+        regions = {
+            region_id: region
+            for region_id in parts
+            if (region := self._state.regions.get(region_id)) is not None and self._may_write(by, session, region)
+        }
+        if columns.keys and len(regions) == len(parts):
+            answer = self._registrar.register_plain(regions, parts, columns, source, later)
+            if answer is not None:
+                return answer
+        return self._registrar.register(regions, columns, now, source, whole)
+
+    def settle(self) -> None:
+        """Do what :meth:`register` was told to do later. Whatever could tell that it is not done yet does it first."""
+        if self._changes.owed:
+            self._changes.settle()
+
+    def find(
+        self, by: int, keys: Sequence[str], now: float, *, pin: bool = False, prefix: bool = False
+    ) -> list[Location | None]:
+        """Where these keys lie, which is a use of them. With ``prefix`` the answer ends before the first miss."""
+        self.settle()
+        self._session(by)
+        answer = list(map(self._located.get, keys))
+        if all(answer):
+            locations: list[Location] = answer  # type: ignore[assignment]  # none is missing
+        elif prefix:
+            answer = answer[: answer.index(None)]
+            self._counters.missed += 1
+            locations = answer  # type: ignore[assignment]
+            keys = keys[: len(answer)]
+        else:
+            locations = [location for location in answer if location is not None]
+            self._counters.missed += len(answer) - len(locations)
+            keys = [key for key, location in zip(keys, answer, strict=True) if location is not None]
+        if not locations:
+            return answer
+        self._counters.found += len(locations)
+        region_ids = self._state.use(keys, locations)
+        if by < 0:
+            self._guards.note_read(keys, region_ids, now)
+        if pin:
+            self._guards.hold(by, keys, region_ids)
+        return answer
+
+    def exists(self, keys: Iterable[str]) -> list[bool]:
+        """Which keys are there. No use of them."""
+        self.settle()
+        return list(map(self._located.__contains__, keys))
+
+    def pin(self, by: int, keys: Sequence[str], *, prefix: bool = False) -> list[bool]:
+        """One more pin for each key that is there; with ``prefix`` for none behind the first miss."""
+        self._session(by)
+        there = self.exists(keys)
+        found = keys
+        if not all(there):
+            if prefix:
+                length = there.index(False)
+                found = keys[:length]
+                there[length:] = [False] * (len(there) - length)
+            else:
+                found = [key for key in keys if key in self._located]
+        self._guards.hold(by, found, {self._located[key].region_id for key in found})
+        return there
+
+    def unpin(self, by: int, keys: Iterable[str]) -> list[bool]:
+        """One pin less for each key; False where ``by`` has none. A published connection may drop another one's."""
+        self.settle()
+        self._session(by)
+        return self._guards.unpin(by, keys)
+
+    def delete(self, by: int, keys: Iterable[str], now: float, *, request_id: int = 0) -> list[int]:
+        """Delete keys: a ``DropAnswer`` for each, as a number. Asked again with the same request id, it answers the same.
+
+        Pages go back to their owners, also to the one that asks.
+        """
+        self.settle()
+        session = self._session(by)
+        asked = "delete", request_id
+        if session is not None and asked in session.answers:
+            return session.answers[asked]
+        self._guards.settle(now)
+        quiet = self.quiet(now)
+        answers: list[int] = []
+        gone: dict[str, None] = {}
+        for key in keys:
+            location = self._located.get(key)
+            if location is None or key in gone:
+                answer = DropAnswer.MISSING
+            elif key in self._guards.pinned:
+                answer = DropAnswer.PINNED
+            elif quiet or self._protected(self._state.regions[location.region_id], by):
+                answer = DropAnswer.PROTECTED
+            else:
+                answer = DropAnswer.DELETED
+                gone[key] = None
+            answers.append(answer.value)
+        self._changes.remove(list(gone))
+        self._counters.deleted += len(gone)
+        if session is not None and request_id:
+            session.remember(asked, answers, self._limits.max_answers)
+        return answers
+
+    def reclaim(self, session_id: int, pages: int, now: float, *, request_id: int = 0) -> int:
+        """Delete so many of its keys, least recently used first, that are not held; how many. The pages go back to it.
+
+        Asked again with the same request id, it answers the same. When it is :meth:`quiet` there is nothing to reclaim.
+        """
+        self.settle()
+        session = self._state.sessions[session_id]
+        asked = "reclaim", request_id
+        if asked in session.answers:
+            return session.answers[asked][0]
+        if self.quiet(now):
+            return 0
+        dropped = self._evictor.evict(session, pages, now)
+        if request_id:
+            session.remember(asked, [dropped], self._limits.max_answers)
+        return dropped
+
+    def trim(self, session_id: int, now: float) -> int:
+        """If its keys take more than the high watermark, delete down to the low one; how many keys. Else it is O(1)."""
+        self.settle()
+        session = self._state.sessions[session_id]
+        used, allocated = session.used_bytes, session.allocated_bytes
+        if used <= self._limits.high_watermark * allocated:
+            return 0
+        return self._evictor.evict_bytes([session], used - int(self._limits.low_watermark * allocated), (), now)
+
+    # --- attempts and returns -------------------------------------------------------------------------------------
+
+    def fenced(self, session_id: int, attempt: int) -> bool:
+        """Whether this attempt is refused."""
+        return attempt in self._state.sessions[session_id].fences
+
+    def resolve(self, session_id: int, attempt: int, regions: Sequence[int], offsets: Sequence[int]) -> list[int]:
+        """Fence the attempt; for each page the generation under which it holds the page, else 0.
+
+        A page on its way back counts as held: its owner may use it again once the return has come, and not before. Its
+        generation is gone, so any stands for it.
+        """
+        self.settle()
+        session = self._state.sessions[session_id]
+        self._changes.fence(session_id, attempt)
+        returning = session.outbox.pages
+        held: list[int] = []
+        for region_id, offset in zip(regions, offsets, strict=True):
+            region = session.regions.get(region_id)
+            key = None if region is None else region.keys_at.get(offset)
+            location = None if key is None else self._located[key]
+            if location is not None and location.attempt == attempt:
+                held.append(location.generation)
+            else:
+                held.append(self._state.generation if (region_id, offset, attempt) in returning else 0)
+        return held
+
+    def acknowledge(self, session_id: int, number: int) -> None:
+        """The owner has applied every return up to this number. A lower one than before says nothing."""
+        if number > self._state.sessions[session_id].outbox.acknowledged:
+            self._changes.acknowledge(session_id, number)
+
+    def pending(self, session_id: int, now: float, *, resend: bool = False) -> Returns | None:
+        """Pages on the way back to this session: those not sent yet, or the first that are not acknowledged. Now sent."""
+        outbox = self._state.sessions[session_id].outbox
+        if not outbox.pages or self.quiet(now):
+            return None
+        return outbox.pending(resend, self._limits.max_returns)
+
+    # --- watching -------------------------------------------------------------------------------------------------
+
+    def usage(self) -> list[InstanceUsage]:
+        """By instance_id, sorted."""
+        self.settle()
+        return [
+            InstanceUsage(instance_id, one.regions, one.allocated_bytes, one.used_bytes)
+            for instance_id, one in sorted(self._state.usage.items())
+        ]
+
+    def inspect(self, key: str) -> KeyFacts | None:
+        """What there is to know about a key; ``None`` if it is not here. No use of it, and nobody's reading it."""
+        location = self._located.get(key)
+        if location is None:
+            return None
+        region = self._state.regions[location.region_id]
+        return KeyFacts(
+            region_id=location.region_id,
+            offset=location.offset,
+            length=location.length,
+            generation=location.generation,
+            checksum=location.checksum,
+            attempt=location.attempt,
+            owner=region.instance_id,
+            session=0 if region.session is None else region.session.number,
+            published=region.published,
+            pins=self._guards.pinned.get(key, 0),
+        )
+
+    def statistics(self) -> DirectoryStatistics:
+        """An immutable snapshot, in O(1)."""
+        self.settle()
+        state, counters = self._state, self._counters
+        return DirectoryStatistics(
+            entries=len(state.located),
+            used_bytes=state.used_bytes,
+            regions=len(state.regions),
+            allocated_bytes=state.allocated_bytes,
+            abandoned=len(state.abandoned),
+            sessions=len(state.sessions),
+            connections=len(self._published.connections),
+            pinned=len(self._guards.pinned),
+            generation=state.generation,
+            registered=counters.registered,
+            duplicates=counters.duplicates,
+            refused=counters.refused,
+            found=counters.found,
+            missed=counters.missed,
+            deleted=counters.deleted,
+            evicted=counters.evicted,
+            dropped_with_region=counters.dropped_with_region,
+        )
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _session(self, by: int) -> Session | None:
+        """The session of ours that asks; ``None`` for a published connection, and for the server itself."""
+        if by > 0:
+            return self._state.sessions[by]
+        if by < 0:
+            self._published.connections[by]
+        return None
+
+    def _may_write(self, by: int, session: Session | None, region: Region) -> bool:
+        """Whether this is the owner of the region: this session, or a published one that this connection belongs to."""
+        owner = region.session
+        return owner is not None and (by in owner.connections if session is None else owner is session)
+
+    def _protected(self, region: Region, by: int) -> bool:
+        """Whether a published owner lives that is not ``by``."""
+        owner = region.session
+        return owner is not None and owner.published and by not in owner.connections

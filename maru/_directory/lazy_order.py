@@ -1,0 +1,67 @@
+"""The order of use, kept up after the answers have left: a client does not wait for the server's tidying. Pure.
+
+Putting 64 fresh keys in order is a fifth of what a registration costs, and no answer depends on it: who must go next is asked
+when room is needed. So a use is only noted, and put in order when the shell has nothing more urgent to do.
+
+Rule 1. Nobody can tell: what was noted is put in order before anybody is chosen or forgotten.
+Rule 2. The notes are bounded: with ``MOST`` of them, one policy puts its own in order at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Final
+
+from ..eviction import LRU
+
+MOST: Final = 64
+"""Batches. Noted keys are held twice, so few; and in a crowd nothing is gained by waiting."""
+
+
+class LazyOrder:
+    """The policies of one directory, and which of them have notes."""
+
+    def __init__(self) -> None:
+        self._noted: list[_LazyLRU] = []
+
+    def policy(self) -> LRU[str]:
+        """A policy of one more owner: what a directory takes as ``eviction``."""
+        return _LazyLRU(self._noted)
+
+    def settle(self) -> None:
+        """Put in order what was noted."""
+        if self._noted:
+            noted = self._noted[:]
+            self._noted.clear()
+            for policy in noted:
+                policy.settle()
+
+
+class _LazyLRU(LRU[str]):
+    def __init__(self, noted: list[_LazyLRU]) -> None:
+        super().__init__()
+        self._notes: list[Sequence[str]] = []
+        self._noted = noted
+
+    def use(self, keys: Sequence[str]) -> None:
+        notes = self._notes
+        if not notes:
+            self._noted.append(self)
+        notes.append(keys)
+        if len(notes) >= MOST:
+            self.settle()
+
+    def make_room(self, incoming: Sequence[str], n: int, held: Container[str]) -> tuple[list[str], list[str]]:
+        self.settle()
+        return super().make_room(incoming, n, held)
+
+    def discard(self, keys: Iterable[str]) -> None:
+        self.settle()
+        super().discard(keys)
+
+    def settle(self) -> None:
+        """Put in order what was noted."""
+        if self._notes:
+            notes, self._notes = self._notes, []
+            for keys in notes:
+                super().use(keys)

@@ -1,0 +1,82 @@
+"""The connections of published clients: whose they are, as nobody says so. Pure.
+
+A published client says its instance_id when it asks for a region or hands one back; a reader never does. Its session is
+all connections that said one instance_id. It lives while one of them does, however silent; when the last one is gone it
+has a lease left, since a client that makes its socket anew is still the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .changes import Changes
+from .guards import Guards
+from .limits import Limits
+from .regions import RegionState
+from .sessions import Leases, Session
+
+
+class Published:
+    """Published connections, by negative numbers, and the sessions that they have joined."""
+
+    def __init__(self, changes: Changes, guards: Guards, leases: Leases, limits: Limits) -> None:
+        self._changes = changes
+        self._state = changes.state
+        self._guards = guards
+        self._leases = leases
+        self._limits = limits
+        self.connections: dict[int, set[int]] = {}
+        """The sessions that each has joined."""
+        self._last = 0
+
+    def connect(self) -> int:
+        """The number of a new connection."""
+        self._last -= 1
+        self.connections[self._last] = set()
+        return self._last
+
+    def disconnect(self, connection: int, now: float) -> None:
+        """It is gone: a session that it leaves alone has its lease left, its pins have ``v1_read_grace``."""
+        for number in self.connections.pop(connection):
+            session = self._state.sessions.get(number)
+            if session is not None:
+                session.connections.discard(connection)
+                if not session.connections:
+                    self._leases.set(number, now + session.lease)
+        self._guards.leave(connection, now + self._limits.v1_read_grace)
+
+    def join(self, connection: int, instance_id: str) -> Session:
+        """The session of this instance, to which this connection belongs from now on.
+
+        One whose connections are all gone is not joined by its name alone: a process that was started again under the
+        same name knows nothing of the regions of the one before, and would keep them from going for ever.
+        """
+        joined = self.connections[connection]
+        account = self._state.instances.get(instance_id)
+        living = () if account is None else account.sessions.values()
+        session = next((one for one in living if one.connections), None)
+        if session is None:
+            session = self._changes.open_session(b"", instance_id, "", True, self._limits.published_lease)
+        self._belongs(connection, joined, session)
+        return session
+
+    def join_owners(self, connection: int, regions: int | Sequence[int]) -> None:
+        """This connection writes in these regions, so it belongs to their owners, as far as they are published ones.
+
+        Who else would know of them? An orphan has its owner back: that is a client which lost its connection for long.
+        """
+        joined = self.connections[connection]
+        for region_id in (regions,) if isinstance(regions, int) else dict.fromkeys(regions):
+            region = self._state.regions.get(region_id)
+            if region is None or not region.published or region.state is RegionState.RETURNED:
+                continue
+            if region.session is None:
+                self._changes.add_region(region_id, region.length, self.join(connection, region.instance_id))
+            elif region.session.number not in joined:
+                self._belongs(connection, joined, region.session)
+
+    def _belongs(self, connection: int, joined: set[int], session: Session) -> None:
+        joined.add(session.number)
+        session.connections.add(connection)
+        self._leases.discard(session.number)
+        self._guards.back(session.number)

@@ -1,0 +1,143 @@
+"""Registering: the plain case in a few calls for all entries, every other one entry by entry. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import add
+
+from .changes import Changes
+from .counts import Counters
+from .evictor import Evictor
+from .guards import Guards
+from .judge import NEW, Room, Verdict, judge
+from .limits import Limits
+from .locations import Columns, Registration
+from .regions import Account, Region
+from .sessions import Session
+
+
+class Registrar:
+    """Registers keys in regions that the caller may write, and makes room for them on their owner's account."""
+
+    def __init__(self, changes: Changes, limits: Limits, guards: Guards, evictor: Evictor, counters: Counters) -> None:
+        self._changes = changes
+        self._state = changes.state
+        self._limits = limits
+        self._guards = guards
+        self._evictor = evictor
+        self._counters = counters
+
+    def register_plain(
+        self,
+        regions: Mapping[int, Region],
+        parts: Mapping[int, Columns],
+        columns: Columns,
+        source: tuple[int, bytes],
+        later: bool,
+    ) -> Registration | None:
+        """Register all entries if nothing speaks against any of them; ``None`` if something may."""
+        n, total, owners = len(columns.keys), 0, set()
+        for region_id, part in parts.items():
+            region = regions[region_id]
+            part_bytes = self._bytes_if_right(region, part)
+            if not part_bytes:
+                return None
+            total += part_bytes
+            owners.add(region.session)
+        for owner in owners:
+            if owner is None or not self._fits(owner, total, n):
+                return None
+        first = self._changes.enter_fresh(columns, parts, source, later)
+        if not first:
+            return None
+        self._counters.registered += n
+        return Registration([NEW] * n, list(range(first, first + n)), first, [])
+
+    def register(
+        self, regions: Mapping[int, Region], columns: Columns, now: float, source: tuple[int, bytes], whole: bool
+    ) -> Registration:
+        """Register entry by entry, in these regions; see ``Directory.register``."""
+        verdict = self._judge(regions, columns, now)
+        if len(verdict.skipped) < len(columns.keys) and not (whole and verdict.refused):
+            verdict = self._with_room(regions, columns, verdict, now)
+        statuses, skipped, refused = verdict.statuses, verdict.skipped, verdict.refused
+        new = len(statuses) - len(skipped)
+        self._counters.refused += refused
+        if whole and refused:
+            return Registration(statuses, [0] * len(statuses), 0, list(range(len(statuses))))
+        self._counters.duplicates += len(skipped) - refused
+        if not new:
+            return Registration(statuses, [0] * len(statuses), 0, skipped)
+        first = self._changes.enter(columns, skipped, source)
+        self._counters.registered += new
+        fresh = iter(range(first, first + new))
+        generations = [0 if status else next(fresh) for status in statuses]
+        return Registration(statuses, generations, first, skipped)
+
+    def _bytes_if_right(self, region: Region, part: Columns) -> int:
+        """The bytes of these entries, if nothing is wrong with any but that it may be taken, or named twice; else 0."""
+        _, keys, offsets, lengths, _, _ = part
+        if isinstance(lengths, int):
+            total, least, end = lengths * len(keys), lengths, max(offsets) + lengths
+        else:
+            total, least, end = sum(lengths), min(lengths), max(map(add, offsets, lengths))
+        right = (
+            least > 0
+            and end <= region.length
+            and min(offsets) >= 0
+            and max(map(len, keys)) * 4 <= self._limits.max_key_bytes
+            and (not region.returning or region.returning.isdisjoint(offsets))
+        )
+        return total if right else 0
+
+    def _fits(self, owner: Session, more_bytes: int, more_entries: int) -> bool:
+        return not (
+            owner.instance.excess(more_bytes)
+            or owner.tenant_account.excess(more_bytes)
+            or len(self._state.located) + more_entries > self._limits.max_entries
+        )
+
+    def _judge(self, regions: Mapping[int, Region], columns: Columns, now: float, room: Room | None = None) -> Verdict:
+        return judge(
+            columns,
+            regions,
+            self._state.located,
+            self._guards.pinned,
+            max_key_bytes=self._limits.max_key_bytes,
+            quiet=self._guards.quiet(now),
+            room=room,
+        )
+
+    def _with_room(self, regions: Mapping[int, Region], columns: Columns, verdict: Verdict, now: float) -> Verdict:
+        """The verdict once as much room was made as could be: it may refuse what is beyond a quota."""
+        if self._all_fits(verdict):
+            return verdict
+        # What this batch names, or writes over, does not make room for it.
+        stays = verdict.written_over.union(columns.keys)
+        for account, more in _charges(verdict).items():
+            excess = account.excess(more)
+            if excess:
+                sharing = account.sessions.values()
+                first = [owner for owner in verdict.more_bytes if owner in sharing]
+                self._evictor.evict_bytes(dict.fromkeys([*first, *sharing]), excess, stays, now)
+        for owner in verdict.more_bytes:
+            excess = len(self._state.located) + verdict.more_entries - self._limits.max_entries
+            if excess > 0:
+                self._evictor.evict(owner, excess, now, stays)
+        if self._all_fits(verdict):
+            return verdict
+        return self._judge(regions, columns, now, Room(max(0, self._limits.max_entries - len(self._state.located))))
+
+    def _all_fits(self, verdict: Verdict) -> bool:
+        if len(self._state.located) + verdict.more_entries > self._limits.max_entries:
+            return False
+        return not any([account.excess(more) for account, more in _charges(verdict).items()])
+
+
+def _charges(verdict: Verdict) -> dict[Account, int]:
+    """What the new entries take of each account."""
+    charges: dict[Account, int] = {}
+    for owner, more in verdict.more_bytes.items():
+        for account in (owner.instance, owner.tenant_account):
+            charges[account] = charges.get(account, 0) + more
+    return charges

@@ -1,0 +1,174 @@
+"""Who has a standing with the server: leases, fenced attempts, and the pages on the way back to their owner. Pure."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import attrs
+
+from .._wire.messages_own import Returns
+from ..eviction import EvictionPolicy
+
+if TYPE_CHECKING:
+    from .regions import Account, Region
+
+
+class Leases:
+    """Until when each of some numbers lives. Setting costs the same however many there are and however often it is done.
+
+    A heap of times, of which those that were put off are only found out when they come up.
+    """
+
+    def __init__(self) -> None:
+        self._until: dict[int, float] = {}
+        self._queued: dict[int, float] = {}  # the entry of the heap that counts
+        self._heap: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+    def set(self, number: int, until: float) -> None:
+        """It lives until then, be that later or earlier than it was."""
+        self._until[number] = until
+        if until < self._queued.get(number, math.inf):
+            self._queued[number] = until
+            heapq.heappush(self._heap, (until, number))
+
+    def until(self, number: int) -> float:
+        """When it ends; ``inf`` if that is not known here."""
+        return self._until.get(number, math.inf)
+
+    def discard(self, number: int) -> None:
+        """It has no end here any more."""
+        self._until.pop(number, None)
+
+    def next(self) -> float:
+        """The time of the next end, or an earlier one; ``inf`` if there is none."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def due(self, now: float) -> list[int]:
+        """Those that have ended by ``now``, in the order of their ends. They are forgotten."""
+        ended: list[tuple[float, int]] = []
+        heap = self._heap
+        while heap and heap[0][0] <= now:
+            at, number = heapq.heappop(heap)
+            if self._queued.get(number) != at:
+                continue  # an earlier entry took its place, or it came up already
+            del self._queued[number]
+            until = self._until.get(number)
+            if until is None:
+                continue
+            if until <= now:
+                del self._until[number]
+                ended.append((until, number))
+            else:
+                self._queued[number] = until
+                heapq.heappush(heap, (until, number))
+        ended.sort()
+        return [number for _, number in ended]
+
+
+class Fences:
+    """The attempts of one session that are refused should they still arrive.
+
+    At most ``limit`` are kept one by one; beyond that, every attempt up to the lowest of them is refused. An attempt so
+    old that a thousand later ones were resolved has been lost on the way.
+    """
+
+    def __init__(self, limit: int, attempts: Iterable[int] = (), floor: int = 0) -> None:
+        self._limit = limit
+        self.attempts = set(attempts)
+        self.floor = floor
+
+    def __contains__(self, attempt: int) -> bool:
+        return attempt in self.attempts or 0 < attempt <= self.floor
+
+    def add(self, attempt: int) -> None:
+        """Refuse this one from now on."""
+        if attempt > self.floor:
+            self.attempts.add(attempt)
+        while len(self.attempts) > self._limit:
+            self.floor = min(self.attempts)
+            self.attempts.remove(self.floor)
+
+
+class Outbox:
+    """The pages on the way back to one owner, under ascending numbers from 1, until it acknowledges them."""
+
+    def __init__(self, acknowledged: int = 0, pages: Iterable[tuple[int, int, int]] = ()) -> None:
+        self.acknowledged = acknowledged
+        """The number up to which the owner has applied them."""
+        self.pages: deque[tuple[int, int, int]] = deque(pages)
+        """(region_id, offset, attempt) of the numbers from ``acknowledged + 1`` on. What goes back is added at the end."""
+        self._sent = acknowledged
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def acknowledge(self, number: int) -> list[tuple[int, int, int]]:
+        """The owner has applied all up to ``number``; those that are news. Numbers that were never given mean all."""
+        pop = self.pages.popleft
+        news = [pop() for _ in range(min(number - self.acknowledged, len(self.pages)))]
+        self.acknowledged += len(news)
+        self._sent = max(self._sent, self.acknowledged)
+        return news
+
+    def pending(self, resend: bool, limit: int) -> Returns | None:
+        """The next pages that were not sent yet, or the first that are not acknowledged; at most ``limit``. Now sent."""
+        before = self.acknowledged if resend else self._sent
+        skip = before - self.acknowledged
+        if skip == len(self.pages):
+            return None
+        chosen = list(islice(self.pages, skip, skip + limit))
+        self._sent = max(self._sent, before + len(chosen))
+        regions, offsets, attempts = map(list, zip(*chosen, strict=True))
+        return Returns(before + 1, regions, offsets, attempts)
+
+
+@attrs.define(eq=False)
+class Session:
+    """One client process of ours, or all connections of a published one that said one instance_id."""
+
+    number: int
+    token: bytes
+    """What its client names it by; empty for a published one."""
+    instance_id: str
+    tenant: str
+    published: bool
+    lease: float
+    policy: EvictionPolicy[str]
+    """The order of use of the keys in its regions."""
+    instance: Account
+    tenant_account: Account
+    fences: Fences
+    outbox: Outbox = attrs.field(factory=Outbox)
+    regions: dict[int, Region] = attrs.field(factory=dict)
+    """Those that it owns."""
+    connections: set[int] = attrs.field(factory=set)
+    """Of a published one: those that joined and are there."""
+    allocated_bytes: int = 0
+    """Of the regions that it owns."""
+    used_bytes: int = 0
+    """Of the keys in them."""
+    answers: dict[tuple[str, int], list[int]] = attrs.field(factory=dict)
+    """By what was asked for under which request id, should it ask again; the oldest first."""
+    barren_until: float = -math.inf
+    """Until when it is believed that none of its keys can go."""
+
+    def charge(self, allocated_bytes: int, used_bytes: int) -> None:
+        """It owns regions of so many bytes more (or less), and its keys take so many more: on all accounts."""
+        self.allocated_bytes += allocated_bytes
+        self.used_bytes += used_bytes
+        self.instance.charged_bytes += used_bytes
+        self.tenant_account.charged_bytes += used_bytes
+
+    def remember(self, asked: tuple[str, int], answer: list[int], limit: int) -> None:
+        """Keep this answer; beyond ``limit`` the oldest goes."""
+        self.answers[asked] = answer
+        while len(self.answers) > limit:
+            del self.answers[next(iter(self.answers))]

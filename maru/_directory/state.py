@@ -1,0 +1,316 @@
+"""What a directory is, and what may happen to it: the part that a restart finds again. Pure.
+
+Whether something may happen is decided elsewhere (`maru._directory`). Here it happens, and whatever follows from it.
+
+Rule 1. One method for each record of the journal. The same calls give the same state, whatever pins, leases and the order
+        of use were: so the journal need not say what follows (a region that is dropped with its last key).
+Rule 2. An offset of a region holds at most one key; a key lies at one offset. All sums are kept with each change.
+Rule 3. A page of a key that is removed goes back to the owner of its region, if that is a living session of ours. A
+        published owner learns of nothing: nothing of its is removed but by its own request.
+Rule 4. What costs something for each key runs in C where it is the common case: some hundred nanoseconds a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+
+from ..eviction import EvictionPolicy
+from .limits import Limits
+from .locations import Columns, Location
+from .regions import Account, Region, RegionState, Usage
+from .sessions import Fences, Session
+
+
+class State:
+    """Sessions, regions, and where each key lies."""
+
+    def __init__(self, limits: Limits, eviction: Callable[[], EvictionPolicy[str]]) -> None:
+        self._limits = limits
+        self._eviction = eviction
+        self.located: dict[str, Location] = {}
+        self.regions: dict[int, Region] = {}
+        self.abandoned: dict[int, Region] = {}
+        """Those of ``regions`` without an owner, in the order in which they were abandoned."""
+        self.sessions: dict[int, Session] = {}
+        self.tokens: dict[bytes, int] = {}
+        self.usage: dict[str, Usage] = {}
+        self.instances: dict[str, Account] = {}
+        self.tenants: dict[str, Account] = {}
+        self.generation = 0
+        """The last one given."""
+        self.last_session = 0
+        """The highest number given."""
+        self.used_bytes = 0
+        self.allocated_bytes = 0
+        self.dropped: list[int] = []
+        """Regions that are no more, until somebody takes them from here."""
+
+    # --- sessions -------------------------------------------------------------------------------------------------
+
+    def open_session(
+        self, number: int, token: bytes, instance_id: str, tenant: str, published: bool, lease: float
+    ) -> Session:
+        """A session with this number, which nobody had before."""
+        limits = self._limits
+        instance = self.instances.get(instance_id)
+        if instance is None:
+            quota = limits.instance_quotas.get(instance_id, limits.instance_quota_bytes)
+            instance = self.instances[instance_id] = Account(quota)
+        account = self.tenants.get(tenant)
+        if account is None:
+            quota = limits.tenant_quotas.get(tenant, limits.tenant_quota_bytes) if tenant else 0
+            account = self.tenants[tenant] = Account(quota)
+        fences = Fences(limits.max_fences)
+        session = Session(
+            number, token, instance_id, tenant, published, lease, self._eviction(), instance, account, fences
+        )
+        instance.sessions[number] = account.sessions[number] = self.sessions[number] = session
+        if token:
+            self.tokens[token] = number
+        self.last_session = max(self.last_session, number)
+        return session
+
+    def end_session(self, number: int) -> None:
+        """It is over: its regions are orphans, those without keys are dropped."""
+        session = self.sessions.pop(number)
+        if session.token:
+            del self.tokens[session.token]
+        for region_id in sorted(session.regions):  # not in the order of the dict: that is no part of the state
+            self._abandon(session, session.regions[region_id], RegionState.ORPHAN)
+        for accounts, name, account in (
+            (self.instances, session.instance_id, session.instance),
+            (self.tenants, session.tenant, session.tenant_account),
+        ):
+            del account.sessions[number]
+            if not account.sessions:
+                del accounts[name]
+
+    def fence(self, number: int, attempt: int) -> None:
+        """This attempt of this session is refused from now on."""
+        self.sessions[number].fences.add(attempt)
+
+    def acknowledge(self, number: int, upto: int) -> bool:
+        """The session has applied all returns up to ``upto``: their pages are its own again. Whether that is news."""
+        news = self.sessions[number].outbox.acknowledge(upto)
+        for region_id, offset, _ in news:
+            region = self.regions.get(region_id)
+            if region is not None:
+                region.returning.discard(offset)
+        return bool(news)
+
+    # --- regions --------------------------------------------------------------------------------------------------
+
+    def add_region(self, region_id: int, length: int, number: int, instance_id: str) -> Region:
+        """A new region of this session; or an orphan, whose owner turns out to live on in this session."""
+        session = self.sessions[number]
+        region = self.regions.get(region_id)
+        if region is None:
+            region = self.new_region(region_id, length, instance_id, session.published)
+        self.own(region, session)
+        session.policy.use(list(region.keys_at.values()))
+        return region
+
+    def new_region(self, region_id: int, length: int, instance_id: str, published: bool) -> Region:
+        """An empty region that nobody owns yet."""
+        usage = self.usage.get(instance_id)
+        if usage is None:
+            usage = self.usage[instance_id] = Usage(instance_id)
+        usage.regions += 1
+        usage.allocated_bytes += length
+        self.allocated_bytes += length
+        region = Region(region_id, length, instance_id, published, usage)
+        self.regions[region_id] = self.abandoned[region_id] = region
+        return region
+
+    def own(self, region: Region, session: Session) -> None:
+        """An orphan has an owner again."""
+        del self.abandoned[region.region_id]
+        region.session, region.state = session, RegionState.OWNED
+        session.regions[region.region_id] = region
+        session.charge(region.length, region.used_bytes)
+
+    def return_region(self, region_id: int) -> None:
+        """Handed back: hidden from now on; dropped if no key lives in it."""
+        region = self.regions[region_id]
+        session = region.session
+        if session is None:
+            region.state = RegionState.RETURNED
+        else:
+            session.policy.discard(region.keys_at.values())
+            self._abandon(session, region, RegionState.RETURNED)
+
+    def drop_region(self, region_id: int) -> list[str]:
+        """Gone, with every key in it; those keys."""
+        region = self.regions[region_id]
+        keys = list(region.keys_at.values())
+        for key in keys:
+            del self.located[key]
+        self.used_bytes -= region.used_bytes
+        region.charge(-region.used_bytes)
+        if region.session is not None:
+            region.session.policy.discard(keys)
+            del region.session.regions[region_id]
+            region.session.charge(-region.length, 0)
+        region.keys_at.clear()
+        self._drop(region)
+        return keys
+
+    def _abandon(self, session: Session, region: Region, state: RegionState) -> None:
+        """It has no owner any more. Its keys are in nobody's order of use: they go together."""
+        del session.regions[region.region_id]
+        session.charge(-region.length, -region.used_bytes)
+        region.session, region.state = None, state
+        region.returning.clear()
+        self.abandoned[region.region_id] = region
+        if not region.keys_at:
+            self._drop(region)
+
+    def _drop(self, region: Region) -> None:
+        """This empty region is no more."""
+        del self.regions[region.region_id]
+        self.abandoned.pop(region.region_id, None)
+        usage = region.usage
+        usage.regions -= 1
+        usage.allocated_bytes -= region.length
+        if not usage.regions:
+            del self.usage[usage.instance_id]
+        self.allocated_bytes -= region.length
+        self.dropped.append(region.region_id)
+
+    # --- keys -----------------------------------------------------------------------------------------------------
+
+    def enter(self, columns: Columns) -> None:
+        """Register all of these, in order: none is there, or it is by the time its turn comes gone through one of them.
+
+        What lay at their offsets is gone, and does not go back to the owner: it is the owner who wrote over it.
+        """
+        n, parts = len(columns.keys), columns.by_region()
+        if self.is_fresh(columns, parts):
+            self.generation += n
+            self.enter_fresh(columns, parts, self.generation - n + 1)
+            return
+        regions, keys, offsets, lengths, checksums, attempt = columns
+        located = self.located
+        for region_id, key, offset, length, checksum in zip(
+            [regions] * n if isinstance(regions, int) else regions,
+            keys,
+            offsets,
+            [lengths] * n if isinstance(lengths, int) else lengths,
+            [None] * n if checksums is None else checksums,
+            strict=True,
+        ):
+            region = self.regions[region_id]
+            if offset in region.keys_at:
+                self._write_over(region, offset)
+            self.generation += 1
+            located[key] = Location(region_id, offset, length, self.generation, checksum, attempt)
+            region.keys_at[offset] = key
+            region.charge(length)
+            self.used_bytes += length
+        present = [key for key in keys if key in located]
+        self.use(present, [located[key] for key in present])
+
+    def is_fresh(self, columns: Columns, parts: Mapping[int, Columns]) -> bool:
+        """Whether no key and no offset of these is taken, and none is named twice.
+
+        Args:
+            columns: what and where.
+            parts: the same, by region.
+        """
+        keys = columns.keys
+        if len(set(keys)) != len(keys) or not self.located.keys().isdisjoint(keys):
+            return False
+        for region_id, part in parts.items():
+            offsets = part.offsets
+            if len(set(offsets)) != len(offsets) or not self.regions[region_id].keys_at.keys().isdisjoint(offsets):
+                return False
+        return True
+
+    def enter_fresh(self, columns: Columns, parts: Mapping[int, Columns], first: int) -> None:
+        """Register all of these, which are fresh, under the generations from ``first`` on, which were given already."""
+        regions, keys, offsets, lengths, checksums, attempt = columns
+        located, region_of = self.located, self.regions
+        locations = map(
+            Location,
+            repeat(regions) if isinstance(regions, int) else regions,
+            offsets,
+            repeat(lengths) if isinstance(lengths, int) else lengths,
+            range(first, first + len(keys)),
+            repeat(None) if checksums is None else checksums,
+            repeat(attempt),
+        )
+        located.update(zip(keys, locations, strict=True))
+        owners: set[Session | None] = set()
+        for region_id, part in parts.items():
+            region = region_of[region_id]
+            region.keys_at.update(zip(part.offsets, part.keys, strict=True))
+            added = part.lengths * len(part.keys) if isinstance(part.lengths, int) else sum(part.lengths)
+            region.charge(added)
+            self.used_bytes += added
+            owners.add(region.session)
+        if len(owners) == 1:
+            [owner] = owners
+            if owner is not None:
+                owner.policy.use(keys[::-1])
+        else:
+            self.use(keys, [located[key] for key in keys])
+
+    def use(self, keys: Sequence[str], locations: Sequence[Location]) -> set[int]:
+        """These keys were used, which lie there: their owners' order of use, deepest first. The regions they lie in."""
+        region_ids = {location.region_id for location in locations}
+        sessions = {self.regions[region_id].session for region_id in region_ids}
+        if len(sessions) == 1:
+            [session] = sessions
+            if session is not None:
+                session.policy.use(keys[::-1])
+        else:
+            pairs = list(zip(keys, locations, strict=True))[::-1]
+            for session in sessions:
+                if session is not None:
+                    own = session.regions
+                    session.policy.use([key for key, location in pairs if location.region_id in own])
+        return region_ids
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """These keys, each named once, are no more; their pages go back to their owners: by regions, then in this order."""
+        located = self.located
+        region_ids = {located[key].region_id for key in keys}
+        if len(region_ids) == 1:
+            self._take_out(self.regions[region_ids.pop()], keys)
+            return
+        groups: dict[int, list[str]] = {}
+        for key in keys:
+            groups.setdefault(located[key].region_id, []).append(key)
+        for region_id, group in groups.items():
+            self._take_out(self.regions[region_id], group)
+
+    def _take_out(self, region: Region, keys: Sequence[str]) -> None:
+        """These keys, which lie in this region, are no more."""
+        locations = list(map(self.located.pop, keys))
+        offsets = [location.offset for location in locations]
+        for offset in offsets:
+            del region.keys_at[offset]
+        freed = sum([location.length for location in locations])
+        region.charge(-freed)
+        self.used_bytes -= freed
+        session = region.session
+        if session is None:
+            if not region.keys_at:
+                self._drop(region)
+            return
+        session.policy.discard(keys)
+        if not session.published:
+            region.returning.update(offsets)
+            attempts = [location.attempt for location in locations]
+            session.outbox.pages.extend(zip(repeat(region.region_id), offsets, attempts))
+
+    def _write_over(self, region: Region, offset: int) -> None:
+        """What lies at this offset, if anything does, gives way to what its owner has written there."""
+        key = region.keys_at.pop(offset, None)
+        if key is not None:
+            freed = self.located.pop(key).length
+            region.charge(-freed)
+            self.used_bytes -= freed
+            if region.session is not None:
+                region.session.policy.discard((key,))

@@ -1,0 +1,1 @@
+"""What must survive a server, written down before it is acknowledged, and read again when one starts."""

@@ -1,0 +1,94 @@
+"""The task beside the server's loop that has the journal compacted when it is worth it, in a process of its own.
+
+Rule 1. One process at a time, and after it a rest of some times its length: a bounded share of one core.
+Rule 2. Whoever cancels the task kills the process at once. That costs nothing but the work (see `compaction`).
+Rule 3. Where the files cannot be read any more, the server still knows what they held, and writes a snapshot from memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from typing import Final
+
+import msgspec
+import trio
+
+from .._directory import Directory
+from .._errors import JournalFailed
+from .compaction import Outcome
+from .journal import Journal
+
+_REST: Final = 4.0
+"""Times the length of a compaction: it takes a fifth of a core at most."""
+_RETRY: Final = 10.0
+"""Rest after one that did not work, in seconds: a full disk does not empty itself."""
+
+_log = logging.getLogger(__name__)
+
+
+async def keep_compacted(
+    journal: Journal, directory: Directory, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+) -> None:
+    """Compact whenever it is due, until cancelled, or the journal is closed.
+
+    Args:
+        journal: open, and of ``directory``.
+        directory: for a snapshot from memory, taken between two appends.
+        task_status: started at once.
+    """
+    task_status.started()
+    while True:
+        try:
+            await journal.wait_compaction_due()
+            began = trio.current_time()
+            outcome = await _compact(journal, directory)
+        except trio.ClosedResourceError:
+            return
+        length = trio.current_time() - began
+        await trio.sleep(length * _REST if outcome is Outcome.DONE else _RETRY)
+
+
+async def _compact(journal: Journal, directory: Directory) -> Outcome:
+    try:
+        outcome = await run_compaction(journal.path)
+        if outcome is Outcome.DAMAGED:
+            if journal.behind or directory.records:
+                return Outcome.FAILED  # the directory is ahead of the journal: what is written later would count twice
+            _log.error("%r: a closed segment cannot be read; a snapshot from memory replaces it", journal)
+            await journal.snapshot(msgspec.msgpack.encode(directory.dump()))
+            return Outcome.DONE
+        journal.survey()
+    except (JournalFailed, OSError) as exc:
+        _log.warning("%r cannot be compacted now: %s", journal, exc)
+        return Outcome.FAILED
+    return outcome
+
+
+async def run_compaction(path: str) -> Outcome:
+    """Run one compaction to its end; what it says goes to the log. Cancelled, it is killed.
+
+    Raises:
+        OSError: no process could be started.
+    """
+    done = await trio.run_process(
+        [sys.executable, "-m", "maru._journal.compaction", path],
+        stdin=subprocess.DEVNULL,
+        capture_stdout=True,
+        capture_stderr=True,
+        check=False,
+        deliver_cancel=_kill,
+        start_new_session=True,  # an interrupt from the keyboard is for the server
+    )
+    said = (done.stdout + done.stderr).decode(errors="replace").strip()
+    if said:
+        _log.warning("the compaction of %s: %s", path, said)
+    try:
+        return Outcome(done.returncode)
+    except ValueError:  # killed
+        return Outcome.FAILED
+
+
+async def _kill(process: trio.Process) -> None:
+    process.kill()

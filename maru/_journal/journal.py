@@ -1,0 +1,376 @@
+"""The journal: what took effect, written down before it is acknowledged. One write(2) for all records of a tick.
+
+What is acknowledged after `append` returned, or after `sync` returned, survives:
+
+| | kill -9 of the server | crash of the machine, power loss | what it costs |
+|---|---|---|---|
+| `append` alone | all | what the kernel had written out: all but the last 30 s or so | a write(2) for each tick |
+| `sync` now and then | all | all up to the last `sync` | nothing that a reply waits for |
+| `sync` before each acknowledgement | all | all | a reply waits for the disk, together with all others of that time |
+
+In /dev/shm, or any tmpfs, fsync means nothing: it succeeds, and a crash of the machine takes everything, pages included.
+
+Rule 1. What cannot be written raises, and nothing of it is written: the caller acknowledges nothing. What was written of
+        it is cut off again; where even that fails the segment ends before it (rule 3 of ``segments``).
+Rule 2. A failed fsync is final. The kernel reports it once and may have dropped the bytes, so that trying again would
+        succeed without them.
+Rule 3. A segment that has its size is closed, and a process of its own folds it into the next snapshot (``compaction``).
+        Nothing is begun before there is something to write: a server starts on a full disk, too.
+
+Not thread-safe, and one journal for a directory: whoever opens it holds the lock of the pool.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import attrs
+import trio
+
+from .._errors import JournalFailed
+from .segments import (
+    BEGINNING,
+    HEADER_BYTES,
+    Header,
+    Tail,
+    frame,
+    list_files,
+    pack_header,
+    path_of,
+    remove,
+    superseded,
+    sync_directory,
+    write_snapshot,
+)
+
+SEGMENT_BYTES: Final = 512 << 10
+"""A segment's size. What is in the live one is replayed at the next start: up to 10 ms of batches, 30 ms of single keys."""
+MAX_CLOSED_SEGMENTS: Final = 16
+"""So many are folded even if they are small: each start of a server that writes begins one."""
+_SNAPSHOT_SHARE: Final = 8
+"""Closed segments are folded when they have an eighth of the snapshot's bytes: writing all of it anew must pay."""
+
+_log = logging.getLogger(__name__)
+
+
+@attrs.frozen
+class JournalStatistics:
+    """A snapshot of a journal."""
+
+    segment: int
+    """Number of the live segment, or of the one to be begun."""
+    records: int
+    """Records appended."""
+    appended_bytes: int
+    """Bytes appended."""
+    synced_bytes: int
+    """Of these, so many are known to be on the disk; 0 where nobody asks for it."""
+    flushes: int
+    """Rounds of fsync."""
+    failures: int
+    """Appends that could not be written."""
+    closed_segments: int
+    """Segments that are not part of a snapshot yet."""
+    closed_bytes: int
+    """Their bytes."""
+    snapshot_bytes: int
+    """Bytes of the newest snapshot."""
+
+
+class _File:
+    """A descriptor that is closed once neither the journal nor a thread that syncs it uses it any more."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class Journal:
+    """The journal of one pool, open for appending.
+
+    Args:
+        path: the directory, which must exist.
+        tail: where to go on, as `recover` says.
+        pool_id, boot_id: 16 bytes each.
+        segment_bytes: a segment that has so many is closed.
+        fsync: whether `sync` makes anything durable.
+        write: what writes bytes to a descriptor, all or some of them.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tail: Tail = BEGINNING,
+        *,
+        pool_id: bytes,
+        boot_id: bytes,
+        segment_bytes: int = SEGMENT_BYTES,
+        fsync: bool = False,
+        write: Callable[[int, bytes | memoryview], int] = os.write,
+    ) -> None:
+        self.path: str = os.fspath(path)
+        """The directory."""
+        self._pool_id, self._boot_id = pool_id, boot_id
+        self._segment_bytes, self._fsync, self._write = segment_bytes, fsync, write
+        self._closed = False
+        # the live segment
+        self._number, self._previous_end = tail
+        self._file: _File | None = None  # until there is something to write
+        self._end = 0
+        self._full_at = segment_bytes
+        self._ragged = False  # behind the end lies what could not be cut off
+        self._behind = False
+        # durability
+        self._unsynced: list[_File] = []
+        self._unsynced_names = False
+        self._broken: OSError | None = None
+        self._flushing = False
+        self._flushed = trio.lowlevel.ParkingLot()
+        self._limiter = trio.CapacityLimiter(1)
+        # counts
+        self._records = self._appended = self._synced = self._flushes = self._failures = 0
+        self._closed_segments = self._closed_bytes = self._snapshot_bytes = 0
+        self._surveyed = trio.lowlevel.ParkingLot()
+        self.survey()
+
+    def __repr__(self) -> str:
+        return f"<Journal {path_of(self.path, 'journal', self._number)}, {self._appended} bytes appended>"
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    def append(self, records: Sequence[bytes]) -> None:
+        """Write records down, all of them or none. Once this returns they survive the end of this process.
+
+        Raises:
+            JournalFailed: they are not written.
+            trio.ClosedResourceError: the journal was closed.
+        """
+        self._check()
+        if not records:
+            return
+        data = frame(records)
+        try:
+            self._ready()
+            self._put(data)
+        except OSError as exc:
+            self._failures += 1
+            self._behind = True
+            raise self._failed(exc) from exc
+        self._behind = False
+        self._records += len(records)
+        self._appended += len(data)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the last append failed: something has happened that is not written down yet."""
+        return self._behind
+
+    def close(self) -> None:
+        """Let go of the files. Who still waits in `sync` is told that it was closed. Idempotent."""
+        self._closed = True
+        self._file = None
+        self._unsynced.clear()
+        self._flushed.unpark_all()
+        self._surveyed.unpark_all()
+
+    def _check(self) -> None:
+        if self._closed:
+            raise trio.ClosedResourceError("this journal was closed")
+        if self._broken is not None:
+            raise self._failed(self._broken, lasting=True) from self._broken
+
+    def _failed(self, exc: OSError, *, lasting: bool = False) -> JournalFailed:
+        path, reason = path_of(self.path, "journal", self._number), exc.strerror or str(exc)
+        if lasting:
+            return JournalFailed(
+                f"{path} takes nothing more until the server is restarted: fsync: {reason}", lasting=True
+            )
+        return JournalFailed(f"{path} cannot be written now: {reason}")
+
+    def _ready(self) -> None:
+        """Have a segment that can be appended to."""
+        if self._file is None:
+            self._begin(self._number, self._previous_end)
+        elif self._ragged:
+            try:
+                os.ftruncate(self._file.fd, self._end)
+            except OSError:
+                self._begin(self._number + 1, self._end)
+            self._ragged = False
+        elif self._end >= self._full_at:
+            try:
+                self._begin(self._number + 1, self._end)
+            except OSError as exc:  # what is to be written may still fit here
+                self._full_at = self._end + self._segment_bytes
+                _log.warning("%r has its size, and the next segment cannot be begun: %s", self, exc)
+
+    def _begin(self, number: int, previous_end: int) -> None:
+        path = path_of(self.path, "journal", number)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        file = _File(os.open(path, flags, 0o600))
+        header = pack_header("journal", Header(self._pool_id, self._boot_id, number, previous_end, 0))
+        try:
+            _write_with(self._write, file.fd, header)
+        except BaseException:
+            remove(self.path, [os.path.basename(path)])
+            raise
+        if self._file is not None and self._fsync:
+            self._unsynced.append(self._file)
+        self._file, self._number, self._end, self._full_at = file, number, HEADER_BYTES, self._segment_bytes
+        self._unsynced_names = True
+        self.survey()
+
+    def _put(self, data: bytes) -> None:
+        assert self._file is not None
+        try:
+            _write_with(self._write, self._file.fd, data)
+            self._end += len(data)
+        except BaseException:
+            try:
+                os.ftruncate(self._file.fd, self._end)
+            except OSError:
+                self._ragged = True
+            raise
+
+    # --- durability -----------------------------------------------------------------------------------------------
+
+    async def sync(self) -> None:
+        """Wait until all that was appended before this call survives a crash of the machine.
+
+        Whoever calls it while a flush runs shares the next one. Cancelled, it leaves at once and nothing is lost: the
+        next caller waits for a flush of its own. Where the journal was opened without ``fsync`` it is a checkpoint.
+
+        Raises:
+            JournalFailed: an fsync failed, now or earlier. Nothing that was appended since the last one may be
+                acknowledged, and nothing will be taken any more.
+            trio.ClosedResourceError: the journal was closed.
+        """
+        self._check()
+        target = self._appended
+        if not self._fsync or self._synced >= target:
+            await trio.lowlevel.checkpoint()
+            return
+        while self._synced < target:
+            self._check()
+            if self._flushing:
+                await self._flushed.park()
+            else:
+                await self._flush()
+
+    async def _flush(self) -> None:
+        assert self._file is not None  # since something was appended
+        target, closed, names = self._appended, len(self._unsynced), self._unsynced_names
+        files = [*self._unsynced, self._file]
+        self._flushing, self._unsynced_names = True, False
+        done = False
+        try:
+            await trio.to_thread.run_sync(
+                self._flush_in_thread, files, names, limiter=self._limiter, abandon_on_cancel=True
+            )
+            # An abandoned flush of before may have been told what this one was not; the limiter has let it end first.
+            done = self._broken is None
+            if done:
+                self._synced = target
+                self._flushes += 1
+                del self._unsynced[:closed]
+        finally:
+            self._unsynced_names |= names and not done
+            self._flushing = False
+            self._flushed.unpark_all()
+
+    def _flush_in_thread(self, files: list[_File], names: bool) -> None:
+        try:
+            for file in files:
+                os.fdatasync(file.fd)
+            if names:
+                sync_directory(self.path)
+        except OSError as exc:
+            self._broken = exc
+
+    # --- snapshots ------------------------------------------------------------------------------------------------
+
+    async def snapshot(self, body: bytes) -> None:
+        """Write a snapshot from memory, which replaces all that is on the disk so far.
+
+        The server does so when it leaves, for a quick start, and when a closed segment turns out unreadable: it still
+        knows what was in it. Otherwise snapshots are the business of a process of its own. Cancelled, the snapshot is
+        written all the same, or not at all.
+
+        Args:
+            body: the image of the directory as it is when this is called, after all that was appended and nothing more:
+                what is appended later is replayed on top of it.
+
+        Raises:
+            JournalFailed: it could not be written. What is on the disk is as it was.
+        """
+        self._check()
+        assert not self._behind
+        try:
+            if self._file is not None and (self._end > HEADER_BYTES or self._ragged):
+                self._begin(self._number + 1, self._end)
+                self._ragged = False
+            header = Header(self._pool_id, self._boot_id, self._number, 0, 0)
+            await trio.to_thread.run_sync(self._snapshot_in_thread, header, body)
+        except OSError as exc:
+            raise self._failed(exc) from exc
+        self.survey()
+
+    def _snapshot_in_thread(self, header: Header, body: bytes) -> None:
+        write_snapshot(self.path, header, body, server=True)
+        remove(self.path, superseded(list_files(self.path), header.number))
+
+    def survey(self) -> None:
+        """Look at what lies in the directory: after a compaction."""
+        listing = list_files(self.path)
+        newest = listing.snapshots[-1] if listing.snapshots else 0
+        live = self._number if self._file is not None else self._number + 1
+        closed = [path_of(self.path, "journal", number) for number in listing.segments if newest <= number < live]
+        self._snapshot_bytes = sum(map(_size, [path_of(self.path, "snapshot", newest)] if newest else []))
+        self._closed_segments, self._closed_bytes = len(closed), sum(map(_size, closed))
+        if self.compaction_due:
+            self._surveyed.unpark_all()
+
+    @property
+    def compaction_due(self) -> bool:
+        """Whether there is enough in closed segments for a snapshot to be worth its while."""
+        enough = max(self._segment_bytes, self._snapshot_bytes // _SNAPSHOT_SHARE)
+        return self._closed_bytes >= enough or self._closed_segments >= MAX_CLOSED_SEGMENTS
+
+    async def wait_compaction_due(self) -> None:
+        """Wait until it is."""
+        while not self.compaction_due:
+            await self._surveyed.park()
+            self._check()
+        await trio.lowlevel.checkpoint()
+
+    def statistics(self) -> JournalStatistics:
+        """An immutable snapshot."""
+        return JournalStatistics(
+            segment=self._number,
+            records=self._records,
+            appended_bytes=self._appended,
+            synced_bytes=self._synced,
+            flushes=self._flushes,
+            failures=self._failures,
+            closed_segments=self._closed_segments,
+            closed_bytes=self._closed_bytes,
+            snapshot_bytes=self._snapshot_bytes,
+        )
+
+
+def _write_with(write: Callable[[int, bytes | memoryview], int], fd: int, data: bytes) -> None:
+    done = write(fd, data)
+    while done < len(data):  # the disk is full, or a limit is reached: the next one says so
+        done += write(fd, memoryview(data)[done:])
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:  # a compaction has removed it
+        return 0

@@ -1,0 +1,250 @@
+"""Recovery: the directory again from what the journal's files hold, and how much of it may be believed. Blocking.
+
+    same boot, nothing lost     everything that was acknowledged is there, and sessions may come back to it
+    another boot                every client is gone, and the pages are what the disk has of them: a key is kept if the
+                                checksum of its page verifies, and every region is an orphan
+    same boot, something lost   the records that followed are lost, deletions among them. A page that they gave back may
+                                have been written anew by its owner, who lives and may go on writing. So the regions that
+                                have an owner, or may have one again, are dropped, with all keys in them; orphans of ours,
+                                which nobody writes, stay
+
+Rule 1. What was acknowledged is found again with the right bytes, or honestly missed, never wrong. What is lost is said
+        in `Recovered.lost`, and logged as an error.
+Rule 2. Nothing a file holds keeps the server from starting, but for another format or another pool: those are refused,
+        and nothing is touched.
+Rule 3. In the first case nothing is written at all. In the others the outcome is written as a snapshot before anybody
+        acts on it; what could not be read is kept aside under ``lost.``, once.
+Rule 4. Generations are never given twice: where one may have been lost, they go on far above.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import logging
+import os
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import attrs
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from .._directory import Directory, Limits, Location
+from .._directory.image import DirectoryImage
+from .._directory.records import Deleted, RegionDropped, SessionEnded
+from .._errors import JournalFailed
+from ..eviction import LRU, EvictionPolicy
+from .registrations import recorded_columns
+from .replay import replay
+from .segments import (
+    Header,
+    Listing,
+    Tail,
+    current_boot_id,
+    list_files,
+    remove,
+    superseded,
+    try_lock,
+    write_snapshot,
+)
+
+_FAR: Final = 1 << 32
+"""More generations than a journal that was lost can have given."""
+
+_log = logging.getLogger(__name__)
+
+
+# --- how much is believed -----------------------------------------------------------------------------------------
+
+
+class Trust(enum.Enum):
+    """What of a recovered directory may be believed."""
+
+    ALL = "all"
+    PAGES_THAT_VERIFY = "pages that verify"
+    ORPHANS = "orphans"
+
+
+def judge(*, same_boot: bool, lost: bool) -> Trust:
+    """The table at the top."""
+    if not same_boot:
+        return Trust.PAGES_THAT_VERIFY
+    return Trust.ORPHANS if lost else Trust.ALL
+
+
+def unverified(
+    located: Iterable[tuple[str, Location]],
+    region: Callable[[int], memoryview | None],
+    checksum: Callable[[memoryview], int] = xxh3_64_intdigest,
+) -> list[str]:
+    """The keys whose page does not hold what was stored there, as far as can be told: without a checksum it cannot.
+
+    Args:
+        located: keys, and where they lie.
+        region: the bytes of a region, or ``None`` if it is not there. Nothing is kept of them.
+        checksum: what the writers of the pages took.
+    """
+    bad: list[str] = []
+    views: dict[int, memoryview | None] = {}
+    for key, location in located:
+        region_id, begin = location.region_id, location.offset
+        if region_id not in views:
+            views[region_id] = region(region_id)
+        view, expected = views[region_id], location.checksum
+        if view is None or expected is None or checksum(view[begin : begin + location.length]) != expected:
+            bad.append(key)
+    return bad
+
+
+# --- recovery -----------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Recovered:
+    """A directory as it was, and how it came back."""
+
+    directory: Directory
+    """As its journal left it. Leases have not begun: call its `restart`."""
+    tail: Tail
+    """Where the journal goes on."""
+    pool_id: bytes
+    """As asked for, or else that of the files, or else a new one."""
+    trust: Trust
+    snapshot: int
+    """The snapshot it began with; 0 if there was none."""
+    records: int
+    """Records replayed on top of it."""
+    cut_bytes: int
+    """Bytes of a record that was being written when the server was killed. Nobody was told that it was."""
+    lost: tuple[str, ...]
+    """What was acknowledged and is gone, a sentence for each finding. Empty is what to expect."""
+    forgotten_keys: int
+    """Keys that were found, and given up since they may not be believed."""
+
+
+def recover(
+    path: str | os.PathLike[str],
+    *,
+    pool_id: bytes | None = None,
+    boot_id: bytes | None = None,
+    limits: Limits | None = None,
+    eviction: Callable[[], EvictionPolicy[str]] = LRU,
+    region: Callable[[int], memoryview | None] | None = None,
+    suspect: bool = False,
+) -> Recovered:
+    """Read what there is. For whoever holds the lock of the pool; a compaction may be at work.
+
+    All objects that exist when it returns are frozen (`gc.freeze`): collections pass over 500,000 entries otherwise.
+
+    Args:
+        path: the directory.
+        pool_id: refuse files of another pool. ``None``: of one pool, whichever.
+        boot_id: of this boot. ``None``: ask the system.
+        limits: of the directory.
+        eviction: of the directory.
+        region: the bytes of a region, for what has to be verified after a reboot. ``None``: no page survives one.
+        suspect: verify pages as after a reboot.
+
+    Raises:
+        ForeignJournal: it is of another version, or another pool.
+        JournalFailed: it cannot be read, or what was given up cannot be written down.
+    """
+    path = os.fspath(path)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        recovered = _recover(path, pool_id, boot_id or current_boot_id(), limits, eviction, region, suspect)
+    except OSError as exc:
+        raise JournalFailed(f"the journal in {path} cannot be recovered: {exc}") from exc
+    finally:
+        if collecting:
+            gc.enable()
+    gc.freeze()
+    return recovered
+
+
+def _recover(
+    path: str,
+    pool_id: bytes | None,
+    boot_id: bytes,
+    limits: Limits | None,
+    eviction: Callable[[], EvictionPolicy[str]],
+    region: Callable[[int], memoryview | None] | None,
+    suspect: bool,
+) -> Recovered:
+    replayed = replay(path, pool_id, limits, eviction)
+    directory, lost = replayed.directory, replayed.lost
+    pool_id = pool_id or replayed.pool_id or os.urandom(16)
+    trust = judge(same_boot=replayed.boot_id in (None, boot_id) and not suspect, lost=bool(lost))
+    if replayed.cut_bytes:
+        _log.info("%s: %d bytes of a write that was never finished are cut off", path, replayed.cut_bytes)
+    for finding in lost:
+        _log.error("%s", finding)
+    tail, forgotten = replayed.tail, 0
+    _sweep(path, replayed.listing, [] if lost else [n for n in replayed.listing.segments if n >= tail.number])
+    if trust is not Trust.ALL:
+        before = directory.statistics().entries
+        image = _give_up(directory, trust, region)
+        forgotten = before - len(image.keys)
+        _log.error("%s: %d of %d keys are given up: only %s are believed", path, forgotten, before, trust.value)
+        image.generation += _FAR
+        tail = Tail(replayed.listing.last + 1, 0)
+        body = msgspec.msgpack.encode(image)
+        write_snapshot(path, Header(pool_id, boot_id, tail.number, 0, 0), body, server=True)
+        _set_aside(path, tail.number, keep=bool(lost))
+        directory = Directory.load(image, limits, eviction)
+    return Recovered(
+        directory=directory,
+        tail=tail,
+        pool_id=pool_id,
+        trust=trust,
+        snapshot=replayed.snapshot,
+        records=replayed.records,
+        cut_bytes=replayed.cut_bytes,
+        lost=tuple(lost),
+        forgotten_keys=forgotten,
+    )
+
+
+def _give_up(directory: Directory, trust: Trust, region: Callable[[int], memoryview | None] | None) -> DirectoryImage:
+    """Drop what may not be believed; what is left. No session is left: nobody comes back to a state that he does not share."""
+    image = directory.dump()
+    if trust is Trust.ORPHANS:
+        for place in image.regions:
+            # A published orphan too: among what is lost may be that its owner came back and writes on.
+            if place.session or (place.published and not place.returned):
+                directory.apply(RegionDropped(place.region_id), recorded_columns)
+    for session in image.sessions:
+        directory.apply(SessionEnded(session.number), recorded_columns)
+    if trust is Trust.PAGES_THAT_VERIFY:
+        keys = directory.dump().keys
+        located = [(key, at) for key, at in zip(keys, directory.find(0, keys, 0.0), strict=True) if at is not None]
+        bad = unverified(located, region or (lambda region_id: None))
+        if bad:
+            directory.apply(Deleted(bad), recorded_columns)
+    return directory.dump()
+
+
+def _sweep(path: str, listing: Listing, never_begun: list[int]) -> None:
+    """Remove what a server or a compaction left half done; a running compaction's own is not."""
+    ours = [name for name in listing.leftovers if name.endswith(".server.tmp")]
+    remove(path, ours + [f"journal.{number}" for number in never_begun])
+    if len(ours) < len(listing.leftovers):
+        lock = try_lock(path)
+        if lock is not None:
+            try:
+                remove(path, listing.leftovers)
+            finally:
+                os.close(lock)
+
+
+def _set_aside(path: str, number: int, *, keep: bool) -> None:
+    """What a snapshot replaces is removed, or kept for whoever wants to look into it: only the latest."""
+    names = superseded(list_files(path), number)
+    if keep:
+        remove(path, [name for name in os.listdir(path) if name.startswith("lost.")])
+        for name in names:
+            os.rename(f"{path}/{name}", f"{path}/lost.{name}")
+    else:
+        remove(path, names)

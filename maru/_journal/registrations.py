@@ -1,0 +1,39 @@
+"""What a request registers, in the columns of the directory: when it arrives, and when its record is replayed. Pure."""
+
+from __future__ import annotations
+
+from .._directory import Columns
+from .._errors import BadMessage
+from .._wire import BatchRegisterRequest, RegisterRequest, StoreRequest, decode_request
+
+_REGISTERING = (RegisterRequest, BatchRegisterRequest, StoreRequest)
+
+
+def columns_of(request: RegisterRequest | BatchRegisterRequest | StoreRequest) -> Columns:
+    """The columns of a request that registers."""
+    if type(request) is StoreRequest:
+        return Columns(
+            request.regions, request.keys, request.offsets, request.lengths, request.checksums, request.attempt
+        )
+    if type(request) is BatchRegisterRequest:
+        entries = request.entries
+        return Columns(
+            [entry.region_id for entry in entries],
+            [entry.key for entry in entries],
+            [entry.kv_offset for entry in entries],
+            [entry.kv_length for entry in entries],
+        )
+    assert type(request) is RegisterRequest
+    return Columns(request.region_id, [request.key], [request.kv_offset], request.kv_length)
+
+
+def recorded_columns(code: int, payload: bytes) -> Columns:
+    """The columns of a ``Registered`` record.
+
+    Raises:
+        BadMessage: these bytes are no request that registers.
+    """
+    request = decode_request(code, payload)
+    if not isinstance(request, _REGISTERING):
+        raise BadMessage(f"code {code:#04x} registers nothing")
+    return columns_of(request)

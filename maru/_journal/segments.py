@@ -1,0 +1,288 @@
+"""The files of the journal: their names, their headers, and records as bytes that say of themselves whether they are whole.
+
+    DIRECTORY/journal.<n>       a segment: a header, then records in the order in which they took effect
+    DIRECTORY/snapshot.<n>      a header, then the image of the directory as it was before the first record of journal.<n>
+    DIRECTORY/*.tmp             a snapshot that is being written
+    DIRECTORY/lost.*            what was set aside as unreadable at the last restart that lost something
+    DIRECTORY/compaction.lock   held with flock by the one compaction
+
+Rule 1. A header begins with magic, version and a sum of both, in every version there will be: another version is told
+        apart from damage, and refused.
+Rule 2. A record is framed by its length, the sum of its bytes, and the check of these two. One write(2) that a kill
+        cuts short leaves a prefix of what it should have written, so what runs into the end of the file is *torn*: it
+        was never acknowledged. Everything else that does not add up is *damaged*: it may have been.
+Rule 3. A segment's header says how long the segment before it was. So the tail of a closed segment cannot vanish unseen,
+        and what lies behind that length is none of it.
+Rule 4. A snapshot gets its name by a rename, after fsync. It begins at a segment, and replaces all that came before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import struct
+from collections.abc import Callable, Iterable
+from typing import Final, Literal, NamedTuple, TypeAlias
+
+from xxhash import xxh3_64_intdigest
+
+from .._errors import ForeignJournal
+
+FORMAT_VERSION: Final = 1
+"""Of headers, frames, records and images together."""
+
+Kind: TypeAlias = Literal["journal", "snapshot"]
+
+# --- headers ------------------------------------------------------------------------------------------------------
+
+_MAGIC: Final[dict[Kind, bytes]] = {"journal": b"\x8bmarujn\n", "snapshot": b"\x8bmarusn\n"}
+_PREFIX = struct.Struct("<8sII")  # magic, version, sum of both: rule 1
+_HEADER = struct.Struct("<16s16sQQQ")  # pool id, boot id, number, extent, digest
+_SUM = struct.Struct("<Q")  # xxh3-64 of all before it
+HEADER_BYTES: Final = _PREFIX.size + _HEADER.size + _SUM.size
+_LOW: Final = 0xFFFF_FFFF
+
+
+class Unusable(Exception):
+    """A file cannot be read; why is a sentence."""
+
+
+class Header(NamedTuple):
+    """What a file says of itself."""
+
+    pool_id: bytes
+    """Of which pool, 16 bytes."""
+    boot_id: bytes
+    """In which boot of the machine it was written, 16 bytes; of a snapshot, in which its last record was."""
+    number: int
+    """The one in its name."""
+    extent: int
+    """Of a segment: the bytes of the one before it, 0 if there was none. Of a snapshot: the bytes of its body."""
+    digest: int
+    """Of a snapshot: xxh3-64 of its body."""
+
+
+def pack_header(kind: Kind, header: Header) -> bytes:
+    """The first bytes of a file."""
+    prefix = _PREFIX.pack(_MAGIC[kind], FORMAT_VERSION, 0)[:12]
+    head = prefix + (xxh3_64_intdigest(prefix) & _LOW).to_bytes(4, "little") + _HEADER.pack(*header)
+    return head + _SUM.pack(xxh3_64_intdigest(head))
+
+
+def unpack_header(kind: Kind, data: bytes, path: str, pool_id: bytes | None, number: int) -> Header:
+    """Read a header. Without a ``pool_id`` it may be of any pool.
+
+    Raises:
+        Unusable: it is torn or damaged.
+        ForeignJournal: it is of another version, or of another pool.
+    """
+    if len(data) < _PREFIX.size:
+        raise Unusable(f"{path} ends within its header")
+    magic, version, check = _PREFIX.unpack_from(data)
+    if magic != _MAGIC[kind] or check != xxh3_64_intdigest(data[:12]) & _LOW:
+        raise Unusable(f"{path} does not begin as a {kind} does")
+    if version != FORMAT_VERSION:
+        raise ForeignJournal(path, f"has format {version}, and this server knows format {FORMAT_VERSION} only")
+    if len(data) < HEADER_BYTES:
+        raise Unusable(f"{path} ends within its header")
+    if _SUM.unpack_from(data, HEADER_BYTES - _SUM.size)[0] != xxh3_64_intdigest(data[: HEADER_BYTES - _SUM.size]):
+        raise Unusable(f"the header of {path} is damaged")
+    header = Header(*_HEADER.unpack_from(data, _PREFIX.size))
+    if pool_id is not None and header.pool_id != pool_id:
+        raise ForeignJournal(path, f"belongs to the pool {header.pool_id.hex()}, and this one is {pool_id.hex()}")
+    if header.number != number:
+        raise Unusable(f"{path} was written as number {header.number}")
+    return header
+
+
+# --- records ------------------------------------------------------------------------------------------------------
+
+_FRAME = struct.Struct("<III")
+FRAME_BYTES: Final = _FRAME.size
+_MARK: Final = 0x4D41_5255
+"""In the check of a frame, so that zeros are none."""
+
+
+def frame(records: Iterable[bytes]) -> bytes:
+    """Records as they stand in a segment."""
+    parts = []
+    pack, digest = _FRAME.pack, xxh3_64_intdigest
+    for record in records:
+        length, total = len(record), digest(record) & _LOW
+        parts.append(pack(length, total, length ^ total ^ _MARK))
+        parts.append(record)
+    return b"".join(parts)
+
+
+class Tail(NamedTuple):
+    """Where a journal goes on."""
+
+    number: int
+    """Of the segment to begin."""
+    previous_end: int
+    """Bytes of the segment before it, 0 if a snapshot or nothing comes before it."""
+
+
+BEGINNING: Final = Tail(1, 0)
+"""Where an empty directory goes on."""
+
+
+class Frames(NamedTuple):
+    """What was read of a segment."""
+
+    records: list[memoryview]
+    """The whole records before the first that is not."""
+    ends: list[int]
+    """Where each ends."""
+    verdict: Literal["whole", "torn", "damaged"]
+    """What comes behind them: nothing, the beginning of a record, or something that is no record."""
+
+
+def read_frames(data: memoryview, begin: int = HEADER_BYTES) -> Frames:
+    """The records in these bytes, as far as they are whole."""
+    records: list[memoryview] = []
+    ends: list[int] = []
+    at, size = begin, len(data)
+    unpack, digest = _FRAME.unpack_from, xxh3_64_intdigest
+    while at < size:
+        body = at + FRAME_BYTES
+        if body > size:
+            return Frames(records, ends, "torn")
+        length, total, check = unpack(data, at)
+        if length ^ total ^ _MARK != check:
+            return Frames(records, ends, "damaged")
+        at = body + length
+        if at > size:
+            return Frames(records, ends, "torn")
+        record = data[body:at]
+        if digest(record) & _LOW != total:
+            return Frames(records, ends, "damaged")
+        records.append(record)
+        ends.append(at)
+    return Frames(records, ends, "whole")
+
+
+# --- the directory ------------------------------------------------------------------------------------------------
+
+_LOCK: Final = "compaction.lock"
+_PIECE: Final = 1 << 20
+_NAME = re.compile(r"(journal|snapshot)\.([1-9][0-9]*)")
+_LEFTOVER = re.compile(r"snapshot\.[1-9][0-9]*(\.server)?\.tmp")
+
+
+class Listing(NamedTuple):
+    """What a directory holds, ascending."""
+
+    segments: list[int]
+    snapshots: list[int]
+    leftovers: list[str]
+    """Temporary files: of a compaction, and with ``.server`` in their name of the server."""
+
+    @property
+    def last(self) -> int:
+        """The highest number there is, 0 if there is none."""
+        return max(self.segments[-1:] + self.snapshots[-1:], default=0)
+
+
+def list_files(path: str) -> Listing:
+    """The files of ours in a directory."""
+    listing = Listing([], [], [])
+    for name in os.listdir(path):
+        if match := _NAME.fullmatch(name):
+            (listing.segments if match[1] == "journal" else listing.snapshots).append(int(match[2]))
+        elif _LEFTOVER.fullmatch(name):
+            listing.leftovers.append(name)
+    for names in (listing.segments, listing.snapshots, listing.leftovers):
+        names.sort()
+    return listing
+
+
+def path_of(path: str, kind: Kind, number: int) -> str:
+    """Where a segment or a snapshot lies."""
+    return f"{path}/{kind}.{number}"
+
+
+def remove(path: str, names: Iterable[str]) -> None:
+    """Remove files. One that is gone already, or cannot be removed, is found again the next time."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            os.unlink(f"{path}/{name}")
+
+
+def superseded(listing: Listing, by: int) -> list[str]:
+    """The files that snapshot ``by`` replaces; snapshots first, so that what is left is read as if they had not been."""
+    return [f"snapshot.{n}" for n in listing.snapshots if n < by] + [f"journal.{n}" for n in listing.segments if n < by]
+
+
+def try_lock(path: str) -> int | None:
+    """Become the one compaction, until the returned descriptor is closed; ``None`` if there is one."""
+    fd = os.open(f"{path}/{_LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all of it: a signal or a full disk may cut a write short."""
+    done = os.write(fd, data)
+    while done < len(data):
+        done += os.write(fd, memoryview(data)[done:])
+
+
+def write_snapshot(
+    path: str, header: Header, body: bytes, *, server: bool, step: Callable[[str], None] = lambda name: None
+) -> None:
+    """Write a snapshot and publish it; once this returns it survives power loss. After an error nothing is left of it.
+
+    Args:
+        path: the directory.
+        header: without extent and digest, which are made here.
+        body: the image.
+        server: by the server itself, which no compaction sweeps away under it.
+        step: told of each step before it is taken.
+    """
+    final = path_of(path, "snapshot", header.number)
+    temporary = f"{final}.server.tmp" if server else f"{final}.tmp"
+    step("open")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        try:
+            step("write header")
+            write_all(fd, pack_header("snapshot", header._replace(extent=len(body), digest=xxh3_64_intdigest(body))))
+            for begin in range(0, len(body), _PIECE):
+                step(f"write {begin}")
+                write_all(fd, memoryview(body)[begin : begin + _PIECE])
+            step("fsync")
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        step("rename")
+        os.rename(temporary, final)
+    except OSError:
+        remove(path, [os.path.basename(temporary)])
+        raise
+    step("sync directory")
+    sync_directory(path)
+
+
+def sync_directory(path: str) -> None:
+    """Make names durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def current_boot_id() -> bytes:
+    """This boot of the machine: 16 bytes, the same until the next."""
+    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        return bytes.fromhex(file.read().strip().replace(b"-", b"").decode())

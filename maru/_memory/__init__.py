@@ -1,0 +1,1 @@
+"""A region in this address space."""

@@ -1,0 +1,160 @@
+"""A region mapped here: its own owner may write, everybody else reads. Blocking: map, populate and close in a thread.
+
+Rule 1. A view holds the memory. Closing a mapping ends what can be had from it; what was had stays valid, and the memory
+        is unmapped with the last view. So close neither hangs nor aborts, and no view ever points to nothing.
+Rule 2. A foreign region is mapped read-only: its views refuse to be written, and what writes past them (C code, a tensor)
+        meets SIGSEGV. That stops accidents, not a hostile process of the same user.
+Rule 3. An owner's pages are put in place when it maps them: a first touch costs a multiple of a warm write, and where there
+        is no memory it is an error here, not a SIGBUS later.
+
+Three traps. ``torch.frombuffer(view)`` warns where the view is read-only, and then makes a tensor that looks writable: writing
+it is a SIGSEGV. It holds a reference to the view but no export, so ``view.release()`` pulls the memory from under it;
+dropping the view does not. And the last view may die anywhere: unmapping a large region takes a while, wherever that is.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Final
+
+from .._errors import CannotMap, HandlerClosed
+from .memory import Memory
+from .pinning import Pinning, find_pinning
+
+POPULATE_STEP_BYTES: Final = 256 << 20
+"""A cold quarter of a GiB takes some 60 ms."""
+
+
+class Mapping:
+    """One region in this process's address space. Made by :func:`map_region`. Any thread."""
+
+    def __init__(self, memory: Memory, *, pinned: bool, why_not_pinned: str = "") -> None:
+        self._memory: Memory | None = memory
+        self._root: memoryview | None = memory.buffer()
+        self._alive = weakref.ref(memory)
+        self.address: Final = memory.address
+        """Of the first byte. Valid as long as :attr:`owner`, or any view, is held."""
+        self.length: Final = memory.length
+        """Bytes."""
+        self.writable: Final = memory.writable
+        """Whether this process may write it."""
+        self.pinned: Final = pinned
+        """Whether a CUDA device copies from and to it by itself."""
+        self.why_not_pinned: Final = why_not_pinned
+        """What CUDA said, where pinning was tried and did not work."""
+
+    def __repr__(self) -> str:
+        state = "" if self._root is not None else " (closed, but in use)" if self.mapped else " (closed)"
+        return f"<Mapping of {self.length} bytes at {self.address:#x}, {'own' if self.writable else 'foreign'}{state}>"
+
+    @property
+    def owner(self) -> object:
+        """What keeps the memory mapped: to be held by whoever works with addresses.
+
+        Raises:
+            HandlerClosed: the mapping was closed.
+        """
+        if self._memory is None:
+            raise HandlerClosed("this region was closed")
+        return self._memory
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing can be had from it any more."""
+        return self._root is None
+
+    @property
+    def mapped(self) -> bool:
+        """Whether its memory is still there: until it is closed, and its last view and owner are gone."""
+        return self._alive() is not None
+
+    def view(self, offset: int = 0, length: int | None = None) -> memoryview:
+        """Some bytes of it, without a copy; read-only where the region is foreign. The view keeps the memory mapped.
+
+        Raises:
+            ValueError: they are not inside.
+            HandlerClosed: the mapping was closed.
+        """
+        root = self._root
+        if root is None:
+            raise HandlerClosed("this region was closed")
+        end = self.length if length is None else offset + length
+        if not 0 <= offset <= end <= self.length:
+            raise ValueError(f"bytes {offset} to {end} are not in a region of {self.length}")
+        return root[offset:end]
+
+    def populate(self, offset: int = 0, length: int | None = None) -> bool:
+        """Put pages in place: what a lazy mapping did not do. Their contents stay. Without the interpreter's lock.
+
+        Returns:
+            Whether the kernel did it. If not, the pages were touched one by one.
+
+        Raises:
+            CannotMap: there is no memory for them.
+            HandlerClosed: the mapping was closed.
+        """
+        memory = self._memory
+        if memory is None:
+            raise HandlerClosed("this region was closed")
+        return memory.populate(offset, length)
+
+    def close(self) -> None:
+        """Give nothing out any more, and let go. Idempotent; never waits for a view, and never takes one back.
+
+        The memory is unpinned and unmapped at once, or else with the last view: :attr:`mapped` tells which.
+        """
+        self._root = self._memory = None
+
+
+def map_region(
+    file: int | str | os.PathLike[str],
+    length: int,
+    offset: int = 0,
+    *,
+    write: bool = False,
+    populate: bool | None = None,
+    pin: bool | None = False,
+    pinning: Pinning | None = None,
+) -> Mapping:
+    """Map a region.
+
+    Args:
+        file: its descriptor, which stays the caller's and may be closed afterwards; or its path.
+        length: bytes. Of a device, a multiple of its alignment.
+        offset: of its first byte in that file. A multiple of the page size; of a device, of its alignment.
+        write: whether to write it. Only a region of one's own.
+        populate: whether to put all pages in place now; by default if they are to be written.
+        pin: True to pin it for CUDA, importing torch if need be; None to do so where torch is there with a device, and
+            to go without where that fails.
+        pinning: what pins; by default what ``pin`` says.
+
+    Raises:
+        CannotMap: it is gone, shorter, misaligned or not allowed, there is no memory behind it, or it cannot be pinned.
+    """
+    if pinning is None:
+        pinning = find_pinning(pin)
+    if isinstance(file, int):
+        memory = Memory(file, offset, length, write=write)
+    else:
+        try:
+            fd = os.open(file, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
+        except OSError as exc:
+            raise CannotMap(f"{os.fspath(file)!r} cannot be opened: {exc}") from exc
+        try:
+            memory = Memory(fd, offset, length, write=write)
+        finally:
+            os.close(fd)
+    if write if populate is None else populate:
+        for start in range(0, length, POPULATE_STEP_BYTES):  # a signal is seen between two of them
+            memory.populate(start, min(POPULATE_STEP_BYTES, length - start))
+    if pinning is None:
+        return Mapping(memory, pinned=False)
+    failed = pinning.pin(memory.address, length, write)
+    if failed:
+        if pin:
+            raise CannotMap(f"the region cannot be pinned: {failed}")
+        return Mapping(memory, pinned=False, why_not_pinned=failed)
+    unpin, address = pinning.unpin, memory.address
+    memory.before_unmap(lambda: unpin(address))  # not memory itself: it would hold itself
+    return Mapping(memory, pinned=True)

@@ -1,0 +1,133 @@
+"""Memory: a span of an open file in this process's address space, until nothing refers to it any more.
+
+It is mapped by calls of the C library, not by :mod:`mmap`: that one duplicates the descriptor of every mapping, makes
+`madvise` hold the interpreter's lock (which for a cold GiB is a quarter of a second in which nothing else runs), and
+can be closed under a tensor made by ``torch.frombuffer``, which holds a reference but no export.
+
+Rule 1. There is no close. The memory is unmapped when the last object that refers to it is gone: no view of it can ever
+        point to nothing. What is to happen right before is said with :meth:`Memory.before_unmap`.
+Rule 2. What is mapped to be read cannot be written: its pages are read-only and its buffers, too. (From a descriptor that
+        was opened to be read, it cannot be made writable either.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import stat
+from collections.abc import Callable
+from typing import Any
+
+from .._errors import CannotMap
+
+PAGE_BYTES = mmap.PAGESIZE
+
+_MADV_POPULATE_READ = 22  # the mmap module knows neither
+_MADV_POPULATE_WRITE = 23
+_TOUCH_BYTES = 1 << 20
+"""So much is touched while holding the interpreter's lock, where the kernel cannot populate (before Linux 5.14)."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_mmap, _munmap, _madvise = _libc.mmap, _libc.munmap, _libc.madvise
+_mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_mmap.restype = ctypes.c_void_p
+_munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class Memory:
+    """``length`` bytes of an open file from ``offset`` on, shared with everybody who maps them.
+
+    The descriptor is not kept: the caller may close it.
+
+    Raises:
+        CannotMap: the file is shorter, the offset is not a multiple of the page size (of the device's alignment, where
+            it is a device), the descriptor does not allow it, or there is no address space left.
+    """
+
+    def __init__(self, fd: int, offset: int, length: int, *, write: bool) -> None:
+        self._unpin: Callable[[], object] | None = None
+        self.length: int = 0  # nothing to unmap yet
+        status = os.fstat(fd)
+        if length <= 0 or offset < 0 or offset % PAGE_BYTES:
+            raise CannotMap(f"{length} bytes at {offset}: the offset must be a multiple of {PAGE_BYTES}")
+        if stat.S_ISREG(status.st_mode) and offset + length > status.st_size:  # else a page behind its end is a SIGBUS
+            raise CannotMap(f"{length} bytes at {offset} are not in a file of {status.st_size} bytes")
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if write else 0)
+        address = _mmap(None, length, protection, mmap.MAP_SHARED, fd, offset)
+        if address == _FAILED:
+            code = ctypes.get_errno()
+            raise CannotMap(f"{length} bytes at {offset}: {os.strerror(code)}") from OSError(code, os.strerror(code))
+        self.address: int = address
+        """Of the first byte."""
+        self.length = length
+        self.writable = write
+        self._pid = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"<Memory of {self.length} bytes at {self.address:#x}, {'writable' if self.writable else 'read-only'}>"
+
+    def buffer(self) -> memoryview:
+        """All of it as bytes. The view, whatever is sliced from it, and whatever refers to these keep it mapped."""
+        whole: Any = (ctypes.c_char * self.length).from_address(self.address)
+        whole.memory = self
+        view = memoryview(whole).cast("B")
+        return view if self.writable else view.toreadonly()
+
+    def populate(self, offset: int = 0, length: int | None = None) -> bool:
+        """Have the pages in place before they are used; their contents stay. Without the interpreter's lock; blocks.
+
+        Args:
+            offset: a multiple of the page size.
+            length: all behind the offset by default.
+
+        Returns:
+            Whether the kernel could. If not (before Linux 5.14, or a device that cannot), they were touched instead.
+
+        Raises:
+            CannotMap: there is no memory behind these pages: using them would have been a SIGBUS.
+        """
+        length = self.length - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > self.length or offset % PAGE_BYTES:
+            raise ValueError(f"{length} bytes at {offset} are not whole pages of {self!r}")
+        advice = _MADV_POPULATE_WRITE if self.writable else _MADV_POPULATE_READ
+        code = madvise(self.address + offset, length, advice)
+        if code == errno.EINVAL:
+            view = self.buffer()
+            for start in range(offset, offset + length, _TOUCH_BYTES):
+                view[start : min(start + _TOUCH_BYTES, offset + length) : PAGE_BYTES].tobytes()
+            return False
+        if code:
+            raise CannotMap(f"no memory for {length} bytes at {offset}: {os.strerror(code)}") from OSError(
+                code, os.strerror(code)
+            )
+        return True
+
+    def before_unmap(self, call: Callable[[], object]) -> None:
+        """Have ``call`` called right before this is unmapped (in this process, not in one that was forked off)."""
+        self._unpin = call
+
+    def __del__(self, munmap: Callable[[int, int], int] = _munmap, getpid: Callable[[], int] = os.getpid) -> None:
+        if not self.length:  # (What is called is bound above: at the end of a process, module globals go first.)
+            return
+        if self._unpin is not None and getpid() == self._pid:
+            self._unpin()
+        munmap(self.address, self.length)
+
+
+def madvise(address: int, length: int, advice: int) -> int:
+    """``madvise(2)`` without the interpreter's lock; again when interrupted. Returns 0 or an errno."""
+    while _madvise(address, length, advice):
+        code = ctypes.get_errno()
+        if code not in (errno.EINTR, errno.EAGAIN):
+            return code
+    return 0
+
+
+def can_populate() -> bool:
+    """Whether this kernel knows MADV_POPULATE_WRITE (Linux 5.14)."""
+    with mmap.mmap(-1, PAGE_BYTES) as page:
+        return madvise(ctypes.addressof(ctypes.c_char.from_buffer(page)), PAGE_BYTES, _MADV_POPULATE_WRITE) == 0

@@ -1,0 +1,169 @@
+"""What a region's memory is made of: the contract of files, memfds and devices. Blocking; any thread.
+
+Rule 1. What was handed out is there: memory is reserved with fallocate before anybody is told, or a client that writes its
+        pages would meet SIGBUS. (ftruncate reserves nothing.) Fresh regions are zeros, those of a device included.
+Rule 2. A file has its region's name only once it is complete. After an error, or given up, nothing is left of it.
+Rule 3. At the start, what the journal knows is adopted if it is there at its full length; every other file with our kind of
+        name is removed. Other names are not looked at.
+
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal, Protocol, TypeAlias
+
+import attrs
+
+from .._errors import PoolFull
+from .spans import ALIGN_BYTES as ALIGN_BYTES
+
+Kind: TypeAlias = Literal["files", "memfd", "device"]
+Reserve: TypeAlias = Callable[[int, int, int], object]
+"""As ``os.posix_fallocate``: descriptor, offset, length."""
+
+STEP_BYTES = 1 << 30
+"""Between two steps it is seen that nobody waits any more."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG})
+
+
+@attrs.frozen
+class RegionFile:
+    """Where a region's memory is."""
+
+    region_id: int
+    """Never used for another region."""
+    length: int
+    """Bytes; a multiple of 2 MiB."""
+    path: str
+    """What a process of the same user opens to map it."""
+    offset: int
+    """Of its first byte in there."""
+
+
+@attrs.frozen
+class Adoption:
+    """What became of the regions that the journal knows."""
+
+    adopted: tuple[RegionFile, ...]
+    """There, at their full length."""
+    missing: tuple[int, ...]
+    """Nowhere."""
+    short: tuple[int, ...]
+    """There, but not whole, and there is no memory to make them whole: removed."""
+    swept: int
+    """How much else was removed: files, or spans of a device."""
+
+
+class Backing(Protocol):
+    """Memory for regions. Every method may block, and may be called in any thread."""
+
+    @property
+    def kind(self) -> Kind: ...
+
+    @property
+    def path(self) -> str:
+        """The directory or the device, or ``memfd``."""
+        ...
+
+    @property
+    def align(self) -> int:
+        """Every length is a multiple of it."""
+        ...
+
+    @property
+    def total_bytes(self) -> int: ...
+
+    @property
+    def allocated_bytes(self) -> int: ...
+
+    def create(self, length: int, go_on: Callable[[], object]) -> RegionFile:
+        """A fresh region. ``length`` is aligned.
+
+        Args:
+            length: bytes.
+            go_on: called between steps; what it raises ends the work, with nothing made.
+
+        Raises:
+            PoolFull: there is no memory for it.
+            OSError: the file system failed.
+        """
+        ...
+
+    def remove(self, region: RegionFile) -> None:
+        """Free its memory, once nobody maps it any more. Who has mapped it may go on reading it (not of a device)."""
+        ...
+
+    def open_fd(self, region: RegionFile, write: bool) -> int:
+        """A new descriptor, opened only to be read unless ``write``.
+
+        Raises:
+            OSError: the region is gone.
+        """
+        ...
+
+    def peek(self, region_id: int) -> memoryview | None:
+        """What the last server left of a region, to be read before it is adopted; None where there is nothing."""
+        ...
+
+    def adopt(self, regions: Iterable[tuple[int, int]]) -> Adoption:
+        """Take in the regions (id and length) that the journal knows, and remove all else. Once, before any other call."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it. Regions stay, but for memfd."""
+        ...
+
+
+class Ledger:
+    """Bytes taken out of a capacity. Any thread."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self.total_bytes = total_bytes
+        self.allocated_bytes = 0
+        self._mutex = threading.Lock()
+
+    @contextlib.contextmanager
+    def taking(self, length: int) -> Iterator[None]:
+        """Take so much, and give it back if what is done with it fails."""
+        with self._mutex:
+            if self.allocated_bytes + length > self.total_bytes:
+                raise PoolFull(f"{length} bytes do not fit: {self.allocated_bytes} of {self.total_bytes} are allocated")
+            self.allocated_bytes += length
+        try:
+            yield
+        except BaseException:
+            self.give_back(length)
+            raise
+
+    def give_back(self, length: int) -> None:
+        """Somebody else may have it."""
+        with self._mutex:
+            self.allocated_bytes -= length
+
+
+@contextlib.contextmanager
+def full_is_an_answer(length: int) -> Iterator[None]:
+    """That a file system has no more memory is not a failure of it."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno in _FULL:
+            raise PoolFull(f"the file system has no {length} bytes left: {exc.strerror}") from exc
+        raise
+
+
+def reserve_all(fd: int, length: int, reserve: Reserve, go_on: Callable[[], object]) -> None:
+    """Reserve a whole file, in steps."""
+    for start in range(0, length, STEP_BYTES):
+        go_on()
+        reserve(fd, start, min(STEP_BYTES, length - start))
+
+
+def flags_for(write: bool) -> int:
+    """How a region is opened."""
+    return (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC

@@ -1,0 +1,352 @@
+"""Region descriptors over a Unix socket: how our own clients get at the memory of a region, and readers only to read it.
+
+A client shows the capability that it got for a span over ZeroMQ, and is handed a descriptor of that region's file: opened
+read-only unless the capability is for writing. Then it can be mapped without its path being known, and a reader cannot
+write by accident, whatever its code does. (A hostile process of the same user can open the file itself. This is no
+protection against that.)
+
+Rule 1. One message each way per request (SOCK_SEQPACKET keeps them apart); a request has a bounded length.
+Rule 2. The kernel says whose the peer's process is (SO_PEERCRED), on both sides: only this user's are talked to.
+Rule 3. A bad request costs its connection. A refused one costs nothing: the next one may be good.
+Rule 4. A descriptor that was opened for an answer is closed here, whether or not the answer left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import stat
+import struct
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Annotated, Final, Protocol, TypeVar
+
+import attrs
+import msgspec
+import trio
+
+from .._errors import BadMessage, CannotMap, HandlerClosed, NoAnswer, NotOwner, PoolUnusable, ServerLost, ServerRefused
+from .backing import RegionFile
+
+MAX_MESSAGE_BYTES: Final = 512
+MAX_CONNECTIONS: Final = 256
+"""A connection lives as long as a client maps regions, which is moments."""
+IDLE: Final = 10.0
+OPEN_TIME: Final = 10.0
+"""A stalled file system: the client is told, and may ask again."""
+_BACKLOG: Final = 128
+_MAX_TEXT: Final = 256
+_BUSY = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+_log = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=msgspec.Struct)
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class DescriptorRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What a client asks for."""
+
+    session: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    """Its session's token."""
+    region_id: _Number
+    offset: _Number
+    """Where in the region's file the span begins: as the server said with the capability."""
+    length: _Number
+    writable: bool
+    """Whether to write it: only its owner gets that."""
+    capability: Annotated[bytes, msgspec.Meta(max_length=64)]
+    """What the server issued for exactly this."""
+
+
+class _Reply(msgspec.Struct, array_like=True, frozen=True):
+    status: int
+    """0, or an errno."""
+    text: str
+    offset: int
+    length: int
+
+
+class Descriptors(Protocol):
+    """What the server needs of a pool."""
+
+    def find(self, region_id: int) -> RegionFile | None:
+        """Where this region is."""
+        ...
+
+    async def open_fd(self, region_id: int, write: bool) -> int:
+        """A new descriptor. May be slow. Cancelled, nothing stays open.
+
+        Raises:
+            CannotMap: it cannot be opened.
+        """
+        ...
+
+
+@attrs.frozen
+class DescriptorStatistics:
+    """A snapshot of a descriptor server. Counters count from its start."""
+
+    connections: int
+    """That are open."""
+    turned_away: int
+    """Connections closed at once: too many, or another user's."""
+    granted: int
+    """Descriptors handed out."""
+    refused: int
+    """Requests without the right, or for what is not there."""
+    bad: int
+    """Messages that were no requests."""
+
+
+# --- the server ---------------------------------------------------------------------------------------------------
+
+
+class DescriptorServer:
+    """Hands out descriptors of a pool's regions."""
+
+    def __init__(
+        self,
+        pool: Descriptors,
+        permits: Callable[[DescriptorRequest], bool],
+        *,
+        max_connections: int = MAX_CONNECTIONS,
+        idle: float = IDLE,
+        open_time: float = OPEN_TIME,
+    ) -> None:
+        """Hand out what ``permits`` says: whether the request's capability is right, and its session alive."""
+        self._pool = pool
+        self._permits = permits
+        self._max_connections = max_connections
+        self._idle = idle
+        self._open_time = open_time
+        self._connections = self._turned_away = self._granted = self._refused = self._bad = 0
+
+    async def run(self, path: str, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve at this path until cancelled. Started, it says the path. Afterwards the socket is gone.
+
+        Args:
+            path: where to make the socket (mode 0600), in a directory that only this user enters (mode 0700). A socket
+                that a dead server left there is replaced.
+
+        Raises:
+            PoolUnusable: the directory is open to others, or no socket can be made there.
+        """
+        listening = _listen(path)
+        try:
+            async with trio.open_nursery() as nursery:
+                with trio.socket.from_stdlib_socket(listening) as sock:
+                    task_status.started(path)
+                    while True:
+                        try:
+                            peer, _ = await sock.accept()
+                        except OSError as exc:
+                            if exc.errno not in _BUSY:
+                                raise
+                            _log.warning("no descriptor left to talk to a client with: %s", exc)
+                            await trio.sleep(0.1)
+                        else:
+                            nursery.start_soon(self._serve, peer)
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+
+    def statistics(self) -> DescriptorStatistics:
+        """An immutable snapshot."""
+        return DescriptorStatistics(self._connections, self._turned_away, self._granted, self._refused, self._bad)
+
+    async def _serve(self, peer: trio.socket.SocketType) -> None:
+        with peer:
+            if self._connections >= self._max_connections or not _is_ours(peer):
+                self._turned_away += 1
+                return
+            self._connections += 1
+            try:
+                while await self._answer_one(peer):
+                    pass
+            except OSError:  # it has gone
+                pass
+            except Exception:  # ours, and not to be paid by the other connections
+                _log.exception("a connection that asked for descriptors has failed")
+            finally:
+                self._connections -= 1
+
+    async def _answer_one(self, peer: trio.socket.SocketType) -> bool:
+        """Whether to go on with this connection."""
+        message = b""
+        with trio.move_on_after(self._idle):
+            message = await peer.recv(MAX_MESSAGE_BYTES + 1)
+        if not message:
+            return False
+        try:
+            request = _decode(message, DescriptorRequest)
+        except BadMessage as exc:
+            self._bad += 1
+            await self._send(peer, _Reply(errno.EINVAL, str(exc)[:_MAX_TEXT], 0, 0))
+            return False
+        refusal = self._judge(request)
+        if refusal is not None:
+            self._refused += 1
+            await self._send(peer, refusal)
+            return True
+        fd = -1
+        try:
+            try:
+                with trio.fail_after(self._open_time):
+                    fd = await self._pool.open_fd(request.region_id, request.writable)
+            except (CannotMap, HandlerClosed) as exc:
+                self._refused += 1
+                await self._send(peer, _Reply(errno.ENOENT, str(exc)[:_MAX_TEXT], 0, 0))
+            except trio.TooSlowError:
+                self._refused += 1
+                await self._send(peer, _Reply(errno.ETIMEDOUT, "the region's file system does not answer", 0, 0))
+            else:
+                self._granted += 1
+                await self._send(peer, _Reply(0, "", request.offset, request.length), fd)
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        return True
+
+    def _judge(self, request: DescriptorRequest) -> _Reply | None:
+        region = self._pool.find(request.region_id)
+        # The right first: who has none learns nothing of what is there.
+        if not self._permits(request):
+            return _Reply(errno.EACCES, "this capability is not for that", 0, 0)
+        if region is None:
+            return _Reply(errno.ENOENT, f"there is no region {request.region_id}", 0, 0)
+        if not region.offset <= request.offset <= request.offset + request.length <= region.offset + region.length:
+            return _Reply(errno.ERANGE, f"this is not inside region {request.region_id}", 0, 0)
+        return None
+
+    async def _send(self, peer: trio.socket.SocketType, reply: _Reply, fd: int = -1) -> None:
+        attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))] if fd >= 0 else []
+        with trio.move_on_after(self._idle):  # it does not read what it has asked for
+            await peer.sendmsg([msgspec.msgpack.encode(reply)], attached)
+
+
+def _listen(path: str) -> socket.socket:
+    directory = os.path.dirname(os.path.abspath(path))
+    try:
+        status = os.stat(directory)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise PoolUnusable(f"others may enter {directory!r}: a socket there needs its directory to have mode 0700")
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                raise PoolUnusable(f"{path!r} is there, and is no socket")
+            os.unlink(path)
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with _reachable(path) as name:
+                listening.bind(name)
+            os.chmod(path, 0o600)  # before that, its directory keeps others out
+            listening.listen(_BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+    except OSError as exc:
+        raise PoolUnusable(f"no socket can be made at {path!r}: {exc}") from exc
+    return listening
+
+
+# --- the client ---------------------------------------------------------------------------------------------------
+
+
+def fetch_descriptor(path: str, request: DescriptorRequest, timeout: float) -> tuple[int, int, int]:
+    """Get a descriptor for a span of a region. Blocking: to be called in a thread, or where blocking is right.
+
+    Args:
+        path: of the server's socket.
+        request: what for, with the capability for exactly that.
+        timeout: for all of it.
+
+    Returns:
+        The descriptor, which is the caller's, opened read-only unless the request was for writing; and offset and length
+        of the span in what it shows.
+
+    Raises:
+        NotOwner: the capability is not for that.
+        ServerRefused: the region is not there any more, or cannot be opened now.
+        NoAnswer: the server did not answer in time.
+        ServerLost: there is no server, or it hung up.
+        BadMessage: what answers there is no server of ours, or another user's.
+    """
+    deadline = time.monotonic() + timeout
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        try:
+            sock.settimeout(timeout)
+            with _reachable(path) as name:
+                sock.connect(name)
+            if not _is_ours(sock):
+                raise BadMessage(f"{path!r} is served by another user")
+            sock.sendall(msgspec.msgpack.encode(request))
+            sock.settimeout(max(0.001, deadline - time.monotonic()))
+            message, attached, flags, _ = sock.recvmsg(
+                MAX_MESSAGE_BYTES + 1, socket.CMSG_SPACE(4 * 4), socket.MSG_CMSG_CLOEXEC
+            )
+        except (TimeoutError, BlockingIOError) as exc:
+            raise NoAnswer(f"{path!r} did not answer within {timeout:g} s") from exc
+        except OSError as exc:
+            raise ServerLost(f"{path!r}: {exc}") from exc
+    fds = _descriptors_in(attached)
+    try:
+        if not message:
+            raise ServerLost(f"{path!r} hung up")
+        reply = _decode(message, _Reply)
+        if reply.status == errno.EACCES:
+            raise NotOwner(reply.text)
+        if reply.status:
+            raise ServerRefused(reply.text, "refused")
+        if len(fds) != 1 or flags & socket.MSG_CTRUNC:
+            raise BadMessage(f"{len(fds)} descriptors came instead of one; too few may be left in this process")
+        if (reply.offset, reply.length) != (request.offset, request.length):
+            raise BadMessage("the descriptor that came is for something else")
+        return fds.pop(), reply.offset, reply.length
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _descriptors_in(attached: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array("i")
+    for level, kind, data in attached:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return list(fds)
+
+
+# --- both ---------------------------------------------------------------------------------------------------------
+
+
+def _is_ours(sock: socket.socket | trio.socket.SocketType) -> bool:
+    """Whether the process at the other end is this user's."""
+    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return bool(uid == os.geteuid())
+
+
+def _decode(message: bytes, kind: type[M]) -> M:
+    if len(message) > MAX_MESSAGE_BYTES:
+        raise BadMessage(f"a message has at most {MAX_MESSAGE_BYTES} bytes")
+    try:
+        return msgspec.msgpack.decode(message, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise BadMessage(f"no {kind.__name__}: {exc}") from exc
+
+
+@contextlib.contextmanager
+def _reachable(path: str) -> Iterator[str]:
+    """A name for this path that fits into a socket's address, which has 107 bytes: by way of its open directory."""
+    if len(os.fsencode(path)) <= 107:
+        yield path
+        return
+    directory, name = os.path.split(os.path.abspath(path))
+    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{name}"
+    finally:
+        os.close(fd)

@@ -1,0 +1,180 @@
+"""Regions as spans of one DAX device, or of one plain file. See :mod:`maru._pool.backing` for the rules. Blocking.
+
+What is said of a device (``/dev/dax*``) holds for a plain file as well, and is tested on one. A device differs in two
+things: its size and its alignment are in sysfs, and it needs no reserving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterable
+
+from .._errors import CannotMap, PoolFull, PoolInUse, PoolUnusable
+from .._memory.memory import Memory
+from .backing import (
+    ALIGN_BYTES,
+    STEP_BYTES,
+    Adoption,
+    Kind,
+    RegionFile,
+    Reserve,
+    flags_for,
+    full_is_an_answer,
+)
+from .home import Home
+from .spans import Spans
+
+
+class Device:
+    """Regions are spans of one device, or of one plain file, found again by what the home remembers.
+
+    A descriptor of it reaches the whole device, and whoever has mapped a region that was freed still has the memory of the
+    next one there: a device protects regions from each other less than files do.
+    """
+
+    kind: Kind = "device"
+
+    def __init__(
+        self,
+        home: Home,
+        path: str | os.PathLike[str],
+        capacity_bytes: int | None,
+        reserve: Reserve = os.posix_fallocate,
+        *,
+        zero: bool = True,
+    ) -> None:
+        self._home = home
+        self._zero = zero
+        self._mutex = threading.Lock()
+        self.path = os.path.realpath(path)
+        try:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as exc:
+            raise PoolUnusable(f"{self.path!r} cannot be opened: {exc}") from exc
+        try:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another server may have another home
+            except BlockingIOError:
+                raise PoolInUse(f"{self.path!r} is in use by another server") from None
+            size, self.align = device_facts(self._fd)
+            if capacity_bytes is not None:
+                size = min(size, capacity_bytes)
+            self._spans = Spans(size, self.align)
+            if not self._spans.total_bytes:
+                raise PoolUnusable(f"{self.path!r} has no {self.align} bytes to give")
+            if stat.S_ISREG(os.fstat(self._fd).st_mode):
+                try:
+                    reserve(self._fd, 0, self._spans.total_bytes)
+                except OSError as exc:
+                    raise PoolUnusable(
+                        f"no memory for {self._spans.total_bytes} bytes of {self.path!r}: {exc}"
+                    ) from exc
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._place = f"{self.path} in steps of {self.align}"
+        self._taken: dict[int, tuple[int, int]] = {}
+
+    @property
+    def total_bytes(self) -> int:
+        return self._spans.total_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._spans.total_bytes - self._spans.free_bytes
+
+    def create(self, length: int, go_on: Callable[[], object]) -> RegionFile:
+        with self._mutex:
+            offset = self._spans.take(length)
+        if offset is None:
+            raise PoolFull(f"no free span of {length} bytes among {self._spans.free_bytes} free bytes of {self.path!r}")
+        try:
+            with full_is_an_answer(length):
+                if self._zero:
+                    self._clear(offset, length, go_on)
+                region_id = self._home.next_region_id()
+                with self._mutex:
+                    self._home.keep_spans(self._place, self._taken | {region_id: (offset, length)})
+                    self._taken[region_id] = (offset, length)
+        except BaseException:
+            with self._mutex:
+                self._spans.give_back(offset, length)
+            raise
+        return RegionFile(region_id, length, self.path, offset)
+
+    def remove(self, region: RegionFile) -> None:
+        with self._mutex:
+            taken = {region_id: span for region_id, span in self._taken.items() if region_id != region.region_id}
+            self._home.keep_spans(self._place, taken)
+            self._spans.give_back(*self._taken.pop(region.region_id))
+
+    def open_fd(self, region: RegionFile, write: bool) -> int:
+        return os.open(f"/proc/self/fd/{self._fd}", flags_for(write))  # this device, whatever its path has come to name
+
+    def peek(self, region_id: int) -> memoryview | None:
+        offset, length = self._home.spans_of(self._place).get(region_id, (0, 0))
+        with contextlib.suppress(CannotMap):
+            return Memory(self._fd, offset, length, write=False).buffer()
+        return None
+
+    def adopt(self, regions: Iterable[tuple[int, int]]) -> Adoption:
+        remembered = self._home.spans_of(self._place)
+        wanted = dict(regions)
+        self._home.saw([*wanted, *remembered])
+        adopted: list[RegionFile] = []
+        missing: list[int] = []
+        short: list[int] = []
+        for region_id, length in wanted.items():
+            offset, taken = remembered.get(region_id, (0, 0))
+            if not taken:
+                missing.append(region_id)
+            elif taken < length or not self._spans.claim(offset, taken):
+                short.append(region_id)
+            else:
+                self._taken[region_id] = (offset, taken)
+                adopted.append(RegionFile(region_id, length, self.path, offset))
+        if len(remembered) > len(adopted):
+            self._home.keep_spans(self._place, self._taken)
+        swept = len(remembered.keys() - wanted.keys())
+        return Adoption(tuple(adopted), tuple(missing), tuple(short), swept)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _clear(self, offset: int, length: int, go_on: Callable[[], object]) -> None:
+        """Nobody is to read what the last owner of this span has left there."""
+        step = STEP_BYTES - STEP_BYTES % self.align or self.align
+        for start in range(0, length, step):
+            go_on()
+            part = Memory(self._fd, offset + start, min(step, length - start), write=True)
+            ctypes.memset(part.address, 0, part.length)
+
+
+def device_facts(fd: int) -> tuple[int, int]:
+    """Size and alignment of an open device or plain file, in bytes.
+
+    Raises:
+        PoolUnusable: it is neither, or sysfs does not know its size.
+    """
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode):
+        return status.st_size, ALIGN_BYTES
+    if not stat.S_ISCHR(status.st_mode):
+        raise PoolUnusable("neither a DAX device nor a file")
+    about = f"/sys/dev/char/{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
+    try:
+        with open(f"{about}/size") as file:
+            size = int(file.read())
+    except (OSError, ValueError) as exc:
+        raise PoolUnusable(f"not a DAX device: its size is not in {about}/size") from exc
+    align = ALIGN_BYTES
+    with contextlib.suppress(OSError, ValueError), open(f"{about}/align") as file:  # older kernels do not say
+        align = max(align, int(file.read()))
+    return size, align

@@ -1,0 +1,296 @@
+"""What would go wrong with a pool here, found before it does: a page without memory behind it is a SIGBUS, not an error. Pure.
+
+:func:`maru._pool.facts.read_facts` looks around and decides nothing; :func:`examine` decides and looks at nothing. Each finding
+says what was found, what is needed, and the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, Literal, TypeAlias
+
+import attrs
+
+from .spans import ALIGN_BYTES
+
+Verdict: TypeAlias = Literal["ok", "warn", "fail"]
+
+_DESCRIPTORS_OF_ITS_OWN: Final = 64
+"""Sockets, eventfds, journal, lock."""
+_TMPFS: Final = "tmpfs"
+_MIB: Final = 1 << 20
+
+
+@attrs.frozen
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    """What."""
+    verdict: Verdict
+    """``fail``: it will go wrong; ``warn``: it may, or it will be slow."""
+    found: str
+    """What is there."""
+    needed: str
+    """What should be there."""
+    way_out: str = ""
+    """What to do about it; empty where all is well."""
+
+
+@attrs.frozen
+class Wanted:
+    """What a server is going to need."""
+
+    capacity_bytes: int = 0
+    """What regions may take together. 0: whatever there is."""
+    pin: bool = False
+    """Whether clients pin regions for CUDA."""
+    connections: int = 1_000
+    """Clients at once."""
+    regions: int = 256
+    """Regions at once: one descriptor each, where they have no names."""
+    curve: bool = False
+    """Whether clients come from other hosts."""
+
+
+@attrs.frozen
+class PathFact:
+    """A directory or a socket."""
+
+    path: str
+    exists: bool = True
+    ours: bool = True
+    """Whether it belongs to this user."""
+    mode: int = 0o700
+    """Permission bits."""
+
+
+@attrs.frozen
+class PoolFact:
+    """A pool directory that is there."""
+
+    path: str
+    held_bytes: int
+    """What its regions take."""
+    served: bool
+    """Whether a living server has it."""
+
+
+@attrs.frozen
+class DeviceFact:
+    """A DAX device, or what was named as one."""
+
+    path: str
+    problem: str
+    """Why it cannot be used; empty if it can."""
+    size: int = 0
+    align: int = 0
+
+
+@attrs.frozen
+class Facts:
+    """What was found."""
+
+    directory: PathFact
+    """Of the pool."""
+    file_system: str = _TMPFS
+    """Its kind."""
+    free_bytes: int = 0
+    """In that file system, for this user."""
+    held_bytes: int = 0
+    """What the pool's own regions take already."""
+    memory_left_bytes: int | None = None
+    """What this control group may still use; None where it has no limit."""
+    available_bytes: int = 0
+    """Memory that the kernel could give without swapping."""
+    memlock_bytes: int | None = None
+    """None: no limit, or a process that none holds for."""
+    descriptors: int = 0
+    """How many a process may have open."""
+    most_descriptors: int = 0
+    """Up to which it may raise that by itself."""
+    sockets: tuple[PathFact, ...] = ()
+    """Sockets that should be there."""
+    pools: tuple[PoolFact, ...] = ()
+    """Other pools of this user beside it."""
+    device: DeviceFact | None = None
+    """Where regions are spans of one."""
+    populates: bool = True
+    """Whether the kernel puts pages in place when told (MADV_POPULATE_WRITE)."""
+    curve: bool | None = None
+    """Whether ZeroMQ was built with CURVE; None: nobody asked."""
+
+
+# --- deciding -----------------------------------------------------------------------------------------------------
+
+
+def examine(facts: Facts, wanted: Wanted) -> list[Finding]:
+    """What is to be said about these facts, the same things in the same order each time."""
+    findings = [_directory(facts.directory)]
+    if facts.device is None:
+        findings += [_space(facts, wanted), _memory(facts, wanted), _kind(facts)]
+    else:
+        findings.append(_device(facts.device, wanted))
+    findings += [_descriptors(facts, wanted), _populate(facts)]
+    if wanted.pin:
+        findings.append(_memlock(facts, wanted))
+    if wanted.curve or facts.curve is not None:
+        findings.append(_curve(facts, wanted))
+    findings += [_socket(fact) for fact in facts.sockets]
+    findings += [_pool(fact) for fact in facts.pools]
+    return findings
+
+
+def worst(findings: Iterable[Finding]) -> Verdict:
+    """The verdict over all."""
+    verdicts = {finding.verdict for finding in findings}
+    return "fail" if "fail" in verdicts else "warn" if "warn" in verdicts else "ok"
+
+
+def _directory(fact: PathFact) -> Finding:
+    name, needed = "pool directory", "ours, mode 0700"
+    if not fact.exists:
+        return Finding(name, "ok", f"{fact.path} is not there yet", needed)
+    if not fact.ours:
+        return Finding(name, "fail", f"{fact.path} belongs to another user", needed, "choose another directory")
+    if fact.mode & 0o077:
+        found = f"{fact.path} has mode {fact.mode:04o}"
+        shared = fact.mode & 0o1000  # as /tmp has it: not to be closed to the others
+        return Finding(
+            name, "fail", found, needed, f"a directory inside: {fact.path}/maru" if shared else f"chmod 700 {fact.path}"
+        )
+    return Finding(name, "ok", f"{fact.path} has mode {fact.mode:04o}", needed)
+
+
+def _space(facts: Facts, wanted: Wanted) -> Finding:
+    name = "space for regions"
+    room = facts.free_bytes + facts.held_bytes
+    found = f"{_size(facts.free_bytes)} free, {_size(facts.held_bytes)} in regions"
+    needed = _size(wanted.capacity_bytes) if wanted.capacity_bytes else "some"
+    smaller = f"a smaller capacity (at most {_size(room // 10 * 9)})"
+    if facts.file_system == _TMPFS:
+        larger = f"mount -o remount,size=... (in a container: --shm-size), or {smaller}"
+    else:
+        larger = f"another file system, or {smaller}"
+    if room < max(wanted.capacity_bytes, ALIGN_BYTES):
+        return Finding(name, "fail", found, needed, larger)
+    if room - wanted.capacity_bytes < room // 20:
+        return Finding(name, "warn", found, f"{needed}, and some for everybody else", larger)
+    return Finding(name, "ok", found, needed)
+
+
+def _memory(facts: Facts, wanted: Wanted) -> Finding:
+    """Regions in a tmpfs are memory: where the kernel has none, it kills somebody, and asks no file system first."""
+    name = "memory for regions"
+    if facts.file_system != _TMPFS:
+        return Finding(name, "ok", "regions are on a disk", "none")
+    limited = facts.memory_left_bytes is not None and facts.memory_left_bytes < facts.available_bytes
+    left = facts.memory_left_bytes if limited and facts.memory_left_bytes is not None else facts.available_bytes
+    found = f"{_size(left)} left{' in this control group' if limited else ''}"
+    missing = wanted.capacity_bytes - facts.held_bytes
+    if left < missing:
+        way_out = "raise memory.max of the control group" if limited else "add memory"
+        return Finding(name, "fail", found, _size(missing), f"{way_out}, or choose a smaller capacity")
+    return Finding(name, "ok", found, _size(max(0, missing)))
+
+
+def _kind(facts: Facts) -> Finding:
+    name, needed = "file system", "tmpfs"
+    if facts.file_system == _TMPFS:
+        return Finding(name, "ok", facts.file_system, needed)
+    way_out = "a directory in /dev/shm, unless regions are to outlive a reboot: the kernel writes pages back to a disk"
+    return Finding(name, "warn", facts.file_system or "unknown", needed, way_out)
+
+
+def _device(fact: DeviceFact, wanted: Wanted) -> Finding:
+    name = "device"
+    needed = (
+        f"{_size(wanted.capacity_bytes) if wanted.capacity_bytes else 'some'}, aligned to {_size(ALIGN_BYTES)} or more"
+    )
+    if fact.problem:
+        return Finding(name, "fail", f"{fact.path}: {fact.problem}", needed, "a DAX device in devdax mode: daxctl list")
+    found = f"{fact.path} has {_size(fact.size)}, aligned to {_size(fact.align)}"
+    if fact.align % ALIGN_BYTES:
+        way_out = f"daxctl reconfigure-device --align={ALIGN_BYTES}"
+        return Finding(name, "fail", found, needed, way_out)
+    usable = fact.size - fact.size % fact.align
+    if usable < max(wanted.capacity_bytes, fact.align):
+        return Finding(name, "fail", found, needed, f"a smaller capacity (at most {_size(usable)})")
+    if wanted.capacity_bytes % fact.align:
+        lost = wanted.capacity_bytes % fact.align
+        return Finding(name, "warn", found, needed, f"{_size(lost)} of the capacity are less than one step, and unused")
+    return Finding(name, "ok", found, needed)
+
+
+def _descriptors(facts: Facts, wanted: Wanted) -> Finding:
+    name = "file descriptors"
+    number = 2 * wanted.connections + wanted.regions + _DESCRIPTORS_OF_ITS_OWN  # one for ZeroMQ, one for mapping
+    found, needed = f"{facts.descriptors}", f"{number}"
+    if facts.descriptors >= number:
+        return Finding(name, "ok", found, needed)
+    if facts.most_descriptors >= number:
+        return Finding(name, "warn", found, needed, f"ulimit -n {number}")
+    way_out = f"LimitNOFILE={number} (systemd), or nofile in /etc/security/limits.conf; or fewer clients"
+    return Finding(name, "fail" if facts.descriptors < _DESCRIPTORS_OF_ITS_OWN else "warn", found, needed, way_out)
+
+
+def _populate(facts: Facts) -> Finding:
+    name, needed = "populating", "MADV_POPULATE_WRITE (Linux 5.14)"
+    if facts.populates:
+        return Finding(name, "ok", "there", needed)
+    return Finding(name, "warn", "not there", needed, "none needed: pages are touched one by one, which takes longer")
+
+
+def _memlock(facts: Facts, wanted: Wanted) -> Finding:
+    name, needed = "locked memory", _size(wanted.capacity_bytes) if wanted.capacity_bytes else "what clients map"
+    if facts.memlock_bytes is None:
+        return Finding(name, "ok", "no limit", needed)
+    found = _size(facts.memlock_bytes)
+    if wanted.capacity_bytes and facts.memlock_bytes >= wanted.capacity_bytes:
+        return Finding(name, "ok", found, needed)
+    way_out = (
+        "ulimit -l unlimited for the clients (in a container: --ulimit memlock=-1); some drivers pin without asking"
+    )
+    return Finding(name, "warn", found, needed, way_out)
+
+
+def _curve(facts: Facts, wanted: Wanted) -> Finding:
+    name, needed = "CURVE", "there" if wanted.curve else "not needed"
+    if facts.curve:
+        return Finding(name, "ok", "there", needed)
+    found = "not there" if facts.curve is False else "unknown"
+    if not wanted.curve:
+        return Finding(name, "ok", found, needed)
+    return Finding(
+        name, "fail", found, needed, "a pyzmq with libsodium (its wheels have it), or clients of this host only"
+    )
+
+
+def _socket(fact: PathFact) -> Finding:
+    name, needed = f"socket {_last(fact.path)}", "ours, mode 0600"
+    if not fact.exists:
+        return Finding(name, "warn", f"{fact.path} is not there", needed, "start the server")
+    if not fact.ours:
+        return Finding(name, "fail", f"{fact.path} belongs to another user", needed, "do not connect to it")
+    found = f"{fact.path} has mode {fact.mode:04o}"
+    if fact.mode & 0o177:
+        return Finding(name, "fail", found, needed, f"chmod 600 {fact.path}")
+    return Finding(name, "ok", found, needed)
+
+
+def _pool(fact: PoolFact) -> Finding:
+    name, needed = f"pool {_last(fact.path)}", "a server, or no pool"
+    held = f"{_size(fact.held_bytes)} in {fact.path}"
+    if fact.served:
+        return Finding(name, "ok", f"{held}, served", needed)
+    verdict: Verdict = "warn" if fact.held_bytes else "ok"
+    way_out = f"start a server on it, which takes over what is in it; or rm -r {fact.path}"
+    return Finding(name, verdict, f"{held}, and no server", needed, way_out if fact.held_bytes else "")
+
+
+def _size(n: int) -> str:
+    return f"{n / (1 << 30):.1f} GiB" if n >= 1 << 30 else f"{n / _MIB:.1f} MiB"
+
+
+def _last(path: str) -> str:
+    return path.rpartition("/")[2]

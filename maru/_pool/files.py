@@ -1,0 +1,219 @@
+"""Regions as files: with a name in a directory, or without one. See :mod:`maru._pool.backing` for the rules. Blocking."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable
+
+from .._errors import CannotMap, PoolUnusable
+from .._memory.memory import Memory
+from .backing import (
+    ALIGN_BYTES,
+    Adoption,
+    Kind,
+    Ledger,
+    RegionFile,
+    Reserve,
+    flags_for,
+    full_is_an_answer,
+    reserve_all,
+)
+from .home import Home, lock, open_private
+
+_NAME = re.compile(r"maru_([0-9]{1,19})\.dat(\.tmp)?")
+
+
+class Files(Ledger):
+    """Each region is a file ``maru_ID.dat`` in a directory, most likely of a tmpfs."""
+
+    kind: Kind = "files"
+    align = ALIGN_BYTES
+
+    def __init__(
+        self,
+        home: Home,
+        path: str | os.PathLike[str],
+        capacity_bytes: int | None,
+        reserve: Reserve = os.posix_fallocate,
+    ) -> None:
+        self._home = home
+        self._reserve = reserve
+        self._fd, self.path = open_private(path)
+        self._lock = -1
+        try:
+            if self.path != home.path:
+                self._lock = lock(self._fd, self.path)
+            if capacity_bytes is None:
+                system = os.fstatvfs(self._fd)
+                capacity_bytes = system.f_bavail * system.f_frsize // 10 * 9
+                capacity_bytes += sum(status.st_size for _, status in self._scan())
+        except BaseException:
+            self.close()
+            raise
+        super().__init__(capacity_bytes)
+
+    def create(self, length: int, go_on: Callable[[], object]) -> RegionFile:
+        with self.taking(length), full_is_an_answer(length):
+            region_id = self._home.next_region_id()
+            name = _name(region_id)
+            temporary = name + ".tmp"
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
+            try:
+                reserve_all(fd, length, self._reserve, go_on)
+                os.rename(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            except BaseException:
+                self._unlink(temporary)
+                raise
+            finally:
+                os.close(fd)
+        return self._region(region_id, length)
+
+    def remove(self, region: RegionFile) -> None:
+        with contextlib.suppress(FileNotFoundError):  # somebody tidied up
+            os.unlink(_name(region.region_id), dir_fd=self._fd)
+        self.give_back(region.length)
+
+    def open_fd(self, region: RegionFile, write: bool) -> int:
+        return os.open(_name(region.region_id), flags_for(write) | os.O_NOFOLLOW, dir_fd=self._fd)
+
+    def peek(self, region_id: int) -> memoryview | None:
+        with contextlib.suppress(OSError, CannotMap):
+            fd = os.open(_name(region_id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
+            try:
+                return Memory(fd, 0, os.fstat(fd).st_size, write=False).buffer()
+            finally:
+                os.close(fd)
+        return None
+
+    def adopt(self, regions: Iterable[tuple[int, int]]) -> Adoption:
+        found = dict(self._scan())
+        wanted = dict(regions)
+        self._home.saw([*wanted, *(int(match[1]) for name in found if (match := _NAME.fullmatch(name)))])
+        adopted: list[RegionFile] = []
+        missing: list[int] = []
+        short: list[int] = []
+        for region_id, length in wanted.items():
+            status = found.pop(_name(region_id), None)
+            if status is None:
+                missing.append(region_id)
+            elif self._is_whole(region_id, length, status):
+                adopted.append(self._region(region_id, length))
+                self.allocated_bytes += length
+            else:
+                short.append(region_id)
+                self._unlink(_name(region_id))
+        for name in found:
+            self._unlink(name)
+        return Adoption(tuple(adopted), tuple(missing), tuple(short), len(found))
+
+    def close(self) -> None:
+        for fd in (self._lock, self._fd):
+            if fd >= 0:
+                os.close(fd)
+        self._lock = self._fd = -1
+
+    def _region(self, region_id: int, length: int) -> RegionFile:
+        return RegionFile(region_id, length, f"{self.path}/{_name(region_id)}", 0)
+
+    def _scan(self) -> Iterable[tuple[str, os.stat_result]]:
+        with os.scandir(self._fd) as entries:
+            for entry in entries:
+                if _NAME.fullmatch(entry.name):
+                    status = entry.stat(follow_symlinks=False)
+                    if not stat.S_ISDIR(status.st_mode):
+                        yield entry.name, status
+
+    def _is_whole(self, region_id: int, length: int, status: os.stat_result) -> bool:
+        """Whether all its bytes are there. Holes are filled: a copy of a pool may have come without its zeros."""
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_size < length:
+            return False
+        if status.st_blocks * 512 >= length and not status.st_mode & 0o077:
+            return True
+        try:
+            fd = os.open(_name(region_id), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
+            try:
+                os.fchmod(fd, 0o600)
+                self._reserve(fd, 0, length)
+            finally:
+                os.close(fd)
+        except OSError:
+            return False
+        return True
+
+    def _unlink(self, name: str) -> None:
+        with contextlib.suppress(OSError):  # it is looked for again at the next start
+            os.unlink(name, dir_fd=self._fd)
+
+
+class Memfds(Ledger):
+    """Each region is a file without a name, which no restart survives. Nobody can make one shorter under its users.
+
+    A path names a descriptor of this process; once a region is freed, its number may come to name another region.
+    """
+
+    kind: Kind = "memfd"
+    path = "memfd"
+    align = ALIGN_BYTES
+
+    def __init__(self, home: Home, capacity_bytes: int | None, reserve: Reserve = os.posix_fallocate) -> None:
+        super().__init__(_available_bytes() // 10 * 9 if capacity_bytes is None else capacity_bytes)
+        self._home = home
+        self._reserve = reserve
+        self._fds: dict[int, int] = {}
+
+    def create(self, length: int, go_on: Callable[[], object]) -> RegionFile:
+        with self.taking(length), full_is_an_answer(length):
+            region_id = self._home.next_region_id()
+            fd = os.memfd_create(f"maru_{region_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                os.fchmod(fd, 0o600)
+                reserve_all(fd, length, self._reserve, go_on)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            except BaseException:
+                os.close(fd)
+                raise
+        self._fds[region_id] = fd
+        return RegionFile(region_id, length, f"/proc/{os.getpid()}/fd/{fd}", 0)
+
+    def remove(self, region: RegionFile) -> None:
+        os.close(self._fds.pop(region.region_id))
+        self.give_back(region.length)
+
+    def open_fd(self, region: RegionFile, write: bool) -> int:
+        fd = self._fds.get(region.region_id)
+        if fd is None:
+            raise FileNotFoundError(errno.ENOENT, f"region {region.region_id} is gone")
+        return os.open(f"/proc/self/fd/{fd}", flags_for(write))
+
+    def peek(self, region_id: int) -> memoryview | None:
+        return None
+
+    def adopt(self, regions: Iterable[tuple[int, int]]) -> Adoption:
+        missing = tuple(region_id for region_id, _ in regions)
+        self._home.saw(missing)
+        return Adoption((), missing, (), 0)
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.popitem()[1])
+
+
+# --- below --------------------------------------------------------------------------------------------------------
+
+
+def _name(region_id: int) -> str:
+    return f"maru_{region_id}.dat"
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise PoolUnusable("how much memory is available is not known here: say a capacity")

@@ -1,0 +1,299 @@
+"""The home of a pool: a directory that one server has at a time, and what has to outlive that server. Blocking.
+
+    DIRECTORY/maru.lock     held with flock for as long as the home is open; says which process holds it
+    DIRECTORY/maru.pool     which pool this is, and its secret; written once
+    DIRECTORY/maru.state    the next region id, the boot, and the spans of a device; written with each region
+
+Rule 1. Directories are made with mode 0700, files with 0600. One that is not ours, or that others may enter, is refused.
+Rule 2. What is remembered is on disk before anybody acts on it, and is replaced as a whole: a crash leaves the old or the new.
+Rule 3. A region id is never used twice. Where the counter was lost or is behind what is found, it goes on far above.
+Rule 4. A damaged state bricks nothing: it costs the spans of a device and a jump of the counter, never the start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterable
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from .._errors import PoolInUse, PoolUnusable
+
+LOCK = "maru.lock"
+_POOL = "maru.pool"
+_STATE = "maru.state"
+_FORMAT = 1
+_ID_BYTES = 16
+_SECRET_BYTES = 32
+_LAST_BREATH = 1.0
+"""Seconds after which a lock whose holder is dead is somebody else's after all. It takes milliseconds."""
+S = TypeVar("S", bound=msgspec.Struct)
+
+_log = logging.getLogger(__name__)
+
+
+class _Identity(msgspec.Struct, frozen=True):
+    """What ``maru.pool`` holds, as JSON."""
+
+    format: int
+    pool_id: bytes
+    secret: bytes
+
+
+class _State(msgspec.Struct, frozen=True):
+    """What ``maru.state`` holds, as JSON: an operator may want to read it."""
+
+    next_region_id: Annotated[int, msgspec.Meta(ge=1)]
+    boot_id: str
+    place: str
+    """Which device the spans are of."""
+    spans: dict[int, tuple[int, int]]
+    """Offset and length of each region of a device."""
+
+
+class Home:
+    """An open, locked directory. Every method may be called in any thread.
+
+    Raises:
+        PoolInUse: another server has it; the text names its process.
+        PoolUnusable: it cannot be made or read, is not ours, or is open to others.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.fd: int
+        self.path: str
+        self.fd, self.path = open_private(path)
+        """The directory's descriptor, and its real path."""
+        self._lock = -1
+        self._mutex = threading.Lock()
+        try:
+            self._lock = lock(self.fd, self.path)
+            for name in (_POOL, _STATE):
+                self._unlink(name + ".tmp")
+            self._boot_id = _boot_id()
+            is_new = not _exists(self.fd, _POOL)
+            self._identity = self._read_identity()
+            self._state = self._read_state(is_new)
+        except OSError as exc:
+            self.close()
+            raise PoolUnusable(f"what is kept in {self.path!r} can be neither read nor written: {exc}") from exc
+        except BaseException:
+            self.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<Home {self.path!r}{'' if self.fd >= 0 else ' (closed)'}>"
+
+    @property
+    def pool_id(self) -> bytes:
+        """16 bytes that no other pool has. The same after a restart."""
+        return self._identity.pool_id
+
+    @property
+    def secret(self) -> bytes:
+        """What the regions' tokens and capabilities are signed with. The same after a restart."""
+        return self._identity.secret
+
+    @property
+    def rebooted(self) -> bool:
+        """Whether the machine was started anew since :meth:`remember_boot`: pages may have lost what was stored."""
+        return self._state.boot_id != self._boot_id
+
+    def remember_boot(self) -> None:
+        """What survived the reboot was verified: from now on it counts as stored since."""
+        with self._mutex:
+            self._change(boot_id=self._boot_id)
+
+    def next_region_id(self) -> int:
+        """An id that was never used before, and never will be again."""
+        with self._mutex:
+            region_id = self._state.next_region_id
+            self._change(next_region_id=region_id + 1)
+        return region_id
+
+    def saw(self, region_ids: Iterable[int]) -> None:
+        """These ids were found in use."""
+        highest = max(region_ids, default=0)
+        with self._mutex:
+            if highest >= self._state.next_region_id:
+                self._change(next_region_id=max(highest + 1, _far_above()))
+
+    def spans_of(self, place: str) -> dict[int, tuple[int, int]]:
+        """Offset and length of each region that this device was said to have."""
+        return dict(self._state.spans) if self._state.place == place else {}
+
+    def keep_spans(self, place: str, spans: dict[int, tuple[int, int]]) -> None:
+        """Remember these, and nothing else."""
+        with self._mutex:
+            self._change(place=place, spans=spans)
+
+    def close(self) -> None:
+        """Let another server have it. Idempotent."""
+        for fd in (self._lock, self.fd):
+            if fd >= 0:
+                os.close(fd)
+        self._lock = self.fd = -1
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _read_identity(self) -> _Identity:
+        identity = self._read(_POOL, _Identity)
+        if identity is None:
+            identity = _Identity(_FORMAT, secrets.token_bytes(_ID_BYTES), secrets.token_bytes(_SECRET_BYTES))
+            self._write(_POOL, identity)
+        if identity.format != _FORMAT or len(identity.pool_id) != _ID_BYTES or len(identity.secret) != _SECRET_BYTES:
+            raise PoolUnusable(f"{self.path}/{_POOL} is of format {identity.format}, not {_FORMAT}")
+        return identity
+
+    def _read_state(self, is_new: bool) -> _State:
+        state = self._read(_STATE, _State)
+        if state is None:
+            # Lost, unless it never was: nobody knows which ids were used, and what is found has to be verified.
+            state = _State(1, self._boot_id, "", {}) if is_new else _State(_far_above(), "", "", {})
+            self._write(_STATE, state)
+        return state
+
+    def _read(self, name: str, kind: type[S]) -> S | None:
+        """What is in this file, or None where it is not there or damaged."""
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.fd)
+        except FileNotFoundError:
+            return None
+        with open(fd, "rb") as file:
+            content = file.read()
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+            _log.warning("%s/%s is damaged (%s), and is written anew", self.path, name, exc)
+            return None
+
+    def _change(self, **changes: object) -> None:
+        changed = msgspec.structs.replace(self._state, **changes)
+        self._write(_STATE, changed)
+        self._state = changed
+
+    def _write(self, name: str, content: msgspec.Struct) -> None:
+        temporary = name + ".tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(temporary, flags, 0o600, dir_fd=self.fd)
+        try:
+            with open(fd, "wb") as file:
+                file.write(msgspec.json.encode(content))
+                file.flush()
+                os.fsync(fd)
+            os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except BaseException:
+            self._unlink(temporary)
+            raise
+        os.fsync(self.fd)
+
+    def _unlink(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self.fd)
+
+
+def open_private(path: str | os.PathLike[str]) -> tuple[int, str]:
+    """Open a directory that is ours alone, made if need be. Returns its descriptor and its real path.
+
+    Raises:
+        PoolUnusable: it cannot be made, is not ours, or others may enter it.
+    """
+    path = os.path.abspath(path)
+    try:
+        _make(path)
+        if os.lstat(path).st_uid != os.geteuid():  # a link that somebody laid out for us is not ours either
+            raise PoolUnusable(f"{path!r} belongs to another user: choose another directory")
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as exc:
+        raise PoolUnusable(f"{path!r} cannot be used as the directory of a pool: {exc}") from exc
+    try:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid():
+            raise PoolUnusable(f"{path!r} belongs to another user: choose another directory")
+        if status.st_mode & 0o077:
+            if os.listdir(fd):  # somebody uses it for something else
+                raise PoolUnusable(f"others may enter {path!r}: choose another directory, or chmod 700 {path}")
+            os.fchmod(fd, 0o700)
+        return fd, os.path.realpath(path)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def lock(directory: int, path: str) -> int:
+    """Lock a directory until the returned descriptor is closed.
+
+    Raises:
+        PoolInUse: somebody else has it.
+    """
+    fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
+    try:
+        deadline = time.monotonic() + _LAST_BREATH
+        while not _try_lock(fd):
+            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            # A server that was killed while it started a process: between fork and exec, that one has the lock still.
+            if _is_alive(holder) or time.monotonic() > deadline:
+                raise PoolInUse(f"{path!r} is in use by another server, process {holder}")
+            time.sleep(0.005)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        return fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_alive(process: str) -> bool:
+    """Whether there is such a process. What is no number may be one."""
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (ValueError, OverflowError, OSError):
+        return True
+    return True
+
+
+def _make(path: str) -> None:
+    missing = []
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for directory in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory, 0o700)  # makedirs gives the mode to the last one only
+
+
+def _far_above() -> int:
+    """An id above all that were ever used: the time in microseconds, in each of which there is less than one new region."""
+    return time.time_ns() // 1_000
+
+
+def _exists(directory: int, name: str) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        os.stat(name, dir_fd=directory, follow_symlinks=False)
+        return True
+    return False
+
+
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return "unknown"

@@ -1,0 +1,302 @@
+"""The pool: regions of memory that processes share, behind one asynchronous face.
+
+Everything that may take long happens in threads of the pool's own, so a pool that stalls (a full disk, a dead NFS server)
+stalls those who wait for memory, and nobody else: what is only asked is answered at once, from what is known here.
+
+Rule 1. A region that somebody was given is there until it is freed. One whose allocation was cancelled leaves nothing.
+Rule 2. Freeing takes effect at once, and is done even if nobody waits for it.
+Rule 3. Closing gives nothing up but what is under way: regions outlive the server (not those of a memfd).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Iterable
+from types import TracebackType
+
+import attrs
+import trio
+
+from .._errors import CannotMap, HandlerClosed, PoolFull, PoolUnusable
+from .backing import ALIGN_BYTES as ALIGN_BYTES
+from .backing import Adoption as Adoption
+from .backing import Backing, Kind, Reserve
+from .backing import RegionFile as RegionFile
+from .device import Device
+from .files import Files, Memfds
+from .home import Home
+from .threads import Workers
+
+MEMFD = "memfd"
+"""In place of a path: files without a name, which no restart survives."""
+
+_log = logging.getLogger(__name__)
+
+
+@attrs.frozen
+class Totals:
+    """A snapshot of a pool."""
+
+    total_bytes: int
+    """What regions may take together."""
+    allocated_bytes: int
+    """What they take, those being made or freed included."""
+    free_bytes: int
+    """What is left. The file system may have less: then an allocation finds the pool full."""
+    regions: int
+    """How many there are."""
+    pending: int
+    """Threads at work, those included for which nobody waits any more."""
+
+
+class Pool:
+    """Regions of shared memory. Made by :func:`open_pool`; belongs to one trio run."""
+
+    def __init__(self, home: Home, backing: Backing, *, threads: int = 4) -> None:
+        self._home = home
+        self._backing = backing
+        self._regions: dict[int, RegionFile] = {}
+        self._memory = Workers(threads)
+        # Apart, so that who only wants to map a region does not wait behind those who want new ones.
+        self._descriptors = Workers(threads)
+        self._adopted = self._closed = False
+
+    def __repr__(self) -> str:
+        totals = self.totals()
+        return f"<Pool at {self._backing.path!r}: {totals.allocated_bytes} of {totals.total_bytes} bytes allocated>"
+
+    @property
+    def home(self) -> str:
+        """The directory in which this server keeps what outlives it: state, journal, sockets."""
+        return self._home.path
+
+    @property
+    def path(self) -> str:
+        """The directory of the regions' files, the device, or ``memfd``."""
+        return self._backing.path
+
+    @property
+    def kind(self) -> Kind:
+        """What regions are made of."""
+        return self._backing.kind
+
+    @property
+    def align(self) -> int:
+        """Every region's length is a multiple of it, in bytes."""
+        return self._backing.align
+
+    @property
+    def pool_id(self) -> bytes:
+        """16 bytes that no other pool has; the same after a restart."""
+        return self._home.pool_id
+
+    @property
+    def secret(self) -> bytes:
+        """What tokens and capabilities are signed with; the same after a restart."""
+        return self._home.secret
+
+    @property
+    def rebooted(self) -> bool:
+        """Whether the machine was started anew since :meth:`remember_boot`. If so, only what verifies is to be kept."""
+        return self._home.rebooted
+
+    async def remember_boot(self) -> None:
+        """What is left was verified after a reboot. Cancelled, it may be remembered or not."""
+        await self._memory.do(self._home.remember_boot)
+
+    def peek(self, region_id: int) -> memoryview | None:
+        """The bytes that the last server left of a region, to be verified before it is adopted. Blocking; any thread.
+
+        None where there is nothing: no file, or none of a memfd.
+        """
+        return self._backing.peek(region_id)
+
+    async def adopt(self, regions: Iterable[tuple[int, int]]) -> Adoption:
+        """Take in what the last server left, and remove every other file of ours. Once, before anything is allocated.
+
+        Cancelled, it may have removed some; the pool is to be closed.
+
+        Args:
+            regions: id and length of each that the journal knows.
+        """
+        assert not self._adopted, "a pool adopts once"
+        self._adopted = True
+        wanted = list(regions)
+        adoption = await self._memory.do(lambda: self._backing.adopt(wanted))
+        self._regions.update((region.region_id, region) for region in adoption.adopted)
+        return adoption
+
+    async def allocate(self, length: int) -> RegionFile:
+        """Make a region of at least ``length`` bytes (rounded up to the alignment). All of it is reserved, and zeros.
+
+        Cancelled, it leaves at once, and nothing is left of the region.
+
+        Raises:
+            PoolFull: there is no room for it, in the pool's capacity or in the file system.
+            PoolUnusable: the file system failed.
+            HandlerClosed: the pool was closed.
+        """
+        if length <= 0:
+            raise ValueError(f"a region cannot have {length} bytes")
+        self._check()
+        assert self._adopted, "adopt first: what the last server left would be removed with what is allocated now"
+        length += -length % self._backing.align
+        totals = self.totals()
+        if length > totals.free_bytes:  # without waiting for a thread; it asks again
+            await trio.lowlevel.checkpoint()
+            raise PoolFull(f"{length} bytes do not fit: {totals.free_bytes} of {totals.total_bytes} are free")
+        try:
+            region = await self._memory.make(lambda go_on: self._backing.create(length, go_on), self._backing.remove)
+        except OSError as exc:
+            raise PoolUnusable(f"no region can be made in {self._backing.path!r}: {exc}") from exc
+        self._regions[region.region_id] = region
+        return region
+
+    async def free(self, region_id: int) -> None:
+        """Give a region's memory back. One that is not here is freed already.
+
+        From the call on it is not found any more. Cancelled, its memory is given back all the same. Whoever has mapped it
+        keeps it (not of a device) until it is unmapped there.
+        """
+        self._check()
+        region = self._regions.pop(region_id, None)
+        if region is None:
+            await trio.lowlevel.checkpoint()
+            return
+        try:
+            await self._memory.do(lambda: self._backing.remove(region))
+        except OSError as exc:  # it stays allocated, and is swept at the next start
+            _log.warning("region %d cannot be removed: %s", region_id, exc)
+
+    def find(self, region_id: int) -> RegionFile | None:
+        """Where this region is, or None."""
+        return self._regions.get(region_id)
+
+    async def open_fd(self, region_id: int, write: bool) -> int:
+        """A new descriptor of the file that a region lies in, opened only to be read unless ``write``.
+
+        Cancelled, nothing stays open.
+
+        Raises:
+            CannotMap: the region is not here, or cannot be opened.
+            HandlerClosed: the pool was closed.
+        """
+        self._check()
+        region = self._regions.get(region_id)
+        if region is None:
+            await trio.lowlevel.checkpoint()
+            raise CannotMap(f"there is no region {region_id}")
+        try:
+            return await self._descriptors.make(lambda _: self._backing.open_fd(region, write), os.close)
+        except OSError as exc:
+            raise CannotMap(f"region {region_id} cannot be opened: {exc}") from exc
+
+    def totals(self) -> Totals:
+        """An immutable snapshot, in constant time."""
+        total, allocated = self._backing.total_bytes, self._backing.allocated_bytes
+        pending = self._memory.statistics().pending + self._descriptors.statistics().pending
+        return Totals(total, allocated, max(0, total - allocated), len(self._regions), pending)
+
+    async def aclose(self, grace: float = 0.5) -> None:
+        """Let go of the pool: another server may have it then. Regions stay.
+
+        What was given up is waited for, for ``grace`` seconds at most and cancelled or not; a thread stuck beyond that lets
+        go of the pool when it is done, or with the process.
+        """
+        if not self._closed:
+            self._closed = True
+            with trio.move_on_after(grace, shield=True):
+                await self._memory.wait_idle()
+                await self._descriptors.wait_idle()
+            self._memory.at_idle(lambda: self._descriptors.at_idle(self._let_go))
+        await trio.lowlevel.checkpoint()
+
+    async def __aenter__(self) -> Pool:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._closed:
+            raise HandlerClosed(f"the pool at {self._backing.path!r} was closed")
+
+    def _let_go(self) -> None:
+        self._backing.close()
+        self._home.close()
+
+
+async def open_pool(
+    where: str | os.PathLike[str],
+    capacity_bytes: int | None = None,
+    *,
+    home: str | os.PathLike[str] | None = None,
+    threads: int = 4,
+    reserve: Reserve = os.posix_fallocate,
+) -> Pool:
+    """Open a pool. Nobody else has it from then on, until it is closed or this process ends.
+
+    Cancelled, nothing stays open.
+
+    Args:
+        where: a directory (made with mode 0700), ``"memfd"``, or a DAX device. A plain file is taken for a device.
+        capacity_bytes: what regions may take together. None: all of a device; elsewhere nine tenths of what is free now.
+        home: the directory of what outlives the server. By default ``where``, which must be a directory then.
+        threads: how many allocations and removals may be under way at once, and how many openings.
+        reserve: reserves memory for a file.
+
+    Raises:
+        PoolInUse: another server has it; the text names its process.
+        PoolUnusable: it cannot be used: not there, not ours, open to others.
+    """
+
+    def work(go_on: object) -> tuple[Home, Backing]:
+        return open_backing(where, capacity_bytes, home=home, reserve=reserve)
+
+    def undo(opened: tuple[Home, Backing]) -> None:
+        opened[1].close()
+        opened[0].close()
+
+    try:
+        return Pool(*await Workers(1).make(work, undo), threads=threads)
+    except OSError as exc:
+        raise PoolUnusable(f"{os.fspath(where)!r} cannot be used as a pool: {exc}") from exc
+
+
+def open_backing(
+    where: str | os.PathLike[str],
+    capacity_bytes: int | None = None,
+    *,
+    home: str | os.PathLike[str] | None = None,
+    reserve: Reserve = os.posix_fallocate,
+) -> tuple[Home, Backing]:
+    """As :func:`open_pool`, blocking: what a :class:`Pool` is made of."""
+    where = os.fspath(where)
+    a_device = where != MEMFD and _is_device(where)
+    if home is None and (a_device or where == MEMFD):
+        raise PoolUnusable(f"{where!r} cannot keep what outlives the server: name a directory for that")
+    at_home = Home(where if home is None else home)
+    try:
+        if where == MEMFD:
+            return at_home, Memfds(at_home, capacity_bytes, reserve)
+        if a_device:
+            return at_home, Device(at_home, where, capacity_bytes, reserve)
+        return at_home, Files(at_home, where, capacity_bytes, reserve)
+    except BaseException:
+        at_home.close()
+        raise
+
+
+def _is_device(path: str) -> bool:
+    try:
+        return not stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:
+        if path.startswith("/dev/dax"):
+            raise PoolUnusable(f"there is no device {path!r}") from None
+        return False

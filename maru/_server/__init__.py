@@ -1,0 +1,1 @@
+"""The server: what every message means (pure), and the loops around it."""

@@ -1,0 +1,67 @@
+"""Where a server listens, and who may come in: its configuration, as a socket takes it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from typing import Final
+
+from .._config import ServerConfig
+from .._errors import ConfigError
+from ..transport import CurveServer, SocketOptions, load_key_pair, load_public_keys
+
+IPC_NAME: Final = "maru.sock"
+"""The Unix socket of the protocol, in the runtime directory."""
+DESCRIPTORS_NAME: Final = "descriptors.sock"
+"""The Unix socket that hands out regions, beside it."""
+_LONGEST_PATH: Final = 107
+"""Bytes of a Unix socket's name."""
+
+
+def addresses(config: ServerConfig, runtime: str) -> list[str]:
+    """Where to listen.
+
+    Raises:
+        ConfigError: the name of the Unix socket would be too long.
+    """
+    found = []
+    if config.host:
+        found.append(f"tcp://{config.host}:{config.port or '*'}")
+    if config.ipc:
+        path = f"{runtime}/{IPC_NAME}"
+        if len(os.fsencode(path)) > _LONGEST_PATH:
+            raise ConfigError("runtime_dir", runtime, f"must be shorter: {path} has over {_LONGEST_PATH} bytes")
+        found.append(f"ipc://{path}")
+    return found
+
+
+def socket_options(config: ServerConfig) -> SocketOptions:
+    """The bounds of the socket, and its keys.
+
+    Raises:
+        ConfigError: a key file holds none, or others may read the secret one.
+        OSError: a key file cannot be read.
+    """
+    return SocketOptions(
+        send_high_water_mark=config.high_water_mark,
+        receive_high_water_mark=config.high_water_mark,
+        max_message_bytes=config.max_message_bytes,
+        linger=config.linger,
+        curve=_curve(config),
+    )
+
+
+def unlink_sockets(endpoints: Iterable[str]) -> None:
+    """Remove the Unix sockets, which ZeroMQ leaves. For whoever still has the pool, so that they are no successor's."""
+    for endpoint in endpoints:
+        if endpoint.startswith("ipc://"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(endpoint.removeprefix("ipc://"))
+
+
+def _curve(config: ServerConfig) -> CurveServer | None:
+    if not config.curve_key_file:
+        return None
+    clients = load_public_keys(config.curve_clients_file) if config.curve_clients_file else None
+    return CurveServer(load_key_pair(config.curve_key_file), clients)

@@ -1,0 +1,402 @@
+"""MaruServer: one directory behind one socket. The loop, the timer and the pool around the pure service.
+
+A *step* is one round: frames are handed to the service, what it wants written down is written, and then the answers leave.
+Nothing in a step waits: memory is got and freed in tasks of their own, which end with a step.
+
+Rule 1. Nothing is acknowledged that is not in the journal (`committer`). While that cannot be written, no frame is read.
+Rule 2. A region's memory is freed once the journal says that the region is gone, and only then.
+Rule 3. The pool may stall: who waits for memory waits, and nobody else.
+Rule 4. Who ends the server waits for at most ``drain_timeout`` and ``linger``. Regions and journal stay; sockets and tasks
+        do not.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import attrs
+import trio
+
+from .._config import ServerConfig
+from .._errors import HandlerClosed, NotOwner, PoolFull, PoolUnusable
+from .._journal.compactor import keep_compacted
+from .._journal.journal import JournalStatistics
+from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorStatistics
+from .._pool.home import open_private
+from .._pool.pool import RegionFile, Totals
+from ..transport import SocketStatistics, TrioSocket, open_socket
+from .committer import Answer, Committer
+from .listening import DESCRIPTORS_NAME, addresses, socket_options, unlink_sockets
+from .resource_manager import ResourceManager, ResourceManagerStatistics
+from .service import Allocation, Fact, Service, ServiceStatistics
+from .storage import Storage, open_storage
+
+T = TypeVar("T")
+
+_log = logging.getLogger("maru.server")
+
+
+@attrs.frozen
+class ServerStatistics:
+    """A snapshot of a server; reading it costs the same whatever it holds."""
+
+    service: ServiceStatistics
+    pool: Totals
+    journal: JournalStatistics | None
+    """None where nothing is written down."""
+    resource_manager: ResourceManagerStatistics
+    descriptors: DescriptorStatistics
+    socket: SocketStatistics
+    unread_answers: int
+    """Given up, since who asked does not read."""
+
+
+class MaruServer:
+    """A server that runs. Made by :func:`open_server`; belongs to one trio run."""
+
+    def __init__(self, config: ServerConfig, storage: Storage) -> None:
+        self.config = config
+        self.endpoints: tuple[str, ...] = ()
+        """What clients connect to: ``tcp://127.0.0.1:5555``, ``ipc:///dev/shm/maru-0/maru.sock``."""
+        self._storage, self._pool = storage, storage.pool
+        self._began = trio.current_time()
+        storage.directory.restart(self._began)
+        self._service = service = Service(
+            config,
+            storage.directory,
+            epoch=secrets.randbits(64) or 1,
+            secret=storage.pool.secret,
+            new_token=lambda: secrets.token_bytes(16),
+            totals=self._totals,
+            version="maru",
+        )
+        service.facts = self._facts
+        for region_id in storage.directory.region_ids():
+            region = storage.pool.find(region_id)
+            assert region is not None, "the pool and the directory agree"
+            service.place(region_id, region.offset, region.length)
+        self._committer = Committer(storage.journal, config.journal_sync, self._send)
+        self._resource_manager = ResourceManager(
+            storage.pool, _RegionsByClient(self), max_connections=config.max_connections
+        )
+        self._descriptors = DescriptorServer(storage.pool, self._permits)
+        self._nursery: trio.Nursery
+        self._router: TrioSocket
+        self._reading = trio.CancelScope()
+        self._allocating = self._freeing = self._unread = 0
+        self._freed = trio.lowlevel.ParkingLot()
+        self._stopping = trio.Event()
+
+    def __repr__(self) -> str:
+        return f"<MaruServer at {', '.join(self.endpoints)} over {self._pool!r}>"
+
+    @property
+    def epoch(self) -> int:
+        """Of this start of the server: random, and not 0."""
+        return self._service.epoch
+
+    @property
+    def rm_address(self) -> str:
+        """``host:port`` of the resource manager; empty where there is none."""
+        return self._service.rm_address
+
+    @property
+    def descriptors_path(self) -> str:
+        """The socket at which regions are handed out to clients of ours."""
+        return self._service.descriptors
+
+    async def wait_stopping(self) -> None:
+        """Wait until somebody who may has asked this server to end."""
+        await self._stopping.wait()
+
+    def statistics(self) -> ServerStatistics:
+        """An immutable snapshot."""
+        journal = self._storage.journal
+        return ServerStatistics(
+            self._service.statistics(),
+            self._pool.totals(),
+            None if journal is None else journal.statistics(),
+            self._resource_manager.statistics(),
+            self._descriptors.statistics(),
+            self._router.statistics(),
+            self._unread,
+        )
+
+    # --- from start to end ----------------------------------------------------------------------------------------
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled or :meth:`aclose`. Started, everything answers.
+
+        Raises:
+            OSError: it cannot listen where it should.
+            PoolUnusable: the directory of the sockets is open to others.
+            JournalFailed: the journal will take nothing any more.
+        """
+        config = self.config
+        descriptor, runtime = open_private(config.runtime_dir or self._pool.home)
+        os.close(descriptor)
+        try:
+            async with open_socket(
+                "router", bind=addresses(config, runtime), options=socket_options(config), on_gone=self._gone
+            ) as self._router:
+                self.endpoints = self._router.endpoints
+                await self._run_tasks(runtime, task_status)
+        finally:
+            unlink_sockets(self.endpoints)
+
+    async def _run_tasks(self, runtime: str, task_status: trio.TaskStatus[None]) -> None:
+        config, journal = self.config, self._storage.journal
+        async with trio.open_nursery() as self._nursery:
+            nursery = self._nursery
+            if config.rm_address:
+                self._service.rm_address = await nursery.start(self._run_resource_manager)
+            self._service.descriptors = await nursery.start(self._descriptors.run, f"{runtime}/{DESCRIPTORS_NAME}")
+            if journal is not None:
+                nursery.start_soon(self._committer.run)
+                nursery.start_soon(keep_compacted, journal, self._storage.directory)
+            nursery.start_soon(self._tick)
+            if config.insecure:
+                _log.warning("insecure: whoever reaches %s may read, drop and map", ", ".join(self.endpoints))
+            task_status.started()
+            with self._reading:
+                await self._read()
+
+    async def _run_resource_manager(self, *, task_status: trio.TaskStatus[str]) -> None:
+        config = self.config
+        await self._resource_manager.run(
+            config.rm_host, config.rm_port, insecure=config.insecure, task_status=task_status
+        )
+
+    async def aclose(self) -> None:
+        """Read no more; let what is being allocated and written end, for ``drain_timeout`` at most; then end all tasks."""
+        self._service.closed = True
+        self._reading.cancel()
+        with trio.move_on_after(self.config.drain_timeout, shield=True):
+            while self._allocating:
+                await self._freed.park()
+            await self._committer.wait_idle()
+        self._nursery.cancel_scope.cancel()
+
+    async def _read(self) -> None:
+        """The loop: frames come, and a step answers them."""
+        handle, receive, committer = self._service.handle, self._router.receive_batch, self._committer
+        while True:
+            messages = await receive()
+            if not committer.writable:
+                await committer.wait_writable()
+            now = trio.current_time()
+            answers: list[Answer] = []
+            for message in messages:
+                identity = message[0]
+                answer = handle(identity, message[-1], now)
+                if answer is not None:
+                    answers.append((identity, answer))
+            self._step(answers)
+
+    def _gone(self, identity: bytes) -> None:
+        self._service.disconnected(identity, trio.current_time())
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def _step(self, answers: Sequence[Answer] = ()) -> None:
+        """Write down what happened, let the answers leave, and begin what takes longer."""
+        service = self._service
+        written = self._committer.commit(service.take_records(), answers)
+        for allocation in service.take_allocations():
+            self._allocating += 1
+            self._start(self._allocate, allocation)
+        if written:
+            dropped = service.take_dropped()
+            if dropped:
+                self._freeing += 1
+                self._start(self._free, dropped)
+        for level, text in service.take_events():
+            _log.log(level, "%s", text)
+        if service.stopping:
+            self._stopping.set()
+        # Half of the work of registering, on which no answer depends.
+        self._storage.directory.settle()
+        self._storage.order.settle()
+
+    async def _tick(self) -> None:
+        """What happens without being asked for: leases end, and watermarks are looked at."""
+        service = self._service
+        while True:
+            await trio.sleep(self.config.watermark_interval)
+            now = trio.current_time()
+            if now >= service.next_expiry():
+                service.expire(now)
+            if service.filled:
+                service.trim(now)
+            self._step()
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    async def _allocate(self, allocation: Allocation) -> None:
+        """Get one region, and answer."""
+        service, ticket = self._service, allocation.ticket
+        answer: Answer | None = None
+        region: RegionFile | None = None
+        reason = "the server is leaving"
+        try:
+            region = await self.make_region(allocation.size)
+        except (PoolFull, PoolUnusable, HandlerClosed) as exc:
+            reason = str(exc)
+        finally:  # cancelled, too: whoever waits is told
+            if region is None:
+                answer = service.not_allocated(ticket, reason)
+            else:
+                answer = service.allocated(ticket, region.region_id, region.offset, region.length, trio.current_time())
+            self._allocating -= 1
+            self._step([] if answer is None else [answer])
+            self._freed.unpark_all()
+
+    async def make_region(self, length: int) -> RegionFile:
+        """A region out of the pool; where that is full, abandoned ones make room.
+
+        Raises:
+            PoolFull: there is no room for it, and none that could be made.
+            PoolUnusable: the file system failed.
+            HandlerClosed: the pool was closed.
+        """
+        while True:
+            try:
+                return await self._pool.allocate(length)
+            except PoolFull:
+                if not self._freeing:  # or else there may be room in a moment
+                    missing = length - self._pool.totals().free_bytes
+                    if not self._service.make_room(missing if missing > 0 else length, trio.current_time()):
+                        raise
+            await self._committer.wait_writable()
+            self._step()
+            while self._freeing:
+                await self._freed.park()
+
+    async def free_region(self, region_id: int) -> None:
+        """Give back what :meth:`make_region` gave."""
+        await self._pool.free(region_id)
+
+    async def _free(self, region_ids: Iterable[int]) -> None:
+        try:
+            for region_id in region_ids:
+                await self._pool.free(region_id)
+        finally:
+            self._freeing -= 1
+            self._freed.unpark_all()
+
+    # --- helpers --------------------------------------------------------------------------------------------------
+
+    def _permits(self, request: DescriptorRequest) -> bool:
+        return self._service.permits(
+            request.session, request.capability, request.region_id, request.offset, request.length, request.writable
+        )
+
+    def _send(self, answers: Sequence[Answer]) -> None:
+        """Let answers leave. Who is gone misses nothing, and who does not read for thousands of them gets no more."""
+        send = self._router.send_nowait
+        for identity, frame in answers:
+            try:
+                send((identity, b"", frame))
+            except trio.WouldBlock:
+                self._unread += 1
+
+    def _start(self, work: Callable[[T], Awaitable[object]], argument: T) -> None:
+        self._nursery.start_soon(work, argument)
+
+    def _totals(self) -> tuple[int, int]:
+        totals = self._pool.totals()
+        return totals.total_bytes, totals.free_bytes
+
+    def _facts(self) -> dict[str, dict[str, Fact]]:
+        """What a description of the server says beyond what the service knows."""
+        pool, journal = self._pool, self._storage.journal
+        sections: dict[str, dict[str, Fact]] = {
+            "server": {
+                "version": _version(),
+                "pid": os.getpid(),
+                "endpoints": ", ".join(self.endpoints),
+                "up for": trio.current_time() - self._began,
+            },
+            "pool": {"kind": pool.kind, "path": pool.path, "home": pool.home, **attrs.asdict(pool.totals())},
+        }
+        if journal is not None:
+            sections["journal"] = {"sync": self.config.journal_sync, **attrs.asdict(journal.statistics())}
+        return sections
+
+
+@functools.cache
+def _version() -> str:
+    """Of the distribution. Looked up when somebody asks: it takes 10 ms, which no start should wait for."""
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version("trio-offload")
+    except importlib.metadata.PackageNotFoundError:  # run from a tree that was never installed
+        return "unknown"
+
+
+@asynccontextmanager
+async def open_server(config: ServerConfig | None = None) -> AsyncIterator[MaruServer]:
+    """A server, for as long as the ``async with`` block lasts; within it, everything answers.
+
+    Leaving the block reads no more, drains, and ends (see :meth:`MaruServer.aclose`). Regions and journal stay in the pool.
+
+    Args:
+        config: the knobs.
+
+    Raises:
+        PoolInUse: another server has the pool.
+        PoolUnusable: the pool or the directory of the sockets cannot be used.
+        ForeignJournal: the journal is of another version, or of another pool.
+        JournalFailed: the journal cannot be read, or takes nothing any more.
+        OSError: it cannot listen where it should.
+    """
+    config = config or ServerConfig()
+    async with open_storage(config) as storage:
+        server = MaruServer(config, storage)
+        came: BaseException | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(server.run)
+                try:
+                    yield server
+                except BaseException as exc:
+                    came = exc
+                    raise
+                finally:
+                    await server.aclose()
+        except BaseExceptionGroup as group:
+            # An error that comes alone leaves as it came, without the groups that nurseries put around it.
+            alone: BaseException = group
+            while isinstance(alone, BaseExceptionGroup) and len(alone.exceptions) == 1:
+                alone = alone.exceptions[0]
+                if isinstance(came, BaseExceptionGroup) and getattr(alone, "exceptions", None) == came.exceptions:
+                    raise came from came.__cause__  # trio has made it anew
+            if alone is group:
+                raise
+            raise alone from alone.__cause__
+
+
+class _RegionsByClient:
+    """Regions that somebody asks the resource manager for. They belong to no instance, and to nobody after a restart."""
+
+    def __init__(self, server: MaruServer) -> None:
+        self._server = server
+        self._owners: dict[int, str] = {}
+
+    async def allocate(self, client_id: str, length: int) -> RegionFile:
+        region = await self._server.make_region(length)
+        self._owners[region.region_id] = client_id
+        return region
+
+    async def free(self, client_id: str, region_id: int) -> None:
+        if self._owners.get(region_id) != client_id:
+            raise NotOwner(f"region {region_id} is not one of {client_id!r}")
+        del self._owners[region_id]
+        await self._server.free_region(region_id)

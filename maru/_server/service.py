@@ -1,0 +1,486 @@
+"""The service: what every message means. A frame goes in, and what to answer comes out. Pure.
+
+The directory knows keys; this knows who speaks: which connection stands for which session, what a request may ask for, how
+it is answered and what has to happen outside. The shell around it (`server`) has the sockets, the clock, the pool and the
+journal, and keeps an order: it hands in the frames that are there, writes down :meth:`Service.take_records`, and only then
+sends the replies and acts on the rest.
+
+Rule 1. Every readable frame is answered once, under its own sequence; with an error where it cannot be served. What has to
+        wait for memory is answered when that is decided (:meth:`Service.allocated`, :meth:`Service.not_allocated`).
+Rule 2. A frame whose header cannot be read costs its sender what it has here, and is answered once (code 0x80, sequence 0).
+Rule 3. A published client is shown extra keys, and is never asked for anything that it does not know.
+Rule 4. A region nobody owns in the end is handed to the shell to be removed, once the records that say so are written.
+
+What each message does is a function in `service_v1` or `service_own`; ``_ACTIONS`` is the table of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import attrs
+
+from .._config import ServerConfig
+from .._directory import Directory, DirectoryStatistics
+from .._directory.locations import Location
+from .._directory.records import encode
+from .._errors import BadFrame, BadMessage
+from .._wire import (
+    HEADER_BYTES,
+    Code,
+    Handle,
+    HandshakeRequest,
+    Header,
+    decode_request,
+    error_reply,
+    handle_bytes,
+    lookup_entry,
+    read_header,
+)
+from .._wire.capability import auth_token, verify
+from . import service_own as own
+from . import service_v1 as v1
+from .peers import Peer, Refused, Word
+from .reports import Reports
+
+Action: TypeAlias = "Callable[[Service, Peer, Header, Any, bytes, float], bytes | None]"
+"""What a message does: told who asks, the header, the message, its bytes and the time. Answers with a frame, or later."""
+
+DEBUG: Final = 10
+INFO: Final = 20
+WARNING: Final = 30
+"""As in `logging`, which nothing pure imports."""
+
+Fact: TypeAlias = bool | int | float | str | None
+Facts: TypeAlias = Mapping[str, Mapping[str, Fact]]
+
+_ACTIONS: Final[dict[int, Action]] = {
+    Code.REQUEST_ALLOC: v1.request_alloc,
+    Code.RETURN_ALLOC: v1.return_alloc,
+    Code.LIST_ALLOCATIONS: v1.list_allocations,
+    Code.REGISTER_KV: v1.register,
+    Code.LOOKUP_KV: v1.lookup,
+    Code.EXISTS_KV: v1.exists,
+    Code.DELETE_KV: v1.delete,
+    Code.PIN_KV: v1.pin,
+    Code.UNPIN_KV: v1.unpin,
+    Code.BATCH_REGISTER_KV: v1.batch_register,
+    Code.BATCH_LOOKUP_KV: v1.batch_lookup,
+    Code.BATCH_EXISTS_KV: v1.batch_exists,
+    Code.BATCH_PIN_KV: v1.batch_pin,
+    Code.BATCH_UNPIN_KV: v1.batch_unpin,
+    Code.STORE: own.store,
+    Code.FIND: own.find,
+    Code.UNPIN: own.unpin,
+    Code.DROP: own.drop,
+    Code.RECLAIM: own.reclaim,
+    Code.RESOLVE: own.resolve,
+    Code.BEAT: own.beat,
+    Code.CLOSE: own.close,
+    Code.REGION: own.region,
+    Code.DESCRIBE: own.describe,
+    Code.GET_STATS: v1.get_stats,
+    Code.HEARTBEAT: v1.heartbeat,
+    Code.REPORT_STATS: v1.report_stats,
+    Code.GET_USAGE: v1.get_usage,
+    Code.HANDSHAKE: v1.handshake,
+    Code.SHUTDOWN: v1.shutdown,
+}
+
+
+_LIMITS: Final = (
+    "max_keys",
+    "max_key_bytes",
+    "max_message_bytes",
+    "max_entries",
+    "max_sessions",
+    "session_lease",
+    "max_lease",
+    "v1_read_grace",
+    "high_watermark",
+    "low_watermark",
+    "quota_instance_bytes",
+    "quota_tenant_bytes",
+)
+"""The knobs that somebody who looks at a server asks for."""
+
+
+class Allocation(NamedTuple):
+    """Memory that the shell is to get from the pool."""
+
+    ticket: int
+    """Under which it says what came of it."""
+    size: int
+    """Bytes."""
+
+
+class Event(NamedTuple):
+    """Something worth a line in the log."""
+
+    level: int
+    """As in `logging`."""
+    text: str
+
+
+class _Waiting(NamedTuple):
+    """A request for memory that is not answered yet."""
+
+    peer: Peer
+    header: Header
+    instance_id: str
+    token: bytes | None
+    """Of a session of ours."""
+
+
+@attrs.frozen
+class ServiceStatistics:
+    """A snapshot; reading it costs the same whatever there is."""
+
+    peers: int
+    """Connections that have sent something."""
+    requests: int
+    """Frames handed in."""
+    refused: int
+    """Answered with an error."""
+    bad_frames: int
+    """Of which not even the header could be read."""
+    allocating: int
+    """Requests that wait for memory."""
+    directory: DirectoryStatistics
+
+
+class Service:
+    """All that a server knows and decides.
+
+    Args:
+        config: the knobs.
+        directory: recovered, and told that the server has restarted.
+        epoch: of this start of the server: random, not 0.
+        secret: of the pool.
+        new_token: makes the 16 random bytes of a session.
+        totals: the pool's bytes, and how many are free.
+        version: of the server, for people.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        directory: Directory,
+        *,
+        epoch: int,
+        secret: bytes,
+        new_token: Callable[[], bytes],
+        totals: Callable[[], tuple[int, int]],
+        version: str = "",
+    ) -> None:
+        self.config = config
+        self.directory = directory
+        self.epoch = epoch
+        self.secret = secret
+        self.new_token = new_token
+        self.totals = totals
+        self.version = version
+        self.rm_address = ""
+        """``host:port`` of the resource manager that published clients map through."""
+        self.descriptors = ""
+        """The Unix socket that hands out regions to clients of ours."""
+        self.facts: Callable[[], Facts] = dict
+        """What the shell has to add to a description of the server."""
+        self.reports = Reports()
+        self.returning: set[int] = set()
+        """Sessions from before the restart that shook hands, and have not shown yet that they know of it."""
+        self.filled: dict[int, None] = {}
+        """Sessions that have stored since the watermarks were looked at."""
+        self.stopping = False
+        """Somebody has asked this server to end, and may."""
+        self.closed = False
+        self._peers: dict[bytes, Peer] = {}
+        self._handles: dict[int, Handle] = {}
+        self._handle_bytes: dict[int, bytes] = {}
+        self._waiting: dict[int, _Waiting] = {}
+        self._last_ticket = 0
+        self._allocations: list[Allocation] = []
+        self._unowned: list[int] = []
+        self._events: list[Event] = []
+        self._requests = self._refused = self._bad_frames = 0
+
+    # --- frames ---------------------------------------------------------------------------------------------------
+
+    def handle(self, identity: bytes, frame: bytes, now: float) -> bytes | None:
+        """What this frame is answered with; ``None``: later, or not at all."""
+        self._requests += 1
+        peer = self._peers.get(identity)
+        if peer is None:
+            peer = self._peers[identity] = Peer(identity)
+        try:
+            header = read_header(frame)
+        except BadFrame as exc:
+            return self._unreadable(peer, exc, now)
+        code, flags, sequence, length = header
+        try:
+            action = _ACTIONS.get(code)
+            if action is None:
+                raise Refused(Word.UNKNOWN_CODE, f"there is no message {code:#04x}")
+            payload = frame[HEADER_BYTES : HEADER_BYTES + length]
+            return action(self, peer, header, decode_request(code, payload), payload, now)
+        except BadMessage as exc:
+            text, word = str(exc), Word.MALFORMED
+        except Refused as exc:
+            text, word = str(exc), exc.word
+        self._refused += 1
+        return error_reply(code, sequence, text, word, self.epoch, flags)
+
+    def disconnected(self, identity: bytes, now: float) -> None:
+        """This connection is gone. Sessions outlive it; what a published client has lasts as long as the directory says."""
+        peer = self._peers.pop(identity, None)
+        if peer is not None and peer.connection:
+            self.directory.disconnect(peer.connection, now)
+            self.note(DEBUG, f"the published connection {-peer.connection} is gone")
+
+    def _unreadable(self, peer: Peer, exc: BadFrame, now: float) -> bytes | None:
+        self._bad_frames += 1
+        if peer.connection:
+            self.directory.disconnect(peer.connection, now)
+            peer.connection = 0
+        if peer.session:
+            self.end_session(peer.session, now)
+        if peer.complained:
+            return None
+        peer.complained = True
+        self.note(WARNING, f"a frame that cannot be read, from {peer.identity.hex()}: {exc}")
+        return error_reply(0, 0, str(exc), Word.MALFORMED, self.epoch)
+
+    # --- who speaks -----------------------------------------------------------------------------------------------
+
+    def speaker(self, peer: Peer) -> int:
+        """The number of whoever sends version 1 over this connection."""
+        if peer.session:
+            return peer.session
+        if not peer.connection:
+            peer.connection = self.directory.connect()
+        return peer.connection
+
+    def session_of(self, peer: Peer, token: bytes, now: float) -> int:
+        """The session of ours that sends this: a sign of life."""
+        session_id = self.directory.session_of(token)
+        if session_id is None:
+            raise Refused(Word.NO_SESSION, "this session is not known, or its lease is over")
+        self.directory.renew(session_id, now)
+        if peer.session != session_id:
+            peer.session = session_id
+        if self.returning and session_id in self.returning:
+            self.returning.remove(session_id)
+            self.directory.attach(session_id, now)
+        return session_id
+
+    def open_session(self, peer: Peer, message: HandshakeRequest, now: float) -> tuple[bytes, bool, float]:
+        """A standing for a client of ours: token, whether it had it before, and for how long it may be silent."""
+        directory, config, token = self.directory, self.config, message.session
+        session_id = None if token is None else directory.session_of(token)
+        resumed = session_id is not None
+        if session_id is None:
+            if directory.statistics().sessions >= config.max_sessions:
+                raise Refused(Word.TOO_MANY, f"there are {config.max_sessions} sessions already")
+            lease = config.session_lease if message.lease is None else message.lease
+            if not 0 < lease < math.inf:
+                raise Refused(Word.MALFORMED, f"a lease cannot be {lease}")
+            lease = min(max(lease, config.min_lease), config.max_lease)
+            token = self.new_token()
+            instance_id = message.instance_id or token.hex()
+            session_id = directory.open_session(token, instance_id, message.tenant or "", lease, now)
+            self.note(INFO, f"session {session_id} of {instance_id!r} has begun")
+        else:
+            directory.renew(session_id, now)
+            # It is back once it speaks after having heard our epoch: until then it may read what it saw before the restart.
+            self.returning.add(session_id)
+            self.note(INFO, f"session {session_id} is back")
+        assert token is not None
+        peer.session = session_id
+        return token, resumed, directory.remaining(session_id, now)
+
+    def end_session(self, session_id: int, now: float) -> None:
+        """It has closed, or misbehaved."""
+        self.directory.end_session(session_id, now)
+        self._ended(session_id)
+
+    def _ended(self, session_id: int) -> None:
+        self.returning.discard(session_id)
+        self.filled.pop(session_id, None)
+        for peer in self._peers.values():
+            if peer.session == session_id:
+                peer.session = 0
+
+    def check_keys(self, keys: list[str]) -> None:
+        """Refuse a batch that is larger than configured."""
+        if len(keys) > self.config.max_keys:
+            raise Refused(Word.TOO_MANY, f"{len(keys)} keys at once; at most {self.config.max_keys} are taken")
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, peer: Peer, header: Header, size: int, instance_id: str, token: bytes | None) -> None:
+        """Have the shell get memory; the answer comes when it has some."""
+        if peer.allocating >= self.config.max_in_flight:
+            raise Refused(Word.TOO_MANY, f"{peer.allocating} requests for memory wait already")
+        if self.closed:
+            raise Refused(Word.CLOSED, "the server is leaving")
+        peer.allocating += 1
+        self._last_ticket += 1
+        self._waiting[self._last_ticket] = _Waiting(peer, header, instance_id, token)
+        self._allocations.append(Allocation(self._last_ticket, size))
+
+    def make_room(self, size: int, now: float) -> bool:
+        """The pool is full: whether abandoned regions went, so that asking again is of use."""
+        return bool(self.directory.make_room(size, now))
+
+    def allocated(
+        self, ticket: int, region_id: int, offset: int, length: int, now: float
+    ) -> tuple[bytes, bytes] | None:
+        """The pool has made a region: whom to answer, and what."""
+        peer, header, instance_id, token = self._waiting.pop(ticket)
+        peer.allocating -= 1
+        if self._peers.get(peer.identity) is not peer:  # it would never learn what it has
+            self._unowned.append(region_id)
+            return None
+        directory = self.directory
+        by = self.speaker(peer) if token is None else directory.session_of(token)
+        if by is None:
+            self._unowned.append(region_id)
+            return peer.identity, error_reply(
+                header.code, header.sequence, "this session has ended", Word.NO_SESSION, self.epoch, header.flags
+            )
+        self.place(region_id, offset, length)
+        directory.add_region(by, region_id, length, instance_id=instance_id)
+        self.note(INFO, f"region {region_id} of {length} bytes belongs to {instance_id!r}")
+        return peer.identity, v1.alloc_reply(self, header, self._handles[region_id])
+
+    def not_allocated(self, ticket: int, reason: str) -> tuple[bytes, bytes] | None:
+        """The pool has made none: whom to answer, and what."""
+        peer, header, _, _ = self._waiting.pop(ticket)
+        peer.allocating -= 1
+        if self._peers.get(peer.identity) is not peer:
+            return None
+        return peer.identity, v1.alloc_reply(self, header, None, reason)
+
+    def place(self, region_id: int, offset: int, length: int) -> None:
+        """Where a region lies in its file, before anybody is told of it."""
+        handle = Handle(region_id, offset, length, auth_token(self.secret, region_id, length))
+        self._handles[region_id] = handle
+        self._handle_bytes[region_id] = handle_bytes(handle)
+
+    def handle_of(self, region_id: int) -> Handle:
+        """What clients are told of a region."""
+        return self._handles[region_id]
+
+    def permits(
+        self, token: bytes, capability: bytes, region_id: int, offset: int, length: int, writable: bool
+    ) -> bool:
+        """Whether whoever shows this capability may have that span: it was issued for exactly this, and its session lives."""
+        return self.directory.session_of(token) is not None and verify(
+            self.secret, capability, region_id, offset, length, writable, self.epoch, token
+        )
+
+    def entry_of(self, location: Location) -> bytes:
+        """What a published client is told of a key: encoded once."""
+        entry = lookup_entry(
+            self._handle_bytes[location.region_id],
+            location.offset,
+            location.length,
+            location.generation,
+            location.checksum,
+        )
+        location.entry = entry
+        return entry
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    def next_expiry(self) -> float:
+        """When :meth:`expire` has something to do; ``inf`` if nothing is pending."""
+        return self.directory.next_expiry()
+
+    def expire(self, now: float) -> None:
+        """End what is over."""
+        for session_id in self.directory.expire(now):
+            self._ended(session_id)
+            self.note(INFO, f"session {session_id} is over: its client was silent for its lease")
+
+    def trim(self, now: float) -> None:
+        """Look at the watermarks of those who have stored."""
+        while self.filled:
+            session_id, _ = self.filled.popitem()
+            count = self.directory.trim(session_id, now)
+            if count:
+                self.note(DEBUG, f"evicted {count} keys of session {session_id} ahead of need")
+
+    # --- what the shell takes -------------------------------------------------------------------------------------
+
+    def take_records(self) -> list[bytes]:
+        """What is to be in the journal before anything is answered."""
+        return [encode(record) for record in self.directory.take_records()] if self.directory.records else []
+
+    def take_allocations(self) -> list[Allocation]:
+        """For what the pool is to be asked."""
+        if not self._allocations:
+            return []
+        allocations, self._allocations = self._allocations, []
+        return allocations
+
+    def take_dropped(self) -> list[int]:
+        """Regions to be removed, once the records are written."""
+        dropped = self.directory.take_dropped()
+        if self._unowned:
+            dropped += self._unowned
+            self._unowned = []
+        for region_id in dropped:
+            self._handles.pop(region_id, None)
+            self._handle_bytes.pop(region_id, None)
+        return dropped
+
+    def note(self, level: int, text: str) -> None:
+        """Have a line written to the log."""
+        self._events.append(Event(level, text))
+
+    def take_events(self) -> list[Event]:
+        """Lines for the log."""
+        if not self._events:
+            return []
+        events, self._events = self._events, []
+        return events
+
+    def describe(self, now: float, key: str | None = None) -> dict[str, dict[str, Fact]]:
+        """Facts for people, by section and name; those of a key, if one is named."""
+        mine = self.statistics()
+        server: dict[str, Fact] = {
+            "version": self.version,
+            "resource manager": self.rm_address,
+            "descriptors": self.descriptors,
+            "quiet after a restart": self.directory.quiet(now),
+            "connections": mine.peers,
+            "requests": mine.requests,
+            "refused": mine.refused,
+            "bad frames": mine.bad_frames,
+            "waiting for memory": mine.allocating,
+        }
+        sections: dict[str, dict[str, Fact]] = {
+            "server": server,
+            "directory": attrs.asdict(mine.directory),
+            "limits": {name: getattr(self.config, name) for name in _LIMITS},
+        }
+        for name, facts in self.facts().items():
+            sections.setdefault(name, {}).update(facts)
+        if key is not None:
+            there = self.directory.inspect(key)
+            sections["key"] = {"found": there is not None, **({} if there is None else attrs.asdict(there))}
+        return sections
+
+    def statistics(self) -> ServiceStatistics:
+        """An immutable snapshot."""
+        return ServiceStatistics(
+            len(self._peers),
+            self._requests,
+            self._refused,
+            self._bad_frames,
+            len(self._waiting),
+            self.directory.statistics(),
+        )

@@ -1,0 +1,179 @@
+"""What the messages between our client and our server do, one function each, in the order of their codes. Pure.
+
+Each is told the service, who asks, the header, the message, its bytes and the time, and answers with a whole frame. Every
+one but DESCRIBE is a sign of life of a session, acknowledges the pages its client has got back, and takes further ones
+along in the answer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from .._directory.locations import Location
+from .._journal.registrations import columns_of
+from .._wire import (
+    BeatReply,
+    BeatRequest,
+    CloseReply,
+    CloseRequest,
+    DescribeReply,
+    DescribeRequest,
+    DropReply,
+    DropRequest,
+    FindReply,
+    FindRequest,
+    Header,
+    OwnRequest,
+    ReclaimReply,
+    ReclaimRequest,
+    RegionReply,
+    RegionRequest,
+    ResolveReply,
+    ResolveRequest,
+    StoreReply,
+    StoreRequest,
+    UnpinReply,
+    UnpinRequest,
+    reply,
+)
+from .._wire.capability import issue
+from .peers import Peer, Refused, Word
+
+if TYPE_CHECKING:
+    from .service import Service
+
+
+def store(service: Service, peer: Peer, header: Header, message: StoreRequest, payload: bytes, now: float) -> bytes:
+    """Register pages under keys."""
+    session_id = _enter(service, peer, message, now)
+    service.check_keys(message.keys)
+    directory = service.directory
+    answer = directory.register(session_id, columns_of(message), now, source=(header.code, payload), later=True)
+    if answer is None:
+        raise Refused(Word.FENCED, f"attempt {message.attempt} was resolved before it arrived")
+    service.filled[session_id] = None
+    return reply(
+        header.code,
+        header.sequence,
+        StoreReply(service.epoch, directory.pending(session_id, now), answer.statuses, answer.generations),
+        header.flags,
+    )
+
+
+def find(service: Service, peer: Peer, header: Header, message: FindRequest, payload: bytes, now: float) -> bytes:
+    """Where keys lie, and hold them."""
+    session_id = _enter(service, peer, message, now)
+    service.check_keys(message.keys)
+    directory = service.directory
+    answers = directory.find(session_id, message.keys, now, pin=message.pin, prefix=message.prefix)
+    if None in answers:
+        found = [at for at, location in enumerate(answers) if location is not None]
+        there = [location for location in answers if location is not None]
+    else:
+        found, there = list(range(len(answers))), cast("list[Location]", answers)
+    return reply(
+        header.code,
+        header.sequence,
+        FindReply(
+            service.epoch,
+            directory.pending(session_id, now),
+            found,
+            [location.region_id for location in there],
+            [location.offset for location in there],
+            [location.length for location in there],
+            [location.generation for location in there],
+            [location.checksum for location in there],
+        ),
+        header.flags,
+    )
+
+
+def unpin(service: Service, peer: Peer, header: Header, message: UnpinRequest, payload: bytes, now: float) -> bytes:
+    """One pin of this session less for each key."""
+    session_id = _enter(service, peer, message, now)
+    service.check_keys(message.keys)
+    results = service.directory.unpin(session_id, message.keys)
+    pending = service.directory.pending(session_id, now)
+    return reply(header.code, header.sequence, UnpinReply(service.epoch, pending, results), header.flags)
+
+
+def drop(service: Service, peer: Peer, header: Header, message: DropRequest, payload: bytes, now: float) -> bytes:
+    """Keys go, unless somebody holds them. Asked again, it is answered again."""
+    session_id = _enter(service, peer, message, now)
+    service.check_keys(message.keys)
+    answers = service.directory.delete(session_id, message.keys, now, request_id=message.request_id)
+    pending = service.directory.pending(session_id, now)
+    return reply(header.code, header.sequence, DropReply(service.epoch, pending, answers), header.flags)
+
+
+def reclaim(service: Service, peer: Peer, header: Header, message: ReclaimRequest, payload: bytes, now: float) -> bytes:
+    """The least recently used keys of this owner go, and their pages come back to it."""
+    session_id = _enter(service, peer, message, now)
+    if service.directory.quiet(now):
+        raise Refused(Word.QUIET, "the server has restarted: what was being read may not go yet")
+    pages = max(0, message.pages)
+    dropped = service.directory.reclaim(session_id, pages, now, request_id=message.request_id)
+    pending = service.directory.pending(session_id, now)
+    return reply(header.code, header.sequence, ReclaimReply(service.epoch, pending, dropped), header.flags)
+
+
+def resolve(service: Service, peer: Peer, header: Header, message: ResolveRequest, payload: bytes, now: float) -> bytes:
+    """What became of an attempt; from now on nothing any more."""
+    session_id = _enter(service, peer, message, now)
+    held = service.directory.resolve(session_id, message.attempt, message.regions, message.offsets)
+    pending = service.directory.pending(session_id, now)
+    return reply(header.code, header.sequence, ResolveReply(service.epoch, pending, held), header.flags)
+
+
+def beat(service: Service, peer: Peer, header: Header, message: BeatRequest, payload: bytes, now: float) -> bytes:
+    """Alive. What was handed back and is not acknowledged comes again: its answer may have been lost."""
+    session_id = _enter(service, peer, message, now)
+    pending = service.directory.pending(session_id, now, resend=True)
+    lease = service.directory.remaining(session_id, now)
+    return reply(header.code, header.sequence, BeatReply(service.epoch, pending, lease), header.flags)
+
+
+def close(service: Service, peer: Peer, header: Header, message: CloseRequest, payload: bytes, now: float) -> bytes:
+    """The session ends; its regions stay readable for as long as there is room."""
+    session_id = _enter(service, peer, message, now)
+    service.end_session(session_id, now)
+    return reply(header.code, header.sequence, CloseReply(service.epoch, None), header.flags)
+
+
+def region(service: Service, peer: Peer, header: Header, message: RegionRequest, payload: bytes, now: float) -> bytes:
+    """A capability for a region, to be shown where descriptors are handed out. Only its owner may write."""
+    session_id = _enter(service, peer, message, now)
+    there = service.directory.region(message.region_id)
+    if there is None:
+        raise Refused(Word.REFUSED, f"there is no region {message.region_id}")
+    length, owner = there
+    if message.write and owner != session_id:
+        raise Refused(Word.REFUSED, f"region {message.region_id} is somebody else's: it can only be read")
+    offset = service.handle_of(message.region_id).offset
+    capability = issue(service.secret, message.region_id, offset, length, message.write, service.epoch, message.session)
+    pending = service.directory.pending(session_id, now)
+    return reply(
+        header.code,
+        header.sequence,
+        RegionReply(service.epoch, pending, capability, offset, length, message.write),
+        header.flags,
+    )
+
+
+def describe(
+    service: Service, peer: Peer, header: Header, message: DescribeRequest, payload: bytes, now: float
+) -> bytes:
+    """What there is to know about this server and, if one is named, about a key: for people. No use of the key."""
+    return reply(
+        header.code,
+        header.sequence,
+        DescribeReply(service.epoch, service.version, service.describe(now, message.key)),
+        header.flags,
+    )
+
+
+def _enter(service: Service, peer: Peer, message: OwnRequest, now: float) -> int:
+    session_id = service.session_of(peer, message.session, now)
+    if message.ack:
+        service.directory.acknowledge(session_id, message.ack)
+    return session_id

@@ -1,0 +1,308 @@
+"""What the messages of the published protocol do, one function each, in the order of their codes. Pure.
+
+Each is told the service, who asks, the header, the message, its bytes and the time, and answers with a whole frame; or with
+``None``, if the answer comes later.
+
+A client of ours may use them, too: what it pins or looks up over a connection on which it has shaken hands is its
+session's, and REQUEST_ALLOC, RETURN_ALLOC and LIST_ALLOCATIONS name the session.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .._directory.locations import GivenBack
+from .._journal.registrations import columns_of
+from .._wire import (
+    MAX_REGIONS,
+    MISS,
+    OWN_CODES,
+    AllocationManagerStats,
+    AllocReply,
+    AllocRequest,
+    BatchRegisterReply,
+    BatchRegisterRequest,
+    EmptyRequest,
+    ExistsReply,
+    Handle,
+    HandshakeReply,
+    HandshakeRequest,
+    Header,
+    HeartbeatReply,
+    InstanceUsage,
+    KeyRequest,
+    KeysRequest,
+    KvManagerStats,
+    ListReply,
+    ListRequest,
+    RegisterReply,
+    RegisterRequest,
+    ReportRequest,
+    ResultsReply,
+    ReturnRequest,
+    StatsReply,
+    SuccessReply,
+    UsageReply,
+    batch_lookup_reply,
+    lookup_reply,
+    reply,
+)
+from .._wire.messages_own import DropAnswer, StoreStatus
+from .peers import Peer, Refused, Word
+
+if TYPE_CHECKING:
+    from .service import Service
+
+_NEW, _DUPLICATE = int(StoreStatus.NEW), int(StoreStatus.DUPLICATE)
+_REASONS = {
+    StoreStatus.PINNED: "its offset holds another key, which is pinned or may be",
+    StoreStatus.FOREIGN: "its region is unknown, handed back, or somebody else's",
+    StoreStatus.RANGE: "it lies outside of its region, or has no length",
+    StoreStatus.QUOTA: "a quota is used up, and nothing may go",
+    StoreStatus.KEY: "it is too long, or there are too many keys",
+    StoreStatus.BUSY: "its page is on the way back to its owner",
+}
+
+# --- regions ------------------------------------------------------------------------------------------------------
+
+
+def request_alloc(
+    service: Service, peer: Peer, header: Header, message: AllocRequest, payload: bytes, now: float
+) -> bytes | None:
+    """A region of this size: the answer comes from the pool."""
+    token = message.session
+    if token is not None:
+        service.session_of(peer, token, now)
+    if message.size <= 0:
+        return alloc_reply(service, header, None, f"a region cannot have {message.size} bytes")
+    service.allocate(peer, header, message.size, message.instance_id, token)
+    return None
+
+
+def alloc_reply(service: Service, header: Header, handle: Handle | None, error: str = "") -> bytes:
+    """The answer to REQUEST_ALLOC."""
+    return reply(
+        header.code, header.sequence, AllocReply(handle is not None, handle, error, service.epoch), header.flags
+    )
+
+
+def return_alloc(
+    service: Service, peer: Peer, header: Header, message: ReturnRequest, payload: bytes, now: float
+) -> bytes:
+    """A region goes back: at once if it is empty, or with its last key."""
+    by = service.speaker(peer) if message.session is None else service.session_of(peer, message.session, now)
+    outcome = service.directory.give_back_region(by, message.region_id, instance_id=message.instance_id)
+    if outcome is GivenBack.REFUSED:
+        answer = SuccessReply(
+            False, f"there is no region {message.region_id} of {message.instance_id!r}", service.epoch
+        )
+    else:
+        answer = SuccessReply(True, "", service.epoch)
+    return reply(header.code, header.sequence, answer, header.flags)
+
+
+def list_allocations(
+    service: Service, peer: Peer, header: Header, message: ListRequest, payload: bytes, now: float
+) -> bytes:
+    """All regions that are not handed back, but for those of one instance."""
+    if message.session is not None:
+        service.session_of(peer, message.session, now)
+    regions = service.directory.regions(message.exclude_instance_id)[:MAX_REGIONS]
+    handles = [service.handle_of(region_id) for region_id, _ in regions]
+    return reply(header.code, header.sequence, ListReply(True, handles, service.epoch), header.flags)
+
+
+# --- keys ---------------------------------------------------------------------------------------------------------
+
+
+def register(
+    service: Service, peer: Peer, header: Header, message: RegisterRequest, payload: bytes, now: float
+) -> bytes:
+    """One key; the first writer wins."""
+    source = (header.code, payload)
+    answer = service.directory.register(
+        service.speaker(peer), columns_of(message), now, source=source, whole=True, later=True
+    )
+    status = answer.statuses[0] if answer is not None else StoreStatus.KEY
+    success = status in (_NEW, _DUPLICATE)
+    error = "" if success else _why(message.key, status)
+    return reply(
+        header.code, header.sequence, RegisterReply(success, status == _NEW, error, service.epoch), header.flags
+    )
+
+
+def lookup(service: Service, peer: Peer, header: Header, message: KeyRequest, payload: bytes, now: float) -> bytes:
+    """Where a key lies."""
+    (location,) = service.directory.find(service.speaker(peer), [message.key], now)
+    entry = MISS if location is None else location.entry or service.entry_of(location)
+    return lookup_reply(header.sequence, service.epoch, entry, header.flags)
+
+
+def exists(service: Service, peer: Peer, header: Header, message: KeyRequest, payload: bytes, now: float) -> bytes:
+    """Whether a key is there."""
+    (there,) = service.directory.exists([message.key])
+    return reply(header.code, header.sequence, ExistsReply(there, service.epoch), header.flags)
+
+
+def delete(service: Service, peer: Peer, header: Header, message: KeyRequest, payload: bytes, now: float) -> bytes:
+    """A key goes, unless somebody holds it."""
+    (answer,) = service.directory.delete(service.speaker(peer), [message.key], now)
+    error = (
+        "" if answer in (DropAnswer.DELETED, DropAnswer.MISSING) else f"the key is {DropAnswer(answer).name.lower()}"
+    )
+    return reply(
+        header.code,
+        header.sequence,
+        SuccessReply(answer == DropAnswer.DELETED, error, service.epoch),
+        header.flags,
+    )
+
+
+def pin(service: Service, peer: Peer, header: Header, message: KeyRequest, payload: bytes, now: float) -> bytes:
+    """One more pin, if the key is there."""
+    (pinned,) = service.directory.pin(service.speaker(peer), [message.key])
+    return reply(header.code, header.sequence, ExistsReply(pinned, service.epoch), header.flags)
+
+
+def unpin(service: Service, peer: Peer, header: Header, message: KeyRequest, payload: bytes, now: float) -> bytes:
+    """One pin less, if there is one."""
+    (dropped,) = service.directory.unpin(service.speaker(peer), [message.key])
+    return reply(header.code, header.sequence, SuccessReply(dropped, "", service.epoch), header.flags)
+
+
+def batch_register(
+    service: Service, peer: Peer, header: Header, message: BatchRegisterRequest, payload: bytes, now: float
+) -> bytes:
+    """Keys, in their order. One that is refused refuses all, since a bool for each has no room for a reason."""
+    entries = message.entries
+    columns = columns_of(message)
+    service.check_keys(columns.keys)
+    source = (header.code, payload)
+    answer = service.directory.register(service.speaker(peer), columns, now, source=source, whole=True, later=True)
+    assert answer is not None, "published requests have no attempt"
+    statuses = answer.statuses
+    for at in answer.skipped:  # mostly none
+        if statuses[at] > _DUPLICATE:
+            nothing = BatchRegisterReply(
+                False, [False] * len(entries), _why(entries[at].key, statuses[at]), service.epoch
+            )
+            return reply(header.code, header.sequence, nothing, header.flags)
+    results = [status == _NEW for status in statuses] if answer.skipped else [True] * len(entries)
+    return reply(header.code, header.sequence, BatchRegisterReply(True, results, "", service.epoch), header.flags)
+
+
+def batch_lookup(
+    service: Service, peer: Peer, header: Header, message: KeysRequest, payload: bytes, now: float
+) -> bytes:
+    """Where keys lie."""
+    service.check_keys(message.keys)
+    entries = [
+        MISS if location is None else location.entry or service.entry_of(location)
+        for location in service.directory.find(service.speaker(peer), message.keys, now)
+    ]
+    return batch_lookup_reply(header.sequence, service.epoch, entries, header.flags)
+
+
+def batch_exists(
+    service: Service, peer: Peer, header: Header, message: KeysRequest, payload: bytes, now: float
+) -> bytes:
+    """Which keys are there: all of them are looked at."""
+    service.check_keys(message.keys)
+    return _results(service, header, service.directory.exists(message.keys))
+
+
+def batch_pin(service: Service, peer: Peer, header: Header, message: KeysRequest, payload: bytes, now: float) -> bytes:
+    """One more pin for each key up to the first that is not there."""
+    service.check_keys(message.keys)
+    return _results(service, header, service.directory.pin(service.speaker(peer), message.keys, prefix=True))
+
+
+def batch_unpin(
+    service: Service, peer: Peer, header: Header, message: KeysRequest, payload: bytes, now: float
+) -> bytes:
+    """One pin less for each key that has one."""
+    service.check_keys(message.keys)
+    return _results(service, header, service.directory.unpin(service.speaker(peer), message.keys))
+
+
+# --- figures ------------------------------------------------------------------------------------------------------
+
+
+def get_stats(service: Service, peer: Peer, header: Header, message: EmptyRequest, payload: bytes, now: float) -> bytes:
+    """Counts, and what clients have reported. Intervals begin anew."""
+    there = service.directory.statistics()
+    answer = StatsReply(
+        KvManagerStats(there.entries, there.used_bytes),
+        AllocationManagerStats(there.regions, there.allocated_bytes, there.sessions),
+        service.reports.tell(),
+        service.epoch,
+    )
+    return reply(header.code, header.sequence, answer, header.flags)
+
+
+def heartbeat(service: Service, peer: Peer, header: Header, message: EmptyRequest, payload: bytes, now: float) -> bytes:
+    """Here."""
+    return reply(header.code, header.sequence, HeartbeatReply(service.epoch), header.flags)
+
+
+def report_stats(
+    service: Service, peer: Peer, header: Header, message: ReportRequest, payload: bytes, now: float
+) -> bytes:
+    """What a client has timed."""
+    service.reports.add(message.entries)
+    return reply(header.code, header.sequence, SuccessReply(True, "", service.epoch), header.flags)
+
+
+def get_usage(service: Service, peer: Peer, header: Header, message: EmptyRequest, payload: bytes, now: float) -> bytes:
+    """What each instance has of the pool."""
+    instances = [
+        InstanceUsage(usage.instance_id, usage.regions, usage.allocated_bytes, usage.used_bytes)
+        for usage in service.directory.usage()[:MAX_REGIONS]
+    ]
+    total, free = service.totals()
+    return reply(header.code, header.sequence, UsageReply(instances, total, free, service.epoch), header.flags)
+
+
+# --- coming and going ---------------------------------------------------------------------------------------------
+
+
+def handshake(
+    service: Service, peer: Peer, header: Header, message: HandshakeRequest, payload: bytes, now: float
+) -> bytes:
+    """Who the server is; for a client that knows our codes, a session as well: its old one, if that lives."""
+    session, resumed, lease = None, False, 0.0
+    if message.extensions >= 1:
+        session, resumed, lease = service.open_session(peer, message, now)
+    answer = HandshakeReply(
+        True,
+        service.rm_address,
+        service.epoch,
+        session,
+        resumed,
+        lease,
+        sorted(OWN_CODES),
+        service.descriptors,
+        service.version,
+        service.config.max_keys,
+        service.config.max_key_bytes,
+    )
+    return reply(header.code, header.sequence, answer, header.flags)
+
+
+def shutdown(service: Service, peer: Peer, header: Header, message: EmptyRequest, payload: bytes, now: float) -> bytes:
+    """The end, if whoever may send messages may also end the server."""
+    if not service.config.allow_shutdown:
+        raise Refused(Word.REFUSED, "this server is ended by a signal; its allow_shutdown is off")
+    service.stopping = True
+    return reply(header.code, header.sequence, SuccessReply(True, "", service.epoch), header.flags)
+
+
+# --- helpers ------------------------------------------------------------------------------------------------------
+
+
+def _results(service: Service, header: Header, results: list[bool]) -> bytes:
+    return reply(header.code, header.sequence, ResultsReply(results, service.epoch), header.flags)
+
+
+def _why(key: str, status: int) -> str:
+    return f"{key[:100]!r} is refused: {_REASONS[StoreStatus(status)]}"

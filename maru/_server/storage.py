@@ -1,0 +1,146 @@
+"""What a server stands on: the pool it has locked, the directory as the journal left it, and the journal that goes on.
+
+Rule 1. Nothing is served before the directory and the pool agree: a region without its memory is dropped with its keys, and
+        memory without a region is removed. What was dropped is journaled before anything else is.
+Rule 2. Whoever fails on the way has let go of the pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import mmap
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Final
+
+import attrs
+import trio
+
+from .._config import ServerConfig
+from .._directory import Directory
+from .._directory.lazy_order import LazyOrder
+from .._directory.limits import Limits
+from .._directory.records import encode
+from .._journal.journal import Journal
+from .._journal.recovery import Recovered, recover
+from .._journal.segments import current_boot_id
+from .._pool.pool import Pool, open_pool
+
+_PATIENCE: Final = 0.1
+"""For threads of the pool that are stuck: they let go of it when they are done, or with the process."""
+
+_log = logging.getLogger("maru.server")
+
+
+@attrs.define(eq=False)
+class Storage:
+    """Open, and in agreement."""
+
+    pool: Pool
+    directory: Directory
+    order: LazyOrder
+    """Of the keys of its owners; to be settled after each step."""
+    journal: Journal | None
+    """None: nothing is written down."""
+    recovered: Recovered | None
+    """How the directory came back; None where nothing is written down."""
+
+
+@asynccontextmanager
+async def open_storage(config: ServerConfig) -> AsyncIterator[Storage]:
+    """Lock the pool, recover, and make both agree; let go of everything afterwards. Regions and journal stay.
+
+    Raises:
+        PoolInUse: another server has the pool.
+        PoolUnusable: it cannot be used.
+        ForeignJournal: the journal is of another version, or of another pool.
+        JournalFailed: the journal cannot be read or written.
+    """
+    limits = limits_of(config)
+    home = config.pool_path or f"/dev/shm/maru-{os.getuid()}"
+    async with await open_pool(config.dax_path or home, config.capacity_bytes or None, home=home) as pool:
+        recovered = journal = None
+        order = LazyOrder()
+        directory = Directory(limits, order.policy)
+        if config.journal:
+            # In a thread, since there may be much to read; nothing else is to be done meanwhile.
+            recovered = await trio.to_thread.run_sync(
+                functools.partial(
+                    recover,
+                    pool.home,
+                    pool_id=pool.pool_id,
+                    limits=limits,
+                    eviction=order.policy,
+                    region=_peek(pool),
+                    suspect=pool.rebooted,
+                )
+            )
+            directory = recovered.directory
+            journal = Journal(
+                pool.home,
+                recovered.tail,
+                pool_id=pool.pool_id,
+                boot_id=current_boot_id(),
+                segment_bytes=config.segment_bytes,
+                fsync=config.journal_sync != "never",
+            )
+        try:
+            await _agree(pool, directory)
+            if journal is not None:
+                journal.append([encode(record) for record in directory.take_records()])
+            if pool.rebooted:
+                await pool.remember_boot()
+            yield Storage(pool, directory, order, journal, recovered)
+        finally:
+            if journal is not None:
+                journal.close()
+            await pool.aclose(_PATIENCE)
+
+
+def limits_of(config: ServerConfig) -> Limits:
+    """The knobs of the directory."""
+    instance_quotas, tenant_quotas = config.quotas
+    return Limits(
+        lease_grace=config.lease_grace,
+        published_lease=config.session_lease,
+        v1_read_grace=config.v1_read_grace,
+        instance_quota_bytes=config.quota_instance_bytes,
+        tenant_quota_bytes=config.quota_tenant_bytes,
+        instance_quotas=instance_quotas,
+        tenant_quotas=tenant_quotas,
+        high_watermark=config.high_watermark,
+        low_watermark=config.low_watermark,
+        max_entries=config.max_entries,
+        max_key_bytes=config.max_key_bytes,
+    )
+
+
+async def _agree(pool: Pool, directory: Directory) -> None:
+    known = {region_id: directory.region(region_id) for region_id in directory.region_ids()}
+    adoption = await pool.adopt((region_id, there[0]) for region_id, there in known.items() if there is not None)
+    for region_id in (*adoption.missing, *adoption.short):
+        keys = directory.drop_region(region_id)
+        _log.warning("region %d has no memory any more: %d keys went with it", region_id, keys)
+    if adoption.swept:
+        _log.info("%d regions that nobody knows were removed", adoption.swept)
+    directory.take_dropped()  # all of this is gone already
+
+
+def _peek(pool: Pool) -> Callable[[int], memoryview | None] | None:
+    """The bytes of regions before they are adopted, to be verified after a reboot. Of a device nobody can tell."""
+    if pool.kind != "files":
+        return None
+
+    def look(region_id: int) -> memoryview | None:
+        with contextlib.suppress(OSError, ValueError):
+            fd = os.open(f"{pool.path}/maru_{region_id}.dat", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                return memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
+            finally:
+                os.close(fd)
+        return None
+
+    return look

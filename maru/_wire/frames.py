@@ -1,0 +1,130 @@
+"""The frame around every message: sixteen bytes of header, and what a body may be at most. Pure.
+
+Rule 1. A header that cannot be read answers nobody: it raises :class:`BadFrame`. A readable header with a bad body is the
+        business of the message codec, since its sender can still be told which request it was.
+Rule 2. What lies behind ``length`` is not part of the frame and is never looked at. A ``length`` that the frame does not
+        have is a bad frame.
+Rule 3. The three reserved bytes are written as zeros and not read, and flags are carried, not judged: a later peer may
+        give them a meaning.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import Final, NamedTuple, TypeAlias
+
+from .._errors import BadFrame
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+HEADER_BYTES: Final = 16
+MAX_KEYS: Final = 8192
+"""Keys in one request: a context of a million tokens in chunks of 128. More of them would hold up everybody else's
+requests for some ten milliseconds."""
+MAX_KEY_BYTES: Final = 1024
+"""A key of at most this many bytes (in UTF-8) is always taken. What is checked is the number of characters, since that costs
+nothing while decoding: a key that is not ASCII may come out up to four times as long."""
+MAX_NAME_LENGTH: Final = 256
+"""Characters of an instance, a tenant, a client or an operation: they are kept in tables as long as the server runs."""
+MAX_REGIONS: Final = 65_536
+"""Regions or instances in one list: a thousand instances with some tens of regions each."""
+MAX_FRAME_BYTES: Final = 16 << 20
+"""The largest request, MAX_KEYS keys of MAX_KEY_BYTES with their locations, fits twice. The sockets refuse longer ones."""
+
+REPLY: Final = 0x80
+"""Set in the code of a reply. Codes from 0xF0 on carry it already in the request."""
+
+
+class Code(enum.IntEnum):
+    """What a frame asks for."""
+
+    REQUEST_ALLOC = 0x01
+    RETURN_ALLOC = 0x03
+    LIST_ALLOCATIONS = 0x04
+    REGISTER_KV = 0x10
+    LOOKUP_KV = 0x11
+    EXISTS_KV = 0x12
+    DELETE_KV = 0x13
+    PIN_KV = 0x14
+    UNPIN_KV = 0x15
+    BATCH_REGISTER_KV = 0x20
+    BATCH_LOOKUP_KV = 0x21
+    BATCH_EXISTS_KV = 0x22
+    BATCH_PIN_KV = 0x23
+    BATCH_UNPIN_KV = 0x24
+    STORE = 0x40
+    FIND = 0x41
+    UNPIN = 0x42
+    DROP = 0x43
+    RECLAIM = 0x44
+    RESOLVE = 0x45
+    BEAT = 0x46
+    CLOSE = 0x47
+    REGION = 0x48
+    DESCRIBE = 0x49
+    GET_STATS = 0xF0
+    HEARTBEAT = 0xF1
+    REPORT_STATS = 0xF2
+    GET_USAGE = 0xF3
+    HANDSHAKE = 0xFE
+    SHUTDOWN = 0xFF
+
+
+OWN_CODES: Final[frozenset[int]] = frozenset(int(code) for code in Code if 0x40 <= code <= 0x4F)
+"""Codes that no published peer knows: used only with a server whose HANDSHAKE lists them."""
+V1_CODES: Final[frozenset[int]] = frozenset(int(code) for code in Code) - OWN_CODES
+
+
+class Flag(enum.IntFlag):
+    """Defined by the protocol and without effect; a reply echoes those of its request."""
+
+    BATCH = 1
+    COMPRESSED = 2
+    URGENT = 4
+    NO_REPLY = 8
+
+
+class Header(NamedTuple):
+    """What stands before every body."""
+
+    code: int
+    """As on the wire: in a reply with the reply bit."""
+    flags: int
+    sequence: int
+    length: int
+    """Bytes of the body."""
+
+
+_HEADER = struct.Struct("!HBBB3xII")
+_MAGIC = 0xCF00
+_VERSION = 1
+_unpack_from = _HEADER.unpack_from
+_pack = _HEADER.pack
+
+
+def read_header(frame: Buffer) -> Header:
+    """The header of a frame, checked against the frame's length.
+
+    Raises:
+        BadFrame: too short, another magic or version, or a length that goes beyond the frame. It is answered with the
+            reply type 0x80 and sequence 0.
+    """
+    if len(frame) < HEADER_BYTES:
+        raise BadFrame(f"a frame of {len(frame)} bytes has no header")
+    magic, version, code, flags, sequence, length = _unpack_from(frame)
+    if magic != _MAGIC or version != _VERSION:
+        raise BadFrame(f"magic {magic:#06x} and version {version} are not {_MAGIC:#06x} and {_VERSION}")
+    if length > len(frame) - HEADER_BYTES:
+        raise BadFrame(f"a body of {length} bytes in a frame of {len(frame)}")
+    return Header(code, flags, sequence, length)
+
+
+def body_of(frame: Buffer, header: Header) -> memoryview:
+    """The body, without what lies behind it. Nothing is copied: the view keeps the frame alive."""
+    return memoryview(frame)[HEADER_BYTES : HEADER_BYTES + header.length]
+
+
+def frame_of(code: int, sequence: int, body: bytes, flags: int = 0) -> bytes:
+    """A whole frame. ``code`` goes out as it is: a reply's has the reply bit already."""
+    return _pack(_MAGIC, _VERSION, code, flags, sequence, len(body)) + body

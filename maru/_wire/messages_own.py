@@ -1,0 +1,277 @@
+"""The messages between our own client and our own server: arrays and columns instead of a map per entry. Pure data.
+
+Rule 1. Every request opens with the session's token and with the highest return its client has applied; every reply with
+        the server's epoch and with returns that are new. (A *return* is a page handed back to its owner.)
+Rule 2. Later fields are added at the end, with a default: what a peer does not know stands behind what it knows, and is
+        ignored. Nothing is ever removed or moved.
+Rule 3. Columns that belong together are equally long, or the message is refused as a whole.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from .frames import MAX_KEYS
+from .messages_v1 import Bools, Key, Keys, Message, Token
+
+Ints: TypeAlias = Annotated[list[int], Meta(max_length=MAX_KEYS)]
+Checksums: TypeAlias = Annotated[list[int | None], Meta(max_length=MAX_KEYS)]
+
+
+class StoreStatus(enum.IntEnum):
+    """What became of one entry of a STORE."""
+
+    NEW = 0
+    DUPLICATE = 1
+    """Somebody was first: the page stays with its owner, free."""
+    PINNED = 2
+    """The offset is held by a pinned key."""
+    FOREIGN = 3
+    """The region is unknown, or another session's."""
+    RANGE = 4
+    """Outside the region, negative, or of no length."""
+    QUOTA = 5
+    KEY = 6
+    """The key cannot be one."""
+    BUSY = 7
+    """The page is on its way back to its owner, who has not acknowledged it."""
+
+
+class DropAnswer(enum.IntEnum):
+    """What became of one key of a DROP."""
+
+    DELETED = 0
+    MISSING = 1
+    PINNED = 2
+    PROTECTED = 3
+    """Its owner is a published client that is connected, or the server has just restarted."""
+
+
+class Returns(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Pages handed back to their owner, numbered ``first_number`` and on."""
+
+    first_number: int
+    regions: Ints
+    offsets: Ints
+    attempts: Ints
+    """The attempt under which each page was stored."""
+
+    def __post_init__(self) -> None:
+        if not len(self.regions) == len(self.offsets) == len(self.attempts):
+            raise ValueError("columns of different lengths")
+
+
+class OwnRequest(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Base of our requests."""
+
+    session: Token
+    ack: int
+    """The highest return that its owner has applied."""
+
+
+class OwnReply(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Base of our replies."""
+
+    epoch: int
+    returns: Returns | None
+
+
+class StoreRequest(OwnRequest, frozen=True):
+    """Register these pages under these keys, all under one attempt."""
+
+    attempt: int
+    regions: int | Ints
+    """One number stands for all."""
+    keys: Keys
+    offsets: Ints
+    lengths: int | Ints
+    """One number stands for all."""
+    checksums: Ints | None
+
+    def __post_init__(self) -> None:
+        n = len(self.keys)
+        regions, lengths, checksums = self.regions, self.lengths, self.checksums
+        if (
+            len(self.offsets) != n
+            or (type(regions) is list and len(regions) != n)
+            or (type(lengths) is list and len(lengths) != n)
+            or (checksums is not None and len(checksums) != n)
+        ):
+            raise ValueError("columns of different lengths")
+
+
+class StoreReply(OwnReply, frozen=True):
+    """For each key what became of it."""
+
+    statuses: Ints
+    """:class:`StoreStatus`, as numbers."""
+    generations: Ints
+    """0 where it is not new."""
+
+
+class FindRequest(OwnRequest, frozen=True):
+    """Where are these keys?"""
+
+    keys: Keys
+    pin: bool
+    prefix: bool
+    """Stop at the first miss."""
+
+
+class FindReply(OwnReply, frozen=True):
+    """The columns are over what was found."""
+
+    found: Ints
+    """Positions among the keys of the request."""
+    regions: Ints
+    offsets: Ints
+    lengths: Ints
+    generations: Ints
+    checksums: Checksums
+
+    def __post_init__(self) -> None:
+        if not (
+            len(self.found)
+            == len(self.regions)
+            == len(self.offsets)
+            == len(self.lengths)
+            == len(self.generations)
+            == len(self.checksums)
+        ):
+            raise ValueError("columns of different lengths")
+
+
+class UnpinRequest(OwnRequest, frozen=True):
+    """Give back one pin for each key."""
+
+    keys: Keys
+
+
+class UnpinReply(OwnReply, frozen=True):
+    """For each key whether there was a pin."""
+
+    results: Bools
+
+
+class DropRequest(OwnRequest, frozen=True):
+    """Delete these keys. Asked again under the same number, it is answered again and not done again."""
+
+    request_id: int
+    keys: Keys
+
+
+class DropReply(OwnReply, frozen=True):
+    """For each key what became of it."""
+
+    answers: Ints
+    """:class:`DropAnswer`, as numbers."""
+
+
+class ReclaimRequest(OwnRequest, frozen=True):
+    """Evict as many of this owner's pages. Asked again under the same number, it is not done again."""
+
+    request_id: int
+    pages: int
+
+
+class ReclaimReply(OwnReply, frozen=True):
+    """How many were evicted; the pages come as returns."""
+
+    dropped: int
+
+
+class ResolveRequest(OwnRequest, frozen=True):
+    """What became of this attempt? Whatever the answer, it is over: should its STORE arrive after all, it is refused."""
+
+    attempt: int
+    regions: Ints
+    offsets: Ints
+
+    def __post_init__(self) -> None:
+        if len(self.regions) != len(self.offsets):
+            raise ValueError("columns of different lengths")
+
+
+class ResolveReply(OwnReply, frozen=True):
+    """For each page the generation under which that attempt holds it, or 0."""
+
+    held: Ints
+
+
+class BeatRequest(OwnRequest, frozen=True):
+    """A sign of life; returns that were not acknowledged come again."""
+
+
+class BeatReply(OwnReply, frozen=True):
+    """Alive, and this long from now."""
+
+    lease: float
+    """Seconds."""
+
+
+class CloseRequest(OwnRequest, frozen=True):
+    """This session ends."""
+
+
+class CloseReply(OwnReply, frozen=True):
+    """It has ended."""
+
+
+class RegionRequest(OwnRequest, frozen=True):
+    """A capability for a region."""
+
+    region_id: int
+    write: bool
+
+
+class RegionReply(OwnReply, frozen=True):
+    """To be shown where descriptors are handed out."""
+
+    capability: bytes
+    offset: int
+    length: int
+    writable: bool
+
+
+class DescribeRequest(Message, frozen=True):
+    """What is there to know about this server; and about a key, if one is named. A map, and without a session."""
+
+    key: Key | None = None
+
+
+class DescribeReply(msgspec.Struct, frozen=True, gc=False):
+    """For people: facts by section and name; those of a key in the section ``key``. A map, and without a session."""
+
+    epoch: int
+    server: str
+    sections: dict[str, dict[str, bool | int | float | str | None]]
+
+
+AnyOwnRequest: TypeAlias = (
+    StoreRequest
+    | FindRequest
+    | UnpinRequest
+    | DropRequest
+    | ReclaimRequest
+    | ResolveRequest
+    | BeatRequest
+    | CloseRequest
+    | RegionRequest
+    | DescribeRequest
+)
+AnyOwnReply: TypeAlias = (
+    StoreReply
+    | FindReply
+    | UnpinReply
+    | DropReply
+    | ReclaimReply
+    | ResolveReply
+    | BeatReply
+    | CloseReply
+    | RegionReply
+    | DescribeReply
+)
