@@ -460,7 +460,7 @@ def test_what_a_published_reader_looked_up_is_not_evicted_for_a_while(world):
     world.store(token, region, ["a", "b"])
     assert world.send(b"reader", Code.LOOKUP_KV, KeyRequest("a")).found
     assert world.send(b"ours", Code.RECLAIM, ReclaimRequest(token, 0, 1, 2)).dropped == 1
-    assert world.find(token, ["a"]).found == [0]
+    assert list(world.find(token, ["a"]).positions) == [0]
     world.now += 2 * world.limits.v1_read_grace
     token, region = world.ours(b"later", "later")  # the first one's lease is over by now
     assert world.send(b"reader", Code.EXISTS_KV, KeyRequest("a")).exists
@@ -562,11 +562,11 @@ def test_a_store_is_found_with_generation_and_checksum(world):
     first, second = stored.generations
     assert 0 < first < second
     found = world.find(token, ["x", "a", "b"])
-    assert (found.found, found.regions, found.offsets, found.lengths) == ([1, 2], [region] * 2, [0, PAGE], [PAGE] * 2)
-    assert (found.generations, found.checksums) == ([first, second], [11, 22])
-    assert world.find(token, ["x", "a"], prefix=True).found == []
-    assert world.find(token, ["a", "x", "b"], prefix=True).found == [0]
-    assert world.find(token, []).found == []
+    assert found.found == [1, 2]
+    assert found.columns() == ((region, region), (0, PAGE), (PAGE, PAGE), (first, second), (11, 22))
+    assert list(world.find(token, ["x", "a"], prefix=True).positions) == []
+    assert list(world.find(token, ["a", "x", "b"], prefix=True).positions) == [0]
+    assert list(world.find(token, []).positions) == []
     published = world.send(b"v1", Code.LOOKUP_KV, KeyRequest("a"))
     assert (published.generation, published.checksum) == (first, 11)
 
@@ -613,7 +613,7 @@ def test_pins_hold_and_belong_to_the_session(world):
     token, region = world.ours()
     other, _ = world.ours(b"other", "other")
     world.store(token, region, ["a"])
-    assert world.find(other, ["a"], pin=True, peer=b"other").found == [0]
+    assert list(world.find(other, ["a"], pin=True, peer=b"other").positions) == [0]
     assert world.send(b"ours", Code.DROP, DropRequest(token, 0, 1, ["a"])).answers == [DropAnswer.PINNED]
     assert world.send(b"ours", Code.UNPIN, UnpinRequest(token, 0, ["a"])).results == [False]
     assert world.send(b"other", Code.UNPIN, UnpinRequest(other, 0, ["a", "a", "x"])).results == [True, False, False]
@@ -646,7 +646,7 @@ def test_a_drop_asked_again_is_answered_again_and_not_done_again(world):
     assert first.answers == [DropAnswer.DELETED, DropAnswer.MISSING]
     world.store(token, region, ["a"], [PAGE], attempt=2, ack=1)
     assert world.send(b"ours", Code.DROP, DropRequest(token, 1, 9, ["a", "x"])).answers == first.answers
-    assert world.find(token, ["a"], ack=1).found == [0]
+    assert list(world.find(token, ["a"], ack=1).positions) == [0]
 
 
 def test_a_reclaim_gives_back_the_least_recently_used_pages_once(world):
@@ -657,7 +657,7 @@ def test_a_reclaim_gives_back_the_least_recently_used_pages_once(world):
     assert answer.returns.offsets == [2 * PAGE, PAGE]
     again = world.send(b"ours", Code.RECLAIM, ReclaimRequest(token, 0, 3, 2))
     assert (again.dropped, again.returns) == (2, None)
-    assert world.find(token, ["a", "b", "c"]).found == [2]
+    assert list(world.find(token, ["a", "b", "c"]).positions) == [2]
     assert world.send(b"ours", Code.RECLAIM, ReclaimRequest(token, 0, 4, -5)).dropped == 0
     assert world.send(b"ours", Code.RECLAIM, ReclaimRequest(token, 0, 5, 1 << 60)).dropped == 1
 
@@ -743,7 +743,7 @@ def test_silence_beyond_lease_and_grace_ends_a_session_and_any_message_renews_it
     for _ in range(3):
         world.now += lease
         world.service.expire(world.now)
-        assert world.find(token, ["a"]).found == [0]
+        assert list(world.find(token, ["a"]).positions) == [0]
     world.now += lease + grace - 0.01
     world.service.expire(world.now)
     assert world.service.next_expiry() <= world.now + 0.02
@@ -835,7 +835,7 @@ def test_an_unreadable_frame_costs_its_sender_the_session_and_nobody_else(world)
     world.store(token, region, ["a"])
     world.service.handle(b"ours", b"nonsense", world.now)
     assert refused(world.beat(token), Word.NO_SESSION)
-    assert world.find(other, ["a"], peer=b"other").found == [0]
+    assert list(world.find(other, ["a"], peer=b"other").positions) == [0]
 
 
 def test_an_unreadable_frame_of_a_published_client_is_as_its_disconnection(world):
@@ -950,7 +950,8 @@ def test_a_restart_finds_sessions_regions_and_keys_again(world):
     again = world.shake(b"ours2", session=token)
     assert (again.session, again.resumed, again.epoch) == (token, True, EPOCH + 1)
     found = world.find(token, ["a", "b"], peer=b"ours2")
-    assert (found.found, found.generations, found.checksums) == ([0], stored.generations[:1], [1])
+    *_, generations, checksums = found.columns()
+    assert (found.found, generations, checksums) == ([0], tuple(stored.generations[:1]), (1,))
     assert found.epoch == EPOCH + 1
     assert world.beat(token, peer=b"ours2").returns.offsets == [PAGE]
 
@@ -1005,7 +1006,7 @@ def test_evictions_are_journaled_as_deletions(world):
     assert sum(isinstance(record, Registered) for record in world.kept()) == 1
     world.restart()
     world.shake(b"ours", session=token)
-    assert world.find(token, ["a", "b"]).found == [0]
+    assert list(world.find(token, ["a", "b"]).positions) == [0]
 
 
 def test_what_the_service_is_asked_for_between_two_frames_is_empty_when_there_is_nothing(world):

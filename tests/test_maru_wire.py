@@ -217,16 +217,32 @@ def test_columns_of_different_lengths_are_refused():
             read_request(frame(Code.STORE, 1, msgspec.msgpack.encode(bad)))
     with pytest.raises(BadMessage, match="different lengths"):
         read_request(frame(Code.RESOLVE, 1, msgspec.msgpack.encode([TOKEN, 5, 3, [7], []])))
-    found = [EPOCH, None, [0], [7], [0], [1], [42], [None]]
-    assert read_reply(frame(0xC1, 1, msgspec.msgpack.encode(found)))
-    for column in range(2, 8):
+    place = wire.place(7, 0, 1, 42, None)
+    for found, places in (([5], place), (1, place), ([5, 9], place * 2), (0, b"")):
+        assert read_reply(frame(0xC1, 1, msgspec.msgpack.encode([EPOCH, None, found, places])))
+    for found, places in (
+        ([], place),
+        (2, place),
+        ([5], b""),
+        (1, place + b"x"),
+        (0, b"x"),
+        (1, place[:-1]),
+    ):
         with pytest.raises(BadMessage, match="different lengths"):
-            read_reply(frame(0xC1, 1, msgspec.msgpack.encode([*found[:column], [], *found[column + 1 :]])))
+            read_reply(frame(0xC1, 1, msgspec.msgpack.encode([EPOCH, None, found, places])))
     for column in range(1, 4):
         returns = [9, [7], [0], [1]]
         returns[column] = []
         with pytest.raises(BadMessage, match="different lengths"):
             read_reply(frame(0xC7, 1, msgspec.msgpack.encode([EPOCH, returns])))
+
+
+def test_where_a_key_lies_comes_out_as_it_went_in():
+    known, unknown = (7, 1 << 40, 1 << 20, 42, 2**64 - 1), (2**64 - 1, 0, (1 << 63) - 1, 43, None)
+    columns = wire.FindReply(EPOCH, None, 2, wire.place(*known) + wire.place(*unknown)).columns()
+    assert list(zip(*columns, strict=True)) == [known, unknown]
+    assert wire.FindReply(EPOCH, None, 1, wire.place(*known)).columns() == tuple((value,) for value in known)
+    assert wire.FindReply(EPOCH, None, [], b"").columns() == ((), (), (), (), ())
 
 
 @pytest.mark.parametrize("token", [b"", b"short", TOKEN + b"0"])
@@ -397,6 +413,10 @@ def strategy_of(kind):
 def columns_of(draw, kind):
     """An array message, whose lists are equally long."""
     n = draw(st.integers(0, 4))
+    if kind.cls is wire.FindReply:
+        found = draw(st.just(n) | st.lists(integers, min_size=n, max_size=n))
+        returns = draw(strategy_of(kind.fields[1].type))
+        return wire.FindReply(EPOCH, returns, found, draw(st.binary(min_size=40 * n, max_size=40 * n)))
 
     def sized(inner):
         match inner:

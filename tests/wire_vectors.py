@@ -15,6 +15,8 @@ EPOCH = 0x0102030405060708
 EPOCH_BYTES = b"\xcf\x01\x02\x03\x04\x05\x06\x07\x08"
 SUM = 0xFFEEDDCCBBAA9988
 SUM_BYTES = b"\xcf\xff\xee\xdd\xcc\xbb\xaa\x99\x88"
+PLACE = bytes.fromhex("0700000000000000" "0000000000000000" "0000f0ffffffffff" "2a00000000000000" "0000000000000000")
+"""Region 7, offset 0, 1 MiB, generation 42, and no checksum."""
 TOKEN = b"0123456789abcdef"
 TOKEN_BYTES = b"\xc4\x10" + TOKEN
 
@@ -248,8 +250,8 @@ OWN_REPLIES = [
     ),
     (
         Code.FIND,
-        b"\x98" + EPOCH_BYTES + RETURNS_BYTES + b"\x91\x01\x91\x07\x91\x00\x91" + MIB + b"\x91\x2a\x91\xc0",
-        wire.FindReply(EPOCH, RETURNS, [1], [7], [0], [1 << 20], [42], [None]),
+        b"\x94" + EPOCH_BYTES + RETURNS_BYTES + b"\x91\x01\xc4\x28" + PLACE,
+        wire.FindReply(EPOCH, RETURNS, [1], PLACE),
     ),
     (Code.UNPIN, b"\x93" + EPOCH_BYTES + b"\xc0\x92\xc3\xc2", wire.UnpinReply(EPOCH, None, [True, False])),
     (

@@ -12,7 +12,7 @@ V = TypeVar("V")
 
 
 class Location(msgspec.Struct, array_like=True, gc=False):
-    """Where the bytes of one key lie. Never changed, but for ``entry``."""
+    """Where the bytes of one key lie. Never changed, but for what is kept here for others."""
 
     region_id: int
     offset: int
@@ -24,7 +24,9 @@ class Location(msgspec.Struct, array_like=True, gc=False):
     attempt: int
     """The STORE that registered it, as its session numbers them; 0 from a published client."""
     entry: bytes | None = None
-    """A place for whoever answers LOOKUP: this location as bytes of the wire. No part of the state."""
+    """Kept for whoever answers LOOKUP: this location as bytes of the wire. No part of the state."""
+    place: bytes | None = None
+    """The same for FIND."""
 
 
 class Columns(NamedTuple):

@@ -34,6 +34,7 @@ from .._wire import (
     StoreRequest,
     UnpinReply,
     UnpinRequest,
+    place,
     reply,
 )
 from .._wire.capability import issue
@@ -66,26 +67,14 @@ def find(service: Service, peer: Peer, header: Header, message: FindRequest, pay
     service.check_keys(message.keys)
     directory = service.directory
     answers = directory.find(session_id, message.keys, now, pin=message.pin, prefix=message.prefix)
+    found: int | list[int] = len(answers)
+    there = answers
     if None in answers:
         found = [at for at, location in enumerate(answers) if location is not None]
         there = [location for location in answers if location is not None]
-    else:
-        found, there = list(range(len(answers))), cast("list[Location]", answers)
-    return reply(
-        header.code,
-        header.sequence,
-        FindReply(
-            service.epoch,
-            directory.pending(session_id, now),
-            found,
-            [location.region_id for location in there],
-            [location.offset for location in there],
-            [location.length for location in there],
-            [location.generation for location in there],
-            [location.checksum for location in there],
-        ),
-        header.flags,
-    )
+    places = b"".join([location.place or place_of(location) for location in cast("list[Location]", there)])
+    answer = FindReply(service.epoch, directory.pending(session_id, now), found, places)
+    return reply(header.code, header.sequence, answer, header.flags)
 
 
 def unpin(service: Service, peer: Peer, header: Header, message: UnpinRequest, payload: bytes, now: float) -> bytes:
@@ -170,6 +159,13 @@ def describe(
         DescribeReply(service.epoch, service.version, service.describe(now, message.key)),
         header.flags,
     )
+
+
+def place_of(location: Location) -> bytes:
+    """What a client of ours is told of a key: made once."""
+    made = place(location.region_id, location.offset, location.length, location.generation, location.checksum)
+    location.place = made
+    return made
 
 
 def _enter(service: Service, peer: Peer, message: OwnRequest, now: float) -> int:

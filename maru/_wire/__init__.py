@@ -31,6 +31,8 @@ from .messages_own import DropAnswer as DropAnswer
 from .messages_own import DropReply as DropReply
 from .messages_own import DropRequest as DropRequest
 from .messages_own import FindReply as FindReply
+from .messages_own import PLACE_BYTES as PLACE_BYTES
+from .messages_own import place as place
 from .messages_own import FindRequest as FindRequest
 from .messages_own import OwnReply as OwnReply
 from .messages_own import OwnRequest as OwnRequest

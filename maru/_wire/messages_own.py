@@ -10,7 +10,9 @@ Rule 3. Columns that belong together are equally long, or the message is refused
 from __future__ import annotations
 
 import enum
-from typing import Annotated, TypeAlias
+from collections.abc import Sequence
+from struct import Struct, unpack
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +22,11 @@ from .messages_v1 import Bools, Key, Keys, Message, Token
 
 Ints: TypeAlias = Annotated[list[int], Meta(max_length=MAX_KEYS)]
 Checksums: TypeAlias = Annotated[list[int | None], Meta(max_length=MAX_KEYS)]
+Places: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int | None]]
+
+PLACE_BYTES: Final = 40
+_PLACE: Final = "QQqQQ"
+_pack: Final = Struct("<" + _PLACE).pack
 
 
 class StoreStatus(enum.IntEnum):
@@ -123,26 +130,38 @@ class FindRequest(OwnRequest, frozen=True):
 
 
 class FindReply(OwnReply, frozen=True):
-    """The columns are over what was found."""
+    """Where keys lie. ``places`` has a :func:`place` for each that was found, which a server makes once for a key."""
 
-    found: Ints
-    """Positions among the keys of the request."""
-    regions: Ints
-    offsets: Ints
-    lengths: Ints
-    generations: Ints
-    checksums: Checksums
+    found: Annotated[int, Meta(ge=0, le=MAX_KEYS)] | Ints
+    """Positions among the keys of the request; a number stands for so many of the first."""
+    places: Annotated[bytes, Meta(max_length=MAX_KEYS * PLACE_BYTES)]
 
     def __post_init__(self) -> None:
-        if not (
-            len(self.found)
-            == len(self.regions)
-            == len(self.offsets)
-            == len(self.lengths)
-            == len(self.generations)
-            == len(self.checksums)
-        ):
+        if len(self.places) != PLACE_BYTES * len(self.positions):
             raise ValueError("columns of different lengths")
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """Of what was found, among the keys of the request."""
+        found = self.found
+        return range(found) if isinstance(found, int) else found
+
+    def columns(self) -> Places:
+        """What was found, in columns of equal length: regions, offsets, lengths, generations, checksums."""
+        flat = unpack("<" + _PLACE * (len(self.places) // PLACE_BYTES), self.places)
+        lengths: Sequence[int] = flat[2::5]
+        checksums: Sequence[int | None] = flat[4::5]
+        if lengths and min(lengths) < 0:
+            checksums = [None if length < 0 else known for length, known in zip(lengths, checksums, strict=True)]
+            lengths = list(map(abs, lengths))
+        return flat[0::5], flat[1::5], lengths, flat[3::5], checksums
+
+
+def place(region_id: int, offset: int, length: int, generation: int, checksum: int | None) -> bytes:
+    """Where one key lies: five numbers of 64 bits, little-endian. A negative length says that the checksum is not known."""
+    if checksum is None:
+        return _pack(region_id, offset, -length, generation, 0)
+    return _pack(region_id, offset, length, generation, checksum)
 
 
 class UnpinRequest(OwnRequest, frozen=True):

@@ -28,7 +28,12 @@ class Bare:
         return self._receive(code)
 
     def rate(
-        self, code: int, messages: Sequence[Callable[[], Any]], window: int, is_right: Callable[[Any], bool]
+        self,
+        code: int,
+        messages: Sequence[Callable[[], Any]],
+        window: int,
+        is_right: Callable[[Any], bool],
+        read: Callable[[Any], object] = id,
     ) -> float:
         """Requests per second, made one by one, with so many on their way. They are answered in their order.
 
@@ -37,14 +42,16 @@ class Bare:
             messages: make them.
             window: how many are on their way at once.
             is_right: whether an answer is what was to be measured; asked of the last one, off the clock.
+            read: what every answer is put through on the clock, where decoding leaves something to be done.
         """
         start = perf_counter()
         for at, make in enumerate(messages):
             if at >= window:
-                self._receive(code)
+                read(self._receive(code))
             self._send(code, make())
         for _ in messages[-window:]:
             answer = self._receive(code)
+            read(answer)
         rate = len(messages) / (perf_counter() - start)
         if not is_right(answer):
             raise BenchFailed(f"code {code:#04x}: the wrong answer: {str(answer)[:200]}")

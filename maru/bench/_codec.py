@@ -25,6 +25,7 @@ from .._wire import (
     decode_request,
     handle_bytes,
     lookup_entry,
+    place,
     reply,
     request,
 )
@@ -58,23 +59,7 @@ def rows(effort: Effort) -> Iterator[Row]:
             Code.STORE,
             lambda: StoreRequest(b"s" * 16, 9, 12, 7, keys, offsets, _MIB, sums),
         ),
-        "find": _answered(
-            Code.FIND,
-            lambda: reply(
-                Code.FIND,
-                1,
-                FindReply(
-                    _EPOCH,
-                    None,
-                    list(range(ENTRIES)),
-                    [7] * ENTRIES,
-                    offsets,
-                    [_MIB] * ENTRIES,
-                    generations,
-                    [None] * ENTRIES,
-                ),
-            ),
-        ),
+        "find": _find(offsets, generations, sums),
         "register": _asked(
             Code.BATCH_REGISTER_KV,
             lambda: BatchRegisterRequest(
@@ -112,10 +97,22 @@ def _answered(code: int, make: Callable[[], bytes]) -> Callable[[], object]:
     return lambda: decode_reply(code, memoryview(make())[HEADER_BYTES:])
 
 
+def _find(offsets: Sequence[int], generations: Sequence[int], sums: Sequence[int]) -> Callable[[], object]:
+    places = [place(7, *where) for where in zip(offsets, [_MIB] * ENTRIES, generations, sums, strict=True)]
+
+    def found() -> object:
+        frame = reply(Code.FIND, 1, FindReply(_EPOCH, None, ENTRIES, b"".join(places)))
+        answer = decode_reply(Code.FIND, memoryview(frame)[HEADER_BYTES:])
+        assert isinstance(answer, FindReply)
+        return answer.columns()
+
+    return found
+
+
 def _lookup(handle: Handle, offsets: Sequence[int], generations: Sequence[int]) -> Callable[[], object]:
-    place = handle_bytes(handle)
+    region = handle_bytes(handle)
     entries = [
-        lookup_entry(place, offset, _MIB, generation, None)
+        lookup_entry(region, offset, _MIB, generation, None)
         for offset, generation in zip(offsets, generations, strict=True)
     ]
     return _answered(Code.BATCH_LOOKUP_KV, lambda: batch_lookup_reply(1, _EPOCH, entries))

@@ -24,6 +24,7 @@ from .._wire import (
     BatchRegisterRequest,
     Code,
     DropRequest,
+    FindReply,
     FindRequest,
     KeyRequest,
     KeysRequest,
@@ -180,7 +181,7 @@ def _batches(transport: Transport, bare: str, ours: str, effort: Effort) -> Iter
 
         def find(window: int = 1) -> float:
             messages = [partial(FindRequest, token, 0, keys, False, False) for keys in asked]
-            return own.rate(Code.FIND, messages, window, lambda reply: len(reply.found) == BATCH)
+            return own.rate(Code.FIND, messages, window, lambda reply: reply.found == BATCH, FindReply.columns)
 
         def register() -> float:
             region_id = _region(published, len(written), None)

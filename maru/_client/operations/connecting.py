@@ -160,14 +160,8 @@ def retake_pins(s: Standing) -> Operation[None]:
     keys = [key for key in s.pinned.held_keys() if s.pinned.get(key, s.era) is None]
     for some in portions(keys, s.max_keys):
         reply: FindReply = yield find_call(s, some)
-        places = {
-            some[at]: place
-            for at, place in zip(
-                reply.found,
-                zip(reply.regions, reply.offsets, reply.lengths, reply.generations, strict=True),
-                strict=True,
-            )
-        }
+        *where, _ = reply.columns()
+        places = {some[at]: place for at, place in zip(reply.positions, zip(*where, strict=True), strict=True)}
         for key in some:
             if not s.pinned.retaken(key, places.get(key), s.era):
                 s.counters.views_lost += 1
@@ -177,7 +171,7 @@ def find_call(s: Standing, names: list[str], *, prefix: bool = False) -> Call:
     """A FIND that pins. Answered too late, what it has pinned is given back."""
 
     def late(reply: FindReply) -> None:
-        s.pinned.due += [names[at] for at in reply.found]
+        s.pinned.due += [names[at] for at in reply.positions]
 
     return Call(Code.FIND, FindRequest(s.token, s.pages.acknowledged, names, True, prefix), late=late)
 

@@ -157,8 +157,7 @@ def _find(s: Standing, names: list[str], prefix: bool) -> Operation[list[Place]]
     for _ in range(2):
         if s.own:
             reply: FindReply = yield find_call(s, names, prefix=prefix)
-            columns = (reply.found, reply.regions, reply.offsets, reply.lengths, reply.generations, reply.checksums)
-            places = list(zip(*columns, strict=True))
+            places = list(zip(reply.positions, *reply.columns(), strict=True))
         else:
             places = yield from _find_published(s, names, prefix)
         if not s.unsettled:
