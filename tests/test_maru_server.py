@@ -722,7 +722,8 @@ async def test_a_restart_finds_what_was_acknowledged_and_the_session_goes_on(poo
                 again = client.own("a", session=token)
                 assert (again.resumed, again.session) == (True, token)
                 found = client.ask(Code.FIND, FindRequest(token, 0, ["k", "l"], False, False))
-                assert (found.offsets, found.checksums, found.generations) == ([0, 5000], [7, 8], generations)
+                _, offsets, _, found_generations, checksums = found.columns()
+                assert (offsets, checksums, found_generations) == ((0, 5000), (7, 8), tuple(generations))
                 looked_up = client.ask(Code.LOOKUP_KV, KeyRequest("k"))
                 assert looked_up.handle == region  # the same token, too
                 another = client.region("a", session=token)
@@ -731,15 +732,23 @@ async def test_a_restart_finds_what_was_acknowledged_and_the_session_goes_on(poo
         await in_thread(talk_on)
 
 
-async def test_after_a_reboot_only_what_verifies_is_kept(pool):
+@pytest.mark.parametrize("place", ["files", "device"])
+async def test_after_a_reboot_only_what_verifies_is_kept(pool, tmp_path, place):
+    knobs = {}
+    if place == "device":
+        device = tmp_path / "device"
+        device.write_bytes(bytes(8 * MIB))
+        knobs = {"dax_path": str(device), "capacity_bytes": 0}
     pages = {"right": b"a" * 1000, "wrong": b"b" * 1000, "unknown": b"c" * 1000}
-    async with serving(pool) as server:
+    async with serving(pool, **knobs) as server:
 
         def talk():
             with dial(server) as client:
                 token = client.own("a").session
-                region = client.region("a", session=token).region_id
-                with open(pool / f"maru_{region}.dat", "r+b") as file:
+                handle = client.region("a", session=token)
+                region = handle.region_id
+                with open(device if knobs else pool / f"maru_{region}.dat", "r+b") as file:
+                    file.seek(handle.offset)
                     file.write(b"".join(pages.values()))
                 for number, (key, checksum) in enumerate([("right", xxh3_64_intdigest(pages["right"])), ("wrong", 7)]):
                     store = StoreRequest(token, 0, number + 1, region, [key], [1000 * number], 1000, [checksum])
@@ -752,7 +761,7 @@ async def test_after_a_reboot_only_what_verifies_is_kept(pool):
     state = json.loads((pool / "maru.state").read_text())
     (pool / "maru.state").write_text(json.dumps({**state, "boot_id": "of another boot"}))
     for _ in range(2):
-        async with serving(pool) as server:
+        async with serving(pool, **knobs) as server:
 
             def look():
                 with dial(server) as client:

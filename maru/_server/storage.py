@@ -7,12 +7,10 @@ Rule 2. Whoever fails on the way has let go of the pool.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import mmap
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -74,7 +72,7 @@ async def open_storage(config: ServerConfig) -> AsyncIterator[Storage]:
                     pool_id=pool.pool_id,
                     limits=limits,
                     eviction=order.policy,
-                    region=_peek(pool),
+                    region=pool.peek,
                     suspect=pool.rebooted,
                 )
             )
@@ -127,20 +125,3 @@ async def _agree(pool: Pool, directory: Directory) -> None:
     if adoption.swept:
         _log.info("%d regions that nobody knows were removed", adoption.swept)
     directory.take_dropped()  # all of this is gone already
-
-
-def _peek(pool: Pool) -> Callable[[int], memoryview | None] | None:
-    """The bytes of regions before they are adopted, to be verified after a reboot. Of a device nobody can tell."""
-    if pool.kind != "files":
-        return None
-
-    def look(region_id: int) -> memoryview | None:
-        with contextlib.suppress(OSError, ValueError):
-            fd = os.open(f"{pool.path}/maru_{region_id}.dat", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                return memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
-            finally:
-                os.close(fd)
-        return None
-
-    return look
