@@ -1,0 +1,190 @@
+"""For tests of what is built on the page store: a server in this process, and a wire that loses what it is told to.
+
+Both are the real thing: a :class:`~maru.MaruServer` with a pool of its own, and sockets on loopback between it and its
+clients::
+
+    async with open_test_server() as server, open_lossy_wire(server.endpoints[0]) as wire:
+        async with MaruHandler(server_url=wire.endpoint, timeout_ms=100) as handler:
+            wire.decide = lambda code, number: Fate.LOSE_ANSWER if code == Code.STORE else Fate.PASS
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import attrs
+import trio
+
+from ._config import ServerConfig
+from ._errors import BadFrame
+from ._server.server import MaruServer, open_server
+from ._wire import REPLY, read_header
+from ._wire import Code as Code
+from .transport import TrioSocket, open_socket
+
+_MOST_HELD: Final = 4_096
+"""Messages that a wire keeps back; what would be more is lost."""
+
+
+@asynccontextmanager
+async def open_test_server(**knobs: Any) -> AsyncIterator[MaruServer]:
+    """A server in this trio run, with a pool of its own that is removed afterwards.
+
+    It listens on loopback, at a port that is free, and has 64 MiB in memory.
+
+    Args:
+        knobs: those of :class:`~maru.ServerConfig` that are to be set otherwise. With ``pool_path``, the pool stays.
+    """
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="maru-test-", dir=memory, ignore_cleanup_errors=True) as path:
+        defaults = {"port": 0, "capacity_bytes": 64 << 20, "pool_path": path}
+        async with open_server(ServerConfig(**{**defaults, **knobs})) as server:
+            yield server
+
+
+class Fate(enum.Enum):
+    """What becomes of one request and of its answer."""
+
+    PASS = "pass"
+    """Both arrive."""
+    LOSE_REQUEST = "lose the request"
+    """The server never hears of it."""
+    LOSE_ANSWER = "lose the answer"
+    """It is done, and nobody is told."""
+    HOLD_REQUEST = "hold the request"
+    """It arrives when :meth:`LossyWire.release` is called."""
+    HOLD_ANSWER = "hold the answer"
+    """It is done, and the answer arrives when :meth:`LossyWire.release` is called."""
+    TWICE = "twice"
+    """The request arrives twice. So do the answers."""
+
+
+@attrs.frozen
+class WireStatistics:
+    """A snapshot of a wire: requests by their fate, and what is kept back now."""
+
+    passed: int
+    lost: int
+    doubled: int
+    held: int
+    """Messages that are kept back now."""
+
+
+class LossyWire:
+    """A relay between clients and one server. Made by :func:`open_lossy_wire`; belongs to one trio run.
+
+    Each client has a connection of its own to the server, as it would without the wire.
+
+    Attributes:
+        endpoint: what clients connect to.
+        decide: is told the code of a request and which one this is, counted from 0 over all clients, and says its fate.
+            Synchronous. What no message can be read from passes.
+    """
+
+    def __init__(self, front: TrioSocket, server: str, nursery: trio.Nursery) -> None:
+        self.endpoint: str = front.endpoints[0]
+        self.decide: Callable[[int, int], Fate] = lambda code, number: Fate.PASS
+        self._front, self._server, self._nursery = front, server, nursery
+        self._backs: dict[bytes, TrioSocket] = {}
+        self._fates: dict[tuple[bytes, int], Fate] = {}
+        self._held: list[Callable[[], object]] = []
+        self._number = self._passed = self._lost = self._doubled = 0
+
+    def __repr__(self) -> str:
+        return f"<LossyWire from {self.endpoint} to {self._server}, {len(self._held)} messages held>"
+
+    def release(self) -> int:
+        """Let what is kept back go on, in the order in which it came; how many messages."""
+        held, self._held = self._held, []
+        for deliver in held:
+            deliver()
+        return len(held)
+
+    def statistics(self) -> WireStatistics:
+        """An immutable snapshot."""
+        return WireStatistics(self._passed, self._lost, self._doubled, len(self._held))
+
+    async def _carry(self) -> None:
+        """Requests, to the server."""
+        while True:
+            for identity, *frames in await self._front.receive_batch():
+                back = self._backs.get(identity)
+                if back is None:
+                    back = self._backs[identity] = await self._nursery.start(self._answer, identity)
+                self._send_on(identity, back, frames)
+
+    def _send_on(self, identity: bytes, back: TrioSocket, frames: Sequence[bytes]) -> None:
+        try:
+            header = read_header(frames[-1])
+        except BadFrame:
+            back.send_nowait(frames)
+            return
+        fate = self.decide(header.code, self._number)
+        self._number += 1
+        if fate is Fate.LOSE_REQUEST:
+            self._lost += 1
+            return
+        if fate is Fate.HOLD_REQUEST:
+            self._hold(lambda: back.send_nowait(frames))
+            return
+        if fate in (Fate.LOSE_ANSWER, Fate.HOLD_ANSWER):
+            self._fates[identity, header.sequence] = fate
+        elif fate is Fate.TWICE:
+            self._doubled += 1
+            back.send_nowait(frames)
+        else:
+            self._passed += 1
+        back.send_nowait(frames)
+
+    async def _answer(self, identity: bytes, *, task_status: trio.TaskStatus[TrioSocket]) -> None:
+        """Answers, to one client."""
+        async with open_socket("dealer", connect=[self._server]) as back:
+            task_status.started(back)
+            while True:
+                frames = await back.receive()
+                header = read_header(frames[-1])
+                assert header.code & REPLY, "only answers come from a server"
+                fate = self._fates.pop((identity, header.sequence), Fate.PASS)
+                message = [identity, *frames]
+                if fate is Fate.LOSE_ANSWER:
+                    self._lost += 1
+                elif fate is Fate.HOLD_ANSWER:
+                    self._hold(lambda message=message: self._front.send_nowait(message))  # type: ignore[misc]
+                else:
+                    self._front.send_nowait(message)
+
+    def _hold(self, deliver: Callable[[], object]) -> None:
+        if len(self._held) < _MOST_HELD:
+            self._held.append(deliver)
+        else:
+            self._lost += 1
+
+
+@asynccontextmanager
+async def open_lossy_wire(server: str) -> AsyncIterator[LossyWire]:
+    """A relay on loopback to a server, for as long as the ``async with`` block lasts; what it holds then is lost.
+
+    Args:
+        server: the server's endpoint, ``tcp://127.0.0.1:5555`` or ``ipc://...``. It cannot want CURVE.
+    """
+    came: BaseException | None = None
+    async with open_socket("router", bind=["tcp://127.0.0.1:*"]) as front, trio.open_nursery() as nursery:
+        wire = LossyWire(front, server, nursery)
+        nursery.start_soon(wire._carry)
+        try:
+            yield wire
+        except BaseException as exc:
+            if nursery.cancel_scope.cancel_called:  # the wire itself has failed
+                raise
+            came = exc  # the body's own: it leaves as it came
+        nursery.cancel_scope.cancel()
+    if came is not None:
+        try:
+            raise came
+        finally:
+            del came  # its traceback holds this frame
