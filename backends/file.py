@@ -21,7 +21,7 @@ import attrs
 import trio
 import xxhash
 
-from maru.eviction import EvictionPolicy
+from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
 from ._blockfile import MAX_KEY_BYTES, NAME, Directory, Refused, layout_digest, name_of, pack_header, unpack_header
 from ._errors import BlockSizeError, DamagedBlock, PlaceClosed, Unproven
@@ -41,6 +41,7 @@ from .abc import (
 from .blocks import Registry
 from .pages import Pages, new_pages
 from .pooled import PooledTier
+from .slots import SlotTier
 from .threads import run_in_thread, run_in_thread_to_the_end
 
 _BOUNCE_BYTES = 8 << 20
@@ -169,6 +170,10 @@ class _Writing:
     checksums: bool
     fsync: bool
     litter: list[str]
+    expected: Sequence[int | None] | None = None
+    """The xxh3-64 of each block as it was stored where it comes from, where that is known."""
+    damaged: list[int] = attrs.Factory(list)
+    """Blocks that are not what was stored there, by position: a file's own checksum would make them believed."""
     abandoned: bool = False
 
     def run(
@@ -188,16 +193,21 @@ class _Writing:
             for at in range(start, start + len(pages)):
                 if self.abandoned:
                     return failures
+                page = pages[at - start]
+                digest = xxhash.xxh3_64_intdigest(page) if self.checksums else None
+                if self.expected is not None and self.expected[at] not in (None, digest):
+                    self.damaged.append(at)
+                    continue
                 try:
-                    self._write(keys[at], names[at], pages[at - start], now - at)
+                    self._write(keys[at], names[at], page, digest, now - at)
                 except OSError as exc:
                     failures[at] = exc
         if self.fsync:
-            self.directory.sync([name for at, name in enumerate(names) if at not in failures])
+            bad = {*failures, *self.damaged}
+            self.directory.sync([name for at, name in enumerate(names) if at not in bad])
         return failures
 
-    def _write(self, key: Key, name: str, page: memoryview, mtime_ns: int) -> None:
-        digest = xxhash.xxh3_64_intdigest(page) if self.checksums else None
+    def _write(self, key: Key, name: str, page: memoryview, digest: int | None, mtime_ns: int) -> None:
         head = pack_header(key, page.nbytes, digest, self.layout)
         self.directory.write(name, head, page, mtime_ns, self.fsync)
 
@@ -232,7 +242,7 @@ class FileTier(PooledTier[FileRegistry]):
         fsync: make blocks durable before they count as stored.
         block_bytes: the only block size to take. ``None``: any. To be the *source* of a pipeline, a tier of any size
             needs to hold blocks: their size is that of the first one found or stored, others count as evicted.
-        eviction: decides who makes room; LRU unless given.
+        eviction: decides who makes room; :class:`~maru.eviction.AdaptiveLRFU` unless given.
 
     Raises:
         ValueError: a size that is not positive.
@@ -255,7 +265,7 @@ class FileTier(PooledTier[FileRegistry]):
             raise ValueError(f"capacity_bytes is {capacity_bytes}, but must be at least 1")
         if block_bytes is not None and block_bytes < 1:
             raise ValueError(f"block_bytes is {block_bytes}, but must be at least 1")
-        self.pool: FileRegistry = FileRegistry(capacity_bytes, eviction)
+        self.pool: FileRegistry = FileRegistry(capacity_bytes, AdaptiveLRFU() if eviction is None else eviction)
         self.checksums = checksums
         """Whether blocks are verified when they are loaded."""
         self.fsync = fsync
@@ -339,9 +349,14 @@ class FileTier(PooledTier[FileRegistry]):
         self._see(source.block_bytes)
         self.pool.keys.update(zip(slots, keys, strict=True))
         names = list(map(name_of, keys, slots))
-        job = _Writing(directory, self._layout, self.checksums, self.fsync, self._litter())
+        expected = source.checksums_of(keys, guards) if self.checksums and isinstance(source, SlotTier) else None
+        job = _Writing(directory, self._layout, self.checksums, self.fsync, self._litter(), expected)
         try:
-            return await run_in_thread(job.run, source, guards, views, keys, names)
+            failures = await run_in_thread(job.run, source, guards, views, keys, names)
+            if job.damaged:
+                assert isinstance(source, SlotTier)
+                failures |= source.forget_damaged([(at, keys[at], guards[at]) for at in job.damaged])
+            return failures
         except BaseException:
             job.abandoned = True
             self.pool.litter += job.litter  # maybe it never began

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from maru.eviction import EvictionPolicy
+from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
 from ._errors import PlaceClosed
 from .abc import Key
@@ -104,7 +104,7 @@ class MemoryTier(SlotTier):
         capacity_bytes: how much memory to take; what is left over behind the last whole block is not used.
         block_bytes: size of every block.
         checksums: keep an xxh3-64 of each block and verify it at every load.
-        eviction: decides who makes room; LRU unless given.
+        eviction: decides who makes room; :class:`~maru.eviction.AdaptiveLRFU` unless given.
         pin_memory: register the memory with CUDA for DMA. ``None``: where torch is imported already and sees a device.
         populate: touch all of the memory now instead of at the first write of each page.
 
@@ -130,7 +130,7 @@ class MemoryTier(SlotTier):
             )
         n = capacity_bytes // block_bytes
         self._pages = HostPages(n, block_bytes, populate=populate, pin=_wants_pinning(pin_memory))
-        super().__init__(n, self._pages, checksums=checksums, eviction=eviction)
+        super().__init__(n, self._pages, checksums=checksums, eviction=AdaptiveLRFU() if eviction is None else eviction)
 
     def close(self) -> None:
         """Give the memory back, once no copy uses it any more. Idempotent.

@@ -15,7 +15,7 @@ from time import perf_counter
 
 import attrs
 
-from backends.abc import Key, Tier
+from backends.abc import Key, RemoteTier, Tier
 from backends.memory import HostPages, MemoryTier
 from backends.slots import PagesDestination
 from backends.testing import payload_of
@@ -25,7 +25,7 @@ from ._engine import Engine, open_engine
 from ._keys import block_key
 from ._lifecycle import Status
 from ._trace import Request
-from .abc import Policy
+from .abc import AsyncPolicy, Policy
 from .preconditions import NO_WAIT
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -95,6 +95,12 @@ class Played:
     """For loading it and letting go; 0.0 where nothing was found."""
     store_time: float
     """For storing what was missing, until it had settled; 0.0 where nothing was missing."""
+    began: float = 0.0
+    """When it came, on the clock that the times are taken by."""
+    runs: Sequence[tuple[str, int]] = ()
+    """From which tier how many blocks of its prefix were read, in order."""
+    kept_back: Sequence[Key] = ()
+    """Of the blocks that a policy kept back, those that were not there already."""
 
     @property
     def time(self) -> float:
@@ -130,16 +136,18 @@ class Replayer:
         began = clock()
         hit = await engine.lookup(keys)
         found_at = loaded_at = clock()
-        loaded = len(hit)
+        loaded, runs = len(hit), tuple(hit.runs)
         if loaded:
             async with hit:
                 result = await engine.load(hit, PagesDestination(self._pages.part(0, loaded)))
             loaded_at = clock()
             loaded = result.loaded
+        else:
+            await engine.release(hit)
         wrong = self.target.count_wrong(keys[:loaded]) if loaded and self._check else 0
         missing = keys[loaded:]
         if not missing:
-            return Played(len(keys), loaded, wrong, 0, 0, found_at - began, loaded_at - found_at, 0.0)
+            return Played(len(keys), loaded, wrong, 0, 0, found_at - began, loaded_at - found_at, 0.0, began, runs)
         self.source.write(missing)
         store_at = clock()
         blocks = self._source.external(self._ids[: len(missing)], missing)
@@ -157,16 +165,19 @@ class Replayer:
             lookup_time=found_at - began,
             load_time=loaded_at - found_at,
             store_time=settled_at - store_at,
+            began=began,
+            runs=runs,
+            kept_back=[key for key, reason in answer.filtered.items() if reason != "present"] if filtered else (),
         )
 
 
 @asynccontextmanager
 async def open_replayer(
-    tiers: Sequence[Tier],
+    tiers: Sequence[Tier | RemoteTier],
     block_bytes: int,
     most_blocks: int,
     *,
-    policies: Sequence[Policy] | None = None,
+    policies: Sequence[Policy | AsyncPolicy] | None = None,
     check: bool = True,
 ) -> AsyncIterator[Replayer]:
     """Open an engine over these tiers, with room for the largest request.

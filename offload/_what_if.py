@@ -6,11 +6,12 @@ Exact, not modelled: the same pools and the same eviction decide as in a replay 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 
-from backends.abc import Key
+from backends.abc import EVICTED, Key
 from backends.blocks import BlockPool
+from maru.eviction import LRU, EvictionPolicy
 
 from .abc import Policy
 
@@ -21,6 +22,7 @@ def simulate(
     policies: Sequence[Policy] = (),
     *,
     presence: bool = True,
+    eviction: Sequence[Callable[[], EvictionPolicy[Key]]] | None = None,
 ) -> int:
     """Replay requests against tiers of so many blocks each, and count the blocks that are hit.
 
@@ -32,8 +34,10 @@ def simulate(
         capacities: of each tier, in blocks, from the fastest to the slowest.
         policies: what is asked, after presence, about what is to be stored. None may answer with a lease.
         presence: whether what the first tier has is kept from being stored again, which would take room for a moment.
+        eviction: what makes the policy of each tier; LRU everywhere unless given.
     """
-    pools = [BlockPool(capacity) for capacity in capacities]
+    policies_of = [LRU] * len(capacities) if eviction is None else eviction
+    pools = [BlockPool(capacity, made()) for capacity, made in zip(capacities, policies_of, strict=True)]
     hits = 0
     for keys in requests:
         hit = _lookup(pools, keys)
@@ -87,5 +91,8 @@ def _store(pool: BlockPool, keys: Sequence[Key]) -> Sequence[Key]:
         return ()
     slots = pool.take_evicting(keys)
     assert slots is not None, "nothing is held here"
+    if EVICTED in slots:  # not admitted
+        keys = [key for key, slot in zip(keys, slots, strict=True) if slot != EVICTED]
+        slots = [slot for slot in slots if slot != EVICTED]
     pool.register(keys, slots)
     return keys

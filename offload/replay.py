@@ -11,32 +11,43 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import click
 import trio
 
-from backends.abc import Tier, TierStatistics
+from backends.abc import RemoteTier, Tier, TierStatistics
 from backends.file import FileTier
 from backends.memory import MemoryTier
+from maru.eviction import LRU, AdaptiveLRFU
 
-from ._engine import EngineStatistics
+from ._engine import EngineStatistics, presence_filter
 from ._errors import OffloadError
+from ._eviction_comparison import compare, simulations
+from ._eviction_report import capacities_of, picture, show
+from ._replay_recording import Recorded, not_empty, not_recordable, scenario_of
 from ._replayer import Played, TraceKeys, open_replayer
 from ._trace import Request as Request
 from ._trace import TraceError as TraceError
 from ._trace import parse_request as parse_request
 from ._trace import read_trace as read_trace
 from ._what_if import simulate
-from .abc import Key, Policy
-from .policies import FrequencyFilter, PresenceFilter
+from .abc import AsyncPolicy, Key, Policy
+from .policies import FrequencyFilter
+
+if TYPE_CHECKING:
+    from .testing.scenarios._program import Scenario
 
 UNLIMITED: Final = math.inf
+_REGION_STEP: Final = 2 << 20
+"""A page store's regions are whole multiples of it, so that its capacity is rounded up."""
 
 
 class ReplayError(OffloadError, ValueError):
@@ -51,7 +62,7 @@ class TierSpec:
     """A tier to replay against."""
 
     kind: str
-    """``memory`` or ``file``."""
+    """``memory``, ``file`` or ``maru``."""
     directory: str | None
     """Of a file tier."""
     capacity_bytes: float
@@ -95,9 +106,9 @@ class ReplayOptions:
         except ValueError as error:
             raise ReplayError(f"policy {self.policy!r}: {error}") from error
 
-    def policies(self, first: Tier) -> list[Policy]:
+    def policies(self, first: Tier | RemoteTier) -> list[Policy | AsyncPolicy]:
         """What the policy's name stands for."""
-        return [] if self.policy == "pass-all" else [PresenceFilter(first), *self.further_policies()]
+        return [] if self.policy == "pass-all" else [presence_filter(first), *self.further_policies()]
 
     def further_policies(self) -> list[Policy]:
         """What is asked behind presence."""
@@ -178,7 +189,11 @@ class ReplayReport:
 
 
 async def replay(
-    requests: Sequence[Request], options: ReplayOptions, progress: Callable[[int], None] = lambda done: None
+    requests: Sequence[Request],
+    options: ReplayOptions,
+    progress: Callable[[int], None] = lambda done: None,
+    record: Callable[[Scenario], None] | None = None,
+    name: str = "a replay",
 ) -> ReplayReport:
     """Play requests one after another through an engine over new tiers, and compare every loaded block.
 
@@ -186,14 +201,20 @@ async def replay(
         requests: as :func:`read_trace` gives them.
         options: how.
         progress: told how many requests are done, after each.
+        record: told what was done, as a scenario (see :mod:`offload.testing.scenarios`).
+        name: of that scenario.
 
     Raises:
-        ReplayError: the options do not go together, or there is too little memory.
+        ReplayError: the options do not go together, or there is too little memory; to be recorded, the tiers must be empty.
     """
     names = TraceKeys()
     keys = [names.of(request) for request in requests]
     simulated = {f"{factor:g}x": _what_if(keys, len(names), options, factor) for factor in options.what_if}
-    with _tiers(options, len(names)) as tiers:
+    if record is not None and (other := not_recordable([spec.kind for spec in options.tiers])):
+        raise ReplayError(f"--record: a tier of {other} cannot be written down as a scenario: say memory or file:DIR")
+    async with _tiers(options, len(names)) as tiers:
+        if record is not None and (full := not_empty(tiers)):
+            raise ReplayError(f"--record: {full} has blocks already, and nobody knows how they came there: empty it")
         played: list[Played] = []
         policies = options.policies(next(iter(tiers.values())))
         most = max(map(len, keys), default=1)
@@ -208,6 +229,19 @@ async def replay(
             wall_time = perf_counter() - began
             statistics = player.engine.statistics()
         at_the_end = {name: tier.statistics() for name, tier in tiers.items()}
+        if record is not None:
+            scenario = scenario_of(
+                name,
+                requests,
+                keys,
+                played,
+                [Recorded(spec.kind, spec.blocks(options.block_bytes, len(names))) for spec in options.tiers],
+                statistics.tiers,
+                block_bytes=options.block_bytes,
+                checksums=options.checksums,
+                presence=options.policy != "pass-all",
+            )
+            record(scenario)
     return _report(played, len(names), options, statistics, at_the_end, wall_time, simulated)
 
 
@@ -251,35 +285,73 @@ def _what_if(keys: Sequence[Sequence[Key]], unique: int, options: ReplayOptions,
     capacities = [spec.blocks(options.block_bytes, unique, factor) for spec in options.tiers]
     if 0 in capacities:
         raise ReplayError(f"what-if {factor:g}x: a tier would hold less than one block")
-    hits = simulate(keys, capacities, options.further_policies(), presence=options.policy != "pass-all")
+    hits = simulate(
+        keys,
+        capacities,
+        options.further_policies(),
+        presence=options.policy != "pass-all",
+        eviction=[LRU if spec.kind == "maru" else AdaptiveLRFU for spec in options.tiers],
+    )
     return hits / (sum(map(len, keys)) or 1)
 
 
-@contextmanager
-def _tiers(options: ReplayOptions, unique: int) -> Iterator[dict[str, Tier]]:
+@asynccontextmanager
+async def _tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[str, Tier | RemoteTier]]:
     """The tiers asked for, closed afterwards."""
-    tiers: dict[str, Tier] = {}
-    with ExitStack() as stack:
+    tiers: dict[str, Tier | RemoteTier] = {}
+    async with AsyncExitStack() as stack:
         for spec in options.tiers:
             blocks = spec.blocks(options.block_bytes, unique)
             if not blocks and unique:
                 raise ReplayError(f"capacity of {spec.name}: less than one block of {options.block_bytes} bytes")
             nbytes = max(1, blocks) * options.block_bytes
-            tier: MemoryTier | FileTier
-            if spec.directory is None:
+            tier: Tier | RemoteTier
+            if spec.kind == "maru":
                 _check_memory(spec, nbytes)
-                tier = MemoryTier(nbytes, options.block_bytes, checksums=options.checksums)
+                tier = await stack.enter_async_context(_page_store(nbytes, options))
+            elif spec.directory is None:
+                _check_memory(spec, nbytes)
+                tier = memory = MemoryTier(nbytes, options.block_bytes, checksums=options.checksums)
+                stack.callback(memory.close)
             else:
-                tier = FileTier(
+                tier = files = FileTier(
                     spec.directory,
                     nbytes,
                     block_bytes=options.block_bytes,
                     fingerprint="offload.replay",
                     checksums=options.checksums,
                 )
-            stack.callback(tier.close)
+                stack.callback(files.close)
             tiers[spec.name if spec.name not in tiers else f"{spec.name} ({len(tiers) + 1})"] = tier
         yield tiers
+
+
+@asynccontextmanager
+async def _page_store(nbytes: int, options: ReplayOptions) -> AsyncIterator[RemoteTier]:
+    """A tier over a page store in this process, with one region, of which nothing is evicted ahead of need."""
+    from backends.maru import MaruTier
+    from maru import MaruHandler, ServerConfig, open_server
+
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="offload-replay-", dir=memory) as home:
+        config = ServerConfig(
+            host="",
+            rm_address="",
+            pool_path=home,
+            capacity_bytes=nbytes + _REGION_STEP,
+            high_watermark=1.0,
+            log_level="error",
+        )
+        async with open_server(config) as server:
+            handler = MaruHandler(
+                server_url=server.endpoints[-1],
+                chunk_size_bytes=options.block_bytes,
+                pool_size=nbytes,
+                auto_expand=False,
+                checksums=options.checksums,
+            )
+            async with MaruTier(handler) as tier:
+                yield tier
 
 
 def _check_memory(spec: TierSpec, nbytes: int) -> None:
@@ -354,7 +426,7 @@ def _factor(text: str) -> float | None:
     "--tier",
     "tiers",
     multiple=True,
-    metavar="memory|file:DIR",
+    metavar="memory|maru|file:DIR",
     help="Where blocks are kept; repeated, from the fastest to the slowest.  [default: memory]",
 )
 @click.option(
@@ -386,6 +458,30 @@ def _factor(text: str) -> float | None:
 )
 @click.option("--checksums/--no-checksums", default=True, show_default=True, help="Verify blocks by checksums, too.")
 @click.option("--what-if", type=_factors_of, default=None, metavar="2x,4x", help="Hit rates at other capacities.")
+@click.option(
+    "--record",
+    type=click.Path(dir_okay=False),
+    metavar="OUT.scenario.toml",
+    help="Write down what was done as a scenario, for `offload scenario run`.",
+)
+@click.option(
+    "--compare-eviction",
+    is_flag=True,
+    help="Do not move bytes, but compare the hit rates of all eviction policies over TRACE, and what was possible.",
+)
+@click.option(
+    "--capacities",
+    "compared",
+    metavar="1%,5%,4096",
+    help="Where --compare-eviction does so: shares of the different blocks, or blocks.  [default: 1%,5%,10%,25%,50%]",
+)
+@click.option(
+    "--picture",
+    "picture_file",
+    type=click.Path(dir_okay=False, writable=True),
+    metavar="OUT.svg",
+    help="Where --compare-eviction draws hit rate against capacity.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def command(
     trace: str,
@@ -397,6 +493,10 @@ def command(
     speed: float,
     checksums: bool,
     what_if: Sequence[float] | None,
+    record: str | None,
+    compare_eviction: bool,
+    compared: str | None,
+    picture_file: str | None,
     as_json: bool,
 ) -> None:
     """Replay the requests of TRACE and report hit rates, times and bytes.
@@ -405,7 +505,12 @@ def command(
     may be compressed by gzip. For each request the longest prefix is looked up and loaded, and what is missing is
     stored. Every loaded block is compared with what was stored; a difference ends with exit code 1.
     """
+    if (compared or picture_file) and not compare_eviction:
+        raise click.UsageError("--capacities and --picture go with --compare-eviction")
     try:
+        if compare_eviction:
+            _compare_eviction(trace, limit, compared, picture_file, as_json)
+            return
         options = ReplayOptions(
             tiers=_specs(tiers, capacities),
             block_bytes=int(block_bytes),
@@ -418,16 +523,46 @@ def command(
         if not requests:
             raise ReplayError(f"{trace}: no request")
         with _progress(len(requests)) as progress:
-            report = trio.run(replay, requests, options, progress)
+            write = None if record is None else partial(_write, record)
+            report = trio.run(replay, requests, options, progress, write, f"a replay of {os.path.basename(trace)}")
     except (OffloadError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
     if as_json:
         click.echo(json.dumps(report.as_json(), indent=2))
     else:
         _show(report, trace)
+        if record is not None:
+            click.echo(f"recorded: {record}")
     if report.wrong:
         click.echo(f"offload replay: {report.wrong} loaded blocks were not what had been stored", err=True)
         sys.exit(1)
+
+
+def _write(path: str, scenario: Scenario) -> None:
+    from .testing.scenarios._files.writing import to_toml
+
+    Path(path).write_text(to_toml(scenario))
+
+
+def _compare_eviction(
+    trace: str, limit: int | None, compared: str | None, picture_file: str | None, as_json: bool
+) -> None:
+    if picture_file is not None and not picture_file.lower().endswith(".svg"):
+        raise ReplayError(f"{picture_file}: a picture is SVG, so its name must end in .svg")
+    requests = read_trace(trace, limit)
+    names = TraceKeys()
+    keys = [names.of(request) for request in requests]
+    if not names:
+        raise ReplayError(f"{trace}: no block")
+    capacities = capacities_of(compared, len(names))
+    with _progress(simulations(capacities), "simulating") as progress:
+        comparison = compare(keys, capacities, progress)
+    if picture_file is not None:
+        Path(picture_file).write_text(picture(comparison, os.path.basename(trace)), encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps(comparison.as_json(), indent=2))
+    else:
+        show(comparison, f"eviction policies over {os.path.basename(trace)}")
 
 
 def _specs(tiers: Sequence[str], capacities: Sequence[float]) -> list[TierSpec]:
@@ -440,15 +575,17 @@ def _specs(tiers: Sequence[str], capacities: Sequence[float]) -> list[TierSpec]:
         kind, colon, directory = tier.partition(":")
         if (kind, colon) == ("memory", ""):
             specs.append(TierSpec("memory", None, capacity))
+        elif (kind, colon) == ("maru", ""):
+            specs.append(TierSpec("maru", None, capacity))
         elif kind == "file" and directory:
             specs.append(TierSpec("file", directory, capacity))
         else:
-            raise ReplayError(f"tier {tier!r}: must be memory or file:DIR")
+            raise ReplayError(f"tier {tier!r}: must be memory, maru or file:DIR")
     return specs
 
 
 @contextmanager
-def _progress(requests: int) -> Iterator[Callable[[int], None]]:
+def _progress(steps: int, what: str = "replaying") -> Iterator[Callable[[int], None]]:
     """A bar on a terminal, nothing elsewhere."""
     if not sys.stderr.isatty():
         yield lambda done: None
@@ -456,12 +593,12 @@ def _progress(requests: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("replaying", total=requests)
+        task = bar.add_task(what, total=steps)
 
         def told(done: int) -> None:
-            if done % 64 == 0:  # the bar costs more than a request does
+            if done % 64 == 0 or steps < 1000:  # the bar costs more than a request does
                 bar.update(task, completed=done)
 
         yield told

@@ -199,6 +199,7 @@ async def test_a_small_copy_is_made_in_place_and_a_large_one_in_a_thread(monkeyp
         return real(destination, source)
 
     monkeypatch.setattr("backends.slots.copy_and_sum", spy)
+    monkeypatch.setattr("backends._in_place.copy_and_sum", spy)
     for size in (PORTION_BYTES, PORTION_BYTES + 8):
         source, tier = MemoryTier(size, size), MemoryTier(size, size)
         source.put(b"a", bytes(size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import subprocess
 import sys
@@ -224,6 +225,26 @@ def test_a_block_behind_a_gap_is_no_hit_and_is_not_stored_again() -> None:
     assert (report.hit_blocks, report.filtered, report.wrong) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("policy", ["presence", "pass-all"])
+def test_a_page_store_of_its_own_gives_the_same_and_leaves_nothing(policy: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    report = run(tiers=[TierSpec("maru", None, math.inf)], policy=policy)
+    alike = run(policy=policy)
+    figures = attrs.fields(ReplayReport)
+    for same in (figures.hit_blocks, figures.stored, figures.filtered, figures.dropped, figures.wrong, figures.bytes):
+        assert getattr(report, same.name) == getattr(alike, same.name), same.name
+    [tier] = report.tiers.values()
+    assert (tier.held_blocks, tier.reserved_blocks, tier.blocks) == (0, 0, 15)
+    assert {name for name in os.listdir("/dev/shm") if "replay" in name} <= before
+
+
+def test_behind_host_memory_the_page_store_catches_what_that_evicts() -> None:
+    report = run(tiers=[TierSpec("memory", None, 6 * BLOCK), TierSpec("maru", None, math.inf)])
+    assert report.wrong == 0
+    assert report.hit_blocks == run().hit_blocks
+    assert report.tiers["maru"].loaded > 0
+
+
 def test_a_request_larger_than_the_tier_is_dropped_and_counted() -> None:
     report = run(tiers=[TierSpec("memory", None, 4 * BLOCK)])
     assert report.dropped > 0
@@ -341,8 +362,8 @@ def test_the_command_prints_a_table(trace_file: Path, tmp_path: Path) -> None:
         (["--block-bytes", "unlimited"], "a size such as"),
         (["--capacity", "100"], "less than one block"),
         (["--capacity", "1MiB", "--capacity", "1MiB"], "1 tiers, but 2 capacities"),
-        (["--tier", "tape"], "memory or file:DIR"),
-        (["--tier", "file:"], "memory or file:DIR"),
+        (["--tier", "tape"], "memory, maru or file:DIR"),
+        (["--tier", "file:"], "memory, maru or file:DIR"),
         (["--policy", "never"], "pass-all, presence, or frequency:N"),
         (["--speed", "slowly"], "realtime"),
         (["--speed", "0x"], "realtime"),
@@ -412,7 +433,7 @@ def test_the_real_trace_at_64_kib_and_1_gib() -> None:
     done = subprocess.run([sys.executable, "-m", "offload", "replay", *args], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert (report["hit_blocks"], report["dropped"], report["wrong"]) == (9_798, 0, 0)
+    assert (report["hit_blocks"], report["dropped"], report["wrong"]) == (9_801, 0, 0)
     assert report["stored"] == report["evicted"] + 16_384
 
 

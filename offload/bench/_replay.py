@@ -2,9 +2,9 @@
 
 Every request is played three times in a row, in changing order: through an engine over a memory tier without checksums,
 through one with them, and through :class:`offload._replay_baseline.Baseline`, a plain dictionary in least recently used
-order over a populated shared mapping of the same size, which copies with memmove. All of them find, load and store the same
-blocks; each has its own memory on both sides. Timed is the cache's work alone: what stands in for the forward pass, writing
-the blocks that were missing, is not.
+order over a populated shared mapping of the same size, which copies with memmove. All of them evict in that order, so that
+they find, load and store the same blocks; each has its own memory on both sides. Timed is the cache's work alone: what stands
+in for the forward pass, writing the blocks that were missing, is not.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from backends.abc import Key
 from backends.memory import HostPages, MemoryTier
 from maru.bench._measure import Effort, Figures, in_trio, in_turn, noisiest, percentile
 from maru.bench._row import Goal, Row
+from maru.eviction import LRU
 
 from .._replay_baseline import Baseline
 from .._replayer import Buffer, Replayer, TraceKeys, open_replayer
@@ -120,7 +121,7 @@ async def _play(requests: Sequence[Sequence[Key]], block_bytes: int, capacity_by
     async with AsyncExitStack() as stack:
         players: dict[str, _Player] = {"baseline": _Theirs(capacity_bytes, block_bytes, most)}
         for name, summed in _TIERS.items():
-            tier = MemoryTier(capacity_bytes, block_bytes, checksums=summed)
+            tier = MemoryTier(capacity_bytes, block_bytes, checksums=summed, eviction=LRU())
             replayer = await stack.enter_async_context(open_replayer([tier], block_bytes, most, check=False))
             players[name] = _Ours(replayer)
         return await _in_turn(requests, players)

@@ -1,50 +1,15 @@
-"""Which keys a full place gives up: the eviction policies, for page store, tiers and block pool alike. Pure.
-
-A policy is told what is used and answers who must go. It never holds bytes, slots or counts of guards: it is one
-instance per owner, called by that owner on one thread, and knows keys only. The owner says what may not go now.
-
-Rule 1. A key is known from its first use until it is a victim or discarded. A victim is forgotten by the answer itself.
-Rule 2. Uses come deepest first: of a prefix's blocks the last one first, so that its head is the most recent. A
-        prefix is of no use without its head, so the head must go last.
-Rule 3. The cost of an answer does not grow with the number of keys known nor with the number held (amortized).
-"""
+"""The least recently used key goes first: the order in which places have always been tidied, and the cheapest to keep."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Container, Hashable, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Container, Iterable, Sequence
+from typing import Final, Generic
 
-K = TypeVar("K", bound=Hashable)
+from ._contract import K
 
-_LONG = 8
+_LONG: Final = 8
 """From so many keys on, using them in C pays, where all are known: 64 take 2 us instead of 7."""
-
-
-class EvictionPolicy(Protocol[K]):
-    """Decides which keys make room for others. One instance per owner; not thread-safe; never blocks."""
-
-    def use(self, keys: Sequence[K]) -> None:
-        """These keys were hit or published, the deepest of a prefix first. Unknown ones are known from now on."""
-        ...
-
-    def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:
-        """Find ``n`` places for ``incoming``.
-
-        Args:
-            incoming: the keys that are to come in; they are not known by this call.
-            n: how many places are missing: at most ``len(incoming)``, unless room is made ahead of need for nobody.
-            held: keys that may not go now; only ``in`` is asked of it.
-
-        Returns:
-            The victims, which are forgotten, and those of ``incoming`` that are not worth a place (rejected before they
-            are copied): ``n`` together, or fewer where the rest is held.
-        """
-        ...
-
-    def discard(self, keys: Iterable[K]) -> None:
-        """Forget these keys: deleted is not evicted. Unknown ones are ignored."""
-        ...
 
 
 class LRU(Generic[K]):

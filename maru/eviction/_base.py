@@ -1,0 +1,134 @@
+"""What the policies that keep several queues share: finding victims, and keeping held keys out of the way.
+
+A held key that is met where victims are taken is put *aside*, out of the queues, with the place it had. Left in, it would be
+met again at every search: moving it to the back of its queue helps LRU, which has one, but not a policy that prefers one of
+its queues over others, since it may prefer the one in which everything is held.
+
+Nobody tells a policy that a key is no longer held. So each search first looks at twice as many of those aside as victims are
+wanted, in turn, and those that are free return to the front of their queue, where they were. A use brings a key back as well.
+Only where the queues run empty are all that are aside looked at, since as many as possible must be found. Each key is put
+aside once for each time it was used, brought in or returned: this is what makes rule 3 hold.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Sequence
+from typing import Final, Generic, TypeVar
+
+from ._contract import K
+
+P = TypeVar("P")
+"""Where a key stood, as its policy writes it down."""
+
+_LOOKS: Final = 2
+"""How many of those aside are looked at for each victim: more than one, so that the round gets to its end."""
+
+
+class Queues(ABC, Generic[K, P]):
+    """A policy that keeps its keys in queues. A subclass says which key is next, and what follows from a use."""
+
+    def __init__(self) -> None:
+        self._aside: OrderedDict[K, P] = OrderedDict()
+        self._capacity = 0
+
+    def __len__(self) -> int:
+        return self._queued() + len(self._aside)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self)} keys>"
+
+    def use(self, keys: Sequence[K]) -> None:
+        """Each of these keys was used once, the first one first."""
+        aside = self._aside
+        for key in keys:
+            if aside and key in aside:
+                self._put_back(key, aside.pop(key))
+            self._use(key)
+
+    def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:
+        """The next ``n`` victims that are not held; nothing is rejected."""
+        self._begin()
+        aside = self._aside
+        if aside:
+            self._return(_LOOKS * n, held)
+        victims: list[K] = []
+        causes = iter(incoming)
+        cause = next(causes, None)
+        searched = False
+        while len(victims) < n:
+            taken = self._take(cause)
+            if taken is None:
+                if searched or not aside:
+                    break
+                searched = True  # what is put aside from here on is held, and stays so for this call
+                self._return(len(aside), held)
+                continue
+            key, place = taken
+            if key in held:
+                aside[key] = place
+            else:
+                self._gone(key, place)
+                victims.append(key)
+                cause = next(causes, None)
+        return victims, []
+
+    def discard(self, keys: Iterable[K]) -> None:
+        """Forget these keys."""
+        aside = self._aside
+        for key in keys:
+            if aside.pop(key, None) is None:
+                self._forget(key)
+
+    # --- what a subclass says -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _queued(self) -> int:
+        """How many keys are in the queues."""
+
+    @abstractmethod
+    def _use(self, key: K) -> None:
+        """A key that is in the queues or unknown was used."""
+
+    @abstractmethod
+    def _take(self, cause: K | None) -> tuple[K, P] | None:
+        """Take the next victim out of its queue. It may turn out to be held, so nothing else may follow from it.
+
+        Args:
+            cause: whom it would make room for, where that is known.
+        """
+
+    @abstractmethod
+    def _put_back(self, key: K, place: P) -> None:
+        """To the front of the queue it was taken from."""
+
+    @abstractmethod
+    def _gone(self, key: K, place: P) -> None:
+        """What was taken is a victim."""
+
+    @abstractmethod
+    def _forget(self, key: K) -> None:
+        """Take a key out of the queues, if it is there."""
+
+    # --- below --------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Room is wanted: as many keys as there are now must be about what the owner holds."""
+        known = len(self)
+        if known > self._capacity:
+            self._capacity = known
+            self._grown()
+
+    def _grown(self) -> None:
+        """The capacity is known, or turned out to be larger."""
+
+    def _return(self, looks: int, held: Container[K]) -> None:
+        """Look at so many of those aside; those that are free go back where they were."""
+        aside = self._aside
+        for _ in range(min(looks, len(aside))):
+            key, place = aside.popitem(last=False)
+            if key in held:
+                aside[key] = place
+            else:
+                self._put_back(key, place)

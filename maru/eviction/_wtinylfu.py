@@ -1,0 +1,170 @@
+"""W-TinyLFU: a newcomer must have been seen more often than whom it would push out, after a short trial in a window.
+
+After Einziger, Friedman and Manes, "TinyLFU: a highly efficient cache admission policy" (ACM Transactions on Storage, 2017).
+The variant: the *window* is an LRU of one hundredth of the capacity; *main* is a segmented LRU, of which four fifths at most
+are *protected* (used again while in main) and the rest is on *probation*; frequencies come from a sketch (four rows, aged
+after ten times the capacity, see the room next door). No doorkeeper, no hill climbing, and none of the chance that
+Caffeine gives a loser now and then: it is the static policy of the paper.
+
+A newcomer enters the window. Where room is needed and the window is longer than its share, its oldest, the *candidate*, meets
+the oldest on probation, the *victim* (or the oldest protected one, where nobody is on probation): the candidate moves to
+probation and the victim goes if the candidate was seen more often; else the candidate goes.
+
+What our contract adds: newcomers that are to enter stand behind the window, deepest first, as they will be used. Where the
+whole window is gone, they themselves are candidates. One that loses is rejected before it is copied, counted as seen; one that
+wins goes to probation when it is used. Main fills up before anybody is judged.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Sequence
+
+from ._base import Queues
+from ._contract import K
+from ._sketch import Sketch
+
+
+class WTinyLFU(Queues[K, int]):
+    """Admits by frequency. Rejects what is not worth a place.
+
+    Args:
+        window: the window's share of the capacity.
+        protected: the protected share of what is not window.
+    """
+
+    def __init__(self, window: float = 0.01, protected: float = 0.8) -> None:
+        super().__init__()
+        for name, share in (("window", window), ("protected", protected)):
+            if not 0 < share < 1:
+                raise ValueError(f"{name} is {share}, but must be between 0 and 1")
+        self._window_share, self._protected_share = window, protected
+        self._window: OrderedDict[K, None] = OrderedDict()
+        self._probation: OrderedDict[K, None] = OrderedDict()
+        self._protected: OrderedDict[K, None] = OrderedDict()
+        self._queues = (self._window, self._probation, self._protected)
+        self._admitted: set[K] = set()  # newcomers that won before they were there
+        self._most_window = self._most_main = self._most_protected = 0
+        self._sketch: Sketch | None = None
+        self._sketched = 0
+
+    def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:
+        """``n`` places, by victims and rejected newcomers."""
+        self._begin()
+        self._fill_main()
+        self._admitted.clear()
+        if self._aside:
+            self._return(2 * n, held)
+        victims: list[K] = []
+        rejected: list[K] = []
+        waiting = list(incoming)  # the deepest is the last one: it is judged first
+        searched = False
+        while len(victims) + len(rejected) < n:
+            candidate = newcomer = None
+            if len(self._window) + len(waiting) > self._most_window:
+                candidate = self._oldest(0, held)
+                if candidate is None and waiting:
+                    newcomer = waiting.pop()
+            victim, place = self._oldest(1, held), 1
+            if victim is None:
+                victim, place = self._oldest(2, held), 2
+            if victim is None and candidate is None and newcomer is None:
+                candidate = self._oldest(0, held)
+                if candidate is None:
+                    if searched or not self._aside:
+                        break
+                    searched = True
+                    self._return(len(self._aside), held)
+                    continue
+            if newcomer is not None:
+                if victim is not None and self._count(newcomer) + 1 > self._count(victim):
+                    self._admitted.add(newcomer)
+                    del self._queues[place][victim]
+                    victims.append(victim)
+                else:
+                    self._see(newcomer)
+                    rejected.append(newcomer)
+            elif victim is None or (candidate is not None and self._count(candidate) <= self._count(victim)):
+                assert candidate is not None
+                del self._window[candidate]
+                victims.append(candidate)
+            else:
+                if candidate is not None:
+                    del self._window[candidate]
+                    self._probation[candidate] = None
+                del self._queues[place][victim]
+                victims.append(victim)
+        return victims, rejected
+
+    def _queued(self) -> int:
+        return len(self._window) + len(self._probation) + len(self._protected)
+
+    def _grown(self) -> None:
+        capacity = self._capacity
+        self._most_window = max(1, int(capacity * self._window_share))
+        self._most_main = capacity - self._most_window
+        self._most_protected = int(self._most_main * self._protected_share)
+        if capacity >= 2 * self._sketched:  # and begins to count anew
+            self._sketch, self._sketched = Sketch(capacity), capacity
+
+    def _use(self, key: K) -> None:
+        self._see(key)
+        window, probation, protected = self._queues
+        if key in window:
+            window.move_to_end(key)
+        elif key in protected:
+            protected.move_to_end(key)
+        elif key in probation:
+            del probation[key]
+            protected[key] = None
+            if len(protected) > self._most_protected:
+                oldest, _ = protected.popitem(last=False)
+                probation[oldest] = None
+        elif key in self._admitted:
+            self._admitted.discard(key)
+            probation[key] = None
+        else:
+            window[key] = None
+
+    def _put_back(self, key: K, place: int) -> None:
+        queue = self._queues[place]
+        queue[key] = None
+        queue.move_to_end(key, last=False)
+
+    def _forget(self, key: K) -> None:
+        for queue in self._queues:
+            if key in queue:
+                del queue[key]
+                return
+
+    def _take(self, cause: K | None) -> tuple[K, int] | None:
+        raise NotImplementedError  # who goes is judged in make_room
+
+    def _gone(self, key: K, place: int) -> None:
+        raise NotImplementedError
+
+    def _fill_main(self) -> None:
+        """While main has room, what is too much for the window moves there unjudged."""
+        window, probation = self._window, self._probation
+        room = self._most_main - len(probation) - len(self._protected)
+        for _ in range(min(room, len(window) - self._most_window)):
+            key, _nothing = window.popitem(last=False)
+            probation[key] = None
+
+    def _oldest(self, place: int, held: Container[K]) -> K | None:
+        """The oldest key of a queue that is not held. Those that are, before it, are put aside."""
+        queue = self._queues[place]
+        while queue:
+            key = next(iter(queue))
+            if key not in held:
+                return key
+            del queue[key]
+            self._aside[key] = place
+        return None
+
+    def _see(self, key: K) -> None:
+        if self._sketch is not None:
+            self._sketch.add(key)
+
+    def _count(self, key: K) -> int:
+        return 0 if self._sketch is None else self._sketch.count(key)

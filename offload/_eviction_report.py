@@ -1,0 +1,104 @@
+"""A comparison of eviction policies, as a table and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from maru.eviction import AdaptiveLRFU
+
+from ._chart import Axis, Line, line_chart, round_ticks
+from ._errors import OffloadError
+from ._eviction_comparison import LIMIT, SHARES, Comparison
+
+_DEFAULT = AdaptiveLRFU.__name__
+
+
+class CapacityUnclear(OffloadError, ValueError):
+    """What was asked for is no capacity; the text says what would be one."""
+
+
+def capacities_of(text: str | None, unique: int) -> list[int]:
+    """Capacities in blocks: ``1%,25%`` of the different blocks, or numbers of blocks such as ``4096``.
+
+    Raises:
+        CapacityUnclear: it is something else, or less than one block.
+    """
+    if text is None:
+        return sorted({max(1, round(share * unique)) for share in SHARES})
+    capacities: set[int] = set()
+    for part in text.split(","):
+        number = part.strip()
+        try:
+            blocks = round(float(number[:-1]) / 100 * unique) if number.endswith("%") else int(number)
+        except (ValueError, OverflowError):
+            blocks = 0
+        if blocks < 1:
+            raise CapacityUnclear(
+                f"{part.strip()!r}: a capacity of at least one block, such as 5% (of the different blocks) or 4096 (blocks)"
+            )
+        capacities.add(blocks)
+    return sorted(capacities)
+
+
+def show(comparison: Comparison, title: str) -> None:
+    """Print the table: hit rates with the best marked, then how far each is from the limit."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("hit rate at", style="bold")
+    for capacity, share in zip(comparison.capacities, comparison.shares, strict=True):
+        table.add_column(f"{_percent(share)}\n{capacity:,}", justify="right")
+    best = [comparison.best(at) for at in range(len(comparison.capacities))]
+    for name, rates in comparison.hit_rates.items():
+        cells = [f"[bold]* {rate:.4f}[/]" if name in best[at] else f"{rate:.4f}" for at, rate in enumerate(rates)]
+        table.add_row(_said(name), *cells)
+    table.add_row(f"{LIMIT} (limit)", *(f"{rate:.4f}" for rate in comparison.limit), end_section=True)
+    table.add_row(f"behind {LIMIT}", style="bold")
+    for name, rates in comparison.hit_rates.items():
+        behind = [limit - rate for limit, rate in zip(comparison.limit, rates, strict=True)]
+        cells = [f"[bold]* {each:.4f}[/]" if name in best[at] else f"{each:.4f}" for at, each in enumerate(behind)]
+        table.add_row(_said(name), *cells)
+    table.caption = (
+        f"{comparison.requests:,} requests, {comparison.blocks:,} blocks, {comparison.unique_blocks:,} different"
+    )
+    table.caption_justify = "left"
+    Console().print(table)
+
+
+def picture(comparison: Comparison, trace: str) -> str:
+    """Hit rate against capacity, a line for each policy and one for the limit, as SVG."""
+    highest = max(*comparison.limit, *(rate for rates in comparison.hit_rates.values() for rate in rates))
+    lines = [
+        Line(f"{LIMIT} (limit)", comparison.limit, "limit"),
+        *(Line(name, rates) for name, rates in comparison.hit_rates.items() if name != _DEFAULT),
+        Line(_said(_DEFAULT), comparison.hit_rates[_DEFAULT], "main"),
+    ]
+    shares = comparison.shares
+    return line_chart(
+        "Hit rate of eviction policies",
+        f"{trace}: {comparison.requests:,} requests, {comparison.blocks:,} blocks, "
+        f"{comparison.unique_blocks:,} of them different",
+        Axis("capacity (% of the trace's different blocks, logarithmic)", _ticks(shares)),
+        Axis("hit rate (% of all blocks)", [(tick, f"{100 * tick:g}") for tick in round_ticks(highest)]),
+        shares,
+        lines,
+    )
+
+
+def _ticks(shares: Sequence[float]) -> list[tuple[float, str]]:
+    """Where the capacities are, without those too near to the one before to be written."""
+    ticks: list[tuple[float, str]] = []
+    width = shares[-1] / shares[0]
+    for share in shares:
+        if not ticks or (share / ticks[-1][0]) > width**0.06:
+            ticks.append((share, _percent(share).removesuffix("%")))
+    return ticks
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
+
+
+def _said(name: str) -> str:
+    return f"{name} (default)" if name == _DEFAULT else name

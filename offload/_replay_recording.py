@@ -1,0 +1,107 @@
+"""What a replay did, as facts for a recording: :mod:`offload.testing.scenarios._making.recording` makes a scenario of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from backends.abc import Key, RemoteTier, Tier, TierStatistics
+
+from ._replayer import Played
+from ._trace import Request
+
+if TYPE_CHECKING:
+    from .testing.scenarios._program import Scenario
+
+
+@attrs.frozen
+class Recorded:
+    """A tier of a replay, as far as a recording says it."""
+
+    kind: str
+    """``memory`` or ``file``."""
+    capacity: int
+    """Blocks."""
+
+
+def not_recordable(kinds: Sequence[str]) -> str:
+    """The kind of tier that a scenario has no word for, if there is one."""
+    return next((kind for kind in kinds if kind not in ("memory", "file")), "")
+
+
+def not_empty(tiers: Mapping[str, Tier | RemoteTier]) -> str:
+    """The tier that had blocks before the replay began, if there is one: nobody knows how they came there."""
+    return next((name for name, tier in tiers.items() if tier.statistics().used_bytes), "")
+
+
+def scenario_of(
+    name: str,
+    requests: Sequence[Request],
+    keys: Sequence[Sequence[Key]],
+    played: Sequence[Played],
+    tiers: Sequence[Recorded],
+    statistics: Mapping[str, TierStatistics],
+    *,
+    block_bytes: int,
+    checksums: bool,
+    presence: bool,
+) -> Scenario:
+    """A scenario that does what was done.
+
+    Args:
+        name: of what was replayed.
+        requests: as they were played.
+        keys: of each.
+        played: what each came to.
+        tiers: from the fastest to the slowest.
+        statistics: of each tier, by the name that the engine gave it, in the same order.
+        block_bytes: of every block.
+        checksums: whether blocks were verified.
+        presence: whether what the first tier had was kept from being stored again.
+    """
+    from .testing.scenarios._making.recording import Kept, recorded
+    from .testing.scenarios._making.recording import Request as Done
+
+    position = {name: i for i, name in enumerate(statistics)}
+    began = played[0].began if played else 0.0
+    done: list[Done] = []
+    missed = 0
+    for request, wanted, one in zip(requests, keys, played, strict=True):
+        hash_of = dict(zip(wanted, request.hash_ids, strict=True))
+        done.append(
+            Done(
+                at_ms=(one.began - began) * 1e3,
+                blocks=request.hash_ids,
+                runs=[(position[name], blocks) for name, blocks in _within(one.runs, one.hit)],
+                kept_back=frozenset([hash_of[key] for key in one.kept_back]),
+                store_time=one.store_time,
+            )
+        )
+        missed += one.hit < one.blocks
+    counts = {"loaded": sum(one.hit for one in played), "missed": missed}
+    if presence:
+        counts["copied"] = sum(tier.stored for tier in statistics.values())
+    return recorded(
+        name,
+        [Kept("file" if tier.kind == "file" else "memory", tier.capacity, block_bytes, checksums) for tier in tiers],
+        done,
+        counts,
+        presence=presence,
+        about=(
+            f"{len(played):,} requests as `offload replay` played them. Each loads the prefix that was there and asks for the "
+            "block behind it, and stores what was missing. Where a real copy took less than a virtual millisecond, what "
+            "follows begins later than it did."
+        ),
+    )
+
+
+def _within(runs: Sequence[tuple[str, int]], blocks: int) -> list[tuple[str, int]]:
+    """The first so many blocks: where a load broke off, what is behind it was not loaded."""
+    found: list[tuple[str, int]] = []
+    for name, length in runs:
+        if blocks > 0:
+            found.append((name, min(length, blocks)))
+            blocks -= length
+    return found
