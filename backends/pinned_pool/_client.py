@@ -1,0 +1,359 @@
+"""A client of a pinned pool's server, for threads that know no trio: the calls of the protocol, and the pool mapped here.
+
+On the server's host the pool is mapped (its descriptor comes over a Unix socket), and copies are copies; the connection
+carries ids only. From another host, or where it is asked for, bytes are streamed through the connection, a few frames ahead.
+
+Rule 1. Any thread. One request is on its way at a time; copies in mapped memory wait for nobody.
+Rule 2. No answer in time is an error, and the session goes on. What such a request took is given back when its answer comes.
+Rule 3. Once the connection is over, every call says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Final, TypeVar
+
+import attrs
+
+from maru._errors import MaruError
+from maru._memory.mapping import Mapping, map_region
+from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
+
+from ._errors import PoolClosed, PoolLost, PoolRefused, PoolTimeout
+from ._line import Line
+from ._messages import (
+    MAX_IDS,
+    MAX_PIECE_BYTES,
+    VERSION,
+    Allocated,
+    AllocateFromPool,
+    AllocatePoolMemory,
+    Answer,
+    BadFrame,
+    CopyFromPool,
+    CopyToPool,
+    Done,
+    FreeFromPool,
+    GetUsageInfo,
+    Hello,
+    PoolAllocated,
+    PoolFull,
+    Refused,
+    Request,
+    UsageInfo,
+    Welcome,
+    unpacked,
+)
+from ._table import Allocation, Unknown, Usage, spans_of
+
+_AHEAD: Final = 4
+"""Frames of bytes that are on their way at once: enough that neither side waits for the other's answer."""
+_SECONDS_PER_GIB: Final = 5.0
+"""More time for a pool to be made: taking, zeroing and pinning memory."""
+_NOTHING: Final = memoryview(b"")
+_U32: Final = 0xFFFF_FFFF
+
+A = TypeVar("A", bound=Answer)
+
+_log = logging.getLogger(__name__)
+
+
+@attrs.frozen
+class PoolMemoryInfo:
+    """What a client was given."""
+
+    nbytes: int
+    """In whole chunks."""
+    chunks: int
+    chunk_bytes: int
+    pinned: str
+    """``cuda``, ``locked`` or ``no``: by the server."""
+    why_not_pinned: str
+    shared: bool
+    """Whether it is mapped here."""
+    why_not_shared: str
+
+
+class PinnedPoolClient:
+    """One session with a server.
+
+    Args:
+        server: ``host:port``.
+        timeout: seconds to wait for an answer.
+        shared_memory: whether to map the pool: None where that can be, True or else fail, False never.
+
+    Raises:
+        PoolUnreachable: there is no server.
+        PoolTimeout: it does not answer.
+        PoolLost: what answers there is no pinned pool.
+    """
+
+    def __init__(
+        self, server: str = "127.0.0.1:8073", *, timeout: float = 10.0, shared_memory: bool | None = None
+    ) -> None:
+        self.server: Final = server
+        self._timeout = timeout
+        self._wants_shared = shared_memory
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._seq = 0
+        self._late: deque[int] = deque()
+        """Allocations that came when nobody waited for them any more."""
+        self._allocations: dict[int, Allocation] = {}
+        self._info: PoolMemoryInfo | None = None
+        self.mapping: Mapping | None = None
+        """The pool here; None where it is not mapped."""
+        self._closed = False
+        self._line = Line(server, timeout)
+        try:
+            self._welcome = self._call(Welcome, Hello(0, VERSION, f"process {self._pid}"))
+        except PoolRefused as exc:
+            self._line.close()
+            raise PoolLost(f"{server}: {exc}") from exc
+        except BaseException:
+            self._line.close()
+            raise
+
+    def __repr__(self) -> str:
+        state = " (closed)" if self._closed else "" if self._line.is_open else " (lost)"
+        return f"<PinnedPoolClient of {self.server}{state}>"
+
+    def __del__(self) -> None:
+        line = getattr(self, "_line", None)
+        if line is not None:
+            line.close()
+
+    def close(self) -> None:
+        """End the session: the server takes the pool and its blocks back. Idempotent. What is mapped stays under its views."""
+        self._closed = True
+        self._line.interrupt()  # whoever waits for an answer
+        with self._lock:
+            self._line.close()
+            if self.mapping is not None:
+                self.mapping.close()
+
+    def check(self) -> None:
+        """Raise unless the session is alive, as far as the kernel knows. Asks nobody; any thread.
+
+        Raises:
+            PoolClosed: it was closed, or belongs to another process.
+            PoolLost: the server has hung up.
+        """
+        if self._closed:
+            raise PoolClosed(f"the pool of {self.server} was closed")
+        if os.getpid() != self._pid:
+            raise PoolClosed(f"the pool of {self.server} belongs to process {self._pid}: make one after the fork")
+        if not self._line.is_open:
+            raise PoolLost(f"{self.server} has hung up: its blocks are gone")
+
+    @property
+    def info(self) -> PoolMemoryInfo:
+        """What was given.
+
+        Raises:
+            PoolRefused: nothing yet.
+        """
+        if self._info is None:
+            raise PoolRefused("this client has no pool: allocate_pool_memory comes first")
+        return self._info
+
+    # --- the protocol -----------------------------------------------------------------------------------------------
+
+    def allocate_pool_memory(self, nbytes: int) -> PoolMemoryInfo:
+        """Get this client's pool, rounded up to whole chunks, and map it.
+
+        Raises:
+            PoolRefused: so much is not left, this client has its pool, or it cannot be mapped and was to be.
+        """
+        patience = self._timeout + _SECONDS_PER_GIB * nbytes / (1 << 30)
+        given = self._call(PoolAllocated, AllocatePoolMemory(0, nbytes), timeout=patience)
+        why_not = self._map(given.nbytes)
+        if why_not and self._wants_shared:
+            self.check()  # a server that is gone is no server that hands out none
+            raise PoolRefused(f"the pool of {self.server} cannot be mapped here: {why_not}")
+        self._info = PoolMemoryInfo(
+            given.nbytes,
+            given.chunks,
+            self._welcome.chunk_bytes,
+            given.pinned,
+            given.why_not,
+            self.mapping is not None,
+            why_not,
+        )
+        return self._info
+
+    def allocate_from_pool(self, nbytes: int) -> Allocation | None:
+        """Chunks for so many bytes; None where so many are not free."""
+        self._free_late()
+        answer = self._call((Allocated, PoolFull), AllocateFromPool(0, nbytes))
+        if isinstance(answer, PoolFull):
+            return None
+        assert isinstance(answer, Allocated)
+        try:
+            allocation = Allocation(answer.allocation_id, unpacked(answer.chunk_indices), nbytes)
+        except BadFrame as exc:
+            raise PoolLost(f"{self.server} is no pinned pool: {exc}") from exc
+        self._allocations[allocation.allocation_id] = allocation
+        return allocation
+
+    def free_from_pool(self, allocation_ids: Iterable[int]) -> int:
+        """Give allocations back; those that are not there are passed over. Returns how many were."""
+        ids, freed = list(allocation_ids), 0
+        for start in range(0, len(ids), MAX_IDS):
+            some = ids[start : start + MAX_IDS]
+            freed += self._call(Done, FreeFromPool(0, some)).count
+            for allocation_id in some:
+                self._allocations.pop(allocation_id, None)
+        return freed
+
+    def copy_to_pool(self, allocation_id: int, offset: int, data: bytes | bytearray | memoryview) -> None:
+        """Copy bytes into an allocation, across the borders of its chunks.
+
+        Raises:
+            PoolRefused: it is not there, or has fewer bytes.
+        """
+        view = memoryview(data).cast("B")
+        self.check()
+        if self.mapping is not None:
+            for run, at in self._runs(self.mapping, allocation_id, offset, len(view)):
+                run[:] = view[at : at + len(run)]
+            return
+        steps = range(0, len(view), MAX_PIECE_BYTES)
+        self._stream((CopyToPool(0, allocation_id, offset + at), view[at : at + MAX_PIECE_BYTES], None) for at in steps)
+
+    def copy_from_pool(self, allocation_id: int, offset: int, into: bytearray | memoryview) -> None:
+        """Copy bytes out of an allocation, across the borders of its chunks.
+
+        Raises:
+            PoolRefused: it is not there, or has fewer bytes.
+        """
+        view = memoryview(into).cast("B")
+        self.check()
+        if self.mapping is not None:
+            for run, at in self._runs(self.mapping, allocation_id, offset, len(view)):
+                view[at : at + len(run)] = run
+            return
+        steps = range(0, len(view), MAX_PIECE_BYTES)
+        pieces = (view[at : at + MAX_PIECE_BYTES] for at in steps)
+        self._stream(
+            (CopyFromPool(0, allocation_id, offset + at, len(piece)), _NOTHING, piece)
+            for at, piece in zip(steps, pieces, strict=True)
+        )
+
+    def get_usage_info(self) -> Usage:
+        """How full the pool is, as the server has it."""
+        self._free_late()
+        usage = self._call(UsageInfo, GetUsageInfo(0))
+        return Usage(usage.active_allocations, usage.allocated_chunks, usage.free_chunks, usage.allocated_bytes)
+
+    # --- the memory -------------------------------------------------------------------------------------------------
+
+    def _map(self, nbytes: int) -> str:
+        """Map the pool. An empty text, or why it is not."""
+        if self._wants_shared is False:
+            return "it was not asked for"
+        welcome = self._welcome
+        if not welcome.descriptors:
+            return "the server hands out none"
+        request = DescriptorRequest(welcome.token, welcome.client_id, 0, nbytes, True, b"")
+        try:
+            fd, offset, length = fetch_descriptor(welcome.descriptors, request, self._timeout)
+            try:
+                self.mapping = map_region(fd, length, offset, write=True, pin=None)
+            finally:
+                os.close(fd)
+        except (MaruError, OSError) as exc:
+            # Another host has no such socket, another user may not enter, another server does not know the token.
+            _log.info("the pool of %s is not mapped, bytes go through the socket: %s", self.server, exc)
+            return str(exc)
+        return ""
+
+    def _runs(self, mapping: Mapping, allocation_id: int, offset: int, length: int) -> Iterator[tuple[memoryview, int]]:
+        """Each run of these bytes in the mapped pool, and its place among them."""
+        allocation = self._allocations.get(allocation_id)
+        if allocation is None:
+            raise PoolRefused(f"there is no allocation {allocation_id}")
+        at = 0
+        try:
+            for start, n in spans_of(allocation, self._welcome.chunk_bytes, offset, length):
+                yield mapping.view(start, n), at
+                at += n
+        except Unknown as exc:
+            raise PoolRefused(str(exc)) from exc
+
+    # --- requests and answers ---------------------------------------------------------------------------------------
+
+    def _call(self, kind: type[A] | tuple[type[A], ...], request: Request, *, timeout: float | None = None) -> A:
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        with self._turn(deadline):
+            seq = self._send(request, _NOTHING, deadline)
+            answer = self._receive(seq, None, deadline)
+        if not isinstance(answer, kind):
+            self._line.close()
+            raise PoolLost(f"{self.server} answered {type(request).__name__} with {type(answer).__name__}")
+        return answer
+
+    def _stream(self, entries: Iterator[tuple[Request, memoryview, memoryview | None]]) -> None:
+        """Send requests with their bytes, a few ahead of their answers, whose bytes go where each entry says."""
+        waiting: deque[tuple[int, memoryview | None]] = deque()
+        with self._turn(time.monotonic() + self._timeout):
+            for request, payload, into in entries:
+                # A time for each frame: nobody can say how long all of them take.
+                waiting.append((self._send(request, payload, time.monotonic() + self._timeout), into))
+                if len(waiting) >= _AHEAD:
+                    self._receive(*waiting.popleft(), time.monotonic() + self._timeout)
+            while waiting:
+                self._receive(*waiting.popleft(), time.monotonic() + self._timeout)
+
+    @contextlib.contextmanager
+    def _turn(self, deadline: float) -> Iterator[None]:
+        """One thread at a time."""
+        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise PoolTimeout(f"{self.server} does not answer another thread of this process")
+        try:
+            self.check()
+            yield
+        finally:
+            self._lock.release()
+
+    def _send(self, request: Request, payload: memoryview, deadline: float) -> int:
+        self._seq = seq = self._seq % _U32 + 1  # never 0: that is how the server answers what it cannot read
+        request = type(request)(seq, *(getattr(request, name) for name in request.__struct_fields__[1:]))
+        self._line.send(request, payload, deadline)
+        return seq
+
+    def _receive(self, seq: int, into: memoryview | None, deadline: float) -> Answer:
+        while True:
+            answer, payload_bytes = self._line.receive(deadline)
+            if answer.seq == seq:
+                break
+            if isinstance(answer, Refused) and not answer.seq:  # it did not understand us, and hangs up
+                self._line.close()
+                raise PoolLost(f"{self.server}: {answer.text}")
+            if isinstance(answer, Allocated):
+                self._late.append(answer.allocation_id)
+            self._line.discard(payload_bytes, deadline)
+        if into is not None and isinstance(answer, Done):
+            if payload_bytes != len(into):
+                self._line.close()
+                raise PoolLost(f"{self.server} sent {payload_bytes} bytes instead of {len(into)}")
+            self._line.read(into, deadline)
+        else:
+            self._line.discard(payload_bytes, deadline)
+        if isinstance(answer, Refused):
+            raise PoolRefused(answer.text)
+        return answer
+
+    def _free_late(self) -> None:
+        ids = []
+        with contextlib.suppress(IndexError):
+            while True:
+                ids.append(self._late.popleft())
+        if ids:
+            self.free_from_pool(ids)

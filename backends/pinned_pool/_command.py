@@ -1,0 +1,146 @@
+"""The command ``offload pinned-pool``: knobs from a file, the environment and options; one ready line; a quick end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import attrs
+import click
+
+from maru._knobs import as_size
+
+from ._config import SECTION, Knob, PinnedPoolConfig, knobs, pinned_pool_config
+from ._errors import PinnedPoolConfigError, PinnedPoolError
+
+_log = logging.getLogger(__name__)
+
+
+def _option(knob: Knob) -> click.Option:
+    """Its value is a text, which the knob reads and judges: errors are the same everywhere."""
+    name = knob.name.removeprefix(f"{SECTION}.")
+    flag, default = name.replace("_", "-"), knob.default
+    if isinstance(default, bool):
+        names = [f"--{flag}/--no-{flag}", name]
+        if name == "json_logs":
+            names.insert(0, "--json/--no-json")
+        shown = f"{knob.bound}; {'on' if default else 'off'}"
+        return click.Option(names, default=None, help=f"{knob.reason}  [{shown}; {knob.variable}]")
+    is_size = knob.bound.startswith("bytes")
+    metavar = "TEXT" if isinstance(default, str) else "SIZE" if is_size else "NUMBER"
+    value = as_size(default) if is_size and isinstance(default, int) else default
+    shown = f"{knob.bound}; {value}" if value != "" else knob.bound
+    return click.Option(
+        [f"--{flag}", name], default=None, metavar=metavar, help=f"{knob.reason}  [{shown}; {knob.variable}]"
+    )
+
+
+@click.pass_context
+def _command(ctx: click.Context, /, config_file: str | None, print_config: bool, **values: object) -> None:
+    """Keep pinned host memory for the processes of this host, in chunks, a pool for each of them.
+
+    Engines take blocks from it with backends.pinned_pool.ServerPinnedMemoryPool. It listens on 127.0.0.1:8073.
+    """
+    options = {
+        f"{SECTION}.{name}": (f"--{name.replace('_', '-')}", value)
+        for name, value in values.items()
+        if value is not None
+    }
+    try:
+        config = pinned_pool_config(Path(config_file) if config_file else "", options=options)
+    except PinnedPoolConfigError as error:
+        raise click.UsageError(str(error)) from error
+    except OSError as error:
+        raise click.FileError(config_file or "", error.strerror or str(error)) from error
+    if print_config:
+        # A JSON string, number or boolean is one of TOML, too.
+        click.echo(
+            "\n".join(
+                [f"[{SECTION}]", *(f"{name} = {json.dumps(value)}" for name, value in attrs.asdict(config).items())]
+            )
+        )
+        return
+    ctx.exit(run(config))
+
+
+def run(config: PinnedPoolConfig) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status."""
+    import trio
+
+    _configure_logging(config)
+    failures: list[BaseException] = []
+    try:
+        trio.run(_serve, config, restrict_keyboard_interrupt_to_checkpoints=True)
+    except* (PinnedPoolError, OSError) as group:
+        failures = _leaves(group)
+    for failure in failures:
+        click.echo(f"offload pinned-pool: {failure}", err=True)
+    return 1 if failures else 0
+
+
+async def _serve(config: PinnedPoolConfig) -> None:
+    import trio
+
+    from ._server import open_server
+
+    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async with open_server(config) as server:
+            facts = {
+                "host": server.host,
+                "port": server.port,
+                "descriptors": server.descriptors_path,
+                "pool_memory_size": config.pool_memory_size,
+                "chunk_size": config.chunk_size,
+                "pid": os.getpid(),
+            }
+            if config.json_logs:
+                print(json.dumps({"event": "ready", **facts}), flush=True)
+            else:
+                print(
+                    f"offload pinned-pool is ready at {server.host}:{server.port} ({config.pool_memory_size} MiB in chunks of "
+                    f"{as_size(config.chunk_size)}, shared memory {'on' if server.descriptors_path else 'off'}, "
+                    f"pid {os.getpid()})",
+                    flush=True,
+                )
+            async for number in signals:
+                _log.info("%s: leaving", signal.Signals(number).name)
+                break
+
+
+def _configure_logging(config: PinnedPoolConfig) -> None:
+    """Write this package's log to the standard error."""
+    formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if config.json_logs:
+        from maru._server.main import JsonFormatter
+
+        formatter = JsonFormatter()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter)
+    root = logging.getLogger("backends.pinned_pool")
+    root.handlers[:] = [handler]
+    root.propagate = False
+    root.setLevel(config.log_level.upper())
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for one in error.exceptions for leaf in _leaves(one)]
+    return [error]
+
+
+command: click.Command = click.Command(
+    "pinned-pool",
+    callback=_command,
+    help=_command.__doc__,
+    short_help="Keep pinned host memory for many processes.",
+    params=[
+        click.Option(["--config", "config_file"], metavar="FILE", help=f"A TOML file; its [{SECTION}] table is read."),
+        click.Option(["--print-config"], is_flag=True, help="Print the configuration as TOML, and leave."),
+        *map(_option, knobs()),
+    ],
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)

@@ -1,0 +1,112 @@
+"""Every knob of a pinned pool's server: its default, its bound, and the reason for both. Pure but for reading a file.
+
+The table ``[pinned_pool]`` of a TOML file, the variables ``OFFLOAD_PINNED_POOL__...``, the options of ``offload pinned-pool``:
+the last one wins. :mod:`maru._knobs` has the rules.
+"""
+
+# ruff: noqa: RUF009  # the functions called in the class bodies make fields
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Final, Literal, TypeAlias
+
+import attrs
+
+from maru._config import is_loopback
+from maru._knobs import Knob as Knob
+from maru._knobs import Knobs
+
+from ._errors import PinnedPoolConfigError
+
+Pin: TypeAlias = Literal["auto", "cuda", "lock", "none"]
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+
+SECTION: Final = "pinned_pool"
+MIB: Final = 1 << 20
+
+_knob: Final = Knobs("OFFLOAD", PinnedPoolConfigError)
+
+
+@attrs.frozen
+class PinnedPoolConfig:
+    """Everything that can be set on a pinned pool's server. The reason for each bound and default is in :func:`knobs`."""
+
+    host: str = _knob.text(
+        "127.0.0.1",
+        "a host name or an address",
+        r"[\w.:%-]+",
+        "Where it listens. Any host but this one needs insecure: whoever reaches the port may take a pool.",
+    )
+    port: int = _knob.count(8073, 0, 65_535, "Where clients expect it. 0: any free one, told when ready.")
+    insecure: bool = _knob.flag(False, "Listen beyond this host, where nobody is asked who they are. Warns.")
+    pool_memory_size: int = _knob.count(
+        4096, 1, 1 << 24, "MiB of all clients' pools together. Taken as clients ask for their pools."
+    )
+    chunk_size: int = _knob.size(
+        4 * MIB,
+        4096,
+        1 << 30,
+        "Bytes of a chunk, a power of two: an allocation has whole ones. Smaller wastes less, larger makes shorter lists.",
+    )
+    pin: Pin = _knob.choice(
+        "auto",
+        Pin,
+        "How memory is pinned. cuda: cudaHostRegister; lock: mlock; auto: cuda where there is a device, else lock, and "
+        "a warning where the limit allows neither; none: not.",
+    )
+    shared_memory: bool = _knob.flag(
+        True, "Let clients of this host and user map their pool. Off: every byte goes through the socket."
+    )
+    runtime_dir: str = _knob.text(
+        "",
+        "a path",
+        r"[^\x00]*",
+        "Directory of the Unix socket that hands out pools, made with mode 0700. Empty: /dev/shm/pinned-pool-UID.",
+    )
+    max_clients: int = _knob.count(256, 1, 65_536, "Connections at once; further ones are closed. A task each.")
+    patience: float = _knob.seconds(
+        30.0, 0.05, 3_600.0, "How long the rest of a frame may take to come, or an answer to be read. Then it is over."
+    )
+    log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written.")
+    json_logs: bool = _knob.flag(False, "One JSON object a line instead of text, the ready line included.")
+
+    def __attrs_post_init__(self) -> None:
+        if not self.insecure and not is_loopback(self.host):
+            raise PinnedPoolConfigError("host", self.host, "must be of this host (127.0.0.1), unless insecure is set")
+        if self.chunk_size & (self.chunk_size - 1):
+            raise PinnedPoolConfigError("chunk_size", self.chunk_size, "must be a power of two")
+        if self.chunk_size > self.pool_memory_size * MIB:
+            raise PinnedPoolConfigError("chunk_size", self.chunk_size, "must be at most pool_memory_size")
+
+    @property
+    def total_chunks(self) -> int:
+        """Of all clients' pools together."""
+        return self.pool_memory_size * MIB // self.chunk_size
+
+
+def knobs() -> tuple[Knob, ...]:
+    """Every knob, in the order in which they are declared."""
+    return tuple(_knob.of(PinnedPoolConfig, SECTION))
+
+
+def pinned_pool_config(
+    source: str | os.PathLike[str] = "",
+    *,
+    others: Collection[str] = ("pipeline", "server", "client"),
+    environ: Mapping[str, str] | None = None,
+    options: Mapping[str, tuple[str, object]] | None = None,
+) -> PinnedPoolConfig:
+    """A configuration from a TOML file (its ``[pinned_pool]``), the environment and options; the last one wins.
+
+    Args:
+        source: a path (``pathlib.Path``), or TOML as a text.
+        others: tables of the file that somebody else reads. Any further one is an error.
+        environ: the environment; by default that of this process.
+        options: by the name of the knob (``pinned_pool.port``), what to call it in an error (``--port``) and its value.
+
+    Raises:
+        PinnedPoolConfigError: not TOML, an unknown name, or a value out of its bound.
+        OSError: the file cannot be read.
+    """
+    return _knob.load(PinnedPoolConfig, source, section=SECTION, others=others, environ=environ, options=options)

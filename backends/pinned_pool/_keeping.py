@@ -1,0 +1,158 @@
+"""Who keeps the chunks of a pool: what a pool and its blocks ask for, whether a server answers or this process does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Final, Protocol
+
+import attrs
+
+from ._client import PinnedPoolClient
+from ._config import Pin
+from ._errors import PoolClosed, PoolRefused
+from ._memory import PoolMemory
+from ._table import MAX_CHUNKS, Allocation, ChunkTable, Usage
+
+
+@attrs.frozen
+class Place:
+    """A pool's memory in this process."""
+
+    address: int
+    """Of its first byte."""
+    owner: object
+    """Keeps it mapped."""
+    cuda: bool
+    """Whether a CUDA device copies from and to it by itself."""
+
+
+class Keeper(Protocol):
+    """Keeps a pool's chunks. Any thread."""
+
+    nbytes: int
+    """In whole chunks."""
+    chunk_bytes: int
+    place: Place | None
+    """Where the pool is mapped; None where its bytes have to be streamed."""
+    facts: dict[str, object]
+    """For :meth:`MemoryPool.get_usage_info`."""
+
+    def check(self) -> None:
+        """Raise unless the blocks are still there."""
+        ...
+
+    def allocate_from_pool(self, nbytes: int) -> Allocation | None:
+        """Chunks; None where there are not so many."""
+        ...
+
+    def free_from_pool(self, allocation_ids: Iterable[int]) -> int:
+        """Give allocations back."""
+        ...
+
+    def copy_to_pool(self, allocation_id: int, offset: int, data: memoryview) -> None:
+        """Stream bytes in. Only where there is no place."""
+        ...
+
+    def copy_from_pool(self, allocation_id: int, offset: int, into: memoryview) -> None:
+        """Stream bytes out. Only where there is no place."""
+        ...
+
+    def get_usage_info(self) -> Usage:
+        """How full it is."""
+        ...
+
+    def close(self) -> None:
+        """Give all of it back."""
+        ...
+
+
+class RemoteKeeper:
+    """A server keeps them."""
+
+    def __init__(self, server: str, nbytes: int, timeout: float, shared_memory: bool | None) -> None:
+        client = PinnedPoolClient(server, timeout=timeout, shared_memory=shared_memory)
+        self._client: Final = client
+        try:
+            info = client.allocate_pool_memory(nbytes)
+        except BaseException:
+            client.close()
+            raise
+        self.nbytes: int = info.nbytes
+        self.chunk_bytes: int = info.chunk_bytes
+        mapping = client.mapping
+        cuda = mapping is not None and mapping.pinned
+        self.place: Place | None = None if mapping is None else Place(mapping.address, mapping.owner, cuda)
+        self.facts: dict[str, object] = {
+            "server": server,
+            "transport": "shared memory" if info.shared else "socket",
+            "why_not_shared": info.why_not_shared,
+            "pinned": "cuda" if cuda else info.pinned,
+            "why_not_pinned": info.why_not_pinned,
+        }
+        self.check = client.check
+        self.allocate_from_pool = client.allocate_from_pool
+        self.free_from_pool = client.free_from_pool
+        self.copy_to_pool = client.copy_to_pool
+        self.copy_from_pool = client.copy_from_pool
+        self.get_usage_info = client.get_usage_info
+
+    def close(self) -> None:
+        """End the session."""
+        self._client.close()
+        self.place = None
+
+
+class LocalKeeper:
+    """This process keeps them."""
+
+    def __init__(self, nbytes: int, chunk_bytes: int, pin: Pin) -> None:
+        chunks = -(-nbytes // chunk_bytes)
+        if chunks > MAX_CHUNKS:
+            raise PoolRefused(f"a pool has at most {MAX_CHUNKS} chunks, not {chunks}: make chunks larger")
+        self._table = ChunkTable(chunks, chunk_bytes)
+        self._table.open_pool(0, nbytes)
+        self._lock = threading.Lock()
+        self.nbytes: int = chunks * chunk_bytes
+        self.chunk_bytes: int = chunk_bytes
+        memory = PoolMemory(self.nbytes, pin)
+        assert memory.memory is not None
+        if memory.pinned == "no":
+            memory.memory.populate()  # or the first copies would pay for it; what pins has done that
+        self.place: Place | None = Place(memory.memory.address, memory.memory, memory.pinned == "cuda")
+        self.facts: dict[str, object] = {
+            "server": "",
+            "transport": "this process",
+            "why_not_shared": "",
+            "pinned": memory.pinned,
+            "why_not_pinned": memory.why_not,
+        }
+        memory.close()  # its place keeps it
+
+    def check(self) -> None:
+        if self.place is None:
+            raise PoolClosed("this pool was closed")
+
+    def allocate_from_pool(self, nbytes: int) -> Allocation | None:
+        self.check()
+        with self._lock:
+            return self._table.allocate(0, nbytes)
+
+    def free_from_pool(self, allocation_ids: Iterable[int]) -> int:
+        self.check()
+        with self._lock:
+            return self._table.free(0, allocation_ids)
+
+    def copy_to_pool(self, allocation_id: int, offset: int, data: memoryview) -> None:
+        raise NotImplementedError("a pool of this process has a place")
+
+    def copy_from_pool(self, allocation_id: int, offset: int, into: memoryview) -> None:
+        raise NotImplementedError("a pool of this process has a place")
+
+    def get_usage_info(self) -> Usage:
+        self.check()
+        with self._lock:
+            return self._table.usage(0)
+
+    def close(self) -> None:
+        self.place = None

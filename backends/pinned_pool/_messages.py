@@ -1,0 +1,224 @@
+"""What client and server say to each other: frames of a message and, behind it, bytes of a block. Pure.
+
+A frame is two lengths (of the message, of the bytes), the message as MessagePack, the bytes as they are. Both lengths are
+bounded, so a frame of nonsense is seen before anything is kept for it. A request has a number, and its answer has the same:
+an answer that comes too late is known as that.
+
+Why a stream and not ZeroMQ: a client's blocks go when its connection ends, and a ZeroMQ socket hides just that; and bytes of a
+block are read from a stream straight into its chunks, with the kernel's backpressure.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+VERSION: Final = 1
+MAX_MESSAGE_BYTES: Final = 512 << 10
+"""The largest is the list of all chunks of the largest pool."""
+MAX_PIECE_BYTES: Final = 1 << 20
+"""Bytes of a block in one frame: a larger one would hold the server's loop for longer."""
+MAX_IDS: Final = 4_096
+"""Allocations that one request frees."""
+
+HEADER: Final = struct.Struct("!II")
+
+_U32 = 0xFFFF_FFFF
+_Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+_Text = Annotated[str, msgspec.Meta(max_length=512)]
+_Ids = Annotated[list[_Number], msgspec.Meta(max_length=MAX_IDS)]
+
+
+class BadFrame(ValueError):
+    """What came is no frame."""
+
+
+class _Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    seq: Annotated[int, msgspec.Meta(ge=0, le=_U32)]
+    """The request's number, and its answer's."""
+
+
+# --- requests -----------------------------------------------------------------------------------------------------
+
+
+class Hello(_Message, tag=1, frozen=True):
+    """The first one."""
+
+    version: int
+    name: _Text
+    """Of the client, for logs."""
+
+
+class AllocatePoolMemory(_Message, tag=2, frozen=True):
+    """Give this client its pool."""
+
+    nbytes: _Number
+
+
+class AllocateFromPool(_Message, tag=3, frozen=True):
+    """Chunks for so many bytes."""
+
+    nbytes: _Number
+
+
+class FreeFromPool(_Message, tag=4, frozen=True):
+    """Take allocations back."""
+
+    allocation_ids: _Ids
+
+
+class CopyToPool(_Message, tag=5, frozen=True):
+    """The bytes behind this message go to this place of an allocation."""
+
+    allocation_id: _Number
+    offset: _Number
+
+
+class CopyFromPool(_Message, tag=6, frozen=True):
+    """Send these bytes of an allocation."""
+
+    allocation_id: _Number
+    offset: _Number
+    length: Annotated[int, msgspec.Meta(ge=0, le=MAX_PIECE_BYTES)]
+
+
+class GetUsageInfo(_Message, tag=7, frozen=True):
+    """Tell how full the pool is."""
+
+
+Request: TypeAlias = (
+    Hello | AllocatePoolMemory | AllocateFromPool | FreeFromPool | CopyToPool | CopyFromPool | GetUsageInfo
+)
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+
+class Welcome(_Message, tag=32, frozen=True):
+    """To Hello."""
+
+    version: int
+    client_id: _Number
+    token: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    """Shown when the pool's descriptor is fetched."""
+    descriptors: _Text
+    """Where that is on the server's host; empty: nowhere."""
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+
+
+class PoolAllocated(_Message, tag=33, frozen=True):
+    """To AllocatePoolMemory."""
+
+    nbytes: _Number
+    """In whole chunks."""
+    chunks: _Number
+    pinned: _Text
+    """``cuda``, ``locked`` or ``no``."""
+    why_not: _Text
+
+
+class Allocated(_Message, tag=34, frozen=True):
+    """To AllocateFromPool."""
+
+    allocation_id: _Number
+    chunk_indices: bytes
+    """As `packed` makes them."""
+
+
+class PoolFull(_Message, tag=35, frozen=True):
+    """To AllocateFromPool: so many chunks are not free. An answer, not an error."""
+
+    free_chunks: _Number
+
+
+class Done(_Message, tag=36, frozen=True):
+    """To FreeFromPool (with the number that were there) and to CopyToPool; to CopyFromPool, with the bytes behind it."""
+
+    count: _Number
+
+
+class UsageInfo(_Message, tag=37, frozen=True):
+    """To GetUsageInfo."""
+
+    active_allocations: _Number
+    allocated_chunks: _Number
+    free_chunks: _Number
+    allocated_bytes: _Number
+
+
+class Refused(_Message, tag=38, frozen=True):
+    """To any of them: nothing was done."""
+
+    text: _Text
+
+
+Answer: TypeAlias = Welcome | PoolAllocated | Allocated | PoolFull | Done | UsageInfo | Refused
+
+# --- both ---------------------------------------------------------------------------------------------------------
+
+_requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
+_answers: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Request | Answer, payload_bytes: int = 0) -> bytes:
+    """The frame of a message but for the bytes behind it."""
+    body = _encoder.encode(message)
+    return HEADER.pack(len(body), payload_bytes) + body
+
+
+def lengths(header: bytes) -> tuple[int, int]:
+    """Of the message and of the bytes behind it.
+
+    Raises:
+        BadFrame: one is out of its bound.
+    """
+    message, payload = HEADER.unpack(header)
+    if not 0 < message <= MAX_MESSAGE_BYTES or payload > MAX_PIECE_BYTES:
+        raise BadFrame(f"a frame of {message} and {payload} bytes")
+    return message, payload
+
+
+def decode_request(body: bytes) -> Request:
+    """A request.
+
+    Raises:
+        BadFrame: it is none.
+    """
+    try:
+        return _requests.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise BadFrame(f"no request: {exc}") from exc
+
+
+def decode_answer(body: bytes) -> Answer:
+    """An answer.
+
+    Raises:
+        BadFrame: it is none.
+    """
+    try:
+        return _answers.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise BadFrame(f"no answer: {exc}") from exc
+
+
+def packed(indices: Sequence[int]) -> bytes:
+    """Chunk numbers as bytes, four each, the lowest first."""
+    column = array("I", indices)
+    assert column.itemsize == 4
+    return column.tobytes()
+
+
+def unpacked(column: bytes) -> list[int]:
+    """And back.
+
+    Raises:
+        BadFrame: these are no such bytes.
+    """
+    if len(column) % 4:
+        raise BadFrame("no chunk numbers")
+    return array("I", column).tolist()

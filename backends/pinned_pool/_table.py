@@ -1,0 +1,221 @@
+"""Which chunks are whose: the pools of clients, and the allocations in them. No bytes, no clock, no I/O.
+
+A pool is a number of chunks that one client has for itself. An allocation is as many of them as its bytes need: adjacent
+ones if there are such, the lowest free ones if not. That is what keeps a pool from fragmenting: whatever is free can be had.
+
+Rule 1. One pool for each client. The sum of all pools is bounded; what one client does changes nothing for another.
+Rule 2. A chunk belongs to at most one allocation; free and allocated chunks are always all of them.
+Rule 3. An id is never used twice in a pool.
+Rule 4. What cannot be had is an answer (``None``). What names nothing that is there is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import attrs
+
+MAX_CHUNKS: Final = 1 << 16
+"""In one pool: 256 GiB of chunks of 4 MiB. Their numbers in an answer are a quarter of a MiB then."""
+MAX_ALLOCATIONS: Final = 1 << 16
+"""In one pool: those of no bytes take no chunk, but a place in the table."""
+
+
+class Unknown(LookupError):
+    """There is no such client or allocation, or it has not so many bytes."""
+
+
+@attrs.frozen
+class Allocation:
+    """Chunks that belong together."""
+
+    allocation_id: int
+    """Its name in its pool."""
+    chunk_indices: Sequence[int]
+    """Its chunks, in the order of its bytes."""
+    nbytes: int
+    """How many bytes were asked for."""
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its bytes are one run of the pool's memory."""
+        return len(self.chunk_indices) < 2 or self.chunk_indices[-1] - self.chunk_indices[0] == (
+            len(self.chunk_indices) - 1
+        )
+
+
+@attrs.frozen
+class Usage:
+    """A snapshot of one pool."""
+
+    active_allocations: int
+    allocated_chunks: int
+    free_chunks: int
+    allocated_bytes: int
+    """What was asked for; the rest of the allocated chunks is rounding."""
+
+
+@attrs.define(eq=False)
+class _Pool:
+    free: bytearray
+    """A byte for each chunk: 1 where it is free. Searched by ``bytearray.find``, at gigabytes a second."""
+    allocations: dict[int, Allocation] = attrs.field(factory=dict)
+    next_id: int = 0
+    n_free: int = 0
+    nbytes: int = 0
+
+
+class ChunkTable:
+    """The pools of all clients.
+
+    Args:
+        chunks: how many there are, for all pools together.
+        chunk_bytes: the size of one.
+    """
+
+    def __init__(self, chunks: int, chunk_bytes: int) -> None:
+        self.chunks: Final = chunks
+        self.chunk_bytes: Final = chunk_bytes
+        self._left = chunks
+        self._pools: dict[int, _Pool] = {}
+
+    @property
+    def left(self) -> int:
+        """Chunks that are in no pool."""
+        return self._left
+
+    @property
+    def clients(self) -> int:
+        """How many have a pool."""
+        return len(self._pools)
+
+    def chunks_for(self, nbytes: int) -> int:
+        """How many chunks so many bytes take."""
+        return -(-nbytes // self.chunk_bytes)
+
+    def open_pool(self, client: int, nbytes: int) -> int | None:
+        """Give a client its pool. Returns its chunks, or None where so many are not left, or are too many for one pool.
+
+        Raises:
+            ValueError: it has one already, or asks for nothing.
+        """
+        if client in self._pools:
+            raise ValueError("a client has one pool, and this one has its pool already")
+        if nbytes <= 0:
+            raise ValueError("a pool has at least one byte")
+        chunks = self.chunks_for(nbytes)
+        if chunks > min(self._left, MAX_CHUNKS):
+            return None
+        self._left -= chunks
+        self._pools[client] = _Pool(bytearray(b"\1" * chunks), n_free=chunks)
+        return chunks
+
+    def close_pool(self, client: int) -> int:
+        """Take a client's pool back with all that is in it. Returns how many chunks it had; idempotent."""
+        pool = self._pools.pop(client, None)
+        if pool is None:
+            return 0
+        self._left += len(pool.free)
+        return len(pool.free)
+
+    def allocate(self, client: int, nbytes: int) -> Allocation | None:
+        """Chunks for so many bytes, or None where so many are not free.
+
+        Raises:
+            Unknown: the client has no pool.
+            ValueError: less than no bytes.
+        """
+        pool = self._pool(client)
+        if nbytes < 0:
+            raise ValueError("no allocation has less than no bytes")
+        n = self.chunks_for(nbytes)
+        if n > pool.n_free or len(pool.allocations) >= MAX_ALLOCATIONS:
+            return None
+        indices = _take(pool.free, n)
+        allocation = Allocation(pool.next_id, indices, nbytes)
+        pool.next_id += 1
+        pool.n_free -= n
+        pool.nbytes += nbytes
+        pool.allocations[allocation.allocation_id] = allocation
+        return allocation
+
+    def free(self, client: int, allocation_ids: Iterable[int]) -> int:
+        """Take allocations back. Those that are not there (any more) are passed over. Returns how many were.
+
+        Raises:
+            Unknown: the client has no pool.
+        """
+        pool = self._pool(client)
+        freed = 0
+        for allocation_id in allocation_ids:
+            allocation = pool.allocations.pop(allocation_id, None)
+            if allocation is None:
+                continue
+            for index in allocation.chunk_indices:
+                pool.free[index] = 1
+            pool.n_free += len(allocation.chunk_indices)
+            pool.nbytes -= allocation.nbytes
+            freed += 1
+        return freed
+
+    def spans(self, client: int, allocation_id: int, offset: int, length: int) -> list[tuple[int, int]]:
+        """Where these bytes of an allocation lie in the pool's memory: runs of ``(start, length)``.
+
+        Raises:
+            Unknown: there is no such pool or allocation, or it has fewer bytes.
+        """
+        allocation = self._pool(client).allocations.get(allocation_id)
+        if allocation is None:
+            raise Unknown(f"there is no allocation {allocation_id}")
+        return list(spans_of(allocation, self.chunk_bytes, offset, length))
+
+    def usage(self, client: int) -> Usage:
+        """A snapshot of a client's pool.
+
+        Raises:
+            Unknown: it has none.
+        """
+        pool = self._pool(client)
+        return Usage(len(pool.allocations), len(pool.free) - pool.n_free, pool.n_free, pool.nbytes)
+
+    def _pool(self, client: int) -> _Pool:
+        pool = self._pools.get(client)
+        if pool is None:
+            raise Unknown("this client has no pool: AllocatePoolMemory comes first")
+        return pool
+
+
+def spans_of(allocation: Allocation, chunk_bytes: int, offset: int, length: int) -> Iterator[tuple[int, int]]:
+    """Where bytes of an allocation lie: runs of ``(start, length)`` in the pool's memory; adjacent chunks are one run.
+
+    Raises:
+        Unknown: it has fewer bytes.
+    """
+    if not 0 <= offset <= offset + length <= allocation.nbytes:
+        raise Unknown(f"bytes {offset} to {offset + length} are not in an allocation of {allocation.nbytes}")
+    indices = allocation.chunk_indices
+    stop = offset + length
+    while offset < stop:
+        at, within = divmod(offset, chunk_bytes)
+        last = at
+        while (last + 1) * chunk_bytes < stop and indices[last + 1] == indices[last] + 1:
+            last += 1
+        n = min(stop, (last + 1) * chunk_bytes) - offset
+        yield indices[at] * chunk_bytes + within, n
+        offset += n
+
+
+def _take(free: bytearray, n: int) -> Sequence[int]:
+    """The first run of so many free chunks, or the first free ones where there is no such run."""
+    at = free.find(b"\1" * n)
+    if at >= 0:
+        free[at : at + n] = bytes(n)
+        return range(at, at + n)
+    indices: list[int] = []
+    at = -1
+    for _ in range(n):
+        at = free.find(1, at + 1)
+        indices.append(at)
+        free[at] = 0
+    return indices
