@@ -1,7 +1,7 @@
 """Places a block of KV cache can live: one module for each place.
 
-``backends.MemoryTier``, ``FileTier`` and ``DeviceTier`` are imported when they are asked for, and torch only when a
-:class:`~backends.device.DeviceTier` is made.
+``backends.MemoryTier``, ``FileTier``, ``DeviceTier`` and ``MaruTier`` are imported when they are asked for, and torch only
+when a :class:`~backends.device.DeviceTier` is made.
 """
 
 import importlib
@@ -21,9 +21,10 @@ from ._errors import Unproven as Unproven
 if TYPE_CHECKING:
     from .device import DeviceTier as DeviceTier
     from .file import FileTier as FileTier
+    from .maru import MaruTier as MaruTier
     from .memory import MemoryTier as MemoryTier
 
-_PLACES = {"MemoryTier": "memory", "FileTier": "file", "DeviceTier": "device"}
+_PLACES = {"MemoryTier": "memory", "FileTier": "file", "DeviceTier": "device", "MaruTier": "maru"}
 
 
 def __getattr__(name: str) -> Any:

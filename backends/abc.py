@@ -4,7 +4,8 @@ Four contracts, each with one to five methods:
 
 * :class:`Source`: a pipeline reads blocks from it, in columns.
 * :class:`TransferExecutor` and its :class:`Reservation`: a pipeline writes blocks into it.
-* :class:`Tier`: an executor that can be read back: looked up, pinned, loaded, deleted from.
+* :class:`Tier`: an executor that can be read back: looked up, pinned, loaded, deleted from. :class:`RemoteTier` is one that
+  has to ask somebody what it contains.
 * :class:`Destination`: where a load puts the bytes.
 
 Everything here speaks of *many* blocks at once. A block is a position in parallel columns (its key, its guard, its
@@ -350,12 +351,8 @@ class TierStatistics:
     """Deleted by request."""
 
 
-class Tier(TransferExecutor, Protocol):
-    """A :class:`TransferExecutor` that can also be read."""
-
-    def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that can be found right now. Never blocks."""
-        ...
+class ReadableTier(TransferExecutor, Protocol):
+    """A :class:`TransferExecutor` that can also be read. What :class:`Tier` and :class:`RemoteTier` have in common."""
 
     async def pin(self, keys: Sequence[Key]) -> ReadLease:
         """Hold the longest prefix of ``keys`` that is there (possibly none)."""
@@ -376,4 +373,24 @@ class Tier(TransferExecutor, Protocol):
 
     def statistics(self) -> TierStatistics:
         """An immutable snapshot."""
+        ...
+
+
+class Tier(ReadableTier, Protocol):
+    """A place of this process's own: what it contains it knows at once."""
+
+    def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` that can be found right now. Never blocks."""
+        ...
+
+
+class RemoteTier(ReadableTier, Protocol):
+    """A place that others change, too, and that must be asked.
+
+    Its :meth:`~TransferExecutor.reserve_nowait` raises :class:`trio.WouldBlock` under ``partial`` and ``fail`` as well where it
+    would have to ask; :meth:`~TransferExecutor.reserve` asks, and then grants what fits.
+    """
+
+    async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` that could be found when it was asked. An exception is no answer, and so no miss."""
         ...

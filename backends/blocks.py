@@ -137,6 +137,10 @@ class Registry(ABC):
         """The slot of each key, ``EVICTED`` where it is not registered. Holds nothing."""
         return list(map(self._slot_of.get, keys, repeat(EVICTED)))
 
+    def is_doomed(self, slot: int) -> bool:
+        """Whether what this slot holds is known to be damaged, and somebody holds it still."""
+        return slot in self._doomed
+
     def prefix(self, keys: Sequence[Key]) -> int:
         """How many of the first ``keys`` are registered without a gap."""
         slot_of = self._slot_of

@@ -20,7 +20,10 @@ import trio
 
 from maru.eviction import EvictionPolicy
 
-from ._errors import BlockSizeError, CapacityError, Unproven
+from ._errors import BlockSizeError, CapacityError, DamagedBlock, Unproven
+from ._in_place import INLINE_BYTES as INLINE_BYTES
+from ._in_place import PORTION_BYTES as PORTION_BYTES
+from ._in_place import CopiesInPlace
 from .abc import (
     DUPLICATE,
     EVICTED,
@@ -44,14 +47,6 @@ from .threads import run_in_thread, run_in_thread_to_the_end
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-INLINE_BYTES = 32 * 1024 * 1024
-"""A copy between host pages up to here is made in place on the trio thread, one at a time: a thread would have to be
-woken, find a core, and wake the trio thread again. Beyond, beside another copy, and for blocks larger than a portion, a
-second core is worth that."""
-
-PORTION_BYTES = 512 * 1024
-"""Of a copy in place, so much at once, then a checkpoint: at the 7 GB/s measured here, some 70 us for whoever waits."""
 
 
 class Storage(Protocol):
@@ -107,7 +102,7 @@ class SlotTier(PooledTier[BlockPool]):
         self._storage = storage
         self._sums: dict[int, int] = {}  # slot -> xxh3-64 of its bytes, as far as it is known
         self._by_engine: set[int] = set()  # staged by `stage`
-        self._copying_in_place = False
+        self._in_place = CopiesInPlace()
         self._loaded = 0
         self._missed = {"gone": 0, "damaged": 0}
 
@@ -243,6 +238,33 @@ class SlotTier(PooledTier[BlockPool]):
         """Copy each block into the page at the same position."""
         self._storage.copy_out(guards, pages)
 
+    def checksums_of(self, keys: Sequence[Key], guards: Sequence[int]) -> list[int | None]:
+        """The xxh3-64 of each of these blocks as it was stored, where that is known: for whoever copies them elsewhere.
+
+        Of a slot that is not found by its key nothing is known, since an engine may be writing it; unless it is known to be
+        damaged: then it is one that no bytes have.
+        """
+        slots, sums = self.pool.slots(keys), self._sums
+        if slots == list(guards):
+            return list(map(sums.get, slots))
+        pairs = zip(slots, guards, strict=True)
+        return [
+            sums.get(guard) if slot == guard else -1 if self.pool.is_doomed(guard) else None for slot, guard in pairs
+        ]
+
+    def forget_damaged(self, blocks: Sequence[tuple[int, Key, int]]) -> dict[int, Exception]:
+        """These are not what was stored, as somebody found who has copied them: count and forget them.
+
+        Args:
+            blocks: each with its position, its key and its guard.
+
+        Returns:
+            An error for each of them, by position.
+        """
+        self._missed["damaged"] += len(blocks)
+        self.pool.forget([key for _, key, _ in blocks], [guard for _, _, guard in blocks])
+        return {at: DamagedBlock(self, key, "damaged") for at, key, _ in blocks}
+
     # --- Tier -----------------------------------------------------------------------------------------------------
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
@@ -268,8 +290,8 @@ class SlotTier(PooledTier[BlockPool]):
         if there is not None and len(there) != n:
             there = there.part(0, n)
         try:
-            if here is not None and there is not None and self._in_place(n):
-                sums = await self._copy_in_place(there, here)
+            if here is not None and there is not None and self._in_place.takes(n, self.block_bytes, self.inline_bytes):
+                sums = await self._in_place.copy(there, here, self.checksums)
             else:
                 sums = await self.to_the_end(_load, self._storage, guards, here, destination, there, self.checksums)
         except Unproven:
@@ -320,37 +342,27 @@ class SlotTier(PooledTier[BlockPool]):
     async def write(
         self, source: Source, guards: Sequence[int], keys: Sequence[Key], slots: list[int]
     ) -> Mapping[int, Exception]:
-        """Copy blocks of a source into staged slots. Up to ``PORTION_BYTES`` in place, without a checkpoint."""
+        """Copy blocks of a source into staged slots. Up to ``PORTION_BYTES`` in place, without a checkpoint.
+
+        A block that is not what was stored there fails alone: with a checksum of its own it would be believed here.
+        """
+        expected = source.checksums_of(keys, guards) if self.checksums and isinstance(source, SlotTier) else None
         there, here = source.views(guards), self._storage.pages(slots)
-        if there is not None and here is not None and self._in_place(len(slots)):
-            sums = await self._copy_in_place(here, there)
+        if (
+            there is not None
+            and here is not None
+            and self._in_place.takes(len(slots), self.block_bytes, self.inline_bytes)
+        ):
+            sums = await self._in_place.copy(here, there, self.checksums)
         else:
             sums = await self.off_thread(_store, source, guards, there, self._storage, slots, here, self.checksums)
-        if sums is not None:
-            self.note_checksums(slots, sums)
-        return {}
-
-    def _in_place(self, n: int) -> bool:
-        """Whether a copy of so many blocks between host pages is made on the trio thread."""
-        size = self.block_bytes
-        return not self._copying_in_place and size <= PORTION_BYTES and n * size <= self.inline_bytes
-
-    async def _copy_in_place(self, destination: Pages, source: Pages) -> list[int] | None:
-        """Copy on the trio thread, with a checkpoint between portions. Cancelled there, no copy is under way."""
-        copy = copy_and_sum if self.checksums else copy_pages
-        n, step = len(source), max(1, PORTION_BYTES // max(1, source.page_bytes))
-        if n <= step:
-            return copy(destination, source)
-        sums: list[int] = []
-        self._copying_in_place = True
-        try:
-            for start in range(0, n, step):
-                if start:
-                    await trio.lowlevel.checkpoint()
-                sums += copy(destination.part(start, start + step), source.part(start, start + step)) or ()
-        finally:
-            self._copying_in_place = False
-        return sums if self.checksums else None
+        if sums is None:
+            return {}
+        self.note_checksums(slots, sums)
+        if expected is None or expected == sums:
+            return {}
+        assert isinstance(source, SlotTier)
+        return source.forget_damaged(_unequal(keys, guards, expected, sums))
 
     def note_checksums(self, slots: Sequence[int], sums: Sequence[int]) -> None:
         """These are the checksums of what was just written to these slots."""
@@ -365,13 +377,7 @@ class SlotTier(PooledTier[BlockPool]):
         if sums is None:
             return []
         expected = list(map(self._sums.get, slots))
-        if expected == sums:
-            return []
-        pairs = enumerate(zip(expected, sums, strict=True))
-        bad = [at for at, (was, now) in pairs if was is not None and was != now]
-        self._missed["damaged"] += len(bad)
-        self.pool.forget([keys[at] for at in bad], [slots[at] for at in bad])
-        return bad
+        return [] if expected == sums else list(self.forget_damaged(_unequal(keys, slots, expected, sums)))
 
     def _check(self, keys: Sequence[Key], block_bytes: int) -> int:
         if block_bytes != self.block_bytes:
@@ -387,6 +393,14 @@ class SlotTier(PooledTier[BlockPool]):
         if len(staged) != len(slots) or not staged <= self._by_engine:
             raise ValueError(f"not all of these slots are staged in {self!r}: {sorted(staged - self._by_engine)[:4]}")
         self._by_engine -= staged
+
+
+def _unequal(
+    keys: Sequence[Key], slots: Sequence[int], expected: Sequence[int | None], found: Sequence[int]
+) -> list[tuple[int, Key, int]]:
+    """The blocks whose checksum is known and another one, each with its position."""
+    pairs = enumerate(zip(expected, found, strict=True))
+    return [(at, keys[at], slots[at]) for at, (was, now) in pairs if was is not None and was != now]
 
 
 # What runs in a copy thread. `there` and `here` are host pages where there are any; where there are none, the source or

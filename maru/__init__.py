@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ._client.answers import Deleted as Deleted
     from ._client.views import AllocHandle as AllocHandle
     from ._client.views import MemoryInfo as MemoryInfo
+    from ._client.columns import AllocBatch as AllocBatch
+    from ._client.columns import HeldBatch as HeldBatch
     from ._server.server import open_server as open_server
     from ._server.server import MaruServer as MaruServer
     from ._server.server import ServerStatistics as ServerStatistics
@@ -48,6 +50,8 @@ _HOMES = {
     "Deleted": "._client.answers",
     "AllocHandle": "._client.views",
     "MemoryInfo": "._client.views",
+    "AllocBatch": "._client.columns",
+    "HeldBatch": "._client.columns",
     "open_server": "._server.server",
     "MaruServer": "._server.server",
     "ServerStatistics": "._server.server",

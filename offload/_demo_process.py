@@ -20,9 +20,12 @@ from typing import Any
 import attrs
 import torch
 
+from backends.abc import RemoteTier, Tier
 from backends.device import DeviceTier
 from backends.file import FileTier
+from backends.maru import MaruTier
 from backends.memory import MemoryTier
+from maru import MaruHandler
 
 from . import from_thread
 from ._container import OffloadBatch, OffloadContainer
@@ -32,6 +35,8 @@ from .testing.reference_engine import Sequence as Generation
 
 CHUNK_TOKENS = 256
 """What a forward pass of a prefill computes."""
+_SPARE = 1.25
+"""So much more memory than blocks: the page store evicts ahead of need from a region that is nearly full."""
 _BLOCKS_IN_A_STORE = 4  # in the run that cancels: small ones, so that there are many
 
 
@@ -42,7 +47,9 @@ class Job:
     role: str
     """``a``: prefill, store and answer. ``b``: find, load, answer, and compare. ``c``: cancel half of the stores."""
     directory: str
-    """Of the file tier."""
+    """Of C's file tier."""
+    store: str
+    """The page store that A and B share: its endpoint."""
     document: str
     """The file with the text that every prompt begins with."""
     questions: list[str]
@@ -50,7 +57,7 @@ class Job:
     answer_tokens: int
     """Tokens to generate."""
     checksums: bool
-    """Whether the host and file tiers verify what they load."""
+    """Whether tiers verify what they load."""
 
 
 @attrs.frozen
@@ -99,21 +106,40 @@ class Server:
         self.model = ReferenceEngine(config)
         self.clock = CopyClock()
         self.device = DeviceTier(self.model.kv_caches, block_axis=1)
-        size = self.model.block_bytes
-        self.host = MemoryTier(config.num_blocks * size, size, checksums=job.checksums)
-        fingerprint = f"{config.fingerprint()} {self.device.fingerprint}"
-        self.disk = FileTier(
-            job.directory,
+        self.fingerprint = f"{config.fingerprint()} {self.device.fingerprint}"
+        self.closing = contextlib.ExitStack()
+        self.local: list[Tier] = self.in_files() if job.role == "c" else []
+        self.tiers: list[Tier | RemoteTier] = [*self.local] or [self.in_shared_pages()]
+        self.canceller = Canceller()
+        self.engine = from_thread.open_engine(self.device, self.tiers, instruments=[self.clock, self.canceller])
+        self.stored_blocks = 0
+
+    def in_shared_pages(self) -> MaruTier:
+        """Pages of shared memory, which other processes read in place. The engine opens it, in its own thread."""
+        config, size = self.model.config, self.model.block_bytes
+        self.handler = MaruHandler(
+            server_url=self.job.store,
+            chunk_size_bytes=size,
+            pool_size=int(_SPARE * config.num_blocks * size),
+            namespace=self.fingerprint,
+            checksums=self.job.checksums,
+        )
+        return MaruTier(self.handler)
+
+    def in_files(self) -> list[Tier]:
+        """Host memory, and behind it a directory."""
+        config, size = self.model.config, self.model.block_bytes
+        host = MemoryTier(config.num_blocks * size, size, checksums=self.job.checksums)
+        disk = FileTier(
+            self.job.directory,
             4 * config.num_blocks * size,
-            fingerprint=fingerprint,
-            checksums=job.checksums,
+            fingerprint=self.fingerprint,
+            checksums=self.job.checksums,
             block_bytes=size,
         )
-        self.canceller = Canceller()
-        self.engine = from_thread.open_engine(
-            self.device, [self.host, self.disk], instruments=[self.clock, self.canceller]
-        )
-        self.stored_blocks = 0
+        self.closing.callback(host.close)
+        self.closing.callback(disk.close)
+        return [host, disk]
 
     def __enter__(self) -> Server:
         self.engine.start()
@@ -123,8 +149,7 @@ class Server:
 
     def __exit__(self, *exc: object) -> None:
         self.engine.close()
-        self.disk.close()
-        self.host.close()
+        self.closing.close()
 
     def answer(self, prompt: bytes, question: str) -> Answer:
         """Find what is stored of a prompt, load it, compute and store the rest, and generate."""
@@ -186,13 +211,15 @@ class Server:
         self.tell_progress()
         statistics = self.engine.statistics()
         pipelines, tiers = statistics.engine.pipelines, statistics.engine.tiers
-        to_host, to_disk = pipelines.values()
-        seconds = self.clock.seconds
+        *_, to_last = pipelines.values()
+        places = [self.device, *self.tiers]
         return {
-            "stored_blocks": to_disk.blocks_completed,
-            "stored_bytes": to_disk.copied_bytes,
-            "host_copy": {"bytes": to_host.copied_bytes, "seconds": seconds.get(type(self.device).__name__, 0.0)},
-            "file_copy": {"bytes": to_disk.copied_bytes, "seconds": seconds.get(type(self.host).__name__, 0.0)},
+            "stored_blocks": to_last.blocks_completed,
+            "stored_bytes": to_last.copied_bytes,
+            "copies": {
+                name: {"bytes": pipeline.copied_bytes, "seconds": self.clock.seconds.get(type(place).__name__, 0.0)}
+                for place, (name, pipeline) in zip(places, pipelines.items(), strict=False)
+            },
             "asked_blocks": statistics.engine.asked_blocks,
             "hit_blocks": statistics.engine.hit_blocks,
             "loaded_blocks": statistics.engine.loaded_blocks,
@@ -206,6 +233,17 @@ class Server:
                 "in_flight": statistics.in_flight_blocks,
                 "hits": statistics.unreleased_hits,
             },
+        }
+
+    def page_figures(self) -> dict[str, Any]:
+        """The books of the shared pages, for A and B."""
+        statistics = self.engine.call(self.handler.statistics)
+        pages = statistics.pages
+        return {
+            "registered": pages.registered,
+            "regions_of_others": statistics.regions - pages.regions,
+            "neither_free_nor_registered": pages.pages - pages.free - pages.registered,
+            "pinned": statistics.pinned,
         }
 
 
@@ -230,6 +268,10 @@ def main(job: Job) -> dict[str, Any]:
         answers = [server.answer(*pair) for pair in zip(prompts, job.questions, strict=True)]
         outcome["answers"] = [attrs.asdict(answer) for answer in answers]
         outcome |= server.figures()
+        if job.role != "c":
+            outcome["pages"] = server.page_figures()
+            for leak in ("neither_free_nor_registered", "pinned"):
+                outcome["at_rest"][leak] = outcome["pages"].pop(leak)
     if job.role != "a":
         outcome["uncached"] = [attrs.asdict(answer) for answer in without_cache(job, config, prompts)]
     return outcome
@@ -286,7 +328,7 @@ def cancel_half(server: Server, prompt: bytes) -> dict[str, Any]:
     statuses = [ticket.status for ticket in asked]
     gone = [key for ticket in asked if ticket.status is Status.CANCELLED for key in ticket.keys]
     stored = [key for ticket in tickets for key in ticket.result().completed]
-    found = {key for tier in (server.host, server.disk) for key in server.engine.call(tier.contains, keys)}
+    found = {key for tier in server.local for key in server.engine.call(tier.contains, keys)}
     return {
         "stores": len(tickets),
         "asked": len(asked),

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from inspect import iscoroutinefunction
 from itertools import cycle
 from types import MappingProxyType
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import attrs
 import trio
@@ -35,6 +37,7 @@ from backends.abc import (
     Missed,
     Outcome,
     ReadLease,
+    RemoteTier,
     Source,
     Tier,
     TierStatistics,
@@ -48,7 +51,7 @@ from ._handle import TransferHandle
 from ._pipeline import Pipeline, open_pipeline
 from ._statistics import PipelineStatistics
 from .abc import AsyncPolicy, Instrument, Policy, PreconditionLike
-from .policies import PresenceFilter
+from .policies import PresenceFilter, RemotePresenceFilter
 
 OnLoadFailure: TypeAlias = Literal["miss", "fail"]
 """What a load does about a block that was found and cannot be loaded: end the usable prefix there, or raise."""
@@ -112,7 +115,7 @@ class _Run:
     """Neighbouring blocks of a hit that lie in one tier."""
 
     name: str
-    tier: Tier
+    tier: Tier | RemoteTier
     lease: ReadLease
     blocks: int
 
@@ -180,7 +183,11 @@ class Engine:
     """
 
     def __init__(
-        self, source: Source, tiers: Mapping[str, Tier], pipelines: Sequence[Pipeline], on_load_failure: OnLoadFailure
+        self,
+        source: Source,
+        tiers: Mapping[str, Tier | RemoteTier],
+        pipelines: Sequence[Pipeline],
+        on_load_failure: OnLoadFailure,
     ) -> None:
         self.source = source
         self.tiers = tiers
@@ -232,7 +239,7 @@ class Engine:
             for speed, (name, tier) in cycle(enumerate(self._places)):
                 if found == wanted or asked_in_vain == len(self._places):
                     break
-                end = self._end_of_run(speed, keys, found, unavailable) if speed else wanted
+                end = await self._end_of_run(speed, keys, found, unavailable) if speed else wanted
                 if end == found:
                     continue  # a faster one has it
                 asked_in_vain += 1
@@ -353,14 +360,27 @@ class Engine:
                 except Exception:
                     _log.exception("%r could not be released", hit)
 
-    def _end_of_run(self, speed: int, keys: Sequence[Key], found: int, unavailable: Mapping[str, Exception]) -> int:
+    async def _end_of_run(self, speed: int, keys: Sequence[Key], found: int, unavailable: dict[str, Exception]) -> int:
         """Where a run in this tier ends at the latest: at the first block from ``found`` on that a faster tier has."""
         rest = keys[found:]
         faster: set[Key] = set()
         for name, tier in self._places[:speed]:
             if name not in unavailable:
-                faster |= tier.contains(rest)
+                faster |= await self._contained(name, tier, rest, unavailable)
         return next((found + at for at, key in enumerate(rest) if key in faster), len(keys)) if faster else len(keys)
+
+    async def _contained(
+        self, name: str, tier: Tier | RemoteTier, keys: Sequence[Key], unavailable: dict[str, Exception]
+    ) -> AbstractSet[Key]:
+        """What a faster tier has of these. One that must be asked, and does not answer, is left out from here on."""
+        if not iscoroutinefunction(tier.contains):
+            found: Any = tier.contains(keys)
+            return found  # type: ignore[no-any-return]
+        try:
+            return await tier.contains(keys)  # type: ignore[no-any-return]
+        except Exception as error:
+            unavailable[name] = error
+            return frozenset()
 
     def _count_failures(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
@@ -372,7 +392,7 @@ class Engine:
 
 def open_engine(
     source: Source,
-    tiers: Sequence[Tier],
+    tiers: Sequence[Tier | RemoteTier],
     *,
     policies: Sequence[Policy | AsyncPolicy] | None = None,
     config: PipelineConfig | None = None,
@@ -389,7 +409,8 @@ def open_engine(
 
     Args:
         source: where the blocks are that an inference engine's forward pass writes.
-        tiers: from the fastest to the slowest; all of the source's block size.
+        tiers: from the fastest to the slowest; all of the source's block size. One that is an async context manager, as
+            :class:`backends.maru.MaruTier`, is entered for as long.
         policies: what may leave the source; by default what the first tier does not have yet. Behind it, a tier is
             offered what it does not have.
         config: the knobs of every pipeline.
@@ -417,7 +438,7 @@ def open_engine(
 @asynccontextmanager
 async def _open(
     source: Source,
-    tiers: dict[str, Tier],
+    tiers: dict[str, Tier | RemoteTier],
     policies: Sequence[Policy | AsyncPolicy] | None,
     config: PipelineConfig | None,
     chain: bool,
@@ -427,6 +448,9 @@ async def _open(
     places = list(tiers.items())
     pipelines: list[Pipeline] = []
     async with AsyncExitStack() as stack:
+        for tier in tiers.values():  # first in, last out: pipelines and hits go before the places they are of
+            if hasattr(type(tier), "__aenter__"):
+                await stack.enter_async_context(tier)  # type: ignore[arg-type]
         for at in range(_reach(places) if chain else 0, -1, -1):  # a route is opened before what leads to it
             name, tier = places[at]
             above = places[at - 1][1] if at else source
@@ -434,7 +458,7 @@ async def _open(
             opened = open_pipeline(
                 above,
                 tier,
-                policies=policies if at == 0 and policies is not None else [PresenceFilter(tier)],
+                policies=policies if at == 0 and policies is not None else [presence_filter(tier)],
                 config=config,
                 chain=pipelines[:1],
                 instruments=instruments,
@@ -446,7 +470,13 @@ async def _open(
         yield engine
 
 
-def _reach(places: Sequence[tuple[str, Tier]]) -> int:
+def presence_filter(tier: Tier | RemoteTier) -> Policy | AsyncPolicy:
+    """What a tier has already stays out of it."""
+    remote: Any = tier
+    return RemotePresenceFilter(remote) if iscoroutinefunction(tier.contains) else PresenceFilter(remote)
+
+
+def _reach(places: Sequence[tuple[str, Tier | RemoteTier]]) -> int:
     """The last tier that can be reached from the first by going from source to source."""
     at = 0
     while at + 1 < len(places) and isinstance(places[at][1], Source) and hasattr(places[at][1], "weak"):
@@ -454,9 +484,9 @@ def _reach(places: Sequence[tuple[str, Tier]]) -> int:
     return at
 
 
-def _named(tiers: Sequence[Tier]) -> dict[str, Tier]:
+def _named(tiers: Sequence[Tier | RemoteTier]) -> dict[str, Tier | RemoteTier]:
     """A name of its own for each tier: the one it has, or its type's."""
-    named: dict[str, Tier] = {}
+    named: dict[str, Tier | RemoteTier] = {}
     for tier in tiers:
         name = stem = str(getattr(tier, "name", "") or type(tier).__name__.lower())
         number = 1

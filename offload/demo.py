@@ -1,11 +1,15 @@
 """``offload demo``: the main job on real input, with every token verified.
 
-Three engine processes, one after the other, over one document:
+A page store, and three engine processes, one after the other, over one document:
 
-A  prefills it, stores its KV blocks (device -> host memory -> files, the end of each forward pass as the precondition), and
-   answers questions about it;
-B  knows only the files: it finds the prefix, loads it instead of computing it, and answers other questions;
-C  stores it anew somewhere else and cancels half of the stores, at once, while they wait, and in the middle of a copy.
+A  prefills it, stores its KV blocks (from the device straight into pages of shared memory, the end of each forward pass as the
+   precondition), and answers questions about it;
+B  finds the prefix in A's pages, and loads it from there instead of computing it: no byte was copied in between. It answers
+   other questions, and what it stores itself lies in pages of its own;
+C  stores it anew somewhere else (device -> host memory -> files) and cancels half of the stores, at once, while they wait, and
+   in the middle of a copy.
+
+The page store runs in this process, over a pool in /dev/shm that is removed afterwards.
 
 The weights of the model are random, so that its answers are gibberish; but each hangs on every byte before it. B and C also ask
 a model without any cache, and compare tokens and every bit of KV. A difference, a cancellation that is not confirmed or a page
@@ -17,6 +21,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,7 +29,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import click
@@ -33,12 +38,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+if TYPE_CHECKING:
+    from maru import MaruServer
+
 QUESTIONS = {
     "a": ["What is a block?", "Who may cancel a store, and until when?"],
     "b": ["When may the bytes be read?", "What is left behind by a transfer that failed?"],
     "c": ["Is a cancelled store really over?"],
 }
 _WORTH_A_RATE = 1 << 20  # bytes: what takes less time says more about the clock than about the copy
+
+_POOL_BYTES = 1 << 30
+"""What the page store may take. It takes what the document's blocks need."""
 
 PROCESS_TIMEOUT = 300.0
 """How long one engine process may take, in seconds. A healthy one takes some ten."""
@@ -117,15 +128,18 @@ async def run(options: Options, console: Console) -> dict[str, Any]:
         text, source = document(options.document_bytes)
         (directory / "document.txt").write_bytes(text)
         with _progress(console) as bars:
-            a = await _engine_process("a", directory, "shared", options, bars)
-            damaged = damage(directory / "shared", options.damage)
-            b = await _engine_process("b", directory, "shared", options, bars)
-            c = await _engine_process("c", directory, "cancelled", options, bars)
+            async with page_store(options.keep and directory / "pool") as server:
+                a = await _engine_process("a", directory, server, options, bars)
+                damaged = damage(server, options.damage, a["block_bytes"])
+                b = await _engine_process("b", directory, server, options, bars)
+                held = books(server)
+                c = await _engine_process("c", directory, server, options, bars)
         temporaries = len(list(directory.rglob("*.tmp")))
-    checks = judge(a, b, c) | {"no temporary file is left": not temporaries}
+    checks = judge(a, b, c) | judge_pages(a, b, held, damaged) | {"no temporary file is left": not temporaries}
     return {
         "document": {"bytes": len(text), "source": source},
         "damaged": damaged,
+        "page_store": held,
         "a": a,
         "b": b,
         "c": c,
@@ -153,6 +167,17 @@ def judge(a: dict[str, Any], b: dict[str, Any], c: dict[str, Any]) -> dict[str, 
         "what was cancelled in time is nowhere": not c["cancel"]["cancelled_but_found"],
         "what was stored is there": not c["cancel"]["stored_but_missing"],
         "nothing leaked": not any(leak for engine in (a, b, c) for leak in engine["at_rest"].values()),
+    }
+
+
+def judge_pages(a: dict[str, Any], b: dict[str, Any], held: dict[str, int], damaged: int) -> dict[str, bool]:
+    """What must hold of the pages that A and B share."""
+    stored = a["stored_blocks"] + b["stored_blocks"]
+    return {
+        "B read from A's pages, in place": b["pages"]["regions_of_others"] > 0,
+        # Had B kept a copy of what it loaded, there would be more; what was found damaged is stored anew.
+        "each block lies in one page": held["keys"] == stored if not damaged else held["keys"] <= stored,
+        "no page is held any more": not held["pinned"],
     }
 
 
@@ -185,11 +210,14 @@ def _docstrings(file: Path) -> Iterator[str]:
 # --- processes ----------------------------------------------------------------------------------------------------
 
 
-async def _engine_process(role: str, directory: Path, shelf: str, options: Options, bars: _Bars) -> dict[str, Any]:
+async def _engine_process(
+    role: str, directory: Path, server: MaruServer, options: Options, bars: _Bars
+) -> dict[str, Any]:
     """Start an engine process, show how far it is, and return its outcome."""
     job = {
         "role": role,
-        "directory": str(directory / shelf),
+        "directory": str(directory / "files"),
+        "store": server.endpoints[-1],
         "document": str(directory / "document.txt"),
         "questions": QUESTIONS[role],
         "answer_tokens": options.answer_tokens,
@@ -227,14 +255,49 @@ async def _lines(process: trio.Process) -> AsyncIterator[bytes]:
             yield line
 
 
-def damage(directory: Path, n: int) -> int:
-    """Flip a bit in the payload of ``n`` stored blocks; in how many there were."""
-    files = sorted(directory.rglob("*.kv"))[:n]
-    for file in files:
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(data)
-    return len(files)
+@contextlib.asynccontextmanager
+async def page_store(pool: Path | None = None) -> AsyncIterator[MaruServer]:
+    """A page store in this process, over a temporary pool in shared memory, or one that stays."""
+    from maru import ServerConfig, open_server
+
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="offload-demo-", dir=memory) as home:
+        config = ServerConfig(
+            host="",  # a Unix socket is enough
+            rm_address="",
+            runtime_dir=home,
+            pool_path=str(pool or home),
+            capacity_bytes=_POOL_BYTES,
+            log_level="error",
+        )
+        async with open_server(config) as server:
+            yield server
+
+
+def damage(server: MaruServer, n: int, page_bytes: int) -> int:
+    """Flip a bit in each of the first ``n`` pages of A's region, behind everybody's back; in how many there were."""
+    if not n:
+        return 0
+    [region] = Path(server.config.pool_path).glob("maru_*.dat")
+    n = min(n, books(server)["keys"])
+    with region.open("r+b") as file:
+        for page in range(n):  # pages are handed out ascending
+            file.seek((page + 1) * page_bytes - 1)
+            last = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([last ^ 1]))
+    return n
+
+
+def books(server: MaruServer) -> dict[str, int]:
+    """What the page store holds."""
+    directory = server.statistics().service.directory
+    return {
+        "keys": directory.entries,
+        "bytes": directory.used_bytes,
+        "regions": directory.regions,
+        "pinned": directory.pinned,
+    }
 
 
 @contextlib.contextmanager
@@ -307,6 +370,11 @@ def show(report: dict[str, Any], console: Console) -> None:
         table.add_row(row[0][0], row[0][1], row[1][1])
     console.print(table)
     cancel = c["cancel"]
+    held = report["page_store"]
+    console.print(
+        f"\nThe page store held {held['keys']:,} pages, {_bytes(held['bytes'])}: B loaded from {a['stored_blocks']:,} that "
+        "A had written, and kept no copy."
+    )
     console.print(
         f"\nC cancelled {cancel['asked']} of {cancel['stores']} stores: {cancel['confirmed']} confirmed, of which "
         f"{cancel['cancelled']} in time and {cancel['too_late']} after the commit, when the copy drains."
@@ -339,13 +407,12 @@ def _answers(report: dict[str, Any]) -> Table:
 
 def _figures(engine: dict[str, Any], size: int) -> list[tuple[str, str]]:
     return [
-        ("blocks stored in files", f"{engine['stored_blocks']:,}"),
+        ("blocks stored in shared pages", f"{engine['stored_blocks']:,}"),
         ("blocks loaded", f"{engine['loaded_blocks']:,}"),
         ("hit rate", f"{engine['hit_blocks'] / engine['asked_blocks']:.1%}"),
         ("bytes stored", _bytes(engine["stored_bytes"])),
         ("bytes loaded", _bytes(engine["loaded_blocks"] * size)),
-        ("device to host memory", _rate(engine["host_copy"])),
-        ("host memory to files", _rate(engine["file_copy"])),
+        ("device to pages, registered", _rate(engine["copies"]["maru"])),
         ("loads", _rate(loads(engine))),
         ("found, but not loaded", ", ".join(f"{n} {why}" for why, n in engine["load_failures"].items()) or "0"),
     ]

@@ -24,7 +24,7 @@ from typing import Final, Literal, NoReturn, TypeAlias, TypeVar, TypeVarTuple
 
 import attrs
 
-from backends.abc import Blocks, Deletion, Destination, Key, Source, Tier
+from backends.abc import Blocks, Deletion, Destination, Key, RemoteTier, Source, Tier
 
 from ._config import PipelineConfig
 from ._crossing import EngineClosed as EngineClosed
@@ -53,7 +53,7 @@ DEFAULT_TIMEOUT: Final = 60.0
 
 def open_engine(
     source: Source,
-    tiers: Sequence[Tier],
+    tiers: Sequence[Tier | RemoteTier],
     *,
     policies: Sequence[Policy | AsyncPolicy] | None = None,
     config: PipelineConfig | None = None,

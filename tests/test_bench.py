@@ -29,6 +29,10 @@ GOALS = {
         "copy.device.pieces64.256KiB.transfers1.plain": "ratio >= 0.88",
         "copy.device.pieces64.1024KiB.transfers2.plain": "ratio >= 0.95",
         "copy.device.pieces1.1024KiB.transfers1.checksums": None,
+        "copy.maru.pieces1.64KiB.transfers1.plain": "ratio >= 0.4",
+        "copy.maru.pieces64.256KiB.transfers2.plain": "ratio >= 0.85",
+        "copy.maru.pieces64.1024KiB.transfers2.plain": "ratio >= 0.95",
+        "copy.maru.pieces64.1024KiB.transfers2.checksums": None,
     },
     "enqueue": {
         "enqueue.burst.p50": "value <= 1",
@@ -43,6 +47,12 @@ GOALS = {
             1: [f"bulk.{place}.asked" for place in ("queue", "policy", "event", "function", "ready")],
         }.items()
         for case in cases
+    },
+    "pinned-pool": {
+        "pinned_pool.64MiB.in.memmove": "ratio >= 0.85",
+        "pinned_pool.64MiB.out.socket": "ratio >= 3",
+        "pinned_pool.1MiB.in.socket": None,
+        "pinned_pool.alloc_and_free": None,
     },
     "replay": {
         "replay.64KiB.plain.time": "ratio <= 2",
@@ -73,9 +83,9 @@ def run(*args: str) -> list[dict[str, object]]:
     return rows
 
 
-@pytest.mark.parametrize("bench", ["pipeline", "copy", "enqueue", "cancel"])
+@pytest.mark.parametrize("bench", ["pipeline", "copy", "enqueue", "cancel", "pinned-pool"])
 def test_bench_measures_its_goals(bench: str) -> None:
-    if bench == "copy":
+    if bench in ("copy", "pinned-pool"):
         pytest.importorskip("torch")
     rows = {row["name"]: row for row in run(bench)}
     for name, goal in GOALS[bench].items():
@@ -186,7 +196,7 @@ import sys
 from offload.bench import command
 
 names = set(command.commands)
-assert names == {"pipeline", "copy", "enqueue", "cancel", "replay", "all"}, names
+assert names == {"pipeline", "copy", "enqueue", "cancel", "replay", "pinned-pool", "all"}, names
 loaded = {name for name in sys.modules if name.startswith("offload.bench._")}
 assert loaded == {"offload.bench._command"}, loaded
 assert not {"torch", "rich"} & sys.modules.keys()

@@ -17,12 +17,18 @@ pytest.importorskip("torch", reason="needs the torch extra")
 from offload import demo
 
 SMALL = demo.Options(document_bytes=800, answer_tokens=4)
+PAGE = 64 << 10
 
 
-def process(role: str, directory: Path, options: demo.Options = SMALL) -> dict[str, Any]:
+def process(role: str, directory: Path, options: demo.Options = SMALL, *, damaged: int = 0) -> dict[str, Any]:
+    """One engine process, over the page store in this directory."""
+
     async def run() -> dict[str, Any]:
         with demo._progress(Console(quiet=True)) as bars:
-            return await demo._engine_process(role, directory, "shared", options, bars)
+            async with demo.page_store(directory / "pool") as server:
+                if damaged:
+                    assert demo.damage(server, damaged, PAGE) == damaged
+                return await demo._engine_process(role, directory, server, options, bars)
 
     return trio.run(run)
 
@@ -34,12 +40,15 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "document.txt").write_bytes(demo.document(SMALL.document_bytes)[0])
     outcome = process("a", directory)
     assert outcome["stored_blocks"] >= 50
+    assert outcome["block_bytes"] == PAGE
     return directory
 
 
 @pytest.fixture
 def copied(stored: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(stored, tmp_path / "copied")
+    """The same, in a directory of its own: the page store finds again what it held."""
+    ignored = shutil.ignore_patterns("*.sock", "*.lock")
+    return shutil.copytree(stored, tmp_path / "copied", ignore=ignored)
 
 
 def run_command(*arguments: str) -> tuple[int, str]:
@@ -51,6 +60,7 @@ def run_command(*arguments: str) -> tuple[int, str]:
 
 def test_the_demo_verifies_and_reports(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
+    before = {*Path("/dev/shm").glob("offload-demo-*")}
     status, output = run_command("--json", "--document-bytes=800", "--answer-tokens=4", f"--keep={kept}")
     report = json.loads(output)
     assert status == 0
@@ -65,15 +75,19 @@ def test_the_demo_verifies_and_reports(tmp_path: Path) -> None:
     assert c["cancel"]["asked"] == c["cancel"]["stores"] // 2 == c["cancel"]["confirmed"]
     assert c["cancel"]["cancelled"] > 0
     assert set(c["at_rest"].values()) == {0}
-    assert len(list((kept / "shared").rglob("*.kv"))) == a["stored_blocks"] + b["stored_blocks"]
+    assert report["page_store"]["keys"] == a["stored_blocks"] + b["stored_blocks"]
+    assert (a["pages"]["regions_of_others"], b["pages"]["regions_of_others"]) == (0, 1)
+    assert b["pages"]["registered"] == b["stored_blocks"] < 10  # it kept no copy of what it loaded
+    assert list((kept / "pool").glob("maru_*.dat"))
+    assert list((kept / "files").rglob("*.kv"))
+    assert not {*Path("/dev/shm").glob("offload-demo-*")} - before
     demo.show(report, Console(quiet=True))
     with pytest.raises(click.UsageError, match="not empty"):
         trio.run(demo.run, demo.Options(keep=kept), Console(quiet=True))
 
 
 def test_a_damaged_block_is_missed_and_the_answers_stay_right(copied: Path) -> None:
-    assert demo.damage(copied / "shared", 5) == 5
-    b = process("b", copied)
+    b = process("b", copied, damaged=5)
     assert b["load_failures"]["damaged"] > 0
     assert b["answers"][0]["loaded_blocks"] < 50
     for what in ("tokens", "kv"):
@@ -82,8 +96,7 @@ def test_a_damaged_block_is_missed_and_the_answers_stay_right(copied: Path) -> N
 
 def test_a_damaged_block_that_is_used_all_the_same_fails_the_demo(copied: Path) -> None:
     """Without checksums, only the comparison is left."""
-    demo.damage(copied / "shared", 5)
-    b = process("b", copied, demo.Options(document_bytes=800, answer_tokens=4, checksums=False))
+    b = process("b", copied, demo.Options(document_bytes=800, answer_tokens=4, checksums=False), damaged=5)
     assert b["answers"][0]["loaded_blocks"] == 50
     good = {"answers": b["uncached"], "uncached": b["uncached"], "at_rest": {}, "stored_blocks": 1000, "hit_blocks": 1}
     good["cancel"] = {"asked": 1, "confirmed": 1, "cancelled": 1, "too_late": 0}

@@ -54,6 +54,11 @@ def kill_under_load(server: Server, cycles: int, seed: int, *, check_every: int)
         load.go()
         for cycle in range(1, cycles + 1):
             time.sleep(dice.uniform(0.05, 0.13))  # of these, clients wait TIMEOUT_MS for the server of before
+            # On a busy machine somebody may fall behind, and a kill that hits nobody's work shows nothing.
+            eventually(lambda cycle=cycle: all(worker.done > cycle for worker in load.workers))
+            eventually(
+                lambda cycle=cycle: all(reader.views > cycle for reader in load.workers if isinstance(reader, Reader))
+            )
             server.restart()
             waited.append(server.waited)
             if cycle % check_every == 0 or cycle == cycles:
@@ -68,9 +73,7 @@ def kill_under_load(server: Server, cycles: int, seed: int, *, check_every: int)
                 assert set(auditor.get(everything, 1024)) == {"right"}
             assert len(everything) > 100
         print(f"\n{cycles} times kill -9: {load}")
-        assert all(worker.done > cycles for worker in load.workers), load
         readers = [worker for worker in load.workers if isinstance(worker, Reader)]
-        assert all(reader.views > cycles for reader in readers), "who holds no view shows nothing"
         assert all(worker.cut_off or worker in readers for worker in load.workers), f"a kill must hit somebody: {load}"
     assert not load.findings, f"with seed {seed}: {load.findings[:10]}"
     return waited

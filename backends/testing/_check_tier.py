@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AsyncExitStack
+from inspect import iscoroutinefunction
 from typing import Any, TypeAlias
 
 import attrs
@@ -25,6 +28,7 @@ from ..abc import (
     Key,
     Missed,
     Outcome,
+    RemoteTier,
     Reservation,
     Source,
     Tier,
@@ -33,11 +37,15 @@ from ..abc import (
 from ..pages import Pages, copy_pages, pages_of
 from ._fake import payload_of
 
-MakeTier: TypeAlias = Callable[[int, int], Tier]
-"""``make_tier(blocks, block_bytes)``: an empty tier for so many blocks of this size. Closed if it has a ``close``."""
+MakeTier: TypeAlias = Callable[[int, int], Tier | RemoteTier]
+"""``make_tier(blocks, block_bytes)``: an empty tier for so many blocks of this size. Entered if it is an async context manager,
+closed if it has a ``close``."""
 
 _BLOCKS = 8
 """How many blocks the tier of a check holds."""
+
+_PATIENCE = 5.0
+"""Seconds until what a tier has to ask for should have come."""
 
 
 def _must(holds: bool, promise: str, *details: object) -> None:
@@ -116,7 +124,12 @@ class _Case:
     block_bytes: int
     any_block_size: bool
     threads: bool
-    damage: Callable[[Any, Key], None] | None
+    damage: Callable[[Any, Key], object] | None
+
+    @property
+    def remote(self) -> bool:
+        """Whether it is a :class:`~backends.abc.RemoteTier`: others change it, and it must be asked."""
+        return iscoroutinefunction(self.tier.contains)
 
     def keys(self, n: int, name: str = "a") -> list[Key]:
         return [f"{name}{number}".encode() * 4 for number in range(n)]
@@ -124,6 +137,29 @@ class _Case:
     async def reserve(self, keys: Sequence[Key], when_full: WhenFull = "fail") -> Reservation:
         reservation: Reservation = await self.tier.reserve(keys, self.block_bytes, when_full)
         return reservation
+
+    async def reserve_now(self, keys: Sequence[Key], when_full: WhenFull) -> Reservation:
+        """What fits now. Only a tier that must be asked may say that this cannot be told without waiting."""
+        try:
+            reservation: Reservation = self.tier.reserve_nowait(keys, self.block_bytes, when_full)
+        except trio.WouldBlock:
+            _must(self.remote, "partial and fail never wait")
+            return await self.reserve(keys, when_full)
+        return reservation
+
+    async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those that the tier says it has."""
+        found: AbstractSet[Key] = await self.tier.contains(keys) if self.remote else self.tier.contains(keys)
+        return found
+
+    async def until(self, holds: Callable[[], bool], promise: str, *details: object) -> None:
+        """It comes to hold, at once in a tier that asks nobody."""
+        await trio.testing.wait_all_tasks_blocked()
+        if self.remote:
+            with trio.move_on_after(_PATIENCE):
+                while not holds():  # noqa: ASYNC110  # what comes to hold is the tier's own affair
+                    await trio.sleep(0.001)
+        _must(holds(), promise, *details)
 
     async def store(self, keys: Sequence[Key], when_full: WhenFull = "fail", *, in_host: bool = True) -> list[Outcome]:
         reservation = await self.reserve(keys, when_full)
@@ -152,13 +188,13 @@ class _Case:
 
     async def holds(self, keys: Sequence[Key]) -> None:
         """These keys are there, with their bytes."""
-        _must(self.tier.contains(keys) == set(keys), "what is stored must be found", keys)
+        _must(await self.contains(keys) == set(keys), "what is stored must be found", keys)
         expected = [payload_of(key, self.block_bytes) for key in keys]
         _must(await self.load(keys) == expected, "what is loaded must be what was stored", keys)
 
-    def room(self) -> int:
+    async def room(self) -> int:
         """How many blocks there is room for without evicting one."""
-        reservation = self.tier.reserve_nowait(self.keys(_BLOCKS, "room"), self.block_bytes, "partial")
+        reservation = await self.reserve_now(self.keys(_BLOCKS, "room"), "partial")
         reservation.release()
         return len(reservation.granted)
 
@@ -175,7 +211,7 @@ class _Case:
 async def _stores_and_loads(case: _Case) -> None:
     for name, in_host in (("here", True), ("there", False)):
         keys = case.keys(3, name)
-        _must(case.tier.contains(keys) == set(), "an empty tier contains nothing")
+        _must(await case.contains(keys) == set(), "an empty tier contains nothing")
         _must(await case.store(keys, in_host=in_host) == [STORED] * 3, "new blocks must be STORED")
         await case.holds(keys)
         expected = [payload_of(key, case.block_bytes) for key in keys]
@@ -187,33 +223,33 @@ async def _stores_and_loads(case: _Case) -> None:
 async def _publishes_only_after_the_copy(case: _Case) -> None:
     keys = case.keys(3)
     reservation = await case.reserve(keys)
-    _must(case.tier.contains(keys) == set(), "what is only reserved must not be found")
+    _must(await case.contains(keys) == set(), "what is only reserved must not be found")
     _must(case.tier.statistics().reserved_blocks == 3, "reserved places are counted", case.tier.statistics())
     async with await case.tier.pin(keys) as lease:
         _must(not lease.keys, "what is only reserved cannot be pinned")
     reservation.release()
     reservation.release()
-    _must(case.tier.contains(keys) == set() and case.room() == _BLOCKS, "release gives the room back, once")
+    _must(await case.contains(keys) == set() and await case.room() == _BLOCKS, "release gives the room back, once")
 
 
 async def _keeps_a_part(case: _Case) -> None:
     keys = case.keys(_BLOCKS)
     reservation = await case.reserve(keys)
-    _must(case.room() == 0, "all is reserved")
+    _must(await case.room() == 0, "all is reserved")
     kept = [keys[1], keys[4], keys[5]]
     reservation.keep(kept)
     _must(list(reservation.granted) == kept, "what is granted is what was kept")
-    _must(case.room() == _BLOCKS - 3, "keep gives the rest back at once")
+    _must(await case.room() == _BLOCKS - 3, "keep gives the rest back at once")
     source = _Bytes(case.block_bytes)
     outcomes = await reservation.transfer(source, source.upgrade(kept))
     reservation.release()
     _must(list(outcomes) == [STORED] * 3, "kept blocks are STORED", outcomes)
-    _must(case.tier.contains(keys) == set(kept), "only kept blocks are there")
+    _must(await case.contains(keys) == set(kept), "only kept blocks are there")
     await case.holds(kept)
     nothing = await case.reserve(case.keys(2, "b"))
     nothing.keep([])
     nothing.release()
-    _must(case.room() == _BLOCKS - 3, "nothing kept is nothing held")
+    _must(await case.room() == _BLOCKS - 3, "nothing kept is nothing held")
 
 
 async def _first_writer_wins(case: _Case) -> None:
@@ -227,7 +263,7 @@ async def _first_writer_wins(case: _Case) -> None:
     _must(list(outcomes) == [STORED, STORED, DUPLICATE, DUPLICATE], "a key that is there is a DUPLICATE", outcomes)
     reservation.release()
     await case.holds([*mixed[:2], *keys])
-    _must(case.room() == _BLOCKS - 6, "a duplicate takes no room")
+    _must(await case.room() == _BLOCKS - 6, "a duplicate takes no room")
     _must(case.tier.statistics().duplicates == 2, "duplicates are counted", case.tier.statistics())
     late = case.keys(1, "late")
     first, second = await case.reserve(late), await case.reserve(late)
@@ -244,7 +280,7 @@ async def _grants_what_fits(case: _Case) -> None:
     for when_full in ("partial", "fail"):
         reservation = await case.reserve(keys, when_full)
         _must(list(reservation.granted) == keys[:2], "partial and fail grant the prefix that fits", reservation.granted)
-        nowait = case.tier.reserve_nowait(keys, case.block_bytes, when_full)
+        nowait = await case.reserve_now(keys, when_full)
         _must(not nowait.granted, "a full place grants nothing", nowait.granted)
         nowait.release()
         reservation.release()
@@ -275,12 +311,12 @@ async def _waits_for_room(case: _Case) -> None:
         await case.tier.delete(keys[:2])
         await trio.testing.wait_all_tasks_blocked()
         _must(got == [], "waiters are served in order: the second may not pass the first", got)
-        partial = case.tier.reserve_nowait(case.keys(1, "d"), case.block_bytes, "partial")
+        partial = await case.reserve_now(case.keys(1, "d"), "partial")
         _must(not partial.granted, "nobody passes a waiter", partial.granted)
         partial.release()
         await case.tier.delete(keys[2:3])
     _must(got == [first, second], "waiters are served in order", got)
-    _must(case.room() == 3 and case.tier.statistics().evicted == 0, "wait does not evict")
+    _must(await case.room() == 3 and case.tier.statistics().evicted == 0, "wait does not evict")
 
 
 async def _who_asks_for_less_keeps_his_turn(case: _Case) -> None:
@@ -307,11 +343,12 @@ async def _who_asks_for_less_keeps_his_turn(case: _Case) -> None:
         await trio.testing.wait_all_tasks_blocked()
         _must(got == [], "asking for less, he neither loses his turn nor is he granted less than he asks for", got)
         await case.tier.delete(keys[1 : len(wanted)])
-        await trio.testing.wait_all_tasks_blocked()
-        _must(got == [wanted, second], "who asks for less keeps his turn, and gets what he asks for", got)
+        await case.until(
+            lambda: got == [wanted, second], "who asks for less keeps his turn, and gets what he asks for", got
+        )
     if not can:
         return
-    await case.store(case.keys(case.room(), "d"))
+    await case.store(case.keys(await case.room(), "d"))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wait, first)
         await trio.testing.wait_all_tasks_blocked()
@@ -325,11 +362,11 @@ async def _evicts_what_nobody_holds(case: _Case) -> None:
     async with await case.tier.pin(keys[:2]):
         outcomes = await case.store(case.keys(4, "b"), "evict")
         _must(outcomes == [STORED] * 4, "evict makes room", outcomes)
-        _must(case.tier.contains(keys) >= set(keys[:2]), "what is held is not evicted")
+        _must(await case.contains(keys) >= set(keys[:2]), "what is held is not evicted")
     statistics = case.tier.statistics()
     _must(statistics.evicted == 4 and statistics.blocks == _BLOCKS, "evictions are counted", statistics)
     await case.holds(case.keys(4, "b"))
-    everything = [*keys[:2], *sorted(case.tier.contains(keys) - set(keys[:2])), *case.keys(4, "b")]
+    everything = [*keys[:2], *sorted(await case.contains(keys) - set(keys[:2])), *case.keys(4, "b")]
     granted = trio.Event()
 
     async def wait() -> None:
@@ -363,7 +400,7 @@ async def _refuses_what_cannot_fit(case: _Case) -> None:
             pass
         else:
             _must(False, "a block of another size is a BlockSizeError")
-    _must(case.room() == _BLOCKS, "what is refused takes no room")
+    _must(await case.room() == _BLOCKS, "what is refused takes no room")
 
 
 async def _a_cancelled_wait_holds_nothing(case: _Case) -> None:
@@ -378,7 +415,7 @@ async def _a_cancelled_wait_holds_nothing(case: _Case) -> None:
         "cancel, free",
         "free, cancel",
     ):  # without a checkpoint between: granted and cancelled at once
-        held = case.tier.reserve_nowait(case.keys(2, "c"), case.block_bytes, "fail")
+        held = await case.reserve_now(case.keys(2, "c"), "fail")
         scope = trio.CancelScope()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wait, scope)
@@ -386,7 +423,12 @@ async def _a_cancelled_wait_holds_nothing(case: _Case) -> None:
             for action in order.split(", "):
                 scope.cancel() if action == "cancel" else held.release()
         held.release()
-        _must(case.room() == 2, "room granted to a waiter that is cancelled must come back:", order, case.room())
+        _must(
+            await case.room() == 2,
+            "room granted to a waiter that is cancelled must come back:",
+            order,
+            await case.room(),
+        )
     _must(await case.store(case.keys(2, "d")) == [STORED] * 2, "and can be used")
 
 
@@ -400,7 +442,7 @@ async def _a_pin_holds(case: _Case) -> None:
     answers = await case.tier.delete([*keys[:3], *case.keys(1, "no")])
     expected = [Deletion.PINNED, Deletion.PINNED, Deletion.DELETED, Deletion.MISSING]
     _must(answers == expected, "delete answers pinned, deleted or missing", answers)
-    _must(case.tier.contains(keys) == {keys[0], keys[1], keys[3]}, "a pinned block stays, a deleted one goes")
+    _must(await case.contains(keys) == {keys[0], keys[1], keys[3]}, "a pinned block stays, a deleted one goes")
     await lease.release()
     await lease.release()
     _must(await case.tier.delete(keys[:2]) == [Deletion.PINNED, Deletion.DELETED], "each lease counts for itself")
@@ -418,17 +460,19 @@ async def _a_damaged_block_is_a_miss(case: _Case) -> None:
     if case.damage is None:
         return
     keys = await case.fill(4)
-    case.damage(case.tier, keys[2])
+    damaging = case.damage(case.tier, keys[2])
+    if isinstance(damaging, Awaitable):
+        await damaging
     loaded = await case.load(keys)
     expected = [payload_of(key, case.block_bytes) for key in keys]
     _must(loaded[2] is None, "a damaged block must not be loaded")
     _must(loaded[:2] + loaded[3:] == expected[:2] + expected[3:], "its neighbours are loaded")
-    _must(case.tier.contains(keys) == {keys[0], keys[1], keys[3]}, "it is no longer found")
+    _must(await case.contains(keys) == {keys[0], keys[1], keys[3]}, "it is no longer found")
     statistics = case.tier.statistics()
     _must(sum(statistics.missed.values()) == 1 and statistics.loaded == 3, "it is counted", statistics)
     _must(await case.store([keys[2]]) == [STORED], "it can be stored anew")
     await case.holds(keys)
-    _must(case.room() == _BLOCKS - 4, "it takes no room")
+    _must(await case.room() == _BLOCKS - 4, "it takes no room")
 
 
 async def _a_failing_source_leaves_nothing(case: _Case) -> None:
@@ -444,8 +488,8 @@ async def _a_failing_source_leaves_nothing(case: _Case) -> None:
     else:
         _must(all(isinstance(outcome, Failed) for outcome in outcomes), "nothing was stored", outcomes)
     reservation.release()
-    _must(case.tier.contains(keys) == set(), "what failed is not found")
-    _must(case.room() == _BLOCKS, "what failed takes no room")
+    _must(await case.contains(keys) == set(), "what failed is not found")
+    _must(await case.room() == _BLOCKS, "what failed takes no room")
     await case.fill(3)
 
 
@@ -475,20 +519,20 @@ async def _a_cancelled_store_leaves_nothing(case: _Case) -> None:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(reservation.transfer, source, guards)
                 await trio.to_thread.run_sync(source.started.wait)
-                _must(case.tier.contains(keys) == set(), "a block must not be found before its bytes are there")
+                _must(await case.contains(keys) == set(), "a block must not be found before its bytes are there")
                 scope.cancel()  # it leaves at once: its thread cannot end before go_on
         else:
             scope.cancel()
             await reservation.transfer(source, guards)
             cut_off = False  # a copy that waits for nothing may be over first
     if cut_off:
-        _must(case.tier.contains(keys) == set(), "nothing of a cancelled copy may be found")
-        _must(case.room() == _BLOCKS - 3, "its room is not reused before its end is proven")
+        _must(await case.contains(keys) == set(), "nothing of a cancelled copy may be found")
+        _must(await case.room() == _BLOCKS - 3, "its room is not reused before its end is proven")
     if source.go_on is not None:
         source.go_on.set()
     reservation.release()
     if cut_off:
-        _must(case.room() == _BLOCKS, "then it is given back")
+        _must(await case.room() == _BLOCKS, "then it is given back")
         await case.fill(3)
     await case.holds(keys)
 
@@ -541,7 +585,7 @@ async def _async_means_checkpoint(case: _Case) -> None:
     with trio.CancelScope() as scope:
         scope.cancel()
         await case.reserve(case.keys(1, "b"))
-    _must(scope.cancelled_caught and case.room() == _BLOCKS - 1, "a cancelled reserve holds nothing")
+    _must(scope.cancelled_caught and await case.room() == _BLOCKS - 1, "a cancelled reserve holds nothing")
     with trio.CancelScope() as scope:
         scope.cancel()
         await case.tier.pin(keys[1:])
@@ -566,7 +610,7 @@ async def _is_a_source(case: _Case) -> None:
             expected = [payload_of(key, case.block_bytes) for key in keys[:2]]
             _must([bytes(page) for page in shown] == expected, "a source shows the bytes of its guards")
     await case.store(case.keys(_BLOCKS - 2, "b"), "evict")
-    _must(tier.contains(keys) == set(keys[:2]), "a guard prevents eviction")  # type: ignore[attr-defined]
+    _must(await case.contains(keys) == set(keys[:2]), "a guard prevents eviction")
     tier.release(guards)
     answers = await case.tier.delete(keys[:2])
     _must(answers == [Deletion.PINNED, Deletion.DELETED], "guards are counted", answers)
@@ -600,20 +644,23 @@ async def check_tier(
     make_tier: MakeTier,
     *,
     block_bytes: int = 256,
-    damage: Callable[[Any, Key], None] | None = None,
+    damage: Callable[[Any, Key], object] | None = None,
     any_block_size: bool = False,
     threads: bool = True,
 ) -> None:
     """Try every promise of :class:`backends.abc.Tier` on a tier of yours, and of :class:`backends.abc.Source` if it is one.
 
+    A tier whose ``contains`` is async is a :class:`backends.abc.RemoteTier`: it may have to ask before it grants room, and what
+    it is told may take a moment to arrive. All else it promises as well.
+
     A tier that forgets a waiter makes it wait for ever: bound it with :func:`trio.fail_after`.
 
     Args:
         make_tier: called as ``make_tier(blocks, block_bytes)`` for each promise: an empty tier for exactly so many blocks
-            of this size. It is closed by its ``close``, if it has one.
+            of this size. It is entered, if it is an async context manager, and closed by its ``close``, if it has one.
         block_bytes: the size of the blocks to try it with.
-        damage: called as ``damage(tier, key)``: change a byte of a stored block behind the tier's back. Without it, what
-            a tier does with a damaged block is not tried.
+        damage: called as ``damage(tier, key)``, and awaited if that makes sense: change a byte of a stored block behind the
+            tier's back. Without it, what a tier does with a damaged block is not tried.
         any_block_size: the tier takes blocks of any size.
         threads: the tier copies in threads, or otherwise waits for copies so that it can leave them. Say ``False`` of one
             that copies in place.
@@ -624,8 +671,11 @@ async def check_tier(
     for promise in _PROMISES:
         case = _Case(make_tier(_BLOCKS, block_bytes), block_bytes, any_block_size, threads, damage)
         try:
-            await promise(case)
-            case.at_rest()
+            async with AsyncExitStack() as stack:
+                if hasattr(type(case.tier), "__aenter__"):
+                    await stack.enter_async_context(case.tier)
+                await promise(case)
+                case.at_rest()
         except Exception as exc:
             exc.add_note(f"the promise: {promise.__name__.strip('_').replace('_', ' ')}; the tier: {case.tier!r}")
             raise

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -287,8 +288,13 @@ class Driver:
 
     def give_back(self, pin: Pin) -> None:
         """One user of a pin less. The server is told at once, and nobody waits for its answer."""
+        self.give_back_all((pin,))
+
+    def give_back_all(self, pins: Iterable[Pin]) -> None:
+        """One user of each pin less. The server is told at once, in one message, and nobody waits for its answer."""
         standing = self.standing
-        standing.pinned.release(pin, standing.era)
+        for pin in pins:
+            standing.pinned.release(pin, standing.era)
         if standing.pinned.due and not self._closed:
             if not standing.unsettled:
                 for effect in operations.give_back_pins(standing, wait=False):

@@ -9,7 +9,7 @@ Rule 3. Leaving the block ends the session and everything beside it, within a se
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from time import monotonic
@@ -23,9 +23,11 @@ from .._config import MaruConfig
 from .._errors import MaruError, NoAnswer, ServerLost
 from .._wire import Code
 from ..transport import OpenMessageSocket
+from . import columns as columns
 from . import handling as handling
 from . import operations as operations
 from .answers import Deleted, Loaded, Stored
+from .columns import AllocBatch, HeldBatch
 from .copying import Buffer
 from .driving_trio import Driver
 from .face import Face, HandlerStatistics
@@ -189,6 +191,56 @@ class MaruHandler(Face):
     async def batch_unpin(self, keys: Iterable[str]) -> list[bool]:
         """Undo one :meth:`pin` of each."""
         return await self._run("batch_unpin", operations.unpin(self._standing, list(keys)))
+
+    # --- many at once, in columns ---------------------------------------------------------------------------------
+
+    def alloc_pages_nowait(self, n: int) -> AllocBatch | None:
+        """``n`` pages to fill, if so many are known to be free here. Asks nobody."""
+        return columns.alloc_pages_nowait(self._standing, n)
+
+    async def alloc_pages(self, n: int, *, evict: bool = True, partial: bool = False) -> AllocBatch | None:
+        """``n`` pages to fill, as :meth:`batch_alloc`, without an object for each.
+
+        Args:
+            n: how many.
+            evict: whether keys of this instance may go for it.
+            partial: as many as there is room for, possibly none, instead of ``None``.
+        """
+        return await self._driver.run(columns.alloc_pages(self._standing, n, evict, partial))
+
+    async def store_pages(
+        self, keys: Sequence[str], batch: AllocBatch, size: int, checksums: list[int] | None
+    ) -> list[Stored | None]:
+        """Register filled pages of ``size`` bytes each, whose xxh3-64 was taken when they were filled.
+
+        If no answer comes, the server is asked what became of it, and fences the attempt: ``None`` stands for a key that is not
+        stored, and will not be. The batch is of no use afterwards.
+
+        Raises:
+            NoAnswer: it did not answer that either. It may be stored, or may be yet; its pages are used again only once that
+                is known. The same holds when this is cancelled.
+            ServerLost: the session has ended, and with it the pages. Nothing is stored.
+        """
+        return await self._run("batch_store", columns.store_pages(self._standing, keys, batch, size, checksums))
+
+    async def hold_pages(self, keys: Sequence[str]) -> HeldBatch:
+        """What lies under these keys up to the first that is missing, pinned, without an object for each."""
+        return await self._driver.run(columns.hold_pages(self._standing, keys, self._driver.give_back_all))
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages are known to be free here."""
+        return self._standing.pages.free
+
+    def on_pages_freed(self, callback: Callable[[], object]) -> Callable[[], None]:
+        """Have ``callback()`` called whenever pages have become free. It must only note that, and not raise.
+
+        Returns:
+            What ends it.
+        """
+        listeners = self._standing.pages.on_freed
+        listeners.append(callback)
+        return lambda: listeners.remove(callback) if callback in listeners else None
 
     # --- deleting -------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ run of memory. Every method takes and gives whole columns; for a run its moves a
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -104,6 +104,8 @@ class OwnedPages:
         self._acknowledged = 0
         self._early: dict[int, int] = {}  # number -> page of the returns that came before one that is missing
         self._returned = self._strays = 0
+        self.on_freed: list[Callable[[], object]] = []
+        """Called whenever pages have become free, with everything in order. Each must only note it."""
 
     def __repr__(self) -> str:
         return f"<OwnedPages {len(self._free)} free of {sum(r.pages for r in self._by_id.values())}>"
@@ -130,6 +132,7 @@ class OwnedPages:
         self._by_id[region_id] = region
         # Below those that are free already: they are warm.
         self._free[:0] = range(first + region.pages - 1, first - 1, -1)
+        self._tell()
         return region
 
     def end_region(self, region_id: int) -> None:
@@ -382,6 +385,11 @@ class OwnedPages:
             return
         self._set_attempt(pages, 0)
         self._free += reversed(pages)  # ascending columns come back as the descending run that they were
+        self._tell()
+
+    def _tell(self) -> None:
+        for call in self.on_freed:
+            call()
 
     def _set_attempt(self, pages: Sequence[int], attempt: int) -> None:
         attempts = self._attempts

@@ -12,7 +12,7 @@ from maru.bench._measure import Effort
 from maru.bench._row import Row
 from maru.bench._shown import Bench, run, shared_options
 
-BENCHES: Final = ("pipeline", "copy", "enqueue", "cancel", "replay")
+BENCHES: Final = ("pipeline", "copy", "enqueue", "cancel", "replay", "pinned-pool")
 
 
 @click.group(name="bench", short_help="Measure each figure beside its limit.")
@@ -52,6 +52,13 @@ def cancel(as_json: bool, repeat: int, quick: bool) -> None:
     _run(["cancel"], as_json, repeat, quick)
 
 
+@command.command(name="pinned-pool")
+@shared_options
+def pinned_pool(as_json: bool, repeat: int, quick: bool) -> None:
+    """Tensors to a server's pinned blocks and back, beside memmove and beside the socket."""
+    _run(["pinned-pool"], as_json, repeat, quick)
+
+
 _TRACE: Callable[[Callable[..., None]], Callable[..., None]] = click.option(
     "--trace",
     envvar="OFFLOAD_TRACE",
@@ -85,7 +92,7 @@ def _bench(name: str, trace: str | None) -> Bench:
     """One bench. Imported when it is run, so that the command line knows all of them at the price of none."""
 
     def rows(effort: Effort) -> Iterable[Row]:
-        module: Any = importlib.import_module(f"offload.bench._{name}")
+        module: Any = importlib.import_module(f"offload.bench._{name.replace('-', '_')}")
         return cast("Iterable[Row]", module.rows(effort, trace) if name == "replay" else module.rows(effort))
 
     return rows

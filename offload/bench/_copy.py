@@ -5,6 +5,8 @@ Containers of 64 blocks, each a batch of its own; four of them, so that a second
 blocks of a container are scattered over the source. The memmove copies as many bytes out of one run of them into the same
 pages, a batch per call, on one thread.
 
+Into the page store, with the registration of each batch, :mod:`._copy_pages`.
+
 A block of a *device* tier (a tensor in host memory here, where there is no GPU) is in one piece, or in 64: keys and
 values of 32 layers, each layer a tensor. Its pages, as those of every memory tier, are a shared mapping.
 """
@@ -13,15 +15,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-import attrs
-
-from backends.abc import Blocks
 from backends.memory import MemoryTier
 from maru.bench._measure import Effort, in_trio, in_turn, noisiest
 from maru.bench._row import Goal, Row
@@ -31,15 +29,9 @@ from .._lifecycle import Status
 from .._pipeline import Pipeline, open_pipeline
 from ..policies import PresenceFilter
 from ..preconditions import NO_WAIT
-from ._work import filled, keys_of
+from . import _copy_pages
+from ._copy_sources import BATCH, BATCHES, LAYERS, CopySource, from_device, from_memory
 
-if TYPE_CHECKING:
-    from backends.device import DeviceTier
-
-BATCH: Final = 64
-"""Blocks in a container."""
-_BATCHES: Final = 4
-_LAYERS: Final = 32
 _KIB: Final = 1 << 10
 
 _GOALS: Final = {(64, 1): 0.60, (64, 2): 0.70, (256, 1): 0.88, (256, 2): 0.95, (1024, 1): 0.88, (1024, 2): 0.95}
@@ -47,30 +39,19 @@ _GOALS: Final = {(64, 1): 0.60, (64, 2): 0.70, (256, 1): 0.88, (256, 2): 0.95, (
 _NO_TORCH: Final = "torch is not installed, so there is no device tier: pip install 'trio-offload[torch]'"
 
 
-@attrs.frozen
-class _Source:
-    """Where the blocks of a case come from."""
-
-    tier: MemoryTier | DeviceTier
-    groups: Sequence[Blocks]
-    address: int
-    """Of as many bytes as all groups have, in one run."""
-    owner: object
-    """Keeps them."""
-
-
 def rows(effort: Effort) -> Iterator[Row]:
     """The rows of goal 5."""
     for kib in (64, 256, 1024):
         yield from _of_size(kib, effort.size(kib, kib // 16), effort)
+    yield from _copy_pages.rows(effort)
 
 
 def _of_size(label: int, kib: int, effort: Effort) -> Iterator[Row]:
     """All cases with blocks of one size. ``label`` is the size that names them."""
     block_bytes = kib * _KIB
-    makers: dict[str, Callable[[int], _Source]] = {"device.pieces1": partial(_device, layers=0)}
-    makers["device.pieces64"] = partial(_device, layers=_LAYERS)
-    makers["memory"] = _memory
+    makers: dict[str, Callable[[int], CopySource]] = {"device.pieces1": partial(from_device, layers=0)}
+    makers["device.pieces64"] = partial(from_device, layers=LAYERS)
+    makers["memory"] = from_memory
     torch = importlib.util.find_spec("torch") is not None
     for place, make in makers.items():
         cases = [(transfers, summed) for summed in (False, True) for transfers in (1, 2)]
@@ -81,7 +62,7 @@ def _of_size(label: int, kib: int, effort: Effort) -> Iterator[Row]:
         source = make(block_bytes)
         subjects: dict[str, Callable[[], float]] = {}
         for summed in (False, True):
-            pages = MemoryTier(_BATCHES * BATCH * block_bytes, block_bytes, checksums=summed)
+            pages = MemoryTier(BATCHES * BATCH * block_bytes, block_bytes, checksums=summed)
             for transfers in (1, 2):
                 subjects[f"{transfers}.{summed}"] = in_trio(_through_a_pipeline, source, pages, transfers)
             subjects[f"memmove.{summed}"] = partial(_memmove, source, pages)
@@ -108,47 +89,10 @@ def _row(
     )
 
 
-# --- sources ------------------------------------------------------------------------------------------------------
-
-
-def _memory(block_bytes: int) -> _Source:
-    keys = keys_of(_BATCHES * BATCH)
-    tier = filled(keys, block_bytes=block_bytes)
-    pages = tier.views(range(len(keys)))
-    assert pages is not None
-    scattered = random.Random(0).sample(keys, len(keys))
-    groups = [tier.weak(scattered[start : start + BATCH]) for start in range(0, len(keys), BATCH)]
-    return _Source(tier, groups, pages.addresses[0], tier)
-
-
-def _device(block_bytes: int, layers: int) -> _Source:
-    """A KV cache of so many layers, or, of none, a tensor in which a block lies in one piece."""
-    import torch
-
-    from backends.device import DeviceTier
-
-    n = _BATCHES * BATCH
-    # Filled: what was never written to is one and the same page of zeros, in the cache for ever.
-    if layers:
-        piece = block_bytes // (2 * layers)
-        tensors = [torch.full((2, n, piece), layer, dtype=torch.int8) for layer in range(layers)]
-        tier = DeviceTier(tensors, block_axis=1)
-    else:
-        tensors = [torch.full((n, block_bytes), 1, dtype=torch.int8)]
-        tier = DeviceTier(tensors)
-    keys = keys_of(n)
-    numbers = random.Random(0).sample(range(n), n)
-    groups = [
-        tier.external(numbers[start : start + BATCH], keys[start : start + BATCH]) for start in range(0, n, BATCH)
-    ]
-    run = tensors[0] if not layers else torch.full((n, block_bytes), 1, dtype=torch.int8)
-    return _Source(tier, groups, run.data_ptr(), (tensors, run))
-
-
 # --- subjects: bytes per second -----------------------------------------------------------------------------------
 
 
-async def _through_a_pipeline(source: _Source, pages: MemoryTier, transfers: int) -> float:
+async def _through_a_pipeline(source: CopySource, pages: MemoryTier, transfers: int) -> float:
     config = PipelineConfig(max_concurrent_transfers=transfers)
     policies = [PresenceFilter(pages)]
     async with open_pipeline(source.tier, pages, policies=policies, config=config) as pipeline:
@@ -158,24 +102,20 @@ async def _through_a_pipeline(source: _Source, pages: MemoryTier, transfers: int
         await _pass_all(source, pipeline)
         seconds = time.perf_counter() - start
     await pages.delete([key for blocks in source.groups for key in blocks.keys])
-    return _bytes_of(source, pages) / seconds
+    return source.nbytes / seconds
 
 
-async def _pass_all(source: _Source, pipeline: Pipeline) -> None:
+async def _pass_all(source: CopySource, pipeline: Pipeline) -> None:
     handles = [pipeline.enqueue_nowait(blocks, precondition=NO_WAIT) for blocks in source.groups]
     await pipeline.drain()
     assert all(handle.status is Status.COMPLETE and len(handle.completed_blocks) == BATCH for handle in handles)
 
 
-def _memmove(source: _Source, pages: MemoryTier) -> float:
-    there = pages.views(range(_BATCHES * BATCH))
+def _memmove(source: CopySource, pages: MemoryTier) -> float:
+    there = pages.views(range(BATCHES * BATCH))
     assert there is not None
     step = BATCH * pages.block_bytes
     start = time.perf_counter()
-    for offset in range(0, _BATCHES * step, step):
+    for offset in range(0, BATCHES * step, step):
         ctypes.memmove(there.addresses[0] + offset, source.address + offset, step)
-    return _bytes_of(source, pages) / (time.perf_counter() - start)
-
-
-def _bytes_of(source: _Source, pages: MemoryTier) -> int:
-    return sum(len(blocks) for blocks in source.groups) * pages.block_bytes
+    return source.nbytes / (time.perf_counter() - start)

@@ -33,6 +33,8 @@ from .standing import Counters as Counters
 from .standing import Standing as Standing
 from .storing import addresses as addresses
 from .storing import allocate as allocate
+from .storing import allocate_most as allocate_most
 from .storing import put as put
 from .storing import restore as restore
 from .storing import store as store
+from .storing import store_surely as store_surely

@@ -219,11 +219,17 @@ def resolve_limbo(s: Standing) -> Operation[None]:
     for attempt, pages in [(attempt, list(pages)) for attempt, pages in s.pages.limbo.items()]:
         if attempt not in s.pages.limbo:  # a session was lost meanwhile
             continue
-        regions, offsets = s.pages.locations(pages)
-        if isinstance(regions, int):
-            regions = [regions] * len(pages)
-        reply = yield Call(Code.RESOLVE, ResolveRequest(s.token, s.pages.acknowledged, attempt, regions, offsets))
-        s.pages.resolved(attempt, pages, reply.held)
+        yield from resolve(s, attempt, pages)
+
+
+def resolve(s: Standing, attempt: int, pages: list[int]) -> Operation[list[bool]]:
+    """Fence this attempt, and say of each page whether it is held under it. Asked again, it is answered the same."""
+    regions, offsets = s.pages.locations(pages)
+    if isinstance(regions, int):
+        regions = [regions] * len(pages)
+    reply = yield Call(Code.RESOLVE, ResolveRequest(s.token, s.pages.acknowledged, attempt, regions, offsets))
+    s.pages.resolved(attempt, pages, reply.held)
+    return list(map(bool, reply.held))
 
 
 def give_back_pins(s: Standing, *, wait: bool = True) -> Operation[None]:

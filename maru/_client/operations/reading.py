@@ -92,9 +92,15 @@ def unpin(s: Standing, keys: list[str]) -> Operation[list[bool]]:
     return results
 
 
-def hold(s: Standing, keys: list[str]) -> Operation[list[Pin | None]]:
-    """For each key a pin with one more user, or ``None`` where it is missing; its region is mapped."""
-    pins = yield from _hold(s, s.names(keys), prefix=False)
+def hold(s: Standing, keys: list[str], *, prefix: bool = False) -> Operation[list[Pin | None]]:
+    """For each key a pin with one more user, or ``None`` where it is missing; its region is mapped.
+
+    Args:
+        s: the client.
+        keys: what to find.
+        prefix: hold nothing behind the first that is missing.
+    """
+    pins = yield from _hold(s, s.names(keys), prefix=prefix)
     try:
         for one in pins:
             if one is not None and one.region_id not in s.spans:

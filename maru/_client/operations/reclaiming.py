@@ -21,11 +21,17 @@ RESERVED_PER_SECOND = 256 << 20
 """Reserving memory takes its time, and is waited for: a cold page is cleared by the kernel."""
 
 
-def make_room(s: Standing, n: int) -> Operation[list[int] | None]:
-    """``n`` pages, whatever it takes; ``None`` if it cannot be had. To be run alone."""
+def make_room(s: Standing, n: int, evict: bool = True) -> Operation[list[int] | None]:
+    """``n`` pages, whatever it takes; ``None`` if it cannot be had. To be run alone.
+
+    Args:
+        s: the client.
+        n: how many.
+        evict: whether keys of ours may go for it. If not, the server is asked for what came back meanwhile.
+    """
     if not s.config.pool_size:
         raise ValueError(f"{s!r} only reads: its pool_size is 0")
-    for step in _steps(s, n):
+    for step in _steps(s, n, evict):
         pages = s.pages.allocate(n)
         if pages is not None:
             return pages
@@ -33,13 +39,14 @@ def make_room(s: Standing, n: int) -> Operation[list[int] | None]:
     return s.pages.allocate(n)
 
 
-def _steps(s: Standing, n: int) -> Iterator[Operation[None]]:
+def _steps(s: Standing, n: int, evict: bool) -> Iterator[Operation[None]]:
     if s.own and s.pages.regions:
         if s.pages.limbo:
             yield resolve_limbo(s)
-        if s.pages.behind:
+        if s.pages.behind or not evict:
             yield _catch_up(s)
-        yield _reclaim(s, n)
+        if evict:
+            yield _reclaim(s, n)
     if not s.pages.regions or s.config.auto_expand:
         if s.doubtful_alloc:
             yield _adopt(s)

@@ -13,14 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import repeat
+from operator import or_
 from typing import Any, TypeAlias
 
-from ..._errors import ServerLost, ServerRefused
+from ..._errors import NoAnswer, ServerLost, ServerRefused
 from ..._wire import (
     BatchRegisterRequest,
     Code,
     KeysRequest,
     RegisterRequest,
+    ResultsReply,
     StoreReply,
     StoreRequest,
     StoreStatus,
@@ -29,7 +31,7 @@ from ..answers import Stored
 from ..copying import copy as copy_all
 from ..copying import copy_and_sum
 from ..page_states import PageEvent, PageState
-from .connecting import SESSION_GONE, alone, settle, steadily
+from .connecting import SESSION_GONE, alone, portions, resolve, settle, steadily
 from .effects import Call, Operation, Span, Work
 from .reclaiming import expand, make_room
 from .standing import Standing
@@ -38,6 +40,8 @@ Column: TypeAlias = int | list[int]
 """One value for each page, or one that stands for all."""
 Copy: TypeAlias = Callable[[Sequence[int], bool], list[int] | None]
 RESTORED_AT_ONCE = 64
+FATE_TRIES = 3
+"""How often the server is asked what became of a store, ``timeout_ms`` each."""
 
 
 class SessionEnded(ServerLost):
@@ -57,8 +61,14 @@ _ANSWERS = {
 _UNKNOWN = (PageEvent.DISPUTED, Stored.REFUSED)  # of a later server
 
 
-def allocate(s: Standing, n: int) -> Operation[list[int] | None]:
-    """``n`` pages; ``None`` if there is no room for so many. Asks nobody while there are free ones."""
+def allocate(s: Standing, n: int, *, evict: bool = True) -> Operation[list[int] | None]:
+    """``n`` pages; ``None`` if there is no room for so many. Asks nobody while there are free ones.
+
+    Args:
+        s: the client.
+        n: how many.
+        evict: whether keys of ours may go for it.
+    """
     s.check_open()
     if s.unsettled:
         yield from settle(s)
@@ -68,13 +78,13 @@ def allocate(s: Standing, n: int) -> Operation[list[int] | None]:
     if pages is None:
         if not s.is_ready():
             yield from settle(s)
-        pages = yield from steadily(s, partial(alone, partial(make_room, s, n)))
+        pages = yield from steadily(s, partial(alone, partial(make_room, s, n, evict)))
     return pages
 
 
-def allocate_most(s: Standing, n: int) -> Operation[list[int]]:
+def allocate_most(s: Standing, n: int, *, evict: bool = True) -> Operation[list[int]]:
     """``n`` pages, or as many as there is room for."""
-    pages = yield from allocate(s, n)
+    pages = yield from allocate(s, n, evict=evict)
     while pages is None:
         n = min(n - 1, s.pages.free)
         pages = s.pages.allocate(n)
@@ -122,6 +132,57 @@ def _register(
         s.free(pages[len(answers) + most :])
         raise
     return answers
+
+
+def store_surely(
+    s: Standing, keys: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
+) -> Operation[list[Stored | None]]:
+    """Like `store`, but where no answer comes, the server is asked what became of it: ``None`` is not stored, for good.
+
+    Raises:
+        SessionEnded: the pages are not ours any more, and nothing of them is stored.
+        NoAnswer: nor did it answer that, again and again. It may be stored, or may be yet; the pages are in LIMBO.
+    """
+    try:
+        return list((yield from store(s, keys, pages, lengths, checksums)))
+    except SessionEnded:
+        raise
+    except (NoAnswer, ServerLost, ServerRefused):
+        attempts = [attempt for attempt, some in s.pages.limbo.items() if not set(some).isdisjoint(pages)]
+        if not attempts:  # nothing was sent, or it was to a published server, which cannot be asked
+            raise
+    for left in range(FATE_TRIES - 1, -1, -1):
+        try:
+            return (yield from _fate(s, keys, pages, attempts))
+        except NoAnswer:
+            if not left:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _fate(s: Standing, keys: list[str], pages: list[int], attempts: list[int]) -> Operation[list[Stored | None]]:
+    """Fence these attempts, and say of each page whether it is held under one of them, or what else its key is."""
+    if not s.is_ready():
+        yield from settle(s)
+    _check_pages(s, pages)
+    held = [False] * len(pages)
+    for attempt in attempts:
+        held = list(map(or_, held, (yield from alone(partial(resolve, s, attempt, pages)))))
+    names = s.names(keys)
+    missing = [name for name, is_held in zip(names, held, strict=True) if not is_held]
+    there = dict(zip(missing, (yield from _exist(s, missing)), strict=True))
+    return [
+        Stored.NEW if is_held else Stored.DUPLICATE if there[name] else None
+        for name, is_held in zip(names, held, strict=True)
+    ]
+
+
+def _exist(s: Standing, names: list[str]) -> Operation[list[bool]]:
+    found: list[bool] = []
+    for some in portions(names, s.max_keys):
+        reply: ResultsReply = yield Call(Code.BATCH_EXISTS_KV, KeysRequest(some))
+        found += reply.results
+    return found
 
 
 def put(s: Standing, keys: list[str], lengths: Column, copy: Copy) -> Operation[list[Stored]]:

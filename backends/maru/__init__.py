@@ -1,0 +1,14 @@
+"""The page store as a tier: blocks in pages of shared memory that every process of this machine can read in place.
+
+A block walks one hop: from its source straight into a page of this process's own region, and one STORE message registers the
+whole batch. Reading it back, here or in another process, takes one FIND and a copy; the bytes never travel.
+
+One page holds one block. Who is where the server knows, so what other tiers answer at once is asked here: ``contains`` is
+async (:class:`backends.abc.RemoteTier`), and a ``reserve_nowait`` that would have to ask raises :class:`trio.WouldBlock`.
+"""
+
+from ._lease import MaruLease as MaruLease
+from ._reservation import MaruReservation as MaruReservation
+from ._reservation import NotStored as NotStored
+from ._tier import MaruTier as MaruTier
+from ._tier import PageSizeError as PageSizeError

@@ -1,0 +1,400 @@
+"""Blocks in pages of the page store: reserve, copy, register; find, pin, load.
+
+Rule 1. An answer is an answer: a miss, a duplicate, a full pool are values. A server that does not answer is none of these:
+        it is :class:`maru.NoAnswer`, and never a miss.
+Rule 2. Keys are named by their hexadecimal digits. That can be undone (``bytes.fromhex``), is readable in ``maru query``, and
+        has none of the characters that the client's salts for tenants and namespaces begin with, so that no key can pass for
+        a salted one. It costs 64 bytes for a digest of 32, where base64 costs 43; a message of 64 keys is 1.4 kB longer.
+Rule 3. Copies run without the interpreter's lock in threads of their own, or in place where that is faster; a block that was
+        summed while it was copied need not be read again.
+Rule 4. What was found damaged is not found any more: it is deleted as soon as nobody holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Final
+
+import trio
+
+from maru import Deleted, LeaseLost, MaruError, MaruHandler
+from maru import Stored as MaruStored
+
+from .._errors import BackendError, BlockSizeError, CapacityError, Unproven
+from .._in_place import CopiesInPlace
+from ..abc import (
+    LOADED,
+    Deletion,
+    Destination,
+    Failed,
+    Key,
+    Missed,
+    Outcome,
+    ReadLease,
+    Source,
+    TierStatistics,
+    WhenFull,
+)
+from ..pages import Pages, checksums, copy_and_sum, copy_pages
+from ..threads import run_in_thread, run_in_thread_to_the_end
+from ._lease import MaruLease
+from ._reservation import MaruReservation
+from ._turns import Turns
+
+if TYPE_CHECKING:
+    from maru import AllocBatch
+
+_ASK_AGAIN: Final = 0.05
+"""Seconds between two questions for room. What comes back here wakes whoever waits; what others let go of does not."""
+
+_DELETIONS: Final = {
+    Deleted.DELETED: Deletion.DELETED,
+    Deleted.MISSING: Deletion.MISSING,
+    Deleted.PINNED: Deletion.PINNED,
+    Deleted.PROTECTED: Deletion.PINNED,
+}
+
+
+class PageSizeError(BackendError, ValueError):
+    """The caller's blocks do not fit the pages of the handler; the text names the knob."""
+
+    def __init__(self, block_bytes: int, page_bytes: int) -> None:
+        super().__init__(
+            f"chunk_size_bytes = {page_bytes}: a page holds one block, and blocks have {block_bytes} bytes; "
+            f"open the handler with chunk_size_bytes={block_bytes} or more"
+        )
+        self.block_bytes = block_bytes
+        self.page_bytes = page_bytes
+
+
+class MaruTier:
+    """A tier over a handler of the page store: ``async with MaruTier(MaruHandler(...)) as tier``.
+
+    Entering it opens the handler, unless that is open already; whoever leaves it last closes what was opened so. An engine
+    enters its tiers itself. All of it is called in the trio run in which the handler is open.
+
+    Layout and tenant are the handler's: its ``namespace`` and ``tenant`` salt every key, and its ``checksums`` says whether
+    blocks are summed when they are stored and verified when they are loaded.
+
+    Args:
+        handler: of a server of ours, or a published one.
+        block_bytes: size of every block; by default all of a page, ``chunk_size_bytes``.
+        name: what statistics and hits call it.
+
+    Raises:
+        PageSizeError: a block does not fit a page.
+    """
+
+    def __init__(self, handler: MaruHandler, *, block_bytes: int | None = None, name: str = "maru") -> None:
+        page_bytes = handler.config.chunk_size_bytes
+        size = page_bytes if block_bytes is None else block_bytes
+        if not 0 < size <= page_bytes:
+            raise PageSizeError(size, page_bytes)
+        self.handler: MaruHandler = handler
+        self.name: str = name
+        self.checksums: bool = handler.config.checksums
+        """Whether blocks are verified when they are loaded."""
+        self._block_bytes = size
+        self._in_place = CopiesInPlace()
+        self._turns = Turns()
+        self._users = 0  # of the handler that was opened here: it may be entered by its maker and by an engine
+        self._opened = False
+        self._condemned: dict[Key, None] = {}  # found damaged, and not deleted yet
+        self._stored = self._duplicates = self._loaded = self._deleted = self._dropped = 0
+        self._missed = {"damaged": 0, "lease": 0, "size": 0}
+        handler.on_pages_freed(self._turns.wake)
+
+    def __repr__(self) -> str:
+        return f"<MaruTier of blocks of {self.block_bytes} bytes, {self.handler!r}>"
+
+    async def __aenter__(self) -> MaruTier:
+        if not self._users and not self.handler.connected:
+            await self.handler.__aenter__()
+            self._opened = True
+        self._users += 1
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._users -= 1
+        if self._opened and not self._users:
+            self._opened = False
+            await self.handler.__aexit__(None, None, None)
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every block, in bytes."""
+        return self._block_bytes
+
+    # --- room -----------------------------------------------------------------------------------------------------
+
+    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> MaruReservation:
+        """Take pages for these blocks; see :class:`backends.abc.TransferExecutor`. Always a checkpoint.
+
+        No message, as long as pages are free here. Else the server is asked: for what has come back, under ``evict`` for this
+        instance's least recently used blocks, and for another region where ``auto_expand`` allows it. ``wait`` evicts nothing
+        itself, but a server may evict ahead of need (``high_watermark``).
+
+        Raises:
+            BlockSizeError: this tier holds blocks of another size.
+            CapacityError: without ``auto_expand``, its region could never hold so many.
+            maru.NoAnswer: the server did not answer.
+        """
+        self._check(keys, block_bytes, when_full)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if when_full == "partial" or when_full == "fail":
+            if self._turns:
+                await trio.lowlevel.cancel_shielded_checkpoint()
+                return MaruReservation(self, keys[:0], None)
+            batch = await self.handler.alloc_pages(len(keys), evict=False, partial=True)
+            return MaruReservation(self, keys[: len(batch or ())], batch)
+        return await self._in_turn(keys, evict=when_full == "evict")
+
+    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> MaruReservation:
+        """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` where it would wait, or would have to ask the server."""
+        self._check(keys, block_bytes, when_full)
+        n = len(keys)
+        partial = when_full == "partial" or when_full == "fail"
+        if self._turns:
+            if partial:
+                return MaruReservation(self, keys[:0], None)
+            raise trio.WouldBlock
+        batch = self.handler.alloc_pages_nowait(n)
+        if batch is None and partial and not self._may_grow():
+            n = min(n, self.handler.free_pages)
+            batch = self.handler.alloc_pages_nowait(n)
+        if batch is None:
+            raise trio.WouldBlock
+        return MaruReservation(self, keys[:n], batch)
+
+    def narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
+        """Whoever waits for ``asked`` wants ``keys`` only; see :class:`backends.abc.TransferExecutor`."""
+        return self._turns.narrow(asked, keys)
+
+    async def _in_turn(self, keys: Sequence[Key], *, evict: bool) -> MaruReservation:
+        turn = self._turns.join(keys)
+        try:
+            while True:
+                patience = math.inf
+                if self._turns.is_first(turn):
+                    patience = _ASK_AGAIN
+                    batch = await self.handler.alloc_pages(len(turn.keys), evict=evict)
+                    if batch is not None:
+                        wanted = turn.keys
+                        if len(batch) > len(wanted):  # narrowed while the server was asked
+                            batch.keep(range(len(wanted)))
+                        return MaruReservation(self, wanted, batch)
+                with trio.move_on_after(patience):
+                    await turn.news.wait()
+                turn.news = trio.Event()
+        finally:
+            self._turns.leave(turn)
+
+    def let_go(self) -> None:
+        """A lease of this tier has ended: what it held may be evicted now."""
+        self._turns.wake()
+
+    def _may_grow(self) -> bool:
+        """Whether asking the server may bring pages that nobody has let go of."""
+        return self.handler.config.auto_expand or not self.handler.get_owned_region_ids()
+
+    def _check(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> None:
+        if block_bytes != self.block_bytes:
+            raise BlockSizeError(self, self.block_bytes, block_bytes)
+        if when_full in ("wait", "evict") and not self.handler.config.auto_expand:
+            room = self._capacity_bytes() // self.handler.config.chunk_size_bytes
+            if len(keys) > room:
+                raise CapacityError(
+                    f"{self!r} cannot hold {len(keys)} blocks, even if it were empty: pool_size is for {room}"
+                )
+
+    # --- writing: what a reservation does -------------------------------------------------------------------------
+
+    async def copy_in(self, source: Source, guards: Sequence[int], pages: Pages) -> list[int] | None:
+        """Copy blocks of a source into pages; their sums, if wanted. Cancelled, it leaves at once, whatever a thread does."""
+        there = source.views(guards)
+        if there is not None and self._in_place.takes(len(pages), self.block_bytes):
+            return await self._in_place.copy(pages, there, self.checksums)
+        return await run_in_thread(_store, source, guards, there, pages, self.checksums)
+
+    async def register(self, keys: Sequence[Key], batch: AllocBatch, sums: list[int] | None) -> list[MaruStored | None]:
+        """One message for all pages of a batch. Afterwards none of them is the caller's."""
+        answers = await self.handler.store_pages([key.hex() for key in keys], batch, self.block_bytes, sums)
+        self._stored += answers.count(MaruStored.NEW)
+        self._duplicates += answers.count(MaruStored.DUPLICATE)
+        return answers
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` that could be found when the server was asked. No use of them.
+
+        Raises:
+            maru.NoAnswer: it did not answer. That is not to say that it has none of them.
+        """
+        await self.bury()
+        there = await self.handler.batch_exists([key.hex() for key in keys])
+        return {key for key, is_there in zip(keys, there, strict=True) if is_there and key not in self._condemned}
+
+    async def pin(self, keys: Sequence[Key]) -> MaruLease:
+        """Hold the longest prefix of ``keys`` that is there, wherever its pages lie. Cancelled, it holds nothing.
+
+        A block of another size than ``block_bytes``, which only another layout could have stored, ends the prefix.
+
+        Raises:
+            maru.NoAnswer: the server did not answer. What it may have pinned is given back when its answer comes.
+        """
+        await self.bury()
+        if self._condemned:
+            keys = keys[: next((at for at, key in enumerate(keys) if key in self._condemned), len(keys))]
+        held = await self.handler.hold_pages([key.hex() for key in keys])
+        lengths = held.lengths
+        if lengths.count(self.block_bytes) != len(lengths):
+            held.keep_first(next(at for at, length in enumerate(lengths) if length != self.block_bytes))
+            self._missed["size"] += 1
+        return MaruLease(self, keys[: len(held)], held)
+
+    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
+        """Copy the leased blocks into the first places of ``destination`` and verify them. Asks nobody.
+
+        A block whose checksum differs is missed, ``damaged``, and soon deleted. If the lease turns out to be lost, by a restart
+        or a silence of the server, all are missed, ``lease``. An exception of the destination makes every block
+        :class:`~backends.abc.Failed`. Cancelled, it leaves only when the copy is over.
+
+        Raises:
+            BlockSizeError: the destination has places of another size.
+            ValueError: the lease is not of this tier, or the destination is too small.
+            Unproven: the destination says so.
+        """
+        if not isinstance(lease, MaruLease) or lease.tier is not self:
+            raise ValueError(f"{lease!r} does not hold blocks in {self!r}")
+        n = len(lease.keys)
+        if destination.block_bytes != self.block_bytes:
+            raise BlockSizeError(self, self.block_bytes, destination.block_bytes)
+        if len(destination) < n:
+            raise ValueError(f"{n} blocks do not fit into {len(destination)} places")
+        await trio.lowlevel.checkpoint()
+        if not n:
+            return []
+        expected = lease.checksums
+        summed = self.checksums and expected.count(None) < n
+        try:
+            lease.check()
+            sums = await self._copy_out(lease.pages, destination, summed)
+            lease.check()
+        except Unproven:
+            raise
+        except LeaseLost:
+            self._missed["lease"] += n
+            return [Missed("lease")] * n
+        except Exception as exc:
+            return [Failed(exc)] * n
+        outcomes: list[Outcome] = [LOADED] * n
+        if sums is not None and sums != expected:
+            for at, (was, now) in enumerate(zip(expected, sums, strict=True)):
+                if was is not None and was != now:
+                    outcomes[at] = Missed("damaged")
+                    self._missed["damaged"] += 1
+                    self._condemned[lease.keys[at]] = None
+        self._loaded += outcomes.count(LOADED)
+        return outcomes
+
+    async def _copy_out(self, here: Pages, destination: Destination, summed: bool) -> list[int] | None:
+        there = destination.views()
+        if there is not None and len(there) != len(here):
+            there = there.part(0, len(here))
+        if there is not None and self._in_place.takes(len(here), self.block_bytes):
+            return await self._in_place.copy(there, here, summed)
+        return await run_in_thread_to_the_end(_load, here, destination, there, summed)
+
+    # --- deleting -------------------------------------------------------------------------------------------------
+
+    async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
+        """Forget these keys, whoever stored them; one that is read, or protected, is ``PINNED`` and stays.
+
+        Raises:
+            maru.NoAnswer: nobody knows which are gone.
+        """
+        answers = await self._drop(keys)
+        self._deleted += answers.count(Deletion.DELETED)
+        return answers
+
+    async def bury(self) -> None:
+        """Delete what was found damaged, as far as nobody holds it and the server answers. No checkpoint if there is none."""
+        condemned = list(self._condemned)
+        if condemned:
+            with contextlib.suppress(MaruError):
+                for key, answer in zip(condemned, await self._drop(condemned), strict=True):
+                    if answer is not Deletion.PINNED:
+                        self._condemned.pop(key, None)
+
+    async def _drop(self, keys: Sequence[Key]) -> list[Deletion]:
+        names = [key.hex() for key in keys]
+        before = self._returned()
+        answers = await self.handler.batch_delete(names)
+        # Of what came back, so many were not evicted. (Somebody else's eviction in the same instant may be taken for it.)
+        self._dropped += min(self._returned() - before, sum(map(bool, answers)))
+        if Deleted.MISSING_OR_PINNED not in answers:
+            return [_DELETIONS[answer] for answer in answers]
+        there = await self.handler.batch_exists(names)  # a published server does not say which of the two
+        return [
+            _DELETIONS.get(answer) or (Deletion.PINNED if is_there else Deletion.MISSING)
+            for answer, is_there in zip(answers, there, strict=True)
+        ]
+
+    # --- watching -------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> TierStatistics:
+        """An immutable snapshot: of this process's regions and of what this tier did; of others the server knows more.
+
+        ``evicted`` counts pages that came back other than by a delete of this tier, so deletes by others, too.
+        """
+        handler = self.handler.statistics()
+        pages, size = handler.pages, self.handler.config.chunk_size_bytes
+        return TierStatistics(
+            capacity_bytes=self._capacity_bytes(),
+            used_bytes=(pages.pages - pages.free) * size,
+            blocks=pages.registered,
+            held_blocks=handler.pinned,
+            reserved_blocks=pages.allocated + pages.registering + pages.limbo,
+            stored=self._stored,
+            duplicates=self._duplicates,
+            evicted=max(0, pages.returned - self._dropped),
+            loaded=self._loaded,
+            missed=dict(self._missed),
+            deleted=self._deleted,
+        )
+
+    def _capacity_bytes(self) -> int:
+        config, handler = self.handler.config, self.handler
+        owned = sum(handler.get_region_page_count(region) or 0 for region in handler.get_owned_region_ids())
+        return (owned or config.pool_size // config.chunk_size_bytes) * config.chunk_size_bytes
+
+    def _returned(self) -> int:
+        return self.handler.statistics().pages.returned
+
+
+# What runs in a copy thread.
+
+
+def _store(source: Source, guards: Sequence[int], there: Pages | None, here: Pages, summed: bool) -> list[int] | None:
+    if there is None:
+        source.copy_out(guards, here)
+        return checksums(here) if summed else None
+    if summed:
+        return copy_and_sum(here, there)
+    copy_pages(here, there)
+    return None
+
+
+def _load(here: Pages, destination: Destination, there: Pages | None, summed: bool) -> list[int] | None:
+    if there is not None:
+        if summed:
+            return copy_and_sum(there, here)
+        copy_pages(there, here)
+        return None
+    sums = checksums(here) if summed else None
+    destination.copy_in(0, here)
+    return sums

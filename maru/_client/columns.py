@@ -1,0 +1,160 @@
+"""Pages in columns: for who moves many at once and wants no object for each. Beside `views`, which are one page each.
+
+Rule 1. What is allocated belongs to its :class:`AllocBatch` until it is stored or freed; forgotten, it is free again. Memory
+        stays mapped for as long as somebody may still write there, whatever became of the session.
+Rule 2. What is held is pinned until its :class:`HeldBatch` is released or forgotten. Whether it still holds,
+        :meth:`HeldBatch.check` tells without asking anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .._errors import HandlerClosed, LeaseLost
+from .answers import Stored
+from .operations import Operation, Pin, Standing, addresses, allocate, allocate_most, hold, store_surely
+
+
+class AllocBatch:
+    """Pages to fill, as columns: write at :attr:`addresses`, then hand it to ``store_pages``. Made by ``alloc_pages``."""
+
+    __slots__ = ("__weakref__", "_memory", "_pages", "_standing", "addresses", "page_bytes")
+
+    def __init__(self, standing: Any, pages: list[int]) -> None:
+        """Not to be called: a handler makes them."""
+        self._pages = pages
+        self._standing: Standing = standing
+        self._memory = [span.owner for span in standing.spans.values() if span.writable] if pages else []
+        self.page_bytes: int = standing.pages.page_bytes
+        """Of every page."""
+        self.addresses: Sequence[int] = addresses(standing, pages) if pages else ()
+        """Where each page begins, a ``range`` where they are neighbours. Valid while this is held."""
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __repr__(self) -> str:
+        return f"<AllocBatch of {len(self._pages)} pages of {self.page_bytes} bytes>"
+
+    def keep(self, positions: Sequence[int]) -> None:
+        """Give back all pages but those at these positions, ascending."""
+        kept = [self._pages[at] for at in positions]
+        staying = set(kept)
+        back = [page for page in self._pages if page not in staying]
+        self._pages = kept
+        at = self.addresses
+        run = len(kept) and positions[-1] - positions[0] == len(kept) - 1
+        self.addresses = at[positions[0] : positions[-1] + 1] if run else [at[position] for position in positions]
+        self._standing.free(back)
+
+    def free(self) -> None:
+        """Give back what was not stored. Idempotent; whoever still writes there must be over."""
+        pages, self._pages = self._pages, []
+        if pages:
+            self._standing.free(pages)
+
+    def _use(self, standing: Standing, n: int) -> list[int]:
+        """Its pages, which somebody else cares for from now on."""
+        if self._standing is not standing or len(self._pages) != n:
+            raise HandlerClosed(f"{self!r} was stored or freed, is another handler's, or is not for {n} keys")
+        pages, self._pages = self._pages, []
+        return pages
+
+    def __del__(self) -> None:
+        pages = getattr(self, "_pages", None)
+        if pages:
+            self._standing.forgotten.extend(pages)
+
+
+class HeldBatch:
+    """What lies under the first keys that were asked for, pinned, as columns. Made by ``hold_pages``."""
+
+    __slots__ = ("__weakref__", "_give_back", "_memory", "_pins", "_standing", "addresses", "checksums", "lengths")
+
+    def __init__(self, standing: Any, pins: list[Pin], give_back: Callable[[list[Pin]], object]) -> None:
+        """Not to be called: a handler makes them."""
+        spans = {pin.region_id: standing.spans[pin.region_id] for pin in pins}
+        self._standing: Standing = standing
+        self._give_back = give_back
+        self._pins = pins
+        self._memory = [span.owner for span in spans.values()]
+        self.addresses: Sequence[int] = [spans[pin.region_id].address + pin.offset for pin in pins]
+        """Where each begins. To be read only, and valid while this is held."""
+        self.lengths: Sequence[int] = [pin.length for pin in pins]
+        """Bytes of each."""
+        self.checksums: Sequence[int | None] = [pin.checksum for pin in pins]
+        """The xxh3-64 of each, where its writer has taken one."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __repr__(self) -> str:
+        return f"<HeldBatch of {len(self.lengths)} pages{'' if self._pins or not self.lengths else ' (released)'}>"
+
+    @property
+    def expires(self) -> float:
+        """When these bytes may no longer be relied on unless the server is heard before, on the monotonic clock."""
+        return self._standing.deadline
+
+    def check(self) -> None:
+        """Raise unless the bytes are still what was found. Asks nobody; any thread. To be called before and after a copy.
+
+        Raises:
+            LeaseLost: released; or the server restarted, or was silent for so long that it may have let go of the pins.
+        """
+        if not self._pins and self.lengths:
+            raise LeaseLost(f"{self!r}")
+        for era in {pin.era for pin in self._pins}:
+            self._standing.check_era(era)
+
+    def keep_first(self, n: int) -> None:
+        """Give back all but the first ``n``."""
+        back, self._pins = self._pins[n:], self._pins[:n]
+        self.addresses, self.lengths, self.checksums = self.addresses[:n], self.lengths[:n], self.checksums[:n]
+        if back:
+            self._give_back(back)
+
+    def release(self) -> None:
+        """Give the pins back. Idempotent; the server is told at once."""
+        pins, self._pins = self._pins, []
+        if pins:
+            self._give_back(pins)
+
+    def __del__(self) -> None:
+        pins = getattr(self, "_pins", None)
+        if pins:
+            self._standing.pinned.dropped.extend(pins)
+
+
+def alloc_pages_nowait(s: Standing, n: int) -> AllocBatch | None:
+    """``n`` pages, if so many are known to be free."""
+    s.check_open()
+    if s.forgotten:
+        s.collect()
+    pages = None if s.unsettled else s.pages.allocate(n)
+    return None if pages is None else AllocBatch(s, pages)
+
+
+def alloc_pages(s: Standing, n: int, evict: bool, partial: bool) -> Operation[AllocBatch | None]:
+    """``n`` pages, or with ``partial`` as many as there is room for."""
+    pages = yield from (allocate_most if partial else allocate)(s, n, evict=evict)
+    return None if pages is None else AllocBatch(s, pages)
+
+
+def store_pages(
+    s: Standing, keys: Sequence[str], batch: AllocBatch, size: int, checksums: list[int] | None
+) -> Operation[list[Stored | None]]:
+    """Register pages that are filled."""
+    keys = list(keys)
+    if not 0 < size <= batch.page_bytes:
+        raise ValueError(f"{size} bytes do not fit a page, which has chunk_size_bytes, {batch.page_bytes}")
+    s.check_open()
+    pages = batch._use(s, len(keys))
+    return (yield from store_surely(s, keys, pages, size, checksums)) if keys else []
+
+
+def hold_pages(s: Standing, keys: Sequence[str], give_back: Callable[[list[Pin]], object]) -> Operation[HeldBatch]:
+    """What lies under the first of these keys up to the first that is missing."""
+    pins = yield from hold(s, list(keys), prefix=True)
+    return HeldBatch(s, [pin for pin in pins if pin is not None], give_back)

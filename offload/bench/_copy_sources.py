@@ -1,0 +1,74 @@
+"""Where the bytes of the copy benches come from: blocks scattered over a place, and as many bytes in one run beside them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import attrs
+
+from backends.abc import Blocks
+from backends.memory import MemoryTier
+
+from ._work import filled, keys_of
+
+if TYPE_CHECKING:
+    from backends.device import DeviceTier
+
+BATCH: Final = 64
+"""Blocks in a container."""
+BATCHES: Final = 4
+LAYERS: Final = 32
+"""Of the cache in pieces: keys and values of each, so 64 of them."""
+
+
+@attrs.frozen
+class CopySource:
+    """Where the blocks of a case come from."""
+
+    tier: MemoryTier | DeviceTier
+    groups: Sequence[Blocks]
+    address: int
+    """Of as many bytes as all groups have, in one run."""
+    owner: object
+    """Keeps them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all groups."""
+        return sum(len(blocks) for blocks in self.groups) * self.tier.block_bytes
+
+
+def from_memory(block_bytes: int) -> CopySource:
+    keys = keys_of(BATCHES * BATCH)
+    tier = filled(keys, block_bytes=block_bytes)
+    pages = tier.views(range(len(keys)))
+    assert pages is not None
+    scattered = random.Random(0).sample(keys, len(keys))
+    groups = [tier.weak(scattered[start : start + BATCH]) for start in range(0, len(keys), BATCH)]
+    return CopySource(tier, groups, pages.addresses[0], tier)
+
+
+def from_device(block_bytes: int, layers: int) -> CopySource:
+    """A KV cache of so many layers, or, of none, a tensor in which a block lies in one piece."""
+    import torch
+
+    from backends.device import DeviceTier
+
+    n = BATCHES * BATCH
+    # Filled: what was never written to is one and the same page of zeros, in the cache for ever.
+    if layers:
+        piece = block_bytes // (2 * layers)
+        tensors = [torch.full((2, n, piece), layer, dtype=torch.int8) for layer in range(layers)]
+        tier = DeviceTier(tensors, block_axis=1)
+    else:
+        tensors = [torch.full((n, block_bytes), 1, dtype=torch.int8)]
+        tier = DeviceTier(tensors)
+    keys = keys_of(n)
+    numbers = random.Random(0).sample(range(n), n)
+    groups = [
+        tier.external(numbers[start : start + BATCH], keys[start : start + BATCH]) for start in range(0, n, BATCH)
+    ]
+    run = tensors[0] if not layers else torch.full((n, block_bytes), 1, dtype=torch.int8)
+    return CopySource(tier, groups, run.data_ptr(), (tensors, run))
