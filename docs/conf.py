@@ -14,7 +14,7 @@ copyright = author
 release = importlib.metadata.version(project)
 version = release
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "directives"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "directives", "scenario_tables"]
 exclude_patterns = ["_build", "_ext"]
 html_theme = "furo"
 html_title = f"{project} {release}"

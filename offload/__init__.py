@@ -1,45 +1,105 @@
 """trio-offload: move KV-cache blocks between memory tiers, and never lose, leak or corrupt one.
 
-Names stand here in the order in which a user meets them.
+Names stand here in the order in which a user meets them. Each is imported when it is first used: pytest imports this
+package in every run of whoever has it installed (our plugin is in it), and ``offload --help`` needs none of it.
 """
 
-from ._keys import block_key as block_key
-from ._keys import prefix_keys as prefix_keys
-from ._pipeline import open_pipeline as open_pipeline
-from ._pipeline import Pipeline as Pipeline
-from ._statistics import PipelineStatistics as PipelineStatistics
-from ._config import PipelineConfig as PipelineConfig
-from ._config import BatchConfig as BatchConfig
-from ._config import config_from_toml as config_from_toml
-from ._config import knobs as knobs
-from .preconditions import NO_WAIT as NO_WAIT
-from .preconditions import all_of as all_of
-from .preconditions import any_of as any_of
-from ._handle import TransferHandle as TransferHandle
-from ._lifecycle import Status as Status
-from ._result import TransferResult as TransferResult
-from ._result import Progress as Progress
-from .policies import PassAll as PassAll
-from .policies import PresenceFilter as PresenceFilter
-from .policies import FrequencyFilter as FrequencyFilter
-from .policies import PriorityPrefixFilter as PriorityPrefixFilter
-from .policies import AllOf as AllOf
-from .policies import AnyOf as AnyOf
-from ._engine import open_engine as open_engine
-from ._engine import Engine as Engine
-from ._engine import Hit as Hit
-from ._engine import LoadResult as LoadResult
-from ._engine import EngineStatistics as EngineStatistics
-from ._quarantine import Quarantined as Quarantined
-from ._container import OffloadContainer as OffloadContainer
-from ._container import OffloadBatch as OffloadBatch
-from ._errors import OffloadError as OffloadError
-from ._errors import ConfigError as ConfigError
-from ._errors import PipelineFull as PipelineFull
-from ._errors import PipelineClosed as PipelineClosed
-from ._errors import PolicyFailed as PolicyFailed
-from ._errors import PreconditionFailed as PreconditionFailed
-from ._errors import DestinationFull as DestinationFull
-from ._errors import TransferFailed as TransferFailed
-from ._engine import LoadFailed as LoadFailed
-from ._errors import DrainUnproven as DrainUnproven
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._keys import block_key as block_key
+    from ._keys import prefix_keys as prefix_keys
+    from ._pipeline import open_pipeline as open_pipeline
+    from ._pipeline import Pipeline as Pipeline
+    from ._statistics import PipelineStatistics as PipelineStatistics
+    from ._config import PipelineConfig as PipelineConfig
+    from ._config import BatchConfig as BatchConfig
+    from ._config import config_from_toml as config_from_toml
+    from ._config import knobs as knobs
+    from .preconditions import NO_WAIT as NO_WAIT
+    from .preconditions import all_of as all_of
+    from .preconditions import any_of as any_of
+    from ._handle import TransferHandle as TransferHandle
+    from ._lifecycle import Status as Status
+    from ._result import TransferResult as TransferResult
+    from ._result import Progress as Progress
+    from .policies import PassAll as PassAll
+    from .policies import PresenceFilter as PresenceFilter
+    from .policies import FrequencyFilter as FrequencyFilter
+    from .policies import PriorityPrefixFilter as PriorityPrefixFilter
+    from .policies import AllOf as AllOf
+    from .policies import AnyOf as AnyOf
+    from ._engine import open_engine as open_engine
+    from ._engine import Engine as Engine
+    from ._engine import Hit as Hit
+    from ._engine import LoadResult as LoadResult
+    from ._engine import EngineStatistics as EngineStatistics
+    from ._quarantine import Quarantined as Quarantined
+    from ._container import OffloadContainer as OffloadContainer
+    from ._container import OffloadBatch as OffloadBatch
+    from ._errors import OffloadError as OffloadError
+    from ._errors import ConfigError as ConfigError
+    from ._errors import PipelineFull as PipelineFull
+    from ._errors import PipelineClosed as PipelineClosed
+    from ._errors import PolicyFailed as PolicyFailed
+    from ._errors import PreconditionFailed as PreconditionFailed
+    from ._errors import DestinationFull as DestinationFull
+    from ._errors import TransferFailed as TransferFailed
+    from ._engine import LoadFailed as LoadFailed
+    from ._errors import DrainUnproven as DrainUnproven
+
+_HOMES = {
+    "block_key": "._keys",
+    "prefix_keys": "._keys",
+    "open_pipeline": "._pipeline",
+    "Pipeline": "._pipeline",
+    "PipelineStatistics": "._statistics",
+    "PipelineConfig": "._config",
+    "BatchConfig": "._config",
+    "config_from_toml": "._config",
+    "knobs": "._config",
+    "NO_WAIT": ".preconditions",
+    "all_of": ".preconditions",
+    "any_of": ".preconditions",
+    "TransferHandle": "._handle",
+    "Status": "._lifecycle",
+    "TransferResult": "._result",
+    "Progress": "._result",
+    "PassAll": ".policies",
+    "PresenceFilter": ".policies",
+    "FrequencyFilter": ".policies",
+    "PriorityPrefixFilter": ".policies",
+    "AllOf": ".policies",
+    "AnyOf": ".policies",
+    "open_engine": "._engine",
+    "Engine": "._engine",
+    "Hit": "._engine",
+    "LoadResult": "._engine",
+    "EngineStatistics": "._engine",
+    "Quarantined": "._quarantine",
+    "OffloadContainer": "._container",
+    "OffloadBatch": "._container",
+    "OffloadError": "._errors",
+    "ConfigError": "._errors",
+    "PipelineFull": "._errors",
+    "PipelineClosed": "._errors",
+    "PolicyFailed": "._errors",
+    "PreconditionFailed": "._errors",
+    "DestinationFull": "._errors",
+    "TransferFailed": "._errors",
+    "LoadFailed": "._engine",
+    "DrainUnproven": "._errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home, __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

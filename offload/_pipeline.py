@@ -396,7 +396,13 @@ class _OpenPipeline:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        await self._pipeline.aclose()
+        try:
+            await self._pipeline.aclose()
+        except BaseException as cut_short:
+            # Ctrl-C, while it drained: what was left ends now, and no nursery stays open behind it.
+            self._pipeline.stop()
+            await self._leave(cut_short)
+            raise
         self._pipeline.stop()
         return await self._leave(error)
 

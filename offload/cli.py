@@ -1,4 +1,4 @@
-"""The command line: ``offload demo | replay | bench``.
+"""The command line: ``offload demo | replay | scenario | pinned-pool | bench``.
 
 What a command needs is imported when it is used, so that ``offload --help`` is quick and does not touch torch. A command
 lives in the module named beside it below, as a click command.
@@ -19,6 +19,11 @@ from maru._commands import Commands as Commands
             "Offload the KV cache of a small model, find it again, and verify every token.",
         ),
         "replay": ("offload.replay:command", "Replay a request trace and report hit rates, times and bytes."),
+        "scenario": ("offload.scenario:command", "Run, fuzz, shrink and explore scenarios in virtual time."),
+        "pinned-pool": (
+            "backends.pinned_pool._command:command",
+            "Keep pinned host memory for many processes, in chunks.",
+        ),
         "bench": ("offload.bench:command", "Measure each figure beside its limit, in one run."),
     },
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -3,8 +3,9 @@
 - A ``python`` block runs in a fresh interpreter, in an empty directory, warnings as errors. With ``continued`` in its
   info string it runs behind the blocks before it on its page.
 - A ``console`` block: lines ``$ offload ...`` run (what takes long is marked so), ``$ maru ...`` beside a server,
-  ``$ maru-server ...`` until it is ready; ``$ make ...`` must name a target.
+  ``$ maru-server ...`` and ``$ offload pinned-pool ...`` until they are ready; ``$ make ...`` must name a target.
 - A ``toml`` block is a configuration that can be.
+- A block with ``file=NAME`` or ``story`` is lived through with its page: ``test_documentation_stories.py``.
 - ``no-run=gpu`` (or another of ``REASONS``) in the info string: the block is reported as skipped, with that reason.
 """
 
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import pytest
 from maru_processes import PATIENCE, Server, temporary_pool
 
+from backends.pinned_pool import pinned_pool_config
 from maru._config import client_config, server_config
 from offload._config import config_from_toml
 
@@ -71,7 +73,12 @@ def prose(page: Path) -> str:
     return re.sub(r"`[^`\n]*`", "", text)
 
 
-BLOCKS = [block for page in PAGES for block in blocks(page)]
+def told_in_a_story(block: Block) -> bool:
+    """Whether it is tried out with the others of its page, in ``test_documentation_stories.py``."""
+    return "story" in block.info or any(word.startswith("file=") for word in block.info)
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page) if not told_in_a_story(block)]
 
 
 def marks(block: Block) -> list[pytest.MarkDecorator]:
@@ -84,7 +91,7 @@ def python_programs() -> list[object]:
     for page in PAGES:
         program = ""
         for block in blocks(page):
-            if block.info[:1] != ["python"]:
+            if block.info[:1] != ["python"] or told_in_a_story(block):
                 continue
             # The blank lines make a traceback point at the line of the page.
             padding = "\n" * (block.line - program.count("\n")) if "continued" in block.info else "\n" * block.line
@@ -120,6 +127,10 @@ def test_python_block_runs(block: Block, program: str, tmp_path: Path) -> None:
 def test_command_runs(line: str, tmp_path: Path) -> None:
     if "$OFFLOAD_TRACE" in line and "OFFLOAD_TRACE" not in os.environ:
         pytest.skip("OFFLOAD_TRACE is not set")
+    if line.startswith("offload pinned-pool"):
+        environ = {"OFFLOAD_PINNED_POOL__PORT": "0", "OFFLOAD_PINNED_POOL__RUNTIME_DIR": str(tmp_path / "sockets")}
+        run_until_ready([sys.executable, "-m", *shlex.split(line)], tmp_path, environ)
+        return
     line = line.replace("offload", f"{shlex.quote(sys.executable)} -m offload", 1)
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
@@ -145,25 +156,35 @@ def test_server_gets_ready_and_ends(line: str, tmp_path: Path) -> None:
     program = "import sys; sys.argv[0] = 'maru-server'; from maru.server_cli import main; main()"
     with temporary_pool() as pool:
         environ.setdefault("MARU_SERVER__POOL_PATH", str(pool))
-        command = [sys.executable, "-c", program, *shlex.split(line)[1:]]
-        with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True) as running:
-            try:
-                assert running.stdout is not None
-                first = running.stdout.readline()
-                if "--print-config" not in command:
-                    assert "is ready at" in first
-                    running.send_signal(signal.SIGTERM)
-                running.stdout.read()
-                assert running.wait(PATIENCE) == 0
-            finally:
-                running.kill()
+        run_until_ready([sys.executable, "-c", program, *shlex.split(line)[1:]], tmp_path, environ)
+
+
+def run_until_ready(command: list[str], cwd: Path, environ: dict[str, str]) -> None:
+    """Run a server until it says that it is ready, and see it end."""
+    environ = {**os.environ, **environ}
+    with subprocess.Popen(command, cwd=cwd, env=environ, stdout=subprocess.PIPE, text=True) as running:
+        try:
+            assert running.stdout is not None
+            first = running.stdout.readline()
+            if "--print-config" not in command:
+                assert "is ready at" in first
+                running.send_signal(signal.SIGTERM)
+            running.stdout.read()
+            assert running.wait(PATIENCE) == 0
+        finally:
+            running.kill()
 
 
 @pytest.mark.parametrize(
     "block", [pytest.param(block, id=block.name) for block in BLOCKS if block.info[:1] == ["toml"]]
 )
 def test_configuration_can_be(block: Block) -> None:
-    loaders = {"pipeline": config_from_toml, "server": server_config, "client": client_config}
+    loaders = {
+        "pipeline": config_from_toml,
+        "server": server_config,
+        "client": client_config,
+        "pinned_pool": pinned_pool_config,
+    }
     tables = set(tomllib.loads(block.text))
     assert tables <= set(loaders), f"{block.name}: nobody reads {tables - set(loaders)}"
     for table in tables:

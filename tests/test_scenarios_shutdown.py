@@ -1,7 +1,10 @@
 """Scenarios of the end: S45 to S49, S52, S53."""
 
+import signal
+
 import pytest
 import trio
+import trio.testing
 from actors import Slow, Unwinding
 from invariants import TICK, World, at_rest, keys_of, open_world
 from trio.testing import wait_all_tasks_blocked
@@ -273,6 +276,33 @@ async def test_s35_a_crash_lets_nobody_hang_who_waits_outside(autojump_clock):
     assert isinstance(end, PipelineClosed) or end.status is Status.FAILED
     assert ends["drain"] is None
     assert ends["wait"].status is Status.FAILED
+
+
+def test_s35_ctrl_c_while_it_drains_ends_it_and_leaves_no_nursery_open():
+    """Trio raises it in the main task, which waits in ``aclose`` then."""
+    world = World(latency=5.0)
+    handles = []
+
+    @trio.lowlevel.enable_ki_protection
+    async def ctrl_c():
+        await trio.sleep(1.0)
+        signal.raise_signal(signal.SIGINT)
+
+    async def main():
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ctrl_c)
+                async with open_pipeline(world.source, world.destination, name="main") as world.pipeline:
+                    world.ledger.watch(world.pipeline)
+                    handles.append(world.store("a", 8, kind="strong"))
+                    await wait_all_tasks_blocked()
+        finally:
+            world.ledger.judge()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert caught.group_contains(KeyboardInterrupt)
+    assert isinstance(handles[0].result.error, DrainUnproven)
 
 
 # --- S52 and S53 --------------------------------------------------------------------------------------------------

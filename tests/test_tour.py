@@ -56,6 +56,7 @@ COMMANDS = {
     "offload.cli",
     "offload.demo",
     "offload.replay",
+    "offload.scenario",
     "offload.bench",
     "offload.testing",
 }

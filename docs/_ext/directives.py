@@ -26,6 +26,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 import maru._config
+from backends.pinned_pool import _config as _pinned_pool_config
 from maru._client import page_states
 from maru._config import MaruConfig, ServerConfig
 from maru._knobs import Knob, as_size
@@ -59,6 +60,7 @@ KNOBS: dict[str, Callable[[], Iterable[Knob]]] = {
     "pipeline": knobs,
     "server": lambda: maru._config.knobs(ServerConfig, section="server"),
     "client": lambda: maru._config.knobs(MaruConfig, section="client"),
+    "pinned_pool": _pinned_pool_config.knobs,
 }
 """By the table of a file that they are in."""
 
@@ -69,7 +71,7 @@ class Knobs(SphinxDirective):
     optional_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        for module in (_config, maru._config):
+        for module in (_config, maru._config, _pinned_pool_config):
             self.env.note_dependency(str(module.__file__))
         section = self.arguments[0] if self.arguments else "pipeline"
         table = nodes.table("", classes=["knobs"])

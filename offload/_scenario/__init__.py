@@ -1,0 +1,1 @@
+"""What the commands ``offload scenario ...`` do, one module a command."""

@@ -1,0 +1,227 @@
+"""What is asked for on the command line: seeds, times, files, systems. What cannot be is said, and ends with exit code 2."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+import click
+
+from offload.testing.scenarios._program import Scenario
+
+if TYPE_CHECKING:
+    from offload.testing.scenarios._many.probing import Fuzzing, Probe
+
+SUFFIX = ".scenario.toml"
+
+
+class BadInput(click.ClickException):
+    """It cannot be done, and whoever asked can change that."""
+
+    exit_code = 2
+
+
+def seed_range(text: str) -> range:
+    """``A..B``, both included."""
+    match = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is no range of seeds: say A..B, both included, as in 0..999")
+    first, last = int(match[1]), int(match[2])
+    if first > last:
+        raise click.BadParameter(f"{text!r} counts down: say {last}..{first}")
+    return range(first, last + 1)
+
+
+def seconds_of(text: str) -> float:
+    """``60s``, ``5min``, ``1h``, in seconds."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|m|h|)", text.strip())
+    if match is None or not float(match[1]):
+        raise click.BadParameter(f"{text!r} is no time: say 60s, 5min or 1h")
+    return float(match[1]) * {"": 1, "s": 1, "min": 60, "m": 60, "h": 3_600}[match[2]]
+
+
+def seeds_text(seeds: range) -> str:
+    """As it is written on a command line."""
+    return f"{seeds[0]}..{seeds[-1]}"
+
+
+# --- options that several commands have ---------------------------------------------------------------------------
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document for machines.")
+system_option = click.option(
+    "--system",
+    default="",
+    metavar="MODULE:FACTORY",
+    help="The cache to test, as a factory of the adapter contract.  [default: the pipelines of this package]",
+)
+processes_option = click.option(
+    "--processes",
+    type=click.IntRange(1, 1_024),
+    metavar="P",
+    help="Worker processes.  [default: one for each core, where it pays]",
+)
+watchdog_option = click.option(
+    "--watchdog",
+    type=seconds_of,
+    metavar="TIME",
+    default="60s",
+    show_default=True,
+    help="Real time after which a run that does not end is killed, and counts as a livelock.",
+)
+
+
+def processes_for(runs: int | None, asked: int | None, *, here_below: int = 0) -> int:
+    """How many workers for so many runs: 0 is none, since starting one takes as long as a few dozen runs.
+
+    Args:
+        runs: how many there will be; ``None``: who knows.
+        asked: what was asked for.
+        here_below: fewer runs than that are made in this process.
+    """
+    from offload.testing.scenarios._many.many import cores
+
+    if asked is not None:
+        return asked
+    if runs is None:
+        return cores()
+    return 0 if runs < here_below else max(1, min(cores(), runs // 50))
+
+
+# --- files and systems --------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class File:
+    """A scenario, and where it was read from."""
+
+    path: Path
+    scenario: Scenario
+
+    @property
+    def base(self) -> Path:
+        """Where paths in it start from."""
+        return self.path.parent
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """What is wrong with a scenario, a system or a file is told in words; the exit code is 2."""
+    from offload.testing.scenarios._files.reading import ScenarioError
+    from offload.testing.scenarios._playing.systems import NoSuchSystem
+
+    try:
+        yield
+    except (ScenarioError, NoSuchSystem) as error:
+        raise BadInput(str(error)) from error
+
+
+def files_in(places: Sequence[str], system: str = "", *, real: bool = False) -> list[File]:
+    """The scenarios that are named, and all in the directories that are named.
+
+    Args:
+        places: files and directories.
+        system: for which they must make sense: a fault needs the seam through which it comes.
+        real: it may be one that runs in real time only, and cannot be watched beforehand.
+
+    Raises:
+        BadInput: there is none, or one makes no sense.
+    """
+    from offload.testing.scenarios._contract import SEAMS
+    from offload.testing.scenarios._files.reading import read
+
+    seams = None if not system else tuple(SEAMS) if real else probed(system).seams
+    found: list[File] = []
+    for place in places:
+        path = Path(place)
+        if path.is_dir():
+            below = sorted(path.rglob(f"*{SUFFIX}"))
+            if not below:
+                raise BadInput(f"{place}: no scenario in this directory; their names end with {SUFFIX}")
+        elif path.exists():
+            below = [path]
+        else:
+            raise BadInput(f"{place}: there is no such file{_near(path)}")
+        with told():
+            found += [File(one, read(one, seams)) for one in below]
+    return found
+
+
+def one_file(place: str, system: str = "") -> File:
+    """The scenario of one file."""
+    files = files_in([place], system)
+    if len(files) > 1:
+        raise BadInput(f"{place}: {len(files)} scenarios are in there; name one of them")
+    return files[0]
+
+
+def _near(path: Path) -> str:
+    """A way out, for who forgot the end of the name."""
+    other = path.with_name(path.name + SUFFIX)
+    return f"; do you mean {other}?" if other.exists() else ""
+
+
+def check_system(system: str) -> None:
+    """Say at once, and not in each worker, that there is no such system."""
+    from offload.testing.scenarios._playing.systems import factory_of
+
+    with told():
+        factory_of(system)
+
+
+@functools.cache
+def probed(system: str) -> Probe:
+    """Which seams a system uses. One that cannot even be opened is thought to have all: what runs it will say more."""
+    from offload.testing.scenarios._contract import SEAMS
+    from offload.testing.scenarios._many.probing import Probing, probe_of
+
+    with told():
+        probe = probe_of(Probing(system)(0))
+    return probe if probe.report.outcomes else attrs.evolve(probe, seams=tuple(SEAMS))
+
+
+def program_of(seed: int, system: str) -> Scenario:
+    """The random program of a seed: for another system as much of it as that can be put through."""
+    if system:
+        return fuzzing(system).scenario(seed)
+    from offload.testing.scenarios._making.generating import generate
+
+    return generate(seed)
+
+
+def fuzzing(system: str) -> Fuzzing:
+    """Plays random programs with a system that is not ours."""
+    from offload.testing.scenarios._many.probing import Fuzzing
+
+    return Fuzzing(system, probed(system).seams, probed(system).hooks)
+
+
+def write(place: str, text: str) -> None:
+    """A file."""
+    try:
+        Path(place).write_text(text)
+    except OSError as error:
+        raise BadInput(f"{place}: cannot be written: {error.strerror or error}") from error
+
+
+# --- the line that repeats a run ----------------------------------------------------------------------------------
+
+
+def line(*words: object, system: str = "") -> str:
+    """A command line of ours."""
+    rest = ["--system", system] if system else []
+    return shlex.join(["offload", "scenario", *[str(word) for word in words], *rest])
+
+
+def repeated(name: str, system: str = "") -> Callable[[int], str]:
+    """Lines that run a file with a seed."""
+    return functools.partial(_run_line, name, system)
+
+
+def _run_line(name: str, system: str, seed: int) -> str:
+    return line("run", name, "--seed", seed, system=system)

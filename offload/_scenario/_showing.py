@@ -1,0 +1,179 @@
+"""How runs are shown to people: tables and lines within the width there is, and what is to be done next."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from maru._cli._showing import console
+from maru._cli._showing import duration as duration
+from maru._cli._showing import plural as plural
+from maru._cli._showing import print_json as print_json
+from offload.testing.scenarios._many.summing import Complaint, Played, Summary
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+_STYLES = {"ok": "green", "WRONG": "bold red", "COMPLETE": "green", "CANCELLED": "yellow", "FAILED": "red"}
+SHOWN = 10
+"""Runs that went wrong and are shown; more say the same."""
+_RULES = 5
+"""Violations of one run that are shown: those behind them are mostly consequences."""
+
+
+def show(*parts: RenderableType) -> None:
+    """Print tables and lines; in a pipe, without the blanks that fill a line.
+
+    A line is never broken: that is for the terminal to do, so that a command can be copied from it as one.
+    """
+    sheet = console()
+    with sheet.capture() as captured:
+        for part in parts:
+            sheet.print(part, soft_wrap=not is_table(part))
+    for line in captured.get().splitlines():
+        click.echo(line.rstrip() if not sheet.is_terminal else line)
+
+
+def is_table(part: RenderableType) -> bool:
+    """Whether it needs to know how wide it may be."""
+    from rich.text import Text
+
+    return not isinstance(part, (str, Text))
+
+
+def virtual(ms: float) -> str:
+    """A virtual time, to be read."""
+    if ms < 10_000:
+        return f"{ms:,.6g} ms virtual"
+    return f"{duration(ms / 1_024)} virtual"
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    """``COMPLETE 3, CANCELLED 1``."""
+    return ", ".join([f"{name} {count:,}" for name, count in counts.items()]) or "none"
+
+
+def verdict(good: bool) -> str:
+    """One word."""
+    return "ok" if good else "WRONG"
+
+
+def styled(word: str) -> Text:
+    """In its colour, if it has one."""
+    from rich.text import Text
+
+    return Text(word, style=_STYLES.get(word, ""))
+
+
+def grid(rows: Iterable[tuple[str, str | Text]], *, indent: int = 0) -> Table:
+    """Names and what is said of them."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in rows:
+        table.add_row(" " * indent + name, text)
+    return table
+
+
+def columns(title: str, *names: str) -> Table:
+    """An empty table; all columns but the first are numbers."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(names):
+        table.add_column(name, justify="right" if i else "left")
+    return table
+
+
+def wrongs(complaints: Sequence[Complaint], *, indent: int = 0) -> Iterator[RenderableType]:
+    """For each run what was wrong, and the line that repeats it."""
+    runs: dict[str, list[Complaint]] = {}
+    for complaint in complaints:
+        runs.setdefault(complaint.repeat, []).append(complaint)
+    for repeat, those in itertools.islice(runs.items(), SHOWN):
+        rows = [(complaint.rule, in_short(complaint.text)) for complaint in those[:_RULES]]
+        if len(those) > _RULES:
+            rows.append(("...", f"and {len(those) - _RULES:,} more"))
+        yield grid(rows, indent=indent)
+        yield " " * indent + f"repeat it: {repeat}"
+        if len(runs) > 1:
+            yield ""
+
+
+_RAISED = re.compile(r"[\s|]*((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Cancelled|Exit)\b.*)")
+
+
+def in_short(text: str) -> str:
+    """What was wrong in a line; of a traceback, what was raised first, and where."""
+    lines = text.strip().splitlines()
+    places = [line.strip(" |") for line in lines[1:] if line.strip(" |").startswith("File ")]
+    raised = [match[1] for line in lines[1:] if (match := _RAISED.fullmatch(line))]
+    cause = f": {raised[-1]}" if raised and raised[-1] not in lines[0] else ""
+    return f"{lines[0]}{cause}" + (f" ({places[-1]})" if places else "")
+
+
+@contextmanager
+def progressing(
+    total: int | None, *, quiet: bool, seconds: float | None = None
+) -> Iterator[Callable[[Played], object]]:
+    """A bar on the error stream, where somebody sees it.
+
+    Args:
+        total: runs to come, if that is known.
+        quiet: show none.
+        seconds: how long it goes on, where the number of runs is not known.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda run: None
+        return
+    from time import monotonic
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = [BarColumn(), MofNCompleteColumn() if total is not None else TextColumn("{task.fields[runs]:,} runs")]
+    with Progress(
+        *columns, TimeElapsedColumn(), TextColumn("{task.fields[wrong]}"), console=console, transient=True
+    ) as bar:
+        task = bar.add_task("", total=total if total is not None else seconds, wrong="", runs=0)
+        began, runs, wrong = monotonic(), 0, 0
+
+        def saw(run: Played) -> None:
+            nonlocal runs, wrong
+            runs += 1
+            wrong += bool(run.violations)
+            bar.update(
+                task,
+                completed=runs if total is not None else min(monotonic() - began, seconds or 0),
+                runs=runs,
+                wrong=f"{wrong:,} wrong" if wrong else "",
+            )
+
+        yield saw
+
+
+def totals(summary: Summary, seconds: float, processes: int, *, interrupted: bool = False) -> Iterator[tuple[str, str]]:
+    """Rows of a grid: what many runs came to."""
+    many = "none" if summary.first_seed is None else f"{summary.first_seed}..{summary.last_seed} ({summary.seeds:,})"
+    yield "seeds", many + (", interrupted" if interrupted else "")
+    rate = summary.seeds / max(seconds, 1e-9) * 60
+    each = f", {rate / processes:,.0f} for each of {processes} processes" if processes > 1 else ""
+    yield "rate", f"{rate:,.0f} seeds a minute{each}; {duration(seconds)} in all"
+    planned, fired = summary.planned.total(), summary.fired.total()
+    yield "faults", f"{planned:,} planned, {fired:,} hit something alive"
+    yield "containers", counted(dict(summary.ends.most_common()))
+    if summary.slowest is not None:
+        yield "slowest", f"seed {summary.slowest[0]}, {duration(summary.slowest[1])}"
+    yield "trace hash", summary.trace_hash

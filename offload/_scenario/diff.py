@@ -1,0 +1,118 @@
+"""``offload scenario diff``: the first event where two runs part, with what stood around it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from offload.testing.scenarios._many.diffing import SAVED, Parting, Trace, TraceError, load, part, trace_of
+
+from ._asking import BadInput, check_system, json_option, one_file, system_option, told
+from ._showing import plural, print_json, show
+from .shrink import playing
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, metavar="FILE [FILE]")
+@click.option(
+    "--seed", "seeds", type=click.IntRange(0, (1 << 63) - 1), multiple=True, metavar="N", help="Of one run; twice."
+)
+@system_option
+@json_option
+def command(files: tuple[str, ...], seeds: tuple[int, ...], system: str, as_json: bool) -> None:
+    """Find the first event where two runs part: one file with two seeds, or two files, of which each may be a saved trace.
+
+    The exit code is 0 when they are the same and 1 when they are not, as with diff.
+    """
+    if len(files) > 2 or len(seeds) > 2 or len(files) * max(1, len(seeds)) == 1:
+        raise click.UsageError("two runs are needed: FILE --seed A --seed B, or FILE FILE; a file may be a saved trace")
+    check_system(system)
+    chosen = list(seeds) if seeds else [None]
+    places = [files[0], files[-1]]
+    with told():
+        left, right = (_trace(place, seed, system) for place, seed in zip(places, [chosen[0], chosen[-1]], strict=True))
+    parting = part(left, right)
+    if as_json:
+        print_json(_as_dict(left, right, parting))
+    elif parting is None:
+        show(f"the same: {left.name} and {right.name} have the same {plural(len(left.lines), 'event')}")
+    else:
+        show(*_for_people(left, right, parting))
+    if parting is not None:
+        sys.exit(1)
+
+
+def _trace(place: str, seed: int | None, system: str) -> Trace:
+    path = Path(place)
+    try:
+        text = path.read_text() if path.is_file() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{place}: cannot be read: {error}") from error
+    if text.startswith(SAVED) or path.suffix == ".trace":
+        try:
+            return load(text, place)
+        except TraceError as error:
+            raise BadInput(str(error)) from error
+    file = one_file(place, system)
+    seed = file.scenario.seed if seed is None else seed
+    return trace_of(playing(system, file.base)(file.scenario, seed), f"{place} with seed {seed}")
+
+
+def _as_dict(left: Trace, right: Trace, parting: Parting | None) -> dict[str, object]:
+    return {
+        "same": parting is None,
+        "left": {"name": left.name, "events": len(left.lines)},
+        "right": {"name": right.name, "events": len(right.lines)},
+        "parting": None
+        if parting is None
+        else {
+            "event": parting.at,
+            "before": list(parting.before),
+            "left": parting.after[0][0],
+            "right": parting.after[0][1],
+            "differ": list(parting.fields),
+        },
+    }
+
+
+def _for_people(left: Trace, right: Trace, parting: Parting) -> list[RenderableType]:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("event", justify="right", style="dim")
+    table.add_column(left.name, ratio=1, overflow="fold")
+    table.add_column(right.name, ratio=1, overflow="fold")
+    first = parting.at - len(parting.before)
+    for i, line in enumerate(parting.before):
+        table.add_row(str(first + i), _event(line, "dim"), _event(line, "dim"))
+    for i, (one, other) in enumerate(parting.after):
+        style = "bold yellow" if i == 0 else "" if one != other else "dim"
+        mark = ">" if i == 0 else ""
+        table.add_row(f"{mark} {parting.at + i}", _event(one, style), _event(other, style))
+    ended = [trace.name for trace, line in zip((left, right), parting.after[0], strict=True) if line is None]
+    how = f"{ended[0]} has ended" if ended else f"they differ in {', '.join(parting.fields)}"
+    return [f"they part at event {parting.at}: {how}", table]
+
+
+def _event(line: str | None, style: str) -> Text:
+    from rich.text import Text
+
+    if line is None:
+        return Text("(ended)", style=style)
+    at_ms, kind, name, who, where, note, *idle = [*line.split("\t"), "", "", "", "", ""][:7]
+    words = [
+        f"{at_ms} ms",
+        name if kind in ("step", "hook", "end") else f"{kind} {name}",
+        who,
+        where and f"in {where}",
+        note,
+    ]
+    return Text(" ".join([word for word in [*words, *idle] if word]), style=style)

@@ -1,0 +1,203 @@
+"""``offload scenario explore``: every cancel of every container at every hook, one run for each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from offload.instruments import HOOKS
+from offload.testing.scenarios._many.exploring import (
+    ACTIONS,
+    Action,
+    Explored,
+    Exploring,
+    NoSuchSpot,
+    Spots,
+    Table,
+    spots_from,
+    variant,
+    variants_of,
+)
+from offload.testing.scenarios._many.many import Playing, play_many
+from offload.testing.scenarios._many.reachable import reachable
+from offload.testing.scenarios._many.summing import Summary
+
+from ._asking import (
+    BadInput,
+    File,
+    check_system,
+    json_option,
+    line,
+    one_file,
+    processes_for,
+    processes_option,
+    system_option,
+    told,
+    watchdog_option,
+    write,
+)
+from ._showing import columns, counted, duration, plural, print_json, progressing, show, verdict, wrongs
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_HERE_BELOW = 100
+_WIDE = 8
+"""Containers that still have a column each."""
+
+
+def _actions_of(text: str) -> tuple[Action, ...]:
+    chosen = [word.strip() for word in text.split(",")]
+    for word in chosen:
+        if word not in ACTIONS:
+            raise click.BadParameter(f"{word!r} is no action: choose among {', '.join(ACTIONS)}")
+    return tuple([action for action in ACTIONS if action in chosen])
+
+
+@click.command()
+@click.argument("file")
+@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Instead of the file's own.")
+@click.option(
+    "--actions",
+    type=_actions_of,
+    metavar="ACTIONS",
+    default="cancel",
+    show_default=True,
+    help=f"Some of {', '.join(ACTIONS)}.",
+)
+@click.option("--pairs", is_flag=True, help="Every two cancels of different containers as well.")
+@click.option("--only", metavar="SPOT", help="One of them again: ACTION@HOOK:CONTAINER:VISIT, two with + between them.")
+@click.option("--save", metavar="FILE", help="With --only: save it as a scenario file.")
+@system_option
+@processes_option
+@watchdog_option
+@json_option
+def command(
+    file: str,
+    seed: int | None,
+    actions: tuple[Action, ...],
+    pairs: bool,
+    only: str | None,
+    save: str | None,
+    system: str,
+    processes: int | None,
+    watchdog: float,
+    as_json: bool,
+) -> None:
+    """Run a scenario once for every container and every visit of a hook, and cancel it there.
+
+    Nothing is left to chance: what the table shows is all there is. What the file expects of its own run is left out, since a
+    cancel changes it; the invariants stay.
+    """
+    check_system(system)
+    if save is not None and only is None:
+        raise click.UsageError("--save is for --only: name one spot")
+    found = one_file(file, system)
+    used_seed = found.scenario.seed if seed is None else seed
+    with told():
+        base = Playing(found.scenario, found.base, system)(used_seed)
+    try:
+        variants = [spots_from(only)] if only is not None else variants_of(base, actions, pairs=pairs)
+    except NoSuchSpot as error:
+        raise BadInput(f"--only: {error}") from error
+    if save is not None:
+        from offload.testing.scenarios._files.writing import to_toml
+
+        write(save, to_toml(variant(found.scenario, variants[0])))
+    used = processes_for(len(variants), processes, here_below=_HERE_BELOW)
+    summary, explored, interrupted = Summary(), Explored(), False
+    make = Exploring(found.scenario, used_seed, variants, found.base, system)
+    began = perf_counter()
+    with told(), progressing(len(variants), quiet=as_json) as progress:
+        stream = play_many(make, range(len(variants)), processes=used, watchdog=watchdog, progress=progress, keep=True)
+        try:
+            for spots, run in zip(variants, stream, strict=False):
+                summary.add(run, _repeat(found, used_seed, spots, system))
+                explored.add(spots, run)
+        except KeyboardInterrupt:
+            interrupted = True
+    took = perf_counter() - began
+    hooks = sorted({moment.name for moment in base.moments if moment.kind == "hook"})
+    if as_json:
+        known = reachable(system, hooks)
+        document = {
+            **summary.as_dict(took, known),
+            "seeds": 1,
+            "first_seed": used_seed,
+            "last_seed": used_seed,
+            "variants": summary.seeds,
+            "base_violations": [{"rule": one.rule, "text": one.text} for one in base.violations],
+            "interrupted": interrupted,
+        }
+        document["table"] = {action: _table_as_dict(table) for action, table in explored.tables.items()}
+        print_json(document)
+    else:
+        show(*_for_people(found, summary, explored, took, interrupted=interrupted))
+        if base.violations:
+            click.echo(f"note: the scenario goes wrong by itself with seed {used_seed}: {base.violations[0].rule}")
+    if not summary.good:
+        sys.exit(1)
+    if interrupted:
+        sys.exit(130)
+
+
+def _repeat(file: File, seed: int, spots: Spots, system: str) -> str:
+    text = "+".join(map(str, spots))
+    return line("explore", file.path, "--seed", seed, "--only", text, system=system)
+
+
+def _table_as_dict(table: Table) -> dict[str, dict[str, dict[str, int]]]:
+    return {
+        hook: {who: dict(table.cells[hook, who]) for who in table.whos if (hook, who) in table.cells}
+        for hook in table.hooks
+    }
+
+
+def _for_people(
+    file: File, summary: Summary, explored: Explored, seconds: float, *, interrupted: bool
+) -> Iterator[RenderableType]:
+    from rich.text import Text
+
+    for action, table in explored.tables.items():
+        wide = len(table.whos) <= _WIDE
+        shown = columns(f"{action} at", "hook", *(table.whos if wide else ["containers"]))
+        for hook in sorted(table.hooks, key=_walking_order(table.hooks)):
+            cells = {who: table.cells.get((hook, who)) for who in table.whos}
+            if wide:
+                shown.add_row(
+                    hook, *[Text(_cell(cell), "bold red" if cell and cell["!"] else "") for cell in cells.values()]
+                )
+            else:
+                sums = sum(
+                    [cell for cell in cells.values() if cell is not None],
+                    start=type(next(iter(table.cells.values())))(),
+                )
+                shown.add_row(hook, Text(_cell(sums), "bold red" if sums["!"] else ""))
+        yield shown
+    if not explored.tables:
+        yield "nothing to explore: no hook was visited"
+    if not summary.good:
+        yield from wrongs(summary.complaints)
+    stopped = ", interrupted" if interrupted else ""
+    yield (
+        f"{verdict(summary.good)}: {file.scenario.name}: {plural(summary.seeds, 'variant')}{stopped}, "
+        f"{summary.wrong:,} wrong, in {duration(seconds)}"
+    )
+
+
+def _walking_order(hooks: Sequence[str]) -> Callable[[str], int]:
+    """Ours as a container meets them, those of another system as they came."""
+    return HOOKS.index if set(hooks) <= set(HOOKS) else hooks.index
+
+
+def _cell(cell: Any) -> str:
+    """How it ended: one word, or, over several visits, each with how often."""
+    if not cell:
+        return ""
+    ends = {name: count for name, count in cell.items() if name != "!"}
+    text = next(iter(ends)) if ends and set(ends.values()) == {1} and len(ends) == 1 else counted(ends)
+    return f"{text}, {cell['!']} WRONG" if cell["!"] else text

@@ -1,0 +1,157 @@
+"""``offload scenario fuzz``: random programs, one for each seed."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import TYPE_CHECKING
+
+import click
+
+from offload.testing.scenarios._many.many import Make, Playing, play_many
+from offload.testing.scenarios._many.reachable import reachable
+from offload.testing.scenarios._many.summing import Summary
+from offload.testing.scenarios._report import Report
+
+from ._asking import (
+    BadInput,
+    check_system,
+    fuzzing,
+    json_option,
+    line,
+    probed,
+    processes_for,
+    processes_option,
+    program_of,
+    seconds_of,
+    seed_range,
+    seeds_text,
+    system_option,
+    told,
+    watchdog_option,
+    write,
+)
+from ._showing import columns, grid, plural, print_json, progressing, show, totals, wrongs
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_PLAYED = range(1_000)
+"""Without --seeds and --for."""
+_REACHED = (("hooks reached", "hook"), ("states", "state"), ("ends", "end"), ("filtered for", "filtered"))
+_KEPT = 100
+"""Programs that --keep saves at most: who breaks more has enough to look at."""
+
+
+@click.command()
+@click.option("--seeds", type=seed_range, metavar="A..B", help="Both ends included.  [default: 0..999]")
+@click.option(
+    "--for", "seconds", type=seconds_of, metavar="TIME", help="Go on from the first seed until this time is over."
+)
+@system_option
+@processes_option
+@watchdog_option
+@click.option("--keep", metavar="DIR", help="Save every program that goes wrong there, as a scenario file.")
+@json_option
+def command(
+    seeds: range | None,
+    seconds: float | None,
+    system: str,
+    processes: int | None,
+    watchdog: float,
+    keep: str | None,
+    as_json: bool,
+) -> None:
+    """Run random programs, one for each seed, and judge each by the invariants and by the bytes of every load.
+
+    A seed always is the same program, and always goes the same way. The exit code is 1 when something was wrong.
+    """
+    check_system(system)
+    chosen = seeds or _PLAYED
+    total = len(chosen) if seconds is None else None
+    used = processes_for(total, processes)
+    make: Make = fuzzing(system) if system else Playing()
+    summary, interrupted, saved = Summary(), False, list[str]()
+    began = perf_counter()
+    with told(), progressing(total, quiet=as_json, seconds=seconds) as progress:
+        stream = play_many(
+            make,
+            chosen if seconds is None else _until(monotonic() + seconds, chosen, endless=seeds is None),
+            processes=used,
+            watchdog=watchdog,
+            progress=progress,
+        )
+        try:
+            for run in stream:
+                summary.add(run, line("fuzz", "--seeds", seeds_text(range(run.seed, run.seed + 1)), system=system))
+                if keep is not None and run.violations and len(saved) < _KEPT:
+                    saved.append(_save(keep, run.seed, run.report, system))
+        except KeyboardInterrupt:
+            interrupted = True
+    took = perf_counter() - began
+    known = reachable(system, probed(system).hooks if system else ())
+    if as_json:
+        print_json({**summary.as_dict(took, known), "saved": saved, "interrupted": interrupted})
+    else:
+        show(*_for_people(summary, took, used, known, interrupted=interrupted, system=system))
+        if saved:
+            click.echo(f"saved {plural(len(saved), 'program')} in {keep}")
+    if not summary.good:
+        sys.exit(1)
+    if interrupted:
+        sys.exit(130)
+
+
+def _until(deadline: float, seeds: range, *, endless: bool) -> Iterator[int]:
+    for seed in itertools.count(seeds[0]) if endless else seeds:
+        if monotonic() >= deadline:
+            return
+        yield seed
+
+
+def _save(directory: str, seed: int, report: Report | None, system: str) -> str:
+    from offload.testing.scenarios._files.writing import to_toml
+
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--keep {directory}: {error.strerror or error}") from error
+    place = str(Path(directory) / f"seed-{seed}.scenario.toml")
+    write(place, to_toml(report.scenario if report is not None else program_of(seed, system)))
+    return place
+
+
+def _for_people(
+    summary: Summary, seconds: float, processes: int, known: list[str], *, interrupted: bool, system: str
+) -> Iterator[RenderableType]:
+    yield grid(totals(summary, seconds, processes, interrupted=interrupted))
+    faults = columns("Faults", "", "planned", "hit", "at a hook")
+    for kind, (planned, fired, hooked) in summary.faults().items():
+        faults.add_row(kind, f"{planned:,}", f"{fired:,}", f"{hooked:,}")
+    yield faults
+    never = summary.never_reached(known)
+    order = {what: i for i, what in enumerate(known)}
+    reached = sorted(summary.reached, key=lambda what: (order.get(what, len(order)), what))
+    rows = [
+        (title, [what.removeprefix(f"{kind} ") for what in reached if what.startswith(f"{kind} ")])
+        for title, kind in _REACHED
+    ]
+    yield grid(
+        [
+            *[(title, ", ".join(names) or "none") for title, names in rows],
+            ("never reached", ", ".join(never) or "nothing that is known of"),
+        ]
+    )
+    if summary.good:
+        yield f"ok: nothing was wrong in {plural(summary.seeds, 'seed')}"
+        return
+    rules = columns("Violations", "rule", "of these")
+    for rule, count in summary.by_rule.most_common():
+        rules.add_row(rule, f"{count:,}")
+    yield rules
+    yield from wrongs(summary.complaints)
+    yield f"WRONG: {summary.wrong:,} of {plural(summary.seeds, 'seed')}; make the first one small:"
+    yield f"  {line('shrink', '--fuzz-seed', summary.complaints[0].seed, system=system)}"

@@ -1,0 +1,317 @@
+"""``offload scenario run``: files in, verdicts out, and for each that went wrong the line that repeats it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import click
+
+from offload.testing.scenarios._many.junit import Case, Suite, to_junit
+from offload.testing.scenarios._many.many import Playing, play_many
+from offload.testing.scenarios._many.reachable import reachable
+from offload.testing.scenarios._many.summing import Played, Summary
+from offload.testing.scenarios._report import Report
+
+from ._asking import (
+    BadInput,
+    File,
+    check_system,
+    files_in,
+    json_option,
+    line,
+    processes_for,
+    processes_option,
+    seed_range,
+    system_option,
+    told,
+    watchdog_option,
+    write,
+)
+from ._showing import (
+    columns,
+    counted,
+    duration,
+    grid,
+    plural,
+    print_json,
+    progressing,
+    show,
+    styled,
+    totals,
+    verdict,
+    virtual,
+    wrongs,
+)
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_HERE_BELOW = 40
+"""Fewer runs are made in this process: the first worker is ready when these are over."""
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Instead of the file's own.")
+@click.option("--seeds", type=seed_range, metavar="A..B", help="Run each file with all of these, both ends included.")
+@system_option
+@processes_option
+@watchdog_option
+@click.option("--timeline", metavar="OUT.html", help="Draw the run: containers against time. Of one run.")
+@click.option("--trace", metavar="OUT.json", help="Write the run for Perfetto (ui.perfetto.dev). Of one run.")
+@click.option("--save-trace", metavar="OUT.trace", help="Write its trace, for `offload scenario diff`. Of one run.")
+@click.option("--junit", metavar="OUT.xml", help="Write the verdicts as CI systems read them.")
+@click.option("--real", is_flag=True, help="With real components and the clock on the wall, instead of virtual time.")
+@click.option(
+    "--pace",
+    type=click.FloatRange(0.1, 1_000),
+    default=1.0,
+    show_default=True,
+    metavar="X",
+    help="With --real: how many milliseconds of the wall each one of the scenario takes.",
+)
+@json_option
+def command(
+    files: tuple[str, ...],
+    seed: int | None,
+    seeds: range | None,
+    system: str,
+    processes: int | None,
+    watchdog: float,
+    timeline: str | None,
+    trace: str | None,
+    save_trace: str | None,
+    junit: str | None,
+    real: bool,
+    pace: float,
+    as_json: bool,
+) -> None:
+    """Run scenario files, or all in a directory, and say whether what must hold did.
+
+    The exit code is 0 when everything held, 1 when something did not, and 2 when a file makes no sense.
+    """
+    if seed is not None and seeds is not None:
+        raise click.UsageError("--seed and --seeds exclude each other")
+    check_system(system)
+    found = files_in(files, system, real=real)
+    wish = _Wish(tuple(found), seed if seed is not None else seeds, system, real, pace)
+    outputs = {"--timeline": timeline, "--trace": trace, "--save-trace": save_trace}
+    pictures = {option: place for option, place in outputs.items() if place is not None}
+    if pictures and len(wish) != 1:
+        raise BadInput(f"{next(iter(pictures))} is of one run, and this is {len(wish):,}: name one file and one --seed")
+    used = 0 if pictures or real else processes_for(len(wish), processes, here_below=_HERE_BELOW)
+    runs = _Runs(wish, keep_report=bool(pictures))
+    with told():
+        wish.warm()
+    began = perf_counter()
+    with told(), progressing(len(wish), quiet=as_json or len(wish) < _HERE_BELOW) as progress:
+        stream = play_many(
+            wish, range(len(wish)), processes=used, watchdog=watchdog, progress=progress, keep=bool(pictures)
+        )
+        try:
+            for number, run in enumerate(stream):
+                runs.add(number, run)
+        except KeyboardInterrupt:
+            runs.interrupted = True
+    seconds = perf_counter() - began
+    for option, place in pictures.items():
+        assert runs.report is not None
+        write(place, _picture(option, runs.report, found[0].base))
+    if junit is not None:
+        write(junit, to_junit(runs.suites()))
+    if as_json:
+        print_json(runs.as_dict(seconds))
+    else:
+        show(*runs.for_people(seconds, used))
+        for place in pictures.values():
+            click.echo(f"wrote {place}")
+    if not runs.total.good:
+        sys.exit(1)
+    if runs.interrupted:
+        sys.exit(130)
+
+
+def _picture(option: str, report: Report, base: Path) -> str:
+    if option == "--timeline":
+        from offload.testing.scenarios._pictures.timeline import timeline
+
+        return timeline(report)
+    if option == "--trace":
+        import json
+
+        from offload.testing.scenarios._pictures.perfetto import trace_events
+
+        return json.dumps(trace_events(report)) + "\n"
+    from offload.testing.scenarios._many.diffing import save
+
+    return save(report)
+
+
+# --- what is played -----------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class _Wish:
+    """Every run that was asked for, by number: file by file, seed by seed."""
+
+    files: Sequence[File]
+    seeds: int | range | None
+    """``None``: each file's own."""
+    system: str
+    real: bool
+    pace: float = 1.0
+
+    def seeds_of(self, file: File) -> range:
+        if isinstance(self.seeds, range):
+            return self.seeds
+        seed = file.scenario.seed if self.seeds is None else self.seeds
+        return range(seed, seed + 1)
+
+    def __len__(self) -> int:
+        return len(self.files) * (len(self.seeds) if isinstance(self.seeds, range) else 1)
+
+    def at(self, number: int) -> tuple[int, int]:
+        """Which file, and which seed."""
+        file, seed = divmod(number, len(self) // len(self.files))
+        return file, self.seeds_of(self.files[file])[seed]
+
+    def warm(self) -> None:
+        """See :meth:`Playing.warm`."""
+        Playing(system=self.system).warm()
+
+    def __call__(self, number: int) -> Report:
+        """One run."""
+        file, seed = self.at(number)
+        scenario, base = self.files[file].scenario, self.files[file].base
+        if not self.real:
+            return Playing(scenario, base, self.system)(seed)
+        from offload.testing.scenarios._for_real.real import play_real
+        from offload.testing.scenarios._playing.systems import factory_of
+
+        return play_real(scenario, seed, factory=factory_of(self.system), base=base, pace=self.pace)
+
+    def repeat(self, number: int) -> str:
+        file, seed = self.at(number)
+        real = ["--real", *(["--pace", f"{self.pace:g}"] if self.pace != 1 else [])] if self.real else []
+        return line("run", self.files[file].path, "--seed", seed, *real, system=self.system)
+
+
+# --- what came of it ----------------------------------------------------------------------------------------------
+
+
+class _Runs:
+    """The runs so far, summed for each file."""
+
+    def __init__(self, wish: _Wish, *, keep_report: bool) -> None:
+        self.total = Summary()
+        self.by_file = [Summary() for _ in wish.files]
+        self.interrupted = False
+        self.notes: list[dict[str, None]] = [{} for _ in wish.files]
+        """What a reader must know beside, of each file."""
+        self.report: Report | None = None
+        self._wish = wish
+        self._keep_report = keep_report
+        self._cases: list[list[Case]] = [[] for _ in wish.files]
+
+    def add(self, number: int, run: Played) -> None:
+        file, _ = self._wish.at(number)
+        repeat = self._wish.repeat(number)
+        self.by_file[file].add(run, repeat)
+        self.total.add(run, repeat)
+        self.notes[file].update(dict.fromkeys(run.notes))
+        if self._keep_report:
+            self.report = run.report
+        self._cases[file].append(Case(f"seed {run.seed}", attrs.evolve(run, report=None), repeat))
+
+    def suites(self) -> list[Suite]:
+        return [Suite(str(file.path), cases) for file, cases in zip(self._wish.files, self._cases, strict=True)]
+
+    def as_dict(self, seconds: float) -> dict[str, Any]:
+        each = [
+            {
+                "file": str(file.path),
+                "name": file.scenario.name,
+                "good": summary.good,
+                "seeds": summary.seeds,
+                "virtual_ms": summary.virtual_ms,
+                "ends": dict(sorted(summary.ends.items())),
+                "faults": {"planned": summary.planned.total(), "fired": summary.fired.total()},
+                "violations": [attrs.asdict(complaint) for complaint in summary.complaints],
+                "trace_hash": summary.trace_hash,
+                "notes": list(notes),
+            }
+            for file, summary, notes in zip(self._wish.files, self.by_file, self.notes, strict=True)
+        ]
+        return {
+            **self.total.as_dict(seconds, reachable(self._wish.system)),
+            "files": each,
+            "interrupted": self.interrupted,
+        }
+
+    def for_people(self, seconds: float, processes: int) -> Iterator[RenderableType]:
+        played = [
+            (file, summary) for file, summary in zip(self._wish.files, self.by_file, strict=True) if summary.seeds
+        ]
+        if len(played) == 1:
+            yield from self._of_one(*played[0], seconds, processes)
+        else:
+            table = columns("", "scenario", "", "seeds", "virtual", "containers", "faults hit")
+            table.columns[1].justify = table.columns[4].justify = "left"
+            for file, summary in played:
+                table.add_row(
+                    file.scenario.name,
+                    styled(verdict(summary.good)),
+                    f"{summary.seeds:,}",
+                    virtual(summary.virtual_ms).removesuffix(" virtual"),
+                    counted(dict(summary.ends.most_common())),
+                    f"{summary.fired.total():,} of {summary.planned.total():,}",
+                )
+            yield table
+            for file, summary in played:
+                if not summary.good:
+                    yield styled(file.scenario.name)
+                    yield from wrongs(summary.complaints, indent=2)
+        yield self._last_line(seconds)
+
+    def _of_one(self, file: File, summary: Summary, seconds: float, processes: int) -> Iterator[RenderableType]:
+        from rich.text import Text
+
+        head = Text.assemble(styled(verdict(summary.good)), f"  {file.scenario.name}")
+        yield head
+        if isinstance(self._wish.seeds, range):
+            yield grid(totals(summary, seconds, processes, interrupted=self.interrupted), indent=2)
+        else:
+            faults = f"{summary.fired.total():,} of {summary.planned.total():,} hit something alive"
+            if summary.fired:
+                faults += f": {counted(dict(sorted(summary.fired.items())))}"
+            took = f"{duration(seconds)} real"
+            if not self._wish.real:
+                took = f"{virtual(summary.virtual_ms)}, {took}"
+            yield grid(
+                [
+                    ("seed", str(summary.first_seed)),
+                    ("took", took),
+                    ("containers", counted(dict(summary.ends.most_common()))),
+                    ("faults", faults if summary.planned else "none planned"),
+                    ("trace hash", summary.trace_hash),
+                ],
+                indent=2,
+            )
+        notes = self.notes[self._wish.files.index(file)]
+        if notes:
+            yield grid([("note", note) for note in notes], indent=2)
+        if not summary.good:
+            yield from wrongs(summary.complaints, indent=2)
+
+    def _last_line(self, seconds: float) -> str:
+        runs = self.total.seeds
+        text = f"{plural(len(self._wish.files), 'file')}, {plural(runs, 'run')}"
+        if self.interrupted:
+            text += f" of {len(self._wish):,}, interrupted"
+        good = runs - self.total.wrong
+        return f"{text}: {good:,} ok, {self.total.wrong:,} wrong, in {duration(seconds)}"

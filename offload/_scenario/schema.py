@@ -1,0 +1,15 @@
+"""``offload scenario schema``: the JSON schema of scenario files, for editors."""
+
+from __future__ import annotations
+
+import click
+
+from ._showing import print_json
+
+
+@click.command()
+def command() -> None:
+    """Print the JSON schema of scenario files, as editors use it."""
+    from offload.testing.scenarios._files.schema import schema
+
+    print_json(schema())

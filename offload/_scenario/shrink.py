@@ -1,0 +1,146 @@
+"""``offload scenario shrink``: a program that goes wrong, made small and saved."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+
+import click
+
+from offload.testing.scenarios._program import Scenario
+from offload.testing.scenarios._shrinking.shrinking import BUDGET, NotBroken, Play, Progress, shrink
+
+from ._asking import (
+    SUFFIX,
+    BadInput,
+    check_system,
+    json_option,
+    line,
+    one_file,
+    program_of,
+    seconds_of,
+    system_option,
+    told,
+    write,
+)
+from ._showing import duration, grid, plural, print_json, show
+
+
+@click.command()
+@click.argument("file", required=False)
+@click.option(
+    "--fuzz-seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="The random program of this seed."
+)
+@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Instead of the file's own.")
+@click.option("--out", metavar="FILE", help="Where the small program goes.  [default: regression-N.scenario.toml]")
+@click.option(
+    "--budget",
+    type=seconds_of,
+    metavar="TIME",
+    default=f"{BUDGET:g}s",
+    show_default=True,
+    help="Real time to spend at most.",
+)
+@system_option
+@json_option
+def command(
+    file: str | None,
+    fuzz_seed: int | None,
+    seed: int | None,
+    out: str | None,
+    budget: float,
+    system: str,
+    as_json: bool,
+) -> None:
+    """Reduce a program that goes wrong to few steps and faults that still break a rule it breaks, and save it."""
+    if (file is None) == (fuzz_seed is None):
+        raise click.UsageError("name a FILE, or the program of the fuzz with --fuzz-seed N")
+    check_system(system)
+    large, used, base = _chosen(file, fuzz_seed, seed, system)
+    began = perf_counter()
+    with told(), _progressing(quiet=as_json) as progress:
+        play = playing(system, base)
+        try:
+            small = shrink(large, used, play=play, budget=budget, progress=progress)
+        except NotBroken as error:
+            raise BadInput(str(error)) from error
+        report = play(small, used)
+        before = play(large, used)
+    from offload.testing.scenarios._files.writing import to_toml
+
+    place = out if out is not None else f"regression-{used}{SUFFIX}"
+    text = to_toml(small)
+    write(place, text)
+    took = perf_counter() - began
+    steps, faults = len(before.scenario.step), len(before.scenario.fault)
+    repeat = line("run", place, system=system)
+    if as_json:
+        print_json(
+            {
+                "file": place,
+                "seed": used,
+                "steps": {"before": steps, "after": len(small.step)},
+                "faults": {"before": faults, "after": len(small.fault)},
+                "violations": [{"rule": one.rule, "text": one.text} for one in report.violations],
+                "trace_hash": report.trace_hash,
+                "repeat": repeat,
+                "seconds": round(took, 3),
+            }
+        )
+        return
+    from rich.syntax import Syntax
+
+    show(Syntax(text, "toml", background_color="default", word_wrap=True))
+    show(
+        grid(
+            [
+                *[(one.rule, one.text.rstrip()) for one in report.violations],
+                ("was", f"{plural(steps, 'step')} and {plural(faults, 'fault')}"),
+                (
+                    "is",
+                    f"{plural(len(small.step), 'step')} and {plural(len(small.fault), 'fault')}, after {duration(took)}",
+                ),
+                ("saved", place),
+                ("repeat it", repeat),
+            ]
+        )
+    )
+
+
+def playing(system: str, base: Path | None) -> Play:
+    """What runs a program with a seed, in this process."""
+    from offload.testing.scenarios._playing.playing import play
+    from offload.testing.scenarios._playing.systems import factory_of
+
+    return functools.partial(play, factory=factory_of(system), base=base)
+
+
+def _chosen(
+    file: str | None, fuzz_seed: int | None, seed: int | None, system: str
+) -> tuple[Scenario, int, Path | None]:
+    if file is not None:
+        found = one_file(file, system)
+        return found.scenario, found.scenario.seed if seed is None else seed, found.base
+    assert fuzz_seed is not None
+    return program_of(fuzz_seed, system), fuzz_seed if seed is None else seed, None
+
+
+@contextmanager
+def _progressing(*, quiet: bool) -> Iterator[Callable[[Progress], object] | None]:
+    """How small it has become, on the error stream, where somebody sees it."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield None
+        return
+    with console.status("shrinking") as status:
+
+        def saw(so_far: Progress) -> None:
+            left = f"{plural(so_far.steps, 'step')} and {plural(so_far.faults, 'fault')} left"
+            status.update(f"shrinking: {left} after {plural(so_far.runs, 'run')}")
+
+        yield saw

@@ -1,0 +1,148 @@
+"""Scenario files as pytest's files and items, and how a run that went wrong is told."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+if TYPE_CHECKING:
+    from .scenarios._contract import Factory
+    from .scenarios._program import Scenario
+    from .scenarios._report import Report
+
+_SHOWN: Final = 12
+"""Violations in the output of a failing test; more say the same."""
+
+
+class ScenarioFile(pytest.File):
+    """A file with a scenario."""
+
+    def collect(self) -> Iterable[ScenarioItem]:
+        """A test for each seed."""
+        from .scenarios._files.reading import ScenarioError, read
+
+        try:
+            scenario = read(self.path)
+        except ScenarioError as error:
+            raise self.CollectError(all_of(error)) from error
+        for seed in self._seeds(scenario):
+            yield ScenarioItem.from_parent(self, name=f"seed{seed}", scenario=scenario, seed=seed)
+
+    def _seeds(self, scenario: Scenario) -> range:
+        seeds: range | None = self.config.getoption("--scenario-seeds")
+        if seeds is not None:
+            return seeds
+        seed: int | None = self.config.getoption("--scenario-seed")
+        seed = scenario.seed if seed is None else seed
+        return range(seed, seed + 1)
+
+
+def all_of(error: Any) -> str:
+    """A scenario's first mistake, and the others."""
+    return "\n".join([str(error), *getattr(error, "others", ())])
+
+
+class ScenarioItem(pytest.Item):
+    """One run of a scenario."""
+
+    obj: Any = None  # no function: see rule 2 of the plugin
+
+    def __init__(self, *, scenario: Scenario, seed: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.scenario = scenario
+        self.seed = seed
+        self.add_marker(pytest.mark.scenario)
+
+    def runtest(self) -> None:
+        """Run it, and fail if something was wrong."""
+        from .scenarios._playing.playing import play
+
+        report = play(self.scenario, self.seed, factory=factory_said(self.config), base=self.path.parent)
+        self.user_properties += [("seed", self.seed), ("trace_hash", report.trace_hash)]
+        judge(self.config, report, self.nodeid, repeated(self.config, self.path, self.seed))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """What was wrong, without a traceback through the harness."""
+        from .scenarios._files.reading import ScenarioError
+        from .scenarios._playing.systems import NoSuchSystem
+
+        if isinstance(excinfo.value, ScenarioFailed):
+            return str(excinfo.value)
+        if isinstance(excinfo.value, ScenarioError | NoSuchSystem):
+            return all_of(excinfo.value)
+        return super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, int, str]:
+        """Where it stands: at its name."""
+        return self.path, _line_of_name(self.path), f"{self.scenario.name} (seed {self.seed})"
+
+
+def _line_of_name(path: Path) -> int:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+        if re.match(r"""\s*("name"|'name'|name)\s*=""", line):
+            return number
+    return 0
+
+
+def factory_said(config: pytest.Config) -> Factory | None:
+    """The cache to be tested, as the command line or the ini file names it."""
+    from .scenarios._playing.systems import factory_of
+
+    return factory_of(_system(config))
+
+
+def _system(config: pytest.Config) -> str:
+    return str(config.getoption("--scenario-system") or config.getini("scenario_system"))
+
+
+def repeated(config: pytest.Config, path: Path, seed: int) -> str:
+    """The line that repeats a run, for where pytest was started."""
+    words = ["offload", "scenario", "run", os.path.relpath(path, config.invocation_params.dir), "--seed", str(seed)]
+    return shlex.join([*words, *(["--system", system] if (system := _system(config)) else [])])
+
+
+class ScenarioFailed(AssertionError):
+    """Something was wrong with a run: the text says what, and how to repeat it.
+
+    Attributes:
+        report: of the run.
+    """
+
+    def __init__(self, text: str, report: Report) -> None:
+        super().__init__(text)
+        self.report = report
+
+
+def judge(config: pytest.Config, report: Report, name: str, repeat: str) -> None:
+    """Fail, with all that is needed to go on from there, if something was wrong."""
+    if report.good:
+        return
+    count = len(report.violations)
+    lines = [f"{report.scenario.name}, seed {report.seed}: {count} violation{'s' if count > 1 else ''}"]
+    lines += [f"  {violation.rule}: {violation.text.rstrip()}" for violation in report.violations[:_SHOWN]]
+    lines += [f"  and {count - _SHOWN} more"] if count > _SHOWN else []
+    lines += [f"repeat it: {repeat}"] if repeat else []
+    directory: Path | None = config.getoption("--scenario-timeline")
+    if directory is not None:
+        lines.append(f"timeline: {_save_timeline(config.invocation_params.dir / directory, report, name, repeat)}")
+    elif repeat:
+        lines.append("see it: add --timeline out.html to that line, or --scenario-timeline DIR to pytest's")
+    raise ScenarioFailed("\n".join(lines), report)
+
+
+def _save_timeline(directory: Path, report: Report, name: str, repeat: str) -> str:
+    from .scenarios._pictures.timeline import timeline
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / (re.sub(r"[^\w.-]+", "-", name).strip("-") + ".html")
+        path.write_text(timeline(report, repeat=repeat), encoding="utf-8")
+    except OSError as error:
+        return f"could not be saved: {error}"  # what was wrong with the run matters more
+    return str(path)

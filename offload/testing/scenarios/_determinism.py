@@ -1,0 +1,136 @@
+"""A trio run that goes the same way every time: virtual time, and no order that depends on addresses or on chance.
+
+Four things are needed, and each alone is not enough (``test_scenario_determinism.py`` fails when one is removed):
+
+* the scheduler's random source is seeded;
+* a batch of runnable tasks is sorted before it is shuffled (what trio does for Hypothesis);
+* deadlines that fall together expire in the order in which they were registered, not by the address of their scope;
+* the tasks and the children of a cancelled scope are woken in the order in which they came, not in that of a set.
+
+Rule 1. Whatever is private to trio is used in this module and nowhere else.
+Rule 2. The garbage collector does not run by itself meanwhile: what a weak reference still finds must not depend on how much
+        the process allocated before. What existed before a run is left alone by the collection that follows it, so that a
+        run costs as much in a large process as in a small one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from heapq import heappush
+from typing import Any, Final, Literal, TypeAlias, TypeVar
+
+import trio
+import trio.testing
+from trio._core import _run as inside
+
+T = TypeVar("T")
+
+Part: TypeAlias = Literal["seed", "sort", "deadlines", "scopes"]
+ALL: Final[frozenset[Part]] = frozenset({"seed", "sort", "deadlines", "scopes"})
+"""All that is needed. A test leaves one out."""
+
+
+class _Ordered(dict[Any, None]):
+    """As much of a set as trio needs, in the order of insertion."""
+
+    def add(self, item: Any) -> None:
+        self[item] = None
+
+    def remove(self, item: Any) -> None:
+        del self[item]
+
+    def discard(self, item: Any) -> None:
+        self.pop(item, None)
+
+
+@contextlib.contextmanager
+def deterministic(seed: int, parts: Collection[Part] = ALL) -> Iterator[None]:
+    """Every trio run inside is a function of ``seed`` and of its code."""
+    with contextlib.ExitStack() as stack:
+        if "seed" in parts:
+            stack.callback(inside._r.setstate, inside._r.getstate())
+            inside._r.seed(seed)
+        # pytest-trio has set it already, where Hypothesis is installed.
+        _set(stack, inside, "_ALLOW_DETERMINISTIC_SCHEDULING", "sort" in parts)
+        if "deadlines" in parts:
+            numbers = itertools.count()
+
+            def add(self: Any, deadline: float, cancel_scope: trio.CancelScope) -> None:
+                heappush(self._heap, (deadline, next(numbers), cancel_scope))
+                self._active += 1
+
+            _set(stack, inside.Deadlines, "add", add)
+        if "scopes" in parts:
+            attach = inside.CancelStatus.__attrs_post_init__
+
+            def __attrs_post_init__(self: Any) -> None:
+                self._children, self._tasks = _Ordered(), _Ordered()
+                attach(self)
+
+            _set(stack, inside.CancelStatus, "__attrs_post_init__", __attrs_post_init__)
+        yield
+
+
+def _set(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[None]:
+    """No garbage is collected inside but where :func:`gc.collect` is called; what was left behind is, at the end."""
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def run(
+    main: Callable[..., Awaitable[T]],
+    *args: Any,
+    seed: int = 0,
+    instruments: Collection[Any] = (),
+    clock: trio.testing.MockClock | None = None,
+    **options: Any,
+) -> T:
+    """Run ``main`` in virtual time, the same way for the same seed."""
+    with deterministic(seed, **options):
+        return trio.run(
+            functools.partial(main, *args),
+            clock=trio.testing.MockClock(autojump_threshold=0) if clock is None else clock,
+            instruments=list(instruments),
+        )
+
+
+# --- a run that does not end --------------------------------------------------------------------------------------
+
+
+def tasks() -> Iterator[trio.lowlevel.Task]:
+    """All tasks of this run, parents first, and otherwise as they were started."""
+    root = trio.lowlevel.current_root_task()
+    todo = [root] if root is not None else []
+    while todo:
+        task = todo.pop()
+        yield task
+        for nursery in task.child_nurseries:
+            todo += sorted(nursery.child_tasks, key=lambda child: child._counter, reverse=True)
+
+
+def unshield() -> None:
+    """Take the shield off every scope that a task is in. For a run that was cancelled and does not end by that."""
+    for task in tasks():
+        status: Any = task._cancel_status
+        while status is not None:
+            if status._scope.shield:
+                status._scope.shield = False
+            status = status._parent

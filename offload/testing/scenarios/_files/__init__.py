@@ -1,0 +1,1 @@
+"""Scenarios as files: read, checked, written, described."""

@@ -1,0 +1,1 @@
+"""The same run against real components, and systems of other colours."""

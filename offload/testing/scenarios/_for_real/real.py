@@ -1,0 +1,175 @@
+"""A scenario for real: memory, files, copy threads, processes, and the clock on the wall.
+
+A virtual millisecond is a millisecond of the wall here, and the same files are played. What the harness plants is the real
+thing where there is one: see the tables in `places` and in docs/how-to/run-scenarios-for-real.md. The oracle is the
+same: the invariants at rest, every load compared byte for byte, and of the expectations all that do not hang on virtual ties
+(`expecting`). ``Report.notes`` says what was not judged. A trace is what happened this time, and not the same next time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import cast
+
+import attrs
+import msgspec
+import trio
+
+from .._contract import SEAMS, Factory, System, World
+from .._files.checking import demand
+from .._files.complaints import ScenarioError
+from .._judging.expecting import Rest
+from .._playing.ours import Ours, Tier, opened
+from .._playing.playing import _has, _main, _report
+from .._program import Scenario
+from .._report import Report
+from .._world.places import Place
+from .expecting import judge_real, last_ms, rounded
+from .places import RealPlace, WallClock
+from .tiers import RealFile, RealMemory
+from .world import RealWorld
+
+PATIENCE_MS = 60_000
+"""How long a run may go on behind the last time in a scenario without ``limit_ms``: an hour is for virtual time."""
+
+
+def play_real(
+    scenario: Scenario,
+    seed: int | None = None,
+    *,
+    factory: Factory | None = None,
+    base: Path | None = None,
+    workdir: str | os.PathLike[str] | None = None,
+    pace: float = 1.0,
+) -> Report:
+    """Play a scenario once, for real.
+
+    Args:
+        scenario: what to play.
+        seed: of its choices, instead of the scenario's own. The order of threads follows no seed.
+        factory: opens the system under test; by default our own pipelines over memory and files.
+        base: where files that the scenario names are looked for.
+        pace: how many milliseconds of the wall each virtual one takes. Where a scenario has things a millisecond or two
+            apart, and the machine is busy, 10 keeps them apart.
+        workdir: where a directory for the tiers of files is made, and removed; by default where temporary files go.
+
+    Raises:
+        ScenarioError: the scenario makes no sense, or has a fault that only virtual time has.
+    """
+    demand(scenario, None if factory is None else SEAMS)
+    seed = scenario.seed if seed is None else seed
+    planned = len(scenario.fault)
+    if scenario.load is not None:
+        from .._making.loads import unroll
+
+        scenario = unroll(scenario, seed, base)
+    check_real(scenario, ours=factory is None)
+    limited = msgspec.structs.replace(scenario, limit_ms=_limit(scenario))
+    clock = WallClock(pace)
+    with tempfile.TemporaryDirectory(prefix="offload-real-", dir=workdir) as directory:
+        world = RealWorld(limited, seed, clock, directory)
+        rest = Rest()
+        with contextlib.ExitStack() as stack:
+            stack.callback(world.close_down)
+            try:
+                rest = trio.run(_main, world, _system_for(world, factory, stack), clock=clock)
+            except BaseException as error:
+                if _has(error, KeyboardInterrupt):
+                    raise
+                world.note_crash(error)
+            world.over.set()
+    world.scenario = msgspec.structs.replace(scenario, expect=[])  # those are judged here
+    report = attrs.evolve(_report(world, planned, rest), scenario=scenario)
+    met_full = [
+        parcel.label
+        for parcel in world.parcels.values()
+        if any(key in place.without_room for place in world.real.values() for key in parcel.keys)
+    ]
+    wrong, unjudged = ([], []) if world.stuck else judge_real(report, rest, met_full)
+    return attrs.evolve(
+        report,
+        moments=rounded(report.moments),
+        violations=(*report.violations, *wrong),
+        notes=(*world.notes, *[f"not judged in real time: {text}" for text in unjudged]),
+    )
+
+
+def check_real(scenario: Scenario, *, ours: bool = True) -> None:
+    """Insist that a scenario can be played for real.
+
+    Raises:
+        ScenarioError: it has what only virtual time has.
+    """
+    problems = list(_problems(scenario, ours))
+    if problems:
+        (path, text), *others = problems
+        raise ScenarioError("", None, path, text, [f"{path}: {text}" for path, text in others])
+
+
+def _problems(scenario: Scenario, ours: bool) -> Iterator[tuple[str, str]]:
+    for i, fault in enumerate(scenario.fault):
+        if fault.do == "clock":
+            yield f"fault[{i}].do", "nobody can have the clock on the wall jump: leave it out, or run without --real"
+    sources = {name for name, spec in scenario.tier.items() if spec.kind == "file"}
+    first = next(iter(scenario.pipeline.values())).source if scenario.pipeline else "device"
+    for i, step in enumerate(scenario.step if ours else ()):
+        if step.store is not None and step.store.kind == "external":
+            source = scenario.pipeline[step.store.pipeline].source if step.store.pipeline else first
+            if source in sources:
+                why = f"an engine keeps no files alive, and {source} is made of them: say weak or strong, or kind = 'memory'"
+                yield f"step[{i}].store.kind", why
+
+
+def _limit(scenario: Scenario) -> int:
+    usual = Scenario(name="").limit_ms
+    return scenario.limit_ms if scenario.limit_ms != usual else last_ms(scenario) + PATIENCE_MS
+
+
+# --- our own pipelines, over real tiers ---------------------------------------------------------------------------
+
+
+class RealOurs(Ours):
+    """Our pipelines over memory and files."""
+
+    def open(self) -> AbstractAsyncContextManager[Ours]:
+        """Open all of its pipelines."""
+        return opened(self)
+
+    def _tier(self, place: Place) -> Tier:
+        real, world = cast("RealPlace", place), cast("RealWorld", self.world)
+        tier: RealMemory | RealFile
+        if real.spec.kind == "file":
+            tier = RealFile(real, world.directory_of(real.name), fsync=world.fsync)
+        else:
+            tier = RealMemory(real)
+        return cast("Tier", tier)
+
+
+def _system_for(world: RealWorld, factory: Factory | None, stack: contextlib.ExitStack) -> Factory:
+    from .process import in_process, needs_process
+
+    if factory is None and needs_process(world.scenario):
+        return in_process(world, stack)
+    if any(fault.do == "peer_death" for fault in world.scenario.fault):
+        why = "a system of your own is not" if factory is not None else "with faults of copies beside it, ours is not"
+        world.notes[f"peer_death: {why} in a process to be killed; whatever is asked of the tier raises instead"] = None
+    return factory or _ours_with(stack)
+
+
+def _ours_with(stack: contextlib.ExitStack) -> Factory:
+    """Opens them; their tiers are closed with the stack: the ledger looks into them when all is over."""
+
+    @asynccontextmanager
+    async def open_real(world: World) -> AsyncIterator[System]:
+        ours = RealOurs(cast("RealWorld", world))
+        for tier in ours.tiers.values():
+            stack.callback(cast("RealMemory | RealFile", tier).close)
+        async with opened(ours):
+            yield ours
+
+    return open_real

@@ -1,0 +1,180 @@
+"""The world of a real run: the same seams, the same faults, but threads, files and the clock on the wall.
+
+Rule 1. Times of the scenario are minimal distances. Nobody is blamed for being slow: what depends on how long something takes
+        is not judged (`expecting`), as if the clock jumped ahead all the time.
+Rule 2. Whatever stands at a gate leaves it when the run is over: no thread of a copy outlives it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, cast
+
+import trio
+import trio.testing
+
+from backends.abc import Key
+from backends.threads import run_in_thread
+
+from .._determinism import unshield
+from .._house import pipelines_of, tiers_of
+from .._program import Scenario
+from .._world.places import Flight, Place, Torn
+from .._world.world import VirtualWorld
+from .disk import NoDisk, disk_for
+from .places import RealPlace, WallClock
+
+_UNSHIELDED_AFTER: Final = 45.0
+_REST: Final = 1.0
+"""Seconds that a system of several threads is given to come to rest."""
+_POLL: Final = 0.002
+
+
+class RealWorld(VirtualWorld):
+    """The world of one real run.
+
+    Args:
+        scenario: what is played.
+        seed: of its choices. The order of threads has none.
+        clock: on the wall.
+        workdir: where files go; an empty directory.
+    """
+
+    slow = True
+    fsync = False
+    """Whether files are durable before they count as stored."""
+
+    def __init__(self, scenario: Scenario, seed: int, clock: WallClock, workdir: str) -> None:
+        super().__init__(scenario, seed, cast("trio.testing.MockClock", clock))
+        self.workdir = workdir
+        self.over = threading.Event()
+        """The run is: nobody waits for anything any more."""
+        self.notes: dict[str, None] = {}
+        """What a reader of the report must know."""
+        self.jumps.append((0.0, math.inf))  # rule 1
+        self.real: dict[str, RealPlace] = {}
+        full = {fault.tier for fault in scenario.fault if fault.do == "full"}
+        into = {spec.to for spec in pipelines_of(scenario).values()}
+        first = next(iter(pipelines_of(scenario).values())).to
+        for name, spec in tiers_of(scenario).items():
+            place = RealPlace(
+                name, spec, self.moments, self._owners, clock=clock, over=self.over, later=self.at
+            )  # fmt: skip
+            self.real[name] = place
+            if spec.kind == "file" and name in into and (name in full or ("" in full and name == first)):
+                try:
+                    place.disk = disk_for(spec.capacity, spec.block_bytes)
+                except NoDisk as error:
+                    self.notes[f"full: {error}; so no room is granted in {name} instead"] = None
+        self.places = cast("dict[str, Place]", self.real)
+
+    def close_down(self) -> None:
+        """It is over: let go of threads and disks. Idempotent."""
+        self.over.set()
+        for place in self.real.values():
+            if place.disk is not None:
+                place.disk.close()
+                place.disk = None
+
+    def directory_of(self, tier: str) -> str:
+        """Where the files of a tier are."""
+        disk = self.real[tier].disk
+        return disk.path if disk is not None else os.path.join(self.workdir, tier)
+
+    # -- the seams -----------------------------------------------------------------------------------------------------
+
+    async def copy(self, tier: str, keys: Sequence[Key], data: Sequence[bytes]) -> Sequence[bytes]:
+        """Write blocks, in a copy thread: into memory and back, or into files and back."""
+        place = self.real[tier]
+        for key, block in zip(keys, data, strict=True):
+            if bytes(block) != self.payload(key, tier):
+                self.wrong("bytes", f"{key.decode()} is copied into {tier}, and is not what was stored under that key")
+        blocks = [bytes(block) for block in data]
+        copied = self._through_files if place.spec.kind == "file" else self._through_memory
+
+        async def move(flight: Flight) -> list[bytes]:
+            flips = {at: line for at, key in enumerate(keys) if (line := place.flips(key)) is not None}
+            try:
+                arrived = await run_in_thread(copied, place, flight, tuple(keys), blocks, frozenset(flips))
+            except OSError as error:
+                if error.errno == 28:
+                    place.met_no_room(flight, keys)
+                raise
+            torn, failing = flight.torn(), flight.failing()
+            if torn is not None:
+                raise Torn(f"a copy into {tier} broke off in the middle of {torn.decode()}")
+            if failing:
+                raise OSError(f"a copy into {tier} failed for {sorted(failing)}")
+            return arrived * 2 if "duplicate" in flight.met else arrived
+
+        place.check_alive()
+        await trio.lowlevel.checkpoint()
+        return await place.carry(tuple(keys), move)
+
+    @staticmethod
+    def _through_memory(
+        place: RealPlace, flight: Flight, keys: Sequence[Key], blocks: Sequence[bytes], flips: frozenset[int]
+    ) -> list[bytes]:
+        place.gate(flight)
+        memory = [bytearray(block) for block in blocks]
+        for at in flips:
+            memory[at][0] ^= 1
+        return [bytes(block) for block in memory]
+
+    def _through_files(
+        self, place: RealPlace, flight: Flight, keys: Sequence[Key], blocks: Sequence[bytes], flips: frozenset[int]
+    ) -> list[bytes]:
+        place.gate(flight)
+        directory = self.directory_of(place.name)
+        os.makedirs(directory, exist_ok=True)
+        arrived: list[bytes] = []
+        for at, (key, block) in enumerate(zip(keys, blocks, strict=True)):
+            path = os.path.join(directory, f"{flight.number:x}-{key.hex()[:96]}.{at}")
+            try:
+                with open(path, "wb") as file:
+                    file.write(bytes([block[0] ^ 1]) + block[1:] if at in flips else block)
+                with open(path, "rb") as file:
+                    arrived.append(file.read())
+            finally:
+                if os.path.exists(path):
+                    os.unlink(path)
+        return arrived
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def give_up(self, rule: str, text: str) -> None:
+        """It does not end by itself: open all gates and cancel it, and, when it drains for too long, mind no shield."""
+        super().give_up(rule, text)
+        self.over.set()
+        for place in self.real.values():
+            place.let_go.set()
+        self.background.start_soon(self._insist)
+
+    async def _insist(self) -> None:
+        await trio.sleep(_UNSHIELDED_AFTER)
+        unshield()
+
+    async def quiet(self) -> None:
+        """Return once the system holds nothing, or has had the time to let go."""
+        ready = getattr(self.system, "ready", None)
+        if ready is not None:
+            await ready()
+        with trio.move_on_after(_REST):
+            while True:
+                await trio.testing.wait_all_tasks_blocked()
+                later = getattr(self.system, "audit_later", None)
+                held: Mapping[str, int] = await later() if later is not None else self.system.audit()
+                if not any(held.values()):
+                    return
+                await trio.sleep(_POLL)
+
+    def jump(self, seconds: float) -> None:
+        """Nobody can have this clock jump."""
+        raise AssertionError("a scenario with a fault of the clock is not played for real")
+
+    def at(self, time: float, call: Callable[[], object]) -> None:
+        """Have this called at a time."""
+        self.background.start_soon(self._later, time, call)

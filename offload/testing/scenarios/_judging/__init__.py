@@ -1,0 +1,1 @@
+"""What was wrong with a run: the invariants, the bytes, the model, the causes, the expectations."""

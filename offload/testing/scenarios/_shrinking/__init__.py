@@ -1,0 +1,1 @@
+"""A program that goes wrong, made small."""

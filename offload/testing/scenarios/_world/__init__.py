@@ -1,0 +1,1 @@
+"""The world in virtual time: the seams, the users, and what goes wrong."""

@@ -1,0 +1,67 @@
+"""Random programs, one for each seed: nothing goes wrong in any, and everything that can go wrong is tried.
+
+In parts, each of which tries everything: a part is over before anybody believes that it hangs.
+"""
+
+from typing import get_args
+
+import pytest
+
+from offload.instruments import HOOKS
+from offload.testing.scenarios._many.many import Playing, cores, play_many
+from offload.testing.scenarios._many.reachable import reachable
+from offload.testing.scenarios._many.summing import Summary
+from offload.testing.scenarios._program import FaultKind
+
+SHORT, LONG = 5_000, 80_000
+FIRED = 1_600_000
+"""Faults that hit something alive, in all of the long run."""
+
+KINDS = get_args(FaultKind)
+AT_HOOKS = [f"{kind} at {hook}" for kind in ("cancel", "cancel_waiter", "evict", "stall", "delay") for hook in HOOKS]
+
+
+def parts(first, last, size):
+    return [pytest.param(range(at, at + size), id=f"{at}..{at + size - 1}") for at in range(first, last, size)]
+
+
+SHORT_PARTS, LONG_PARTS = parts(0, SHORT, 1_000), parts(SHORT, LONG, 3_000)
+
+
+@pytest.fixture(scope="module")
+def all_fired():
+    """By the first seed of each part that was played: how many faults fired."""
+    return {}
+
+
+def played(seeds, all_fired):
+    summary = Summary()
+    for run in play_many(Playing(), seeds, processes=cores()):
+        summary.add(run, f"offload scenario fuzz --seeds {run.seed}..{run.seed}")
+    wrong = [f"{one.seed}: {one.rule}: {one.text}\n    {one.repeat}" for one in summary.complaints]
+    assert not wrong, "\n".join(wrong)
+    assert summary.seeds == len(seeds)
+    fired = all_fired[seeds[0]] = summary.fired.total()
+    assert fired > 0.9 * len(seeds) * FIRED / LONG
+    if len(all_fired) == len(SHORT_PARTS) + len(LONG_PARTS):
+        assert sum(all_fired.values()) >= FIRED
+    return summary
+
+
+@pytest.mark.parametrize("seeds", SHORT_PARTS)
+def test_nothing_goes_wrong_and_everything_is_tried(seeds, all_fired):
+    summary = played(seeds, all_fired)
+    assert set(KINDS) - {what.partition(" at ")[0] for what, often in summary.fired.items() if often} == set()
+    assert [what for what in AT_HOOKS if not summary.fired[what]] == []
+    assert summary.never_reached(reachable()) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seeds", LONG_PARTS)
+def test_nothing_goes_wrong_in_many_more(seeds, all_fired, capsys):
+    fired = played(seeds, all_fired).fired.total()
+    with capsys.disabled():
+        print(
+            f"\nseeds {seeds[0]:,} to {seeds[-1]:,}: {fired:,} faults fired, {sum(all_fired.values()):,} so far",
+            end=" ",
+        )

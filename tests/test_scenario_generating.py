@@ -1,0 +1,116 @@
+"""The standard mix of the fuzz."""
+
+import subprocess
+import sys
+from collections import Counter
+
+from offload.instruments import HOOKS
+from offload.testing.scenarios._contract import SEAMS_OF
+from offload.testing.scenarios._files.checking import check
+from offload.testing.scenarios._house import keys_of, stores_of
+from offload.testing.scenarios._making.generating import generate
+from offload.testing.scenarios._names import expand
+from offload.testing.scenarios._playing.playing import play
+
+SEEDS = range(400)
+PROGRAMS = [generate(seed) for seed in SEEDS]
+
+
+def test_whatever_is_generated_makes_sense():
+    assert [(program.seed, check(program)) for program in PROGRAMS if check(program)] == []
+
+
+def test_a_seed_is_one_program_in_any_process():
+    code = "from offload.testing.scenarios._making.generating import generate; print([repr(generate(s)) for s in range(20)])"
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": one}, capture_output=True, text=True, check=True
+        ).stdout
+        for one in ("1", "2")
+    }
+    assert said == {f"{[repr(program) for program in PROGRAMS[:20]]}\n"}
+
+
+def test_programs_differ():
+    assert len({repr(program) for program in PROGRAMS}) == len(PROGRAMS)
+
+
+def test_about_forty_four_faults_are_planned():
+    assert 40 < sum(len(program.fault) for program in PROGRAMS) / len(PROGRAMS) < 50
+
+
+def test_every_kind_of_fault_occurs_at_times_and_at_hooks():
+    kinds = Counter([(fault.do, bool(fault.at_hook)) for program in PROGRAMS for fault in program.fault])
+    assert {kind for kind, _ in kinds} == SEAMS_OF.keys()
+    assert {kind for kind, at_hook in kinds if at_hook} == SEAMS_OF.keys() - {"abandon"}
+    assert {fault.at_hook for program in PROGRAMS for fault in program.fault} == {*HOOKS, ""}
+
+
+def test_no_program_has_every_kind_of_fault_for_an_excuse():
+    assert max(len({fault.do for fault in program.fault}) for program in PROGRAMS) < len(SEAMS_OF)
+
+
+def test_every_verb_policy_and_way_of_storing_occurs():
+    steps = [step for program in PROGRAMS for step in program.step]
+    for verb in ("store", "load", "fire", "evict", "delete", "drain", "release", "close"):
+        assert any(getattr(step, verb) is not None for step in steps)
+    stores = [store for program in PROGRAMS for _, store in stores_of(program)]
+    assert {(store.kind, store.how) for store in stores} == {
+        (kind, how) for kind in ("weak", "strong", "external") for how in ("wait", "now")
+    }  # fmt: skip
+    assert {len(keys) for store in stores for keys in keys_of(store).values()} >= {0, 1, 2, 3, 4, 6}
+    assert {after.do for store in stores for after in store.after} == {"fire", "raise", "never"}
+    assert {after.made_of for store in stores for after in store.after} == {"trio", "thread", "async", "stubborn"}
+    assert any(store.any_of for store in stores) and any(len(store.after) > 2 for store in stores)
+    assert any(after.event for store in stores for after in store.after)
+    policies = [policy for program in PROGRAMS for policy in program.pipeline["main"].policies]
+    assert {policy.do for policy in policies} == {"reject", "present", "sleep", "raise", "lock", "cancel", "hang"}
+    assert {step.close.how for step in steps if step.close} == {"leave", "close", "cancel", "raise"}
+    assert {step.evict.again for step in steps if step.evict} == {True, False}
+
+
+def test_twins_and_routes_occur_and_so_does_every_choice_of_a_knob():
+    assert {tuple(program.pipeline) for program in PROGRAMS} >= {
+        ("main",), ("main", "twin"), ("main", "route"), ("main", "twin", "route")
+    }  # fmt: skip
+    mains = [program.pipeline["main"] for program in PROGRAMS]
+    assert {main.on_destination_full for main in mains} == {"wait", "evict", "partial", "fail"}
+    assert {main.on_policy_error for main in mains} == {"filter", "fail"}
+    assert {main.on_overflow for main in mains} == {"wait", "drop"}
+    for name in (
+        "flush_ms",
+        "policy_ms",
+        "max_waiting_policies",
+        "precondition_ms",
+        "drain_ms",
+        "max_concurrent_transfers",
+    ):
+        assert len({getattr(main, name) for main in mains}) > 2
+
+
+def test_blocks_that_an_engine_keeps_alive_are_never_taken_away():
+    for program in PROGRAMS:
+        external = [store for _, store in stores_of(program) if store.kind == "external"]
+        kept = {key for store in external for keys in keys_of(store).values() for key in keys}
+        taken = [step.evict.keys for step in program.step if step.evict]
+        taken += [fault.keys for fault in program.fault if fault.do == "evict"]
+        assert all(taken)
+        assert kept.isdisjoint({key for keys in taken for key in expand(keys)})
+
+
+def test_many_things_fall_together():
+    together = 0
+    for program in PROGRAMS:
+        times = Counter(
+            [step.at_ms for step in program.step] + [one.at_ms for one in program.fault if one.at_ms is not None]
+        )
+        together += sum(count for count in times.values() if count > 1)
+    assert together / len(PROGRAMS) > 12
+
+
+def test_about_twenty_faults_hit_something_alive_and_nothing_goes_wrong():
+    reports = [play(program) for program in PROGRAMS[:120]]
+    assert [(report.seed, report.violations) for report in reports if report.violations] == []
+    assert sum(sum(report.fired.values()) for report in reports) / len(reports) > 17
+    fired = {kind.split(" at ")[0] for report in reports for kind in report.fired}
+    assert len(fired) > 14

@@ -1,0 +1,642 @@
+"""Proof that the harness bites: faults planted into the real code, one at a time, are found by playing random programs.
+
+Each is found within 500 seeds, for its own reason (the rule that it breaks), by a seed that is clean without it.
+
+Some change nothing that can be seen. They are listed at the end, each with its reason, and a long test shows that it is so.
+"""
+
+import logging
+import math
+from collections import Counter
+from functools import cache
+
+import pytest
+import trio
+
+import offload._stages.transfer as transfer_module
+from backends.abc import EVICTED, STORED, StrongBlocks
+from backends.blocks import Registry
+from backends.pooled import PooledReservation, PooledTier
+from backends.slots import SlotTier
+from offload import OffloadBatch, Pipeline, TransferFailed
+from offload._accumulator import Accumulator
+from offload._budget import Budget
+from offload._chain import Chain
+from offload._channel import CancellableChannel
+from offload._container import OffloadContainer
+from offload._errors import PipelineClosed
+from offload._lifecycle import Phase, Status
+from offload._marks import PendingMarks
+from offload._settling import Settlement
+from offload._stages.admission import Admission
+from offload._stages.awaiting import Awaiting
+from offload._stages.batching import Batching
+from offload._stages.transfer import Slot
+from offload._waiting import Waiter
+from offload.testing.scenarios._making.generating import generate
+from offload.testing.scenarios._playing.playing import play
+
+SEEDS = 500
+
+PLANTS = []
+
+
+def plant(rule):
+    """A patch of the real code, and the rule that it breaks."""
+
+    def enlist(patch):
+        PLANTS.append((patch, rule))
+        return patch
+
+    return enlist
+
+
+# --- the commit gate ----------------------------------------------------------------------------------------------
+
+
+@plant("I4")
+def claim_ignores_cancelled(patch):
+    def claim(self):
+        for container in self.containers:
+            container.phase = Phase.COMMITTED
+        return []
+
+    patch.setattr(OffloadBatch, "claim", claim)
+
+
+@plant("I9")
+def a_neighbour_fails_with_who_is_cancelled(patch):
+    sweep = OffloadBatch.sweep_cancelled
+
+    def sweep_cancelled(self):
+        swept = sweep(self)
+        if swept:
+            for container in self.containers:
+                container.fail(TransferFailed("one of the batch was cancelled"))
+            swept += sweep(self)
+        return swept
+
+    patch.setattr(OffloadBatch, "sweep_cancelled", sweep_cancelled)
+
+
+@plant("I9")
+def a_waiting_container_is_not_woken_by_its_cancel(patch):
+    patch.setattr(Waiter, "withdraw", lambda self, container: None)
+
+
+@plant("")
+def a_cancel_in_a_queue_takes_the_wrong_one(patch):
+    withdraw = CancellableChannel.withdraw
+
+    def wrong(self, container):
+        first = next(iter(self.parked))
+        if first is not container:
+            first.phase, container.phase = container.phase, first.phase
+        withdraw(self, first)
+
+    patch.setattr(CancellableChannel, "withdraw", wrong)
+
+
+@plant("S47")
+def shutdown_forgets_what_is_ready(patch):
+    """The door is shut, and what waits for a batch commits all the same."""
+
+    def close_door(self):
+        self._closed = True
+        self._budget.close()
+        for container in list(self._settlement.live):
+            if container.holder is not self._batching.ready:
+                container.fail(PipelineClosed("closed before the commit"))
+
+    patch.setattr(Pipeline, "_close_door", close_door)
+
+
+# --- settling -----------------------------------------------------------------------------------------------------
+
+
+@plant("I3")
+def confirmed_before_released(patch):
+    def settle(self, container):
+        self.settle_unproven(container)
+        self.release(container)
+
+    patch.setattr(Settlement, "settle", settle)
+
+
+@plant("hang")
+def nobody_is_told_of_the_end(patch):
+    """Of a container that fails: who waits for it waits for ever."""
+    settle_unproven = Settlement.settle_unproven
+
+    def silent(self, container):
+        if container.error is not None:
+            container.confirmed = None
+        settle_unproven(self, container)
+
+    patch.setattr(Settlement, "settle_unproven", silent)
+
+
+@plant("I1")
+def a_policys_lock_is_forgotten(patch):
+    release = Settlement.release
+
+    def forget(self, container):
+        container.lease = None
+        release(self, container)
+
+    patch.setattr(Settlement, "release", forget)
+
+
+@plant("I3")
+def strong_guards_are_not_released(patch):
+    patch.setattr(StrongBlocks, "release", lambda self: None)
+
+
+@plant("I3")
+def drain_returns_early(patch):
+    async def drain(self):
+        self._batching.flush(True)
+        await trio.lowlevel.checkpoint()
+        self._batching.flush(False)
+
+    patch.setattr(Pipeline, "drain", drain)
+
+
+# --- guards and slots ---------------------------------------------------------------------------------------------
+
+
+@plant("I3")
+def guards_go_when_a_cancel_is_asked_for(patch):
+    """Free on cancel: also while a copy reads the blocks."""
+    cancel = OffloadContainer.cancel
+
+    def cancel_and_free(self):
+        cancel(self)
+        if self.status is Status.TRANSFERRING and self.blocks.guards is not None:
+            self.blocks.source.release(self.blocks.guards)
+
+    patch.setattr(OffloadContainer, "cancel", cancel_and_free)
+
+
+@plant("I3")
+def guards_are_released_twice(patch):
+    """Somebody else's guard of the same block goes with it."""
+    release = Registry.release
+
+    def twice(self, guards):
+        release(self, guards)
+        release(self, guards)
+
+    patch.setattr(Registry, "release", twice)
+
+
+@plant("I3")
+def weak_blocks_are_not_held(patch):
+    """The upgrade is skipped: the copy knows where they are, and has no guard."""
+    upgrade = OffloadBatch.upgrade
+
+    def look_up(self, source, granted=None):
+        flat = upgrade(self, source, granted)
+        source.release(flat.held)
+        flat.held = []
+        return flat
+
+    patch.setattr(OffloadBatch, "upgrade", look_up)
+
+
+@plant("I1")
+def room_of_evicted_blocks_is_kept(patch):
+    def keep(self, keys):
+        slots = dict(zip(self.granted, self._slots, strict=True))
+        self.granted, self._slots = keys, [slots[key] for key in keys]
+
+    patch.setattr(PooledReservation, "keep", keep)
+
+
+@plant("bytes")
+def the_first_two_blocks_are_copied_crosswise(patch):
+    copy = PooledReservation._copy
+
+    async def crosswise(self, source, keys, guards):
+        guards = list(guards)
+        guards[:2] = reversed(guards[:2])
+        return await copy(self, source, keys, guards)
+
+    patch.setattr(PooledReservation, "_copy", crosswise)
+
+
+@plant("model")
+def published_before_the_commit(patch):
+    """Who has room has its blocks found."""
+    reserve = PooledTier.reserve_nowait
+
+    def reserve_nowait(self, keys, block_bytes, when_full):
+        reservation = reserve(self, keys, block_bytes, when_full)
+        _publish(self, reservation)
+        return reservation
+
+    patch.setattr(PooledTier, "reserve_nowait", reserve_nowait)
+
+
+def _publish(tier, reservation):
+    if EVICTED not in reservation._slots and not tier.contains(reservation.granted):
+        tier.pool._slot_of.update(zip(reservation.granted, reservation._slots, strict=True))
+
+
+@plant("model")
+def the_blocks_of_a_failed_copy_are_found(patch):
+    def give_up(self):
+        slots, self._slots = self._slots, []
+        good = [(key, slot) for key, slot in zip(self.granted, slots, strict=False) if slot != EVICTED]
+        self._tier.pool.register([key for key, _ in good], [slot for _, slot in good])
+
+    patch.setattr(PooledReservation, "release", give_up)
+
+
+@plant("bytes")
+def checksums_are_not_verified(patch):
+    patch.setattr(SlotTier, "_verify", lambda self, keys, guards, sums: [])
+
+
+@plant("bytes")
+def a_load_answers_for_its_neighbour(patch):
+    """It says loaded of what it did not find damaged, and missed of the block before."""
+    verify = SlotTier._verify
+
+    def shifted(self, keys, guards, sums):
+        bad = verify(self, keys, guards, sums)
+        return [(at + 1) % len(keys) for at in bad]
+
+    patch.setattr(SlotTier, "_verify", shifted)
+
+
+# --- marks --------------------------------------------------------------------------------------------------------
+
+
+@plant("I7")
+def pending_marks_go_early(patch):
+    mark = PendingMarks.mark
+
+    def mark_and_forget(self, keys):
+        lost = mark(self, keys)
+        self.release(set(keys).difference(lost))
+        return lost
+
+    patch.setattr(PendingMarks, "mark", mark_and_forget)
+
+
+@plant("I7")
+def a_mark_of_another_is_taken_off(patch):
+    """A container that lost a key to another takes the other's mark with it when it goes."""
+    release = PendingMarks.release
+
+    def release_all(self, keys):
+        release(self, list(self._pending) if keys else keys)
+
+    patch.setattr(PendingMarks, "release", release_all)
+
+
+@plant("I3")
+def marks_of_evicted_blocks_stay(patch):
+    upgrade = OffloadBatch.upgrade
+
+    def keeping(self, source, granted=None):
+        flat = upgrade(self, source, granted)
+        flat.dropped = ()
+        return flat
+
+    patch.setattr(OffloadBatch, "upgrade", keeping)
+
+
+# --- the budget ---------------------------------------------------------------------------------------------------
+
+
+@plant("I1")
+def the_budget_is_given_back_twice(patch):
+    give_back = Budget.give_back
+
+    def twice(self, blocks):
+        give_back(self, blocks)
+        give_back(self, blocks)
+
+    patch.setattr(Budget, "give_back", twice)
+
+
+@plant("I1")
+def a_failed_container_keeps_its_budget(patch):
+    settle_unproven = Settlement.settle_unproven
+
+    def keeping(self, container):
+        size = len(container.blocks.keys) if container.error is not None else 0
+        settle_unproven(self, container)
+        self.budget.used += size
+
+    patch.setattr(Settlement, "settle_unproven", keeping)
+
+
+@plant("I1")
+def who_gives_up_waiting_for_room_has_it_all_the_same(patch):
+    take = Budget.take
+
+    async def taking(self, blocks):
+        try:
+            await take(self, blocks)
+        except trio.Cancelled:
+            self.used += blocks
+            raise
+
+    patch.setattr(Budget, "take", taking)
+
+
+@plant("I1")
+def who_is_refused_keeps_the_budget(patch):
+    """The pipeline closed while it waited for room, or had just been granted some."""
+    take = Budget.take
+
+    async def taking(self, blocks):
+        try:
+            await take(self, blocks)
+        except PipelineClosed:
+            self.used += blocks
+            raise
+
+    patch.setattr(Budget, "take", taking)
+
+
+# --- waiting ------------------------------------------------------------------------------------------------------
+
+
+@plant("hang")
+def the_policy_timeout_is_not_kept_to(patch):
+    evaluate = Admission._evaluate
+
+    async def patient(self, policy, container, waiter, turns):
+        waiter.scope.deadline = math.inf
+        await evaluate(self, policy, container, waiter, turns)
+
+    patch.setattr(Admission, "_evaluate", patient)
+
+
+@plant("bytes")
+def a_precondition_is_not_waited_for(patch):
+    patch.setattr(Awaiting, "_holds", lambda self, container: True)
+
+
+@plant("bytes")
+def a_precondition_that_raised_holds(patch):
+    fail = Awaiting._fail
+
+    def forgiving(self, container, error):
+        if isinstance(error, trio.TooSlowError) or not container.walks_on:
+            fail(self, container, error)
+        else:
+            self.forward([container], trio.current_time())
+
+    patch.setattr(Awaiting, "_fail", forgiving)
+
+
+@plant("hang")
+def only_the_first_who_waits_for_an_event_is_told(patch):
+    step = Batching.step
+
+    def first_only(self, containers, now):
+        step(self, containers[:1], now)
+
+    patch.setattr(Batching, "step", first_only)
+
+
+# --- batches ------------------------------------------------------------------------------------------------------
+
+
+@plant("hang")
+def a_batch_is_taken_inside_the_scope_of_the_flush_timer(patch):
+    async def next_batch(self, owner):
+        while True:
+            deadline = self._leaves_at() if self.ready.parked else math.inf
+            batch = None
+            with trio.CancelScope(deadline=deadline):
+                while not self._due():
+                    await self._sleep()
+                batch = self._take(owner)
+                await trio.lowlevel.checkpoint()
+                return batch
+
+    patch.setattr(Batching, "next_batch", next_batch)
+
+
+@plant("S38")
+def the_last_who_is_ready_goes_first(patch):
+    def take(self, owner):
+        ready, batch, size = self.ready, [], 0
+        while ready.parked and size < self.accumulator.config.max_batch_size:
+            container, _ = ready.parked.popitem(last=True)
+            if not self.accumulator.fits(size, len(container.keys)):
+                ready.put(container)
+                break
+            size += len(container.keys)
+            container.holder = owner
+            batch.append(container)
+        self.accumulator.blocks -= size
+        return OffloadBatch(batch)
+
+    patch.setattr(Batching, "_take", take)
+
+
+@plant("S36")
+def a_batch_may_be_larger_than_the_largest(patch):
+    patch.setattr(Accumulator, "fits", lambda self, batch_blocks, blocks: True)
+
+
+@plant("I9")
+def the_flush_interval_is_forgotten(patch):
+    def leaves_at(self, oldest):
+        if self.flushing or self.blocks >= self.config.min_batch_size:
+            return -math.inf
+        return oldest + 1.0
+
+    patch.setattr(Accumulator, "leaves_at", leaves_at)
+
+
+# --- copies -------------------------------------------------------------------------------------------------------
+
+
+@plant("I9")
+def unproven_is_taken_for_failed(patch):
+    """Quarantine is not entered, and what the copy touches is free."""
+    patch.setattr(transfer_module, "_unproven", lambda error: False)
+
+
+@plant("hang")
+def a_copy_may_take_for_ever(patch):
+    copy = Slot._copy
+
+    async def patient(self, batch, flat, reservation):
+        with trio.CancelScope(shield=True):
+            await copy(self, batch, flat, reservation)
+
+    patch.setattr(Slot, "_copy", patient)
+
+
+@plant("model")
+def outcomes_are_sorted_out_backwards(patch):
+    sort_out = transfer_module._sort_out
+    patch.setattr(transfer_module, "_sort_out", lambda flat, outcomes: sort_out(flat, list(reversed(outcomes))))
+
+
+@plant("model")
+def failed_blocks_are_reported_as_stored(patch):
+    sort_out = transfer_module._sort_out
+    patch.setattr(transfer_module, "_sort_out", lambda flat, outcomes: sort_out(flat, [STORED] * len(outcomes)))
+
+
+# --- chains -------------------------------------------------------------------------------------------------------
+
+
+@plant("I5")
+def a_chain_stops_before_its_last_route(patch):
+    settle = Chain._settle
+
+    async def follow(self, container):
+        results = {}
+        self.following += 1
+        try:
+            async with trio.open_nursery() as nursery:
+                for route in self.routes[:-1]:
+                    nursery.start_soon(self._walk, route, container, results)
+        finally:
+            self.following -= 1
+            routes, self.routes = self.routes, self.routes[:-1]
+            settle(self, container, results)
+            self.routes = routes
+
+    patch.setattr(Chain, "_follow", follow)
+
+
+@plant("I9")
+def a_route_that_fails_is_not_told_of(patch):
+    settle = Chain._settle
+
+    def cheerful(self, container, results):
+        settle(self, container, {name: result for name, result in results.items() if result.status is Status.COMPLETE})
+
+    patch.setattr(Chain, "_settle", cheerful)
+
+
+# --- finding them -------------------------------------------------------------------------------------------------
+
+
+def name_of(value):
+    return value.__name__ if callable(value) else value or "any"
+
+
+@cache
+def clean(seed):
+    """Whether nothing is wrong with this seed when nothing is planted. To be asked without a plant."""
+    return play(generate(seed)).good
+
+
+def finds(seed, rule):
+    return any(violation.rule.startswith(rule) for violation in play(generate(seed)).violations)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog):
+    caplog.set_level(logging.CRITICAL, logger="offload")
+
+
+@pytest.mark.parametrize(("patch", "rule"), PLANTS, ids=name_of)
+def test_playing_random_programs_finds(patch, rule, monkeypatch):
+    for seed in range(SEEDS):
+        with monkeypatch.context() as planted:
+            patch(planted)
+            found = finds(seed, rule)
+        if found and clean(seed):
+            return
+    raise AssertionError(f"none of {SEEDS} seeds found it")
+
+
+def test_there_are_enough_of_them():
+    assert len({patch.__name__ for patch, _ in PLANTS}) == len(PLANTS) >= 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("patch", "rule"), PLANTS, ids=name_of)
+def test_not_only_one_seed_finds(patch, rule, monkeypatch, capsys):
+    patch(monkeypatch)
+    rules, found, seed = Counter(), 0, -1
+    while seed < 99 or (found < 2 and seed < SEEDS):
+        seed += 1
+        broken = {violation.rule for violation in play(generate(seed)).violations}
+        rules.update(broken)
+        found += any(one.startswith(rule) for one in broken)
+    with capsys.disabled():
+        print(
+            f"\n{patch.__name__}: {found} of {seed + 1} by {rule or 'any rule'}; {dict(sorted(rules.items()))}", end=" "
+        )
+    assert found > 1
+
+
+# --- what is no fault ---------------------------------------------------------------------------------------------
+
+
+def the_last_sweep_is_left_out(patch):
+    """The claim refuses what was cancelled, and what it refuses settles the same way."""
+    commit, sweep = Slot._commit, OffloadBatch.sweep_cancelled
+    committing = []
+
+    def unswept(self, batch, reservation):
+        committing.append(batch)
+        try:
+            return commit(self, batch, reservation)
+        finally:
+            committing.pop()
+
+    patch.setattr(Slot, "_commit", unswept)
+    patch.setattr(OffloadBatch, "sweep_cancelled", lambda self: [] if self in committing else sweep(self))
+
+
+def the_safety_net_is_switched_off(patch):
+    """Cancellation is event-driven, and the net finds nothing."""
+
+    async def sleep(self):
+        await trio.sleep_forever()
+
+    patch.setattr(Pipeline, "_sweep", sleep)
+
+
+def slots_do_not_give_way(patch):
+    """To those who wait for a confirmation: it is about microseconds, and virtual time has none."""
+
+    async def at_once(self):
+        pass
+
+    patch.setattr(Slot, "_give_way", at_once)
+
+
+def what_is_put_back_wakes_nobody(patch):
+    """Who puts back is a slot, which asks for its next batch itself."""
+
+    def put_back(self, container):
+        if container.phase.walks_on:
+            self.ready.put_back(container)
+            self.accumulator.add(len(container.keys))
+        else:
+            self.settlement.settle(container)
+
+    patch.setattr(Batching, "put_back", put_back)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "patch",
+    [
+        the_last_sweep_is_left_out,
+        the_safety_net_is_switched_off,
+        slots_do_not_give_way,
+        what_is_put_back_wakes_nobody,
+    ],
+    ids=name_of,
+)
+def test_nothing_can_be_seen_of(patch, monkeypatch):
+    patch(monkeypatch)
+    assert [seed for seed in range(SEEDS) if not play(generate(seed)).good] == []
