@@ -1,11 +1,13 @@
 # Every target does its own set-up from a bare checkout; the stamps in .venv make the second run quick.
 #   make demo PYTHON=python3.12      another interpreter
 #   make test ARGS="-k cancel -x"    more arguments for pytest
+#   make test JOBS=0                 in one process, as pytest does by itself
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+JOBS ?= auto
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 PIP := $(BIN)/python -m pip install --quiet
@@ -20,7 +22,7 @@ demo: $(VENV)/.usable  ## the main job on real input, verified, in under a minut
 	$(BIN)/offload demo $(ARGS)
 
 test: $(VENV)/.ready  ## the tests, without those marked long
-	$(BIN)/python -m pytest -m "not long" $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not long" $(ARGS)
 
 test-long: $(VENV)/.ready  ## all tests
 	$(BIN)/python -m pytest $(ARGS)

@@ -46,7 +46,7 @@ BAD = [
 ]
 GOOD = [
     *((name, good) for name, bounds in (COUNTS | SECONDS).items() for good in bounds),
-    *((name, good) for name, words in CHOICES.items() for good in words),
+    *((name, good) for name, words in CHOICES.items() for good in sorted(words)),
 ]
 
 

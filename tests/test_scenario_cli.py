@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -273,6 +274,8 @@ def test_shrink_shows_what_it_saves(here: Path) -> None:
 
 def test_an_interrupt_ends_fuzz_with_what_was_found(here: Path) -> None:
     command = [sys.executable, "-m", "offload", "scenario", "fuzz", "--for", "10min", "--json"]
+    # A shell has what it runs in the background ignore the signal, and children inherit that.
+    command = ["env", "--default-signal=INT", *command]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0) as running:
         while not (children := _workers(running.pid)):
             assert running.poll() is None
@@ -286,8 +289,13 @@ def test_an_interrupt_ends_fuzz_with_what_was_found(here: Path) -> None:
 
 
 def _workers(pid: int) -> list[Path]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [place for child in children if b"_serve" in ((place := Path("/proc") / child) / "cmdline").read_bytes()]
+    children = [Path("/proc") / child for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    found = []
+    for child in children:
+        with contextlib.suppress(OSError):  # something short-lived, which is gone already
+            if b"_serve" in (child / "cmdline").read_bytes():
+                found.append(child)
+    return found
 
 
 # --- diff ---------------------------------------------------------------------------------------------------------
