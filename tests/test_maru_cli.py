@@ -42,7 +42,8 @@ LONG_NAME = "an instance whose name is as long as the names of pods in clusters 
 
 def maru(*arguments: str, exit_code: int = 0, columns: int | None = None, **environment: str) -> str:
     """What the command prints on its standard output."""
-    environ = {**environment, **({"COLUMNS": str(columns)} if columns else {})}
+    # Somebody outside may have set it: pytest-xdist does for its workers.
+    environ: dict[str, str | None] = {"COLUMNS": str(columns) if columns else None, **environment}
     done = CliRunner(env=environ).invoke(main, list(arguments), prog_name="maru")
     assert done.exit_code == exit_code, (done.output, done.exception)
     assert "Traceback" not in done.output

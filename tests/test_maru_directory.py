@@ -140,7 +140,7 @@ def test_columns_of_their_own_and_one_number_for_all_say_the_same():
     columns = Columns([1, 2, 1], ["x", "y", "z"], [0, 0, PAGE], [1, 2, 3], [7, 8, 9], 5)
     answer = world.register(a, columns, world.now)
     assert answer == ([NEW] * 3, [1, 2, 3], 1, [])
-    assert [list(msgspec.structs.astuple(at))[:-1] for at in world.find(a, "xyz")] == [
+    assert [list(msgspec.structs.astuple(at))[:6] for at in world.find(a, "xyz")] == [
         [1, 0, 1, 1, 7, 5],
         [2, 0, 2, 2, 8, 5],
         [1, PAGE, 3, 3, 9, 5],

@@ -125,7 +125,10 @@ def test_a_careful_cache_survives_random_programs() -> None:
     for seed in range(25):
         report = fuzzing(seed)
         assert report.good, f"seed {seed}: {report.violations}"
-        assert msgspec.structs.replace(report.scenario) == fuzzing.scenario(seed)
+        # A report's faults are those that were drawn; the rest is the program itself.
+        assert msgspec.structs.replace(report.scenario, fault=[]) == msgspec.structs.replace(
+            fuzzing.scenario(seed), fault=[]
+        )
 
 
 def test_random_programs_find_a_hasty_cache() -> None:
