@@ -225,26 +225,28 @@ FaultKind: TypeAlias = Literal[
 class Fault(Part, frozen=True, kw_only=True):
     """Something that goes wrong, at a time or at a hook.
 
-    | do | what happens | on |
-    |---|---|---|
-    | cancel | the container's cancel is asked for, and its confirmation awaited | ``who`` |
-    | abandon | who waits in ``store`` for room gives up | ``who`` |
-    | cancel_waiter | who waits for the result, or for the confirmation of a cancel, gives up | ``who`` |
-    | cancel_host | the scope around the whole system is cancelled | |
-    | shut_down | ``close_now`` | |
-    | evict | keys leave a source | ``tier``, ``keys`` |
-    | unproven | copies end without anybody knowing how | ``tier``, ``for_ms`` |
-    | fail | copies raise; with ``keys``: these blocks fail, and only these | ``tier``, ``keys``, ``for_ms`` |
-    | stall | copies that begin wait until it is over | ``tier``, ``for_ms`` |
-    | drop | the end of a copy is never announced | ``tier``, ``for_ms`` |
-    | delay | copies take ``ms`` more | ``tier``, ``ms``, ``for_ms`` |
-    | duplicate | the end of a copy is announced twice | ``tier``, ``for_ms`` |
-    | reorder | copies end in another order than they began in | ``tier``, ``for_ms`` |
-    | torn | half of a block is written, then the copy raises | ``tier``, ``keys``, ``for_ms`` |
-    | flip | a bit of a stored block is flipped | ``tier``, ``keys`` |
-    | full | nobody is granted room | ``tier``, ``for_ms`` |
-    | peer_death | whatever is asked of the tier raises | ``tier``, ``for_ms`` |
-    | clock | the clock jumps ahead by ``ms``: whatever was due in between is due together | ``ms`` |
+    What each kind does::
+
+        | do | what happens | on |
+        |---|---|---|
+        | cancel | the container's cancel is asked for, and its confirmation awaited | ``who`` |
+        | abandon | who waits in ``store`` for room gives up | ``who`` |
+        | cancel_waiter | who waits for the result, or for the confirmation of a cancel, gives up | ``who`` |
+        | cancel_host | the scope around the whole system is cancelled | |
+        | shut_down | ``close_now`` | |
+        | evict | keys leave a source | ``tier``, ``keys`` |
+        | unproven | copies end without anybody knowing how | ``tier``, ``for_ms`` |
+        | fail | copies raise; with ``keys``: these blocks fail, and only these | ``tier``, ``keys``, ``for_ms`` |
+        | stall | copies that begin wait until it is over | ``tier``, ``for_ms`` |
+        | drop | the end of a copy is never announced | ``tier``, ``for_ms`` |
+        | delay | copies take ``ms`` more | ``tier``, ``ms``, ``for_ms`` |
+        | duplicate | the end of a copy is announced twice | ``tier``, ``for_ms`` |
+        | reorder | copies end in another order than they began in | ``tier``, ``for_ms`` |
+        | torn | half of a block is written, then the copy raises | ``tier``, ``keys``, ``for_ms`` |
+        | flip | a bit of a stored block is flipped | ``tier``, ``keys`` |
+        | full | nobody is granted room | ``tier``, ``for_ms`` |
+        | peer_death | whatever is asked of the tier raises | ``tier``, ``for_ms`` |
+        | clock | the clock jumps ahead by ``ms``: whatever was due in between is due together | ``ms`` |
     """
 
     do: FaultKind
