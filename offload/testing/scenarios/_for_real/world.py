@@ -50,7 +50,7 @@ class RealWorld(VirtualWorld):
     def __init__(self, scenario: Scenario, seed: int, clock: WallClock, workdir: str) -> None:
         super().__init__(scenario, seed, cast("trio.testing.MockClock", clock))
         self.workdir = workdir
-        self.over = threading.Event()
+        self.over: threading.Event = threading.Event()
         """The run is: nobody waits for anything any more."""
         self.notes: dict[str, None] = {}
         """What a reader of the report must know."""
@@ -69,7 +69,7 @@ class RealWorld(VirtualWorld):
                     place.disk = disk_for(spec.capacity, spec.block_bytes)
                 except NoDisk as error:
                     self.notes[f"full: {error}; so no room is granted in {name} instead"] = None
-        self.places = cast("dict[str, Place]", self.real)
+        self.places: dict[str, Place] = cast("dict[str, Place]", self.real)
 
     def close_down(self) -> None:
         """It is over: let go of threads and disks. Idempotent."""

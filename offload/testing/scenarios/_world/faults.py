@@ -31,11 +31,11 @@ class Planted:
     __slots__ = ("fault", "keys", "left", "line", "of", "who")
 
     def __init__(self, fault: Fault) -> None:
-        self.fault = fault
-        self.who = expand(fault.who)
-        self.of = frozenset(expand(fault.of) or self.who)
+        self.fault: Fault = fault
+        self.who: tuple[str, ...] = expand(fault.who)
+        self.of: frozenset[str] = frozenset(expand(fault.of) or self.who)
         self.keys: tuple[Key, ...] = tuple([key.encode() for key in expand(fault.keys)])
-        self.left = fault.visit
+        self.left: int = fault.visit
         self.line: Line | None = None
 
     @property

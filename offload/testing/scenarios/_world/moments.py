@@ -18,13 +18,13 @@ class Line:
     def __init__(
         self, at: float, kind: MomentKind, name: str, who: Sequence[str], where: str, note: str, fired: bool
     ) -> None:
-        self.at = at
+        self.at: float = at
         self.kind: MomentKind = kind
-        self.name = name
-        self.who = who
-        self.where = where
-        self.note = note
-        self.fired = fired
+        self.name: str = name
+        self.who: Sequence[str] = who
+        self.where: str = where
+        self.note: str = note
+        self.fired: bool = fired
 
     def moment(self) -> Moment:
         """As a value."""

@@ -22,15 +22,15 @@ class Parcel:
     )  # fmt: skip
 
     def __init__(self, label: str, keys: tuple[Key, ...], store: StoreStep, pipeline: str) -> None:
-        self.label = label
-        self.keys = keys
-        self.store = store
-        self.pipeline = pipeline
+        self.label: str = label
+        self.keys: tuple[Key, ...] = keys
+        self.store: StoreStep = store
+        self.pipeline: str = pipeline
         self.after: Precondition | None = None
         """What it waits for, as our own pipelines have it."""
-        self.state = ""
+        self.state: str = ""
         """``asked``, then ``taken``, ``refused`` or ``abandoned``."""
-        self.asked_at = 0.0
+        self.asked_at: float = 0.0
         self.storing: trio.CancelScope | None = None
         """What it waits in to be taken in, while it does."""
         self.ticket: Ticket | None = None
@@ -39,10 +39,10 @@ class Parcel:
         self.result: Any = None
         """What the ticket showed first."""
         self.outcome: Outcome | None = None
-        self.ended_at = 0.0
-        self.cancelled = False
+        self.ended_at: float = 0.0
+        self.cancelled: bool = False
         """Its cancel was asked for."""
-        self.in_time = False
+        self.in_time: bool = False
         """It was, and came before the commit and before any other end."""
 
     @property

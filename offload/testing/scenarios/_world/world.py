@@ -51,14 +51,16 @@ class VirtualWorld:
         self.scenario = scenario
         self.seed = seed
         self.clock = clock
-        self.dice = Dice(seed)
-        self.moments = Moments()
+        self.dice: Dice = Dice(seed)
+        self.moments: Moments = Moments()
         self.violations: list[Violation] = []
         self.tiers: Mapping[str, TierSpec] = tiers_of(scenario)
         self.pipelines: Mapping[str, PipelineSpec] = pipelines_of(scenario)
-        self.first = next(iter(self.pipelines))
+        self.first: str = next(iter(self.pipelines))
         """The first pipeline, which everything is about where none is named."""
-        self.places = {name: Place(name, spec, self.moments, self._owners) for name, spec in self.tiers.items()}
+        self.places: dict[str, Place] = {
+            name: Place(name, spec, self.moments, self._owners) for name, spec in self.tiers.items()
+        }
         for place in self.places.values():
             place.begins = self._begins
         self.parcels: dict[str, Parcel] = {}
@@ -72,20 +74,20 @@ class VirtualWorld:
         self.visits: Counter[str] = Counter()
         self.states: dict[str, None] = {}
         """States that containers were seen in."""
-        self.events = Events(self._at)
-        self.oracle = Oracle(self)
+        self.events: Events = Events(self._at)
+        self.oracle: Oracle = Oracle(self)
         self.ledger: Ledger | None = None
         """Where the system is ours: what judges it."""
         self.raises = self.leaves = False
         """How the users leave: by raising, and before everything is over."""
         self.storing: set[str] = set()
         """Containers that are being taken in."""
-        self.stuck = False
+        self.stuck: bool = False
         """The run was given up: it did not end, or did not come to rest."""
         self.locks = 0
         """Locks of policies that somebody holds."""
         self.system: System = None  # type: ignore[assignment]
-        self.host = trio.CancelScope()
+        self.host: trio.CancelScope = trio.CancelScope()
         """The scope around the system."""
         self.background: trio.Nursery = None  # type: ignore[assignment]
         """Where what the world does goes on, whatever becomes of the system."""
