@@ -45,6 +45,8 @@ class AdaptiveLRFU(LRFU[K]):
     Takes in everything. Deterministic: the same calls give the same answers, in every process.
     """
 
+    half_life: float
+
     def __init__(self) -> None:
         super().__init__(1.0)
         self._shadows: list[LRFU[K]] = []

@@ -47,7 +47,7 @@ class LRFU(Queues[K, Entry]):
 
     def __init__(self, half_life: float) -> None:
         super().__init__()
-        self.half_life = half_life
+        self.half_life: float = half_life
         self._now = 0
         self._entry: dict[K, Entry] = {}
         self._levels: list[OrderedDict[K, None]] = [OrderedDict()]
