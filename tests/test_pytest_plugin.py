@@ -197,6 +197,52 @@ def test_another_system_can_be_tested(run, pytester: pytest.Pytester, how: str) 
     result.stdout.fnmatch_lines(["*this cache does not open*", "repeat it: * --system theirs:open_cache"])
 
 
+THEIRS = """
+from contextlib import asynccontextmanager
+from offload.testing.scenarios import Outcome
+
+class Ticket:
+    result = Outcome("COMPLETE")
+
+    async def wait(self): ...
+    async def cancel(self): ...
+    def request_cancel(self): ...
+
+@asynccontextmanager
+async def open_cache(world):
+    class Cache:
+        async def store(self, keys, after, label):
+            world.hook("their own hook", label)
+            return Ticket()
+
+        async def load(self, keys):
+            return dict.fromkeys(keys)
+
+        def audit(self):
+            return {}
+    yield Cache()
+"""
+AT_THEIRS = """
+format = 1
+name = "at a hook of theirs"
+step = [{ store = { id = "a" } }]
+fault = [{ do = "DO", at_hook = "their own hook" }]
+expect = [{ count = { "their own hook" = 1 } }]
+"""
+
+
+def test_a_file_may_name_the_hooks_of_the_system_it_is_for(run) -> None:  # type: ignore[no-untyped-def]
+    files = {"hooked.py": THEIRS, "one.scenario.toml": AT_THEIRS.replace("DO", "cancel")}
+    run("--scenario-system=hooked:open_cache", files=files).assert_outcomes(passed=1)
+
+
+def test_a_fault_whose_seam_the_system_lacks_is_an_error_of_the_file(run) -> None:  # type: ignore[no-untyped-def]
+    files = {"hooked.py": THEIRS, "one.scenario.toml": AT_THEIRS.replace("DO", "stall")}
+    result = run("--scenario-system=hooked:open_cache", files=files)
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*one.scenario.toml:5: fault[[]0[]].do*copy*"])
+
+
 def test_a_system_that_is_not_there_is_said(run) -> None:  # type: ignore[no-untyped-def]
     result = run("--scenario-system=nobody:open", files={"one.scenario.toml": GOOD})
     result.assert_outcomes(failed=1)

@@ -132,7 +132,8 @@ def test_junit_has_a_suite_for_each_file(here: Path) -> None:
 
 def test_pictures_and_traces_are_of_one_run(here: Path) -> None:
     scenario("run", "four.scenario.toml", "--timeline", "o.html", "--trace", "o.json", "--save-trace", "o.trace")
-    assert "<svg" in (here / "o.html").read_text()
+    assert "<svg" in (page := (here / "o.html").read_text())
+    assert "offload scenario run four.scenario.toml --seed 7" in page
     assert json.loads((here / "o.json").read_text())
     assert (here / "o.trace").read_text().startswith("# offload trace 1")
     output = scenario("run", "four.scenario.toml", "--seeds", "0..3", "--timeline", "o.html", code=2).output

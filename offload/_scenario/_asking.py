@@ -176,13 +176,11 @@ def check_system(system: str) -> None:
 
 @functools.cache
 def probed(system: str) -> Probe:
-    """Which seams a system uses. One that cannot even be opened is thought to have all: what runs it will say more."""
-    from offload.testing.scenarios._contract import SEAMS
-    from offload.testing.scenarios._many.probing import Probing, probe_of
+    """Which seams a system uses."""
+    from offload.testing.scenarios._many.probing import probe
 
     with told():
-        probe = probe_of(Probing(system)(0))
-    return probe if probe.report.outcomes else attrs.evolve(probe, seams=tuple(SEAMS))
+        return probe(system)
 
 
 def program_of(seed: int, system: str) -> Scenario:

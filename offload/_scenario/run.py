@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +120,7 @@ def command(
     seconds = perf_counter() - began
     for option, place in pictures.items():
         assert runs.report is not None
-        write(place, _picture(option, runs.report, found[0].base))
+        write(place, _picture(option, runs.report, wish.repeat(0)))
     if junit is not None:
         write(junit, to_junit(runs.suites()))
     if as_json:
@@ -136,11 +135,11 @@ def command(
         sys.exit(130)
 
 
-def _picture(option: str, report: Report, base: Path) -> str:
+def _picture(option: str, report: Report, repeat: str) -> str:
     if option == "--timeline":
         from offload.testing.scenarios._pictures.timeline import timeline
 
-        return timeline(report)
+        return timeline(report, repeat=repeat)
     if option == "--trace":
         import json
 

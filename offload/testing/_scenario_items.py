@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 if TYPE_CHECKING:
-    from .scenarios._contract import Factory
+    from .scenarios._contract import Factory, Seam
     from .scenarios._program import Scenario
     from .scenarios._report import Report
 
+_SEAMS: Final = pytest.StashKey["tuple[Seam, ...]"]()
 _SHOWN: Final = 12
 """Violations in the output of a failing test; more say the same."""
 
@@ -28,7 +29,7 @@ class ScenarioFile(pytest.File):
         from .scenarios._files.reading import ScenarioError, read
 
         try:
-            scenario = read(self.path)
+            scenario = read(self.path, seams_said(self.config))
         except ScenarioError as error:
             raise self.CollectError(all_of(error)) from error
         for seed in self._seeds(scenario):
@@ -95,6 +96,24 @@ def factory_said(config: pytest.Config) -> Factory | None:
     from .scenarios._playing.systems import factory_of
 
     return factory_of(_system(config))
+
+
+def seams_said(config: pytest.Config) -> tuple[Seam, ...] | None:
+    """The seams of the cache to be tested, found out once; ``None`` for our own. What cannot be opened is said by its runs."""
+    system = _system(config)
+    if not system:
+        return None
+    if _SEAMS not in config.stash:
+        from .scenarios._contract import SEAMS
+        from .scenarios._many.probing import probe
+        from .scenarios._playing.colours import NeedsRealTime
+        from .scenarios._playing.systems import NoSuchSystem
+
+        try:
+            config.stash[_SEAMS] = probe(system).seams
+        except (NoSuchSystem, NeedsRealTime):
+            config.stash[_SEAMS] = tuple(SEAMS)
+    return config.stash[_SEAMS]
 
 
 def _system(config: pytest.Config) -> str:

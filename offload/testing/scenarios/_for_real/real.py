@@ -25,7 +25,7 @@ from .._files.checking import demand
 from .._files.complaints import ScenarioError
 from .._judging.expecting import Rest
 from .._playing.ours import Ours, Tier, opened
-from .._playing.playing import _has, _main, _report
+from .._playing.playing import has, live, report_of
 from .._program import Scenario
 from .._report import Report
 from .._world.places import Place
@@ -63,7 +63,6 @@ def play_real(
     """
     demand(scenario, None if factory is None else SEAMS)
     seed = scenario.seed if seed is None else seed
-    planned = len(scenario.fault)
     if scenario.load is not None:
         from .._making.loads import unroll
 
@@ -77,14 +76,14 @@ def play_real(
         with contextlib.ExitStack() as stack:
             stack.callback(world.close_down)
             try:
-                rest = trio.run(_main, world, _system_for(world, factory, stack), clock=clock)
+                rest = trio.run(live, world, _system_for(world, factory, stack), clock=clock)
             except BaseException as error:
-                if _has(error, KeyboardInterrupt):
+                if has(error, KeyboardInterrupt):
                     raise
                 world.note_crash(error)
             world.over.set()
     world.scenario = msgspec.structs.replace(scenario, expect=[])  # those are judged here
-    report = attrs.evolve(_report(world, planned, rest), scenario=scenario)
+    report = attrs.evolve(report_of(world, rest), scenario=scenario)
     met_full = [
         parcel.label
         for parcel in world.parcels.values()

@@ -59,6 +59,17 @@ def probe_of(report: Report) -> Probe:
     return Probe(seams, tuple(hooks), report)
 
 
+def probe(system: str) -> Probe:
+    """Which seams a system uses. One that cannot even be opened is thought to have all: what runs it will say more.
+
+    Raises:
+        NoSuchSystem: there is none of this name.
+        NeedsRealTime: it does not follow virtual time.
+    """
+    found = probe_of(Probing(system)(0))
+    return found if found.report.outcomes else attrs.evolve(found, seams=tuple(SEAMS))
+
+
 @attrs.frozen
 class Probing:
     """Plays :data:`PROBE` with a system that is watched, as number 0, and behind it other scenarios."""

@@ -77,7 +77,6 @@ def play(
     # Of another system only a probe knows which hooks it has; what it lacks shows as a crash, or was found before.
     demand(scenario, None if factory is None else SEAMS)
     seed = scenario.seed if seed is None else seed
-    planned = len(scenario.fault)
     if scenario.load is not None:
         from .._making.loads import unroll
 
@@ -87,29 +86,30 @@ def play(
 
         factory = open_ours
     with collected():
-        return _play(scenario, seed, factory, planned)  # what is left of it is collected: all but the report
+        return _play(scenario, seed, factory)  # what is left of it is collected: all but the report
 
 
-def _play(scenario: Scenario, seed: int, factory: Factory, planned: int) -> Report:
+def _play(scenario: Scenario, seed: int, factory: Factory) -> Report:
     clock = trio.testing.MockClock(autojump_threshold=0)
     world = VirtualWorld(scenario, seed, clock)
     rest = Rest()
     try:
-        rest = run(_main, world, factory, seed=seed, clock=clock, instruments=[_Steps(world)])
+        rest = run(live, world, factory, seed=seed, clock=clock, instruments=[_Steps(world)])
     except BaseException as error:
-        if _has(error, KeyboardInterrupt):
+        if has(error, KeyboardInterrupt):
             raise KeyboardInterrupt from error
         world.note_crash(error)
-    return _report(world, planned, rest)
+    return report_of(world, rest)
 
 
-def _has(error: BaseException, kind: type[BaseException]) -> bool:
+def has(error: BaseException, kind: type[BaseException]) -> bool:
+    """Whether this is, or holds, such an exception."""
     if isinstance(error, BaseExceptionGroup):
         return error.subgroup(kind) is not None
     return isinstance(error, kind)
 
 
-async def _main(world: VirtualWorld, factory: Factory) -> Rest:
+async def live(world: VirtualWorld, factory: Factory) -> Rest:
     """The run itself, and what must be looked at before it is over."""
     rest = Rest()
     async with trio.open_nursery() as world.background:
@@ -150,7 +150,8 @@ async def _watch(world: VirtualWorld) -> None:
         unshield()
 
 
-def _report(world: VirtualWorld, planned: int, rest: Rest) -> Report:
+def report_of(world: VirtualWorld, rest: Rest) -> Report:
+    """What a run was, now that it is over."""
     fired: Counter[str] = Counter(one.name for one in world.faults if one.line is not None and one.line.fired)
     outcomes = {one.label: one.outcome for one in world.parcels.values() if one.outcome is not None}
     moments = [line.moment() for line in world.moments.lines]
@@ -164,7 +165,7 @@ def _report(world: VirtualWorld, planned: int, rest: Rest) -> Report:
         moments=tuple(moments),
         violations=(),
         outcomes=outcomes,
-        planned=planned,
+        planned=len(world.scenario.fault),
         fired=dict(fired),
         counts={
             "copied": sum(place.copied for place in world.places.values()),
