@@ -85,7 +85,7 @@ async def an_endpoint(where, capacity_bytes=8 * MIB2, *, pool_options=None, regi
     """A pool, its endpoint, and a way to connect."""
     async with await open_pool(where, capacity_bytes, **(pool_options or {})) as pool:
         await pool.adopt([])
-        manager = ResourceManager(pool, regions(pool), **options)
+        manager = ResourceManager(pool, regions(pool.allocate, pool.free), **options)
         async with trio.open_nursery() as nursery:
             address = await nursery.start(manager.run)
             host, _, port = address.rpartition(":")
@@ -447,7 +447,7 @@ async def test_a_client_that_reads_no_answers_is_left(tmp_path, autojump_clock):
 async def test_it_listens_on_the_loopback_interface_only(tmp_path):
     async with await open_pool(tmp_path / "pool", MIB2) as pool:
         await pool.adopt([])
-        manager = ResourceManager(pool, ByClient(pool))
+        manager = ResourceManager(pool, ByClient(pool.allocate, pool.free))
         with pytest.raises(ValueError, match="reached from other hosts"):
             await manager.run("0.0.0.0")
         async with trio.open_nursery() as nursery:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Final, Protocol, assert_never
 
 import attrs
@@ -78,15 +79,17 @@ class Regions(Protocol):
 
 
 class ByClient:
-    """A pool's regions by who allocated them here: all there is to know where no server stands behind it."""
+    """Regions by who asked for them here: they belong to no instance, and to nobody after a restart."""
 
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
+    def __init__(
+        self, allocate: Callable[[int], Awaitable[RegionFile]], free: Callable[[int], Awaitable[None]]
+    ) -> None:
+        self._allocate, self._free = allocate, free
         self._owners: dict[int, str] = {}
 
     async def allocate(self, client_id: str, length: int) -> RegionFile:
         """See :class:`Regions`."""
-        region = await self._pool.allocate(length)
+        region = await self._allocate(length)
         self._owners[region.region_id] = client_id
         return region
 
@@ -95,7 +98,7 @@ class ByClient:
         if self._owners.get(region_id) != client_id:
             raise NotOwner(f"region {region_id} is not one of {client_id!r}")
         del self._owners[region_id]
-        await self._pool.free(region_id)
+        await self._free(region_id)
 
 
 @attrs.frozen

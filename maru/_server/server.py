@@ -24,7 +24,7 @@ import attrs
 import trio
 
 from .._config import ServerConfig
-from .._errors import HandlerClosed, NotOwner, PoolFull, PoolUnusable
+from .._errors import HandlerClosed, PoolFull, PoolUnusable
 from .._journal.compactor import keep_compacted
 from .._journal.journal import JournalStatistics
 from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorStatistics
@@ -33,7 +33,7 @@ from .._pool.pool import RegionFile, Totals
 from ..transport import SocketStatistics, TrioSocket, open_socket
 from .committer import Answer, Committer
 from .listening import DESCRIPTORS_NAME, addresses, socket_options, unlink_sockets
-from .resource_manager import ResourceManager, ResourceManagerStatistics
+from .resource_manager import ByClient, ResourceManager, ResourceManagerStatistics
 from .service import Allocation, Fact, Service, ServiceStatistics
 from .storage import Storage, open_storage
 
@@ -83,7 +83,7 @@ class MaruServer:
             service.place(region_id, region.offset, region.length)
         self._committer = Committer(storage.journal, config.journal_sync, self._send)
         self._resource_manager = ResourceManager(
-            storage.pool, _RegionsByClient(self), max_connections=config.max_connections
+            storage.pool, ByClient(self._make_region, storage.pool.free), max_connections=config.max_connections
         )
         self._descriptors = DescriptorServer(storage.pool, self._permits)
         self._nursery: trio.Nursery
@@ -245,7 +245,7 @@ class MaruServer:
         region: RegionFile | None = None
         reason = "the server is leaving"
         try:
-            region = await self.make_region(allocation.size)
+            region = await self._make_region(allocation.size)
         except (PoolFull, PoolUnusable, HandlerClosed) as exc:
             reason = str(exc)
         finally:  # cancelled, too: whoever waits is told
@@ -257,7 +257,7 @@ class MaruServer:
             self._step([] if answer is None else [answer])
             self._freed.unpark_all()
 
-    async def make_region(self, length: int) -> RegionFile:
+    async def _make_region(self, length: int) -> RegionFile:
         """A region out of the pool; where that is full, abandoned ones make room.
 
         Raises:
@@ -277,10 +277,6 @@ class MaruServer:
             self._step()
             while self._freeing:
                 await self._freed.park()
-
-    async def free_region(self, region_id: int) -> None:
-        """Give back what :meth:`make_region` gave."""
-        await self._pool.free(region_id)
 
     async def _free(self, region_ids: Iterable[int]) -> None:
         try:
@@ -381,22 +377,3 @@ async def open_server(config: ServerConfig | None = None) -> AsyncIterator[MaruS
             if alone is group:
                 raise
             raise alone from alone.__cause__
-
-
-class _RegionsByClient:
-    """Regions that somebody asks the resource manager for. They belong to no instance, and to nobody after a restart."""
-
-    def __init__(self, server: MaruServer) -> None:
-        self._server = server
-        self._owners: dict[int, str] = {}
-
-    async def allocate(self, client_id: str, length: int) -> RegionFile:
-        region = await self._server.make_region(length)
-        self._owners[region.region_id] = client_id
-        return region
-
-    async def free(self, client_id: str, region_id: int) -> None:
-        if self._owners.get(region_id) != client_id:
-            raise NotOwner(f"region {region_id} is not one of {client_id!r}")
-        del self._owners[region_id]
-        await self._server.free_region(region_id)
