@@ -4,8 +4,9 @@
 when a :class:`~backends.device.DeviceTier` is made.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from maru._lazy import lazily
 
 from ._errors import BackendError as BackendError
 from ._errors import BlockSizeError as BlockSizeError
@@ -24,11 +25,11 @@ if TYPE_CHECKING:
     from .maru import MaruTier as MaruTier
     from .memory import MemoryTier as MemoryTier
 
-_PLACES = {"MemoryTier": "memory", "FileTier": "file", "DeviceTier": "device", "MaruTier": "maru"}
+_HOMES = {
+    "MemoryTier": ".memory",
+    "FileTier": ".file",
+    "DeviceTier": ".device",
+    "MaruTier": ".maru",
+}
 
-
-def __getattr__(name: str) -> Any:
-    module = _PLACES.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{module}", __name__), name)
+lazily(__name__, _HOMES)

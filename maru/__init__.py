@@ -6,8 +6,9 @@ inside a trio program. Names are imported when they are first used: who needs th
 sockets.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ._lazy import lazily
 
 from ._errors import MaruError as MaruError
 from ._errors import NoAnswer as NoAnswer
@@ -58,14 +59,4 @@ _HOMES = {
     "ServerConfig": "._config",
 }
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(home, __name__), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+lazily(__name__, _HOMES)

@@ -4,8 +4,9 @@ Names stand here in the order in which a user meets them. Each is imported when 
 package in every run of whoever has it installed (our plugin is in it), and ``offload --help`` needs none of it.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from maru._lazy import lazily
 
 if TYPE_CHECKING:
     from ._keys import block_key as block_key
@@ -92,14 +93,4 @@ _HOMES = {
     "DrainUnproven": "._errors",
 }
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(home, __name__), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+lazily(__name__, _HOMES)

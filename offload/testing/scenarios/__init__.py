@@ -4,8 +4,9 @@ A :class:`Scenario` is read from a file or built in Python, :func:`play` runs it
 what happened and what of it was wrong. Names are imported when they are first used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from maru._lazy import lazily
 
 if TYPE_CHECKING:
     from ._program import Scenario as Scenario
@@ -122,14 +123,4 @@ _HOMES = {
     "deterministic": "._determinism",
 }
 
-
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(home, __name__), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+lazily(__name__, _HOMES)
