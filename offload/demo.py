@@ -261,7 +261,7 @@ async def page_store(pool: Path | None = None) -> AsyncIterator[MaruServer]:
     from maru import ServerConfig, open_server
 
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="offload-demo-", dir=memory) as home:
+    with tempfile.TemporaryDirectory(prefix=f"offload-demo-{os.getpid()}-", dir=memory) as home:
         config = ServerConfig(
             host="",  # a Unix socket is enough
             rm_address="",
@@ -303,7 +303,7 @@ def books(server: MaruServer) -> dict[str, int]:
 @contextlib.contextmanager
 def _directory(keep: Path | None) -> Iterator[Path]:
     if keep is None:
-        with tempfile.TemporaryDirectory(prefix="offload-demo-") as directory:
+        with tempfile.TemporaryDirectory(prefix=f"offload-demo-{os.getpid()}-") as directory:
             yield Path(directory)
     else:
         keep.mkdir(parents=True, exist_ok=True)

@@ -333,7 +333,7 @@ async def _page_store(nbytes: int, options: ReplayOptions) -> AsyncIterator[Remo
     from maru import MaruHandler, ServerConfig, open_server
 
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="offload-replay-", dir=memory) as home:
+    with tempfile.TemporaryDirectory(prefix=f"offload-replay-{os.getpid()}-", dir=memory) as home:
         config = ServerConfig(
             host="",
             rm_address="",

@@ -1,6 +1,7 @@
 """The demo, small: what it reports, that it verifies, and that damage ends in a miss or in a failure, never in wrong tokens."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -60,7 +61,6 @@ def run_command(*arguments: str) -> tuple[int, str]:
 
 def test_the_demo_verifies_and_reports(tmp_path: Path) -> None:
     kept = tmp_path / "kept"
-    before = {*Path("/dev/shm").glob("offload-demo-*")}
     status, output = run_command("--json", "--document-bytes=800", "--answer-tokens=4", f"--keep={kept}")
     report = json.loads(output)
     assert status == 0
@@ -80,7 +80,7 @@ def test_the_demo_verifies_and_reports(tmp_path: Path) -> None:
     assert b["pages"]["registered"] == b["stored_blocks"] < 10  # it kept no copy of what it loaded
     assert list((kept / "pool").glob("maru_*.dat"))
     assert list((kept / "files").rglob("*.kv"))
-    assert not {*Path("/dev/shm").glob("offload-demo-*")} - before
+    assert not {*Path("/dev/shm").glob(f"offload-demo-{os.getpid()}-*")}
     demo.show(report, Console(quiet=True))
     with pytest.raises(click.UsageError, match="not empty"):
         trio.run(demo.run, demo.Options(keep=kept), Console(quiet=True))

@@ -57,9 +57,9 @@ GOALS = {
 """The table of the specification: what a row must be measured against."""
 
 
-def left_behind() -> set[str]:
+def left_behind(process: int) -> set[str]:
     """What this process and its children may have left."""
-    ours = ("maru-bench-", "maru-echo-")
+    ours = (f"maru-bench-{process}-", f"maru-echo-{process}-")
     return {
         name for place in ("/dev/shm", tempfile.gettempdir()) for name in os.listdir(place) if name.startswith(ours)
     }
@@ -67,11 +67,10 @@ def left_behind() -> set[str]:
 
 @pytest.mark.parametrize("bench", ["rpc", "data"])
 def test_bench_measures_its_goals_and_leaves_nothing_behind(bench: str) -> None:
-    before = left_behind()
     done = CliRunner().invoke(command, [bench, "--json", "--quick", "--repeat", "1"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
-    assert left_behind() <= before
+    assert not left_behind(os.getpid())
     by_name = {row["name"]: row for row in rows}
     assert len(by_name) == len(rows)
     for row in rows:
@@ -141,17 +140,16 @@ def test_home_goes_whatever_happens() -> None:
 
 
 def test_interrupted_bench_takes_its_server_along() -> None:
-    before = left_behind()
     bench = subprocess.Popen(
         [sys.executable, "-m", "maru.bench", "rpc", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     deadline = time.monotonic() + 20
-    while not left_behind() - before:
+    while not left_behind(bench.pid):
         assert time.monotonic() < deadline and bench.poll() is None
         time.sleep(0.05)
     bench.send_signal(signal.SIGINT)
     bench.communicate(timeout=30)
-    assert left_behind() <= before
+    assert not left_behind(bench.pid)
 
 
 def test_keys_are_different_and_the_same_again() -> None:
@@ -167,7 +165,8 @@ from maru.bench import command
 
 assert set(command.commands) == {"rpc", "data", "all"}, command.commands
 loaded = {name for name in sys.modules if name.startswith("maru.")}
-measuring = {"maru._errors", "maru.bench"} | {f"maru.bench._{name}" for name in ("command", "measure", "row", "shown")}
+here = {f"maru.bench._{name}" for name in ("command", "measure", "row", "shown")}
+measuring = {"maru._errors", "maru._lazy", "maru.bench"} | here
 assert loaded == measuring, loaded
 assert not {"torch", "rich", "zmq"} & sys.modules.keys()
 """

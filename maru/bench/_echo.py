@@ -8,19 +8,17 @@ the same bytes travel. With the transport, this is the only module that imports 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from types import TracebackType
-from typing import Final
 
 import zmq
 
 from ._processes import PATIENCE, Child
-
-_PREFIX: Final = "maru-echo-"
 
 
 class Echo(Child):
@@ -36,7 +34,7 @@ class Echo(Child):
 @contextmanager
 def echo() -> Iterator[Echo]:
     """An echo for as long as the block lasts."""
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as directory, Echo(directory) as running:
+    with tempfile.TemporaryDirectory(prefix=f"maru-echo-{os.getpid()}-") as directory, Echo(directory) as running:
         assert isinstance(running, Echo)
         yield running
 

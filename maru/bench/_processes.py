@@ -121,7 +121,7 @@ class Server(Child):
 def home() -> Iterator[str]:
     """A directory for a pool, in shared memory where there is such a place; removed afterwards."""
     shared = "/dev/shm"
-    path = tempfile.mkdtemp(prefix="maru-bench-", dir=shared if os.access(shared, os.W_OK) else None)
+    path = tempfile.mkdtemp(prefix=f"maru-bench-{os.getpid()}-", dir=shared if os.access(shared, os.W_OK) else None)
     try:
         yield path
     finally:

@@ -18,7 +18,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import trio
@@ -26,18 +26,10 @@ import trio
 from backends.abc import Key
 
 from .._contract import System, World
-from .._playing.colours import NeedsRealTime
-from .bridge import PATIENCE, Bridge, Seen
+from .bridge import ASKED, AWAITED, PATIENCE, TOLD, Bridge, Seen, in_real_time
 
 if TYPE_CHECKING:
     from .world import RealWorld
-
-TOLD: Final = frozenset({"close_now", "evict", "release"})
-"""What a system may have, and is told to do."""
-ASKED: Final = frozenset({"found", "statistics"})
-"""What it may have, and is asked at rest."""
-AWAITED: Final = frozenset({"drain", "delete", "load_from"})
-"""What it may have, and is waited for."""
 
 
 class AsyncioWorld(Seen):
@@ -75,9 +67,7 @@ class from_asyncio:  # read as a verb, as functools.partial is
         Raises:
             NeedsRealTime: the run is in virtual time.
         """
-        if not getattr(world, "slow", False):
-            raise NeedsRealTime(self.needs_real_time)
-        return _open(self.make, cast("RealWorld", world))
+        return _open(self.make, in_real_time(world, self.needs_real_time))
 
 
 @asynccontextmanager

@@ -19,23 +19,42 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import attrs
 import trio
 
 from backends.abc import Key
 
+from .._playing.colours import NeedsRealTime
 from .._program import Scenario, StoreStep
 
 if TYPE_CHECKING:
-    from .._contract import Ticket
+    from .._contract import Ticket, World
     from .world import RealWorld
 
 T = TypeVar("T")
 
 PATIENCE: Final = 10.0
 """Seconds that a system may take for a synchronous answer, and to end."""
+
+TOLD: Final = frozenset({"close_now", "evict", "release"})
+"""What a system may have, and is told to do."""
+ASKED: Final = frozenset({"found", "statistics"})
+"""What it may have, and is asked at rest."""
+AWAITED: Final = frozenset({"drain", "delete", "load_from"})
+"""What it may have, and is waited for."""
+
+
+def in_real_time(world: World, colour: str) -> RealWorld:
+    """This world, which must be that of a real run.
+
+    Raises:
+        NeedsRealTime: the run is in virtual time, which a system of this colour does not follow.
+    """
+    if not getattr(world, "slow", False):
+        raise NeedsRealTime(colour)
+    return cast("RealWorld", world)
 
 
 class RunIsOver(RuntimeError):

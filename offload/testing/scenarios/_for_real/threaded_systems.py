@@ -27,9 +27,7 @@ import trio
 from backends.abc import Key
 
 from .._contract import System, World
-from .._playing.colours import NeedsRealTime
-from .asyncio_systems import ASKED, AWAITED, TOLD
-from .bridge import PATIENCE, Bridge, Seen, result_of
+from .bridge import ASKED, AWAITED, PATIENCE, TOLD, Bridge, Seen, in_real_time, result_of
 
 if TYPE_CHECKING:
     from .world import RealWorld
@@ -94,9 +92,7 @@ class from_threads:  # read as a verb, as functools.partial is
         Raises:
             NeedsRealTime: the run is in virtual time.
         """
-        if not getattr(world, "slow", False):
-            raise NeedsRealTime(self.needs_real_time)
-        return _open(self.make, cast("RealWorld", world))
+        return _open(self.make, in_real_time(world, self.needs_real_time))
 
 
 @asynccontextmanager
