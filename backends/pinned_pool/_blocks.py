@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from ._errors import BlockFreed
-from ._keeping import Keeper, Place
+from ._keeping import Keeper, Place, Stream
 from ._table import Allocation, spans_of
 
 if TYPE_CHECKING:
@@ -121,15 +121,15 @@ class MemoryBlock:
 
     def is_pinned(self) -> bool:
         """Whether a CUDA device of this process copies from and to it by itself."""
-        place = self._hold.keeper.place
-        return place is not None and place.cuda
+        reach = self._hold.keeper.reach
+        return isinstance(reach, Place) and reach.cuda
 
     def data_ptr(self) -> int:
         """Its address in this process, if it is mapped and contiguous; otherwise a number that no other block has."""
-        place = self._place()
-        if place is None or not self.is_contiguous() or not self.nbytes:
+        reach = self._reach()
+        if not isinstance(reach, Place) or not self.is_contiguous() or not self.nbytes:
             return self._hold.unique
-        return place.address + self._hold.allocation.chunk_indices[0] * self._hold.keeper.chunk_bytes
+        return reach.address + self._hold.allocation.chunk_indices[0] * self._hold.keeper.chunk_bytes
 
     # --- copies -----------------------------------------------------------------------------------------------------
 
@@ -149,27 +149,26 @@ class MemoryBlock:
             PinnedPoolError: the pool is closed or lost, or its server does not answer.
             RuntimeError: of torch, where the shapes do not fit.
         """
-        place = self._place()
+        reach = self._reach()
         tensor = src.to("cpu") if isinstance(src, MemoryBlock) else src
         if tensor.shape != self.shape:
             tensor = tensor.expand(self.shape)
         if not self.nbytes:
             return self
-        if place is not None and _is_plain(tensor, self.dtype):
-            self._fill(place, tensor)
+        if isinstance(reach, Place) and _is_plain(tensor, self.dtype):
+            self._fill(reach, tensor)
             return self
         tensor = tensor.detach().resolve_conj().resolve_neg()
-        whole = None if place is None else self.as_tensor()
-        if whole is not None:
-            whole.copy_(tensor, non_blocking=non_blocking and self.is_pinned())
-        elif place is None:
+        if not isinstance(reach, Place):
             host = tensor.to(device="cpu", dtype=self.dtype).contiguous()
-            self._hold.keeper.copy_to_pool(self.allocation_id, 0, _bytes_of(host))
+            reach.copy_to_pool(self.allocation_id, 0, _bytes_of(host))
+        elif (whole := self.as_tensor()) is not None:
+            whole.copy_(tensor, non_blocking=non_blocking and self.is_pinned())
         elif tensor.device.type == "cpu":
-            self._fill(place, tensor.to(self.dtype).contiguous())
+            self._fill(reach, tensor.to(self.dtype).contiguous())
         else:
             flat = _as_bytes(tensor.to(self.dtype).contiguous())
-            for run, at in self._tensors(place):
+            for run, at in self._tensors(reach):
                 run.copy_(flat[at : at + len(run)], non_blocking=non_blocking and self.is_pinned())
         return self
 
@@ -195,7 +194,7 @@ class MemoryBlock:
         """
         import torch
 
-        place = self._place()
+        reach = self._reach()
         if out is None:
             target = torch.device(self._device if device is None else device)
             out = torch.empty(self.shape, dtype=self.dtype, device=target)
@@ -204,18 +203,18 @@ class MemoryBlock:
         if not self.nbytes:
             return out
         on_host = out.device.type == "cpu"
-        if place is None:
+        if not isinstance(reach, Place):
             host = out if on_host else torch.empty(self.shape, dtype=self.dtype)
-            self._hold.keeper.copy_from_pool(self.allocation_id, 0, _bytes_of(host))
+            reach.copy_from_pool(self.allocation_id, 0, _bytes_of(host))
             if not on_host:
                 out.copy_(host)
         elif on_host:
             destination = out.data_ptr()
-            for address, at, n in self._runs(place):
+            for address, at, n in self._runs(reach):
                 _memmove(destination + at, address, n)
         else:
             flat = _as_bytes(out)
-            for run, at in self._tensors(place):
+            for run, at in self._tensors(reach):
                 flat[at : at + len(run)].copy_(run, non_blocking=non_blocking and self.is_pinned())
         return out
 
@@ -225,7 +224,7 @@ class MemoryBlock:
         Raises:
             RuntimeError: of torch, where the shape does not fit.
         """
-        self._place()
+        self._reach()
         return type(self)(self._hold, self._like.view(*shape), self._device)
 
     def as_tensor(self) -> torch.Tensor | None:
@@ -235,19 +234,19 @@ class MemoryBlock:
         """
         import torch
 
-        place = self._place()
-        if place is None or not self.is_contiguous():
+        reach = self._reach()
+        if not isinstance(reach, Place) or not self.is_contiguous():
             return None
         if not self.nbytes:
             return torch.empty(self.shape, dtype=self.dtype)
         memory: Any = (ctypes.c_char * self.nbytes).from_address(self.data_ptr())
-        memory.keeps = (self._hold, place.owner)  # frombuffer keeps the buffer, and nothing else
+        memory.keeps = (self._hold, reach.owner)  # frombuffer keeps the buffer, and nothing else
         return torch.frombuffer(memory, dtype=torch.uint8).view(self.dtype).view(self.shape)
 
     # --- below ------------------------------------------------------------------------------------------------------
 
-    def _place(self) -> Place | None:
-        """Where the pool is mapped.
+    def _reach(self) -> Place | Stream:
+        """Where the pool is mapped, or the way to it.
 
         Raises:
             BlockFreed: this block was freed.
@@ -256,7 +255,9 @@ class MemoryBlock:
         if self._hold.freed:
             raise BlockFreed(f"{self!r} was freed")
         self._hold.keeper.check()
-        return self._hold.keeper.place
+        reach = self._hold.keeper.reach
+        assert reach is not None  # or check() had raised
+        return reach
 
     def _fill(self, place: Place, tensor: torch.Tensor) -> None:
         """Copy what lies in host memory as it is to lie in the block."""

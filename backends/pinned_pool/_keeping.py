@@ -27,14 +27,26 @@ class Place:
     """Whether a CUDA device copies from and to it by itself."""
 
 
+class Stream(Protocol):
+    """The way to a pool that is not mapped here. Any thread."""
+
+    def copy_to_pool(self, allocation_id: int, offset: int, data: memoryview) -> None:
+        """Stream bytes in."""
+        ...
+
+    def copy_from_pool(self, allocation_id: int, offset: int, into: memoryview) -> None:
+        """Stream bytes out."""
+        ...
+
+
 class Keeper(Protocol):
     """Keeps a pool's chunks. Any thread."""
 
     nbytes: int
     """In whole chunks."""
     chunk_bytes: int
-    place: Place | None
-    """Where the pool is mapped; None where its bytes have to be streamed."""
+    reach: Place | Stream | None
+    """How its bytes are reached; None once it is closed."""
     facts: dict[str, object]
     """For :meth:`MemoryPool.get_usage_info`."""
 
@@ -48,14 +60,6 @@ class Keeper(Protocol):
 
     def free_from_pool(self, allocation_ids: Iterable[int]) -> int:
         """Give allocations back."""
-        ...
-
-    def copy_to_pool(self, allocation_id: int, offset: int, data: memoryview) -> None:
-        """Stream bytes in. Only where there is no place."""
-        ...
-
-    def copy_from_pool(self, allocation_id: int, offset: int, into: memoryview) -> None:
-        """Stream bytes out. Only where there is no place."""
         ...
 
     def get_usage_info(self) -> Usage:
@@ -82,7 +86,7 @@ class RemoteKeeper:
         self.chunk_bytes: int = info.chunk_bytes
         mapping = client.mapping
         cuda = mapping is not None and mapping.pinned
-        self.place: Place | None = None if mapping is None else Place(mapping.address, mapping.owner, cuda)
+        self.reach: Place | Stream | None = client if mapping is None else Place(mapping.address, mapping.owner, cuda)
         self.facts: dict[str, object] = {
             "server": server,
             "transport": "shared memory" if info.shared else "socket",
@@ -93,14 +97,12 @@ class RemoteKeeper:
         self.check = client.check
         self.allocate_from_pool = client.allocate_from_pool
         self.free_from_pool = client.free_from_pool
-        self.copy_to_pool = client.copy_to_pool
-        self.copy_from_pool = client.copy_from_pool
         self.get_usage_info = client.get_usage_info
 
     def close(self) -> None:
         """End the session."""
         self._client.close()
-        self.place = None
+        self.reach = None
 
 
 class LocalKeeper:
@@ -119,7 +121,7 @@ class LocalKeeper:
         assert memory.memory is not None
         if memory.pinned == "no":
             memory.memory.populate()  # or the first copies would pay for it; what pins has done that
-        self.place: Place | None = Place(memory.memory.address, memory.memory, memory.pinned == "cuda")
+        self.reach: Place | Stream | None = Place(memory.memory.address, memory.memory, memory.pinned == "cuda")
         self.facts: dict[str, object] = {
             "server": "",
             "transport": "this process",
@@ -130,7 +132,7 @@ class LocalKeeper:
         memory.close()  # its place keeps it
 
     def check(self) -> None:
-        if self.place is None:
+        if self.reach is None:
             raise PoolClosed("this pool was closed")
 
     def allocate_from_pool(self, nbytes: int) -> Allocation | None:
@@ -143,16 +145,10 @@ class LocalKeeper:
         with self._lock:
             return self._table.free(0, allocation_ids)
 
-    def copy_to_pool(self, allocation_id: int, offset: int, data: memoryview) -> None:
-        raise NotImplementedError("a pool of this process has a place")
-
-    def copy_from_pool(self, allocation_id: int, offset: int, into: memoryview) -> None:
-        raise NotImplementedError("a pool of this process has a place")
-
     def get_usage_info(self) -> Usage:
         self.check()
         with self._lock:
             return self._table.usage(0)
 
     def close(self) -> None:
-        self.place = None
+        self.reach = None

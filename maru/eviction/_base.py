@@ -26,8 +26,8 @@ _LOOKS: Final = 2
 """How many of those aside are looked at for each victim: more than one, so that the round gets to its end."""
 
 
-class Queues(ABC, Generic[K, P]):
-    """A policy that keeps its keys in queues. A subclass says which key is next, and what follows from a use."""
+class Parking(ABC, Generic[K, P]):
+    """A policy that keeps its keys in queues, and held ones aside. A subclass says who goes, and what follows from a use."""
 
     def __init__(self) -> None:
         self._aside: OrderedDict[K, P] = OrderedDict()
@@ -46,6 +46,61 @@ class Queues(ABC, Generic[K, P]):
             if aside and key in aside:
                 self._put_back(key, aside.pop(key))
             self._use(key)
+
+    def discard(self, keys: Iterable[K]) -> None:
+        """Forget these keys."""
+        aside = self._aside
+        for key in keys:
+            if aside.pop(key, None) is None:
+                self._forget(key)
+
+    # --- what a subclass says -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:
+        """See :class:`EvictionPolicy`."""
+
+    @abstractmethod
+    def _queued(self) -> int:
+        """How many keys are in the queues."""
+
+    @abstractmethod
+    def _use(self, key: K) -> None:
+        """A key that is in the queues or unknown was used."""
+
+    @abstractmethod
+    def _put_back(self, key: K, place: P) -> None:
+        """To the front of the queue it was taken from."""
+
+    @abstractmethod
+    def _forget(self, key: K) -> None:
+        """Take a key out of the queues, if it is there."""
+
+    # --- below --------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Room is wanted: as many keys as there are now must be about what the owner holds."""
+        known = len(self)
+        if known > self._capacity:
+            self._capacity = known
+            self._grown()
+
+    def _grown(self) -> None:
+        """The capacity is known, or turned out to be larger."""
+
+    def _return(self, looks: int, held: Container[K]) -> None:
+        """Look at so many of those aside; those that are free go back where they were."""
+        aside = self._aside
+        for _ in range(min(looks, len(aside))):
+            key, place = aside.popitem(last=False)
+            if key in held:
+                aside[key] = place
+            else:
+                self._put_back(key, place)
+
+
+class Queues(Parking[K, P]):
+    """One whose victims come one by one: a subclass says which key is next."""
 
     def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:
         """The next ``n`` victims that are not held; nothing is rejected."""
@@ -74,23 +129,6 @@ class Queues(ABC, Generic[K, P]):
                 cause = next(causes, None)
         return victims, []
 
-    def discard(self, keys: Iterable[K]) -> None:
-        """Forget these keys."""
-        aside = self._aside
-        for key in keys:
-            if aside.pop(key, None) is None:
-                self._forget(key)
-
-    # --- what a subclass says -----------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _queued(self) -> int:
-        """How many keys are in the queues."""
-
-    @abstractmethod
-    def _use(self, key: K) -> None:
-        """A key that is in the queues or unknown was used."""
-
     @abstractmethod
     def _take(self, cause: K | None) -> tuple[K, P] | None:
         """Take the next victim out of its queue. It may turn out to be held, so nothing else may follow from it.
@@ -100,35 +138,5 @@ class Queues(ABC, Generic[K, P]):
         """
 
     @abstractmethod
-    def _put_back(self, key: K, place: P) -> None:
-        """To the front of the queue it was taken from."""
-
-    @abstractmethod
     def _gone(self, key: K, place: P) -> None:
         """What was taken is a victim."""
-
-    @abstractmethod
-    def _forget(self, key: K) -> None:
-        """Take a key out of the queues, if it is there."""
-
-    # --- below --------------------------------------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        """Room is wanted: as many keys as there are now must be about what the owner holds."""
-        known = len(self)
-        if known > self._capacity:
-            self._capacity = known
-            self._grown()
-
-    def _grown(self) -> None:
-        """The capacity is known, or turned out to be larger."""
-
-    def _return(self, looks: int, held: Container[K]) -> None:
-        """Look at so many of those aside; those that are free go back where they were."""
-        aside = self._aside
-        for _ in range(min(looks, len(aside))):
-            key, place = aside.popitem(last=False)
-            if key in held:
-                aside[key] = place
-            else:
-                self._put_back(key, place)

@@ -116,7 +116,7 @@ class LRFU(Queues[K, Entry]):
         return len(self._entry)
 
     def _use(self, key: K) -> None:
-        raise NotImplementedError  # use() does it for many
+        self.use((key,))
 
     def _grown(self) -> None:
         self._most_ghosts = ghosts_of(self._capacity)

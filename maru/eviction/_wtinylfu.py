@@ -20,12 +20,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Sequence
 
-from ._base import Queues
+from ._base import Parking
 from ._contract import K
 from ._sketch import Sketch
 
 
-class WTinyLFU(Queues[K, int]):
+class WTinyLFU(Parking[K, int]):
     """Admits by frequency. Rejects what is not worth a place.
 
     Args:
@@ -136,12 +136,6 @@ class WTinyLFU(Queues[K, int]):
             if key in queue:
                 del queue[key]
                 return
-
-    def _take(self, cause: K | None) -> tuple[K, int] | None:
-        raise NotImplementedError  # who goes is judged in make_room
-
-    def _gone(self, key: K, place: int) -> None:
-        raise NotImplementedError
 
     def _fill_main(self) -> None:
         """While main has room, what is too much for the window moves there unjudged."""
