@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+
+# A shell has what it starts in the background ignore Ctrl-C, and children inherit that: those that a test interrupts as well.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch is imported by any of them: with a thread per core, OpenMP spins for the core that another process has, and
 # a test of a second takes a minute on a busy machine.
