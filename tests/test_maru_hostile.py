@@ -297,6 +297,20 @@ def test_a_million_mutated_frames_harm_nobody(pool):
     assert_fuzz(pool, 1_000_000)
 
 
+@pytest.mark.parametrize("checksum", [-1, -(2**63)])
+def test_a_checksum_that_cannot_be_one_is_refused(pool, checksum):
+    """Found by the fuzz: the answer to a FIND of it could not be packed, and the server ended."""
+    with Server(pool) as server, Good(server), Attacker(server.tcp) as attacker:
+        session = attacker.session()
+        region = attacker.ask(Code.REQUEST_ALLOC, AllocRequest("attacker", REGION, session)).handle.region_id
+        stored = attacker.ask(Code.STORE, StoreRequest(session, 0, 1, region, ["k"], [0], 100, [checksum]))
+        assert isinstance(stored, ErrorReply)
+        assert attacker.ask(Code.FIND, FindRequest(session, 0, ["k"], False, False)).found == []
+        largest = 2**64 - 1
+        assert attacker.ask(Code.STORE, StoreRequest(session, 0, 2, region, ["k"], [0], 100, [largest])).statuses == [0]
+        assert attacker.ask(Code.FIND, FindRequest(session, 0, ["k"], False, False)).columns()[4] == (largest,)
+
+
 def test_mutated_frames_at_the_resource_manager_and_the_descriptors_harm_nobody(pool):
     with Server(pool, "--capacity-bytes", "16MiB", "--log-level", "error") as server, Good(server):
         host, _, port = server.ready["rm_address"].rpartition(":")

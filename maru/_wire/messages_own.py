@@ -21,7 +21,8 @@ from .frames import MAX_KEYS
 from .messages_v1 import Bools, Key, Keys, Message, Token
 
 Ints: TypeAlias = Annotated[list[int], Meta(max_length=MAX_KEYS)]
-Checksums: TypeAlias = Annotated[list[int | None], Meta(max_length=MAX_KEYS)]
+Sums: TypeAlias = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_KEYS)]
+"""Of 64 bits; a larger number cannot be encoded in MessagePack."""
 Places: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int | None]]
 
 PLACE_BYTES: Final = 40
@@ -97,7 +98,7 @@ class StoreRequest(OwnRequest, frozen=True):
     offsets: Ints
     lengths: int | Ints
     """One number stands for all."""
-    checksums: Ints | None
+    checksums: Sums | None
 
     def __post_init__(self) -> None:
         n = len(self.keys)
