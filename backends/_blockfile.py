@@ -176,13 +176,20 @@ class Directory:
         finally:
             os.close(fd)
 
-    def write(self, name: str, head: bytes, payload: memoryview, mtime_ns: int, fsync: bool) -> None:
-        """Write one block and publish it. After an error nothing is left of it."""
+    def write(
+        self, name: str, head: bytes, payload: memoryview, mtime_ns: int, fsync: bool, used_bytes: int | None = None
+    ) -> None:
+        """Write one block and publish it. After an error nothing is left of it.
+
+        Behind ``used_bytes`` the payload is known to be zero: a hole in the file reads the same.
+        """
         temporary = name + ".tmp"
         fd = self._create(temporary)
         try:
             try:
-                _write_all(fd, head, payload)
+                _write_all(fd, head, payload[:used_bytes])
+                if used_bytes is not None:
+                    os.ftruncate(fd, len(head) + payload.nbytes)
                 os.utime(fd, ns=(mtime_ns, mtime_ns))
                 if fsync:
                     os.fsync(fd)

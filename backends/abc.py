@@ -18,7 +18,7 @@ methods is a broken promise; :class:`Unproven` is the one that says that not eve
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -228,11 +228,13 @@ LOADED = Loaded()
 
 
 class Deletion(enum.Enum):
-    """What :meth:`Tier.delete` did with one key."""
+    """What a delete did with one key."""
 
     DELETED = "deleted"
     MISSING = "missing"
     PINNED = "pinned"
+    UNAVAILABLE = "unavailable"
+    """Nobody knows whether it is still there: who may have it could not be asked, or deletes nothing."""
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
@@ -324,6 +326,23 @@ class ReadLease(Protocol):
 
 
 @attrs.frozen
+class Capabilities:
+    """How much of the contract a tier keeps: all of it, unless it declares less, as its attribute ``capabilities``.
+
+    What a tier cannot do is answered, never guessed. :func:`backends.testing.check_tier` tests what is declared.
+    """
+
+    pins: bool = True
+    """A leased block stays until the lease ends. Without it, a hit is a hint: the block may be gone when it is loaded, and
+    then is :class:`Missed`. A lease still keeps this process from evicting and deleting it."""
+    deletes: bool = True
+    """Blocks can be deleted, and so evicted. Without it, what is stored stays: :meth:`ReadableTier.delete` answers
+    ``UNAVAILABLE``, and ``wait`` and ``evict`` raise :class:`CapacityError` where only an eviction could make room."""
+    per_key_outcomes: bool = True
+    """A block that cannot be stored fails alone. Without it, it fails all blocks that were copied with it."""
+
+
+@attrs.frozen
 class TierStatistics:
     """A snapshot of one tier; counters count blocks since it was made."""
 
@@ -393,4 +412,32 @@ class RemoteTier(ReadableTier, Protocol):
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Those of ``keys`` that could be found when it was asked. An exception is no answer, and so no miss."""
+        ...
+
+
+# --- what only some places have -----------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class TenantTier(Protocol):
+    """A tier that must know whose blocks are, as one that encrypts them. Optional; told by having the method."""
+
+    def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
+        """Until the returned function is called these keys are this tenant's. Calling that again does nothing.
+
+        Whoever stores calls this before, and ends it when the copy is over; whoever reads, before the pin, and ends it when the
+        lease is released. Where two tenants claim one key at the same time it is nobody's: a store fails, a load misses.
+        """
+        ...
+
+
+@runtime_checkable
+class PaddedSource(Source, Protocol):
+    """A source whose blocks mostly need less than ``block_bytes``. Optional; told by having the method.
+
+    A place that writes somewhere else may leave out what is not used, and read zeros there.
+    """
+
+    def used_bytes(self, page: memoryview) -> int:
+        """So many leading bytes of a page that :meth:`copy_out` has filled mean something; all others are zero. Any thread."""
         ...

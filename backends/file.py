@@ -34,6 +34,7 @@ from .abc import (
     Key,
     Missed,
     Outcome,
+    PaddedSource,
     ReadLease,
     Source,
     TierStatistics,
@@ -128,22 +129,25 @@ class FileRegistry(Registry):
         return super().register(keys, slots)
 
     def _evict_bytes(self, keys: Sequence[Key], size: int, refused: set[Key]) -> bool:
-        """Evict until those of ``keys`` fit that the policy does not refuse. Whether they do."""
-        missing = self.used_bytes + len(keys) * size - self.capacity_bytes
-        if missing <= 0:
+        """Evict until those of ``keys`` fit that the policy does not refuse, or will when what leaves has gone."""
+        if self.used_bytes + len(keys) * size <= self.capacity_bytes:
             return True
         sizes = self.sizes.__getitem__
         inactive_bytes = self.used_bytes - sum(map(sizes, self._held)) - sum(map(sizes, self._unregistered))
+        missing = self._missing(len(keys), size)
         if missing > inactive_bytes:
             return False
         while missing > 0:
-            before = self.used_bytes
-            rejected = self._evict(keys, min(len(keys), -(-missing // size)))
-            refused.update(rejected)
-            if self.used_bytes == before and not rejected:
+            before = missing
+            refused.update(self._evict(keys, min(len(keys), -(-missing // size))))
+            missing = self._missing(len(keys) - len(refused), size)
+            if missing == before:
                 return False
-            missing = self.used_bytes + (len(keys) - len(refused)) * size - self.capacity_bytes
         return True
+
+    def _missing(self, n: int, size: int) -> int:
+        """How many bytes more must go for ``n`` such blocks, besides those that are coming."""
+        return self.used_bytes + n * size - self.capacity_bytes - sum(map(self.sizes.__getitem__, self._coming))
 
     def _free_slots(self, slots: Sequence[int]) -> None:
         self._unregistered.difference_update(slots)
@@ -189,6 +193,7 @@ class _Writing:
         _remove(self.directory, self.litter)
         now = time.time_ns()
         failures: dict[int, Exception] = {}
+        used_bytes = source.used_bytes if isinstance(source, PaddedSource) else None
         for start, pages in _portions(source, guards, views):
             for at in range(start, start + len(pages)):
                 if self.abandoned:
@@ -199,7 +204,7 @@ class _Writing:
                     self.damaged.append(at)
                     continue
                 try:
-                    self._write(keys[at], names[at], page, digest, now - at)
+                    self._write(keys[at], names[at], page, digest, now - at, used_bytes and used_bytes(page))
                 except OSError as exc:
                     failures[at] = exc
         if self.fsync:
@@ -207,9 +212,11 @@ class _Writing:
             self.directory.sync([name for at, name in enumerate(names) if at not in bad])
         return failures
 
-    def _write(self, key: Key, name: str, page: memoryview, digest: int | None, mtime_ns: int) -> None:
+    def _write(
+        self, key: Key, name: str, page: memoryview, digest: int | None, mtime_ns: int, used_bytes: int | None
+    ) -> None:
         head = pack_header(key, page.nbytes, digest, self.layout)
-        self.directory.write(name, head, page, mtime_ns, self.fsync)
+        self.directory.write(name, head, page, mtime_ns, self.fsync, used_bytes)
 
 
 def _portions(source: Source, guards: Sequence[int], views: Pages | None) -> Iterator[tuple[int, Pages]]:

@@ -18,6 +18,7 @@ import pytest
         "backends.file",
         "backends.device",
         "backends.testing",
+        "backends.wrappers",
     ],
 )
 def test_import_leaves_torch_alone(modules: str) -> None:
@@ -35,6 +36,18 @@ import offload
 tier = MemoryTier(capacity_bytes=1 << 16, block_bytes=1 << 12)
 tier.put(offload.block_key(b"a"), bytes(1 << 12))
 sys.exit('torch was imported' if 'torch' in sys.modules else 0)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_wrappers_are_there_without_what_they_need() -> None:
+    program = """
+import sys
+import backends.wrappers
+
+loaded = {"torch", "zstandard", "cryptography"} & set(sys.modules)
+sys.exit(f"{loaded} imported" if loaded else 0)
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from maru.bench._measure import Effort
 from maru.bench._row import Row
 from maru.bench._shown import Bench, run, shared_options
 
-BENCHES: Final = ("pipeline", "copy", "enqueue", "cancel", "replay", "pinned-pool")
+BENCHES: Final = ("pipeline", "copy", "enqueue", "cancel", "replay", "pinned-pool", "wrappers")
 
 
 @click.group(name="bench", short_help="Measure each figure beside its limit.")
@@ -57,6 +57,13 @@ def cancel(as_json: bool, repeat: int, quick: bool) -> None:
 def pinned_pool(as_json: bool, repeat: int, quick: bool) -> None:
     """Tensors to a server's pinned blocks and back, beside memmove and beside the socket."""
     _run(["pinned-pool"], as_json, repeat, quick)
+
+
+@command.command()
+@shared_options
+def wrappers(as_json: bool, repeat: int, quick: bool) -> None:
+    """Compressed, quantized and encrypted blocks, beside the bare libraries and beside memmove."""
+    _run(["wrappers"], as_json, repeat, quick)
 
 
 _TRACE: Callable[[Callable[..., None]], Callable[..., None]] = click.option(

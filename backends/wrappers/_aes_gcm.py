@@ -1,0 +1,164 @@
+"""Encryption with AES-GCM, each tenant under secrets of its own.
+
+    owner 8 | secret 8 | nonce 12 | ciphertext | tag 16
+
+Rule 1. A nonce is 96 bits from the system's generator, for each block anew. One that came twice under the same secret would
+        give both blocks away. Change a secret before it has encrypted 2**32 blocks: from there on chance may do it.
+Rule 2. Authenticated with the ciphertext: the block's key, the chain, the length, whose block it is and under which secret.
+        What was put under another key, cut, or given to another tenant has a bad tag.
+Rule 3. A secret is in no text that is made here: not in a repr, not in an error. What stands before the ciphertext tells which
+        blocks are of one tenant and under one secret, and nothing more.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from ._contract import Context, Damaged, MissingExtra, UnknownTenant
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+Secrets: TypeAlias = bytes | Sequence[bytes]
+"""One secret of 16, 24 or 32 bytes; or several: the first encrypts, all of them decrypt."""
+
+_OWNER: Final = 8
+_SECRET: Final = 8
+_NONCE: Final = 12
+_TAG: Final = 16
+_BEFORE: Final = _OWNER + _SECRET + _NONCE
+_OVERHEAD: Final = _BEFORE + _TAG
+_SIZES: Final = (16, 24, 32)
+_CIPHERS_KEPT: Final = 256
+"""Prepared ciphers that are kept, of the secrets used last."""
+
+
+class AesGcm:
+    """Encryption and authentication, per tenant.
+
+    Args:
+        secrets: by tenant: a mapping, or a function that answers None for a tenant it does not know. It is asked anew for
+            each block, so changing it takes effect at once; a function is called in copy threads, several at a time. The
+            empty text is the tenant of blocks that were stored for nobody in particular.
+
+    Raises:
+        MissingExtra: cryptography is not installed.
+        ValueError: a secret in the mapping is not of 16, 24 or 32 bytes, or a tenant has none.
+    """
+
+    def __init__(self, secrets: Mapping[str, Secrets] | Callable[[str], Secrets | None]) -> None:
+        try:
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        except ImportError as exc:
+            raise MissingExtra("AesGcm", "cryptography", "aes") from exc
+        self._invalid_tag = InvalidTag
+        self._cipher: Callable[[bytes], AESGCM] = lru_cache(_CIPHERS_KEPT)(AESGCM)
+        self._ask: Callable[[str], Secrets | None] = secrets.get if isinstance(secrets, Mapping) else secrets
+        if isinstance(secrets, Mapping):
+            for tenant in secrets:
+                self._secrets_of(tenant)
+
+    def __repr__(self) -> str:
+        return "AesGcm(...)"
+
+    @property
+    def id(self) -> bytes:
+        """The same for every secret."""
+        return b"aes-gcm/1"
+
+    @property
+    def lossy(self) -> bool:
+        """It loses nothing."""
+        return False
+
+    @property
+    def seals(self) -> bool:
+        """It encrypts."""
+        return True
+
+    def bound(self, size: int) -> int:
+        """Whose it is, which secret, a nonce and a tag more: 44 bytes."""
+        return size + _OVERHEAD
+
+    def refusal(self, context: Context) -> Exception | None:
+        """A block of a tenant without a secret, or of several tenants, cannot be encrypted."""
+        try:
+            self._secrets_for(context)
+        except Exception as exc:  # whatever a caller's function raises is an answer about this block only
+            return exc
+        return None
+
+    def encode(self, context: Context, src: memoryview, dst: memoryview) -> int:
+        """Encrypt under the first secret of the block's tenant.
+
+        Raises:
+            UnknownTenant: it has none, or several tenants claim the block.
+            ValueError: its secret is not of 16, 24 or 32 bytes.
+        """
+        tenant, secrets = self._secrets_for(context)
+        before = _owner_of(tenant) + _id_of(secrets[0]) + os.urandom(_NONCE)
+        made = _BEFORE + src.nbytes + _TAG
+        dst[:_BEFORE] = before
+        associated = _associated(context, before, src.nbytes)
+        self._cipher(secrets[0]).encrypt_into(before[-_NONCE:], src, associated, dst[_BEFORE:made])
+        return made
+
+    def decode(self, context: Context, src: memoryview, dst: memoryview) -> None:
+        """Decrypt, with whichever secret of the tenant it was encrypted with.
+
+        Raises:
+            Damaged: ``foreign``: of another tenant; ``secret``: the tenant has that secret no more; ``tag``: it is not what
+                was encrypted, or not under this key.
+        """
+        if src.nbytes != dst.nbytes + _OVERHEAD:
+            raise Damaged
+        before = bytes(src[:_BEFORE])
+        tenant = context.tenant
+        if tenant is None or before[:_OWNER] != _owner_of(tenant):
+            raise Damaged("foreign", keep=True)
+        wanted = before[_OWNER : _OWNER + _SECRET]
+        try:
+            secret = next((secret for secret in self._secrets_of(tenant) if _id_of(secret) == wanted), None)
+        except UnknownTenant:
+            secret = None
+        if secret is None:
+            raise Damaged("secret")
+        try:
+            associated = _associated(context, before, dst.nbytes)
+            self._cipher(secret).decrypt_into(before[-_NONCE:], src[_BEFORE:], associated, dst)
+        except self._invalid_tag:
+            raise Damaged("tag") from None
+
+    def _secrets_for(self, context: Context) -> tuple[str, Sequence[bytes]]:
+        tenant = context.tenant
+        if tenant is None:
+            raise UnknownTenant(f"the block {context.key.hex()} is claimed by several tenants at the same time")
+        return tenant, self._secrets_of(tenant)
+
+    def _secrets_of(self, tenant: str) -> Sequence[bytes]:
+        secrets = self._ask(tenant)
+        if secrets is None:
+            raise UnknownTenant(f"there is no secret for the tenant {tenant!r}")
+        several = [secrets] if isinstance(secrets, bytes | bytearray) else secrets
+        if not several or any(len(secret) not in _SIZES for secret in several):
+            sizes = ", ".join(str(len(secret)) for secret in several) or "none"
+            raise ValueError(f"secrets have 16, 24 or 32 bytes, but those of the tenant {tenant!r} have: {sizes}")
+        return [bytes(secret) for secret in several]
+
+
+def _owner_of(tenant: str) -> bytes:
+    return blake2b(tenant.encode(), digest_size=_OWNER, person=b"offload.tenant").digest()
+
+
+def _id_of(secret: bytes) -> bytes:
+    return blake2b(secret, digest_size=_SECRET, person=b"offload.secret").digest()
+
+
+def _associated(context: Context, before: bytes, nbytes: int) -> bytes:
+    """What is authenticated beside the ciphertext: rule 2. The key stands last, so that nothing can be moved between them."""
+    return context.chain + nbytes.to_bytes(8, "little") + before[: _OWNER + _SECRET] + context.key

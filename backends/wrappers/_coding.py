@@ -1,0 +1,272 @@
+"""Blocks through a chain, in copy threads: on their way in as a source, on their way out as a destination.
+
+The tier below copies, as it always does; only that the bytes of a copy are made while it is made. So a block is encoded
+straight into the slot or page where it will lie, and decoded straight out of it into its place, if these are in host memory.
+
+Rule 1. What a block leaves unused of its slot is zero: nothing of an earlier one stays behind it.
+Rule 2. A place whose block is refused is zeroed: what could not be verified is not left lying there.
+Rule 3. A block that is known not to be what was stored where it comes from is not encoded: with a checksum of its own it would
+        be believed here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from .._errors import BackendError, DamagedBlock
+from ..abc import Destination, Key, Source
+from ..pages import Pages, checksums
+from ._chain import Chain, seals
+from ._contract import Context, Damaged
+from ._pool import Pool
+from ._staging import Scratch
+
+
+class BrokenWrapper(BackendError):
+    """A wrapper says that it made more bytes than there was room for, or fewer than none."""
+
+
+class Coder:
+    """One chain, and the memory it works with. Any thread."""
+
+    def __init__(self, chain: Chain, slot_bytes: int) -> None:
+        self.chain: Chain = chain
+        self.slot_bytes: int = slot_bytes
+        between = max(chain.bounds[1:-1], default=0)
+        self.staging: Pool[Scratch] = Pool(lambda: Scratch(between))
+        self.seals: bool = seals(chain.wrappers[-1])
+
+    def encode(self, context: Context, plain: memoryview, page: memoryview, scratch: Scratch) -> int:
+        """Make of a plain block what is stored, header and all, at the beginning of a page. Returns how long it is."""
+        chain = self.chain
+        head, last = chain.header_bytes, len(chain.wrappers) - 1
+        src, lengths = plain, list[int]()
+        for step, wrapper in enumerate(chain.wrappers):
+            room = wrapper.bound(src.nbytes)
+            dst = page[head : head + room] if step == last else scratch.between(step)[:room]
+            length = wrapper.encode(context, src, dst)
+            if not 0 <= length <= room:
+                raise BrokenWrapper(f"{wrapper!r} made {length} bytes, where {room} were to be the most")
+            src = dst[:length]
+            lengths.append(length)
+        return chain.write_header(context.key, lengths, page)
+
+    def decode(self, context: Context, page: memoryview, plain: memoryview, scratch: Scratch) -> None:
+        """Make of what is stored a plain block again.
+
+        Raises:
+            Damaged: it is not what was stored, or not for this tenant. ``plain`` may hold anything then.
+        """
+        chain = self.chain
+        lengths = chain.read_header(context.key, page)
+        src = page[chain.header_bytes : chain.header_bytes + lengths[-1]]
+        for step in range(len(chain.wrappers) - 1, -1, -1):
+            dst = scratch.between(step - 1)[: lengths[step - 1]] if step else plain
+            chain.wrappers[step].decode(context, src, dst)
+            src = dst
+
+
+@attrs.define(eq=False)
+class Encoding:
+    """Blocks on their way in: a :class:`~backends.abc.Source` of encoded blocks, whose guards are positions in its columns.
+
+    Made on the trio thread for one transfer; its numbers are read there again when that is over.
+    """
+
+    coder: Coder
+    source: Source
+    guards: Sequence[int]
+    views: Pages | None
+    """Where the plain blocks lie, if in host memory."""
+    contexts: Sequence[Context]
+    plain_bytes: int = 0
+    """Bytes that were encoded."""
+    stored_bytes: int = 0
+    """Bytes they became, headers included."""
+
+    def as_source(self) -> EncodedSource:
+        """What the tier below copies from."""
+        return EncodedSource(self)
+
+    def part(self, positions: Sequence[int]) -> Encoding:
+        """Only these blocks."""
+        return Encoding(
+            self.coder,
+            self.source,
+            [self.guards[at] for at in positions],
+            _chosen(self.views, positions),
+            [self.contexts[at] for at in positions],
+        )
+
+    def examine(self, expected: Sequence[int | None] | None) -> dict[int, Exception]:
+        """Which of the blocks are not to be encoded, by position, and why. In a copy thread.
+
+        Args:
+            expected: the xxh3-64 of each block where it comes from, where that is known: rule 3.
+        """
+        refused: dict[int, Exception] = {}
+        last = self.coder.chain.wrappers[-1]
+        if self.coder.seals:
+            for at, context in enumerate(self.contexts):
+                refusal = last.refusal(context)  # type: ignore[attr-defined]
+                if refusal is not None:
+                    refused[at] = refusal
+        known = [at for at, digest in enumerate(expected or ()) if digest is not None and at not in refused]
+        if known and expected is not None:
+            with self.coder.staging.take() as scratch:
+                for positions, pages in self._plain(known, scratch):
+                    for at, digest in zip(positions, checksums(pages), strict=True):
+                        if digest != expected[at]:
+                            refused[at] = DamagedBlock(self.source, self.contexts[at].key, "damaged")
+        return refused
+
+    @staticmethod
+    def is_damaged(refusal: Exception) -> bool:
+        """Whether a block was refused for not being what was stored where it comes from."""
+        return isinstance(refusal, DamagedBlock)
+
+    def encode(self, positions: Sequence[int], pages: Pages) -> None:
+        """Encode blocks into pages. In a copy thread."""
+        coder, slot, at = self.coder, pages.page_bytes, 0
+        with coder.staging.take() as scratch:
+            for portion, plain in self._plain(positions, scratch):
+                for position, block in zip(portion, plain, strict=True):
+                    used = coder.encode(self.contexts[position], block, pages[at], scratch)
+                    ctypes.memset(pages.addresses[at] + used, 0, slot - used)
+                    self.plain_bytes += block.nbytes
+                    self.stored_bytes += used
+                    at += 1
+
+    def _plain(self, positions: Sequence[int], scratch: Scratch) -> Iterator[tuple[Sequence[int], Pages]]:
+        """These blocks in host memory, as they lie there or a few at a time."""
+        if self.views is not None:
+            views = _chosen(self.views, positions)
+            assert views is not None
+            yield positions, views
+            return
+        size, start = self.source.block_bytes, 0
+        while start < len(positions):
+            pages = scratch.portion(len(positions) - start, size)
+            portion = positions[start : start + len(pages)]
+            self.source.copy_out([self.guards[at] for at in portion], pages)
+            yield portion, pages
+            start += len(portion)
+
+
+class EncodedSource:
+    """The same as the tier below sees it: encoded blocks that are not in host memory, and are made when they are copied."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self._encoding = encoding
+
+    def __repr__(self) -> str:
+        return f"<{self._encoding.source!r} through {self._encoding.coder.chain!r}>"
+
+    @property
+    def block_bytes(self) -> int:
+        """What a stored block takes at most."""
+        return self._encoding.coder.slot_bytes
+
+    def upgrade(self, keys: Sequence[Key]) -> list[int]:
+        """They are held already, by whoever transfers them."""
+        chain = self._encoding.coder.chain
+        position = {chain.name(context.key): at for at, context in enumerate(self._encoding.contexts)}
+        return [position[key] for key in keys]
+
+    def release(self, guards: Sequence[int]) -> None:
+        """Nothing to do: see :meth:`upgrade`."""
+
+    def views(self, guards: Sequence[int]) -> None:
+        """No encoded block lies anywhere yet."""
+        return
+
+    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+        """Encode each block into the page at the same position."""
+        self._encoding.encode(guards, pages)
+
+    def used_bytes(self, page: memoryview) -> int:
+        """So many leading bytes of a page that :meth:`copy_out` has filled mean something; the others are zero."""
+        return self._encoding.coder.chain.used_bytes(page)
+
+
+class Decoding:
+    """Places for blocks on their way out: a :class:`~backends.abc.Destination` of encoded blocks."""
+
+    def __init__(self, coder: Coder, destination: Destination, contexts: Sequence[Context]) -> None:
+        self._coder = coder
+        self._destination = destination
+        self._there = destination.views()
+        self._contexts = contexts
+        self.bad: dict[int, Exception] = {}
+        """Why a block could not be decoded, by position: :class:`Damaged`, or what went wrong here."""
+        self.stored_bytes: list[int] = [0] * len(contexts)
+        """What each block has taken, as far as it could be decoded."""
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    @property
+    def block_bytes(self) -> int:
+        """What a stored block takes at most."""
+        return self._coder.slot_bytes
+
+    def views(self) -> None:
+        """What is put here is decoded on the way."""
+        return
+
+    def copy_in(self, start: int, pages: Pages) -> None:
+        """Decode blocks into the places from ``start`` on. In a copy thread."""
+        with self._coder.staging.take() as scratch:
+            if self._there is not None:
+                self._decode(start, pages, self._there.part(start, start + len(pages)), scratch)
+                return
+            done, size = 0, self._destination.block_bytes
+            while done < len(pages):
+                plain = scratch.portion(len(pages) - done, size)
+                self._decode(start + done, pages.part(done, done + len(plain)), plain, scratch)
+                self._destination.copy_in(start + done, plain)
+                done += len(plain)
+
+    def _decode(self, start: int, pages: Pages, plain: Pages, scratch: Scratch) -> None:
+        for at, (page, block) in enumerate(zip(pages, plain, strict=True), start):
+            try:
+                self._coder.decode(self._contexts[at], page, block, scratch)
+                self.stored_bytes[at] = self._coder.chain.used_bytes(page)
+            except Exception as exc:
+                self.bad[at] = exc
+                ctypes.memset(plain.addresses[at - start], 0, block.nbytes)
+
+
+def decode_pages(coder: Coder, contexts: Sequence[Context], stored: Pages, plain: Pages, scratch: Scratch) -> None:
+    """Decode all of these pages, or say which one could not be.
+
+    Raises:
+        Refused: with its position; its page is zeroed.
+    """
+    for at, (context, page, block) in enumerate(zip(contexts, stored, plain, strict=True)):
+        try:
+            coder.decode(context, page, block, scratch)
+        except Damaged as exc:
+            ctypes.memset(plain.addresses[at], 0, block.nbytes)
+            raise Refused(at, exc) from None
+
+
+class Refused(Exception):
+    """One of several blocks could not be decoded."""
+
+    def __init__(self, at: int, why: Damaged) -> None:
+        super().__init__(at, why)
+        self.at = at
+        self.why = why
+
+
+def _chosen(pages: Pages | None, positions: Sequence[int]) -> Pages | None:
+    """The pages at these positions."""
+    if pages is None:
+        return None
+    if list(positions) == list(range(len(pages))):
+        return pages
+    return Pages([pages.addresses[at] for at in positions], pages.page_bytes, pages.owner)

@@ -1,0 +1,189 @@
+"""Quantization to 8-bit floats: half of what 16-bit floats take, a quarter of what 32-bit floats take, and not the same values.
+
+    one scale for each row, 4 bytes each | one e4m3 value for each value
+
+A row is a run of values that share a scale: the largest of them becomes the largest that e4m3 has, 448. So a value comes back
+within 1/16 of itself, or of what is smallest in its row and still told from zero (2**-10 of the scale, which is 1/448 of the
+row's largest).
+
+The oracle: what was decoded, encoded once more, gives the same bytes. So a block that goes through this many times loses once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from ._contract import Context, LossyNotChosen, MissingExtra
+from ._pool import Pool
+
+if TYPE_CHECKING:
+    import torch
+
+_ITEM_BYTES: Final = {"float16": 2, "bfloat16": 2, "float32": 4}
+_SCALE_BYTES: Final = 4
+_LARGEST: Final = 448.0
+_SMALLEST_SCALE: Final = 2.0**-126
+"""The smallest normal number: the scale of a row of zeros, and of one that is hardly more."""
+_AT_ONCE: Final = (1 << 15) - 1
+"""Values at a time. From 2**15 on torch spreads an operation over all cores, but a copy thread is to take one, and what is
+between, in 32 bits, is to stay in its cache."""
+
+
+class Fp8:
+    """Lossy quantization of 16- or 32-bit floats to e4m3, row by row. The one wrapper that makes fixed slots smaller.
+
+    What is not finite comes back as NaN. Use keys of their own for blocks that pass through it (:func:`layout_of`): they are
+    not the blocks that were computed.
+
+    Args:
+        dtype: what the blocks consist of: ``float16``, ``bfloat16`` or ``float32``; torch's own names will do.
+        row: how many neighbouring values share a scale; the size of a head, say. Fewer cost more room and lose less.
+        lossy: must be said.
+
+    Raises:
+        LossyNotChosen: ``lossy`` is not True.
+        MissingExtra: torch is not installed.
+        ValueError: another dtype, or no row.
+    """
+
+    def __init__(self, dtype: str | torch.dtype, *, row: int = 128, lossy: bool = False) -> None:
+        name = str(dtype).removeprefix("torch.")
+        if name not in _ITEM_BYTES:
+            raise ValueError(f"dtype is {name}, but must be one of {', '.join(_ITEM_BYTES)}")
+        if row < 1:
+            raise ValueError(f"row is {row}, but must be at least 1")
+        if lossy is not True:
+            raise LossyNotChosen("Fp8 changes values: say Fp8(..., lossy=True) if that is what you want")
+        try:
+            self._torch: Any = importlib.import_module("torch")
+        except ImportError as exc:
+            raise MissingExtra("Fp8", "torch", "torch") from exc
+        self.dtype: str = name
+        """What the blocks consist of."""
+        self.row: int = row
+        """How many values share a scale."""
+        self._item_bytes = _ITEM_BYTES[name]
+        # Looked up, a value is three times as fast as converted.
+        self._meaning: Any = _meanings(self._torch)
+        self._rooms = Pool(lambda: _Room(self._torch, max(_AT_ONCE, row)))
+
+    def __repr__(self) -> str:
+        return f"Fp8({self.dtype!r}, row={self.row}, lossy=True)"
+
+    @property
+    def id(self) -> bytes:
+        """Another one for another dtype, or for other rows."""
+        return f"fp8-e4m3/1:{self.dtype}:{self.row}".encode()
+
+    @property
+    def lossy(self) -> bool:
+        """It changes values."""
+        return True
+
+    def bound(self, size: int) -> int:
+        """Exactly what it makes: a byte for each value and four for each row."""
+        values, rest = divmod(size, self._item_bytes)
+        if rest:
+            raise ValueError(f"{size} bytes are no whole number of {self.dtype} values")
+        return values + _SCALE_BYTES * -(-values // self.row)
+
+    def encode(self, context: Context, src: memoryview, dst: memoryview) -> int:
+        """Quantize."""
+        made = self.bound(src.nbytes)
+        if made:
+            scales, small = self._stored(dst[:made])
+            values = self._values(src)
+            with self._rooms.take() as room:
+                self._quantize(values, scales, small, room)
+                if not math.isfinite(scales.max().item()):  # seldom: what is not finite must not scale its row
+                    self._quantize_finite(values, scales, small, room)
+        return made
+
+    def decode(self, context: Context, src: memoryview, dst: memoryview) -> None:
+        """Make 16- or 32-bit floats of it again. There is nothing that it could find wrong: every byte is a value."""
+        if dst.nbytes:
+            scales, small = self._stored(src)
+            numbers = small.view(self._torch.uint8)
+            with self._rooms.take() as room:
+                for rows, span, part in self._parts(self._values(dst)):
+                    which, wide = room.which[: part.numel()], room.wide[: part.numel()]
+                    which.copy_(numbers[span])
+                    self._torch.index_select(self._meaning, 0, which, out=wide)
+                    part.copy_(wide.view(part.shape).mul_(scales[rows, None]))
+
+    def _quantize(self, values: Any, scales: Any, small: Any, room: _Room) -> None:
+        """Each row by its largest value. By the quotient none is larger than 448, but for a rounding that e4m3 rounds away."""
+        torch = self._torch
+        for rows, span, part in self._parts(values):
+            wide, sizes = room.shaped(part.shape)
+            scale = scales[rows]
+            wide.copy_(part)
+            torch.amax(torch.abs(wide, out=sizes), 1, out=scale)
+            scale.div_(_LARGEST).clamp_(min=_SMALLEST_SCALE)
+            small[span].copy_(wide.div_(scale[:, None]).view(-1))
+
+    def _quantize_finite(self, values: Any, scales: Any, small: Any, room: _Room) -> None:
+        """The same, but that what is not finite becomes NaN and counts for nothing."""
+        torch = self._torch
+        for rows, span, part in self._parts(values):
+            wide, sizes = room.shaped(part.shape)
+            scale = scales[rows]
+            wide.copy_(part)
+            finite = torch.isfinite(wide)
+            sizes.copy_(torch.where(finite, wide, 0.0).abs_())
+            torch.amax(sizes, 1, out=scale)
+            scale.div_(_LARGEST).clamp_(min=_SMALLEST_SCALE)
+            small[span].copy_(torch.where(finite, wide, torch.nan).div_(scale[:, None]).view(-1))
+
+    def _parts(self, values: Any) -> Iterator[tuple[slice, slice, Any]]:
+        """Whole rows, as many at a time as are worth it: which rows, which values, and these; the last one may be shorter."""
+        row, n = self.row, values.numel()
+        whole, step = n // row, max(1, _AT_ONCE // row)
+        for start in range(0, whole, step):
+            stop = min(whole, start + step)
+            span = slice(start * row, stop * row)
+            yield slice(start, stop), span, values[span].view(-1, row)
+        if n > whole * row:
+            span = slice(whole * row, n)
+            yield slice(whole, whole + 1), span, values[span].view(1, -1)
+
+    def _values(self, plain: memoryview) -> Any:
+        return self._over(plain).view(getattr(self._torch, self.dtype))
+
+    def _stored(self, stored: memoryview) -> tuple[Any, Any]:
+        """The scales and the values of what is stored."""
+        rows = -(-stored.nbytes // (self.row + _SCALE_BYTES))
+        tensor = self._over(stored)
+        cut = rows * _SCALE_BYTES
+        return tensor[:cut].view(self._torch.float32), tensor[cut:].view(self._torch.float8_e4m3fn)
+
+    def _over(self, memory: memoryview) -> Any:
+        """A tensor over memory, which stays the caller's. What is read-only is copied: torch knows no such thing."""
+        buffer = bytearray(memory) if memory.readonly else memory
+        return self._torch.frombuffer(buffer, dtype=self._torch.uint8)
+
+
+class _Room:
+    """What one thread works in. Fresh memory for each operation would cost more than the operation."""
+
+    def __init__(self, torch: Any, n: int) -> None:
+        self.wide = torch.empty(n, dtype=torch.float32)
+        self.sizes = torch.empty(n, dtype=torch.float32)
+        self.which = torch.empty(n, dtype=torch.int32)
+        self._shape: Any = None
+        self._shaped: tuple[Any, Any] = (None, None)
+
+    def shaped(self, shape: Any) -> tuple[Any, Any]:
+        """Room for two tensors of this shape, which mostly is that of the last call."""
+        if shape != self._shape:
+            n = shape.numel()
+            self._shape, self._shaped = shape, (self.wide[:n].view(shape), self.sizes[:n].view(shape))
+        return self._shaped
+
+
+def _meanings(torch: Any) -> Any:
+    """What each of the 256 bytes means, as 32-bit floats."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)

@@ -1,0 +1,346 @@
+"""A tier in wrappers: the same promises, over encoded blocks.
+
+All room, all waiting, all eviction is the tier's below. What is here gives its blocks other names and other bytes, knows whose
+a block is, and makes a miss of what cannot be decoded.
+
+Rule 1. A slot below is as large as a block can become at most. So a tier of fixed slots holds no more blocks for being
+        compressed (quantized, it does); a place that writes only what is used writes less.
+Rule 2. What cannot be decoded is a miss, counted, and no longer found: it is deleted as soon as nobody holds it. Except for
+        what is another tenant's: that stays, since to him it may be good.
+Rule 3. Whose a block is, is looked up when it is asked for, on the trio thread: at the pin of a read, at the transfer of a
+        store, at the upgrade of a copy to elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AsyncExitStack
+from typing import Any, Final
+
+import attrs
+
+from .._errors import BlockSizeError
+from ..abc import (
+    DUPLICATE,
+    LOADED,
+    STORED,
+    Capabilities,
+    Deletion,
+    Destination,
+    Failed,
+    Key,
+    Missed,
+    Outcome,
+    ReadLease,
+    Rejected,
+    RemoteTier,
+    Source,
+    TenantTier,
+    Tier,
+    TierStatistics,
+    WhenFull,
+)
+from ..threads import run_in_thread
+from ._chain import Chain
+from ._coding import Coder, Decoding, Encoding
+from ._contract import Context, Damaged
+from ._lease import WrappedLease
+from ._reservation import WrappedReservation
+from ._statistics import Counters, WrapperStatistics
+from ._tenants import Tenants
+
+CONDEMNED: Final = Rejected("damaged")
+"""Why a block is not stored anew yet: what could not be decoded under its key is still held by somebody."""
+
+
+class WrappedPlace:
+    """What :class:`WrappedTier` and :class:`WrappedRemoteTier` have in common. Made by :func:`wrap` only.
+
+    An async context manager, which enters and closes the tier below if that is one.
+    """
+
+    inner: Any
+    """The tier below, which holds the encoded blocks."""
+    carry: Callable[[Sequence[Key], str], Callable[[], None]]
+    """Only where a wrapper encrypts, here or below: ``carry(keys, tenant)``, until the function that it returns is called these
+    keys are this tenant's; see :class:`backends.abc.TenantTier`."""
+
+    def __init__(self, inner: Tier | RemoteTier, chain: Chain, slot_bytes: int) -> None:
+        self.inner = inner
+        self.chain: Chain = chain
+        """What blocks pass through."""
+        self.coder: Coder = Coder(chain, slot_bytes)
+        """How they do."""
+        self.off_thread: Callable[..., Awaitable[Any]] = getattr(inner, "off_thread", run_in_thread)
+        """How work is done that is left at once when it is cancelled: as the tier below does it."""
+        self._tenants = Tenants()
+        if self.coder.seals or isinstance(
+            inner, TenantTier
+        ):  # whoever has the method must be told whose its blocks are
+            self.carry = self._carry
+        self._condemned: dict[Key, None] = {}  # could not be decoded, and not deleted yet
+        self._counters = Counters()
+        self._asked: list[_Asked] = []
+        self._lost = 0  # loaded by the tier below, and not decoded
+        self._buried = 0  # deleted there on nobody's request
+        self._entered: list[AsyncExitStack] = []
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.chain!r} over {self.inner!r}>"
+
+    async def __aenter__(self) -> Any:
+        stack = AsyncExitStack()
+        if hasattr(type(self.inner), "__aenter__"):
+            await stack.enter_async_context(self.inner)
+        self._entered.append(stack)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._entered.pop().aclose()
+
+    def close(self) -> None:
+        """Close the tier below, if it can be closed."""
+        close = getattr(self.inner, "close", None)
+        if close is not None:
+            close()
+
+    @property
+    def name(self) -> str:
+        """What statistics and hits call it: as the tier below."""
+        return str(getattr(self.inner, "name", "") or type(self.inner).__name__.lower())
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every plain block, in bytes."""
+        return self.chain.block_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a block takes in the tier below."""
+        return self.coder.slot_bytes
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the tier below can do."""
+        return getattr(self.inner, "capabilities", Capabilities())
+
+    # --- names and tenants ----------------------------------------------------------------------------------------
+
+    def stored_key(self, key: Key) -> Key:
+        """What the tier below calls this block."""
+        return self.chain.name(key)
+
+    def names(self, keys: Iterable[Key]) -> list[Key]:
+        """What the tier below calls these blocks."""
+        return [self.chain.name(key) for key in keys]
+
+    def _carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
+        end = self._tenants.carry(keys, tenant)
+        if not isinstance(self.inner, TenantTier):
+            return end
+        end_below = self.inner.carry(self.names(keys), tenant)
+
+        def end_both() -> None:
+            end()
+            end_below()
+
+        return end_both
+
+    def context(self, key: Key) -> Context:
+        """What the chain is told of a block, as things are."""
+        return Context(key, self._tenants.of(key), self.chain.id)
+
+    # --- room -----------------------------------------------------------------------------------------------------
+
+    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> WrappedReservation:
+        """Take room for these blocks; see :class:`backends.abc.TransferExecutor`. Cancelled, it holds nothing.
+
+        Raises:
+            BlockSizeError: this tier holds blocks of another size.
+            CapacityError: it could not hold so many blocks even if it were empty.
+        """
+        self.check_size(block_bytes)
+        await self.bury()
+        asked = _Asked(keys, self.names(keys))
+        self._asked.append(asked)
+        try:
+            inner = await self.inner.reserve(asked.names, self.slot_bytes, when_full)
+        finally:
+            self._asked.remove(asked)
+        return WrappedReservation(self, asked.keys[: len(inner.granted)], inner)
+
+    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> WrappedReservation:
+        """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting."""
+        self.check_size(block_bytes)
+        inner = self.inner.reserve_nowait(self.names(keys), self.slot_bytes, when_full)
+        return WrappedReservation(self, keys[: len(inner.granted)], inner)
+
+    def narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
+        """Whoever waits for ``asked`` wants ``keys`` only; see :class:`backends.abc.TransferExecutor`."""
+        for waiting in self._asked:
+            if waiting.keys is asked:
+                names = self.names(keys)
+                if self.inner.narrow(waiting.names, names):
+                    waiting.keys, waiting.names = keys, names
+                    return True
+        return False
+
+    def check_size(self, block_bytes: int) -> None:
+        """Raise :class:`BlockSizeError` for blocks of another size."""
+        if block_bytes != self.block_bytes:
+            raise BlockSizeError(self, self.block_bytes, block_bytes)
+
+    # --- writing: what a reservation does -------------------------------------------------------------------------
+
+    def encoding(self, source: Source, guards: Sequence[int], keys: Sequence[Key]) -> Encoding:
+        """What is to be encoded; whose each block is, is decided here."""
+        return Encoding(self.coder, source, guards, source.views(guards), [self.context(key) for key in keys])
+
+    def stored(self, encoding: Encoding, outcomes: list[Outcome]) -> None:
+        """A copy is over: count it. A duplicate of what is condemned is none; the store may be tried again."""
+        counters = self._counters
+        counters.encoded += outcomes.count(STORED)
+        counters.plain_bytes += encoding.plain_bytes
+        counters.stored_bytes += encoding.stored_bytes
+        if self._condemned:
+            for at, (outcome, context) in enumerate(zip(outcomes, encoding.contexts, strict=False)):
+                if outcome == STORED:
+                    self._condemned.pop(context.key, None)
+                elif outcome == DUPLICATE and context.key in self._condemned:
+                    outcomes[at] = CONDEMNED
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    async def pin(self, keys: Sequence[Key]) -> WrappedLease:
+        """Hold the longest prefix of ``keys`` that is there. Whose they are is decided now. Cancelled, it holds nothing."""
+        contexts = [self.context(key) for key in keys]
+        await self.bury()
+        if self._condemned:
+            keys = keys[: next((at for at, key in enumerate(keys) if key in self._condemned), len(keys))]
+        inner = await self.inner.pin(self.names(keys))
+        return WrappedLease(self, contexts[: len(inner.keys)], inner)
+
+    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
+        """Decode the leased blocks into the first places of ``destination``, once they are verified.
+
+        What cannot be decoded is :class:`~backends.abc.Missed` with a reason of :class:`WrapperStatistics`, and its place is
+        zeroed. An exception of the destination makes every block :class:`~backends.abc.Failed`. Cancelled, it leaves only when
+        the copy is over.
+
+        Raises:
+            BlockSizeError: the destination has places of another size.
+            ValueError: the lease is not of this tier or was released, or the destination is too small.
+            Unproven: the destination says so.
+        """
+        if not isinstance(lease, WrappedLease) or lease.tier is not self:
+            raise ValueError(f"{lease!r} does not hold blocks in {self!r}")
+        n = len(lease.keys)
+        self.check_size(destination.block_bytes)
+        if len(destination) < n:
+            raise ValueError(f"{n} blocks do not fit into {len(destination)} places")
+        decoding = Decoding(self.coder, destination, lease.contexts)
+        outcomes = list(await self.inner.load(lease.inner, decoding))
+        counters = self._counters
+        for at, outcome in enumerate(outcomes):
+            if outcome != LOADED:
+                continue  # refused below, where it was counted; what was made of it means nothing
+            error = decoding.bad.get(at)
+            if error is None:
+                counters.decoded += 1
+                counters.read_bytes += decoding.stored_bytes[at]
+                continue
+            self._lost += 1
+            if isinstance(error, Damaged):
+                outcomes[at] = Missed(error.reason)
+                self.refuse(lease.keys[at], error)
+            else:
+                outcomes[at] = Failed(error)
+        return outcomes
+
+    def refuse(self, key: Key, error: Damaged) -> None:
+        """This block cannot be decoded: count it, and see that it is found no more, unless it is somebody else's."""
+        self._counters.miss(error.reason)
+        if not error.keep:
+            self._condemned[key] = None
+
+    # --- deleting -------------------------------------------------------------------------------------------------
+
+    async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
+        """Forget these keys; a held one is ``PINNED`` and stays."""
+        answers: list[Deletion] = await self.inner.delete(self.names(keys))
+        if self._condemned:
+            self._forget(keys, answers)
+        return answers
+
+    async def bury(self) -> None:
+        """Delete what could not be decoded, as far as nobody holds it. No checkpoint if there is none."""
+        self._settle()
+        condemned = list(self._condemned)
+        if condemned:
+            with contextlib.suppress(Exception):  # housekeeping: who asks for something is told by the answer to that
+                answers = await self.inner.delete(self.names(condemned))
+                self._buried += answers.count(Deletion.DELETED)
+                self._forget(condemned, answers)
+
+    def _forget(self, keys: Sequence[Key], answers: Sequence[Deletion]) -> None:
+        for key, answer in zip(keys, answers, strict=True):
+            if answer in (Deletion.DELETED, Deletion.MISSING):
+                self._condemned.pop(key, None)
+
+    def _settle(self) -> None:
+        """Take in what copy threads have found, if they find anything."""
+
+    def found(self, keys: Sequence[Key], names: AbstractSet[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` that are called by one of these names below, and could be decoded as far as is known."""
+        self._settle()
+        name, condemned = self.chain.name, self._condemned
+        return {key for key in keys if name(key) in names and key not in condemned}
+
+    # --- watching -------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> TierStatistics:
+        """An immutable snapshot: room and blocks as the tier below counts them, so bytes in slots of its size."""
+        self._settle()
+        below: TierStatistics = self.inner.statistics()
+        missed = dict(below.missed)
+        for reason, count in self._counters.missed.items():
+            missed[reason] = missed.get(reason, 0) + count
+        return attrs.evolve(
+            below, missed=missed, loaded=below.loaded - self._lost, deleted=below.deleted - self._buried
+        )
+
+    def wrapper_statistics(self) -> WrapperStatistics:
+        """An immutable snapshot of what the chain has done."""
+        self._settle()
+        return self._counters.snapshot(self.coder.staging.made)
+
+
+class WrappedTier(WrappedPlace):
+    """A :class:`~backends.abc.Tier` of encoded blocks."""
+
+    inner: Tier
+
+    def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` that can be found right now. Never blocks."""
+        return self.found(keys, self.inner.contains(self.names(keys)))
+
+
+class WrappedRemoteTier(WrappedPlace):
+    """A :class:`~backends.abc.RemoteTier` of encoded blocks."""
+
+    inner: RemoteTier
+
+    async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` that could be found when it was asked. An exception is no answer, and so no miss."""
+        await self.bury()
+        return self.found(keys, await self.inner.contains(self.names(keys)))
+
+
+@attrs.define(eq=False)
+class _Asked:
+    """Who waits for room: the keys as he says them, and as the tier below was told. It may be told apart by both."""
+
+    keys: Sequence[Key]
+    names: Sequence[Key]

@@ -1,0 +1,116 @@
+"""Compression with zstd: a frame where that is smaller, and the bytes as they were where it is not.
+
+One byte before says which of the two, so that what cannot be compressed costs one byte and no time to decode.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from ._contract import Context, Damaged, MissingExtra
+from ._pool import Pool
+
+if TYPE_CHECKING:
+    import zstandard
+
+_RAW: Final = 0
+_FRAME: Final = 1
+_SMALLEST: Final = 32
+"""Bytes: what is shorter is not tried."""
+_LEVELS: Final = range(-7, 23)
+_SMALLEST_WINDOW: Final = 1 << 10  # zstd's own
+
+
+class Zstd:
+    """Lossless compression.
+
+    In a tier of fixed slots it gains no room: a slot must hold what cannot be compressed. It gains what is moved and written
+    where a place writes only what is used, as :class:`backends.file.FileTier` does.
+
+    Args:
+        level: from -7 (fastest) to 22 (smallest). Any level decodes what any other has made.
+
+    Raises:
+        MissingExtra: zstandard is not installed.
+        ValueError: a level that zstd does not have.
+    """
+
+    def __init__(self, level: int = 1) -> None:
+        try:
+            import zstandard
+        except ImportError as exc:
+            raise MissingExtra("Zstd", "zstandard", "zstd") from exc
+        if level not in _LEVELS:
+            raise ValueError(f"level is {level}, but must be from {_LEVELS[0]} to {_LEVELS[-1]}")
+        self._zstd = zstandard
+        self.level: int = level
+        """How much work is put into it."""
+        self._compressors: Pool[zstandard.ZstdCompressor] = Pool(
+            lambda: zstandard.ZstdCompressor(level=self.level, write_checksum=False)
+        )
+        self._decompressors: Pool[zstandard.ZstdDecompressor] = Pool(zstandard.ZstdDecompressor)
+
+    def __repr__(self) -> str:
+        return f"Zstd(level={self.level})"
+
+    @property
+    def id(self) -> bytes:
+        """The same for every level."""
+        return b"zstd/1"
+
+    @property
+    def lossy(self) -> bool:
+        """It loses nothing."""
+        return False
+
+    def bound(self, size: int) -> int:
+        """One byte more."""
+        return size + 1
+
+    def encode(self, context: Context, src: memoryview, dst: memoryview) -> int:
+        """Compress, if that makes it smaller."""
+        size = src.nbytes
+        if size >= _SMALLEST:
+            with self._compressors.take() as compressor:
+                made = _fill(compressor.stream_reader(src, size=size), dst[1:size])
+            if made is not None:
+                dst[0] = _FRAME
+                return 1 + made
+        dst[0] = _RAW
+        dst[1 : 1 + size] = src
+        return 1 + size
+
+    def decode(self, context: Context, src: memoryview, dst: memoryview) -> None:
+        """Decompress.
+
+        Raises:
+            Damaged: it is no frame, or not one of so many bytes.
+        """
+        kind, body = (src[0], src[1:]) if src.nbytes else (None, src)
+        if kind == _RAW and body.nbytes == dst.nbytes:
+            dst[:] = body
+            return
+        if kind != _FRAME:
+            raise Damaged
+        try:
+            frame = self._zstd.get_frame_parameters(body)
+            # A frame may ask for a window of gigabytes: no more than what is expected of it.
+            if frame.content_size != dst.nbytes or frame.window_size > max(_SMALLEST_WINDOW, dst.nbytes):
+                raise Damaged
+            with self._decompressors.take() as decompressor:
+                made = _fill(decompressor.stream_reader(body, read_across_frames=False), dst)
+        except self._zstd.ZstdError as exc:
+            raise Damaged from exc
+        if made != dst.nbytes:
+            raise Damaged
+
+
+def _fill(reader: zstandard.ZstdCompressionReader | zstandard.ZstdDecompressionReader, dst: memoryview) -> int | None:
+    """Read to the end. Returns how many bytes that were, or None if there are more than ``dst`` has room for."""
+    made = 0
+    while made < dst.nbytes:
+        n = reader.readinto(dst[made:])
+        if not n:
+            return made
+        made += n
+    return None if reader.read(1) else made
