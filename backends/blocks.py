@@ -5,13 +5,14 @@ A slot is *reset* (free), *staged* (somebody writes it) or *registered* (found b
     reset --take--> staged --register--> registered --evict, delete, forget--> reset
                        `-----give_back-----> reset
 
+Where somebody copies victims elsewhere before they go, there is one state more: :mod:`backends.leaving`.
+
 Rule 1. A registered block may be held by counted guards. Held, it is neither evicted nor deleted. Dropping the last
         guard makes it *inactive*: still found by its key, and evictable. It is not lost.
 Rule 2. A guard is the number of the slot. Every operation takes and gives whole columns, and runs in C where the common
         case allows it: a block costs some tens of nanoseconds here, and an object per block would cost ten times that.
-Rule 3. Room is granted in the order in which it was asked for. While somebody waits, nobody is granted room past him,
-        except an engine's own `put` and `stage`, which must not wait. Room granted to a waiter that was cancelled in
-        the same tick is given back.
+Rule 3. Room is granted in the order in which it was asked for (`backends/_line.py`). While somebody waits, nobody is granted
+        room past him, except an engine's own `put` and `stage`, which must not wait.
 Rule 4. Free slots are handed out ascending, and as neighbours where possible, so that a copy can merge them into runs.
 
 :class:`Registry` keeps rules 1 to 3, whatever a slot is; :class:`BlockPool` has a fixed number of equal slots.
@@ -19,32 +20,23 @@ Rule 4. Free slots are handed out ascending, and as neighbours where possible, s
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import repeat
 
 import attrs
-import trio
 
 from maru.eviction import LRU, EvictionPolicy
 
-from ._errors import CapacityError
-from .abc import EVICTED, Deletion, Key, WhenFull
+from ._line import Line
+from .abc import EVICTED, Deletion, Key
+from .leaving import Evictions, Listener, Spill
 
+_log = logging.getLogger("backends.eviction")
 _NONE: frozenset[Key] = frozenset()
-
-
-@attrs.define(eq=False)
-class _Waiter:
-    """Somebody waits for room for all of ``keys``."""
-
-    keys: Sequence[Key]
-    size: int
-    evict: bool
-    granted: trio.Event = attrs.field(factory=trio.Event)
-    slots: list[int] | None = None
+_NO_SLOTS: frozenset[int] = frozenset()
 
 
 class _HeldKeys:
@@ -80,47 +72,33 @@ class RegistryStatistics:
     """Made room."""
     deleted: int
     """Deleted by request."""
+    leaving: int
+    """Registered and held, and gone with their last guard: victims that are copied elsewhere."""
 
 
-class Registry(ABC):
+class Registry(Line):
     """Slots found by key: holding, eviction and waiting for room. What a slot is, a subclass says.
 
     ``size`` is what one block takes of the room, in the unit of the subclass.
     """
 
     def __init__(self, eviction: EvictionPolicy[Key] | None = None) -> None:
+        super().__init__()
         self._policy: EvictionPolicy[Key] = LRU() if eviction is None else eviction
         self._slot_of: dict[Key, int] = {}
         self._held: set[int] = set()
         self._more: dict[int, int] = {}  # guards of a held slot beyond the first
         self._doomed: set[int] = set()  # no longer found by a key, and still held
         self._held_keys = _HeldKeys(self._slot_of, self._held)
-        self._waiters: OrderedDict[_Waiter, None] = OrderedDict()
+        self._evictions = Evictions()
+        self._leaving = self._evictions.key_of  # slot -> key; looked at on hot paths
+        self._coming: AbstractSet[int] = _NO_SLOTS  # what will be free without anything further being evicted
         self._staged = self._stored = self._duplicates = self._evicted = self._deleted = 0
 
     def __len__(self) -> int:
         return len(self._slot_of)
 
     # --- what a subclass says -------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def could_hold(self, n: int, size: int = 1) -> bool:
-        """Whether ``n`` blocks fit into an empty place."""
-
-    @abstractmethod
-    def fitting(self, n: int, size: int = 1) -> int:
-        """How many of ``n`` blocks fit into what is free now."""
-
-    @abstractmethod
-    def take(self, n: int, size: int = 1) -> list[int] | None:
-        """``n`` slots, which are staged from now on; ``None`` if there is no room for all of them."""
-
-    @abstractmethod
-    def take_evicting(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
-        """A staged slot for each key, making room for what is missing; ``None`` if too much is held.
-
-        A key that the eviction policy rejects gets ``EVICTED`` instead of a slot. The other slots ascend.
-        """
 
     @abstractmethod
     def _free_slots(self, slots: Sequence[int]) -> None:
@@ -151,6 +129,8 @@ class Registry(ABC):
 
     def use(self, keys: Sequence[Key]) -> None:
         """These registered keys were hit. Tells the eviction policy, deepest first."""
+        if self._leaving:
+            self._evictions.stay(self.slots(keys))
         self._policy.use(keys[::-1])
 
     # --- holding --------------------------------------------------------------------------------------------------
@@ -197,8 +177,48 @@ class Registry(ABC):
             buried = self._doomed.intersection(guards) - self._held
             self._doomed -= buried
             self._free_slots(list(buried))
+        if self._leaving:
+            self._go(self._evictions.gone(guards, self._held))
         if self._waiters:
             self._serve()
+
+    # --- eviction -------------------------------------------------------------------------------------------------
+
+    def on_evicted(self, listener: Listener) -> Callable[[], None]:
+        """Tell ``listener`` of every eviction, until the returned function is called."""
+        return self._evictions.listen(listener)
+
+    def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
+        """Give ``spiller`` all victims, until the returned function is called; see :class:`~backends.leaving.SpillingTier`.
+
+        Raises:
+            ValueError: there is a spiller.
+        """
+        divert = self._evictions.divert(spiller)
+        self._coming = self._evictions.coming
+
+        def end() -> None:
+            divert()
+            if self._evictions.spiller is None:
+                self._coming = _NO_SLOTS
+
+        return end
+
+    def take_at_once(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
+        """Like :meth:`take_evicting`, for who must not wait: victims go at once, whoever would have copied them elsewhere."""
+        spiller = self._evictions.spiller
+        if spiller is None:
+            return self.take_evicting(keys, size)
+        went: list[Key] = []
+        end = self._evictions.listen(went.extend)
+        self._evictions.spiller, self._coming = None, _NO_SLOTS
+        try:
+            return self.take_evicting(keys, size)
+        finally:
+            end()
+            self._evictions.spiller, self._coming = spiller, self._evictions.coming
+            if went:
+                self._hand_over(spiller, Spill(went, (), self._over))
 
     # --- room -----------------------------------------------------------------------------------------------------
 
@@ -210,66 +230,6 @@ class Registry(ABC):
         self._free_slots(back)
         if self._waiters:
             self._serve()
-
-    def reserve_nowait(self, keys: Sequence[Key], when_full: WhenFull, size: int = 1) -> list[int]:
-        """A staged slot for each key, or for a prefix of them under ``partial`` and ``fail``.
-
-        Raises:
-            trio.WouldBlock: there is no room now, or others wait for it.
-            CapacityError: under ``wait`` and ``evict``: they would not fit if all the place were free.
-        """
-        if when_full == "partial" or when_full == "fail":
-            room = 0 if self._waiters else self.fitting(len(keys), size)
-            return self.take(room, size) or []
-        if not self.could_hold(len(keys), size):
-            raise CapacityError(f"{self!r} cannot hold {len(keys)} more blocks, even if it were empty")
-        slots = None if self._waiters else self._try(keys, size, when_full == "evict")
-        if slots is None:
-            raise trio.WouldBlock
-        return slots
-
-    async def reserve(self, keys: Sequence[Key], when_full: WhenFull, size: int = 1) -> list[int]:
-        """Like :meth:`reserve_nowait`, but waits for room, in turn. A checkpoint; cancelled, it holds nothing."""
-        _, slots = await self.reserve_narrowed(keys, when_full, size)
-        return slots
-
-    async def reserve_narrowed(
-        self, keys: Sequence[Key], when_full: WhenFull, size: int = 1
-    ) -> tuple[Sequence[Key], list[int]]:
-        """Like :meth:`reserve`; returns also the keys the slots are for, fewer than asked after a :meth:`narrow`."""
-        await trio.lowlevel.checkpoint_if_cancelled()
-        try:
-            slots = self.reserve_nowait(keys, when_full, size)
-        except trio.WouldBlock:
-            pass
-        else:
-            await trio.lowlevel.cancel_shielded_checkpoint()
-            return keys[: len(slots)], slots
-        waiter = _Waiter(keys, size, when_full == "evict")
-        self._waiters[waiter] = None
-        try:
-            await waiter.granted.wait()
-        except BaseException:
-            if waiter.slots is None:
-                del self._waiters[waiter]
-                self._serve()  # the next in line may need less
-            else:
-                self.give_back(waiter.slots)  # granted and cancelled in the same tick
-            raise
-        assert waiter.slots is not None
-        return waiter.keys, waiter.slots
-
-    def narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
-        """Whoever waits for ``asked``, that very object, waits for ``keys`` from now on, in the same turn.
-
-        False where nobody waits for it (any more).
-        """
-        waiter = next((waiter for waiter in self._waiters if waiter.keys is asked), None)
-        if waiter is None:
-            return False
-        waiter.keys = keys
-        self._serve()  # fewer may fit already, and then the next in line
-        return True
 
     # --- changing what is found -----------------------------------------------------------------------------------
 
@@ -330,6 +290,7 @@ class Registry(ABC):
             if self._slot_of.get(key) == slot:
                 self._policy.discard((key,))
                 if slot in self._held:
+                    self._evictions.stay((slot,))
                     del self._slot_of[key]
                     self._doomed.add(slot)
                 else:
@@ -348,35 +309,50 @@ class Registry(ABC):
             duplicates=self._duplicates,
             evicted=self._evicted,
             deleted=self._deleted,
+            leaving=len(self._leaving),
         )
 
     # --- below ----------------------------------------------------------------------------------------------------
-
-    def _try(self, keys: Sequence[Key], size: int, evict: bool) -> list[int] | None:
-        return self.take_evicting(keys, size) if evict else self.take(len(keys), size)
-
-    def _serve(self) -> None:
-        """Grant room to whoever waited longest, as long as there is enough for him."""
-        waiters = self._waiters
-        while waiters:
-            waiter = next(iter(waiters))
-            slots = self._try(waiter.keys, waiter.size, waiter.evict)
-            if slots is None:
-                return
-            del waiters[waiter]
-            waiter.slots = slots
-            waiter.granted.set()
 
     def _inactive(self) -> int:
         """How many registered blocks nobody holds."""
         return len(self._slot_of) + len(self._doomed) - len(self._held)
 
     def _evict(self, incoming: Sequence[Key], n: int) -> list[Key]:
-        """Make room in ``n`` places, of which at least so many are not held. Returns the keys that are rejected."""
+        """Make room in ``n`` places, of which at least so many are not held. Returns the keys that are rejected.
+
+        With a spiller, the room is there when its copies have settled: until then it is *coming*.
+        """
         victims, rejected = self._policy.make_room(incoming, n, self._held_keys if self._held else ())
+        spiller = self._evictions.spiller
+        if spiller is None:
+            self._go(victims)
+        elif victims:
+            slots = self.slots(victims)
+            self._held.update(slots)
+            self._evictions.leave(victims, slots)
+            self._hand_over(spiller, Spill(victims, slots, self._over))
+        return rejected
+
+    def _hand_over(self, spiller: Callable[[Spill], None], spill: Spill) -> None:
+        try:
+            spiller(spill)
+        except Exception:
+            _log.exception("%r raised: %d blocks go without a copy", spiller, len(spill.keys))
+            spill.over()
+
+    def _over(self, slots: Sequence[int]) -> list[Key]:
+        """A spill lets go of its blocks: which of them leave."""
+        leaving = self._evictions.count_no_more(slots)
+        self.release(slots)
+        return leaving
+
+    def _go(self, victims: list[Key]) -> None:
+        """These are evicted now. The caller serves the waiters."""
         self._reset(victims)
         self._evicted += len(victims)
-        return rejected
+        if victims and self._evictions.listeners:
+            self._evictions.tell(victims)
 
     def _reset(self, keys: Iterable[Key]) -> None:
         """Registered, unheld slots become free. The caller serves the waiters."""
@@ -441,9 +417,10 @@ class BlockPool(Registry):
         missing = len(keys) - len(self._free)
         if missing <= 0:
             return self.take(len(keys))
+        missing -= len(self._coming)
         if missing > self._inactive():
             return None
-        refused = set(self._evict(keys, missing))
+        refused = set(self._evict(keys, missing)) if missing > 0 else ()
         if not refused:
             return self.take(len(keys))
         slots = self.take(len(keys) - len(refused))

@@ -6,7 +6,7 @@ The :class:`~backends.blocks.Registry` decides; what is here gives its columns t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +15,7 @@ import trio
 from ._errors import BlockSizeError, MissingKeys
 from .abc import DUPLICATE, EVICTED, STORED, Failed, Key, Outcome, Rejected, Source, StrongBlocks, WeakBlocks, WhenFull
 from .blocks import Registry
+from .leaving import Listener, Spill
 from .pages import Pages
 
 R = TypeVar("R", bound=Registry)
@@ -210,6 +211,20 @@ class PooledTier(ABC, Generic[R]):
     def release(self, guards: Sequence[int]) -> None:
         """Drop one count of each guard."""
         self.pool.release(guards)
+
+    # --- SpillingTier ---------------------------------------------------------------------------------------------
+
+    def on_evicted(self, listener: Listener) -> Callable[[], None]:
+        """Tell ``listener`` which keys have made room, from now on, until the returned function is called."""
+        return self.pool.on_evicted(listener)
+
+    def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
+        """Let ``spiller`` copy what is to make room elsewhere before it goes; see :class:`backends.leaving.SpillingTier`.
+
+        Raises:
+            ValueError: somebody does already.
+        """
+        return self.pool.spill_to(spiller)
 
     # --- TransferExecutor -----------------------------------------------------------------------------------------
 

@@ -149,7 +149,7 @@ class SlotTier(PooledTier[BlockPool]):
             self.pool.use((key,))
             self.pool.note_duplicates(1)
             return False
-        slots = self.pool.take_evicting((key,))
+        slots = self.pool.take_at_once((key,))
         if slots is None or slots[0] == EVICTED:
             raise CapacityError(f"{self!r} has no room: {'all blocks are held' if slots is None else REJECTED.reason}")
         try:
@@ -194,7 +194,7 @@ class SlotTier(PooledTier[BlockPool]):
         Raises:
             CapacityError: too many blocks are held.
         """
-        slots = self.pool.take_evicting([b""] * n) if n <= self.pool.capacity else None
+        slots = self.pool.take_at_once([b""] * n) if n <= self.pool.capacity else None
         if slots is None or EVICTED in slots:
             self.pool.give_back(slots or ())
             raise CapacityError(f"{self!r} has no room for {n} blocks: the others are held")

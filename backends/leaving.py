@@ -1,0 +1,163 @@
+"""Victims that are still there: who wants to know of an eviction, and who copies its victims elsewhere first. No bytes.
+
+An eviction walks one of two ways. Where nobody copies what goes, a victim goes at once:
+
+    registered --evict--> reset
+
+With a *spiller* (a chain to a slower place, say), it goes when its copy has settled:
+
+    registered --evict--> leaving --last guard dropped--> reset
+         ^                   |
+         `------- use -------'
+
+Rule 1. A block that leaves is held by the guard of its :class:`Spill`, and found by its key. So it can be read, is not deleted,
+        and its slot is free only once nobody reads it any more, in whatever way its copy ends: a copy holds its own guard.
+Rule 2. A use makes it stay: the eviction policy knows it again. Its copy goes on, and is one more copy.
+Rule 3. Whoever waits for room counts on what leaves (it is *coming*), so that no more has to leave than he needs. When a
+        spill is over, what somebody else still holds does not count any more: a copy without an end must not keep others
+        waiting.
+Rule 4. Who must not wait (`put`, `stage`) has nothing spilled: his victims go at once, and the spiller is told so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from .abc import Key
+
+_log = logging.getLogger("backends.eviction")
+
+Listener: TypeAlias = Callable[[Sequence[Key]], None]
+"""Is told which keys have made room, right after they went. Called on the trio thread; must not block."""
+
+
+class Spill:
+    """The victims of one eviction, held until :meth:`over`. Made by a tier only.
+
+    Whoever is given one copies what is worth it and calls :meth:`over` on every path.
+    """
+
+    __slots__ = ("_end", "_slots", "keys")
+
+    def __init__(
+        self, keys: Sequence[Key], slots: Sequence[int], end: Callable[[Sequence[int]], Sequence[Key]]
+    ) -> None:
+        self.keys: Sequence[Key] = keys
+        """What has to go, the least worthy first."""
+        self._slots = slots
+        self._end = end
+
+    def __repr__(self) -> str:
+        return f"<Spill of {len(self.keys)} blocks{'' if self.held else ', over'}>"
+
+    @property
+    def held(self) -> bool:
+        """Whether the blocks are held by this. If not from the start, they went at once: whoever needed room could not wait."""
+        return bool(self._slots)
+
+    def over(self) -> Sequence[Key]:
+        """Let go: each block that was not used meanwhile goes, once nobody else holds it. Idempotent; never raises.
+
+        Returns:
+            The keys that go so, now or with their last guard; not those that stay, or were forgotten as damaged.
+        """
+        slots, self._slots = self._slots, ()
+        return self._end(slots) if slots else ()
+
+
+@runtime_checkable
+class SpillingTier(Protocol):
+    """A tier that evicts, tells of it, and lets somebody copy its victims first. Optional; told by having the methods."""
+
+    def on_evicted(self, listener: Listener) -> Callable[[], None]:
+        """Tell ``listener`` of every eviction from now on, until the returned function is called."""
+        ...
+
+    def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
+        """Give ``spiller`` the victims of every eviction from now on, until the returned function is called.
+
+        It is called on the trio thread, in the midst of a reservation: it takes note and returns. One that raises has let
+        the blocks go. What it was given stays its own when it has been taken away.
+
+        Raises:
+            ValueError: the tier has one.
+        """
+        ...
+
+
+class Evictions:
+    """Who wants to know of a registry's evictions, and which victims are still there. Pure, but for the log.
+
+    Attributes:
+        spiller: who copies victims elsewhere before they go, if anybody does.
+        listeners: who is told of those that went.
+        key_of: the slots that leave, each with its key: registered, held, and unknown to the eviction policy.
+        coming: those of them that are counted on.
+    """
+
+    __slots__ = ("coming", "key_of", "listeners", "spiller")
+
+    def __init__(self) -> None:
+        self.spiller: Callable[[Spill], None] | None = None
+        self.listeners: tuple[Listener, ...] = ()
+        self.key_of: dict[int, Key] = {}
+        self.coming: set[int] = set()
+
+    # --- who wants to know ----------------------------------------------------------------------------------------
+
+    def listen(self, listener: Listener) -> Callable[[], None]:
+        """Tell ``listener`` from now on; returns what ends it. Idempotent."""
+        ours: Listener = lambda keys: listener(keys)  # noqa: E731 - one of its own for each call of this
+        self.listeners = (*self.listeners, ours)
+        return lambda: self._deafen(ours)
+
+    def divert(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
+        """Give ``spiller`` the victims from now on; returns what ends it. Idempotent."""
+        if self.spiller is not None:
+            raise ValueError(f"what this tier evicts goes to {self.spiller!r} already")
+        self.spiller = spiller
+
+        def end() -> None:
+            if self.spiller is spiller:
+                self.spiller = None
+
+        return end
+
+    def tell(self, keys: Sequence[Key]) -> None:
+        """These went. A listener that raises is not told again."""
+        for listener in self.listeners:
+            try:
+                listener(keys)
+            except Exception:
+                _log.exception("a listener for evictions raised, and is not told of any more")
+                self._deafen(listener)
+
+    def _deafen(self, listener: Listener) -> None:
+        self.listeners = tuple([other for other in self.listeners if other is not listener])
+
+    # --- which victims are still there ------------------------------------------------------------------------------
+
+    def leave(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
+        """These are victims, and held from now on."""
+        self.key_of.update(zip(slots, keys, strict=True))
+        self.coming.update(slots)
+
+    def stay(self, slots: Sequence[int]) -> None:
+        """These were used, or are found by their key no more: they do not leave (any more)."""
+        for slot in slots:
+            if self.key_of.pop(slot, None) is not None:
+                self.coming.discard(slot)
+
+    def count_no_more(self, slots: Sequence[int]) -> list[Key]:
+        """A copy of these is over. Returns the keys of those that leave still."""
+        self.coming.difference_update(slots)
+        return [self.key_of[slot] for slot in slots if slot in self.key_of]
+
+    def gone(self, guards: Sequence[int], held: AbstractSet[int]) -> list[Key]:
+        """Guards were dropped: the keys of those that leave and are not held any more. They go now."""
+        slots = [slot for slot in dict.fromkeys(guards) if slot in self.key_of and slot not in held]
+        self.coming.difference_update(slots)
+        return list(map(self.key_of.pop, slots))

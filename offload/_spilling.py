@@ -1,0 +1,394 @@
+"""Spilling: what a full tier evicts is copied to the next one first, and goes when its copy has settled.
+
+    store --reserve--> tier is full --victims--> Spilling --pipeline--> next tier
+              ^                                     |
+              `------------- their slots -----------'  over
+
+Rule 1. A victim is found all the while: in its tier until its copy is found below. It goes uncopied only where the next tier is
+        full, broken or late, where whoever needs its slot cannot wait, or at the end; then it is *dropped*, and counted with
+        the reason.
+Rule 2. No spill lasts for ever. For room below it waits half as long as a store waits for room here, and for its turn half as
+        long again; so whoever waits for its slot gets it in time, however many tiers are chained. Behind the commit its copy
+        is bounded by ``transfer_timeout``. What can then not be proven stays where it is, in quarantine, and nobody counts on
+        its slot.
+Rule 3. Whoever waits for room and is cancelled ends no spill: its slot is free when the next one comes.
+Rule 4. Nothing piles up. What is under way is held in its tier, so it is never more than that tier has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import asynccontextmanager
+from inspect import iscoroutinefunction
+from typing import Any, Final, Protocol, TypeAlias
+
+import attrs
+import trio
+
+from backends.abc import Blocks, CapacityError, Key, RemoteTier, Tier, WeakBlocks
+from backends.leaving import Spill, SpillingTier
+
+from ._config import PipelineConfig
+from ._errors import ConfigError, DestinationFull, DrainUnproven, PipelineClosed, TierUnavailable
+from ._handle import TransferHandle
+from ._lifecycle import Status
+from ._result import TransferResult
+from .abc import AsyncPolicy, Policy, PreconditionLike, Reasons
+from .policies import PresenceFilter
+from .preconditions import NO_WAIT
+
+Dropped: TypeAlias = Callable[[Sequence[Key], str], None]
+"""Is told which blocks went without a copy below, and why, in a word. Must not block or raise."""
+
+_ASK_AGAIN: Final = 0.01
+"""Seconds between two looks at a block that somebody else is bringing below."""
+_SHARE: Final = 0.5
+"""How long a copy waits for room below, as a share of how long a store waits for room here: see rule 2."""
+_PATIENCE: Final = 1.5
+"""And how long for its turn and for room together, as a multiple of that."""
+_log = logging.getLogger("offload.spilling")
+
+
+class _Shelf(Protocol):
+    """What a spilling tier is besides: a source, and a tier of this process."""
+
+    def weak(self, keys: Sequence[Key]) -> WeakBlocks: ...
+
+    def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]: ...
+
+
+class Route(Protocol):
+    """The pipeline to the next tier, as this sees it."""
+
+    @property
+    def name(self) -> str:
+        """What statistics call it."""
+        ...
+
+    @property
+    def config(self) -> PipelineConfig:
+        """Its knobs."""
+        ...
+
+    async def enqueue(self, blocks: Blocks, *, precondition: PreconditionLike) -> TransferHandle:
+        """Take in blocks of the tier above."""
+        ...
+
+
+@attrs.frozen
+class SpillStatistics:
+    """A snapshot of one chain on eviction, in blocks; counters count from its start."""
+
+    under_way: int
+    """Victims that are still in their tier, as their copy has not settled, or its end is unproven."""
+    spilled: int
+    """Went and are below: copied, or stored there by somebody else first."""
+    stayed: int
+    """Were used before their copy had settled, and stayed (their copy may be below all the same)."""
+    dropped: Mapping[str, int]
+    """Went without a copy, by reason: ``full``, ``too large`` (for the next tier, even if it were empty), ``unavailable``,
+    ``late``, ``failed``, ``unproven``, ``pending`` (somebody else was bringing it, and did not), ``at once`` (a ``put`` or
+    ``stage``, which cannot wait), ``closed``, or a policy's word."""
+
+
+# --- how a pipeline for this is made ----------------------------------------------------------------------------------
+
+
+def config_below(config: PipelineConfig, said: PipelineConfig | None = None) -> PipelineConfig:
+    """The knobs of a pipeline that victims leave by: those that were said for it, or of the pipeline that needs their room.
+
+    In either case no block waits for company, and none waits for room for more than half as long as whoever needs its own: see
+    rule 2.
+    """
+    knobs = config if said is None else said
+    shorter = max(0.001, min(knobs.destination_timeout, _SHARE * config.destination_timeout))
+    return attrs.evolve(
+        knobs,
+        batch_config=attrs.evolve(knobs.batch_config, flush_interval=0.0),
+        destination_timeout=shorter,
+        on_overflow="wait",
+    )
+
+
+def check_config(config: PipelineConfig) -> None:
+    """Nothing would ever leave by a chain on eviction if nothing were evicted.
+
+    Raises:
+        ConfigError: ``on_destination_full`` is not ``evict``.
+    """
+    if config.on_destination_full != "evict":
+        raise ConfigError(
+            "on_destination_full",
+            config.on_destination_full,
+            "must be evict with chain='on_evict': what is full would evict nothing, so nothing would reach the next tier",
+        )
+
+
+def what_is_new(tier: Tier | RemoteTier, config: PipelineConfig) -> Policy | AsyncPolicy:
+    """What the next tier has already need not be copied; what it does not say in time is copied, and its first writer wins."""
+    place: Any = tier
+    if iscoroutinefunction(tier.contains):
+        return _AskInTime(
+            place, config.policy_timeout / 2
+        )  # so that it is always this that answers, never the deadline
+    return PresenceFilter(place)
+
+
+class _AskInTime(AsyncPolicy):
+    """A presence filter whose silence keeps nothing back: a block that is filtered here would be lost."""
+
+    def __init__(self, place: RemoteTier, patience: float) -> None:
+        self._place = place
+        self._patience = patience
+
+    def __repr__(self) -> str:
+        return f"what is new in {self._place!r}"
+
+    async def evaluate(self, keys: Sequence[Key]) -> Reasons:
+        with trio.move_on_after(self._patience):
+            try:
+                return dict.fromkeys(await self._place.contains(keys), "present")
+            except Exception as error:
+                _log.debug("%r did not say what it has: %r", self._place, error)
+        return {}
+
+
+# --- the chain --------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def spill(tier: SpillingTier, route: Route, *, dropped: Dropped | None = None) -> AsyncIterator[Spilling]:
+    """Have what ``tier`` evicts copied along ``route``, for the length of an ``async with`` block.
+
+    The block is to be inside that of the pipeline ``route``, and around that of whoever stores into ``tier``. Leaving it waits
+    for what is under way, for ``drain_timeout`` at most; what has not settled then is dropped.
+
+    Args:
+        tier: what is full; the route's source.
+        route: the pipeline to the next tier, with the knobs that :func:`config_below` gives.
+        dropped: is told of blocks that went without a copy.
+
+    Raises:
+        ValueError: what this tier evicts goes elsewhere already.
+    """
+    spilling = Spilling(tier, route, dropped)
+    came: BaseException | None = None
+    async with trio.open_nursery() as nursery:
+        with trio.CancelScope(shield=True):  # where a start is cancelled, its task must end; ours does not end by that
+            await nursery.start(spilling._run)
+        try:
+            end = tier.spill_to(spilling._take)
+            try:
+                yield spilling
+            finally:
+                end()
+        except BaseException as error:  # the body's own: it leaves as it came, not in a group
+            came = error
+        finally:
+            await spilling._close()
+    if came is not None:
+        try:
+            raise came
+        finally:
+            del came  # its traceback holds this frame
+
+
+class Spilling:
+    """Carries the victims of one tier to the next. Made by :func:`spill` only."""
+
+    def __init__(self, tier: SpillingTier, route: Route, dropped: Dropped | None) -> None:
+        self.tier: SpillingTier = tier
+        """Whose victims they are."""
+        self.route: Route = route
+        """The way that they take."""
+        self.patience: float = _PATIENCE * route.config.destination_timeout
+        """Seconds that a victim may wait before its copy begins."""
+        self._shelf: _Shelf = tier  # type: ignore[assignment]
+        self._told = dropped
+        self._nursery: trio.Nursery | None = None
+        self._scope = trio.CancelScope(shield=True)
+        self._closing = trio.Event()
+        self._closed = trio.Event()
+        self._under_way = self._spilled = self._stayed = 0
+        self._dropped: dict[str, int] = {}
+        self._lingering: dict[Key, str] = {}  # over, and held by somebody else: why not below, or nothing
+        self._deafen: Callable[[], None] | None = None
+        self._complained = False
+        self._most = (
+            route.config.batch_config.max_batch_size
+        )  # blocks sent together; fewer where the next tier is small
+
+    def __repr__(self) -> str:
+        return f"<Spilling to {self.route.name}: {self.statistics().under_way} blocks under way>"
+
+    def statistics(self) -> SpillStatistics:
+        """An immutable snapshot."""
+        under_way = self._under_way + len(self._lingering)
+        return SpillStatistics(under_way, self._spilled, self._stayed, dict(self._dropped))
+
+    # --- its life -------------------------------------------------------------------------------------------------
+
+    async def _run(self, *, task_status: trio.TaskStatus[None]) -> None:
+        """Be the parent of those who carry. Shielded, as the pipelines are that they need and that need them."""
+        try:
+            with self._scope:
+                async with trio.open_nursery() as self._nursery:
+                    task_status.started()
+                    await self._closing.wait()
+        finally:
+            self._nursery = None
+            self._closed.set()
+
+    async def _close(self) -> None:
+        self._closing.set()
+        with trio.CancelScope(shield=True):
+            with trio.move_on_after(self.route.config.drain_timeout):
+                await self._closed.wait()
+            self._scope.cancel()
+            await self._closed.wait()
+
+    # --- one spill --------------------------------------------------------------------------------------------------
+
+    def _take(self, victims: Spill) -> None:
+        """What the tier calls. Plain: it is in the midst of a reservation."""
+        if not victims.held:
+            self._drop(victims.keys, "at once")
+            return
+        if self._nursery is None:  # a crash: after a clean end nothing comes here any more
+            self._drop(victims.over(), "closed")
+            return
+        for key in self._lingering.keys() & set(victims.keys):  # it was used after all, and is a victim once more
+            del self._lingering[key]
+            self._stayed += 1
+        self._nursery.start_soon(self._carry, victims)
+        self._under_way += len(victims.keys)
+
+    async def _carry(self, victims: Spill) -> None:
+        why_not = dict.fromkeys(victims.keys, "late")  # why a block is not below, as far as that is known
+        try:
+            await self._copy(why_not)
+        except trio.Cancelled:
+            why_not.update(dict.fromkeys(why_not, "closed"))
+            raise
+        except Exception:  # a broken promise of somebody's; the blocks go all the same
+            _log.exception("%r could not carry %r", self, victims)
+            why_not.update(dict.fromkeys(why_not, "failed"))
+        finally:
+            self._end(victims, why_not)
+
+    async def _copy(self, why_not: dict[Key, str]) -> None:
+        """Have the blocks copied; what is below then is not in ``why_not`` any more.
+
+        Cancelled, what is not committed is not copied.
+        """
+        deadline = trio.current_time() + self.patience
+        keys: Sequence[Key] = list(why_not)
+        while keys:
+            parts: list[TransferHandle] = []
+            try:
+                with trio.move_on_at(deadline):
+                    await self._send(keys, parts)
+                    for part in parts:
+                        await part.wait()
+                _cancel(parts)  # what the deadline has caught; behind the commit this changes nothing
+                for part in parts:
+                    _note(part, await part.wait(), why_not)
+            finally:
+                _cancel(parts)
+            if trio.current_time() >= deadline:
+                return
+            too_many = self._most > 1 and _TOO_MANY in why_not.values()
+            if too_many:
+                self._most //= 2
+            keys = [key for key in keys if why_not.get(key) in (_TOO_MANY, _PENDING)]
+            if keys and not too_many:
+                keys = [key for key in keys if why_not[key] == _PENDING]
+                await trio.sleep(_ASK_AGAIN)
+
+    async def _send(self, keys: Sequence[Key], parts: list[TransferHandle]) -> None:
+        """Weak: this spill holds them already, and a copy takes a hold of its own, which outlasts whatever ends this."""
+        for start in range(0, len(keys), self._most):
+            blocks = self._shelf.weak(keys[start : start + self._most])
+            try:
+                parts.append(await self.route.enqueue(blocks, precondition=NO_WAIT))
+            except PipelineClosed:
+                return
+
+    def _end(self, victims: Spill, why_not: Mapping[Key, str]) -> None:
+        """Let the blocks go, and count what became of them."""
+        n = len(victims.keys)
+        leave = victims.over()
+        self._under_way -= n
+        self._stayed += n - len(leave)
+        lingering = self._shelf.contains(leave)
+        for key in lingering:
+            self._lingering[key] = why_not.get(key, "")
+        if lingering and self._deafen is None:
+            self._deafen = self.tier.on_evicted(self._went)
+        self._count([(key, why_not.get(key, "")) for key in leave if key not in lingering])
+
+    def _went(self, keys: Sequence[Key]) -> None:
+        """Evicted: among these may be what was held by somebody else when its spill was over."""
+        self._count([(key, self._lingering.pop(key)) for key in keys if key in self._lingering])
+        if not self._lingering and self._deafen is not None:
+            self._deafen()
+            self._deafen = None
+
+    def _count(self, fates: Sequence[tuple[Key, str]]) -> None:
+        lost: dict[str, list[Key]] = {}
+        for key, reason in fates:
+            if reason:
+                lost.setdefault(reason, []).append(key)
+            else:
+                self._spilled += 1
+        for reason, keys in lost.items():
+            self._drop(keys, reason)
+        if fates and not lost:
+            self._complained = False
+
+    def _drop(self, keys: Sequence[Key], reason: str) -> None:
+        self._dropped[reason] = self._dropped.get(reason, 0) + len(keys)
+        # Once for each time that it begins: a tier that is down for an hour is one line, not one for each batch.
+        level = logging.DEBUG if self._complained else logging.WARNING
+        self._complained = True
+        _log.log(level, "%d blocks were dropped instead of copied to %s: %s", len(keys), self.route.name, reason)
+        if self._told is not None:
+            self._told(keys, reason)
+
+
+def _cancel(parts: Sequence[TransferHandle]) -> None:
+    for part in parts:
+        part.request_cancel()
+
+
+def _note(part: TransferHandle, result: TransferResult, why_not: dict[Key, str]) -> None:
+    """What became of some blocks: below, or why not. Of one that was gone already nothing is said: it was damaged."""
+    for key in result.completed:
+        why_not.pop(key, None)
+    for key, reason in result.filtered.items():
+        if reason == "present":
+            why_not.pop(key, None)
+        else:
+            why_not[key] = reason
+    for key, error in result.failed.items():
+        why_not[key] = _word(error)
+    if result.status is not Status.COMPLETE:  # of what is left: cancelled or failed whole, before the copy
+        why_not.update(dict.fromkeys(part.remaining_blocks, "late" if result.error is None else _word(result.error)))
+
+
+_PENDING, _TOO_MANY = "pending", "too large"
+
+_WORDS: Final[Sequence[tuple[type[Exception], str]]] = (
+    (DestinationFull, "full"),
+    (TierUnavailable, "unavailable"),
+    (DrainUnproven, "unproven"),
+    (PipelineClosed, "closed"),
+)
+
+
+def _word(error: BaseException) -> str:
+    if isinstance(error.__cause__, CapacityError):
+        return _TOO_MANY
+    return next((word for kind, word in _WORDS if isinstance(error, kind)), "failed")
