@@ -16,6 +16,7 @@ then the same path in capitals, with two underscores for each dot: ``[pipeline.b
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -64,6 +65,17 @@ class Knobs:
     def seconds(self, default: float, low: float, high: float, reason: str) -> Any:
         """A time in a range; an integer will do."""
         return self._field(default, f"seconds from {low:g} to {high:g}", _is_number(low, high), reason)
+
+    def patience(self, default: float, low: float, high: float, reason: str) -> Any:
+        """A time in a range, or ``inf``, for which ``None`` stands where there are no files: as long as it takes."""
+        holds = _is_number(low, high)
+        return self._field(
+            default,
+            f"seconds from {low:g} to {high:g}, or inf",
+            lambda value: holds(value) or value == math.inf,
+            reason,
+            lambda value: math.inf if value is None else value,
+        )
 
     def share(self, default: float, low: float, high: float, reason: str) -> Any:
         """A part of a whole."""

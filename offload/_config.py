@@ -140,6 +140,41 @@ class PipelineConfig:
             )
 
 
+@attrs.frozen
+class BreakerConfig:
+    """When a tier counts as broken, and how it is tried again. The reason for each bound and default is in :func:`knobs`."""
+
+    max_faults: int = _knob.count(
+        3, 1, 1_000, "Faults in a row that break a tier. One is bad luck; each may cost somebody a timeout."
+    )
+    first_wait: float = _knob.seconds(
+        1.0, 0.001, _DAY, "How long a tier that has just broken is left alone. It doubles with each probe in vain."
+    )
+    longest_wait: float = _knob.seconds(
+        30.0,
+        0.001,
+        _DAY,
+        "What the wait doubles up to, and how long a probe may take. At least first_wait.",
+    )
+    call_timeout: float = _knob.patience(
+        5.0,
+        0.001,
+        _DAY,
+        "How long a tier may take to answer a question (contains, pin, delete, room) before that is a fault; longer than its "
+        "own patience, so that it says itself what is wrong. inf: as long as the tier itself allows.",
+    )
+    load_timeout: float = _knob.patience(
+        60.0,
+        0.001,
+        _DAY,
+        "How long it may take to load the blocks of a run. As long as a store's copy. inf: as above.",
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if self.first_wait > self.longest_wait:
+            raise ConfigError("first_wait", self.first_wait, f"must be at most longest_wait, {self.longest_wait}")
+
+
 def knobs(cls: type[attrs.AttrsInstance] = PipelineConfig, *, section: str = "pipeline") -> tuple[Knob, ...]:
     """Every knob of a configuration class and of the classes nested in it, in the order in which they are declared."""
     return tuple(_knob.of(cls, section))

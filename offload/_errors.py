@@ -35,6 +35,31 @@ class DestinationFull(OffloadError):
     """The destination had no room, by the rule of ``on_destination_full``: nothing was written."""
 
 
+class TierUnavailable(OffloadError):
+    """A tier has broken, and nobody asks it now: whoever wanted something of it goes on without. Nothing was done.
+
+    A lookup leaves it out, and names it; a store's blocks are rejected. An operator reads who, since when, why.
+    """
+
+    def __init__(self, tier: str, *, since: float, cause: str, next_probe: float | None, now: float) -> None:
+        again = (
+            "is being tried again" if next_probe is None else f"is tried again in {max(0.0, next_probe - now):.3g} s"
+        )
+        super().__init__(f"{tier} has been unavailable for {now - since:.3g} s ({cause}); it {again}")
+        self.tier = tier
+        """Its name."""
+        self.since = since
+        """When it broke, on trio's clock."""
+        self.cause = cause
+        """What its last fault was."""
+        self.next_probe = next_probe
+        """When it is tried again, on trio's clock; ``None`` while it is."""
+
+
+class TierTooSlow(OffloadError, trio.TooSlowError):
+    """A tier did not answer within the deadline that its guard has for it; the call was cancelled, and left nothing behind."""
+
+
 class TransferFailed(OffloadError):
     """The executor failed the whole batch, or broke its contract; its cause is what it raised. The copy is over."""
 

@@ -7,9 +7,12 @@ marks of a quarantined copy stay until an operator releases it.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from backends.abc import Key, TransferExecutor
+
+P = TypeVar("P")
 
 
 class PendingMarks:
@@ -42,5 +45,10 @@ _MARKS: WeakKeyDictionary[TransferExecutor, PendingMarks] = WeakKeyDictionary()
 
 
 def marks_of(destination: TransferExecutor) -> PendingMarks:
-    """The marks of this destination: one set, however many pipelines lead there."""
-    return _MARKS.setdefault(destination, PendingMarks())
+    """The marks of this destination: one set, however many pipelines lead there, and whoever guards it."""
+    return _MARKS.setdefault(place_of(destination), PendingMarks())
+
+
+def place_of(place: P) -> P:
+    """The place itself, where this is a guard of it (:func:`offload.guarded`): a place may go by both."""
+    return getattr(place, "unguarded", place)

@@ -32,7 +32,8 @@ from ._errors import PipelineClosed, PipelineFull
 from ._handle import TransferHandle
 from ._instruments import Hooks
 from ._lifecycle import Phase
-from ._marks import marks_of
+from ._marks import marks_of, place_of
+from ._precedence import Deference, Precedence
 from ._quarantine import Quarantined
 from ._settling import Settlement
 from ._stages.admission import Admission
@@ -59,6 +60,7 @@ class Pipeline:
         chain: Sequence[Pipeline],
         instruments: Sequence[Instrument | object],
         name: str,
+        precedence: Precedence | None = None,
     ) -> None:
         self.name: str = name
         self.config: PipelineConfig = config
@@ -70,7 +72,8 @@ class Pipeline:
         self._marks = marks_of(destination)
         self._settlement = Settlement(self._marks, self._budget, self.hooks)
         self._chain = Chain(chain, destination, self._settlement) if chain else None  # type: ignore[arg-type]
-        self._wire()
+        self._origin = place_of(source)
+        self._wire(precedence)
         self._closed = False
         self._enqueued = self._dropped = self._swept_late = 0
         self._draining = 0
@@ -78,21 +81,27 @@ class Pipeline:
         self._sweeper_sleeps = False
         self._scope = trio.CancelScope(shield=True)
 
-    def _wire(self) -> None:
+    def _wire(self, precedence: Precedence | None) -> None:
         """Join the rooms, last one first."""
         config, settlement, hooks = self.config, self._settlement, self.hooks
         finish = settlement.settle_all if self._chain is None else self._chain.follow
-        self._batching = Batching(config, settlement, hooks)
+        self._batching = batching = Batching(config, settlement, hooks)
+        self._deference: Deference | None = None
+        hand_over: Batching | Deference = batching
+        if precedence is not None:
+            hand_over = Deference(precedence, batching.wait_due, batching.next_batch_nowait)
+            self._deference = hand_over
         self._transfer = Transfer(
-            self.source,
+            self._origin,
             self.destination,
             config,
             settlement,
             hooks,
-            next_batch=self._batching.next_batch,
-            next_batch_nowait=self._batching.next_batch_nowait,
-            put_back=self._batching.put_back,
+            next_batch=hand_over.next_batch,
+            next_batch_nowait=hand_over.next_batch_nowait,
+            put_back=batching.put_back,
             finish=finish,
+            deference=self._deference,
         )
         self._awaiting = Awaiting(config, settlement, hooks, forward=self._batching.step)
         self._admission = Admission(self._policies, config, settlement, hooks, forward=self._awaiting.step)
@@ -192,7 +201,7 @@ class Pipeline:
     def _check(self, blocks: Blocks, precondition: PreconditionLike) -> Precondition | None:
         if self._closed:
             raise PipelineClosed(f"{self!r} is closed")
-        if blocks.source is not self.source:
+        if blocks.source is not self._origin and blocks.source is not self.source:
             raise ValueError(f"{blocks!r} are not of this pipeline's source, {self.source!r}")
         if len(blocks.keys) > self._budget.total:
             raise ValueError(f"{len(blocks.keys)} blocks at once are more than budget_blocks = {self._budget.total}")
@@ -299,6 +308,8 @@ class Pipeline:
         with trio.CancelScope(shield=True):
             self._close_door()
             self._transfer.cut_off_at(deadline)
+            if self._deference is not None:
+                self._deference.hurry()
             self._draining += 1
             self._batching.flush(True)
             with trio.move_on_at(deadline):
@@ -347,6 +358,8 @@ class Pipeline:
 
     def _bury(self) -> None:
         """Nobody walks any more. After a clean end nothing is left inside; after a crash whoever waits must not hang."""
+        if self._deference is not None:
+            self._deference.close()
         self._close_door()
         for container in list(self._settlement.live):
             if not container.status.terminal:
@@ -435,6 +448,7 @@ def open_pipeline(
     chain: Sequence[Pipeline] = (),
     instruments: Sequence[Instrument | object] = (),
     name: str = "",
+    precedence: Precedence | None = None,
 ) -> AbstractAsyncContextManager[Pipeline]:
     """A pipeline from one place to another, for as long as the ``async with`` block lasts.
 
@@ -450,6 +464,7 @@ def open_pipeline(
         chain: pipelines out of ``destination`` that everything stored there is fed to; opened before, closed after.
         instruments: observers; see :class:`offload.abc.Instrument`.
         name: what statistics, logs and the results of a chain call it; by default the destination's.
+        precedence: which loads go before its copies; shared by all pipelines whose copies are in the way of the same loads.
 
     Raises:
         ValueError: a pipeline of ``chain`` does not start at ``destination``, or two of them have one name.
@@ -458,7 +473,8 @@ def open_pipeline(
     if len(set(names)) < len(names):
         raise ValueError(f"the pipelines of a chain need names of their own, not {names}: give each a name=")
     for route in chain:
-        if route.source is not cast("object", destination):
+        if place_of(route.source) is not place_of(cast("object", destination)):
             raise ValueError(f"{route!r} starts at {route.source!r}, not at the destination, {destination!r}")
     name = name or str(getattr(destination, "name", "") or type(destination).__name__.lower())
-    return _OpenPipeline(Pipeline(source, destination, policies, config or PipelineConfig(), chain, instruments, name))
+    config = config or PipelineConfig()
+    return _OpenPipeline(Pipeline(source, destination, policies, config, chain, instruments, name, precedence))

@@ -17,6 +17,7 @@ from typing import Final, Protocol, TypeAlias, cast, overload
 import trio
 from xxhash import xxh3_64_intdigest
 
+from ._errors import TierUnavailable
 from .abc import AsyncPolicy, Key, Leased, Policy, Reasons
 
 AnyPolicy: TypeAlias = "Policy | AsyncPolicy"
@@ -65,8 +66,11 @@ class PresenceFilter:
         return f"PresenceFilter({self._tier!r})"
 
     def __call__(self, keys: Sequence[Key]) -> Reasons:
-        """Those the tier contains right now."""
-        found = self._contains(keys)
+        """Those the tier contains right now. Of one that is broken nobody knows: whoever asks it for room will be told."""
+        try:
+            found = self._contains(keys)
+        except TierUnavailable:
+            return NOTHING_REJECTED
         return dict.fromkeys(found, "present") if found else NOTHING_REJECTED
 
 
@@ -80,8 +84,11 @@ class RemotePresenceFilter(AsyncPolicy):
         return f"RemotePresenceFilter({self._place!r})"
 
     async def evaluate(self, keys: Sequence[Key]) -> Reasons:
-        """Those the place contained when it was asked."""
-        found = await self._place.contains(keys)
+        """Those the place contained when it was asked. Of one that is broken nobody knows."""
+        try:
+            found = await self._place.contains(keys)
+        except TierUnavailable:
+            return NOTHING_REJECTED
         return dict.fromkeys(found, "present") if found else NOTHING_REJECTED
 
 

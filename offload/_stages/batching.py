@@ -86,11 +86,15 @@ class Batching:
 
     async def next_batch(self, owner: Holder) -> OffloadBatch:
         """Wait until a batch is due and take it. Cancelled while waiting, it has taken nothing."""
+        await self.wait_due()
+        return self._take(owner)
+
+    async def wait_due(self) -> None:
+        """Wait until a batch is due. Until the next checkpoint it is there to be taken."""
         if self._due():
             await trio.lowlevel.checkpoint()
         while not self._due():
             await self._sleep()
-        return self._take(owner)
 
     def next_batch_nowait(self, owner: Holder) -> OffloadBatch | None:
         """Take a batch if one is due."""

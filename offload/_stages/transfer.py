@@ -6,7 +6,8 @@ What a slot does with a batch, in this order:
 
 1. Reserve room at the destination. This may wait, and holds nothing while it does. What is cancelled meanwhile settles at
    once, and the rest of the batch waits on in the same turn and under the same deadline. Where the destination knows no
-   way to ask for less, the rest asks again, without leaving the slot.
+   way to ask for less, the rest asks again, without leaving the slot. A destination that is broken rejects the batch at once.
+   Where loads go first (:mod:`offload._precedence`) a batch that had to wait for room stands back for them, with its room.
 2. Commit, without a checkpoint: sweep, claim, upgrade, give back the room of what dropped out, and only then settle that.
 3. Copy, shielded, bounded by ``transfer_timeout``. Outcomes or an ordinary exception prove that the copy is over; a timeout
    or :class:`backends.abc.Unproven` does not, and what it touched is quarantined.
@@ -38,13 +39,22 @@ from backends.abc import (
 
 from .._config import PipelineConfig
 from .._container import FlatBlocks, Holder, OffloadBatch, OffloadContainer
-from .._errors import DestinationFull, DrainUnproven, OffloadError, PipelineClosed, TransferFailed
+from .._errors import (
+    DestinationFull,
+    DrainUnproven,
+    OffloadError,
+    PipelineClosed,
+    TierUnavailable,
+    TransferFailed,
+)
 from .._instruments import Hooks
-from .._lifecycle import Status
+from .._lifecycle import Phase, Status
+from .._precedence import Deference
 from .._quarantine import Quarantine
 from .._settling import Settlement
 
 _TRANSFERRING = Status.TRANSFERRING
+_FAILED = Phase.FAILED
 _IN_A_ROW = 4
 """Batches that a slot carries in one tick, where nothing makes it wait."""
 _GIVE_WAY = 3
@@ -68,6 +78,8 @@ class Transfer:
     """Takes a container back as the next one to go."""
     finish: Callable[[list[OffloadContainer]], None]
     """Where containers go once their copy is over."""
+    deference: Deference | None = None
+    """How the slots stand back for loads, where they do. It stands before ``next_batch`` then."""
     quarantine: Quarantine = attrs.Factory(Quarantine)
     cutoff: float = math.inf
     """No wait of a slot goes on behind this time: the end of a shutdown's drain."""
@@ -99,9 +111,9 @@ class Slot:
     copying: FlatBlocks | None = None
     """What is being copied."""
     _reserving: trio.CancelScope | None = None
-    """What it waits for room in: the only wait of a slot that a cancel may end."""
+    """What it waits for room in, or stands back in: the only waits of a slot that a cancel may end."""
     _waiting: OffloadBatch | None = None
-    """What it waits for room for."""
+    """What it waits for room for, or stands back with."""
     _bound: trio.CancelScope = attrs.Factory(trio.CancelScope)
     """Bounds the copies, one after the other: entering a scope per copy costs four times what moving its deadline does."""
 
@@ -195,13 +207,15 @@ class Slot:
                     )
                 reservation = await self._wait_for_room(batch, deadline)
                 if reservation is not None:
-                    return reservation
+                    return await self._behind_loads(batch, reservation)
                 if all(container.walks_on for container in batch.containers):
                     self._end(batch, DestinationFull(f"no room within {stage.config.destination_timeout} s"))
             except trio.WouldBlock as error:
                 if deadline is not None:
                     self._end(batch, error)  # it was let wait, and will not
                     return None
+                if stage.deference is not None:
+                    stage.deference.give_up(self)
                 deadline = min(trio.current_time() + stage.config.destination_timeout, stage.cutoff)
             except CapacityError as error:
                 # Each container for itself: a neighbour's size is no reason to fail.
@@ -211,6 +225,8 @@ class Slot:
                 for container in reversed(others):
                     stage.put_back(container)
                 batch.keep([first] if others else [])
+            except TierUnavailable as error:
+                self._reject(batch, error)
             except Exception as error:
                 self._end(batch, error)
 
@@ -228,6 +244,46 @@ class Slot:
         finally:
             self._reserving = self._waiting = None
         return reservation
+
+    async def _behind_loads(self, batch: OffloadBatch, reservation: Reservation) -> Reservation | None:
+        """Room was long in coming, and loads may have begun meanwhile: stand back for them. Who is cancelled gives up his."""
+        stage = self.stage
+        if stage.deference is None:
+            return reservation
+        while True:
+            self._reserving = trio.CancelScope(deadline=stage.cutoff)
+            self._waiting = batch
+            try:
+                with self._reserving:
+                    await stage.deference.stand_back(self)
+                    return reservation
+            except BaseException:
+                reservation.release()
+                raise
+            finally:
+                self._reserving = self._waiting = None
+            swept = batch.sweep_cancelled()
+            late = trio.current_time() >= stage.cutoff
+            if late or not batch.containers:
+                reservation.release()
+            else:
+                reservation.keep(batch.keys)
+            stage.settlement.settle_all(swept)
+            if late:
+                self._end(batch, PipelineClosed("the time to drain was over before its copy started"))
+            if not batch.containers:
+                return None
+
+    def _reject(self, batch: OffloadBatch, error: TierUnavailable) -> None:
+        """The destination is broken and takes nothing now: no failure of ours, but the end of each of these blocks."""
+        containers = batch.containers
+        batch.keep([])
+        for container in containers:
+            keys = container.keys
+            container.abandon(error)
+            if container.phase is _FAILED:  # not where an observer of the one before has cancelled it
+                container.failed = dict.fromkeys(keys, error)
+            self.stage.settlement.settle(container)
 
     def _end(self, batch: OffloadBatch, error: Exception) -> None:
         """Nothing was reserved, and nothing will be."""
@@ -307,6 +363,8 @@ class Slot:
         cause: BaseException | None = None
         try:
             outcomes = list(await reservation.transfer(stage.source, flat.guards))
+        except TierUnavailable as error:  # it broke since it granted room, and nothing was copied
+            outcomes = [Failed(error)] * len(flat.keys)
         except Exception as error:
             if _unproven(error):
                 cause = error

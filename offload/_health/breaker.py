@@ -1,0 +1,187 @@
+"""The circuit breaker of one tier: may it be asked now? Pure: calls, verdicts and the time go in, a decision comes out.
+
+    CLOSED --max_faults in a row--> OPEN --its wait is over--> HALF_OPEN --the probe is answered--> CLOSED
+                                      ^                            |
+                                      +---- the probe faulted, was cancelled, or never came back --+
+
+Rule 1. Whoever wants to ask takes a *turn* and hands it back with a verdict. Closed, everybody has one; open, nobody; half
+        open, exactly one, the probe's.
+Rule 2. A turn is the number of the *generation* in which it was taken. Every change of state begins a new one, and what comes
+        back from an earlier one is ignored: a call that hung for a minute says nothing about now.
+Rule 3. ``max_faults`` in a row open it, for ``first_wait``; each probe that faults doubles the wait, up to ``longest_wait``.
+Rule 4. A probe that is silent (it was cancelled, or was not used) gives its turn back: the next one may go at once. One that
+        has not come back within ``longest_wait`` counts as a fault, so that a turn that was lost is not lost for ever.
+Rule 5. Calls are of three kinds, and a success of one says little about another: a tier may find every key in its memory and
+        read none from its disk. So faults are in a row if no call of *their kind*, or no call at all, was answered between
+        them; and a tier that a probe of another kind has closed is on probation: the next fault of the kind that broke it
+        opens it again, and its wait goes on doubling.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+import attrs
+
+if TYPE_CHECKING:
+    from .._config import BreakerConfig
+
+
+class HealthState(enum.Enum):
+    """What a breaker lets through."""
+
+    CLOSED = "closed"
+    """Everything: the tier is well."""
+    OPEN = "open"
+    """Nothing: the tier is broken, and left alone for a while."""
+    HALF_OPEN = "half-open"
+    """One probe, which is under way."""
+
+
+_CLOSED, _OPEN, _HALF_OPEN = HealthState
+
+MOVES: Final[Mapping[HealthState, frozenset[HealthState]]] = {
+    _CLOSED: frozenset({_OPEN}),
+    _OPEN: frozenset({_HALF_OPEN}),
+    _HALF_OPEN: frozenset({_CLOSED, _OPEN}),
+}
+
+
+class Call(enum.Enum):
+    """What a tier is asked for; see rule 5."""
+
+    ASK = "ask"
+    """A question: contains, pin, delete."""
+    LOAD = "load"
+    """Bytes out of it."""
+    STORE = "store"
+    """Room, and bytes into it."""
+
+
+class Verdict(enum.Enum):
+    """What a call said about the tier. :mod:`offload._health.faults` decides which."""
+
+    ANSWERED = "answered"
+    """It works, whatever its answer was."""
+    FAULT = "fault"
+    """It did not answer, or could not be reached."""
+    SILENT = "silent"
+    """Nothing: the call was cancelled, or was the caller's own mistake."""
+
+
+@attrs.frozen
+class Health:
+    """How a tier is, at one moment. Times are on trio's clock, in seconds."""
+
+    state: HealthState
+    """Whether it is asked."""
+    since: float
+    """When it broke or, where it is closed, since when it has been well."""
+    faults: int
+    """Faults in a row, the last one included."""
+    cause: str
+    """The last fault; empty where there never was one."""
+    next_probe: float | None
+    """When it is tried again; ``None`` where it is closed, or a probe is under way."""
+
+
+@attrs.define(eq=False)
+class Breaker:
+    """Decides whether a tier may be asked."""
+
+    config: BreakerConfig
+    since: float
+    """When the tier last broke or was well again; at first, when it came to be guarded."""
+    state: HealthState = _CLOSED
+    generation: int = 0
+    """Counts the changes of state."""
+    cause: str = ""
+    """The last fault."""
+    _until: float = 0.0
+    """OPEN: when a probe may go. HALF_OPEN: when the one under way is given up."""
+    _wait: float = 0.0
+    """How long it was open the last time; 0 once the tier is beyond suspicion."""
+    _in_a_row: int = 0
+    """Faults since any call was answered."""
+    _of_kind: dict[Call, int] = attrs.Factory(lambda: dict.fromkeys(Call, 0))
+    """Faults since a call of this kind was answered."""
+    _suspect: set[Call] = attrs.Factory(set)
+    """Kinds that were under way to breaking it, and have not been answered since."""
+
+    @property
+    def faults(self) -> int:
+        """Faults in a row: see rule 5."""
+        return max(self._in_a_row, *self._of_kind.values())
+
+    @property
+    def health(self) -> Health:
+        """All of it as a value."""
+        next_probe = self._until if self.state is _OPEN else None
+        return Health(self.state, self.since, self.faults, self.cause, next_probe)
+
+    def enter(self, now: float) -> int | None:
+        """A turn, or ``None``: the tier is not to be asked now. Whoever gets one calls :meth:`leave`, once."""
+        if self.state is _CLOSED:
+            return self.generation
+        if now < self._until:
+            return None
+        if self.state is _HALF_OPEN:
+            self._open(now, "a probe never came back")
+            return None
+        self._move(_HALF_OPEN)
+        self._until = now + self.config.longest_wait
+        return self.generation
+
+    def leave(self, turn: int, call: Call, verdict: Verdict, now: float, cause: str = "") -> None:
+        """Hand a turn back.
+
+        Args:
+            turn: what :meth:`enter` gave; one of an earlier generation is ignored.
+            call: what was asked for.
+            verdict: what came of it.
+            now: the time.
+            cause: of a fault, in words.
+        """
+        if turn != self.generation:
+            return
+        if verdict is Verdict.FAULT:
+            self._in_a_row += 1
+            self._of_kind[call] += 1
+            self._suspect.add(call)
+            if self.state is _HALF_OPEN or self.faults >= self.config.max_faults:
+                self._open(now, cause)
+            else:
+                self.cause = cause
+        elif verdict is Verdict.ANSWERED:
+            self._answered(call, now)
+        elif self.state is _HALF_OPEN:
+            self._move(_OPEN)
+            self._until = now
+
+    def _answered(self, call: Call, now: float) -> None:
+        if not self._suspect and self.state is _CLOSED:
+            return  # the common case
+        self._in_a_row = self._of_kind[call] = 0
+        self._suspect.discard(call)
+        if not self._suspect:
+            self._wait = 0.0
+        if self.state is _HALF_OPEN:
+            self._move(_CLOSED)
+            self.since = now
+            for other, faults in self._of_kind.items():  # on probation
+                self._of_kind[other] = min(faults, self.config.max_faults - 1)
+
+    def _open(self, now: float, cause: str) -> None:
+        if self.state is _CLOSED:
+            self.since = now
+        self.cause = cause
+        self._move(_OPEN)
+        self._wait = min(max(self.config.first_wait, 2 * self._wait), self.config.longest_wait)
+        self._until = now + self._wait
+
+    def _move(self, state: HealthState) -> None:
+        assert state in MOVES[self.state], f"{self.state} -> {state}"
+        self.state = state
+        self.generation += 1

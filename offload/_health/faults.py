@@ -1,0 +1,82 @@
+"""What counts as a fault of a tier: one table of exceptions, one of outcomes. No state, no clock, no I/O.
+
+A fault is a tier that did not answer or could not be reached: a timeout, a transport that broke, a copy whose end nobody can
+prove. An answer is none, however unwelcome: full, duplicate, missing, damaged, refused. Nor is what says nothing about the
+tier: a call that was cancelled, or that the caller got wrong.
+
+Exceptions of libraries that nobody here knows are faults. A tier answers by values (:mod:`backends.abc`): what it raises is a
+promise broken, and the errors of foreign transports seldom are an ``OSError``.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from typing import Final
+
+import trio
+
+from backends import DamagedBlock, Unproven
+from backends.abc import Failed, Outcome
+from maru import Damaged, LeaseLost, PoolFull, ServerRefused
+
+from .._errors import TierTooSlow, TierUnavailable
+from .breaker import Verdict
+
+_ANSWERED, _FAULT, _SILENT = Verdict
+
+EXCEPTIONS: Final[Sequence[tuple[type[BaseException], Verdict]]] = (
+    # In this order: the first that fits decides.
+    (TierUnavailable, _SILENT),  # a guard within it did not even ask
+    (TierTooSlow, _FAULT),
+    (Unproven, _FAULT),
+    (trio.WouldBlock, _SILENT),  # room without waiting: nobody was asked
+    (DamagedBlock, _ANSWERED),
+    (Damaged, _ANSWERED),
+    (LeaseLost, _ANSWERED),  # told without asking anybody, and then a miss
+    (ServerRefused, _ANSWERED),
+    (PoolFull, _ANSWERED),
+    (OSError, _FAULT),  # NoAnswer, ServerLost, ConnectionError, TimeoutError: all of them are; but for _FULL
+    (ValueError, _SILENT),  # the caller's: a size, a key, a lease of another tier
+    (TypeError, _SILENT),
+    (Exception, _FAULT),  # trio.TooSlowError, trio.BrokenResourceError, whatever a foreign library raises
+    (BaseException, _SILENT),  # Cancelled, KeyboardInterrupt
+)
+
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""An operating system's way to say that a place is full."""
+
+
+def judge_exception(error: BaseException) -> Verdict:
+    """What an exception of a tier says about it. Of a group, the worst of what is in it."""
+    if isinstance(error, BaseExceptionGroup):
+        verdicts = {judge_exception(one) for one in error.exceptions}
+        return next(verdict for verdict in (_FAULT, _SILENT, _ANSWERED) if verdict in verdicts)
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return _ANSWERED
+    return next(verdict for kind, verdict in EXCEPTIONS if isinstance(error, kind))
+
+
+def judge_outcomes(outcomes: Sequence[Outcome]) -> tuple[Verdict, str]:
+    """What the outcomes of a load or a store say about the tier, and the fault in words.
+
+    One block that did not fail proves that it works: stored, duplicate, loaded, missed, rejected, they all are answers. No
+    outcomes, no verdict.
+    """
+    cause = ""
+    verdict = _SILENT
+    for outcome in outcomes:
+        if not isinstance(outcome, Failed):
+            return _ANSWERED, ""
+        one = judge_exception(outcome.error)
+        if one is _ANSWERED:
+            return _ANSWERED, ""
+        if one is _FAULT and not cause:
+            verdict, cause = _FAULT, describe(outcome.error)
+    return verdict, cause
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line, which keeps nothing alive."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
