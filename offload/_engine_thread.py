@@ -195,7 +195,7 @@ class EngineThread(Crossing):
             self._settle(letter, Status.CANCELLED)
             return
         try:
-            handle = self.engine.store_nowait(letter.blocks, precondition=letter.precondition)
+            handle = self.engine.store_nowait(letter.blocks, precondition=letter.precondition, tenant=letter.tenant)
         except Exception as error:
             self._settle(letter, Status.FAILED, error)
             return
@@ -352,9 +352,9 @@ class EngineThread(Crossing):
         """Wait for the end of what was taken in."""
         await self.engine.drain()
 
-    async def lookup(self, keys: list[bytes]) -> Hit:
+    async def lookup(self, keys: list[bytes], tenant: str) -> Hit:
         """Look up, and remember what is pinned."""
-        hit = await self.engine.lookup(keys)
+        hit = await self.engine.lookup(keys, tenant=tenant)
         self.hits[hit] = None
         return hit
 

@@ -2,15 +2,20 @@
 
 Equal content, parent and salt give equal keys in every process and on every machine, since nothing here depends on
 Python's own randomised ``hash()``. A key is opaque from here on: no other module looks inside one.
+
+From the bottom: :func:`block_key` names one block, :func:`prefix_keys` chains it over a prompt, and a :class:`BlockKey` is the
+salt of both, spelt out, so that nobody forgets what a block of KV depends on besides its tokens.
 """
 
 from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable
-from hashlib import blake2b
-from typing import TypeAlias
+from collections.abc import Callable, Iterable
+from hashlib import blake2b, sha256
+from typing import Any, Final, Literal, Protocol, TypeAlias, get_args
+
+import attrs
 
 from backends.abc import Key
 
@@ -20,12 +25,15 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 KEY_BYTES = 32
 """Length of a key: 256 bits, so that an accidental or a made-up collision is out of reach."""
 
+Algorithm: TypeAlias = Literal["blake2b", "sha256"]
+"""What content is hashed with. Both have 256 bits; blake2b is the default, SHA-256 is for whoever must use it."""
+
 _PERSON = b"offload.block/1"  # a change of the encoding below gets a new number: old keys then miss, they never lie
 _LENGTH = 8
 _TOKEN = "q"  # a token is hashed as a signed 64-bit integer
 
 
-def block_key(content: Buffer, *, parent: Key = b"", salt: str | bytes = "") -> Key:
+def block_key(content: Buffer, *, parent: Key = b"", salt: str | bytes = "", algorithm: Algorithm = "blake2b") -> Key:
     """The key of a block with this content.
 
     Args:
@@ -34,18 +42,29 @@ def block_key(content: Buffer, *, parent: Key = b"", salt: str | bytes = "") -> 
             must as well; empty for the first one.
         salt: keeps apart what must not be shared, in a text of the caller's: a tenant, a model, a layout. A text and
             its UTF-8 bytes are the same salt.
+        algorithm: what to hash with. The two never give the same key.
 
     Returns:
         32 bytes. No other division of the same bytes into content, parent and salt gives the same key.
+
+    Raises:
+        ValueError: there is no such algorithm.
     """
-    digest = blake2b(_header(salt), digest_size=KEY_BYTES, person=_PERSON)
+    digest = _begin(salt, algorithm)
     digest.update(len(parent).to_bytes(_LENGTH, "little"))
     digest.update(parent)
     digest.update(content)
     return digest.digest()
 
 
-def prefix_keys(tokens: Iterable[int], block_size: int, *, parent: Key = b"", salt: str | bytes = "") -> list[Key]:
+def prefix_keys(
+    tokens: Iterable[int],
+    block_size: int,
+    *,
+    parent: Key = b"",
+    salt: str | bytes = "",
+    algorithm: Algorithm = "blake2b",
+) -> list[Key]:
     """One key for every full block of ``block_size`` tokens, each chained to the one before.
 
     Two sequences have as many leading keys in common as they have leading full blocks in common. Tokens behind the last
@@ -57,6 +76,7 @@ def prefix_keys(tokens: Iterable[int], block_size: int, *, parent: Key = b"", sa
         block_size: tokens in a block.
         parent: the key of the block before the first token.
         salt: as for :func:`block_key`.
+        algorithm: as for :func:`block_key`.
 
     Returns:
         ``block_key(eight little-endian bytes per token, parent=key of the block before, salt=salt)``, block by block.
@@ -64,13 +84,13 @@ def prefix_keys(tokens: Iterable[int], block_size: int, *, parent: Key = b"", sa
     Raises:
         TypeError: a token is not an integer.
         OverflowError: a token does not fit into 64 bits.
-        ValueError: ``block_size`` is not positive.
+        ValueError: ``block_size`` is not positive, or there is no such algorithm.
     """
     if block_size < 1:
         raise ValueError(f"block_size = {block_size!r}: must be at least 1")
     content = memoryview(_encode(tokens)).cast("B")
     step = block_size * _LENGTH
-    start = blake2b(_header(salt), digest_size=KEY_BYTES, person=_PERSON)
+    start = _begin(salt, algorithm)
     keys: list[Key] = []
     for end in range(step, len(content) + 1, step):
         digest = start.copy()
@@ -79,6 +99,127 @@ def prefix_keys(tokens: Iterable[int], block_size: int, *, parent: Key = b"", sa
         parent = digest.digest()
         keys.append(parent)
     return keys
+
+
+# --- spelt out ----------------------------------------------------------------------------------------------------
+
+
+def _at_least(low: int) -> Callable[[object, attrs.Attribute[Any], Any], None]:
+    def check(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
+            raise ValueError(f"{attribute.name} = {value!r}: must be an integer, at least {low}")
+
+    return check
+
+
+def _is_text(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{attribute.name} = {value!r}: must be a text")
+
+
+def _is_algorithm(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value not in get_args(Algorithm):
+        raise ValueError(f"{attribute.name} = {value!r}: must be one of {', '.join(get_args(Algorithm))}")
+
+
+@attrs.frozen
+class BlockKey:
+    """How the blocks of one model, layout, rank and tenant are named: a value, the same in every process.
+
+    Two of these that differ in any field have no key in common; two that are equal name the same tokens alike. Where something
+    makes no difference to the bytes of a block, say it nowhere.
+    """
+
+    block_size: int = attrs.field(validator=_at_least(1))
+    """Tokens in a block."""
+    model: str = attrs.field(default="", validator=_is_text, kw_only=True)
+    """What computed it: a name with its revision, or a digest of the weights."""
+    dtype: str = attrs.field(default="", validator=_is_text, kw_only=True)
+    """Of the stored KV."""
+    layout: str = attrs.field(default="", validator=_is_text, kw_only=True)
+    """How the bytes of a block are arranged: a fingerprint, as :attr:`backends.device.DeviceTier.fingerprint`."""
+    rank: int = attrs.field(default=0, validator=_at_least(0), kw_only=True)
+    """Which part of the heads or layers, where several processes share one model."""
+    tenant: str = attrs.field(default="", validator=_is_text, kw_only=True)
+    """Who may find it."""
+    algorithm: Algorithm = attrs.field(default="blake2b", validator=_is_algorithm, kw_only=True)
+    """What is hashed with."""
+
+    @property
+    def salt(self) -> bytes:
+        """The salt of :func:`block_key`: every field but the tokens', each with its length in front of it."""
+        texts = (self.model, self.dtype, self.layout, str(self.rank), self.tenant)
+        return _SALT + b"".join([_header(text) for text in texts])
+
+    def keys(self, tokens: Iterable[int]) -> list[Key]:
+        """One key for every full block of these tokens; see :func:`prefix_keys`."""
+        return prefix_keys(tokens, self.block_size, salt=self.salt, algorithm=self.algorithm)
+
+    def prefix(self, tokens: Iterable[int] = ()) -> KeyPrefix:
+        """A sequence that grows, from these tokens on: what was hashed once is not hashed again."""
+        prefix = KeyPrefix(self)
+        prefix.append(tokens)
+        return prefix
+
+
+class KeyPrefix:
+    """The keys of a sequence that grows. Made by :meth:`BlockKey.prefix`.
+
+    Attributes:
+        naming: how blocks are named.
+        keys: one for every full block so far.
+    """
+
+    __slots__ = ("_rest", "_salt", "keys", "naming")
+
+    def __init__(self, naming: BlockKey) -> None:
+        self.naming: BlockKey = naming
+        self.keys: list[Key] = []
+        self._salt = naming.salt
+        self._rest: array[int] = array(_TOKEN)
+
+    def __len__(self) -> int:
+        """Tokens so far."""
+        return len(self.keys) * self.naming.block_size + len(self._rest)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tokens, {len(self.keys)} full blocks>"
+
+    def append(self, tokens: Iterable[int]) -> list[Key]:
+        """The keys of the blocks that these tokens fill. Costs what they are, however long the sequence is.
+
+        Raises:
+            TypeError: a token is not an integer; nothing was appended.
+            OverflowError: a token does not fit into 64 bits; nothing was appended.
+        """
+        # Through an iterator: given bytes, array() would take them for its own encoding instead of for a token each.
+        tokens = self._rest + array(_TOKEN, iter(tokens))
+        naming = self.naming
+        parent = self.keys[-1] if self.keys else b""
+        new = prefix_keys(tokens, naming.block_size, parent=parent, salt=self._salt, algorithm=naming.algorithm)
+        self._rest = tokens[len(new) * naming.block_size :]
+        self.keys += new
+        return new
+
+
+# --- the encoding -------------------------------------------------------------------------------------------------
+
+_SALT: Final = b"offload.salt/1"
+
+
+class _Hash(Protocol):
+    def update(self, data: Buffer, /) -> None: ...
+    def copy(self) -> _Hash: ...
+    def digest(self) -> bytes: ...
+
+
+def _begin(salt: str | bytes, algorithm: Algorithm) -> _Hash:
+    """A hash that has seen what is in front of the parent."""
+    if algorithm == "blake2b":
+        return blake2b(_header(salt), digest_size=KEY_BYTES, person=_PERSON)
+    if algorithm == "sha256":
+        return sha256(_header(_PERSON) + _header(salt))
+    raise ValueError(f"algorithm = {algorithm!r}: must be one of {', '.join(get_args(Algorithm))}")
 
 
 def _header(salt: str | bytes) -> bytes:

@@ -8,10 +8,12 @@ status is published, then those who wait are told. So whoever is told finds noth
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 import trio
+
+from backends.abc import Key
 
 from ._budget import Budget
 from ._container import OffloadContainer
@@ -54,6 +56,8 @@ class Settlement:
     hurried: int = 0
     """Tasks that wait for a cancellation to be confirmed. While there are any, the rooms do less in a tick: the scheduler
     must come round to them (who waits for a copy under way is among them, and costs the same)."""
+    refused: Callable[[Mapping[Key, str]], None] | None = None
+    """Is told what was kept back from a container, with the reasons, by who wants to explain it later. Must not raise."""
     _drains: list[_Drain] = attrs.Factory(list)
 
     def settle(self, container: OffloadContainer) -> None:
@@ -114,6 +118,8 @@ class Settlement:
             self.cancelled += 1
             self.blocks["returned"] += size
             return Status.CANCELLED
+        if container.filtered and self.refused is not None:
+            self.refused(container.filtered)
         ends = {
             "completed": len(container.completed),
             "filtered": len(container.filtered),

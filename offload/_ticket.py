@@ -32,14 +32,26 @@ class Ticket:
     for the store). The blocks must stay as they are until the ticket is done.
     """
 
-    __slots__ = ("__weakref__", "_calls", "_cancelled", "_crossing", "_over", "_what", "blocks", "precondition")
+    __slots__ = (
+        "__weakref__",
+        "_calls",
+        "_cancelled",
+        "_crossing",
+        "_over",
+        "_what",
+        "blocks",
+        "precondition",
+        "tenant",
+    )
 
-    def __init__(self, crossing: Crossing, blocks: Blocks, precondition: PreconditionLike) -> None:
+    def __init__(self, crossing: Crossing, blocks: Blocks, precondition: PreconditionLike, tenant: str = "") -> None:
         self._crossing = crossing
         self.blocks: Blocks = blocks
         """What was stored."""
         self.precondition: PreconditionLike = precondition
         """What it waits for."""
+        self.tenant: str = tenant
+        """Whose they are, for tiers that must know."""
         self._what: TransferHandle | TransferResult | None = None  # once taken in; or how it ended without that
         self._cancelled = False  # whether that was asked for
         self._over = False

@@ -20,21 +20,24 @@ import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Final, Literal, NoReturn, TypeAlias, TypeVar, TypeVarTuple
+from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, TypeVarTuple
 
 import attrs
 
-from backends.abc import Blocks, Deletion, Destination, Key, RemoteTier, Source, Tier
+from backends.abc import Blocks, Deletion, Destination, Key, Source
 
-from ._config import PipelineConfig
+from ._config import BreakerConfig, PipelineConfig
 from ._crossing import EngineClosed as EngineClosed
 from ._crossing import EngineCrashed as EngineCrashed
 from ._crossing import EngineForked as EngineForked
 from ._crossing import WaitTimeout as WaitTimeout
-from ._engine import EngineStatistics, LoadResult, OnLoadFailure
+from ._engine import Chain, EngineConfig, EngineStatistics, LoadResult, OnLoadFailure, Route, TierLike
 from ._engine import Hit as _PinnedHit
 from ._engine import open_engine as _open_engine
+from ._engine.gathering import gather
 from ._engine_thread import LEAVE_TIMEOUT, EngineThread, Question
+from ._explaining import Explanation
+from ._keys import BlockKey
 from ._ticket import Ticket as Ticket
 from .abc import AsyncPolicy, Instrument, Policy, PreconditionLike
 from .preconditions import NO_WAIT, ThreadEvent
@@ -52,14 +55,17 @@ DEFAULT_TIMEOUT: Final = 60.0
 
 
 def open_engine(
-    source: Source,
-    tiers: Sequence[Tier | RemoteTier],
+    source: Source | EngineConfig,
+    tiers: Sequence[TierLike] | Mapping[str, TierLike] | EngineConfig = (),
     *,
     policies: Sequence[Policy | AsyncPolicy] | None = None,
     config: PipelineConfig | None = None,
-    chain: bool = True,
+    chain: bool | Chain = True,
     instruments: Sequence[Instrument | object] = (),
     on_load_failure: OnLoadFailure = "miss",
+    routes: Sequence[Route] = (),
+    promote: bool | str = False,
+    breaker: BreakerConfig | None = None,
     when_full: WhenFull = "raise",
     timeout: float = DEFAULT_TIMEOUT,
     start_timeout: float = DEFAULT_TIMEOUT,
@@ -71,41 +77,40 @@ def open_engine(
 
     Args:
         source: as for :func:`offload.open_engine`, and so is what is not said otherwise below.
-        tiers: see there.
+        tiers: see there; a config says all but the instruments and what is particular to a thread.
         policies: see there.
-        config: see there; its ``budget_blocks`` bounds what :meth:`Engine.store` lets in.
+        config: see there; its ``budget_blocks`` (of the route to the first tier) bounds what :meth:`Engine.store` lets in.
         chain: see there.
         instruments: see there.
         on_load_failure: see there.
+        routes: see there.
+        promote: see there.
+        breaker: see there.
         when_full: what a store does when there is no room.
         timeout: how long a call waits unless told otherwise, in seconds.
         start_timeout: how long :meth:`Engine.start` waits, in seconds.
 
     Raises:
         ValueError: as :func:`offload.open_engine`; or ``when_full`` or a timeout is not what it can be.
+        TypeError: as there; or a config only names the source.
     """
     if when_full not in ("raise", "drop"):
         raise ValueError(f"when_full = {when_full!r}: must be raise or drop")
     for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
         if not 0 < seconds < float("inf"):
             raise ValueError(f"{name} = {seconds!r}: must be positive and finite")
-    config = config or PipelineConfig()
-    manager = _open_engine(
-        source,
-        tiers,
-        policies=policies,
-        config=config,
-        chain=chain,
-        instruments=instruments,
-        on_load_failure=on_load_failure,
-    )
+    whole = gather(source, tiers, policies, config, chain, on_load_failure, routes, promote, breaker)
+    place: Any = whole.source
+    if isinstance(place, str | Mapping):
+        raise TypeError(f"source = {place!r}: must be the place itself, since any thread's store is compared with it")
     thread = EngineThread(
-        source,
-        manager,
-        budget_blocks=config.budget_blocks,
+        place,
+        _open_engine(whole, instruments=instruments),
+        budget_blocks=whole.way_in.budget_blocks,
         drops=when_full == "drop",
         timeout=timeout,
-        close_timeout=config.drain_timeout * len(tiers) + 2 * LEAVE_TIMEOUT,
+        # Pipelines end one after the other: those that lead down, up, and away from what is full.
+        close_timeout=whole.way_in.drain_timeout * 3 * len(whole.tiers) + 2 * LEAVE_TIMEOUT,
     )
     return Engine(thread, start_timeout)
 
@@ -170,7 +175,7 @@ class Engine:
 
     # --- down -----------------------------------------------------------------------------------------------------
 
-    def store(self, blocks: Blocks, *, precondition: PreconditionLike) -> Ticket:
+    def store(self, blocks: Blocks, *, precondition: PreconditionLike, tenant: str = "") -> Ticket:
         """Take in blocks of the source. Never blocks; what becomes of them is decided in the engine's thread.
 
         Whether there is room is decided here and now, by the engine's own count: the blocks of all tickets that are not done
@@ -185,6 +190,7 @@ class Engine:
             blocks: from the engine's source.
             precondition: what must hold before the bytes may be read: most often an :class:`Event` that some thread sets
                 behind the forward pass, or an event of CUDA.
+            tenant: whose they are, for tiers that must know.
 
         Raises:
             PipelineFull: there is no room. (With ``when_full="drop"``, the ticket is :attr:`~Ticket.dropped` instead.)
@@ -195,7 +201,7 @@ class Engine:
         thread = self._thread
         if precondition is not NO_WAIT and type(precondition) is not Event:
             precondition = thread.checked(blocks, precondition)
-        ticket = Ticket(thread, blocks, precondition)
+        ticket = Ticket(thread, blocks, precondition, tenant)
         mailbox = thread.mailbox
         with thread.lock:
             entered = thread.entered + len(blocks.keys)
@@ -250,17 +256,28 @@ class Engine:
 
     # --- back -----------------------------------------------------------------------------------------------------
 
-    def lookup(self, keys: Sequence[Key], timeout: float | None = None) -> Hit:
+    def lookup(self, keys: Sequence[Key], timeout: float | None = None, *, tenant: str = "") -> Hit:
         """Find the longest prefix of ``keys`` over all tiers and pin it: ``with engine.lookup(keys) as hit``.
+
+        ``tenant`` is whose they are, for tiers that must know.
 
         Raises:
             WaitTimeout: no answer yet, which is no miss. What is found later is let go.
         """
         thread = self._thread
-        return Hit(thread, self._ask(thread.lookup, list(keys), timeout=timeout, dispose=thread.release))
+        return Hit(thread, self._ask(thread.lookup, list(keys), tenant, timeout=timeout, dispose=thread.release))
 
-    def load(self, hit: Hit, destination: Destination, timeout: float | None = None) -> LoadResult:
+    def load(
+        self,
+        hit: Hit,
+        destination: Destination,
+        timeout: float | None = None,
+        *,
+        promote: bool | str | None = None,
+    ) -> LoadResult:
         """Copy the blocks of a hit to ``destination``, position by position, and verify them.
+
+        ``promote`` is as for :meth:`offload.Engine.load`, and costs this call nothing.
 
         However it ends, ``destination`` is the caller's again, but for the one case below: a load that runs out of time, or
         is interrupted, is ended and waited for.
@@ -273,7 +290,7 @@ class Engine:
         """
         if hit._thread is not self._thread:
             raise ValueError(f"{hit!r} is another engine's")
-        return self._ask(self._load, hit, destination, timeout=timeout, to_the_end=True)
+        return self._ask(self._load, hit, destination, promote, timeout=timeout, to_the_end=True)
 
     def delete(self, keys: Sequence[Key], timeout: float | None = None) -> list[Deletion]:
         """Forget these keys in all tiers; one answer per key, as from :meth:`offload.Engine.delete`.
@@ -282,6 +299,24 @@ class Engine:
             WaitTimeout: no answer yet. Some tiers may have forgotten.
         """
         return self._ask(self._delete, list(keys), timeout=timeout)
+
+    def explain(
+        self,
+        what: Key | Sequence[Key] | Sequence[int],
+        timeout: float | None = None,
+        *,
+        naming: BlockKey | None = None,
+        others: Sequence[BlockKey] = (),
+        tenant: str = "",
+        operator: bool = False,
+    ) -> Explanation:
+        """Why blocks are, or are not, there; see :meth:`offload.Engine.explain`.
+
+        Raises:
+            WaitTimeout: no answer yet.
+        """
+        options = {"naming": naming, "others": others, "tenant": tenant, "operator": operator}
+        return self._ask(self._explain, what, options, timeout=timeout)
 
     def call(self, function: Callable[[*Ts], T], *args: *Ts, timeout: float | None = None) -> T:
         """Call a synchronous function in the engine's thread, and return what it returns.
@@ -314,14 +349,17 @@ class Engine:
 
     # On the trio thread:
 
-    async def _load(self, hit: Hit, destination: Destination) -> LoadResult:
+    async def _load(self, hit: Hit, destination: Destination, promote: bool | str | None) -> LoadResult:
         if hit._pinned is None:
             raise ValueError(f"{hit!r} was released")
-        return await self._thread.engine.load(hit._pinned, destination)
+        return await self._thread.engine.load(hit._pinned, destination, promote=promote)
 
     async def _delete(self, keys: list[Key]) -> list[Deletion]:
         await self._thread.released()
         return await self._thread.engine.delete(keys)
+
+    async def _explain(self, what: Key | Sequence[Key] | Sequence[int], options: Mapping[str, Any]) -> Explanation:
+        return await self._thread.engine.explain(what, **options)
 
     async def _statistics(self) -> Statistics:
         thread = self._thread

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import attrs
 import pytest
 import trio
 import trio.testing
+from engine_places import cancelled_at_checkpoint, keys_of
 
 import offload
 from backends.abc import LOADED, Deletion, Failed, Key, Missed, ReadLease, Tier
@@ -18,10 +19,6 @@ from backends.testing import FakeTier, payload_of
 from offload import NO_WAIT, Engine, LoadFailed, Status, open_engine
 
 SIZE = 64
-
-
-def keys_of(n: int, salt: str = "") -> list[Key]:
-    return [offload.block_key(b"%d" % i, salt=salt) for i in range(n)]
 
 
 class Places:
@@ -187,7 +184,7 @@ async def test_the_end_of_an_engine_releases_forgotten_hits_and_says_so(
     assert tier.statistics().held_blocks == len(keys)  # those whose release was refused: a broken tier, not a leak
 
 
-async def test_a_lease_that_cannot_be_released_does_not_keep_the_others() -> None:
+async def test_a_lease_that_cannot_be_released_does_not_keep_the_others(caplog: pytest.LogCaptureFixture) -> None:
     places, keys = Places(), keys_of(4)
     places.upper.fill(keys[:2])
     places.lower.fill(keys[2:])
@@ -209,9 +206,9 @@ async def test_a_lease_that_cannot_be_released_does_not_keep_the_others() -> Non
     places.upper.pin = pin_for_ever  # type: ignore[method-assign,assignment]
     async with places.open() as engine:
         hit = await engine.lookup(keys)
-        with pytest.raises(OSError, match="stuck"):
-            await engine.release(hit)
+        await engine.release(hit)  # a tier that fails is no error of whoever lets go
         places.assert_at_rest()
+    assert "could not let go of a lease: OSError: stuck" in caplog.text
 
 
 # --- loading ------------------------------------------------------------------------------------------------------
@@ -385,35 +382,10 @@ def test_tiers_that_cannot_be_joined_are_refused(tiers: Callable[[Tier], list[Ti
 
 def test_an_unknown_way_to_fail_is_refused() -> None:
     with pytest.raises(ValueError, match="on_load_failure"):
-        open_engine(FakeTier(), [FakeTier()], on_load_failure="retry")  # type: ignore[arg-type]
+        open_engine(FakeTier(), [FakeTier()], on_load_failure="again")  # type: ignore[arg-type]
 
 
 # --- cancelled at every await -------------------------------------------------------------------------------------
-
-
-async def cancelled_at_checkpoint(nth: int, body: Callable[[], Awaitable[object]]) -> bool:
-    """Run ``body`` with its scope cancelled at its ``nth`` checkpoint. Returns whether it came to that."""
-    reached = 0
-    task = trio.lowlevel.current_task()
-
-    class Watch(trio.abc.Instrument):
-        def before_task_step(self, stepped: trio.lowlevel.Task) -> None:
-            nonlocal reached
-            if stepped is task:
-                reached += 1
-                if reached == nth:
-                    scope.cancel()
-
-    watch = Watch()
-    with trio.CancelScope() as scope:
-        if nth == 0:
-            scope.cancel()
-        trio.lowlevel.add_instrument(watch)
-        try:
-            await body()
-        finally:
-            trio.lowlevel.remove_instrument(watch)
-    return scope.cancelled_caught
 
 
 @pytest.mark.parametrize("verb", ["lookup", "load", "release", "delete", "with"])

@@ -4,13 +4,15 @@ from array import array
 from itertools import accumulate, product
 from pathlib import Path
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import offload
-from offload import block_key, prefix_keys
+from offload import BlockKey, block_key, prefix_keys
 
+ALGORITHMS = ("blake2b", "sha256")
 TOKENS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40)
 
 
@@ -109,7 +111,8 @@ def test_block_sizes_do_not_share_keys():
 
 def test_keys_are_equal_in_every_process():
     program = (
-        "import offload; print(offload.block_key(b'x', salt='s').hex(), offload.prefix_keys(range(9), 4)[-1].hex())"
+        "import offload; print(offload.block_key(b'x', salt='s').hex(), offload.prefix_keys(range(9), 4)[-1].hex(), "
+        "*[offload.BlockKey(4, model='m', tenant='t', algorithm=a).keys(range(9))[-1].hex() for a in ('blake2b', 'sha256')])"
     )
     root = Path(offload.__file__).parent.parent
     printed = {
@@ -122,7 +125,9 @@ def test_keys_are_equal_in_every_process():
         ).stdout
         for seed in ("1", "2")
     }
-    assert printed == {f"{block_key(b'x', salt='s').hex()} {prefix_keys(range(9), 4)[-1].hex()}\n"}
+    spelt_out = [BlockKey(4, model="m", tenant="t", algorithm=algorithm).keys(range(9))[-1] for algorithm in ALGORITHMS]
+    keys = [block_key(b"x", salt="s"), prefix_keys(range(9), 4)[-1], *spelt_out]
+    assert printed == {" ".join(key.hex() for key in keys) + "\n"}
 
 
 @pytest.mark.parametrize("size", [0, -1])
@@ -147,3 +152,93 @@ def test_a_token_beyond_64_bits_is_refused(token):
 def test_content_and_parent_must_be_bytes(arguments):
     with pytest.raises(TypeError):
         block_key(**arguments)
+
+
+# --- spelt out ----------------------------------------------------------------------------------------------------
+
+NAMING = BlockKey(2, model="m", dtype="bfloat16", layout="l", rank=1, tenant="t")
+
+
+def test_the_encoding_of_what_is_spelt_out_is_pinned():
+    assert [key.hex() for key in NAMING.keys(range(5))] == [
+        "b3538f4f580be7e9d85ebe0eb8991ce2fb7317088cd3a4c0bd0a663e32e80339",
+        "a36accc5e8efab0a8d1ebddbfa2e27f5a958c6df105f845c592424d119f59506",
+    ]
+    assert [key.hex() for key in attrs.evolve(NAMING, algorithm="sha256").keys(range(5))] == [
+        "c192c33374c523592d099664e8ae2e105e1ff27402c3b435f778c32584f448dc",
+        "fd2a75cded52a81a78d732ca583461c4977cffbd0e1379bafbab8ffde2b480a1",
+    ]
+    sha256 = "8147585c808f0a86b156e9dbd728f60fd2e9065326fdf2d732c8cd5dcb614b26"
+    assert block_key(b"chunk 0", algorithm="sha256").hex() == sha256
+
+
+def test_what_is_spelt_out_is_a_salt_of_the_keys():
+    for algorithm in ALGORITHMS:
+        naming = attrs.evolve(NAMING, algorithm=algorithm)
+        assert naming.keys(range(7)) == prefix_keys(range(7), 2, salt=naming.salt, algorithm=algorithm)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"block_size": 4},
+        {"model": "n"},
+        {"dtype": "float16"},
+        {"layout": "k"},
+        {"rank": 2},
+        {"tenant": "u"},
+        {"algorithm": "sha256"},
+        {"model": "", "dtype": "mbfloat16"},
+        {"layout": "l1", "rank": 0},
+        {"tenant": "", "layout": "lt"},
+    ],
+    ids=str,
+)
+def test_what_differs_in_any_field_has_no_key_in_common(other):
+    assert not set(NAMING.keys(range(16))) & set(attrs.evolve(NAMING, **other).keys(range(16)))
+
+
+@given(st.lists(TOKENS, max_size=6), st.integers(1, 5), st.sampled_from(ALGORITHMS))
+def test_a_prefix_that_grows_has_the_keys_of_the_whole(parts, size, algorithm):
+    naming = BlockKey(size, model="m", algorithm=algorithm)
+    prefix = naming.prefix()
+    new = [prefix.append(part) for part in parts]
+    whole = [token for part in parts for token in part]
+    assert prefix.keys == [key for keys in new for key in keys] == naming.keys(whole)
+    assert len(prefix) == len(whole)
+    assert naming.prefix(whole).keys == prefix.keys
+
+
+def test_growing_takes_tokens_in_any_form_and_nothing_of_what_it_refuses():
+    prefix = NAMING.prefix(b"\x01")
+    with pytest.raises(TypeError):
+        prefix.append([2, "three"])
+    with pytest.raises(OverflowError):
+        prefix.append([2, 2**63])
+    assert len(prefix) == 1 and prefix.append(range(2, 4)) == NAMING.keys([1, 2, 3])
+    assert repr(prefix) == "<3 tokens, 1 full blocks>"
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"block_size": 0}, "block_size = 0: must be an integer, at least 1"),
+        ({"block_size": True}, "block_size"),
+        ({"rank": -1}, "rank = -1"),
+        ({"rank": "0"}, "rank"),
+        ({"model": 7}, "model = 7: must be a text"),
+        ({"tenant": b"t"}, "tenant"),
+        ({"layout": None}, "layout"),
+        ({"algorithm": "md5"}, "algorithm = 'md5': must be one of blake2b, sha256"),
+    ],
+)
+def test_a_field_that_cannot_be_is_refused(fields, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        attrs.evolve(NAMING, **fields)
+
+
+def test_an_unknown_algorithm_is_refused():
+    with pytest.raises(ValueError, match="algorithm = 'md5'"):
+        block_key(b"x", algorithm="md5")
+    with pytest.raises(ValueError, match="algorithm = 'md5'"):
+        prefix_keys([1], 1, algorithm="md5")

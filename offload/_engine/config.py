@@ -1,0 +1,287 @@
+"""Every knob of an engine, and what it joins: tiers by name, and the routes between them. Pure, but for the reading of a file.
+
+In a file an engine is one table. Its tiers stand in it from the fastest to the slowest, each in a table of its own, and a
+route is a table of a list::
+
+    [engine]                                      [engine.tiers.host]
+    on_load_failure = "retry"                     type = "memory"
+    promote = true                                capacity_bytes = "64 MiB"
+
+    [[engine.routes]]                             [engine.tiers.disk]
+    to = "disk"                                   type = "file"
+    source = "source"                             directory = "/var/cache/kv"
+"""
+
+# ruff: noqa: RUF009  # the functions called in the class bodies make fields
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias, get_args
+
+import attrs
+
+from backends.abc import RemoteTier, Source, Tier
+from maru._knobs import Knob, Knobs
+
+from .._config import BreakerConfig, PipelineConfig
+from .._errors import ConfigError
+from ..abc import AsyncPolicy, Policy
+
+OnLoadFailure: TypeAlias = Literal["miss", "fail", "retry"]
+"""What a load does about a block that was found and cannot be loaded: end the usable prefix there, raise, or look for it once
+more in the tiers behind (and end the prefix where that is in vain)."""
+
+Chain: TypeAlias = Literal["none", "on_store", "on_evict"]
+"""What feeds one tier from another: nothing, what is stored in the one before it, or what that one evicts."""
+
+TierLike: TypeAlias = "Tier | RemoteTier | str | Mapping[str, Any]"
+"""A tier; or how to make one: see :func:`backends.plugins.make_tier`. A table may name ``wrappers``, too: ``zstd``, ``fp8``, a
+``module:attribute`` that is or makes one, tables of these with parameters."""
+
+PolicyLike: TypeAlias = "Policy | AsyncPolicy | str | Mapping[str, Any]"
+"""A policy; or how to make one: a name (``pass_all``, ``presence``, ``frequency``), a ``module:attribute`` that is one, or a
+table whose ``type`` is such a name, or a ``module:attribute`` that makes one of the other entries."""
+
+SOURCE: Final = "source"
+"""What a route calls the place that an engine stores from."""
+
+_knob: Final = Knobs("OFFLOAD", ConfigError)
+_NO_TABLES: Final[Mapping[str, Any]] = {}
+
+
+def _told(default: object, bound: str, reason: str, check: Callable[..., None], converter: Any = None) -> Any:
+    """A field that is no knob, with what is told of one."""
+    return attrs.field(
+        default=default, converter=converter, validator=check, metadata={"bound": bound, "reason": reason}
+    )
+
+
+# --- routes -------------------------------------------------------------------------------------------------------
+
+
+def _check_name(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(attribute.name, value, "must be the name of a tier")
+
+
+def _check_policies(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    for policy in value if isinstance(value, tuple) else ():
+        if isinstance(policy, Mapping) and not isinstance(policy.get("type"), str):
+            raise ConfigError(attribute.name, policy, "must say its type: a name, or module:attribute")
+        if not (isinstance(policy, str | Mapping | AsyncPolicy) or callable(policy)):
+            raise ConfigError(attribute.name, policy, "must be a policy, a name, module:attribute, or a table")
+
+
+def _as_tuple(value: Any) -> Any:
+    if value is None or isinstance(value, tuple):
+        return value
+    if isinstance(value, list):
+        return tuple(value)
+    return (value,)
+
+
+def _check_pipeline(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is not None and not isinstance(value, PipelineConfig):
+        raise ConfigError(attribute.name, value, "must be a PipelineConfig, or a table of its knobs")
+
+
+def _as_pipeline(value: Any) -> Any:
+    return _knob.from_mapping(value, PipelineConfig, section="pipeline") if isinstance(value, Mapping) else value
+
+
+def _is_flag(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(attribute.name, value, "must be true or false")
+
+
+@attrs.frozen
+class Route:
+    """How blocks get into a tier from a place above it. What an engine's routes do not say is as by default."""
+
+    to: str = attrs.field(validator=_check_name)
+    """The tier that it leads to, by name."""
+    source: str = attrs.field(default="", validator=_check_name)
+    """Where it starts: a faster tier by name, or ``source`` for the engine's. By default the tier before ``to`` if that can be
+    read as a source, else the engine's source."""
+    policies: Sequence[PolicyLike] | None = attrs.field(default=None, converter=_as_tuple, validator=_check_policies)
+    """What may take it, asked in order; by default what the tier does not have yet."""
+    auto_chain: bool = attrs.field(default=True, validator=_is_flag)
+    """Whether what it has stored is fed to the routes that start there."""
+    pipeline: PipelineConfig | None = attrs.field(default=None, converter=_as_pipeline, validator=_check_pipeline)
+    """The knobs of its pipeline, all of them; by default those of the engine's ``pipeline``."""
+
+
+def _as_routes(value: Any) -> Any:
+    if not isinstance(value, list | tuple):
+        return value
+    routes: list[Any] = []
+    for at, route in enumerate(value):
+        if not isinstance(route, Mapping):
+            routes.append(route)
+        elif "to" not in route:
+            raise ConfigError(f"routes[{at}].to", None, "must be the name of a tier")
+        else:
+            routes.append(_knob.from_mapping(route, Route, section=f"routes[{at}]"))
+    return tuple(routes)
+
+
+def _check_routes(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(route, Route) for route in value):
+        raise ConfigError("routes", value, "must be a list of Route, or of tables with the names of its fields")
+
+
+# --- places -------------------------------------------------------------------------------------------------------
+
+
+def _check_tiers(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError("tiers", value, "must be a table: how to make each tier, by its name, the fastest first")
+    for name, tier in value.items():
+        if not isinstance(name, str) or not name:
+            raise ConfigError("tiers", name, "must be a name")
+        _check_place(f"tiers.{name}", tier, "pin")
+
+
+def _check_source(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is not None:
+        _check_place("source", value, "upgrade")
+
+
+def _check_place(name: str, place: object, method: str) -> None:
+    if isinstance(place, Mapping):
+        if not isinstance(place.get("type"), str):
+            raise ConfigError(f"{name}.type", place.get("type"), "must be a name such as memory, or module:attribute")
+    elif not (isinstance(place, str) and place) and not callable(getattr(place, method, None)):
+        raise ConfigError(name, place, "must be a place, a name such as memory, module:attribute, or a table")
+
+
+def _check_promote(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, bool) and not (isinstance(value, str) and value):
+        raise ConfigError(attribute.name, value, "must be true, false, or the name of a tier")
+
+
+def _check_chain(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value not in get_args(Chain):
+        raise ConfigError(attribute.name, value, f"must be one of {', '.join(get_args(Chain))}")
+
+
+def _as_chain(value: Any) -> Any:
+    return ("on_store" if value else "none") if isinstance(value, bool) else value
+
+
+@attrs.frozen
+class EngineConfig:
+    """Everything that can be set on an engine. The reason for each bound and default is in :func:`engine_knobs`."""
+
+    source: Source | str | Mapping[str, Any] | None = _told(
+        None,
+        "a place, or how to make one",
+        "Where blocks are stored from. Most often an object: the tensors of an engine are not to be named in a file.",
+        _check_source,
+    )
+    block_bytes: int = _knob.size(
+        0,
+        0,
+        1 << 40,
+        "Size of every block, needed only where the source is made from its name; else it tells. 0: it does.",
+    )
+    tiers: Mapping[str, TierLike] = _told(
+        _NO_TABLES,
+        "a table for each tier",
+        "What is joined, by name, from the fastest to the slowest.",
+        _check_tiers,
+        converter=lambda tiers: dict(tiers) if isinstance(tiers, Mapping) else tiers,
+    )
+    routes: tuple[Route, ...] = _told(
+        (),
+        "a list of tables",
+        "Routes that are not as by default, or not there by default.",
+        _check_routes,
+        converter=_as_routes,
+    )
+    chain: Chain = _told(
+        "on_store",
+        f"one of {', '.join(get_args(Chain))}",
+        "What feeds one tier from another. true is on_store, false is none.",
+        _check_chain,
+        converter=_as_chain,
+    )
+    on_load_failure: OnLoadFailure = _knob.choice(
+        "miss",
+        OnLoadFailure,
+        "What a load does about a block that was found and does not come: end the prefix, raise, or look behind.",
+    )
+    promote: bool | str = _told(
+        False,
+        "true, false, or the name of a tier",
+        "Whether what is loaded from a slower tier is written into a faster one as well: the fastest, or that one.",
+        _check_promote,
+    )
+    promotion_blocks: int = _knob.count(
+        256, 1, 65_536, "Blocks on their way up at once. Each takes a block of host memory until it has arrived."
+    )
+    store_patience: float = _knob.seconds(
+        1.0,
+        0.0,
+        3_600.0,
+        "How long a store stands back for loads that are under way before one batch goes all the same.",
+    )
+    breaker: BreakerConfig = _knob.part(BreakerConfig(), "When a tier counts as broken, and how it is tried again.")
+    pipeline: PipelineConfig = _knob.part(PipelineConfig(), "The knobs of every route that has none of its own.")
+
+    def __attrs_post_init__(self) -> None:
+        if isinstance(self.promote, str) and self.tiers and self.promote not in self.tiers:
+            raise ConfigError("promote", self.promote, f"must be true, false, or one of {', '.join(self.tiers)}")
+        for at, route in enumerate(self.routes):
+            for name, value in (("to", route.to), ("source", route.source)):
+                if value not in self.tiers and not (name == "source" and value in ("", SOURCE)):
+                    known = ", ".join([SOURCE, *self.tiers] if name == "source" else self.tiers) or "there is none"
+                    raise ConfigError(f"routes[{at}].{name}", value, f"must be the name of a place: {known}")
+
+    @property
+    def way_in(self) -> PipelineConfig:
+        """The knobs of the route into the first tier: what bounds a store."""
+        first = next(iter(self.tiers), None)
+        return next((route.pipeline for route in self.routes if route.to == first), None) or self.pipeline
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any], *, section: str = "") -> EngineConfig:
+        """An engine from nested mappings, as a TOML or JSON parser gives them. What is not named keeps its default.
+
+        Args:
+            mapping: the fields of this class by name.
+            section: the path of this mapping in its file, put before names in errors.
+
+        Raises:
+            ConfigError: an unknown name, or a value that cannot be.
+        """
+        return _knob.from_mapping(mapping, cls, section=section)
+
+    @classmethod
+    def from_toml(
+        cls,
+        source: str | os.PathLike[str],
+        *,
+        section: str = "engine",
+        others: Collection[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> EngineConfig:
+        """An engine from a TOML file and the environment, which wins: ``OFFLOAD_ENGINE__PROMOTE=true``.
+
+        Args:
+            source: a path (``pathlib.Path``), or TOML as a text.
+            section: the table to read; it need not be there.
+            others: tables of the file that somebody else reads. Any further one is an error.
+            environ: the environment; by default that of this process.
+
+        Raises:
+            ConfigError: not TOML, an unknown name, or a value that cannot be; with file and line, or the variable.
+            OSError: the file cannot be read.
+        """
+        return _knob.load(cls, source, section=section, others=others, environ=environ)
+
+
+def engine_knobs() -> tuple[Knob, ...]:
+    """Every knob of an engine and of its pipelines, in the order in which they are declared."""
+    return tuple(_knob.of(EngineConfig, "engine"))

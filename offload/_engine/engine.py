@@ -1,0 +1,329 @@
+"""The engine's face: store goes down, lookup and load come back. What it does itself is to refuse what cannot be, and count."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import attrs
+import trio
+
+from backends.abc import Blocks, BlockSizeError, Deletion, Destination, Failed, Key, RemoteTier, Source, Tier
+
+from .._explaining import Explanation
+from .._handle import TransferHandle
+from .._health import GuardedRemoteTier, GuardedTier
+from .._keys import BlockKey
+from .._marks import place_of
+from .._pipeline import Pipeline
+from .._precedence import Precedence
+from .._spilling import Spilling
+from ..abc import PreconditionLike
+from .carrying import Carrying
+from .config import EngineConfig, OnLoadFailure
+from .explaining import History, Witnesses, asked
+from .finding import Place, find
+from .hits import Hit
+from .loading import LoadFailed, Loading, LoadResult
+from .promoting import Promoter
+from .routes import PlannedRoute
+from .statistics import Counts, EngineStatistics, count
+
+_NOTHING: Mapping[str, Exception] = MappingProxyType({})
+_log = logging.getLogger("offload.engine")
+
+
+@attrs.frozen(eq=False)
+class OpenRoute:
+    """A route of an engine, and the pipeline that carries along it."""
+
+    plan: PlannedRoute
+    pipeline: Pipeline
+
+    def __str__(self) -> str:
+        return f"{self.plan.name} (from {self.plan.above})"
+
+
+@attrs.frozen(eq=False)
+class Parts:
+    """What an engine is put together from, by :mod:`offload._engine.opening`."""
+
+    source: Source
+    tiers: Mapping[str, Tier | RemoteTier]
+    """The tiers themselves, the fastest first."""
+    guards: Mapping[str, GuardedTier | GuardedRemoteTier]
+    """The same, as they are asked."""
+    routes: Sequence[OpenRoute]
+    """Upstream first."""
+    spills: Mapping[str, Spilling]
+    """Of a chain on eviction: what carries victims along a route, by its name."""
+    history: History
+    carrying: Carrying
+    promoter: Promoter
+    precedence: Precedence
+    counts: Counts
+
+
+class Engine:
+    """Stores blocks of one source into tiers, and finds and loads them again. Made by :func:`open_engine` only.
+
+    Attributes:
+        source: where blocks are stored from.
+        tiers: where they are stored, by name, from the fastest to the slowest.
+        pipelines: what moves them: the first one leads from the source to the first tier.
+        on_load_failure: what a load does about a block that was found and cannot be loaded.
+        promote: where a load also writes what comes from slower tiers, unless it says so itself.
+    """
+
+    def __init__(self, parts: Parts, config: EngineConfig) -> None:
+        """Not to be called: see :func:`open_engine`."""
+        self.source: Source = parts.source
+        self.tiers: Mapping[str, Tier | RemoteTier] = parts.tiers
+        self.pipelines: Sequence[Pipeline] = [route.pipeline for route in parts.routes]
+        self.on_load_failure: OnLoadFailure = config.on_load_failure
+        self.promote: bool | str = config.promote
+        self._guards = parts.guards
+        self._places: list[Place] = list(parts.guards.items())
+        self._routes = parts.routes
+        self._spills = parts.spills
+        ways = [(route.plan.to, route.pipeline) for route in parts.routes] + parts.promoter.pipelines
+        self._witnesses = Witnesses(self._places, ways, parts.history)
+        self._carrying = parts.carrying
+        self._promoter = parts.promoter
+        self._precedence = parts.precedence
+        self._counts = parts.counts
+        self._live_hits: dict[Hit, None] = {}
+
+    def __repr__(self) -> str:
+        return f"<Engine: {self.source!r} to {', '.join(self.tiers)}>"
+
+    # --- down -----------------------------------------------------------------------------------------------------
+
+    async def store(
+        self, blocks: Blocks, *, precondition: PreconditionLike, tenant: str = "", to: str | None = None
+    ) -> TransferHandle:
+        """Take in blocks, waiting for room; see :meth:`offload.Pipeline.enqueue`.
+
+        The handle settles when they are in the first tier and, with a chain, in the tiers behind it.
+
+        Args:
+            blocks: of the source; with ``to``, of the place where the route there starts.
+            precondition: what must hold before the bytes may be read.
+            tenant: whose they are, for tiers that must know (it is in the keys already).
+            to: the tier that they go to, by another route than that to the first tier.
+
+        Raises:
+            ValueError: no route leads from where the blocks are to that tier.
+        """
+        pipeline, end = self._begin_store(blocks, tenant, to)
+        try:
+            handle = await pipeline.enqueue(blocks, precondition=precondition)
+        except BaseException:
+            end()
+            raise
+        return self._carrying.until_settled(handle, end)
+
+    def store_nowait(
+        self, blocks: Blocks, *, precondition: PreconditionLike, tenant: str = "", to: str | None = None
+    ) -> TransferHandle:
+        """Take in blocks as :meth:`store` does, or raise :class:`offload.PipelineFull`."""
+        pipeline, end = self._begin_store(blocks, tenant, to)
+        try:
+            handle = pipeline.enqueue_nowait(blocks, precondition=precondition)
+        except BaseException:
+            end()
+            raise
+        return self._carrying.until_settled(handle, end)
+
+    async def drain(self) -> None:
+        """The end of input: return when everything stored until now has settled, in every tier it was meant for.
+
+        What is on its way up by then is waited for, too.
+        """
+        for pipeline in self.pipelines:  # the first one waits for its chain; the others may have been fed directly
+            await pipeline.drain()
+        await self._promoter.drain()
+
+    # --- back -----------------------------------------------------------------------------------------------------
+
+    async def lookup(self, keys: Sequence[Key], *, tenant: str = "") -> Hit:
+        """Find the longest prefix of ``keys`` over all tiers, each block in the fastest tier that has it, and pin it.
+
+        The prefix may change between tiers any number of times. A tier that raises is left out and named in
+        :attr:`Hit.unavailable`. Cancelled, nothing is pinned. Whoever gets the hit releases it:
+        ``async with await engine.lookup(keys) as hit``.
+
+        Args:
+            keys: what is wanted, in order.
+            tenant: whose they are, for tiers that must know, until the hit is released.
+        """
+        end = self._carrying.carry(keys, tenant)
+        try:
+            runs, unavailable = await find(self._places, keys)
+        except BaseException:
+            end()
+            raise
+        counts, found = self._counts, sum([run.blocks for run in runs])
+        counts.lookups += 1
+        counts.asked += len(keys)
+        counts.hit += found
+        for name in unavailable:
+            count(counts.lookup_failures, name)
+        return Hit(keys[:found], runs, unavailable or _NOTHING, self._live_hits, tenant, end)
+
+    async def load(self, hit: Hit, destination: Destination, *, promote: bool | str | None = None) -> LoadResult:
+        """Copy the blocks of a hit to ``destination``, position by position, and verify them.
+
+        Run by run, and no further than the first block that cannot be loaded; with ``on_load_failure = "retry"`` that is
+        looked for once more in the slower tiers. Cancelled, it leaves only when no copy into ``destination`` is under way
+        any more. A hit that is released meanwhile stays pinned until this is over.
+
+        Args:
+            hit: what was found.
+            destination: where to.
+            promote: whether what comes from a slower tier is written into a faster one as well, behind this load's back:
+                into the fastest, or the one named. By default as the engine was opened.
+
+        Raises:
+            LoadFailed: a block could not be loaded, and ``on_load_failure`` is ``fail``.
+            BlockSizeError: the destination has places of another size.
+            ValueError: the hit was released, the destination is too small, or no tier has the name in ``promote``.
+            Unproven: a copy may still be going on: ``destination`` must not be used again.
+        """
+        wanted = len(hit.keys)
+        if hit.released:
+            raise ValueError(f"{hit!r} was released")
+        if wanted > len(destination):
+            raise ValueError(f"{wanted} blocks do not fit into {len(destination)} places")
+        if wanted and destination.block_bytes != self.source.block_bytes:
+            raise BlockSizeError(self, self.source.block_bytes, destination.block_bytes)
+        up = self.promote if promote is None else promote
+        self._promoter.check(up)
+        loading = Loading(hit.keys, destination, self._places, self._counts, self.on_load_failure == "retry")
+        runs = hit._begin_load()
+        try:
+            with self._precedence.loading():
+                await loading.load(runs)
+        finally:
+            await hit._end_load()
+        result = loading.conclude()
+        if up and result.loaded:
+            self._promoter.promote(hit.keys[: result.loaded], loading.origins, up, hit._tenant)
+        if result.loaded < wanted and self.on_load_failure == "fail":
+            first = result.outcomes[result.loaded]
+            raise LoadFailed(result) from (first.error if isinstance(first, Failed) else None)
+        return result
+
+    async def release(self, hit: Hit) -> None:
+        """Give back what a hit holds. Idempotent; it has given it back even when cancelled."""
+        await hit._release()
+        await trio.lowlevel.checkpoint()
+
+    async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
+        """Forget these keys in all tiers, the fastest first.
+
+        Each answer speaks for all tiers: ``PINNED`` where one of them holds the block (it stays there, and has gone
+        from the others), else ``UNAVAILABLE`` where one could not be asked, or deletes nothing, and so may have it still,
+        else ``DELETED`` where one had it, else ``MISSING``. A tier that raises is logged, and the others go on. Cancelled,
+        some tiers may have forgotten. What is on its way to a tier is not there yet, and so arrives.
+        """
+        answers = [Deletion.MISSING] * len(keys)
+        for name, tier in self._places:
+            try:
+                told = await tier.delete(keys)
+                if len(told) != len(keys):
+                    raise RuntimeError(f"{tier!r} answered {len(told)} deletions for {len(keys)} keys")
+            except Exception as error:
+                _log.warning("%s could not be asked to delete %d blocks: %r", name, len(keys), error)
+                told = [Deletion.UNAVAILABLE] * len(keys)
+            if Deletion.PINNED in told:
+                held = told.count(Deletion.PINNED)
+                _log.info("%s keeps %d of %d blocks that were to be deleted: they are held", name, held, len(keys))
+            self._witnesses.history.deleted(name, [key for key, one in zip(keys, told, strict=True) if one is _DELETED])
+            answers = [max(pair, key=_WEIGHT.__getitem__) for pair in zip(answers, told, strict=True)]
+        return answers
+
+    # --- telling --------------------------------------------------------------------------------------------------
+
+    async def explain(
+        self,
+        what: Key | Sequence[Key] | Sequence[int],
+        *,
+        naming: BlockKey | None = None,
+        others: Sequence[BlockKey] = (),
+        tenant: str = "",
+        operator: bool = False,
+    ) -> Explanation:
+        """Why blocks are, or are not, there: in which tiers, on their way, evicted or kept back when and why.
+
+        Holds nothing and is no use of anything. It looks at everything that is inside the engine and remembered of it, which
+        takes milliseconds: for people and tests, not for each request.
+
+        Args:
+            what: a key, several, or the tokens of a prompt. Of a key it can only be said what happened to it; of tokens also
+                whether they are there under another key.
+            naming: how the blocks of these tokens are named.
+            others: which other namings (other layouts, ranks, tenants) of the same tokens to try. Those of other tenants are
+                left out, unless an operator asks.
+            tenant: who asks.
+            operator: whether that is somebody who may know of all tenants.
+
+        Raises:
+            TypeError: tokens without a naming.
+            PermissionError: the naming is another tenant's.
+        """
+        keys, made = asked(what, naming, others, tenant, operator=operator)
+        return await self._witnesses.explain(keys, made)
+
+    def statistics(self) -> EngineStatistics:
+        """An immutable snapshot."""
+        counts = self._counts
+        return EngineStatistics(
+            pipelines={pipeline.name: pipeline.statistics() for pipeline in self.pipelines},
+            tiers={name: tier.statistics() for name, tier in self.tiers.items()},
+            health={name: guard.health for name, guard in self._guards.items()},
+            lookups=counts.lookups,
+            asked_blocks=counts.asked,
+            hit_blocks=counts.hit,
+            loads=counts.loads,
+            loaded_blocks=counts.loaded,
+            load_failures=dict(counts.load_failures),
+            lookup_failures=dict(counts.lookup_failures),
+            load_faults=dict(counts.load_faults),
+            retried_blocks=counts.retried,
+            recovered_blocks=counts.recovered,
+            promoted_blocks=counts.promoted,
+            promotions_refused=dict(counts.refused),
+            promoting_blocks=self._promoter.under_way,
+            spills={name: spilling.statistics() for name, spilling in self._spills.items()},
+            open_hits=len(self._live_hits),
+        )
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _begin_store(self, blocks: Blocks, tenant: str, to: str | None) -> tuple[Pipeline, Callable[[], None]]:
+        """The pipeline that these go into, and what ends the carrying of their tenant."""
+        try:
+            return self._pipeline_to(to, blocks), self._carrying.carry(blocks.keys, tenant)
+        except BaseException:  # strong blocks are the engine's from the call on, also when it raises
+            blocks.hand_over()
+            blocks.release()
+            raise
+
+    def _pipeline_to(self, to: str | None, blocks: Blocks) -> Pipeline:
+        if to is None:
+            return self.pipelines[0]
+        for route in self._routes:
+            if to in (route.plan.to, route.plan.name) and place_of(route.pipeline.source) is place_of(blocks.source):
+                return route.pipeline
+        there = ", ".join(map(str, self._routes))
+        raise ValueError(
+            f"to = {to!r}: no route leads there from {blocks.source!r}, only {there}; declare one: "
+            f"routes=[offload.Route({to!r}, source='source')]"
+        )
+
+
+_DELETED = Deletion.DELETED
+_WEIGHT = {Deletion.MISSING: 0, Deletion.DELETED: 1, Deletion.UNAVAILABLE: 2, Deletion.PINNED: 3}
+"""Of two tiers' answers the heavier one speaks for both."""

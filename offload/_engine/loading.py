@@ -1,0 +1,191 @@
+"""Loading: the runs of a hit into a destination, one after the other, up to the first block that does not come. Rule 2.
+
+With ``retry``, a block that does not come is looked for once more, within the same load, in the tiers behind the one it did not
+come from, and the prefix goes on. A search only ever moves to slower tiers, so each is asked for a block at most once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import attrs
+import trio
+
+from backends.abc import LOADED, Destination, Failed, Key, Missed, Outcome, Unproven
+from backends.pages import Pages
+
+from .._errors import OffloadError
+from .finding import Place, find
+from .hits import Run, let_go
+from .statistics import Counts, count
+
+BEHIND_A_GAP: Final = Missed("behind a gap")
+"""The block was not tried: one before it could not be loaded."""
+
+
+class LoadFailed(OffloadError):
+    """A block that was found could not be loaded, and ``on_load_failure`` is ``fail``; the cause is the first error."""
+
+    def __init__(self, result: LoadResult) -> None:
+        super().__init__(f"{result.loaded} of {len(result.outcomes)} blocks loaded: {result.outcomes[result.loaded]!r}")
+        self.result = result
+        """How far it came: the first ``result.loaded`` blocks are at the destination."""
+
+
+@attrs.frozen
+class LoadResult:
+    """What a load has brought."""
+
+    loaded: int
+    """So many leading blocks are at the destination, and verified where the tier keeps checksums. Use exactly these."""
+    outcomes: Sequence[Outcome]
+    """One per key of the hit. What a load did not try is :class:`~backends.abc.Missed`, ``behind a gap``."""
+
+
+@attrs.define(eq=False)
+class Loading:
+    """One load, as far as it has come."""
+
+    keys: Sequence[Key]
+    """What is to be loaded, one key per place."""
+    destination: Destination
+    places: Sequence[Place]
+    """The tiers, the fastest first."""
+    counts: Counts
+    retry: bool
+    outcomes: list[Outcome] = attrs.Factory(list)
+    """One for each block that was tried."""
+    origins: list[int] = attrs.Factory(list)
+    """The position of the tier that each of them came from, or was last expected from by the hit."""
+
+    async def load(self, runs: Sequence[Run]) -> None:
+        """Load run after run, each into the places behind the one before; stop at the first that does not come whole.
+
+        Cancelled, no copy is under way any more, and nothing is pinned but what was before.
+        """
+        if not runs:
+            await trio.lowlevel.checkpoint()
+        for run in runs:
+            answers, origins = await self._read(run, len(self.outcomes))
+            self.outcomes += answers
+            self.origins += origins
+            if self.retry:
+                self.counts.recovered += sum([origin != run.speed for origin in origins])
+            if answers.count(LOADED) < run.blocks:
+                break
+
+    def conclude(self) -> LoadResult:
+        """What is usable of it, counted: what lies before the first block that did not come."""
+        outcomes, wanted, counts = self.outcomes, len(self.keys), self.counts
+        loaded = wanted if outcomes.count(LOADED) == wanted else _leading(outcomes)
+        counts.loads += 1
+        counts.loaded += loaded
+        if loaded < wanted:
+            _count_failures(outcomes[loaded:], counts.load_failures)
+            outcomes += [BEHIND_A_GAP] * (wanted - len(outcomes))
+        return LoadResult(loaded, outcomes)
+
+    async def _read(self, run: Run, start: int) -> tuple[list[Outcome], list[int]]:
+        """Load one run into the places from ``start`` on; then, with ``retry``, mend what did not come."""
+        answers = await self._load(run, start)
+        origins = [run.speed] * run.blocks
+        bad = run.blocks - answers.count(LOADED)
+        if bad:
+            count(self.counts.load_faults, run.name, bad)
+            if self.retry:
+                await self._mend(run.speed + 1, start, answers, origins)
+        return answers, origins
+
+    async def _load(self, run: Run, start: int) -> list[Outcome]:
+        """An ordinary error of the tier is every block's outcome."""
+        whole = start == 0 and run.blocks == len(self.destination)
+        destination = self.destination if whole else _Part(self.destination, start, run.blocks)
+        try:
+            answers = list(await run.tier.load(run.lease, destination))
+            if len(answers) != run.blocks:
+                raise RuntimeError(f"{run.tier!r} answered {len(answers)} outcomes for {run.blocks} blocks")
+        except Unproven:
+            raise
+        except Exception as error:
+            return [Failed(error)] * run.blocks
+        return answers
+
+    async def _mend(self, behind: int, start: int, answers: list[Outcome], origins: list[int]) -> None:
+        """Fill the gaps of a run, one after the other, up to the first that stays."""
+        for gap in _gaps(answers):
+            found, origin = await self._search(behind, start + gap.start, start + gap.stop)
+            mended = next((at for at, outcome in enumerate(found) if outcome != LOADED), len(found))
+            answers[gap.start : gap.start + mended] = found[:mended]
+            origins[gap.start : gap.start + mended] = origin[:mended]
+            if mended < len(gap):
+                return
+
+    async def _search(self, behind: int, start: int, stop: int) -> tuple[list[Outcome], list[int]]:
+        """Look for some neighbouring blocks in the slower tiers, and load as many as come into their places."""
+        self.counts.retried += stop - start
+        runs, unavailable = await find(self.places, self.keys[start:stop], behind)
+        outcomes: list[Outcome] = []
+        origins: list[int] = []
+        try:
+            for name in unavailable:
+                count(self.counts.lookup_failures, name)
+            for run in runs:
+                answers, origin = await self._read(run, start + len(outcomes))
+                outcomes += answers
+                origins += origin
+                if answers.count(LOADED) < run.blocks:
+                    break
+        finally:
+            await let_go(runs)
+        return outcomes, origins
+
+
+def _gaps(answers: Sequence[Outcome]) -> list[range]:
+    """Where neighbouring blocks did not come, in order."""
+    gaps: list[range] = []
+    for at, outcome in enumerate(answers):
+        if outcome != LOADED:
+            if gaps and gaps[-1].stop == at:
+                gaps[-1] = range(gaps[-1].start, at + 1)
+            else:
+                gaps.append(range(at, at + 1))
+    return gaps
+
+
+def _leading(outcomes: Sequence[Outcome]) -> int:
+    """How many blocks are loaded before the first that is not."""
+    return next(at for at, outcome in enumerate(outcomes) if outcome != LOADED)
+
+
+def _count_failures(outcomes: Sequence[Outcome], failures: dict[str, int]) -> None:
+    for outcome in outcomes:
+        if isinstance(outcome, Missed):
+            count(failures, outcome.reason)
+        elif isinstance(outcome, Failed):
+            count(failures, "failed")
+
+
+class _Part:
+    """Some neighbouring places of a destination."""
+
+    __slots__ = ("_n", "_start", "_whole")
+
+    def __init__(self, whole: Destination, start: int, n: int) -> None:
+        self._whole = whole
+        self._start = start
+        self._n = n
+
+    def __len__(self) -> int:
+        return self._n
+
+    @property
+    def block_bytes(self) -> int:
+        return self._whole.block_bytes
+
+    def views(self) -> Pages | None:
+        views = self._whole.views()
+        return None if views is None else views.part(self._start, self._start + self._n)
+
+    def copy_in(self, start: int, pages: Pages) -> None:
+        self._whole.copy_in(self._start + start, pages)

@@ -1,0 +1,133 @@
+"""Making what a configuration only names: tiers and their wrappers, the policies of routes. Modules are imported here only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from inspect import iscoroutinefunction
+from typing import Any, Final
+
+from backends.abc import RemoteTier, Source, Tier
+
+from .._errors import ConfigError
+from ..abc import AsyncPolicy, Policy
+from ..policies import FrequencyFilter, PassAll, PresenceFilter, RemotePresenceFilter, as_policy
+from .config import EngineConfig, PolicyLike, TierLike
+
+_POLICIES: Final[Mapping[str, Any]] = {"presence": PresenceFilter, "pass_all": PassAll, "frequency": FrequencyFilter}
+
+
+def make_source(config: EngineConfig) -> Source:
+    """The place that an engine stores from.
+
+    Raises:
+        ConfigError: it is only named, and nobody says how large its blocks are, or it cannot be read.
+        Exception: whatever making it raises, with a note that says of what.
+    """
+    source: Any = config.source
+    if not isinstance(source, str | Mapping):
+        return source  # type: ignore[no-any-return]
+    if not config.block_bytes:
+        raise ConfigError("block_bytes", 0, "must be the size of a block, since the source is made from its name")
+    made: Any = make_tier("source", source, config.block_bytes)
+    if not is_source(made):
+        raise ConfigError("source", source, f"cannot be read as a source: it is {made!r}")
+    return made  # type: ignore[no-any-return]
+
+
+def make_tier(name: str, tier: TierLike, block_bytes: int) -> Tier | RemoteTier:
+    """A tier that is only named, made; any other as it is.
+
+    Raises:
+        Exception: whatever making it raises, with a note that says of what.
+    """
+    if not isinstance(tier, str | Mapping):
+        return tier
+    from backends.plugins import make_tier as make  # only whoever names a tier needs it
+
+    try:
+        if isinstance(tier, Mapping) and "wrappers" in tier:
+            return _wrapped(name, dict(tier), block_bytes, make)
+        return make(tier, block_bytes=block_bytes)
+    except Exception as error:
+        error.add_note(f"while making {name} of an engine, for blocks of {block_bytes} bytes")
+        raise
+
+
+def _wrapped(
+    name: str, tier: dict[str, Any], block_bytes: int, make: Callable[..., Tier | RemoteTier]
+) -> Tier | RemoteTier:
+    """A tier whose blocks pass through wrappers; its slots are as large as what these make of a block."""
+    from backends.wrappers import slot_bytes, wrap
+
+    said = tier.pop("wrappers")
+    knob = f"{name}.wrappers"
+    if not isinstance(said, list | tuple):
+        said = [said]
+    wrappers = [_wrapper(wrapper, knob) for wrapper in said]
+    inner = make(tier, block_bytes=slot_bytes(block_bytes, *wrappers))
+    return wrap(inner, *wrappers, block_bytes=block_bytes)
+
+
+def _wrapper(wrapper: Any, knob: str) -> Any:
+    """A wrapper; or what makes one: a name, ``module:attribute``, or a table with its parameters."""
+    if not isinstance(wrapper, str | Mapping):
+        return wrapper
+    from backends import wrappers
+
+    parameters = dict(wrapper) if isinstance(wrapper, Mapping) else {"type": wrapper}
+    found = _found(str(parameters.pop("type", "")), knob, {"zstd": wrappers.Zstd, "fp8": wrappers.Fp8}, "a wrapper")
+    return found if hasattr(found, "encode") and not isinstance(found, type) else found(**parameters)
+
+
+def is_source(place: object) -> bool:
+    """Whether a pipeline can read from it what its keys name."""
+    return isinstance(place, Source) and hasattr(place, "weak")
+
+
+def make_policies(
+    policies: Sequence[PolicyLike] | None, tier: Tier | RemoteTier, route: str
+) -> list[Policy | AsyncPolicy]:
+    """The policies of a route into this tier; by default what it has already stays out of it.
+
+    Raises:
+        ConfigError: a name that is none.
+        ImportError, AttributeError: there is no such module, or nothing of that name in it.
+        TypeError: what was found is no policy.
+    """
+    if policies is None:
+        return [presence_filter(tier)]
+    return [_policy(policy, tier, f"routes.{route}.policies") for policy in policies]
+
+
+def _policy(policy: PolicyLike, tier: Tier | RemoteTier, knob: str) -> Policy | AsyncPolicy:
+    if isinstance(policy, Mapping):
+        parameters = dict(policy)
+        name = str(parameters.pop("type"))
+        if name == "presence" and not parameters:
+            return presence_filter(tier)
+        made = _found(name, knob, _POLICIES, "a policy")(**parameters)
+    elif isinstance(policy, str):
+        if policy == "presence":
+            return presence_filter(tier)
+        found = _found(policy, knob, _POLICIES, "a policy")
+        made = found() if isinstance(found, type) else found
+    else:
+        made = policy
+    return as_policy(made)
+
+
+def _found(name: str, knob: str, ready_made: Mapping[str, Any], what: str) -> Any:
+    if name in ready_made:
+        return ready_made[name]
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise ConfigError(knob, name, f"must be one of {', '.join(ready_made)}, or module:attribute")
+    from backends.plugins.finding import find_module, find_name  # its errors say what was looked for, and where
+
+    return find_name(find_module(module), attribute, f"{what} for {knob}")
+
+
+def presence_filter(tier: Tier | RemoteTier) -> Policy | AsyncPolicy:
+    """What a tier has already stays out of it."""
+    remote: Any = tier
+    return RemotePresenceFilter(remote) if iscoroutinefunction(tier.contains) else PresenceFilter(remote)

@@ -1,0 +1,286 @@
+"""Promotion: what was loaded from a slower tier is written into a faster one as well, behind the load's back.
+
+    load -------------------------------> answer
+      '--> faster tier's own pipeline: is it there already? --> read it again, verified, into host memory --> copy in
+
+A promotion is a store whose precondition is that its bytes have been read. So all that a store promises holds for it: what is
+there is filtered, what another pipeline brings is not brought twice, its reading can be cancelled and its copy drains, and the
+end of the engine waits for it no longer than for any other store.
+
+Rule 1. A load's answer never waits for it, and the caller's cancel does not reach it: it is begun once the answer is known, by
+        a call that does not wait, and runs in a pipeline of the engine.
+Rule 2. It takes nothing from the caller: the places of a load are the caller's again once it is over, so the bytes are read
+        from the slower tier once more, under a lease of their own, and only what that tier has verified is written.
+Rule 3. It never waits for room, unless everything in the faster tier is held: that tier evicts where its route does, and else
+        what does not fit is refused, and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import attrs
+import trio
+
+from backends.abc import EVICTED, LOADED, Key, RemoteTier, Tier, WeakBlocks
+from backends.pages import Pages, copy_pages, new_pages
+from backends.slots import PagesDestination
+
+from .._config import BatchConfig, PipelineConfig
+from .._container import OffloadContainer
+from .._errors import DestinationFull, PipelineClosed, PipelineFull, PreconditionFailed, TierUnavailable
+from .._handle import TransferHandle
+from .._pipeline import Pipeline, open_pipeline
+from .._precedence import Precedence
+from .carrying import Carrying, nothing
+from .finding import Place
+from .making import presence_filter
+from .statistics import Counts, count
+
+_LONGEST_WAIT = 1.0
+"""Seconds that a promotion waits for room where everything is held: long enough for a load to let go, and nobody needs it."""
+_log = logging.getLogger("offload.engine")
+
+
+def promotion_config(config: PipelineConfig, blocks: int) -> PipelineConfig:
+    """The knobs of the pipeline that promotes into a tier, from those of the route there, for so many blocks at once."""
+    batches = config.batch_config
+    most = min(batches.max_batch_size, blocks)
+    return attrs.evolve(
+        config,
+        batch_config=BatchConfig(
+            most, min(batches.min_batch_size, most), 0.0
+        ),  # it takes memory while it waits for company
+        max_concurrent_transfers=1,
+        on_destination_full="evict" if config.on_destination_full == "evict" else "partial",
+        destination_timeout=min(config.destination_timeout, _LONGEST_WAIT),
+        budget_blocks=blocks,
+        on_overflow="wait",
+    )
+
+
+class Staging:
+    """Host memory with blocks that have been read and wait to be written: a source. What is not there was gone."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._there: dict[Key, Pages] = {}
+        self._held: dict[int, Pages] = {}
+        self._guards = 0
+
+    def __repr__(self) -> str:
+        return f"<{len(self._there)} blocks on their way up>"
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every block, in bytes."""
+        return self._block_bytes
+
+    def put(self, key: Key, page: Pages) -> None:
+        """This block has been read: one page."""
+        self._there[key] = page
+
+    def forget(self, keys: Sequence[Key]) -> None:
+        """These have been written, or will not be. What a copy still reads stays until that lets go of it."""
+        for key in keys:
+            self._there.pop(key, None)
+
+    def weak(self, keys: Sequence[Key]) -> WeakBlocks:
+        """Blocks that are still to be read."""
+        return WeakBlocks(self, keys, None)
+
+    def upgrade(self, keys: Sequence[Key]) -> list[int]:
+        """A guard for each block that has been read."""
+        guards: list[int] = []
+        for key in keys:
+            page = self._there.get(key)
+            if page is None:
+                guards.append(EVICTED)
+            else:
+                self._guards += 1
+                self._held[self._guards] = page
+                guards.append(self._guards)
+        return guards
+
+    def release(self, guards: Sequence[int]) -> None:
+        """Let go of what these guards hold."""
+        for guard in guards:
+            self._held.pop(guard, None)
+
+    def views(self, guards: Sequence[int]) -> Pages:
+        """Where these blocks lie."""
+        pages = [self._held[guard] for guard in guards]
+        return Pages([page.addresses[0] for page in pages], self._block_bytes, pages)
+
+    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+        """Copy blocks to pages of their size. Called in a copy thread."""
+        copy_pages(pages, self.views(guards))
+
+
+@attrs.define(eq=False)
+class Ascent:
+    """The way up into one tier. An instrument of its pipeline, which tells what has become of each promotion."""
+
+    pipeline: Pipeline
+    staging: Staging
+    counts: Counts
+    turns: trio.Semaphore = attrs.Factory(lambda: trio.Semaphore(1))
+    """One promotion reads at a time: loads go first, and they need the slower tiers, too."""
+    _ends: dict[OffloadContainer, Callable[[], None]] = attrs.Factory(dict)
+
+    def begin(self, tier: Tier | RemoteTier, keys: Sequence[Key], end: Callable[[], None]) -> None:
+        """Promote these, as many as there is room for on the way; ``end`` is called when that is over. Never waits."""
+        statistics = self.pipeline.statistics()
+        room = max(0, statistics.budget_blocks - statistics.used_blocks)
+        if len(keys) > room:
+            count(self.counts.refused, "busy", len(keys) - room)
+            keys = keys[:room]
+        if not keys:
+            end()
+            return
+        reading = _Reading(self, tier)
+        try:
+            reading.handle = self.pipeline.enqueue_nowait(self.staging.weak(keys), precondition=reading)
+        except (PipelineClosed, PipelineFull) as error:
+            count(self.counts.refused, "busy" if isinstance(error, PipelineFull) else "closed", len(keys))
+            end()
+        else:
+            self._ends[reading.handle._container] = end
+
+    def settled(self, container: OffloadContainer) -> None:
+        """The hook: one promotion is over. Count it, and give its memory back."""
+        keys = container.blocks.keys
+        self.staging.forget([key for key in keys if key not in container.filtered])
+        self.counts.promoted += len(container.completed)
+        refused = self.counts.refused
+        for reason in container.filtered.values():
+            count(refused, "duplicate" if reason in ("present", "pending") else "failed")
+        for error in container.failed.values():
+            count(refused, _word(error))
+        if container.evicted:
+            count(refused, "gone", len(container.evicted))
+        known = len(container.completed) + len(container.filtered) + len(container.failed) + len(container.evicted)
+        if known < len(keys):
+            count(refused, _word(container.error), len(keys) - known)
+        self._ends.pop(container, nothing)()
+
+
+def _word(error: BaseException | None) -> str:
+    """Why blocks did not arrive."""
+    if isinstance(error, PreconditionFailed):
+        error = error.__cause__
+    words: tuple[tuple[type[Exception], str], ...] = (
+        (DestinationFull, "full"),
+        (TierUnavailable, "unavailable"),
+        (PipelineClosed, "closed"),
+    )
+    return next((word for kind, word in words if isinstance(error, kind)), "failed")
+
+
+@asynccontextmanager
+async def open_ascent(
+    name: str,
+    tier: Tier | RemoteTier,
+    block_bytes: int,
+    config: PipelineConfig,
+    counts: Counts,
+    precedence: Precedence,
+) -> AsyncIterator[Ascent]:
+    """The way up into this tier, for the length of an ``async with`` block."""
+    staging = Staging(block_bytes)
+    async with open_pipeline(
+        staging,
+        tier,
+        policies=[presence_filter(tier)],
+        config=config,
+        name=f"up to {name}",
+        precedence=precedence,
+    ) as pipeline:
+        ascent = Ascent(pipeline, staging, counts)
+        pipeline.add_instrument(ascent)
+        yield ascent
+
+
+@attrs.define(eq=False)
+class _Reading:
+    """The precondition of a promotion: that its bytes have been read and verified."""
+
+    ascent: Ascent
+    tier: Tier | RemoteTier
+    handle: TransferHandle | None = None
+
+    async def __call__(self) -> None:
+        """Read what is wanted into host memory. Cancelled, no copy is under way any more, and nothing is pinned."""
+        assert self.handle is not None
+        keys, staging = self.handle.passed_blocks, self.ascent.staging
+        async with self.ascent.turns, await self.tier.pin(keys) as lease:
+            pages = new_pages(len(lease.keys), staging.block_bytes)
+            outcomes = await self.tier.load(lease, PagesDestination(pages))
+            for at, (key, outcome) in enumerate(zip(lease.keys, outcomes, strict=True)):
+                if outcome == LOADED:
+                    staging.put(key, pages.part(at, at + 1))
+
+
+@attrs.define(eq=False)
+class Promoter:
+    """Decides what goes up, and from where."""
+
+    places: Sequence[Place]
+    """The tiers, the fastest first."""
+    ascents: dict[str, Ascent]
+    """The ways up, by the tier that they lead to."""
+    carrying: Carrying
+
+    def check(self, promote: bool | str) -> None:
+        """Raise :class:`ValueError` where no tier has this name."""
+        if isinstance(promote, str) and promote not in dict(self.places):
+            names = ", ".join(name for name, _ in self.places)
+            raise ValueError(f"promote = {promote!r}: must be true, false, or one of {names}")
+
+    def promote(self, keys: Sequence[Key], origins: Sequence[int], to: bool | str, tenant: str) -> None:
+        """Begin to write these blocks into the fastest tier, or the one named, as far as they come from slower ones.
+
+        Args:
+            keys: blocks that were loaded.
+            origins: the position of the tier that each of them came from.
+            to: where to; False is nowhere.
+            tenant: whose they are.
+        """
+        target = next((at for at, (name, _) in enumerate(self.places) if to is True or to == name), None)
+        if not to or target is None:
+            return
+        start = 0
+        for at in range(1, len(keys) + 1):
+            if at == len(keys) or origins[at] != origins[start]:
+                if origins[start] > target:
+                    self._begin(
+                        self.places[origins[start]][1], self.ascents[self.places[target][0]], keys[start:at], tenant
+                    )
+                start = at
+
+    def _begin(self, tier: Tier | RemoteTier, ascent: Ascent, keys: Sequence[Key], tenant: str) -> None:
+        keys = list(dict.fromkeys(keys))
+        try:
+            end = self.carrying.carry(keys, tenant)
+        except Exception:
+            _log.exception("%d blocks are not promoted: nobody can be told whose they are", len(keys))
+            count(ascent.counts.refused, "failed", len(keys))
+        else:
+            ascent.begin(tier, keys, end)
+
+    @property
+    def pipelines(self) -> list[tuple[str, Pipeline]]:
+        """The ways up, each with the tier that it leads to."""
+        return [(name, ascent.pipeline) for name, ascent in self.ascents.items()]
+
+    async def drain(self) -> None:
+        """Return when everything on its way up has arrived, or will not."""
+        for ascent in self.ascents.values():
+            await ascent.pipeline.drain()
+
+    @property
+    def under_way(self) -> int:
+        """Blocks on their way up."""
+        return sum([ascent.pipeline.statistics().used_blocks for ascent in self.ascents.values()])

@@ -1,0 +1,89 @@
+"""Which routes there are between the places of an engine, and which of them feeds which. Pure.
+
+Rule 1. A route leads down: from the source, or from a tier to a slower one. So what feeds what has no circle, and routes that
+        stand in the order of where they lead stand upstream first.
+Rule 2. The first route leads from the source to the first tier, whatever else is said.
+Rule 3. With a chain there is a route from each tier to the next, as far as one tier after the other can be read as a source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
+
+import attrs
+
+from .._errors import ConfigError
+from .config import SOURCE, Chain, Route
+
+
+@attrs.frozen
+class PlannedRoute:
+    """One route of an engine."""
+
+    name: str
+    """What its pipeline is called: the tier that it leads to, if it starts where a route there starts by default."""
+    to: str
+    """The tier that it leads to."""
+    above: str
+    """The tier that it starts at, or ``source``."""
+    route: Route
+    """What was said about it."""
+    feeds: tuple[str, ...]
+    """The routes, by name, that are fed what it has stored."""
+
+
+def plan(tiers: Sequence[str], sources: Collection[str], routes: Sequence[Route], chain: Chain) -> list[PlannedRoute]:
+    """The routes of an engine, upstream first.
+
+    Args:
+        tiers: the names, from the fastest to the slowest; at least one.
+        sources: those of them that can be read as a source.
+        routes: what was said, by tiers that there are.
+        chain: what feeds one tier from another.
+
+    Raises:
+        ConfigError: a route leads up, starts where nothing can be read from, or is named twice.
+    """
+    said = _by_ends(tiers, sources, routes)
+    wanted = {(SOURCE, tiers[0]): Route(tiers[0])}
+    if chain != "none":
+        for above, to in pairwise(tiers):
+            if above not in sources:
+                break
+            wanted[above, to] = Route(to)
+    wanted.update(said)
+    order = {name: at for at, name in enumerate([SOURCE, *tiers])}
+    ends = sorted(wanted, key=lambda ends: (order[ends[1]], order[ends[0]]))
+    names = {end: end[1] if end[0] == _above(tiers, sources, end[1]) else f"{end[0]}-{end[1]}" for end in ends}
+    return [PlannedRoute(names[end], end[1], end[0], wanted[end], _fed(end, wanted[end], names, chain)) for end in ends]
+
+
+def _fed(end: tuple[str, str], route: Route, names: Mapping[tuple[str, str], str], chain: Chain) -> tuple[str, ...]:
+    if chain != "on_store" or not route.auto_chain:
+        return ()
+    return tuple(name for (above, _), name in names.items() if above == end[1])
+
+
+def _by_ends(tiers: Sequence[str], sources: Collection[str], routes: Sequence[Route]) -> dict[tuple[str, str], Route]:
+    """What was said, by where it starts and leads to."""
+    said: dict[tuple[str, str], Route] = {}
+    for at, route in enumerate(routes):
+        above = route.source or _above(tiers, sources, route.to)
+        if above != SOURCE:
+            if tiers.index(above) >= tiers.index(route.to):
+                raise ConfigError(f"routes[{at}].source", above, f"must be faster than {route.to}: a route leads down")
+            if above not in sources:
+                raise ConfigError(
+                    f"routes[{at}].source", above, "cannot be read as a source; say 'source' to start at the engine's"
+                )
+        if (above, route.to) in said:
+            raise ConfigError(f"routes[{at}]", route.to, f"there is another route from {above} to {route.to}")
+        said[above, route.to] = route
+    return said
+
+
+def _above(tiers: Sequence[str], sources: Collection[str], to: str) -> str:
+    """Where a route to this tier starts by default."""
+    at = tiers.index(to)
+    return tiers[at - 1] if at and tiers[at - 1] in sources else SOURCE
