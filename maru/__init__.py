@@ -12,6 +12,7 @@ from ._lazy import lazily
 
 from ._errors import MaruError as MaruError
 from ._errors import NoAnswer as NoAnswer
+from ._errors import FateUnknown as FateUnknown
 from ._errors import ServerLost as ServerLost
 from ._errors import ServerRefused as ServerRefused
 from ._errors import LeaseLost as LeaseLost

@@ -14,6 +14,10 @@ class NoAnswer(MaruError, TimeoutError):
     """The server did not answer in time. Never a miss: what was asked for may have happened, or may happen still."""
 
 
+class FateUnknown(NoAnswer):
+    """Nobody can say what became of a store that was sent. Its pages are not used again before that is known."""
+
+
 class ServerLost(MaruError, ConnectionError):
     """The connection to the server is gone, or the server does not know this session any more."""
 

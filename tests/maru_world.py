@@ -25,7 +25,7 @@ from maru._client.operations import effects as effects
 from maru._config import MaruConfig, ServerConfig
 from maru._directory import Directory
 from maru._directory.limits import Limits
-from maru._errors import NoAnswer, ServerRefused
+from maru._errors import CannotMap, NoAnswer, ServerRefused
 from maru._server.service import Service
 from maru._wire import HEADER_BYTES, Code, ErrorReply, decode_reply, read_header, request
 from maru._wire.capability import verify
@@ -435,4 +435,6 @@ class Joined:
 
     async def _map(self, effect: Map) -> FakeSpan:
         await trio.sleep(0.001)
+        if effect.region_id not in self.world.memory:
+            raise CannotMap(f"region {effect.region_id} is gone")
         return FakeSpan(self.world.memory[effect.region_id], effect.write)

@@ -7,8 +7,8 @@ One page holds one block. Who is where the server knows, so what other tiers ans
 async (:class:`backends.abc.RemoteTier`), and a ``reserve_nowait`` that would have to ask raises :class:`trio.WouldBlock`.
 """
 
+from ._answers import NotStored as NotStored
 from ._lease import MaruLease as MaruLease
 from ._reservation import MaruReservation as MaruReservation
-from ._reservation import NotStored as NotStored
 from ._tier import MaruTier as MaruTier
 from ._tier import PageSizeError as PageSizeError

@@ -18,23 +18,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from maru import Stored as MaruStored
-
-from .._errors import BackendError
-from ..abc import DUPLICATE, STORED, BlockSizeError, Failed, Key, Outcome, Rejected, Source
+from ..abc import BlockSizeError, Key, Outcome, Source
 from ..pages import Pages
+from ._answers import outcomes_of
 
 if TYPE_CHECKING:
     from maru import AllocBatch
 
     from ._tier import MaruTier
-
-_OUTCOMES: dict[MaruStored | None, Outcome] = {
-    MaruStored.NEW: STORED,
-    MaruStored.DUPLICATE: DUPLICATE,
-    MaruStored.FULL: Rejected("full"),
-    MaruStored.QUOTA: Rejected("quota"),
-}
 
 
 class MaruReservation:
@@ -90,23 +81,9 @@ class MaruReservation:
         if batch is None or not keys:
             return []
         sums = await tier.copy_in(source, guards, self.pages)
-        answers = await tier.register(keys, batch, sums)
-        if answers.count(MaruStored.NEW) == len(keys):
-            return [STORED] * len(keys)
-        return [_OUTCOMES.get(answer) or _failed(tier, key, answer) for key, answer in zip(keys, answers, strict=True)]
+        return outcomes_of(tier, keys, await tier.register(keys, batch, sums))
 
     def release(self) -> None:
         """Give back the pages of what was not registered. Idempotent; never blocks, never raises."""
         if self._batch is not None:
             self._batch.free()
-
-
-class NotStored(BackendError):
-    """The server did not take a block, and nothing of it is left behind. The text says why."""
-
-
-def _failed(tier: MaruTier, key: Key, answer: MaruStored | None) -> Failed:
-    why = (
-        "the answer to its store was lost, and it was not done" if answer is None else f"the server says {answer.value}"
-    )
-    return Failed(NotStored(f"{tier!r} does not hold {key.hex()}: {why}"))

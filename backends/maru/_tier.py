@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 
 import trio
 
-from maru import Deleted, LeaseLost, MaruError, MaruHandler
+from maru import LeaseLost, MaruError, MaruHandler
 from maru import Stored as MaruStored
 
 from .._errors import BackendError, BlockSizeError, CapacityError, Unproven
@@ -40,6 +40,7 @@ from ..abc import (
 )
 from ..pages import Pages, checksums, copy_and_sum, copy_pages
 from ..threads import run_in_thread, run_in_thread_to_the_end
+from ._answers import deletions_of
 from ._lease import MaruLease
 from ._reservation import MaruReservation
 from ._turns import Turns
@@ -49,13 +50,6 @@ if TYPE_CHECKING:
 
 _ASK_AGAIN: Final = 0.05
 """Seconds between two questions for room. What comes back here wakes whoever waits; what others let go of does not."""
-
-_DELETIONS: Final = {
-    Deleted.DELETED: Deletion.DELETED,
-    Deleted.MISSING: Deletion.MISSING,
-    Deleted.PINNED: Deletion.PINNED,
-    Deleted.PROTECTED: Deletion.PINNED,
-}
 
 
 class PageSizeError(BackendError, ValueError):
@@ -336,13 +330,7 @@ class MaruTier:
         answers = await self.handler.batch_delete(names)
         # Of what came back, so many were not evicted. (Somebody else's eviction in the same instant may be taken for it.)
         self._dropped += min(self._returned() - before, sum(map(bool, answers)))
-        if Deleted.MISSING_OR_PINNED not in answers:
-            return [_DELETIONS[answer] for answer in answers]
-        there = await self.handler.batch_exists(names)  # a published server does not say which of the two
-        return [
-            _DELETIONS.get(answer) or (Deletion.PINNED if is_there else Deletion.MISSING)
-            for answer, is_there in zip(answers, there, strict=True)
-        ]
+        return await deletions_of(self.handler, names, answers)
 
     # --- watching -------------------------------------------------------------------------------------------------
 

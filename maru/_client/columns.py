@@ -13,7 +13,7 @@ from typing import Any
 
 from .._errors import HandlerClosed, LeaseLost
 from .answers import Stored
-from .operations import Operation, Pin, Standing, addresses, allocate, allocate_most, hold, store_surely
+from .operations import Operation, Pin, Standing, addresses, allocate, allocate_most, hold, hold_first, store_surely
 
 
 class AllocBatch:
@@ -70,10 +70,28 @@ class AllocBatch:
 class HeldBatch:
     """What lies under the first keys that were asked for, pinned, as columns. Made by ``hold_pages``."""
 
-    __slots__ = ("__weakref__", "_give_back", "_memory", "_pins", "_standing", "addresses", "checksums", "lengths")
+    __slots__ = (
+        "__weakref__",
+        "_give_back",
+        "_memory",
+        "_pins",
+        "_standing",
+        "addresses",
+        "checksums",
+        "lengths",
+        "unresolved",
+    )
 
-    def __init__(self, standing: Any, pins: list[Pin], give_back: Callable[[list[Pin]], object]) -> None:
+    def __init__(
+        self,
+        standing: Any,
+        pins: list[Pin],
+        give_back: Callable[[list[Pin]], object],
+        unresolved: Exception | None = None,
+    ) -> None:
         """Not to be called: a handler makes them."""
+        self.unresolved: Exception | None = unresolved
+        """Why the first that is not held could not be mapped, if that is the reason; asked for with ``partial``."""
         spans = {pin.region_id: standing.spans[pin.region_id] for pin in pins}
         self._standing: Standing = standing
         self._give_back = give_back
@@ -110,10 +128,19 @@ class HeldBatch:
 
     def keep_first(self, n: int) -> None:
         """Give back all but the first ``n``."""
-        back, self._pins = self._pins[n:], self._pins[:n]
-        self.addresses, self.lengths, self.checksums = self.addresses[:n], self.lengths[:n], self.checksums[:n]
-        if back:
-            self._give_back(back)
+        self.keep(range(min(n, len(self))))
+
+    def keep(self, positions: Sequence[int]) -> None:
+        """Give back all but those at these positions, ascending."""
+        staying = set(positions)
+        back = [pin for at, pin in enumerate(self._pins) if at not in staying]
+        if not back:
+            return
+        self._pins = [self._pins[at] for at in positions]
+        self.addresses = [self.addresses[at] for at in positions]
+        self.lengths = [self.lengths[at] for at in positions]
+        self.checksums = [self.checksums[at] for at in positions]
+        self._give_back(back)
 
     def release(self) -> None:
         """Give the pins back. Idempotent; the server is told at once."""
@@ -154,7 +181,14 @@ def store_pages(
     return (yield from store_surely(s, keys, pages, size, checksums)) if keys else []
 
 
-def hold_pages(s: Standing, keys: Sequence[str], give_back: Callable[[list[Pin]], object]) -> Operation[HeldBatch]:
-    """What lies under the first of these keys up to the first that is missing."""
-    pins = yield from hold(s, list(keys), prefix=True)
-    return HeldBatch(s, [pin for pin in pins if pin is not None], give_back)
+def hold_pages(
+    s: Standing, keys: Sequence[str], give_back: Callable[[list[Pin]], object], partial: bool
+) -> Operation[HeldBatch]:
+    """What lies under the first of these keys up to the first that is missing; ``partial``, or cannot be mapped."""
+    if not partial:
+        pins = yield from hold(s, list(keys), prefix=True)
+        return HeldBatch(s, [pin for pin in pins if pin is not None], give_back)
+    first, behind, unresolved = yield from hold_first(s, list(keys))
+    if behind:
+        give_back(behind)
+    return HeldBatch(s, first, give_back, unresolved)

@@ -91,6 +91,14 @@ class Face:
         with self._lock:
             return [region.region_id for region in self._standing.pages.regions]
 
+    def get_owned_keys(self) -> list[str]:
+        """What is stored in its regions, as far as it has heard. Asks nobody."""
+        standing = self._standing
+        with self._lock:
+            pages, stored, salt = standing.pages, standing.stored, len(standing.salt)
+            owned = [page for region in pages.regions for page in pages.registered(region.region_id)]
+            return [stored[page][0][salt:] for page in owned if page in stored]
+
     def get_region_page_count(self, region_id: int) -> int | None:
         """Pages of a region that is mapped here; ``None`` if it is not."""
         with self._lock:

@@ -53,7 +53,8 @@ def fetch_region(wanted: Map, *, session: bytes, descriptors: str, rm_address: s
         )
         fd, offset, length = fetch_descriptor(descriptors, request, timeout)
         try:
-            return map_region(fd, length, offset, write=wanted.write, pin=None)
+            # Of a device, the descriptor tells the server that somebody may write there: see `maru._pool.writers`.
+            return map_region(fd, length, offset, write=wanted.write, pin=None, keep=wanted.write)
         finally:
             os.close(fd)
     if not rm_address:

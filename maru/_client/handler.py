@@ -217,15 +217,43 @@ class MaruHandler(Face):
         stored, and will not be. The batch is of no use afterwards.
 
         Raises:
-            NoAnswer: it did not answer that either. It may be stored, or may be yet; its pages are used again only once that
-                is known. The same holds when this is cancelled.
+            FateUnknown: it did not answer that either. It may be stored, or may be yet; its pages are used again only once
+                that is known. The same holds when this is cancelled.
+            NoAnswer: nothing was sent, and nothing is stored.
             ServerLost: the session has ended, and with it the pages. Nothing is stored.
         """
         return await self._run("batch_store", columns.store_pages(self._standing, keys, batch, size, checksums))
 
-    async def hold_pages(self, keys: Sequence[str]) -> HeldBatch:
-        """What lies under these keys up to the first that is missing, pinned, without an object for each."""
-        return await self._driver.run(columns.hold_pages(self._standing, keys, self._driver.give_back_all))
+    def gather(self, handles: Sequence[AllocHandle]) -> AllocBatch:
+        """These pages as one batch, for :meth:`store_pages`. The handles are of no use afterwards.
+
+        Raises:
+            ValueError: one of them is named twice.
+            HandlerClosed: one was stored or freed, or is another handler's.
+            ServerLost: the session has ended, and with it the pages.
+        """
+        if len({id(handle) for handle in handles}) != len(handles):
+            raise ValueError(f"{len(handles)} handles, which must all be different")
+        for handle in handles:
+            handle._check(self._standing)
+        pages = [handle._use() for handle in handles]
+        if self._standing.pages.has_ended(pages):
+            raise ServerLost(f"{self!r}: the session that these pages were of has ended")
+        return AllocBatch(self._standing, pages)
+
+    async def hold_pages(self, keys: Sequence[str], *, partial: bool = False) -> HeldBatch:
+        """What lies under these keys up to the first that is missing, pinned, without an object for each.
+
+        Args:
+            keys: what to find.
+            partial: end before the first whose region cannot be mapped here, instead of raising why.
+        """
+        return await self._driver.run(columns.hold_pages(self._standing, keys, self._driver.give_back_all, partial))
+
+    def collect(self) -> None:
+        """Let go of what was forgotten or cut off, now: pages are free, the server is told of pins. Waits for nobody."""
+        self._standing.collect()
+        self._driver.give_back_all(())
 
     @property
     def free_pages(self) -> int:

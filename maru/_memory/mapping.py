@@ -116,6 +116,7 @@ def map_region(
     populate: bool | None = None,
     pin: bool | None = False,
     pinning: Pinning | None = None,
+    keep: bool = False,
 ) -> Mapping:
     """Map a region.
 
@@ -128,6 +129,7 @@ def map_region(
         pin: True to pin it for CUDA, importing torch if need be; None to do so where torch is there with a device, and
             to go without where that fails.
         pinning: what pins; by default what ``pin`` says.
+        keep: whether a copy of the descriptor stays open for as long as the region is mapped: it may carry a lock.
 
     Raises:
         CannotMap: it is gone, shorter, misaligned or not allowed, there is no memory behind it, or it cannot be pinned.
@@ -135,14 +137,14 @@ def map_region(
     if pinning is None:
         pinning = find_pinning(pin)
     if isinstance(file, int):
-        memory = Memory(file, offset, length, write=write)
+        memory = Memory(file, offset, length, write=write, keep=keep)
     else:
         try:
             fd = os.open(file, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
         except OSError as exc:
             raise CannotMap(f"{os.fspath(file)!r} cannot be opened: {exc}") from exc
         try:
-            memory = Memory(fd, offset, length, write=write)
+            memory = Memory(fd, offset, length, write=write, keep=keep)
         finally:
             os.close(fd)
     if write if populate is None else populate:

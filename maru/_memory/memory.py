@@ -41,14 +41,15 @@ _FAILED = ctypes.c_void_p(-1).value
 class Memory:
     """``length`` bytes of an open file from ``offset`` on, shared with everybody who maps them.
 
-    The descriptor is not kept: the caller may close it.
+    The descriptor is not kept: the caller may close it. With ``keep`` a copy of it stays open for as long as this is mapped.
 
     Raises:
         CannotMap: the file is shorter, the offset is not a multiple of the page size (of the device's alignment, where
             it is a device), the descriptor does not allow it, or there is no address space left.
     """
 
-    def __init__(self, fd: int, offset: int, length: int, *, write: bool) -> None:
+    def __init__(self, fd: int, offset: int, length: int, *, write: bool, keep: bool = False) -> None:
+        self._kept = -1
         self._unpin: Callable[[], object] | None = None
         self.length: int = 0  # nothing to unmap yet
         status = os.fstat(fd)
@@ -66,6 +67,11 @@ class Memory:
         self.length = length
         self.writable = write
         self._pid = os.getpid()
+        if keep:
+            try:
+                self._kept = os.dup(fd)
+            except OSError as exc:
+                raise CannotMap(f"no descriptor is left to keep a region with: {exc}") from exc
 
     def __repr__(self) -> str:
         return f"<Memory of {self.length} bytes at {self.address:#x}, {'writable' if self.writable else 'read-only'}>"
@@ -110,12 +116,19 @@ class Memory:
         """Have ``call`` called right before this is unmapped (in this process, not in one that was forked off)."""
         self._unpin = call
 
-    def __del__(self, munmap: Callable[[int, int], int] = _munmap, getpid: Callable[[], int] = os.getpid) -> None:
+    def __del__(
+        self,
+        munmap: Callable[[int, int], int] = _munmap,
+        getpid: Callable[[], int] = os.getpid,
+        close: Callable[[int], None] = os.close,
+    ) -> None:
         if not self.length:  # (What is called is bound above: at the end of a process, module globals go first.)
             return
         if self._unpin is not None and getpid() == self._pid:
             self._unpin()
         munmap(self.address, self.length)
+        if self._kept >= 0:
+            close(self._kept)
 
 
 def madvise(address: int, length: int, advice: int) -> int:

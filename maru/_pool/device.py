@@ -28,13 +28,16 @@ from .backing import (
 )
 from .home import Home
 from .spans import Spans
+from .writers import may_write, written
 
 
 class Device:
     """Regions are spans of one device, or of one plain file, found again by what the home remembers.
 
     A descriptor of it reaches the whole device, and whoever has mapped a region that was freed still has the memory of the
-    next one there: a device protects regions from each other less than files do.
+    next one there: a device protects regions from each other less than files do. So a span that a client of ours may still
+    write is not handed out again: see :mod:`maru._pool.writers`. What a reader still has mapped may come to be another's: his
+    lease is over, and says so.
     """
 
     kind: Kind = "device"
@@ -79,6 +82,7 @@ class Device:
             raise
         self._place = f"{self.path} in steps of {self.align}"
         self._taken: dict[int, tuple[int, int]] = {}
+        self._in_use: list[tuple[int, int]] = []  # freed, and not free: somebody may still write there
 
     @property
     def total_bytes(self) -> int:
@@ -86,13 +90,23 @@ class Device:
 
     @property
     def allocated_bytes(self) -> int:
+        if self._in_use and self._mutex.acquire(blocking=False):  # this is asked on the server's loop
+            try:
+                self._sweep()
+            finally:
+                self._mutex.release()
         return self._spans.total_bytes - self._spans.free_bytes
 
     def create(self, length: int, go_on: Callable[[], object]) -> RegionFile:
         with self._mutex:
+            self._sweep()
             offset = self._spans.take(length)
         if offset is None:
-            raise PoolFull(f"no free span of {length} bytes among {self._spans.free_bytes} free bytes of {self.path!r}")
+            waiting = sum(size for _, size in self._in_use)
+            more = f"; {waiting} bytes were freed, and may still be written by whoever had them" if waiting else ""
+            raise PoolFull(
+                f"no free span of {length} bytes among {self._spans.free_bytes} free bytes of {self.path!r}{more}"
+            )
         try:
             with full_is_an_answer(length):
                 if self._zero:
@@ -111,10 +125,24 @@ class Device:
         with self._mutex:
             taken = {region_id: span for region_id, span in self._taken.items() if region_id != region.region_id}
             self._home.keep_spans(self._place, taken)
-            self._spans.give_back(*self._taken.pop(region.region_id))
+            self._in_use.append(self._taken.pop(region.region_id))
+            self._sweep()
+
+    def _sweep(self) -> None:
+        """Spans that nobody can write any more are free."""
+        staying: list[tuple[int, int]] = []
+        for offset, length in self._in_use:
+            if written(self._fd, offset, length):
+                staying.append((offset, length))
+            else:
+                self._spans.give_back(offset, length)
+        self._in_use = staying
 
     def open_fd(self, region: RegionFile, write: bool) -> int:
-        return os.open(f"/proc/self/fd/{self._fd}", flags_for(write))  # this device, whatever its path has come to name
+        fd = os.open(f"/proc/self/fd/{self._fd}", flags_for(write))  # this device, whatever its path has come to name
+        if write:
+            may_write(fd, region.offset, region.length)
+        return fd
 
     def peek(self, region_id: int) -> memoryview | None:
         offset, length = self._home.spans_of(self._place).get(region_id, (0, 0))
@@ -140,8 +168,18 @@ class Device:
                 adopted.append(RegionFile(region_id, length, self.path, offset))
         if len(remembered) > len(adopted):
             self._home.keep_spans(self._place, self._taken)
+        self._leave_alone()
         swept = len(remembered.keys() - wanted.keys())
         return Adoption(tuple(adopted), tuple(missing), tuple(short), swept)
+
+    def _leave_alone(self) -> None:
+        """What is free, and somebody may still write since the time of another server, is not free yet."""
+        for start, size in self._spans.free():
+            for at, n in written(self._fd, start, size):
+                offset = at - at % self.align
+                length = -(-(at + n) // self.align) * self.align - offset
+                if self._spans.claim(offset, length):
+                    self._in_use.append((offset, length))
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -24,6 +24,7 @@ from .pinned import Pin as Pin
 from .reading import exist as exist
 from .reading import exists as exists
 from .reading import hold as hold
+from .reading import hold_first as hold_first
 from .reading import load as load
 from .reading import pin as pin
 from .reading import release as release

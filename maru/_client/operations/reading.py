@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from ..._errors import LeaseLost
+from ..._errors import CannotMap, LeaseLost, NotOwner, ServerRefused
 from ..._wire import (
     BatchLookupReply,
     Code,
@@ -109,6 +109,26 @@ def hold(s: Standing, keys: list[str], *, prefix: bool = False) -> Operation[lis
         _release(s, pins)
         raise
     return pins
+
+
+def hold_first(s: Standing, keys: list[str]) -> Operation[tuple[list[Pin], list[Pin], Exception | None]]:
+    """Like `hold` for a prefix, which also ends where the first region turns out not to be mappable.
+
+    Returns:
+        The pins of the prefix; those behind it, which are the caller's to give back; and why there are any.
+    """
+    pins = [one for one in (yield from _hold(s, s.names(keys), prefix=True)) if one is not None]
+    try:
+        for at, one in enumerate(pins):
+            if one.region_id not in s.spans:
+                try:
+                    yield from steadily(s, partial(span_of, s, one.region_id))
+                except (CannotMap, NotOwner, ServerRefused) as exc:
+                    return pins[:at], pins[at:], exc
+    except BaseException:
+        _release(s, pins)
+        raise
+    return pins, [], None
 
 
 def release(s: Standing, pins: Sequence[Pin]) -> Operation[None]:

@@ -152,28 +152,44 @@ class Standing:
     def heard(self, call: Call, reply: Any, sent_at: float) -> None:
         """A reply has come that somebody waits for, to what was sent at that time."""
         epoch = getattr(reply, "epoch", 0)
-        if epoch and epoch != self.epoch and (epoch not in self._left or call.code == Code.HANDSHAKE):
-            if self.is_connected:
-                self._left.add(self.epoch)
-                self._left.discard(epoch)
-                self.counters.restarts += 1
-                self._new_era()
-            self.epoch = epoch
+        if epoch and (epoch not in self._left or call.code == Code.HANDSHAKE):
+            self._heard_of(epoch)
         if isinstance(reply, OwnReply) and self._is_ours(call, epoch):
             self.deadline = max(self.deadline, sent_at + self.lease)
             self._take_back(reply)
 
     def heard_late(self, call: Call, reply: Any) -> None:
-        """A reply has come that nobody waits for any more. It may be of a server that is gone, and is no news of one."""
-        if isinstance(reply, OwnReply) and self._is_ours(call, reply.epoch):
+        """A reply has come that nobody waits for any more. If it is of a server that is gone, it is no news of one.
+
+        It may be the first that is heard of a server that has come up meanwhile: then it knows our session, and what it pinned
+        for us then is pinned until we give it back.
+        """
+        if not isinstance(reply, OwnReply):
+            return
+        if reply.epoch not in self._left and self._is_of_this_session(call):
+            self._heard_of(reply.epoch)
+        if self._is_ours(call, reply.epoch):
             self._take_back(reply)
             if call.late is not None:
                 call.late(reply)
 
+    def _heard_of(self, epoch: int) -> None:
+        if epoch == self.epoch:
+            return
+        if self.is_connected:
+            self._left.add(self.epoch)
+            self._left.discard(epoch)
+            self.counters.restarts += 1
+            self._new_era()
+        self.epoch = epoch
+
     def _is_ours(self, call: Call, epoch: int) -> bool:
         """Whether this answers our session as it is now, not one that is over."""
+        return epoch == self.epoch and self._is_of_this_session(call)
+
+    def _is_of_this_session(self, call: Call) -> bool:
         message = call.message
-        return epoch == self.epoch and isinstance(message, OwnRequest) and message.session == self.token
+        return isinstance(message, OwnRequest) and message.session == self.token
 
     def _take_back(self, reply: OwnReply) -> None:
         returns = reply.returns

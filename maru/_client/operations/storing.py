@@ -16,7 +16,7 @@ from itertools import repeat
 from operator import or_
 from typing import Any, TypeAlias
 
-from ..._errors import NoAnswer, ServerLost, ServerRefused
+from ..._errors import FateUnknown, NoAnswer, ServerLost, ServerRefused
 from ..._wire import (
     BatchRegisterRequest,
     Code,
@@ -141,22 +141,26 @@ def store_surely(
 
     Raises:
         SessionEnded: the pages are not ours any more, and nothing of them is stored.
-        NoAnswer: nor did it answer that, again and again. It may be stored, or may be yet; the pages are in LIMBO.
+        FateUnknown: nor did it answer that, again and again, or it cannot be asked. It may be stored, or may be yet; the
+            pages are in LIMBO, or QUARANTINED.
+        NoAnswer: nothing was sent, and the pages are free.
     """
     try:
         return list((yield from store(s, keys, pages, lengths, checksums)))
     except SessionEnded:
         raise
-    except (NoAnswer, ServerLost, ServerRefused):
+    except (NoAnswer, ServerLost, ServerRefused) as exc:
         attempts = [attempt for attempt, some in s.pages.limbo.items() if not set(some).isdisjoint(pages)]
         if not attempts:  # nothing was sent, or it was to a published server, which cannot be asked
+            if PageState.QUARANTINED in map(s.pages.state, pages):
+                raise FateUnknown(f"{exc}; and this server cannot say what became of it") from exc
             raise
     for left in range(FATE_TRIES - 1, -1, -1):
         try:
             return (yield from _fate(s, keys, pages, attempts))
-        except NoAnswer:
+        except NoAnswer as exc:
             if not left:
-                raise
+                raise FateUnknown(f"{exc}; nor does it say what became of a store") from exc
     raise AssertionError("unreachable")
 
 
@@ -315,13 +319,25 @@ def _sending(s: Standing, names: Sequence[str], pages: Sequence[int], lengths: C
 
 def _send(s: Standing, call: Call, pages: list[int], attempt: int) -> Operation[Any]:
     """Ask, and leave no page behind in REGISTERING without an answer."""
+    left = False
+    sending = call.sending
+
+    def leaving() -> None:
+        nonlocal left
+        assert sending is not None
+        sending()
+        left = True
+
+    call.sending = leaving
     try:
         return (yield call)
     except BaseException as exc:
         # An error is no proof that nothing was done: it may have struck between doing and answering. What the server
         # answers to a request of an unknown session is one, and then no page is ours.
-        s.pages.unanswered(pages, attempt, can_resolve=s.own)
-        s.free([page for page in pages if s.pages.state(page) is PageState.ALLOCATED])
+        if left:
+            s.pages.unanswered(pages, attempt, can_resolve=s.own)
+        else:  # else, what is allocated may be somebody else's by now: they have come back meanwhile
+            s.free(pages)
         if isinstance(exc, ServerRefused) and exc.word == SESSION_GONE:
             s.unsettled = True
             raise SessionEnded(f"{s!r}: the server has ended the session; store anew") from exc

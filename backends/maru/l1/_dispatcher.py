@@ -1,0 +1,182 @@
+"""The flow of the document under its own names: by key, for callers that keep keys and nothing else between two calls.
+
+It does nothing by itself: whatever it is asked for, a :class:`MaruL1` does. What it adds is the *side channel*: which
+reservation and which lease a key belongs to, from ``reserve_...`` to ``finish_...``.
+
+Rule 1. A key is being written by one reservation at a time; who asks for it meanwhile gets no page for it.
+Rule 2. A key may be read by any number of leases; ``finish_read`` ends the youngest.
+Rule 3. What was reserved and is never finished ends with the MaruL1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import takewhile
+
+import trio
+
+from ..._errors import MissingKeys
+from ...abc import Deletion, Key, Outcome
+from ._layout import KVLayout
+from ._maru_l1 import MaruL1
+from ._reading import ViewLease
+from ._status import L1Status
+from ._writing import WriteReservation, is_there
+
+
+class MaruL1Dispatcher:
+    """A :class:`MaruL1` by key: ``MaruL1Dispatcher(l1)``. Every method says what of the MaruL1 it is.
+
+    Args:
+        l1: whose block is entered, and left, by the caller.
+    """
+
+    def __init__(self, l1: MaruL1) -> None:
+        self.l1: MaruL1 = l1
+        """Who does all of it."""
+        self._writing: dict[Key, WriteReservation] = {}
+        self._reading: dict[Key, list[ViewLease]] = {}
+
+    def __repr__(self) -> str:
+        return f"<MaruL1Dispatcher of {self.l1!r}>"
+
+    async def register_kv_layout(
+        self,
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[object] | object,
+        *,
+        fmt: object = "",
+        chunk_size_in_tokens: int | None = None,
+        full_chunk_size_bytes: int | None = None,
+    ) -> KVLayout:
+        """:meth:`MaruL1.register_kv_layout`."""
+        return await self.l1.register_kv_layout(
+            shapes,
+            dtypes,
+            fmt=fmt,
+            chunk_size_in_tokens=chunk_size_in_tokens,
+            full_chunk_size_bytes=full_chunk_size_bytes,
+        )
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    async def reserve_write(self, keys: Sequence[Key]) -> dict[Key, memoryview]:
+        """:meth:`MaruL1.reserve_write`: a page for each key there is room for, and that is not being written already."""
+        reservation = await self.l1.reserve_write([key for key in keys if key not in self._writing])
+        # Another task may have come first while the server was asked.
+        taken = [key for key in reservation.keys if key in self._writing]
+        if taken:
+            reservation.take(taken).abort()
+        if not reservation.is_open:  # all of them
+            return {}
+        self._writing.update(dict.fromkeys(reservation.keys, reservation))
+        return dict(zip(reservation.keys, reservation.pages, strict=True))
+
+    async def finish_write(self, keys: Sequence[Key]) -> dict[Key, Outcome]:
+        """:meth:`WriteReservation.commit`, of these keys; others that were reserved with them stay reserved.
+
+        Cancelled before anything was sent, their pages are given back.
+
+        Raises:
+            MissingKeys: one of them is not being written; nothing was done.
+            Unproven: see :meth:`WriteReservation.commit`.
+        """
+        outcomes: dict[Key, Outcome] = {}
+        with ExitStack() as stack:
+            parts = self._take(keys)
+            for part in parts:
+                stack.callback(part.abort)
+            for part in parts:
+                outcomes.update(zip(part.keys, await part.commit(), strict=True))
+        return outcomes
+
+    async def finish_write_and_reserve_read(self, keys: Sequence[Key]) -> dict[Key, memoryview]:
+        """:meth:`finish_write`, then :meth:`reserve_read` of what is stored: see :meth:`WriteReservation.commit_and_read`."""
+        outcomes = await self.finish_write(keys)
+        return await self.reserve_read(list(takewhile(lambda key: is_there(outcomes[key]), outcomes)))
+
+    def abort_write(self, keys: Sequence[Key]) -> None:
+        """:meth:`WriteReservation.abort`, of these keys. The document has none; a copy that failed needs one.
+
+        Raises:
+            MissingKeys: one of them is not being written; nothing was done.
+        """
+        for part in self._take(keys):
+            part.abort()
+
+    def _take(self, keys: Sequence[Key]) -> list[WriteReservation]:
+        """Reservations of exactly these keys, which are not being written here any more."""
+        missing = [key for key in keys if key not in self._writing]
+        if missing:
+            raise MissingKeys(self, missing)
+        by: dict[WriteReservation, list[Key]] = {}
+        for key in dict.fromkeys(keys):
+            by.setdefault(self._writing.pop(key), []).append(key)
+        return [reservation.take(some) for reservation, some in by.items()]
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    async def reserve_read(self, keys: Sequence[Key]) -> dict[Key, memoryview]:
+        """:meth:`MaruL1.reserve_read`: the keys of the prefix that is there, each with a view of its block."""
+        lease = await self.l1.reserve_read(keys)
+        for key in lease.keys:
+            self._reading.setdefault(key, []).append(lease)
+        if not lease.keys:
+            lease.release_nowait()
+            return {}
+        return dict(zip(lease.keys, lease.views, strict=True))
+
+    def unsafe_read(self, keys: Sequence[Key]) -> dict[Key, memoryview]:
+        """:attr:`ViewLease.views`, of these keys. Asks nobody.
+
+        Raises:
+            MissingKeys: one of them is not reserved.
+            maru.LeaseLost: one of them may not be what it was.
+        """
+        views: dict[Key, memoryview] = {}
+        for lease, some in self._leases(keys).items():
+            at = dict(zip(lease.keys, lease.views, strict=True))
+            views.update((key, at[key]) for key in some)
+        return views
+
+    async def finish_read(self, keys: Sequence[Key]) -> None:
+        """:meth:`ViewLease.keep` of the other keys, or :meth:`ViewLease.release`. They are let go of even when it is cancelled.
+
+        Raises:
+            MissingKeys: one of them is not reserved; nothing was done.
+        """
+        for lease, some in self._leases(keys).items():
+            for key in some:
+                self._reading[key].pop()
+                if not self._reading[key]:
+                    del self._reading[key]
+            lease.keep([key for key in lease.keys if key not in some])
+        await trio.lowlevel.checkpoint()
+
+    # --- the rest -------------------------------------------------------------------------------------------------
+
+    async def delete(self, keys: Sequence[Key]) -> dict[Key, Deletion]:
+        """:meth:`MaruL1.delete`: for each key whether it is deleted, missing, or pinned."""
+        return dict(zip(keys, await self.l1.delete(keys), strict=True))
+
+    async def clear(self) -> dict[Key, Deletion]:
+        """:meth:`MaruL1.clear`."""
+        return await self.l1.clear()
+
+    def get_memory_usage(self) -> tuple[int, int]:
+        """:meth:`MaruL1.get_memory_usage`."""
+        return self.l1.get_memory_usage()
+
+    def report_status(self) -> L1Status:
+        """:meth:`MaruL1.report_status`."""
+        return self.l1.report_status()
+
+    def _leases(self, keys: Sequence[Key]) -> dict[ViewLease, list[Key]]:
+        missing = [key for key in keys if key not in self._reading]
+        if missing:
+            raise MissingKeys(self, missing)
+        by: dict[ViewLease, list[Key]] = {}
+        for key in dict.fromkeys(keys):
+            by.setdefault(self._reading[key][-1], []).append(key)
+        return by

@@ -1,0 +1,116 @@
+"""The life of the handler behind a MaruL1: it begins in whatever task registers the layout, and ends last of all.
+
+A handler has tasks of its own, and so has to be opened and closed in one and the same task. That is a task here, whose parent
+is the ``async with`` block of the MaruL1.
+
+Rule 1. Cancelling what is around does not end the handler: a commit may be going on in a shield. Leaving the block does.
+Rule 2. Whoever opens it and is cancelled meanwhile leaves nothing open, and it can be opened again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import trio
+
+from maru import HandlerClosed, MaruConfig, MaruHandler
+
+from ._errors import NoLayout
+
+
+class Home:
+    """Where the one handler lives.
+
+    Args:
+        make: makes it.
+        at_end: called right before it is closed.
+    """
+
+    def __init__(self, make: Callable[[MaruConfig], MaruHandler], at_end: Callable[[], object]) -> None:
+        self._make = make
+        self._at_end = at_end
+        self._nursery: trio.Nursery | None = None
+        self._handler: MaruHandler | None = None
+        self._closing = trio.Event()
+
+    @property
+    def handler(self) -> MaruHandler | None:
+        """It, if it is open."""
+        return self._handler
+
+    def the_handler(self, who: object) -> MaruHandler:
+        """It.
+
+        Raises:
+            NoLayout: it was not opened yet.
+            HandlerClosed: its block was left, or not entered.
+        """
+        self.check_open(who)
+        if self._handler is None:
+            raise NoLayout(f"{who!r}: call register_kv_layout first; a page has the size that the layout says")
+        return self._handler
+
+    def check_open(self, who: object) -> trio.Nursery:
+        """Where its tasks run, inside the block.
+
+        Raises:
+            HandlerClosed: outside of it.
+        """
+        if self._nursery is None:
+            raise HandlerClosed(f"{who!r} is used outside of its `async with` block")
+        return self._nursery
+
+    async def open(self, who: object, config: MaruConfig) -> None:
+        """Open it. Cancelled, or without an answer of the server, it is not open."""
+        self._handler = await self.check_open(who).start(self._keep, config)
+
+    async def _keep(self, config: MaruConfig, *, task_status: trio.TaskStatus[MaruHandler]) -> None:
+        handler = self._make(config)
+        with trio.CancelScope() as scope:
+            async with handler:
+                task_status.started(handler)
+                # Where whoever waits for `started` was cancelled in the same instant, it has done nothing, and this task is
+                # to end. In a shield it would not.
+                scope.shield = trio.current_effective_deadline() > -math.inf
+                await self._closing.wait()
+
+    def living(self) -> AbstractAsyncContextManager[None]:
+        """The block. What its body raises leaves it as it came."""
+        return self._living()
+
+    @asynccontextmanager
+    async def _living(self) -> AsyncIterator[None]:
+        error: BaseException | None = None
+        async with _bare_errors(), trio.open_nursery() as nursery:
+            self._nursery = nursery
+            try:
+                yield
+            except BaseException as exc:
+                if nursery.cancel_scope.cancel_called:  # the handler has failed
+                    raise
+                error = exc
+            finally:
+                self._at_end()
+                self._nursery = None
+                self._closing.set()
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # its traceback holds this frame
+
+
+@asynccontextmanager
+async def _bare_errors() -> AsyncIterator[None]:
+    """An error that is alone leaves as it is, not as a group of one."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        alone: BaseException = group
+        while isinstance(alone, BaseExceptionGroup) and len(alone.exceptions) == 1:
+            alone = alone.exceptions[0]
+        if alone is group:
+            raise
+        raise alone from alone.__cause__

@@ -1,0 +1,130 @@
+"""How the tensors of one block lie in its page. Pure: no torch here.
+
+A block is what one chunk of tokens leaves in all layers: one tensor, or several, one behind the other, each at a multiple of
+its item's size. A page holds one block, and begins at a multiple of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+
+ITEM_BYTES: Final[Mapping[str, int]] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+}
+"""By the name of the dtype, which is torch's: the size of an item in bytes."""
+
+PAGE_STEP_BYTES: Final = 64
+"""A cache line: no two blocks share one, and every dtype is aligned in every page."""
+
+
+@attrs.frozen
+class TensorPlace:
+    """Where one tensor of a block lies in its page."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch calls it: ``bfloat16``."""
+    offset: int
+    """Of its first byte in the page."""
+    nbytes: int
+    """Bytes."""
+
+
+@attrs.frozen
+class KVLayout:
+    """The layout of every block of one engine. Made by :func:`layout_of`; two that are equal are the same layout."""
+
+    tensors: tuple[TensorPlace, ...]
+    """One behind the other."""
+    fmt: str = ""
+    """What the engine calls the order of its axes; only compared."""
+    chunk_size_in_tokens: int | None = None
+    """How many tokens a block stands for; only compared."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block: what is registered, and read."""
+        last = self.tensors[-1]
+        return last.offset + last.nbytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page: those of a block, rounded up."""
+        return -(-self.block_bytes // PAGE_STEP_BYTES) * PAGE_STEP_BYTES
+
+    def __str__(self) -> str:
+        tensors = ", ".join(f"{tensor.dtype}{list(tensor.shape)}" for tensor in self.tensors)
+        named = f" ({self.fmt})" if self.fmt else ""
+        of = f", {self.chunk_size_in_tokens} tokens" if self.chunk_size_in_tokens else ""
+        return f"{tensors}{named}{of}: {self.block_bytes} bytes"
+
+
+def layout_of(
+    shapes: Sequence[Sequence[int]],
+    dtypes: Sequence[object] | object,
+    *,
+    fmt: object = "",
+    chunk_size_in_tokens: int | None = None,
+    full_chunk_size_bytes: int | None = None,
+) -> KVLayout:
+    """The layout of blocks that are made of such tensors.
+
+    Args:
+        shapes: of the tensors of one block.
+        dtypes: one for each, or one for all: torch's or numpy's own, or their names.
+        fmt: what the engine calls the order of the axes.
+        chunk_size_in_tokens: how many tokens a block stands for.
+        full_chunk_size_bytes: what a block is expected to have, if the engine says so.
+
+    Raises:
+        ValueError: no tensor, one without bytes, as many dtypes as there are not shapes, a dtype that is not known, or
+            another number of bytes than expected.
+    """
+    if isinstance(dtypes, Sequence) and not isinstance(dtypes, str):
+        names = [_name_of(one) for one in dtypes]
+    else:
+        names = [_name_of(dtypes)] * len(shapes)
+    if not shapes or len(names) != len(shapes):
+        raise ValueError(
+            f"{len(shapes)} shapes and {len(names)} dtypes: a block has at least one tensor, each with both"
+        )
+    tensors: list[TensorPlace] = []
+    end = 0
+    for shape, name in zip(shapes, names, strict=True):
+        item = ITEM_BYTES[name]
+        nbytes = math.prod(shape) * item
+        if nbytes <= 0 or min(shape, default=1) < 0:
+            raise ValueError(f"a tensor of shape {tuple(shape)} has no bytes")
+        offset = -(-end // item) * item
+        tensors.append(TensorPlace(tuple(map(int, shape)), name, offset, nbytes))
+        end = offset + nbytes
+    if full_chunk_size_bytes not in (None, end):
+        raise ValueError(f"these tensors have {end} bytes, and full_chunk_size_bytes is {full_chunk_size_bytes}")
+    return KVLayout(tuple(tensors), str(fmt), chunk_size_in_tokens)
+
+
+def _name_of(dtype: Any) -> str:
+    """``torch.bfloat16``, ``numpy.dtype("float16")``, ``numpy.float16`` and ``"float16"`` by the one name."""
+    text = (
+        dtype
+        if isinstance(dtype, str)
+        else getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    )
+    name = str(text).rpartition(".")[2]
+    if name not in ITEM_BYTES:
+        raise ValueError(f"{dtype!r} is not a dtype of a KV cache; those are {', '.join(ITEM_BYTES)}")
+    return name

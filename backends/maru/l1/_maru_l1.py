@@ -1,0 +1,376 @@
+"""The page store as the first level of an engine: pages are reserved, filled in one hop, committed, and read where they lie.
+
+Rule 1. It is a type of its own, and used without other tiers. Nothing here stores, prefetches or deletes by itself: a delete is
+        an explicit call, and what is evicted, the server chooses.
+Rule 2. Nothing is there before the first layout is: the size of a page follows from it, and there is one layout for all of its
+        life. Then the session is opened, and the region mapped.
+Rule 3. An answer is a value: a miss, a duplicate, a full pool. A server that does not answer is none of these.
+Rule 4. Keys are named as a :class:`backends.maru.MaruTier` names them, by their hexadecimal digits: under the same namespace
+        each finds what the other has stored, if it is of the same size.
+
+Its end deletes nothing: what it has stored can be read by others, until the server makes room.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+import trio
+
+from maru import FateUnknown, MaruConfig, MaruHandler
+
+from ..._errors import DuplicateKeys, Unproven
+from ...abc import DUPLICATE, STORED, Deletion, Key, Outcome
+from ...pages import Pages, checksums
+from ...threads import run_in_thread_to_the_end
+from .._answers import deletions_of, outcomes_of
+from ._errors import LayoutMismatch, NoLayout
+from ._home import Home
+from ._layout import KVLayout, layout_of
+from ._reading import ViewLease
+from ._status import Counts, L1Status
+from ._writing import WriteReservation
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+    from maru import AllocHandle
+
+COMMIT_TIMEOUT: Final = 30.0
+"""Seconds. Four questions with the default ``timeout_ms``, and as long again for a server that is slow to answer each."""
+
+_SUM_IN_PLACE_BYTES: Final = 1 << 20
+"""Up to here blocks are summed on the trio thread: a thread would take as long to be woken."""
+
+_log = logging.getLogger(__name__)
+
+
+class MaruL1:
+    """Maru as the first level: ``async with MaruL1(config) as l1``, then :meth:`register_kv_layout`.
+
+    Used in the trio run in which it was entered, by any number of tasks.
+
+    Args:
+        config: the knobs of its handler; also as keywords. ``chunk_size_bytes`` follows from the layout.
+        commit_timeout: after so many seconds nobody waits any more for what became of a commit, which is shielded.
+        make_handler: what makes the handler; for tests.
+        knobs: see :class:`maru.MaruConfig`.
+
+    Raises:
+        ValueError: ``chunk_size_bytes`` is among the knobs.
+    """
+
+    def __init__(
+        self,
+        config: MaruConfig | None = None,
+        *,
+        commit_timeout: float = COMMIT_TIMEOUT,
+        make_handler: Callable[[MaruConfig], MaruHandler] = MaruHandler,
+        **knobs: Any,
+    ) -> None:
+        if "chunk_size_bytes" in knobs:
+            raise ValueError("chunk_size_bytes is the size of a block, which register_kv_layout says")
+        # A pool of any size will do until the size of a page is known.
+        self.config: MaruConfig = attrs.evolve(MaruConfig() if config is None else config, chunk_size_bytes=1, **knobs)
+        """The knobs of its handler, but for ``chunk_size_bytes``, which follows from the layout."""
+        self.commit_timeout: float = commit_timeout
+        """Seconds after which a commit is ``Unproven``."""
+        self._home = Home(make_handler, self._end_all)
+        self._life: AbstractAsyncContextManager[None] | None = None
+        self._layout: KVLayout | None = None
+        self._registering = trio.Lock()
+        # Those that are open, and that somebody still has; in the order in which they were opened.
+        self._writes: weakref.WeakValueDictionary[int, WriteReservation] = weakref.WeakValueDictionary()
+        self._reads: weakref.WeakValueDictionary[int, ViewLease] = weakref.WeakValueDictionary()
+        self._counts = Counts()
+
+    def __repr__(self) -> str:
+        return f"<MaruL1 of {self._layout or 'no layout yet'} at {self.config.server_url}>"
+
+    async def __aenter__(self) -> MaruL1:
+        """Nothing is opened yet."""
+        if self._life is not None:
+            raise RuntimeError(f"{self!r} was entered before")
+        self._life = self._home.living()
+        await self._life.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        """Abort what is not committed, let go of what is read, end the session. Nothing is deleted."""
+        assert self._life is not None
+        return await self._life.__aexit__(kind, error, trace)
+
+    # --- the layout -----------------------------------------------------------------------------------------------
+
+    async def register_kv_layout(
+        self,
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[object] | object,
+        *,
+        fmt: object = "",
+        chunk_size_in_tokens: int | None = None,
+        full_chunk_size_bytes: int | None = None,
+    ) -> KVLayout:
+        """Say what a block is made of. The first call brings the pool up: the session, and this instance's region.
+
+        Called again with the same layout it changes nothing (each worker of an engine may call it). Cancelled, or without an
+        answer, nothing is registered, or the layout without a region, which the next call or the first reservation takes.
+
+        Args:
+            shapes: of the tensors of one block; they lie one behind the other in its page.
+            dtypes: one for each, or one for all: torch's, numpy's, or their names.
+            fmt: what the engine calls the order of the axes; compared only.
+            chunk_size_in_tokens: how many tokens a block stands for; compared only.
+            full_chunk_size_bytes: what a block must have, if the engine says so.
+
+        Raises:
+            ValueError: that is no layout.
+            LayoutMismatch: another one was registered before: one MaruL1 holds one model.
+            maru.ConfigError: the pool is smaller than a page.
+            maru.MaruError: the server did not answer, or refused.
+        """
+        self._home.check_open(self)
+        layout = layout_of(
+            shapes,
+            dtypes,
+            fmt=fmt,
+            chunk_size_in_tokens=chunk_size_in_tokens,
+            full_chunk_size_bytes=full_chunk_size_bytes,
+        )
+        async with self._registering:
+            if self._layout is None:
+                await self._home.open(self, attrs.evolve(self.config, chunk_size_bytes=layout.page_bytes))
+                self._layout = layout
+            elif self._layout != layout:
+                raise LayoutMismatch(
+                    f"{self!r} holds blocks of one model, and this is another one: {layout}. "
+                    "One MaruL1 has one layout: open another one, with a pool of its own"
+                )
+            handler = self._home.the_handler(self)
+            if self.config.pool_size and not handler.get_owned_region_ids():
+                page = await handler.alloc_pages(1, evict=False)
+                if page is None:
+                    _log.warning("%r: the server has no memory for its region; nothing can be stored now", self)
+                else:
+                    page.free()
+        return layout
+
+    @property
+    def layout(self) -> KVLayout | None:
+        """What was registered; ``None`` before that."""
+        return self._layout
+
+    def known_layout(self) -> KVLayout:
+        """What was registered.
+
+        Raises:
+            NoLayout: nothing was.
+        """
+        if self._layout is None:
+            raise NoLayout(f"{self!r}: call register_kv_layout first")
+        return self._layout
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    async def reserve_write(self, keys: Sequence[Key]) -> WriteReservation:
+        """Take a page for each of these keys. Always a checkpoint; cancelled, it holds nothing.
+
+        No message, as long as pages are free here. Else the server makes room: of what this instance has stored, the least
+        recently used that nobody reads; and with ``auto_expand`` there is another region. What no page is left for, the
+        reservation names as ``refused``. Whether a key is there already turns out when it is committed.
+
+        Raises:
+            NoLayout: see :meth:`register_kv_layout`.
+            DuplicateKeys: a key is named twice.
+            maru.NoAnswer: the server was asked for room, and did not answer.
+        """
+        handler, size = self._home.the_handler(self), self.known_layout().block_bytes
+        keys = _distinct(keys)
+        n = len(keys)
+        handles = await handler.batch_alloc(n, size)
+        while handles is None:
+            n = max(0, min(n - 1, handler.free_pages))
+            handles = await handler.batch_alloc(n, size)
+        self._counts.refused += len(keys) - n
+        reservation = WriteReservation(self, keys[:n], handles, keys[n:])
+        self.opened_write(reservation)
+        return reservation
+
+    async def register(
+        self, keys: Sequence[Key], handles: Sequence[AllocHandle], sums: list[int] | None
+    ) -> list[Outcome]:
+        """What a reservation does to commit: shielded, and bounded."""
+        if not keys:
+            return []
+        handler, size, counts = self._home.the_handler(self), self.known_layout().block_bytes, self._counts
+        batch = handler.gather(handles)
+        why: BaseException | None = None
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + self.commit_timeout):
+            try:
+                answers = await handler.store_pages([key.hex() for key in keys], batch, size, sums)
+            except FateUnknown as exc:
+                why = exc
+            else:
+                outcomes = outcomes_of(self, keys, answers)
+                counts.stored += (stored := outcomes.count(STORED))
+                counts.duplicates += (duplicates := outcomes.count(DUPLICATE))
+                counts.not_stored += len(outcomes) - stored - duplicates
+                return outcomes
+        counts.unproven += len(keys)
+        raise Unproven(
+            f"{self!r}: nobody knows whether {len(keys)} blocks are stored; their pages are used again once that is known"
+        ) from why
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    async def reserve_read(self, keys: Sequence[Key]) -> ViewLease:
+        """Hold the longest prefix of these keys that is there, wherever its pages lie. From then on nobody is asked.
+
+        One message pins and says where. A block that lies in a region which cannot be mapped here, or has another size than
+        this layout's, ends the prefix before it; what is behind is let go of at once. Always a checkpoint.
+
+        Cancelled, it holds nothing.
+
+        Raises:
+            NoLayout: see :meth:`register_kv_layout`.
+            DuplicateKeys: a key is named twice.
+            maru.NoAnswer: the server did not answer: no miss. What it may have pinned is given back when its answer comes; if
+                that is lost for good, with the session.
+        """
+        handler, size = self._home.the_handler(self), self.known_layout().block_bytes
+        keys = _distinct(keys)
+        try:
+            held = await handler.hold_pages([key.hex() for key in keys], partial=True)
+        except BaseException:
+            handler.collect()  # what was pinned goes back now, not with the next call
+            raise
+        lengths = held.lengths
+        if lengths.count(size) != len(lengths):
+            held.keep_first(next(at for at, length in enumerate(lengths) if length != size))
+            self._counts.other_layout += 1
+        elif held.unresolved is not None:
+            self._counts.unresolved += 1
+            _log.warning("%r: a region could not be mapped: %s", self, held.unresolved)
+        self._counts.read += len(held)
+        lease = ViewLease(self, keys[: len(held)], held)
+        self._reads[id(lease)] = lease
+        return lease
+
+    # --- deleting -------------------------------------------------------------------------------------------------
+
+    async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
+        """Delete these keys, whoever has stored them: for each whether it is deleted, missing, or pinned and stays.
+
+        One message for all. A key whose owner is a published client, and any key right after a restart, counts as pinned.
+
+        Raises:
+            NoLayout: see :meth:`register_kv_layout`.
+            maru.NoAnswer: nobody knows which are gone.
+        """
+        handler = self._home.the_handler(self)
+        names = [key.hex() for key in keys]
+        answers = await handler.batch_delete(names)
+        deletions = await deletions_of(handler, names, answers)
+        self._counts.deleted += deletions.count(Deletion.DELETED)
+        return deletions
+
+    async def clear(self) -> dict[Key, Deletion]:
+        """Delete what this instance has stored and nobody reads. Of what it had stored, each key and what became of it.
+
+        Not the keys of others; not what is in limbo. (A key that was evicted and stored by somebody else while this was on its
+        way goes, too.) Before the layout is known there is nothing.
+
+        Raises:
+            maru.NoAnswer: nobody knows which are gone.
+        """
+        self._home.check_open(self)
+        handler = self._home.handler
+        if handler is None:
+            await trio.lowlevel.checkpoint()
+            return {}
+        keys = [bytes.fromhex(name) for name in handler.get_owned_keys()]
+        return dict(zip(keys, await self.delete(keys), strict=True))
+
+    # --- watching -------------------------------------------------------------------------------------------------
+
+    def get_memory_usage(self) -> tuple[int, int]:
+        """Bytes used and bytes there, of this instance's own regions; ``(0, 0)`` before the layout is known. Asks nobody."""
+        status = self.report_status()
+        return status.used_bytes, status.total_bytes
+
+    def report_status(self) -> L1Status:
+        """An immutable snapshot. Asks nobody."""
+        handler, size = self._home.handler, 0 if self._layout is None else self._layout.page_bytes
+        statistics = None if handler is None else handler.statistics()
+        pages = None if statistics is None else statistics.pages
+        counts = attrs.asdict(self._counts)
+        if handler is None or statistics is None or pages is None:
+            return L1Status(self._layout, False, 0, 0, 0, 0, 0, 0, 0, len(self._writes), len(self._reads), 0, **counts)
+        return L1Status(
+            layout=self._layout,
+            connected=handler.connected,
+            used_bytes=(pages.pages - pages.free) * size,
+            total_bytes=pages.pages * size,
+            free_pages=pages.free,
+            reserved_pages=pages.allocated + pages.registering,
+            registered_pages=pages.registered,
+            limbo_pages=pages.limbo,
+            quarantined_pages=pages.quarantined,
+            reservations=len(self._writes),
+            leases=len(self._reads),
+            pinned_keys=statistics.pinned,
+            **counts,
+        )
+
+    # --- what reservations and leases use -------------------------------------------------------------------------
+
+    async def sums(self, addresses: Sequence[int], owner: object, *, wanted: bool | None = None) -> list[int] | None:
+        """The xxh3-64 of the blocks at these addresses; ``None`` if there are to be no checksums. Always a checkpoint.
+
+        Cancelled, nobody reads them any more.
+        """
+        await trio.lowlevel.checkpoint()
+        if not (self.config.checksums if wanted is None else wanted):
+            return None
+        blocks = Pages(addresses, self.known_layout().block_bytes, owner)
+        if len(blocks) * blocks.page_bytes <= _SUM_IN_PLACE_BYTES:
+            return checksums(blocks)
+        return await run_in_thread_to_the_end(checksums, blocks)
+
+    def collect(self) -> None:
+        """Pages that nobody refers to any more are free now, not with the next call."""
+        handler = self._home.handler
+        if handler is not None:
+            handler.collect()
+
+    def opened_write(self, reservation: WriteReservation) -> None:
+        """It is to be aborted in the end, unless somebody does something about it before."""
+        self._writes[id(reservation)] = reservation
+
+    def closed_write(self, reservation: WriteReservation) -> None:
+        """Its pages are not its own any more."""
+        self._writes.pop(id(reservation), None)
+
+    def closed_read(self, lease: ViewLease) -> None:
+        """It holds nothing any more."""
+        self._reads.pop(id(lease), None)
+
+    def _end_all(self) -> None:
+        for reservation in list(self._writes.values()):
+            reservation.abort()
+        for lease in list(self._reads.values()):
+            lease.release_nowait()
+
+
+def _distinct(keys: Sequence[Key]) -> tuple[Key, ...]:
+    column = tuple(keys)
+    if len(set(column)) != len(column):
+        raise DuplicateKeys([key for key in dict.fromkeys(column) if column.count(key) > 1])
+    return column

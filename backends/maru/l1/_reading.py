@@ -1,0 +1,170 @@
+"""What is read where it lies, until it is released.
+
+Rule 1. Reading asks nobody. Whether the bytes still are what was found is told by :meth:`ViewLease.check`: this side's clock
+        ends a lease before the server lets go of it, and a restart is seen in whatever the server says next.
+Rule 2. Released, a view raises, rather than showing what may be another block by then. A tensor cannot be taken back: its
+        memory stays mapped for as long as it lives, and means nothing any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import trio
+
+from maru import LeaseLost
+
+from ...abc import Key
+from ...pages import Pages
+from ._tensors import tensors_over
+
+if TYPE_CHECKING:
+    import torch
+
+    from maru import HeldBatch
+
+    from ._maru_l1 import MaruL1
+
+
+class ViewLease:
+    """A hold on the contiguous prefix of some keys: ``async with await l1.reserve_read(keys) as lease``.
+
+    Made by :meth:`MaruL1.reserve_read`, it keeps :class:`backends.abc.ReadLease`. Forgotten, it lets go once no view and no
+    tensor of it is left. Used on the trio thread, but for :meth:`check` and what is read.
+    """
+
+    __slots__ = ("__weakref__", "_held", "_is_over", "_l1", "_views", "keys")
+
+    def __init__(self, l1: MaruL1, keys: Sequence[Key], held: HeldBatch) -> None:
+        """Not to be called: a MaruL1 makes them."""
+        self._l1 = l1
+        self._held = held
+        self._is_over = False
+        self._views: list[memoryview] | None = None
+        self.keys: Sequence[Key] = tuple(keys)
+        """What is held."""
+
+    def __repr__(self) -> str:
+        return f"<lease of {len(self.keys)} blocks in {self._l1!r}{', released' if self._is_over else ''}>"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not released. Says nothing of whether it still holds: see :meth:`check`."""
+        return not self._is_over
+
+    @property
+    def expires(self) -> float:
+        """When it ends unless the server is heard before, on the monotonic clock (:func:`time.monotonic`)."""
+        return self._held.expires
+
+    @property
+    def unresolved(self) -> Exception | None:
+        """Why the prefix ended early, if that is because a region could not be mapped here. Else it is a plain miss."""
+        return self._held.unresolved
+
+    def check(self) -> None:
+        """Raise unless the bytes are what was found. Asks nobody; any thread. To be called before reading, and after.
+
+        Raises:
+            maru.LeaseLost: released; or the server restarted, or was silent for longer than it holds a pin.
+        """
+        if self._is_over:
+            raise LeaseLost(f"{self!r}")
+        self._held.check()
+
+    @property
+    def views(self) -> Sequence[memoryview]:
+        """The blocks where they lie, read-only and without a copy. They raise ``ValueError`` once this is released.
+
+        Raises:
+            maru.LeaseLost: see :meth:`check`.
+        """
+        self.check()
+        if self._views is None:
+            self._views = [page.toreadonly() for page in self._pages()]
+        return tuple(self._views)
+
+    def tensors(self) -> list[tuple[torch.Tensor, ...]]:
+        """For each key the tensors of the layout where they lie, to be read only: writing ends the process.
+
+        They stay readable as long as they live, and mean nothing once :meth:`check` raises.
+
+        Raises:
+            maru.LeaseLost: see :meth:`check`.
+            ImportError: the torch extra is not installed.
+        """
+        self.check()
+        return tensors_over(self._pages(), self._l1.known_layout())
+
+    async def damaged(self) -> list[Key]:
+        """Read it all, and name the keys whose bytes are not what was stored, as far as their writers have summed them up.
+
+        Always a checkpoint.
+
+        Raises:
+            maru.LeaseLost: it ended meanwhile; nobody knows.
+        """
+        self.check()
+        expected, held = self._held.checksums, self._held
+        found = await self._l1.sums(held.addresses, held, wanted=True) or ()
+        self.check()
+        if held.checksums is not expected:
+            raise LeaseLost(f"{self!r}: keys were let go while they were read")
+        return [key for key, was, now in zip(self.keys, expected, found, strict=True) if was is not None and was != now]
+
+    def _pages(self) -> Pages:
+        return Pages(self._held.addresses, self._l1.known_layout().block_bytes, self._held)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def keep(self, keys: Collection[Key]) -> None:
+        """Let go of all others. Never blocks; the server is told in one message, and nobody waits for its answer.
+
+        Raises:
+            ValueError: one of these is not held.
+        """
+        wanted = set(keys)
+        if not wanted.issubset(self.keys):
+            raise ValueError(f"{self!r} does not hold {len(wanted.difference(self.keys))} of these keys")
+        if not wanted:
+            self.release_nowait()
+        elif len(wanted) < len(self.keys):
+            positions = [at for at, key in enumerate(self.keys) if key in wanted]
+            views, self._views = self._views, None
+            if views is not None:
+                self._views = [views[at] for at in positions]
+                _take_back(view for at, view in enumerate(views) if self.keys[at] not in wanted)
+            self.keys = tuple(self.keys[at] for at in positions)
+            self._held.keep(positions)
+
+    def release_nowait(self) -> None:
+        """Let go. Idempotent; the server is told, and nobody waits for its answer."""
+        if not self._is_over:
+            self._is_over = True
+            _take_back(self._views or ())
+            self._views = None
+            self._held.release()
+            self._l1.closed_read(self)
+
+    async def release(self) -> None:
+        """Let go. Idempotent; it has let go even when cancelled."""
+        self.release_nowait()
+        await trio.lowlevel.checkpoint()
+
+    async def __aenter__(self) -> ViewLease:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Let go, also when cancelled. No checkpoint."""
+        self.release_nowait()
+
+
+def _take_back(views: Iterable[memoryview]) -> None:
+    for view in views:
+        with contextlib.suppress(BufferError):  # somebody is reading it
+            view.release()
