@@ -139,7 +139,8 @@ def test_home_goes_whatever_happens() -> None:
     assert not Path(path).exists()
 
 
-def test_interrupted_bench_takes_its_server_along() -> None:
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_bench_takes_its_server_along(end: signal.Signals) -> None:
     bench = subprocess.Popen(
         [sys.executable, "-m", "maru.bench", "rpc", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -147,7 +148,7 @@ def test_interrupted_bench_takes_its_server_along() -> None:
     while not left_behind(bench.pid):
         assert time.monotonic() < deadline and bench.poll() is None
         time.sleep(0.05)
-    bench.send_signal(signal.SIGINT)
+    bench.send_signal(end)
     bench.communicate(timeout=30)
     assert not left_behind(bench.pid)
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import click
@@ -52,7 +55,8 @@ def run(program: str, benches: Mapping[str, Bench], *, as_json: bool, repeat: in
         )
     every: list[Row] = []
     for name, bench in benches.items():
-        rows = list(_rows_of(bench, effort))
+        with _leaving_on_sigterm():
+            rows = list(_rows_of(bench, effort))
         every += rows
         if not as_json:
             _show(rows, f"{program} {name}")
@@ -60,6 +64,19 @@ def run(program: str, benches: Mapping[str, Bench], *, as_json: bool, repeat: in
             click.echo(f"{program} {name}: not measured: {reason}", err=True)
     if as_json:
         click.echo(json.dumps([line.as_json() for row in every for line in (row, *noise_of(row))], indent=2))
+
+
+@contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """SIGTERM unwinds, and so takes along what a bench has started. In another thread than the main one, as it was."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _rows_of(bench: Bench, effort: Effort) -> Iterator[Row]:
