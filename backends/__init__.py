@@ -1,7 +1,7 @@
 """Places a block of KV cache can live: one module for each place.
 
 ``backends.MemoryTier``, ``FileTier``, ``DeviceTier`` and ``MaruTier`` are imported when they are asked for, and torch only
-when a :class:`~backends.device.DeviceTier` is made.
+when a :class:`~backends.device.DeviceTier` is made. ``make_tier`` makes any tier from a specification, those of plugins too.
 """
 
 from typing import TYPE_CHECKING
@@ -24,12 +24,18 @@ if TYPE_CHECKING:
     from .file import FileTier as FileTier
     from .maru import MaruTier as MaruTier
     from .memory import MemoryTier as MemoryTier
+    from .plugins import make_tier as make_tier
+    from .plugins import register_tier as register_tier
+    from .plugins import register_tier_module as register_tier_module
 
 _HOMES = {
     "MemoryTier": ".memory",
     "FileTier": ".file",
     "DeviceTier": ".device",
     "MaruTier": ".maru",
+    "make_tier": ".plugins",
+    "register_tier": ".plugins",
+    "register_tier_module": ".plugins",
 }
 
 lazily(__name__, _HOMES)

@@ -1,0 +1,201 @@
+"""Which operation a completion belongs to, and what it says. Pure.
+
+Rule 1. A completion goes to the operation whose ticket it bears (a channel, and the id that submitting returned), or to nobody.
+        Nobody's are counted: *twice* if that operation is over, *unknown* if there never was one.
+Rule 2. A completion may come before its id is known here, where submitting runs in a thread. So as long as something is being
+        submitted, a completion of no known id is kept, and not judged before the last of these ids is known.
+Rule 3. An operation that nobody waits for any more stays known until its completion comes: what it touches is touched
+        until then.
+Rule 4. What a completion says depends on what was asked. Bits of a wrong number mean nothing, and the operation has
+        failed. With ``ok`` false, bits of a *get* are a partial success, and bits of an *exists* are not to be believed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+
+from ..abc import Key
+from ._errors import PluginFault
+
+Ticket: TypeAlias = tuple[str, int]
+"""A channel and the id of an operation in it."""
+
+REMEMBERED = 1024
+"""So many operations that are over are remembered, to tell a completion that comes twice from one of an unknown id; and so
+many completions are kept for ids that are not known yet."""
+
+
+class Kind(enum.Enum):
+    """What a plugin is asked."""
+
+    FIND = "find"
+    GET = "get"
+    SET = "set"
+    DELETE = "delete"
+
+
+@attrs.frozen
+class Completion:
+    """What a plugin says of one operation."""
+
+    channel: str
+    """Where it was said: a connector has one channel, an adapter one for each descriptor."""
+    id: int
+    """The id that submitting returned."""
+    ok: bool
+    """Whether the operation as a whole succeeded."""
+    error: str = ""
+    """Why not."""
+    bits: Sequence[Any] | None = None
+    """For each key: found, loaded, deleted. ``None``: as ``ok`` says, for all."""
+
+
+@attrs.define(eq=False)
+class Operation:
+    """Something a plugin was asked, until it has answered."""
+
+    kind: Kind
+    channel: str
+    keys: Sequence[Key]
+    touches: object = None
+    """What must stay alive, and must not be used for anything else, until it is over."""
+    on_over: Callable[[Operation], None] | None = None
+    """Called once, when it is over, whether somebody waits or not."""
+    started: bool = False
+    """Whether the plugin was asked, or is being asked."""
+    id: int | None = None
+    """What submitting returned; ``None`` as long as it has not."""
+    waited_for: bool = True
+    """Whether somebody waits for its answer."""
+    is_over: bool = False
+    bits: list[bool] | None = None
+    """For each key, once it is over: done, or not."""
+    fault: PluginFault | None = None
+    """Why it failed as a whole, once it is over."""
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether the plugin may be at it."""
+        return self.started and not self.is_over
+
+    @property
+    def limbo(self) -> bool:
+        """Whether it may go on, and nobody waits for it."""
+        return self.may_go_on and not self.waited_for
+
+
+def judge(
+    kind: Kind, n: int, ok: bool, error: str, bits: Sequence[Any] | None
+) -> tuple[list[bool], PluginFault | None]:
+    """What a completion of an operation on ``n`` keys says: a bit for each key, and why it failed as a whole, if it did."""
+    if bits is not None and len(bits) != n:
+        return [False] * n, PluginFault(f"{kind.value}: {len(bits)} bits for {n} keys")
+    if not ok and (kind is not Kind.GET or bits is None):
+        return [False] * n, PluginFault(f"{kind.value} failed: {error or 'the plugin does not say why'}")
+    if bits is None:
+        if kind is Kind.FIND:
+            return [False] * n, PluginFault(f"{kind.value}: the plugin says ok, but not which keys it has")
+        return [True] * n, None
+    return [bool(bit) for bit in bits], None
+
+
+class Correlation:
+    """The operations of one plugin.
+
+    Attributes:
+        unknown: completions of ids that were never returned.
+        twice: completions of operations that were over.
+        early: completions that came before their id was known.
+        late: completions of operations that nobody waited for any more.
+        rejected: completions that said something that makes no sense.
+    """
+
+    def __init__(self) -> None:
+        self._operations: dict[Ticket, Operation] = {}
+        self._submitting = 0
+        self._early: OrderedDict[Ticket, Completion] = OrderedDict()
+        self._over: OrderedDict[Ticket, None] = OrderedDict()
+        self.unknown: int = 0
+        self.twice: int = 0
+        self.early: int = 0
+        self.late: int = 0
+        self.rejected: int = 0
+
+    def __len__(self) -> int:
+        return len(self._operations) + self._submitting
+
+    def outstanding(self, channel: str) -> list[int]:
+        """The ids that are known and not completed, the oldest first."""
+        return [number for where, number in self._operations if where == channel]
+
+    @property
+    def in_limbo(self) -> int:
+        """Operations that nobody waits for, and that may go on."""
+        return sum(operation.limbo for operation in self._operations.values())
+
+    def begin(self) -> None:
+        """Something is being submitted: its completion may come before its id."""
+        self._submitting += 1
+
+    def submitted(self, operation: Operation, number: int) -> None:
+        """It was submitted, and this is its id. Its completion may be here already.
+
+        Raises:
+            PluginFault: another operation has this id.
+        """
+        ticket = operation.channel, number
+        if ticket in self._operations:
+            self.not_submitted()
+            raise PluginFault(f"{operation.kind.value}: the id {number} was returned twice")
+        self._over.pop(ticket, None)
+        operation.id = number
+        self._operations[ticket] = operation
+        completion = self._early.pop(ticket, None)
+        if completion is not None:
+            self.early += 1
+            self._complete(ticket, completion)
+        self.not_submitted()
+
+    def not_submitted(self) -> None:
+        """Submitting is over; see :meth:`begin`. Called by whoever could not submit."""
+        self._submitting -= 1
+        if not self._submitting:
+            self.unknown += len(self._early)
+            self._early.clear()
+
+    def completed(self, completion: Completion) -> Operation | None:
+        """A plugin has said this. Returns the operation that is over by it, if there is one."""
+        ticket = completion.channel, completion.id
+        if ticket in self._operations:
+            return self._complete(ticket, completion)
+        if self._submitting and ticket not in self._early:
+            self._early[ticket] = completion
+            if len(self._early) > REMEMBERED:
+                self._early.popitem(last=False)
+                self.unknown += 1
+        elif ticket in self._over or ticket in self._early:
+            self.twice += 1
+        else:
+            self.unknown += 1
+        return None
+
+    def _complete(self, ticket: Ticket, completion: Completion) -> Operation:
+        operation = self._operations.pop(ticket)
+        self._over[ticket] = None
+        if len(self._over) > REMEMBERED:
+            self._over.popitem(last=False)
+        n = len(operation.keys)
+        operation.bits, operation.fault = judge(operation.kind, n, completion.ok, completion.error, completion.bits)
+        if completion.bits is not None and len(completion.bits) != n:
+            self.rejected += 1
+        if not operation.waited_for:
+            self.late += 1
+        operation.is_over = True
+        if operation.on_over is not None:
+            operation.on_over(operation)
+        return operation

@@ -1,0 +1,127 @@
+"""Deleting: by request, and what is condemned.
+
+A plugin that deletes by an operation says of each key whether it did. One that deletes by a call says nothing: so it is asked
+before and after, and what is still there was locked by somebody. An unlock may take a moment to arrive there, so a key that is
+still there is tried again, a few times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+import trio
+
+from ..abc import Deletion, Key
+from ..threads import run_in_thread
+from ._core import Core
+from ._correlation import Kind, Operation
+from ._errors import NoAnswer, PluginFault
+
+_AGAIN = (0.001, 0.005, 0.02, 0.05, 0.1)
+"""Seconds before each further try."""
+
+
+class Deleting:
+    """The deletions of one host.
+
+    Args:
+        core: the host.
+        deletes: whether its plugin can.
+        by_call: whether it does by a call.
+    """
+
+    def __init__(self, core: Core, *, deletes: bool, by_call: bool) -> None:
+        self._core = core
+        self._deletes = deletes
+        self._by_call = by_call
+        self.deleted: int = 0
+
+    async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
+        """Forget these keys. What a lease of this process holds, or a store writes, is ``PINNED``.
+
+        Raises:
+            NoAnswer, PluginFault: nobody knows which are gone.
+        """
+        core = self._core
+        answers = [Deletion.MISSING if key in core.hidden.condemned else Deletion.DELETED for key in keys]
+        for at, key in enumerate(keys):
+            if core.books.is_leased(key) or not core.hidden.is_free(key):
+                answers[at] = Deletion.PINNED
+        asked = [at for at, answer in enumerate(answers) if answer is Deletion.DELETED]
+        if asked:
+            names = [keys[at] for at in asked]
+            for at, answer in zip(asked, await self._delete(names), strict=True):
+                answers[at] = answer
+        self.deleted += answers.count(Deletion.DELETED)
+        return answers
+
+    async def bury(self, mine: AbstractSet[Key]) -> None:
+        """Delete what is condemned, as far as nobody holds it and the plugin answers. No checkpoint if there is none.
+
+        Args:
+            mine: keys that the caller is about to write: to be deleted first, since some plugins keep what they have.
+        """
+        core = self._core
+        if not self._deletes:
+            return
+        free = core.hidden.is_free
+        keys = [key for key in core.hidden.condemned if (key in mine or free(key)) and not core.books.is_leased(key)]
+        if keys:
+            with contextlib.suppress(NoAnswer, PluginFault):
+                gone = [answer is Deletion.DELETED for answer in await self._drop(keys)]
+                if not all(gone):  # "not deleted" may be "not there", or not
+                    there = await core.present(keys)
+                    gone = [not is_there for is_there in there]
+                core.hidden.buried(keys, gone)
+
+    async def _delete(self, keys: Sequence[Key]) -> list[Deletion]:
+        if not self._deletes:
+            there = await self._core.present(keys)
+            return [Deletion.UNAVAILABLE if is_there else Deletion.MISSING for is_there in there]
+        answers = await self._drop(keys)
+        self._core.books.gone(key for key, answer in zip(keys, answers, strict=True) if answer is not Deletion.PINNED)
+        return answers
+
+    async def _drop(self, keys: Sequence[Key]) -> list[Deletion]:
+        deleting = self._core.hidden.deleting
+        deleting.update(keys)
+        try:
+            if self._by_call:
+                return await self._drop_by_call(keys)
+            bits = await self._core.line.ask(Kind.DELETE, keys, undo=self._late)
+            return [Deletion.DELETED if bit else Deletion.MISSING for bit in bits]
+        finally:
+            deleting.difference_update(keys)
+
+    def _late(self, operation: Operation) -> None:
+        """Nobody waited for it, and yet they are gone."""
+        self._core.books.gone(key for key, bit in zip(operation.keys, operation.bits or (), strict=False) if bit)
+
+    async def _drop_by_call(self, keys: Sequence[Key]) -> list[Deletion]:
+        answers = [
+            Deletion.PINNED if is_there else Deletion.MISSING  # until it is gone
+            for is_there in await self._core.present(keys)
+        ]
+        for pause in (0.0, *_AGAIN):
+            left = [at for at, answer in enumerate(answers) if answer is Deletion.PINNED]
+            if not left:
+                break
+            if pause:
+                await trio.sleep(pause)
+            await self._call([keys[at] for at in left])
+            for at, is_there in zip(left, await self._core.present([keys[at] for at in left]), strict=True):
+                if not is_there:
+                    answers[at] = Deletion.DELETED
+        return answers
+
+    async def _call(self, keys: Sequence[Key]) -> None:
+        line = self._core.line
+        with trio.move_on_after(line.config.deadline) as scope:
+            try:
+                await run_in_thread(line.peer.delete, keys)
+            except Exception as exc:
+                raise PluginFault(f"{self._core.name}: delete raised {exc!r}") from exc
+        if scope.cancelled_caught:
+            raise NoAnswer(f"{self._core.name}: delete did not return within {line.config.deadline:g} s")

@@ -1,0 +1,51 @@
+"""What can go wrong with a plugin, and who must act.
+
+Three say what was looked for and where, and are what Python raises for it: ``ImportError``, ``AttributeError``,
+``TypeError``. Whoever wrote the specification must act. The others come from a plugin at work: its author must act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .._errors import BackendError
+
+
+class PluginModuleError(BackendError, ImportError):
+    """The module of a plugin cannot be imported."""
+
+    def __init__(self, module_path: str, why: BaseException) -> None:
+        super().__init__(f"module {module_path!r} cannot be imported: {why}")
+        self.module_path = module_path
+
+
+class PluginClassError(BackendError, AttributeError):
+    """A module has no such name."""
+
+    def __init__(self, module_path: str, name: str, what: str) -> None:
+        super().__init__(f"module {module_path!r} has no {name!r}, which was looked for as {what}")
+        self.module_path = module_path
+        self.looked_for = name
+
+
+class PluginTypeError(BackendError, TypeError):
+    """What was found is not what was looked for, or cannot be called as a plugin is called."""
+
+
+class UnknownTier(BackendError, LookupError):
+    """No kind of tier has this name. The text says which there are, and where they were looked for."""
+
+    def __init__(self, name: str, known: Sequence[str], group: str) -> None:
+        super().__init__(
+            f"no kind of tier is named {name!r}: there are {', '.join(known)}; "
+            f"entry points of the group {group!r} and lazily registered modules were looked at, too"
+        )
+        self.looked_for = name
+
+
+class PluginFault(BackendError):
+    """The plugin has failed, or has broken its contract. The text says how."""
+
+
+class NoAnswer(BackendError):
+    """The plugin did not answer within its deadline. Nobody knows whether it was done: that is no miss."""

@@ -1,0 +1,220 @@
+"""An L2 adapter of LMCache as a tier: three descriptors, submit and query.
+
+What is relied on of its L2AdapterInterface, and no more:
+
+* ``submit_store_task``, ``submit_lookup_and_lock_task`` and ``submit_load_task`` return an id at once, and read or write
+  the objects that they are given until the task is complete.
+* ``pop_completed_store_tasks`` and ``query_..._result`` tell of each task once, and say nothing of one that is not complete.
+* A result is there before its descriptor is signalled. So: woken, reset the descriptor, ask for all that is outstanding. An
+  adapter that signals first is asked again after ``rescue_interval``, and the rescue is counted.
+* A lookup locks what it finds until ``submit_unlock``. What is found behind the first gap is unlocked at once; what is
+  found for somebody who has left is unlocked when the answer comes.
+* A store task fails as a whole.
+* ``delete``, where an adapter has its own, returns nothing: it is asked before and after. It may block, so it runs in a thread.
+
+Methods are called by what their signatures take: ``group_layout_descs`` comes and goes between versions. No
+``l1_memory_desc`` is offered: the host's memory is not one arena, so an adapter that must register one (RDMA, NIXL)
+cannot be hosted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from maru.eviction import EvictionPolicy
+
+from ..abc import Capabilities, Key
+from ..pages import pages_of
+from ._config import HostConfig
+from ._contracts import L2_METHODS
+from ._correlation import Completion, Kind
+from ._errors import PluginTypeError
+from ._hosted import HostedTier
+from ._objects import bits_of, key_maker, layouts, object_maker
+from .finding import accepted, check_call, missing_methods
+
+_NEWS: Final = 4096
+"""So many notifications are kept until somebody uses the tier. What is dropped then is found out when it is looked for."""
+
+_CHANNELS: Final = {Kind.SET: "store", Kind.FIND: "lookup", Kind.GET: "load"}
+_DESCRIPTORS: Final = {
+    "store": "get_store_event_fd",
+    "lookup": "get_lookup_and_lock_event_fd",
+    "load": "get_load_event_fd",
+}
+
+
+class LMCacheTier(HostedTier):
+    """An L2 adapter as a :class:`~backends.abc.RemoteTier`: ``async with LMCacheTier(adapter, 4096) as tier``.
+
+    Args:
+        adapter: an object with the methods of LMCache's L2AdapterInterface. It is this tier's: it is closed in the end.
+        block_bytes: size of every block.
+        config: what else the host may be told.
+        model_name: in the adapter's keys, beside ours.
+        kv_rank: in the adapter's keys, beside ours.
+        eviction: who makes room where there is a ``capacity_bytes``; :class:`~maru.eviction.AdaptiveLRFU` unless given.
+
+    Raises:
+        PluginTypeError: it lacks a method, or one cannot be called.
+        ValueError: a size or name that makes no sense.
+    """
+
+    def __init__(
+        self,
+        adapter: object,
+        block_bytes: int,
+        config: HostConfig | None = None,
+        *,
+        model_name: str = "trio-offload",
+        kv_rank: int = 0,
+        eviction: EvictionPolicy[Key] | None = None,
+    ) -> None:
+        if "@" in model_name:
+            raise ValueError(f"model_name is {model_name!r}, but must be without '@', which adapters join keys with")
+        self._peer = L2Peer(adapter, block_bytes, key_maker(model_name, kv_rank))
+        super().__init__(self._peer, block_bytes, HostConfig() if config is None else config, eviction)
+        self._peer.moment = lambda: self.books.registrations
+        self.adapter: object = adapter
+
+    @property
+    def tells(self) -> bool:
+        """Whether the adapter takes a listener, and so can say what it has deleted by itself.
+
+        It does where it has called its base class's ``__init__``; whether it then notifies is its own affair. Where it
+        does not, the books learn of what is gone when it is looked for.
+        """
+        return self._peer.tells
+
+    def _take_news(self) -> None:
+        gone = self._peer.gone
+        while gone:
+            self.books.gone_by(*gone.popleft())
+
+
+class L2Peer:
+    """What a host needs of an adapter: see :class:`~backends.plugins._peer.Peer`."""
+
+    deletes_by_call = True
+
+    def __init__(self, adapter: object, block_bytes: int, key_of: Callable[[Key], Any]) -> None:
+        missing = missing_methods(adapter, L2_METHODS)
+        if missing:
+            raise PluginTypeError(f"{adapter!r} is no L2 adapter: it lacks {', '.join(missing)}")
+        known: Any = adapter
+        self._adapter = known
+        self._key_of = key_of
+        self._object_of = object_maker()
+        self.name: str = type(adapter).__name__
+        self.capabilities: Capabilities = Capabilities(pins=True, deletes=_deletes(adapter), per_key_outcomes=False)
+        look_up: Any = self._adapter.submit_lookup_and_lock_task
+        self._lookup_more = accepted(look_up, {"group_layout_descs": layouts(block_bytes)})
+        check_call(look_up, f"{self.name}.submit_lookup_and_lock_task", [], **self._lookup_more)
+        self.moment: Callable[[], int] = lambda: 0
+        """When something is told: see :meth:`Ledger.gone_by`."""
+        self.gone: deque[tuple[list[Key], int]] = deque(maxlen=_NEWS)
+        """What it says that it has deleted, and when; appended to in its own threads."""
+        self.tells: bool = self._listen()
+
+    def channels(self) -> Mapping[str, int]:
+        """Its three descriptors.
+
+        Raises:
+            PluginTypeError: they are not three different ones.
+        """
+        fds = {channel: getattr(self._adapter, method)() for channel, method in _DESCRIPTORS.items()}
+        for channel, fd in fds.items():
+            if isinstance(fd, bool) or not isinstance(fd, int) or fd < 0:
+                raise PluginTypeError(f"{self.name}: {_DESCRIPTORS[channel]}() returned {fd!r}, which is no descriptor")
+        if len(set(fds.values())) < len(fds):
+            raise PluginTypeError(f"{self.name} must have three different descriptors, and has {fds}")
+        return fds
+
+    def channel_of(self, kind: Kind) -> str:
+        """There are three."""
+        return _CHANNELS[kind]
+
+    def submit(self, kind: Kind, keys: Sequence[Key], buffers: Sequence[memoryview]) -> int:
+        """Ask, without waiting."""
+        names = [self._key_of(key) for key in keys]
+        if kind is Kind.FIND:
+            return int(self._adapter.submit_lookup_and_lock_task(names, **self._lookup_more))
+        addresses = pages_of(buffers).addresses
+        objects = [self._object_of(page, address) for page, address in zip(buffers, addresses, strict=True)]
+        if kind is Kind.SET:
+            return int(self._adapter.submit_store_task(names, objects))
+        return int(self._adapter.submit_load_task(names, objects))
+
+    def hear(self, channel: str, woken: bool, outstanding: Sequence[int], heard: list[Completion]) -> None:
+        """What is complete. The descriptor is reset first: what is signalled behind that wakes again."""
+        if woken:
+            with contextlib.suppress(BlockingIOError):
+                os.read(getattr(self._adapter, _DESCRIPTORS[channel])(), 4096)
+        if channel == "store":
+            for number, result in self._adapter.pop_completed_store_tasks().items():
+                heard.append(Completion(channel, int(number), _succeeded(result)))
+            return
+        query = self._adapter.query_lookup_and_lock_result if channel == "lookup" else self._adapter.query_load_result
+        for number in outstanding:
+            bitmap = query(number)
+            if bitmap is None:
+                continue
+            try:
+                heard.append(Completion(channel, number, True, bits=bits_of(bitmap)))
+            except (TypeError, AttributeError) as exc:
+                heard.append(Completion(channel, number, False, f"{bitmap!r} is no bitmap: {exc}"))
+
+    def unlock(self, keys: Sequence[Key]) -> None:
+        """Let go of what a lookup has locked."""
+        self._adapter.submit_unlock([self._key_of(key) for key in keys])
+
+    def delete(self, keys: Sequence[Key]) -> None:
+        """Delete. In a thread: some adapters wait for it."""
+        self._adapter.delete([self._key_of(key) for key in keys])
+
+    def close(self) -> None:
+        """End it. In a thread."""
+        self._adapter.close()
+
+    def _listen(self) -> bool:
+        register = getattr(self._adapter, "register_listener", None)
+        if not callable(register):
+            return False
+        try:
+            register(_Listener(self))
+        except Exception:  # its base class was not initialised, most likely
+            return False
+        return True
+
+
+class _Listener:
+    """Told by an adapter, in its threads, what it stores, uses and deletes."""
+
+    def __init__(self, peer: L2Peer) -> None:
+        self._peer = peer
+
+    def on_l2_keys_stored(self, keys: Sequence[Any], *more: object) -> None:
+        """Known already, if it was this host's."""
+
+    def on_l2_keys_accessed(self, keys: Sequence[Any], *more: object) -> None:
+        """The books have an order of their own."""
+
+    def on_l2_keys_deleted(self, keys: Sequence[Any], *more: object) -> None:
+        """By request, or by itself. It may be heard of late, when the same key was stored anew."""
+        self._peer.gone.append(([key.chunk_hash for key in keys], self._peer.moment()))
+
+
+def _deletes(adapter: object) -> bool:
+    """Whether it has a ``delete`` of its own: that of LMCache's base class does nothing."""
+    delete = getattr(type(adapter), "delete", None)
+    return callable(delete) and getattr(delete, "__qualname__", "") != "L2AdapterInterface.delete"
+
+
+def _succeeded(result: Any) -> bool:
+    """Of a store task: an object with ``is_successful``, or a plain truth, as versions have it."""
+    is_successful = getattr(result, "is_successful", None)
+    return bool(is_successful() if callable(is_successful) else result)

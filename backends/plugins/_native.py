@@ -1,0 +1,131 @@
+"""A native connector as a tier: six methods, one descriptor.
+
+The contract, as LMCache publishes it for connectors in C++ and Rust, and as it is relied on here:
+
+* ``submit_batch_get(keys, buffers)``, ``submit_batch_set(keys, buffers)``, ``submit_batch_exists(keys)`` and, where there
+  is one, ``submit_batch_delete(keys)`` return an id at once. Keys are strings, never none of them; buffers are writable
+  and of one size. One that raises has started nothing.
+* ``event_fd()`` becomes readable when something is complete.
+* ``drain_completions()`` resets it, and returns what is complete: tuples ``(id, ok, error, bits)``. Never blocks.
+* ``close()`` ends it.
+
+A connector has no lock, and says of a *set* as a whole whether it worked: :attr:`~backends.plugins.HostedTier.capabilities` has
+neither pins nor outcomes per key, and deletes where there is a ``submit_batch_delete``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from maru.eviction import EvictionPolicy
+
+from ..abc import Capabilities, Key
+from ._config import HostConfig
+from ._contracts import NATIVE_METHODS
+from ._correlation import Completion, Kind
+from ._errors import PluginFault, PluginTypeError
+from ._hosted import HostedTier
+from .finding import missing_methods
+
+_CHANNEL: Final = "completions"
+
+
+class NativeTier(HostedTier):
+    """A connector with six methods as a :class:`~backends.abc.RemoteTier`: ``async with NativeTier(connector, 4096) as tier``.
+
+    Args:
+        connector: the object with the six methods, or seven. It is this tier's: it is closed in the end.
+        block_bytes: size of every block.
+        config: what else the host may be told.
+        name_of: the connector's name for a key. By default as LMCache names objects for its connectors, some of which insist on
+            that form: ``model@rank@group@hash``, with the key's hexadecimal digits as the hash.
+        eviction: who makes room where there is a ``capacity_bytes``; :class:`~maru.eviction.AdaptiveLRFU` unless given.
+
+    Raises:
+        PluginTypeError: it lacks one of the six.
+        ValueError: a size that makes no sense.
+    """
+
+    def __init__(
+        self,
+        connector: object,
+        block_bytes: int,
+        config: HostConfig | None = None,
+        *,
+        name_of: Callable[[Key], str] | None = None,
+        eviction: EvictionPolicy[Key] | None = None,
+    ) -> None:
+        peer = NativePeer(connector, published_name if name_of is None else name_of)
+        super().__init__(peer, block_bytes, HostConfig() if config is None else config, eviction)
+        self.connector: object = connector
+
+
+def published_name(key: Key) -> str:
+    """A key as LMCache names objects for native connectors."""
+    return f"trio-offload@00000000@0@{key.hex()}"
+
+
+class NativePeer:
+    """What a host needs of a connector: see :class:`~backends.plugins._peer.Peer`."""
+
+    deletes_by_call = False
+
+    def __init__(self, connector: object, name_of: Callable[[Key], str]) -> None:
+        missing = missing_methods(connector, NATIVE_METHODS)
+        if missing:
+            raise PluginTypeError(f"{connector!r} is no native connector: it lacks {', '.join(missing)}")
+        self._connector: Any = connector
+        self._name_of = name_of
+        self.name: str = type(connector).__name__
+        self.capabilities: Capabilities = Capabilities(
+            pins=False, deletes=not missing_methods(connector, ("submit_batch_delete",)), per_key_outcomes=False
+        )
+
+    def channels(self) -> Mapping[str, int]:
+        """Its one descriptor.
+
+        Raises:
+            PluginTypeError: it is none.
+        """
+        fd = self._connector.event_fd()
+        if isinstance(fd, bool) or not isinstance(fd, int) or fd < 0:
+            raise PluginTypeError(f"{self.name}: event_fd() returned {fd!r}, which is no descriptor")
+        return {_CHANNEL: fd}
+
+    def channel_of(self, kind: Kind) -> str:
+        """There is one."""
+        return _CHANNEL
+
+    def submit(self, kind: Kind, keys: Sequence[Key], buffers: Sequence[memoryview]) -> int:
+        """Ask, without waiting."""
+        names = [self._name_of(key) for key in keys]
+        if kind is Kind.GET:
+            return int(self._connector.submit_batch_get(names, list(buffers)))
+        if kind is Kind.SET:
+            return int(self._connector.submit_batch_set(names, list(buffers)))
+        if kind is Kind.DELETE:
+            return int(self._connector.submit_batch_delete(names))
+        return int(self._connector.submit_batch_exists(names))
+
+    def hear(self, channel: str, woken: bool, outstanding: Sequence[int], heard: list[Completion]) -> None:
+        """What is complete. The connector resets its descriptor."""
+        for item in self._connector.drain_completions():
+            try:
+                number, ok, error, bits = item
+                heard.append(Completion(channel, int(number), bool(ok), str(error or ""), bits))
+            except (TypeError, ValueError) as exc:
+                raise PluginFault(
+                    f"{self.name}: drain_completions returned {item!r}, not (id, ok, error, bits)"
+                ) from exc
+
+    def unlock(self, keys: Sequence[Key]) -> None:
+        """Nothing is locked."""
+
+    def delete(self, keys: Sequence[Key]) -> None:
+        """It deletes by an operation."""
+        raise AssertionError("a native connector deletes by an operation")
+
+    def close(self) -> None:
+        """End it. In a thread."""
+        self._connector.close()

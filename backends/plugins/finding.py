@@ -1,0 +1,135 @@
+"""Where a plugin is: its module, its class, the class of its configuration, and how each is called.
+
+Rule 1. Nothing is guessed twice: what a specification names must be there, or the error says what was looked for and where.
+Rule 2. The class of the configuration is looked for in four steps, in the plugin's own module: the name in the
+        specification; the name of the plugin's class with ``Config`` behind it; the name in the attribute
+        ``config_class_name`` of the plugin's class; none, and then the plugin gets the parameters as a plain ``dict``.
+Rule 3. A plugin is called with what its signature takes. What versions add (``block_bytes`` here, ``group_layout_descs``
+        there) is offered by name, and passed where there is a parameter of that name, or ``**kwargs``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from ._errors import PluginClassError, PluginModuleError, PluginTypeError
+
+
+def find_module(module_path: str) -> ModuleType:
+    """Import a module.
+
+    Raises:
+        PluginModuleError: it cannot be imported; an :class:`ImportError`.
+    """
+    try:
+        return import_module(module_path)
+    except ImportError as exc:
+        raise PluginModuleError(module_path, exc) from exc
+
+
+def find_name(module: ModuleType, name: str, what: str) -> Any:
+    """A dotted name in a module.
+
+    Args:
+        module: where to look.
+        name: ``Name``, or ``Outer.Name``.
+        what: what it is looked for as, for the error.
+
+    Raises:
+        PluginClassError: it is not there; an :class:`AttributeError`.
+    """
+    found: Any = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as exc:
+            raise PluginClassError(module.__name__, name, what) from exc
+    return found
+
+
+def find_class(module_path: str, class_name: str) -> tuple[ModuleType, type]:
+    """The class of a plugin, and the module that it was found in.
+
+    Raises:
+        PluginModuleError, PluginClassError: not there.
+        PluginTypeError: there, and not a class.
+    """
+    module = find_module(module_path)
+    found = find_name(module, class_name, "the class of a plugin")
+    if not isinstance(found, type):
+        raise PluginTypeError(f"{module_path}.{class_name} is {found!r}, not a class")
+    return module, found
+
+
+def find_config_class(
+    module: ModuleType, class_name: str, plugin_class: type, config_class_name: str | None = None
+) -> type | None:
+    """The class that a plugin's parameters are made into, in the four steps of rule 2.
+
+    What is found in the second step only by its name counts if it has a ``from_dict``; what somebody has named must.
+
+    Raises:
+        PluginClassError: what the specification or the plugin's class names is not in the module.
+        PluginTypeError: it is there, and has no ``from_dict``.
+    """
+    if config_class_name is not None:
+        return _named(module, config_class_name, "config_class_name of the specification")
+    conventional = getattr(module, f"{class_name}Config", None)
+    if isinstance(conventional, type) and callable(getattr(conventional, "from_dict", None)):
+        return conventional
+    own = getattr(plugin_class, "config_class_name", None)
+    if isinstance(own, str) and own:
+        return _named(module, own, f"config_class_name of the class {class_name}")
+    return None
+
+
+def _named(module: ModuleType, name: str, what: str) -> type:
+    found = find_name(module, name, what)
+    if not isinstance(found, type) or not callable(getattr(found, "from_dict", None)):
+        raise PluginTypeError(f"{module.__name__}.{name}, {what}, is not a class with a from_dict")
+    return found
+
+
+def accepted(fn: Callable[..., object], offered: Mapping[str, Any], *, by_any: bool = True) -> dict[str, Any]:
+    """Those of ``offered`` that ``fn`` can be called with by name.
+
+    Args:
+        fn: what is to be called.
+        offered: values by the name of a parameter.
+        by_any: ``**kwargs`` takes them all. Otherwise only parameters of these names do.
+    """
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # written in C, without a signature
+        return {}
+    if by_any and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(offered)
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = {parameter.name for parameter in parameters if parameter.kind in by_name}
+    return {name: value for name, value in offered.items() if name in names}
+
+
+def check_call(fn: Callable[..., object], what: str, *args: object, **kwargs: object) -> None:
+    """Whether ``fn`` can be called so, as far as its signature tells.
+
+    Raises:
+        PluginTypeError: it cannot; names the plugin, and says why.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as exc:
+        how = [*(type(arg).__name__ for arg in args), *(f"{name}=..." for name in kwargs)]
+        raise PluginTypeError(f"{what}{signature} cannot be called with ({', '.join(how)}): {exc}") from exc
+
+
+def missing_methods(plugin: object, names: tuple[str, ...]) -> list[str]:
+    """Those of ``names`` that an object, or a class, has no method for."""
+    return [name for name in names if not callable(getattr(plugin, name, None))]

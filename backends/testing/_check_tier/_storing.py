@@ -1,0 +1,143 @@
+"""Promises about storing: what is there afterwards, and what is not."""
+
+from __future__ import annotations
+
+import threading
+
+import trio
+
+from ...abc import DUPLICATE, STORED, Failed
+from .._fake import payload_of
+from ._trying import BLOCKS, Bytes, Case, must
+
+
+async def stores_and_loads(case: Case) -> None:
+    for name, in_host in (("here", True), ("there", False)):
+        keys = case.keys(3, name)
+        must(await case.contains(keys) == set(), "an empty tier contains nothing")
+        must(await case.store(keys, in_host=in_host) == [STORED] * 3, "new blocks must be STORED")
+        await case.holds(keys)
+        expected = [payload_of(key, case.block_bytes) for key in keys]
+        must(await case.load(keys, in_host=False) == expected, "a destination that is not in host memory is asked")
+    statistics = case.tier.statistics()
+    must((statistics.stored, statistics.blocks, statistics.loaded) == (6, 6, 12), "blocks are counted", statistics)
+
+
+async def publishes_only_after_the_copy(case: Case) -> None:
+    keys = case.keys(3)
+    reservation = await case.reserve(keys)
+    must(await case.contains(keys) == set(), "what is only reserved must not be found")
+    must(case.tier.statistics().reserved_blocks == 3, "reserved places are counted", case.tier.statistics())
+    async with await case.tier.pin(keys) as lease:
+        must(not lease.keys, "what is only reserved cannot be pinned")
+    reservation.release()
+    reservation.release()
+    must(await case.contains(keys) == set() and await case.room() == BLOCKS, "release gives the room back, once")
+
+
+async def keeps_a_part(case: Case) -> None:
+    keys = case.keys(BLOCKS)
+    reservation = await case.reserve(keys)
+    must(await case.room() == 0, "all is reserved")
+    kept = [keys[1], keys[4], keys[5]]
+    reservation.keep(kept)
+    must(list(reservation.granted) == kept, "what is granted is what was kept")
+    must(await case.room() == BLOCKS - 3, "keep gives the rest back at once")
+    source = Bytes(case.block_bytes)
+    outcomes = await reservation.transfer(source, source.upgrade(kept))
+    reservation.release()
+    must(list(outcomes) == [STORED] * 3, "kept blocks are STORED", outcomes)
+    must(await case.contains(keys) == set(kept), "only kept blocks are there")
+    await case.holds(kept)
+    nothing = await case.reserve(case.keys(2, "b"))
+    nothing.keep([])
+    nothing.release()
+    must(await case.room() == BLOCKS - 3, "nothing kept is nothing held")
+
+
+async def first_writer_wins(case: Case) -> None:
+    keys = await case.fill(4)
+    mixed = [*case.keys(2, "b"), keys[1], keys[3]]
+    reservation = await case.reserve(mixed)
+    source = Bytes(case.block_bytes)
+    guards = source.upgrade(mixed)
+    source.buffers[2:] = [bytearray(case.block_bytes)] * 2  # other bytes under the same keys
+    outcomes = await reservation.transfer(source, guards)
+    must(list(outcomes) == [STORED, STORED, DUPLICATE, DUPLICATE], "a key that is there is a DUPLICATE", outcomes)
+    reservation.release()
+    await case.holds([*mixed[:2], *keys])
+    must(await case.room() == BLOCKS - 6, "a duplicate takes no room")
+    must(case.tier.statistics().duplicates == 2, "duplicates are counted", case.tier.statistics())
+    late = case.keys(1, "late")
+    first, second = await case.reserve(late), await case.reserve(late)
+    for reservation, outcome in ((first, STORED), (second, DUPLICATE)):
+        guards = source.upgrade(late)
+        must(list(await reservation.transfer(source, guards)) == [outcome], "of two writers one wins")
+        reservation.release()
+    await case.holds(late)
+
+
+async def a_failing_source_leaves_nothing(case: Case) -> None:
+    keys = case.keys(3)
+    reservation = await case.reserve(keys)
+    source = Bytes(case.block_bytes, in_host=False)
+    source.error = OSError("the source is broken")
+    guards = source.upgrade(keys)
+    try:
+        outcomes = await reservation.transfer(source, guards)
+    except Exception:
+        pass
+    else:
+        must(all(isinstance(outcome, Failed) for outcome in outcomes), "nothing was stored", outcomes)
+    reservation.release()
+    must(await case.contains(keys) == set(), "what failed is not found")
+    must(await case.room() == BLOCKS, "what failed takes no room")
+    await case.fill(3)
+
+
+async def a_cancelled_store_leaves_nothing(case: Case) -> None:
+    keys = case.keys(3)
+    reservation = await case.reserve(keys)
+    source = Bytes(case.block_bytes, in_host=False)
+    guards = source.upgrade(keys)
+    cut_off = True
+    with trio.CancelScope() as scope:
+        if case.threads:
+            source.started, source.go_on = threading.Event(), threading.Event()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(reservation.transfer, source, guards)
+                await trio.to_thread.run_sync(source.started.wait)
+                must(await case.contains(keys) == set(), "a block must not be found before its bytes are there")
+                scope.cancel()  # it leaves at once: its thread cannot end before go_on
+        else:
+            scope.cancel()
+            await reservation.transfer(source, guards)
+            cut_off = False  # a copy that waits for nothing may be over first
+    if cut_off:
+        must(await case.contains(keys) == set(), "nothing of a cancelled copy may be found")
+        must(await case.room() == BLOCKS - 3, "its room is not reused before its end is proven")
+    if source.go_on is not None:
+        source.go_on.set()
+    reservation.release()
+    if cut_off:
+        must(await case.room() == BLOCKS, "then it is given back")
+        await case.fill(3)
+    await case.holds(keys)
+
+
+async def a_block_that_cannot_be_stored_fails(case: Case) -> None:
+    if case.spoil is None:
+        return
+    keys = case.keys(3)
+    await case.behind_its_back(case.spoil, keys[1])
+    outcomes = await case.store(keys)
+    must(len(outcomes) == 3 and isinstance(outcomes[1], Failed), "what could not be stored has Failed", outcomes)
+    others = [outcomes[0], outcomes[2]]
+    if case.capabilities.per_key_outcomes:
+        must(others == [STORED] * 2, "it fails alone", outcomes)
+        await case.holds([keys[0], keys[2]])
+    else:
+        must(all(isinstance(outcome, Failed) for outcome in others), "what failed together fails together", outcomes)
+    there = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome == STORED]
+    must(await case.contains(keys) == set(there), "what failed is not found")
+    must(await case.room() == BLOCKS - len(there), "what failed takes no room")

@@ -1,0 +1,234 @@
+"""What a tier is tried with: blocks whose bytes follow from their keys, places to look at, and what is done again and again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Set as AbstractSet
+from inspect import iscoroutinefunction
+from typing import Any, Final
+
+import attrs
+import trio
+import trio.testing
+
+from ...abc import LOADED, STORED, Capabilities, Deletion, Key, Missed, Outcome, Reservation, WhenFull
+from ...pages import Pages, copy_pages, pages_of
+from .._fake import payload_of
+
+BLOCKS: Final = 8
+"""How many blocks the tier of a check holds."""
+
+PATIENCE: Final = 5.0
+"""Seconds until what a tier has to ask for should have come."""
+
+
+def must(holds: bool, promise: str, *details: object) -> None:
+    """Not an ``assert``, which ``python -O`` would drop."""
+    if not holds:
+        raise AssertionError(" ".join([promise, *map(repr, details)]))
+
+
+class Bytes:
+    """A source of blocks whose bytes follow from their keys; a guard is the number of the key."""
+
+    def __init__(self, block_bytes: int, *, in_host: bool = True) -> None:
+        self.block_bytes = block_bytes
+        self.in_host = in_host
+        self.keys: list[Key] = []
+        self.buffers: list[bytearray] = []
+        self.error: Exception | None = None
+        self.started: threading.Event | None = None
+        self.go_on: threading.Event | None = None
+
+    def upgrade(self, keys: Sequence[Key]) -> list[int]:
+        guards = list(range(len(self.keys), len(self.keys) + len(keys)))
+        self.keys += keys
+        self.buffers += [bytearray(payload_of(key, self.block_bytes)) for key in keys]
+        return guards
+
+    def release(self, guards: Sequence[int]) -> None:
+        pass
+
+    def views(self, guards: Sequence[int]) -> Pages | None:
+        return pages_of([self.buffers[guard] for guard in guards]) if self.in_host else None
+
+    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+        if self.started is not None and self.go_on is not None:
+            self.started.set()
+            self.go_on.wait()
+        if self.error is not None:
+            raise self.error
+        copy_pages(pages, pages_of([self.buffers[guard] for guard in guards]))
+
+
+class Places:
+    """A destination that can be looked at."""
+
+    def __init__(self, n: int, block_bytes: int, *, in_host: bool = True) -> None:
+        self.block_bytes = block_bytes
+        self.in_host = in_host
+        self.buffers = [bytearray(b"\xee" * block_bytes) for _ in range(n)]
+        self.error: Exception | None = None
+        self.started: threading.Event | None = None
+        self.go_on: threading.Event | None = None
+
+    def __len__(self) -> int:
+        return len(self.buffers)
+
+    def views(self) -> Pages | None:
+        return pages_of(self.buffers) if self.in_host else None
+
+    def copy_in(self, start: int, pages: Pages) -> None:
+        if self.started is not None and self.go_on is not None:
+            self.started.set()
+            self.go_on.wait()
+        if self.error is not None:
+            raise self.error
+        copy_pages(pages_of(self.buffers[start : start + len(pages)]), pages)
+
+
+@attrs.define
+class Case:
+    """One tier, and what the checks do with it again and again."""
+
+    tier: Any
+    block_bytes: int
+    any_block_size: bool
+    threads: bool
+    damage: Callable[[Any, Key], object] | None
+    spoil: Callable[[Any, Key], object] | None
+    take_away: Callable[[Any, Key], object] | None
+
+    @property
+    def remote(self) -> bool:
+        """Whether it is a :class:`~backends.abc.RemoteTier`: others change it, and it must be asked."""
+        return iscoroutinefunction(self.tier.contains)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the tier declares; all, if nothing."""
+        declared: Capabilities = getattr(self.tier, "capabilities", Capabilities())
+        return declared
+
+    async def behind_its_back(self, hook: Callable[[Any, Key], object], key: Key) -> None:
+        """Something happens to a block that the tier is not told of."""
+        happening = hook(self.tier, key)
+        if isinstance(happening, Awaitable):
+            await happening
+
+    def keys(self, n: int, name: str = "a") -> list[Key]:
+        """Keys for ``n`` blocks."""
+        return [f"{name}{number}".encode() * 4 for number in range(n)]
+
+    async def reserve(self, keys: Sequence[Key], when_full: WhenFull = "fail") -> Reservation:
+        """Room for these, or what there is of it."""
+        reservation: Reservation = await self.tier.reserve(keys, self.block_bytes, when_full)
+        return reservation
+
+    async def reserve_now(self, keys: Sequence[Key], when_full: WhenFull) -> Reservation:
+        """What fits now. Only a tier that must be asked may say that this cannot be told without waiting."""
+        try:
+            reservation: Reservation = self.tier.reserve_nowait(keys, self.block_bytes, when_full)
+        except trio.WouldBlock:
+            must(self.remote, "partial and fail never wait")
+            return await self.reserve(keys, when_full)
+        return reservation
+
+    async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those that the tier says it has."""
+        found: AbstractSet[Key] = await self.tier.contains(keys) if self.remote else self.tier.contains(keys)
+        return found
+
+    async def until(self, holds: Callable[[], bool], promise: str, *details: object) -> None:
+        """It comes to hold, at once in a tier that asks nobody."""
+        await trio.testing.wait_all_tasks_blocked()
+        if self.remote:
+            with trio.move_on_after(PATIENCE):
+                while not holds():  # noqa: ASYNC110  # what comes to hold is the tier's own affair
+                    await trio.sleep(0.001)
+        must(holds(), promise, *details)
+
+    async def store(self, keys: Sequence[Key], when_full: WhenFull = "fail", *, in_host: bool = True) -> list[Outcome]:
+        """Store these, for which there must be room."""
+        reservation = await self.reserve(keys, when_full)
+        must(list(reservation.granted) == list(keys), "there must be room for", keys, reservation.granted)
+        source = Bytes(self.block_bytes, in_host=in_host)
+        try:
+            return list(await reservation.transfer(source, source.upgrade(keys)))
+        finally:
+            reservation.release()
+
+    async def fill(self, n: int = BLOCKS, name: str = "a") -> list[Key]:
+        """Store ``n`` new blocks."""
+        keys = self.keys(n, name)
+        outcomes = await self.store(keys)
+        must(outcomes == [STORED] * n, "new blocks must be STORED", outcomes)
+        return keys
+
+    async def occupy(self, n: int = BLOCKS) -> Occupied:
+        """Take ``n`` places, in a way that they can be made free again."""
+        occupied = Occupied(self)
+        await occupied.more(self.keys(n))
+        return occupied
+
+    async def load(self, keys: Sequence[Key], *, in_host: bool = True) -> list[bytes | None]:
+        """What is loaded for these keys, all of which are there; ``None`` for a miss."""
+        places = Places(len(keys), self.block_bytes, in_host=in_host)
+        async with await self.tier.pin(keys) as lease:
+            must(list(lease.keys) == list(keys), "a lease must hold all that is there", keys, lease.keys)
+            outcomes = await self.tier.load(lease, places)
+        must(len(outcomes) == len(keys), "one outcome per key of the lease", outcomes)
+        must(all(o == LOADED or isinstance(o, Missed) for o in outcomes), "LOADED or Missed", outcomes)
+        return [bytes(b) if o == LOADED else None for b, o in zip(places.buffers, outcomes, strict=True)]
+
+    async def holds(self, keys: Sequence[Key]) -> None:
+        """These keys are there, with their bytes."""
+        must(await self.contains(keys) == set(keys), "what is stored must be found", keys)
+        expected = [payload_of(key, self.block_bytes) for key in keys]
+        must(await self.load(keys) == expected, "what is loaded must be what was stored", keys)
+
+    async def room(self) -> int:
+        """How many blocks there is room for without evicting one."""
+        reservation = await self.reserve_now(self.keys(BLOCKS, "room"), "partial")
+        reservation.release()
+        return len(reservation.granted)
+
+    def at_rest(self) -> None:
+        """Nothing is reserved or held."""
+        statistics = self.tier.statistics()
+        must(statistics.reserved_blocks == 0, "no room may be left reserved", statistics)
+        must(statistics.held_blocks == 0, "no block may be left held", statistics)
+        must(0 <= statistics.used_bytes <= statistics.capacity_bytes, "a tier keeps within its capacity", statistics)
+
+
+class Occupied:
+    """Places that are taken: by blocks, which are deleted to make room, or by reservations where nothing can be deleted."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._reserved: dict[Key, Reservation] = {}
+        self.keys: list[Key] = []
+
+    async def more(self, keys: Sequence[Key]) -> None:
+        """Take a place for each of these."""
+        self.keys += keys
+        if self._case.capabilities.deletes:
+            must(await self._case.store(keys) == [STORED] * len(keys), "new blocks must be STORED")
+            return
+        for key in keys:
+            self._reserved[key] = await self._case.reserve([key])
+
+    async def free(self, keys: Sequence[Key]) -> None:
+        """The places of these are free again."""
+        if self._case.capabilities.deletes:
+            answers = await self._case.tier.delete(keys)
+            must(answers == [Deletion.DELETED] * len(keys), "what nobody holds can be deleted", answers)
+        for key in keys:
+            if key in self._reserved:
+                self._reserved.pop(key).release()
+
+    def end(self) -> None:
+        """Nothing stays reserved."""
+        for reservation in self._reserved.values():
+            reservation.release()
