@@ -404,9 +404,9 @@ def test_a_wrong_block_fails_the_command(trace_file: Path, monkeypatch: pytest.M
     ("text", "nbytes"), [("4096", 4096), ("64KiB", 65536), ("1.5GB", 1_500_000_000), ("2m", 2 << 20)]
 )
 def test_sizes_are_read_as_people_write_them(text: str, nbytes: int) -> None:
-    from offload.replay import _size_of
+    from offload._replay.sizes import size_of
 
-    assert _size_of(text) == nbytes
+    assert size_of(text) == nbytes
 
 
 # --- the real trace -----------------------------------------------------------------------------------------------

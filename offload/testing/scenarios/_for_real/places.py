@@ -46,7 +46,7 @@ class WallClock(trio.abc.Clock):
         self._began = perf_counter()
 
     def start_clock(self) -> None:
-        """It starts now."""
+        """It starts now; again, where it was started before."""
         self._began = perf_counter()
 
     def current_time(self) -> float:
@@ -143,13 +143,13 @@ class RealPlace(Place):
             try:
                 self._break(flight)  # what came when the last byte had been written
             except OSError:
-                self._nobody_knows(flight)
+                self.nobody_knows(flight)
                 raise
             if "unproven" in met:
-                self._nobody_knows(flight)
+                self.nobody_knows(flight)
                 raise Unknown(f"nobody knows how a copy into {self.name} ended")
             if "drop" in met or self._unannounced.pop(flight, None) is not None:
-                self._nobody_knows(flight)
+                self.nobody_knows(flight)
                 await self.let_go.wait()
                 raise Unknown(f"nobody was told how a copy into {self.name} ended")
             if "reorder" in met:
@@ -161,7 +161,7 @@ class RealPlace(Place):
 
         return await super().carry(keys, really, who)
 
-    def _nobody_knows(self, flight: Flight) -> None:
+    def nobody_knows(self, flight: Flight) -> None:
         """What it has copied is there, and nobody is told: it may be found."""
         for key in flight.keys:
             self.arrived[key] = self.arrived.get(key, 0) + 1

@@ -41,7 +41,12 @@ _ANYWHERE: Final = frozenset({"cancel", "abandon", "cancel_waiter", "cancel_host
 
 
 def needs_process(scenario: Scenario) -> bool:
-    """Whether a scenario's faults are signals: a peer that dies, and nothing that must be done to copies from inside."""
+    """Whether a scenario's faults are signals: a peer that dies, and nothing that must be done to copies from inside.
+
+    Where there is a page store, that is the peer: its server is a process already.
+    """
+    if any(spec.kind == "maru" for spec in scenario.tier.values()):
+        return False
     kinds = {fault.do for fault in scenario.fault}
     return "peer_death" in kinds and kinds <= _SIGNALLED | _ANYWHERE
 
@@ -358,6 +363,7 @@ class _Ticket:
     def die(self, world: RealWorld) -> None:
         """Its process has died: it has failed, and what of it is on the disk nobody knows."""
         if self.result is None:
+            world.died[self.label] = None
             place = world.real[world.pipelines[world.parcels[self.label].pipeline].to]
             for key in self.keys:
                 place.arrived[key] = place.arrived.get(key, 0) + 1

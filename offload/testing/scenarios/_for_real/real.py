@@ -20,22 +20,38 @@ import attrs
 import msgspec
 import trio
 
+from offload.abc import AsyncPolicy, Policy
+from offload.policies import RemotePresenceFilter
+
 from .._contract import SEAMS, Factory, System, World
 from .._files.checking import demand
 from .._files.complaints import ScenarioError
+from .._house import first_destination
 from .._judging.expecting import Rest
+from .._playing.engines import Asked, opened_engine
 from .._playing.ours import Ours, Tier, opened
 from .._playing.playing import has, live, report_of
 from .._program import Scenario
 from .._report import Report
 from .._world.places import Place
-from .expecting import judge_real, last_ms, rounded
+from .expecting import judge_real, last_ms, patience_ms, rounded
+from .maru_places import ON_THE_WIRE, MaruPlace
+from .maru_tiers import RealMaru
 from .places import RealPlace, WallClock
 from .tiers import RealFile, RealMemory
 from .world import RealWorld
 
+
+class NotForReal(ScenarioError):
+    """A scenario that says itself why it cannot hold on the clock of the wall; ``text`` is what it says."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__("", None, "not_for_real", scenario.not_for_real)
+
+
 PATIENCE_MS = 60_000
-"""How long a run may go on behind the last time in a scenario without ``limit_ms``: an hour is for virtual time."""
+"""How long a run may go on behind the last time in a scenario without ``limit_ms``, and the longest wait that its pipelines
+allow: an hour is for virtual time."""
 
 
 def play_real(
@@ -60,6 +76,7 @@ def play_real(
 
     Raises:
         ScenarioError: the scenario makes no sense, or has a fault that only virtual time has.
+        NotForReal: it says itself that it cannot hold on the clock of the wall.
     """
     demand(scenario, None if factory is None else SEAMS)
     seed = scenario.seed if seed is None else seed
@@ -67,6 +84,8 @@ def play_real(
         from .._making.loads import unroll
 
         scenario = unroll(scenario, seed, base)
+    if scenario.not_for_real:
+        raise NotForReal(scenario)
     check_real(scenario, ours=factory is None)
     limited = msgspec.structs.replace(scenario, limit_ms=_limit(scenario))
     clock = WallClock(pace)
@@ -89,7 +108,7 @@ def play_real(
         for parcel in world.parcels.values()
         if any(key in place.without_room for place in world.real.values() for key in parcel.keys)
     ]
-    wrong, unjudged = ([], []) if world.stuck else judge_real(report, rest, met_full)
+    wrong, unjudged = ([], []) if world.stuck else judge_real(report, rest, met_full, world.died)
     return attrs.evolve(
         report,
         moments=rounded(report.moments),
@@ -126,10 +145,20 @@ def _problems(scenario: Scenario, ours: bool) -> Iterator[tuple[str, str]]:
 
 def _limit(scenario: Scenario) -> int:
     usual = Scenario(name="").limit_ms
-    return scenario.limit_ms if scenario.limit_ms != usual else last_ms(scenario) + PATIENCE_MS
+    if scenario.limit_ms != usual:
+        return scenario.limit_ms
+    return last_ms(scenario) + patience_ms(scenario) + PATIENCE_MS
 
 
 # --- our own pipelines, over real tiers ---------------------------------------------------------------------------
+
+
+class AskedMemory(Asked, RealMemory):
+    """Host memory behind an engine."""
+
+
+class AskedFile(Asked, RealFile):
+    """Files behind an engine."""
 
 
 class RealOurs(Ours):
@@ -139,23 +168,40 @@ class RealOurs(Ours):
         """Open all of its pipelines."""
         return opened(self)
 
+    def policies_of(self, pipeline: str) -> list[Policy | AsyncPolicy]:
+        """A page store is asked what it has, which takes a while: by the filter that an engine has for that."""
+        made = super().policies_of(pipeline)
+        spec = self.world.pipelines[pipeline]
+        for i, policy in enumerate(spec.policies):
+            tier: object = self.tiers[policy.tier or spec.to]
+            if policy.do == "present" and isinstance(tier, RealMaru):
+                made[i] = RemotePresenceFilter(tier)
+        return made
+
     def _tier(self, place: Place) -> Tier:
         real, world = cast("RealPlace", place), cast("RealWorld", self.world)
-        tier: RealMemory | RealFile
-        if real.spec.kind == "file":
-            tier = RealFile(real, world.directory_of(real.name), fsync=world.fsync)
+        asked = world.scenario.engine is not None  # and not only copied into
+        tier: RealMemory | RealFile | RealMaru
+        if isinstance(real, MaruPlace):
+            tier = RealMaru(real, world)
+        elif real.spec.kind == "file":
+            tier = (AskedFile if asked else RealFile)(real, world.directory_of(real.name), fsync=world.fsync)
         else:
-            tier = RealMemory(real)
+            tier = (AskedMemory if asked else RealMemory)(real)
         return cast("Tier", tier)
 
 
 def _system_for(world: RealWorld, factory: Factory | None, stack: contextlib.ExitStack) -> Factory:
     from .process import in_process, needs_process
 
-    if factory is None and needs_process(world.scenario):
+    if factory is None and world.scenario.engine is None and needs_process(world.scenario):
         return in_process(world, stack)
-    if any(fault.do == "peer_death" for fault in world.scenario.fault):
+    deaths = [
+        fault.tier or first_destination(world.scenario) for fault in world.scenario.fault if fault.do == "peer_death"
+    ]
+    if any(not isinstance(world.real[tier], MaruPlace) for tier in deaths):
         why = "a system of your own is not" if factory is not None else "with faults of copies beside it, ours is not"
+        why = "an engine is not" if world.scenario.engine is not None else why
         world.notes[f"peer_death: {why} in a process to be killed; whatever is asked of the tier raises instead"] = None
     return factory or _ours_with(stack)
 
@@ -166,9 +212,20 @@ def _ours_with(stack: contextlib.ExitStack) -> Factory:
     @asynccontextmanager
     async def open_real(world: World) -> AsyncIterator[System]:
         ours = RealOurs(cast("RealWorld", world))
-        for tier in ours.tiers.values():
-            stack.callback(cast("RealMemory | RealFile", tier).close)
-        async with opened(ours):
-            yield ours
+        lossy = {
+            fault.tier or first_destination(world.scenario) for fault in world.scenario.fault if fault.do in ON_THE_WIRE
+        }
+        async with contextlib.AsyncExitStack() as stores:
+            for tier in ours.tiers.values():
+                real = cast("RealMemory | RealFile | RealMaru", tier)
+                stack.callback(real.close)
+                if isinstance(real, RealMaru):
+                    await stores.enter_async_context(real.open(lossy=real.name in lossy))
+            if world.scenario.engine is not None:
+                async with opened_engine(ours) as system:
+                    yield system
+                return
+            async with opened(ours):
+                yield ours
 
     return open_real

@@ -1,6 +1,6 @@
 """The tiers of a real run: :class:`~backends.memory.MemoryTier` and :class:`~backends.file.FileTier`, watched and harmed.
 
-Nothing in them is replaced. What a copy reads from is a :class:`_Gated` source: it has no views, so the tier asks it in its
+Nothing in them is replaced. What a copy reads from is a :class:`Gated` source: it has no views, so the tier asks it in its
 copy thread to copy out, and there it stands at the gate. What is harmed, is harmed from outside: a directory in the way of a
 file, a file that is cut off, a bit, a full disk.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .places import RealPlace
 
 
-class _Gated:
+class Gated:
     """What one copy reads from, past the gate."""
 
     def __init__(self, source: Source, place: RealPlace, flight: Flight) -> None:
@@ -75,8 +75,7 @@ class _Reservation(PooledReservation):
         copy = super().transfer
 
         async def move(flight: Flight) -> list[Outcome]:
-            outcomes = list(await copy(_Gated(source, tier.place, flight), guards))
-            return outcomes * 2 if "duplicate" in flight.met else outcomes
+            return flight.answers(await copy(Gated(source, tier.place, flight), guards))
 
         try:
             outcomes = await tier.place.carry(keys, move, tier.leaving)
@@ -166,7 +165,7 @@ class RealMemory(_Watched, MemoryTier):
     ) -> Mapping[int, Exception]:
         """Copy blocks in."""
         failures = await super().write(source, guards, keys, slots)
-        if not isinstance(source, _Gated):
+        if not isinstance(source, Gated):
             return failures
         torn = source.flight.torn()
         if torn is not None:
@@ -227,7 +226,7 @@ class RealFile(_Watched, FileTier):
         self, source: Source, guards: Sequence[int], keys: Sequence[Key], slots: list[int]
     ) -> Mapping[int, Exception]:
         """Write blocks to files."""
-        if not isinstance(source, _Gated):
+        if not isinstance(source, Gated):
             return await super().write(source, guards, keys, slots)
         failing, torn = source.flight.failing(), source.flight.torn()
         source.obstacles = [

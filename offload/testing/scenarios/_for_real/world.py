@@ -21,10 +21,12 @@ from backends.threads import run_in_thread
 
 from .._determinism import unshield
 from .._house import pipelines_of, tiers_of
-from .._program import Scenario
+from .._program import Scenario, TierSpec
+from .._report import Violation
 from .._world.places import Flight, Place, Torn
 from .._world.world import VirtualWorld
 from .disk import NoDisk, disk_for
+from .page_store import PageStore
 from .places import RealPlace, WallClock
 
 _UNSHIELDED_AFTER: Final = 45.0
@@ -50,30 +52,62 @@ class RealWorld(VirtualWorld):
     def __init__(self, scenario: Scenario, seed: int, clock: WallClock, workdir: str) -> None:
         super().__init__(scenario, seed, cast("trio.testing.MockClock", clock))
         self.workdir = workdir
+        self._wall = clock
         self.over: threading.Event = threading.Event()
         """The run is: nobody waits for anything any more."""
+        self.died: dict[str, None] = {}
+        """Containers that were under way in a process when it was killed."""
         self.notes: dict[str, None] = {}
         """What a reader of the report must know."""
         self.jumps.append((0.0, math.inf))  # rule 1
         self.real: dict[str, RealPlace] = {}
+        self._stores: list[PageStore] = []
+        try:
+            self._open_places(scenario, clock)
+        except BaseException:
+            self.close_down()
+            raise
+        self.places: dict[str, Place] = cast("dict[str, Place]", self.real)
+
+    def _open_places(self, scenario: Scenario, clock: WallClock) -> None:
         full = {fault.tier for fault in scenario.fault if fault.do == "full"}
         into = {spec.to for spec in pipelines_of(scenario).values()}
         first = next(iter(pipelines_of(scenario).values())).to
         for name, spec in tiers_of(scenario).items():
-            place = RealPlace(
-                name, spec, self.moments, self._owners, clock=clock, over=self.over, later=self.at
-            )  # fmt: skip
-            self.real[name] = place
+            place = self.real[name] = self._place(name, spec, clock)
+            place.begins = self._begins
             if spec.kind == "file" and name in into and (name in full or ("" in full and name == first)):
                 try:
                     place.disk = disk_for(spec.capacity, spec.block_bytes)
                 except NoDisk as error:
                     self.notes[f"full: {error}; so no room is granted in {name} instead"] = None
-        self.places: dict[str, Place] = cast("dict[str, Place]", self.real)
+
+    def _place(self, name: str, spec: TierSpec, clock: WallClock) -> RealPlace:
+        if spec.kind != "maru":
+            return RealPlace(name, spec, self.moments, self._owners, clock=clock, over=self.over, later=self.at)
+        from .maru_places import MaruPlace
+        from .maru_tiers import server_options
+
+        store = PageStore(*server_options(spec))
+        self._stores.append(store)
+        return MaruPlace(
+            name,
+            spec,
+            self.moments,
+            self._owners,
+            clock=clock,
+            over=self.over,
+            later=self.at,
+            store=store,
+            starting=lambda task: self.background.start_soon(task),
+        )
 
     def close_down(self) -> None:
-        """It is over: let go of threads and disks. Idempotent."""
+        """It is over: let go of threads, disks and page stores. Idempotent."""
         self.over.set()
+        for store in self._stores:
+            if wrong := store.end():
+                self.violations.append(Violation("crash", wrong))
         for place in self.real.values():
             if place.disk is not None:
                 place.disk.close()
@@ -108,7 +142,7 @@ class RealWorld(VirtualWorld):
                 raise Torn(f"a copy into {tier} broke off in the middle of {torn.decode()}")
             if failing:
                 raise OSError(f"a copy into {tier} failed for {sorted(failing)}")
-            return arrived * 2 if "duplicate" in flight.met else arrived
+            return flight.answers(arrived)
 
         place.check_alive()
         await trio.lowlevel.checkpoint()
@@ -142,6 +176,10 @@ class RealWorld(VirtualWorld):
                 if os.path.exists(path):
                     os.unlink(path)
         return arrived
+
+    def opened(self) -> None:
+        """The system is open: the scenario's time begins now, and not while it was being opened."""
+        self._wall.start_clock()
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,197 @@
+"""The command ``offload replay``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import trio
+
+from .._errors import OffloadError
+from .._trace import read_trace
+from .clock import SkippingClock
+from .comparing import compare_eviction as _compare_eviction
+from .options import UNLIMITED, ReplayError, ReplayOptions, TierSpec
+from .playing import replay
+from .showing import progressing, show
+from .sizes import capacity_of, factors_of, size_of, speed_of
+
+if TYPE_CHECKING:
+    from ..testing.scenarios._program import Scenario
+
+
+@click.command(name="replay", short_help="Replay a request trace.")
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False))
+@click.option(
+    "--tier",
+    "tiers",
+    multiple=True,
+    metavar="memory|maru|file:DIR",
+    help="Where blocks are kept; repeated, from the fastest to the slowest.  [default: memory]",
+)
+@click.option(
+    "--capacity",
+    "capacities",
+    multiple=True,
+    type=capacity_of,
+    metavar="SIZE|unlimited",
+    help="Of each tier, in the same order.  [default: unlimited]",
+)
+@click.option("--block-bytes", type=size_of, default="4096", show_default=True, metavar="SIZE", help="Size of a block.")
+@click.option(
+    "--policy",
+    default="presence",
+    show_default=True,
+    metavar="pass-all|presence|frequency:N",
+    help="What may be stored: all that was missed, what is not there, or what was missed more than N times, too.",
+)
+@click.option("--limit", type=click.IntRange(1), help="Play only so many requests.")
+@click.option(
+    "--speed",
+    type=speed_of,
+    default="max",
+    show_default=True,
+    metavar="realtime|Nx|max",
+    help="The pace: the trace's own, N times as fast, or as fast as possible.",
+)
+@click.option(
+    "--laps", type=click.IntRange(1), default=1, show_default=True, help="Play it so often, one lap after another."
+)
+@click.option(
+    "--rename",
+    type=click.FloatRange(0.0, 1.0),
+    default=0.8,
+    show_default=True,
+    metavar="SHARE",
+    help="With --laps: how many of the different blocks have new names in each lap.",
+)
+@click.option(
+    "--skip-idle/--no-skip-idle",
+    default=None,
+    help="Keep the pace of the trace, on a clock that skips the time between two requests.  [default: with --laps]",
+)
+@click.option("--checksums/--no-checksums", default=True, show_default=True, help="Verify blocks by checksums, too.")
+@click.option("--what-if", type=factors_of, default=None, metavar="2x,4x", help="Hit rates at other capacities.")
+@click.option(
+    "--record",
+    type=click.Path(dir_okay=False),
+    metavar="OUT.scenario.toml",
+    help="Write down what was done as a scenario, for `offload scenario run`.",
+)
+@click.option(
+    "--compare-eviction",
+    is_flag=True,
+    help="Do not move bytes, but compare the hit rates of all eviction policies over TRACE, and what was possible.",
+)
+@click.option(
+    "--capacities",
+    "compared",
+    metavar="1%,5%,4096",
+    help="Where --compare-eviction does so: shares of the different blocks, or blocks.  [default: 1%,5%,10%,25%,50%]",
+)
+@click.option(
+    "--picture",
+    "picture_file",
+    type=click.Path(dir_okay=False, writable=True),
+    metavar="OUT.svg",
+    help="Where --compare-eviction draws hit rate against capacity.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+def command(
+    trace: str,
+    tiers: Sequence[str],
+    capacities: Sequence[float],
+    block_bytes: float,
+    policy: str,
+    limit: int | None,
+    speed: float,
+    laps: int,
+    rename: float,
+    skip_idle: bool | None,
+    checksums: bool,
+    what_if: Sequence[float] | None,
+    record: str | None,
+    compare_eviction: bool,
+    compared: str | None,
+    picture_file: str | None,
+    as_json: bool,
+) -> None:
+    """Replay the requests of TRACE and report hit rates, times and bytes.
+
+    TRACE has a JSON object per line, as Mooncake publishes them (timestamp, input_length, output_length, hash_ids), and
+    may be compressed by gzip. For each request the longest prefix is looked up and loaded, and what is missing is
+    stored. Every loaded block is compared with what was stored; a difference ends with exit code 1. So does a block that is
+    held or missing when laps are over.
+    """
+    if (compared or picture_file) and not compare_eviction:
+        raise click.UsageError("--capacities and --picture go with --compare-eviction")
+    try:
+        if compare_eviction:
+            _compare_eviction(trace, limit, compared, picture_file, as_json)
+            return
+        skips = laps > 1 if skip_idle is None else skip_idle
+        options = ReplayOptions(
+            tiers=_specs(tiers, capacities),
+            block_bytes=int(block_bytes),
+            policy=policy,
+            speed=1.0 if skips and speed == math.inf else speed,
+            skip_idle=skips,
+            laps=laps,
+            rename=rename,
+            checksums=checksums,
+            what_if=what_if or (),
+        )
+        requests = read_trace(trace, limit)
+        if not requests:
+            raise ReplayError(f"{trace}: no request")
+        name = f"a replay of {os.path.basename(trace)}"
+        with progressing(laps * len(requests)) as progress:
+            write = None if record is None else partial(_write, record)
+            clock = SkippingClock() if skips else None
+            report = trio.run(replay, requests, options, progress, write, name, clock, clock=clock)
+    except (OffloadError, ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(report.as_json(), indent=2))
+    else:
+        show(report, trace)
+        if record is not None:
+            click.echo(f"recorded: {record}")
+    if report.wrong:
+        click.echo(f"offload replay: {report.wrong} loaded blocks were not what had been stored", err=True)
+    for what, left in report.left_over.items():
+        click.echo(f"offload replay: at rest, {what}: {left} blocks", err=True)
+    if report.wrong or report.left_over:
+        sys.exit(1)
+
+
+def _write(path: str, scenario: Scenario) -> None:
+    from ..testing.scenarios._files.writing import to_toml
+
+    Path(path).write_text(to_toml(scenario))
+
+
+def _specs(tiers: Sequence[str], capacities: Sequence[float]) -> list[TierSpec]:
+    tiers = tiers or ("memory",)
+    capacities = capacities or (UNLIMITED,) * len(tiers)
+    if len(capacities) != len(tiers):
+        raise ReplayError(f"{len(tiers)} tiers, but {len(capacities)} capacities")
+    specs = []
+    for tier, capacity in zip(tiers, capacities, strict=True):
+        kind, colon, directory = tier.partition(":")
+        if (kind, colon) == ("memory", ""):
+            specs.append(TierSpec("memory", None, capacity))
+        elif (kind, colon) == ("maru", ""):
+            specs.append(TierSpec("maru", None, capacity))
+        elif kind == "file" and directory:
+            specs.append(TierSpec("file", directory, capacity))
+        else:
+            raise ReplayError(f"tier {tier!r}: must be memory, maru or file:DIR")
+    return specs

@@ -1,0 +1,95 @@
+"""How to replay: which tiers, what may be stored, at which pace, how many laps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import attrs
+
+from backends.abc import RemoteTier, Tier
+
+from .._engine import presence_filter
+from .._errors import OffloadError
+from ..abc import AsyncPolicy, Policy
+from ..policies import FrequencyFilter
+
+UNLIMITED: Final = math.inf
+"""A capacity: room for all of the trace."""
+
+
+class ReplayError(OffloadError, ValueError):
+    """What was asked for cannot be replayed; the text says what would do."""
+
+
+@attrs.frozen
+class TierSpec:
+    """A tier to replay against."""
+
+    kind: str
+    """``memory``, ``file`` or ``maru``."""
+    directory: str | None
+    """Of a file tier."""
+    capacity_bytes: float
+    """How much it holds; ``inf`` for all of the trace."""
+
+    @property
+    def name(self) -> str:
+        """As it was written."""
+        return self.kind if self.directory is None else f"{self.kind}:{self.directory}"
+
+    def blocks(self, block_bytes: int, unique: int, factor: float = 1.0) -> int:
+        """How many blocks of the trace it holds, with so many times its capacity. Unlimited is room for all of them."""
+        if self.capacity_bytes == UNLIMITED:
+            return int(unique * factor)
+        return int(self.capacity_bytes * factor) // block_bytes
+
+
+@attrs.frozen
+class ReplayOptions:
+    """How to replay."""
+
+    tiers: Sequence[TierSpec] = (TierSpec("memory", None, UNLIMITED),)
+    """From the fastest to the slowest; each is fed what the one before it has stored."""
+    block_bytes: int = 4096
+    """Size of every block."""
+    policy: str = "presence"
+    """``pass-all``, ``presence``, or ``frequency:N``: present or seen N times at most stays out."""
+    speed: float = math.inf
+    """1.0 for the trace's own pace, N for N times as fast, ``inf`` for as fast as possible."""
+    skip_idle: bool = False
+    """Whether the clock skips the time between two requests: days are simulated in minutes."""
+    laps: int = 1
+    """How often the trace is played."""
+    rename: float = 0.8
+    """Share of its different blocks that have new names in each lap after the first."""
+    checksums: bool = True
+    """Whether tiers sum what they store and verify it when it is loaded."""
+    what_if: Sequence[float] = ()
+    """Factors of capacity to give hit rates for."""
+
+    def __attrs_post_init__(self) -> None:
+        name, colon, threshold = self.policy.partition(":")
+        if not (self.policy in ("pass-all", "presence") or (name == "frequency" and colon and threshold.isdecimal())):
+            raise ReplayError(f"policy {self.policy!r}: must be pass-all, presence, or frequency:N")
+        try:
+            self.further_policies()
+        except ValueError as error:
+            raise ReplayError(f"policy {self.policy!r}: {error}") from error
+
+        if self.laps < 1 or not 0.0 <= self.rename <= 1.0:
+            raise ReplayError(
+                f"{self.laps} laps, of which {self.rename:g} is renamed: at least one, and a share of 0 to 1"
+            )
+        if self.skip_idle and self.speed == math.inf:
+            raise ReplayError("as fast as possible, there is nothing between two requests to skip: say a speed")
+
+    def policies(self, first: Tier | RemoteTier) -> list[Policy | AsyncPolicy]:
+        """What the policy's name stands for."""
+        return [] if self.policy == "pass-all" else [presence_filter(first), *self.further_policies()]
+
+    def further_policies(self) -> list[Policy]:
+        """What is asked behind presence."""
+        _, counted, threshold = self.policy.partition(":")
+        return [FrequencyFilter(int(threshold))] if counted else []

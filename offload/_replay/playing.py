@@ -1,0 +1,211 @@
+"""Requests, one after another, through an engine over new tiers: as many laps of them as are asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import trio
+
+from backends.abc import Key, TierStatistics
+from maru.eviction import LRU, AdaptiveLRFU
+
+from .._engine import EngineStatistics
+from .._replay_recording import Recorded, not_empty, not_recordable, scenario_of
+from .._replayer import Played, Replayer, TraceKeys, open_replayer
+from .._trace import Request
+from .._what_if import simulate
+from .clock import SkippingClock
+from .laps import Laps
+from .options import ReplayError, ReplayOptions
+from .report import ReplayReport, Tally
+from .resting import left_over, resident_bytes
+from .tiers import open_tiers
+
+if TYPE_CHECKING:
+    from ..testing.scenarios._program import Scenario
+
+
+async def replay(
+    requests: Sequence[Request],
+    options: ReplayOptions,
+    progress: Callable[[int], None] = lambda done: None,
+    record: Callable[[Scenario], None] | None = None,
+    name: str = "a replay",
+    clock: SkippingClock | None = None,
+) -> ReplayReport:
+    """Play requests one after another through an engine over new tiers, and compare every loaded block.
+
+    With ``options.laps`` they are played so often, and when they are over the tiers are audited: see `resting`.
+
+    Args:
+        requests: as :func:`read_trace` gives them.
+        options: how.
+        progress: told how many requests are done, after each.
+        record: told what was done, as a scenario (see :mod:`offload.testing.scenarios`).
+        name: of that scenario.
+        clock: that of this trio run, if it can skip: the time between two requests is skipped then.
+
+    Raises:
+        ReplayError: the options do not go together, or there is too little memory; to be recorded, the tiers must be empty.
+    """
+    laps = Laps(requests, options.laps, options.rename)
+    unique = laps.unique_blocks
+    simulated = {f"{factor:g}x": _what_if(laps, options, factor) for factor in options.what_if}
+    _check_recordable(record is not None, options)
+    async with open_tiers(options, unique) as tiers:
+        if record is not None and (full := not_empty(tiers)):
+            raise ReplayError(f"--record: {full} has blocks already, and nobody knows how they came there: empty it")
+        tally = Tally(len(laps))
+        recorded: list[Played] | None = [] if record is not None else None
+        resident = [resident_bytes()]
+        policies = options.policies(next(iter(tiers.values())))
+        most = max((len(request.hash_ids) for request in requests), default=1)
+        async with open_replayer(list(tiers.values()), options.block_bytes, most, policies=policies) as player:
+            began = perf_counter()
+            pace = _Pace(requests, options.speed, clock)
+            for lap in laps:
+                await _play_lap(lap, player, pace, tally, recorded, progress)
+                resident.append(resident_bytes())
+            wall_time = perf_counter() - began
+            statistics = player.engine.statistics()
+        at_the_end = {name: tier.statistics() for name, tier in tiers.items()}
+        if record is not None and recorded is not None:
+            record(_as_scenario(name, requests, recorded, options, unique, statistics))
+        left = await left_over(tiers, options, laps) if options.laps > 1 else {}
+    return _report(tally, laps, options, statistics, at_the_end, wall_time, simulated, resident, left)
+
+
+class _Pace:
+    """When each request is due."""
+
+    def __init__(self, requests: Sequence[Request], speed: float, clock: SkippingClock | None) -> None:
+        self._began = trio.current_time()
+        self._first = requests[0].timestamp if requests else 0.0
+        self._speed = speed
+        self._clock = clock
+
+    async def wait_for(self, request: Request) -> None:
+        """Return when it is."""
+        if self._speed == math.inf:
+            return
+        due = self._began + (request.timestamp - self._first) / 1e3 / self._speed
+        if self._clock is not None:
+            await self._clock.skip_to(due)
+        else:
+            await trio.sleep_until(due)
+
+
+async def _play_lap(
+    lap: Sequence[Request],
+    player: Replayer,
+    pace: _Pace,
+    tally: Tally,
+    recorded: list[Played] | None,
+    progress: Callable[[int], None],
+) -> None:
+    names = TraceKeys()
+    for request in lap:
+        await pace.wait_for(request)
+        played = await player.play(names.of(request))
+        tally.add(played)
+        if recorded is not None:
+            recorded.append(played)
+        progress(tally.requests)
+
+
+def _check_recordable(recorded: bool, options: ReplayOptions) -> None:
+    if not recorded:
+        return
+    if other := not_recordable([spec.kind for spec in options.tiers]):
+        raise ReplayError(f"--record: a tier of {other} cannot be written down as a scenario: say memory or file:DIR")
+    if options.laps > 1:
+        raise ReplayError("--record: laps are made up, and cannot be written down as a scenario: leave out --laps")
+
+
+def _as_scenario(
+    name: str,
+    requests: Sequence[Request],
+    played: Sequence[Played],
+    options: ReplayOptions,
+    unique: int,
+    statistics: EngineStatistics,
+) -> Scenario:
+    names = TraceKeys()
+    return scenario_of(
+        name,
+        requests,
+        [names.of(request) for request in requests],
+        played,
+        [Recorded(spec.kind, spec.blocks(options.block_bytes, unique)) for spec in options.tiers],
+        statistics.tiers,
+        block_bytes=options.block_bytes,
+        checksums=options.checksums,
+        presence=options.policy != "pass-all",
+    )
+
+
+def _report(
+    tally: Tally,
+    laps: Laps,
+    options: ReplayOptions,
+    statistics: EngineStatistics,
+    tiers: Mapping[str, TierStatistics],
+    wall_time: float,
+    simulated: Mapping[str, float],
+    resident: Sequence[int],
+    left: Mapping[str, int],
+) -> ReplayReport:
+    first = next(iter(tiers.values()))
+    moved = sum(tier.stored + tier.loaded for tier in tiers.values())
+    return ReplayReport(
+        requests=tally.requests,
+        blocks=tally.blocks,
+        unique_blocks=laps.unique_blocks,
+        hit_blocks=tally.hit,
+        hit_rate=tally.hit / tally.blocks if tally.blocks else 0.0,
+        wrong=tally.wrong,
+        load_failures=statistics.load_failures,
+        stored=first.stored,
+        evicted=first.evicted,
+        filtered=tally.filtered,
+        dropped=tally.dropped,
+        bytes=moved * options.block_bytes,
+        lookup=tally.lookup,
+        load=tally.load,
+        store=tally.store,
+        request=tally.request,
+        cache_time=tally.cache_time,
+        wall_time=wall_time,
+        tiers=tiers,
+        what_if=simulated,
+        laps=laps.laps,
+        trace_time=laps.laps * laps.period / 1e3,
+        resident_bytes=resident,
+        left_over=left,
+    )
+
+
+def _what_if(laps: Laps, options: ReplayOptions, factor: float) -> float:
+    capacities = [spec.blocks(options.block_bytes, laps.unique_blocks, factor) for spec in options.tiers]
+    if 0 in capacities:
+        raise ReplayError(f"what-if {factor:g}x: a tier would hold less than one block")
+    hits = simulate(
+        _keys_of(laps),
+        capacities,
+        options.further_policies(),
+        presence=options.policy != "pass-all",
+        eviction=[LRU if spec.kind == "maru" else AdaptiveLRFU for spec in options.tiers],
+    )
+    return hits / (laps.laps * sum(len(request.hash_ids) for request in laps.requests) or 1)
+
+
+def _keys_of(laps: Laps) -> Iterator[Sequence[Key]]:
+    def of(lap: Sequence[Request]) -> Iterator[Sequence[Key]]:
+        names = TraceKeys()
+        return (names.of(request) for request in lap)
+
+    return chain.from_iterable(of(lap) for lap in laps)

@@ -1,0 +1,146 @@
+"""What a replay came to: counted while it is played, and summed up when it is over. Pure."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from backends.abc import TierStatistics
+
+from .._replayer import Played
+
+
+@attrs.frozen
+class Percentiles:
+    """Of some times, in seconds; 0.0 where there are none."""
+
+    p50: float
+    p99: float
+
+    @classmethod
+    def of(cls, times: Sequence[float]) -> Percentiles:
+        """The nearest ranks."""
+        if not times:
+            return cls(0.0, 0.0)
+        ordered = sorted(times)
+        return cls(*(ordered[max(0, math.ceil(len(ordered) * share) - 1)] for share in (0.5, 0.99)))
+
+
+@attrs.frozen
+class ReplayReport:
+    """What a replay came to."""
+
+    requests: int
+    """Requests played."""
+    blocks: int
+    """Blocks of their prompts."""
+    unique_blocks: int
+    """Different ones of these."""
+    hit_blocks: int
+    """Blocks found and loaded, each as a part of its request's gapless prefix."""
+    hit_rate: float
+    """``hit_blocks / blocks``."""
+    wrong: int
+    """Loaded blocks that were not what had been stored. Anything but 0 is a bug, and fails the command."""
+    load_failures: Mapping[str, int]
+    """Blocks found and not loaded, by reason."""
+    stored: int
+    """Blocks stored in the first tier."""
+    evicted: int
+    """Blocks that left the first tier to make room."""
+    filtered: int
+    """Blocks that the policy kept out of it."""
+    dropped: int
+    """Blocks that were to be stored and were not: no room, or an error."""
+    bytes: int
+    """Bytes stored in tiers and loaded from them, in all."""
+    lookup: Percentiles
+    """Of each request: finding its prefix."""
+    load: Percentiles
+    """Of each request that hit: loading it."""
+    store: Percentiles
+    """Of each request that missed: storing what it missed, until that had settled in all tiers."""
+    request: Percentiles
+    """Of each request: all three."""
+    cache_time: float
+    """All of it, in all requests, in seconds."""
+    wall_time: float
+    """From the first request to the last, with the writing and comparing of blocks and any waiting, in seconds."""
+    tiers: Mapping[str, TierStatistics]
+    """Each tier at the end."""
+    what_if: Mapping[str, float]
+    """Hit rates that other capacities of all tiers would have given, by factor."""
+    laps: int = 1
+    """How often the trace was played."""
+    trace_time: float = 0.0
+    """How long that takes in life: all laps of the trace, in seconds."""
+    resident_bytes: Sequence[int] = ()
+    """Memory of the process, shared memory included: before the first lap, and after each."""
+    left_over: Mapping[str, int] = attrs.field(factory=dict)
+    """After laps: blocks that are held, reserved, or not free though all is deleted. Anything in it is a bug, and fails the
+    command."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For machines; times in seconds."""
+        return attrs.asdict(self)
+
+
+class Tally:
+    """What requests came to, summed up as they are played. Its memory is taken when it is made, and does not grow.
+
+    Args:
+        most: requests that can be added.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.requests: int = 0
+        self.blocks: int = 0
+        self.hit: int = 0
+        self.wrong: int = 0
+        self.filtered: int = 0
+        self.dropped: int = 0
+        self.cache_time: float = 0.0
+        self._lookups, self._loads, self._stores, self._all = (array("d", [0.0]) * most for _ in range(4))
+        self._loaded = self._stored = 0
+
+    def add(self, played: Played) -> None:
+        """One more."""
+        self._lookups[self.requests] = played.lookup_time
+        self._all[self.requests] = played.time
+        if played.load_time:
+            self._loads[self._loaded] = played.load_time
+            self._loaded += 1
+        if played.store_time:
+            self._stores[self._stored] = played.store_time
+            self._stored += 1
+        self.requests += 1
+        self.blocks += played.blocks
+        self.hit += played.hit
+        self.wrong += played.wrong
+        self.filtered += played.filtered
+        self.dropped += played.dropped
+        self.cache_time += played.time
+
+    @property
+    def lookup(self) -> Percentiles:
+        """Of each request: finding its prefix."""
+        return Percentiles.of(self._lookups[: self.requests])
+
+    @property
+    def load(self) -> Percentiles:
+        """Of each request that hit: loading it."""
+        return Percentiles.of(self._loads[: self._loaded])
+
+    @property
+    def store(self) -> Percentiles:
+        """Of each request that missed: storing what it missed."""
+        return Percentiles.of(self._stores[: self._stored])
+
+    @property
+    def request(self) -> Percentiles:
+        """Of each request: all of it."""
+        return Percentiles.of(self._all[: self.requests])

@@ -1,0 +1,93 @@
+"""The tiers of a replay, made when it begins and closed when it is over."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+from backends.abc import RemoteTier, Tier
+from backends.file import FileTier
+from backends.memory import MemoryTier
+
+from .options import ReplayError, ReplayOptions, TierSpec
+from .sizes import size_text
+
+_REGION_STEP: Final = 2 << 20
+"""A page store's regions are whole multiples of it, so that its capacity is rounded up."""
+
+
+@asynccontextmanager
+async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[str, Tier | RemoteTier]]:
+    """The tiers asked for, closed afterwards."""
+    tiers: dict[str, Tier | RemoteTier] = {}
+    async with AsyncExitStack() as stack:
+        for spec in options.tiers:
+            blocks = spec.blocks(options.block_bytes, unique)
+            if not blocks and unique:
+                raise ReplayError(f"capacity of {spec.name}: less than one block of {options.block_bytes} bytes")
+            nbytes = max(1, blocks) * options.block_bytes
+            tier: Tier | RemoteTier
+            if spec.kind == "maru":
+                _check_memory(spec, nbytes)
+                tier = await stack.enter_async_context(_page_store(nbytes, options))
+            elif spec.directory is None:
+                _check_memory(spec, nbytes)
+                tier = memory = MemoryTier(nbytes, options.block_bytes, checksums=options.checksums)
+                stack.callback(memory.close)
+            else:
+                tier = files = FileTier(
+                    spec.directory,
+                    nbytes,
+                    block_bytes=options.block_bytes,
+                    fingerprint="offload.replay",
+                    checksums=options.checksums,
+                )
+                stack.callback(files.close)
+            tiers[spec.name if spec.name not in tiers else f"{spec.name} ({len(tiers) + 1})"] = tier
+        yield tiers
+
+
+@asynccontextmanager
+async def _page_store(nbytes: int, options: ReplayOptions) -> AsyncIterator[RemoteTier]:
+    """A tier over a page store in this process, with one region, of which nothing is evicted ahead of need."""
+    from backends.maru import MaruTier
+    from maru import MaruHandler, ServerConfig, open_server
+
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix=f"offload-replay-{os.getpid()}-", dir=memory) as home:
+        config = ServerConfig(
+            host="",
+            rm_address="",
+            pool_path=home,
+            capacity_bytes=nbytes + _REGION_STEP,
+            high_watermark=1.0,
+            log_level="error",
+        )
+        async with open_server(config) as server:
+            handler = MaruHandler(
+                server_url=server.endpoints[-1],
+                chunk_size_bytes=options.block_bytes,
+                pool_size=nbytes,
+                auto_expand=False,
+                checksums=options.checksums,
+            )
+            async with MaruTier(handler) as tier:
+                yield tier
+
+
+def _check_memory(spec: TierSpec, nbytes: int) -> None:
+    """Too much memory taken is not an error but an end: the system kills somebody."""
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        available = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):  # not Linux, or not as we know it
+        return
+    if nbytes > available:
+        raise ReplayError(
+            f"{spec.name} would take {size_text(nbytes)} of memory, of which {size_text(available)} is free: "
+            "give it a --capacity, or choose smaller --block-bytes"
+        )
