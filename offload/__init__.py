@@ -11,6 +11,8 @@ from maru._lazy import lazily
 if TYPE_CHECKING:
     from ._keys import block_key as block_key
     from ._keys import prefix_keys as prefix_keys
+    from ._keys import BlockKey as BlockKey
+    from ._keys import KeyPrefix as KeyPrefix
     from ._pipeline import open_pipeline as open_pipeline
     from ._pipeline import Pipeline as Pipeline
     from ._statistics import PipelineStatistics as PipelineStatistics
@@ -32,10 +34,22 @@ if TYPE_CHECKING:
     from .policies import AllOf as AllOf
     from .policies import AnyOf as AnyOf
     from ._engine import open_engine as open_engine
+    from ._engine import EngineConfig as EngineConfig
+    from ._engine import Route as Route
     from ._engine import Engine as Engine
     from ._engine import Hit as Hit
     from ._engine import LoadResult as LoadResult
     from ._engine import EngineStatistics as EngineStatistics
+    from ._spilling import SpillStatistics as SpillStatistics
+    from ._explaining import Explanation as Explanation
+    from ._health.guarded_tier import guarded as guarded
+    from ._health.guarded_tier import GuardedTier as GuardedTier
+    from ._health.guarded_tier import GuardedRemoteTier as GuardedRemoteTier
+    from ._health.breaker import Health as Health
+    from ._health.breaker import HealthState as HealthState
+    from ._config import BreakerConfig as BreakerConfig
+    from ._precedence import Precedence as Precedence
+    from ._precedence import PrecedenceStatistics as PrecedenceStatistics
     from ._quarantine import Quarantined as Quarantined
     from ._container import OffloadContainer as OffloadContainer
     from ._container import OffloadBatch as OffloadBatch
@@ -47,12 +61,16 @@ if TYPE_CHECKING:
     from ._errors import PreconditionFailed as PreconditionFailed
     from ._errors import DestinationFull as DestinationFull
     from ._errors import TransferFailed as TransferFailed
+    from ._errors import TierUnavailable as TierUnavailable
+    from ._errors import TierTooSlow as TierTooSlow
     from ._engine import LoadFailed as LoadFailed
     from ._errors import DrainUnproven as DrainUnproven
 
 _HOMES = {
     "block_key": "._keys",
     "prefix_keys": "._keys",
+    "BlockKey": "._keys",
+    "KeyPrefix": "._keys",
     "open_pipeline": "._pipeline",
     "Pipeline": "._pipeline",
     "PipelineStatistics": "._statistics",
@@ -74,10 +92,22 @@ _HOMES = {
     "AllOf": ".policies",
     "AnyOf": ".policies",
     "open_engine": "._engine",
+    "EngineConfig": "._engine",
+    "Route": "._engine",
     "Engine": "._engine",
     "Hit": "._engine",
     "LoadResult": "._engine",
     "EngineStatistics": "._engine",
+    "SpillStatistics": "._spilling",
+    "Explanation": "._explaining",
+    "guarded": "._health.guarded_tier",
+    "GuardedTier": "._health.guarded_tier",
+    "GuardedRemoteTier": "._health.guarded_tier",
+    "Health": "._health.breaker",
+    "HealthState": "._health.breaker",
+    "BreakerConfig": "._config",
+    "Precedence": "._precedence",
+    "PrecedenceStatistics": "._precedence",
     "Quarantined": "._quarantine",
     "OffloadContainer": "._container",
     "OffloadBatch": "._container",
@@ -89,6 +119,8 @@ _HOMES = {
     "PreconditionFailed": "._errors",
     "DestinationFull": "._errors",
     "TransferFailed": "._errors",
+    "TierUnavailable": "._errors",
+    "TierTooSlow": "._errors",
     "LoadFailed": "._engine",
     "DrainUnproven": "._errors",
 }

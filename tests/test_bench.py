@@ -54,6 +54,11 @@ GOALS = {
         "pinned_pool.1MiB.in.socket": None,
         "pinned_pool.alloc_and_free": None,
     },
+    "wrappers": {
+        f"wrappers.{chain}.{row}": None
+        for chain in ("zstd", "fp8", "aes", "fp8-zstd-aes")
+        for row in ("store.bare", "store.memmove", "load.bare", "load.memmove", "on_disk")
+    },
     "replay": {
         "replay.64KiB.plain.time": "ratio <= 2",
         "replay.256KiB.plain.time": "ratio <= 1.5",
@@ -83,9 +88,9 @@ def run(*args: str) -> list[dict[str, object]]:
     return rows
 
 
-@pytest.mark.parametrize("bench", ["pipeline", "copy", "enqueue", "cancel", "pinned-pool"])
+@pytest.mark.parametrize("bench", ["pipeline", "copy", "enqueue", "cancel", "pinned-pool", "wrappers"])
 def test_bench_measures_its_goals(bench: str) -> None:
-    if bench in ("copy", "pinned-pool"):
+    if bench in ("copy", "pinned-pool", "wrappers"):
         pytest.importorskip("torch")
     rows = {row["name"]: row for row in run(bench)}
     for name, goal in GOALS[bench].items():
@@ -196,7 +201,7 @@ import sys
 from offload.bench import command
 
 names = set(command.commands)
-assert names == {"pipeline", "copy", "enqueue", "cancel", "replay", "pinned-pool", "all"}, names
+assert names == {"pipeline", "copy", "enqueue", "cancel", "replay", "pinned-pool", "wrappers", "all"}, names
 loaded = {name for name in sys.modules if name.startswith("offload.bench._")}
 assert loaded == {"offload.bench._command"}, loaded
 assert not {"torch", "rich"} & sys.modules.keys()

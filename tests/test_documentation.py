@@ -25,6 +25,7 @@ from maru_processes import PATIENCE, Server, temporary_pool
 
 from backends.pinned_pool import pinned_pool_config
 from maru._config import client_config, server_config
+from offload import EngineConfig
 from offload._config import config_from_toml
 
 ROOT = Path(__file__).parent.parent
@@ -181,6 +182,7 @@ def run_until_ready(command: list[str], cwd: Path, environ: dict[str, str]) -> N
 def test_configuration_can_be(block: Block) -> None:
     loaders = {
         "pipeline": config_from_toml,
+        "engine": EngineConfig.from_toml,
         "server": server_config,
         "client": client_config,
         "pinned_pool": pinned_pool_config,

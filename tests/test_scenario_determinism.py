@@ -12,7 +12,7 @@ import pytest
 import trio
 import trio.testing
 
-from offload.testing.scenarios._determinism import ALL, collected, run
+from offload.testing.scenarios._determinism import ALL, VirtualClock, collected, run, wait_all_tasks_blocked
 from offload.testing.scenarios._making.generating import generate
 from offload.testing.scenarios._playing import playing
 from offload.testing.scenarios._playing.playing import play
@@ -153,6 +153,39 @@ def test_without_one_of_them_it_does_not(missing):
 def test_another_seed_goes_another_way():
     scenario = crowd()
     assert len({play(scenario, seed).trace for seed in range(5)}) > 1
+
+
+# --- the clock ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_the_same_way_with_the_clock_of_trio(monkeypatch):
+    ours = [play(generate(seed)).trace for seed in range(40)]
+    monkeypatch.setattr(playing, "VirtualClock", lambda: trio.testing.MockClock(autojump_threshold=0))
+    assert [play(generate(seed)).trace for seed in range(40)] == ours
+
+
+def test_no_time_passes_while_anybody_has_something_to_do():
+    times = []
+
+    async def waits(event, seconds):
+        with trio.move_on_after(seconds):
+            await event.wait()
+        times.append(trio.current_time())
+
+    async def main():
+        told = trio.Event()
+        token = trio.lowlevel.current_trio_token()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(waits, told, 3.0)
+            nursery.start_soon(waits, trio.Event(), 5.0)
+            await wait_all_tasks_blocked()  # who waits for just that is woken before time passes
+            times.append(trio.current_time())
+            token.run_sync_soon(told.set)  # as a thread would, and so does an event of a thread
+            await trio.sleep(1.0)
+            times.append(trio.current_time())
+
+    run(main, clock=VirtualClock())
+    assert times == [0.0, 0.0, 1.0, 5.0]
 
 
 def test_trio_is_as_before_afterwards():

@@ -66,6 +66,11 @@ def test_every_kind_of_fault_is_known():
         ({"do": "drop"}, [at("a ended", 40), Expect(status={"a": "FAILED"})]),
         ({"do": "delay", "ms": 7}, [at("a ended", 11), Expect(status={"a": "COMPLETE"})]),
         ({"do": "duplicate"}, [done("a", failed=2), Expect(found={"host": "k0, k1"})]),
+        ({"do": "miscount"}, [done("a", failed=2), Expect(found={"host": "k0, k1"})]),
+        ({"do": "miscount", "by": -1}, [done("a", failed=2, error=""), Expect(found={"host": "k0, k1"})]),
+        ({"do": "miscount", "by": -9}, [done("a", failed=2), Expect(count={"copied": 2})]),
+        ({"do": "torn", "keys": "k1", "grouped": True}, [done("a", failed=2), Expect(missing={"host": "k0, k1"})]),
+        ({"do": "unproven", "grouped": True}, [Expect(metric={"main": {"quarantined_total": 1}})]),
         ({"do": "peer_death"}, [Expect(status={"a": "FAILED"}, count={"copied": 0})]),
     ],
     ids=lambda value: value.get("do", "") + value.get("keys", "") if isinstance(value, dict) else "",
@@ -95,6 +100,18 @@ def test_a_reordered_copy_ends_behind_one_that_began_later():
         step=[store("a"), store("b", at_ms=2)],
     )
     assert report.fired == {"reorder": 1}
+
+
+def test_where_nobody_began_later_a_copy_is_not_held_back():
+    report = played(Fault(do="reorder", at_ms=1, for_ms=30), at("a ended", 4))
+    assert report.fired == {}
+
+
+def test_what_a_copy_raises_may_come_in_a_group():
+    report = played(
+        Fault(do="fail", at_ms=2, grouped=True), done("a", failed=2, completed=0), Expect(status={"a": "FAILED"})
+    )
+    assert report.fired == {"fail": 1}
 
 
 @pytest.mark.parametrize(
@@ -167,6 +184,16 @@ def test_a_cancel_at_a_hook_is_decided_by_the_commit(hook, status):
 def test_a_cancel_of_what_has_ended_is_confirmed_and_hits_nothing():
     report = played(Fault(do="cancel", at_ms=9, who="a"), Expect(order=["a ended", "a cancel asked", "a confirmed"]))
     assert report.fired == {}
+
+
+def test_a_cancel_may_be_asked_for_many_times():
+    report = played(
+        Fault(do="cancel", at_ms=2, who="a, b", times=5),
+        Expect(status={"a": "COMPLETE", "b": "CANCELLED"}, count={"fired": 1}),
+        step=[store("a"), store("b", after=[After(do="never")])],
+    )
+    for label in ("a", "b"):
+        assert [one.name for one in report.moments if one.who == (label,)].count("confirmed") == 5
 
 
 def test_what_has_no_proven_end_is_not_confirmed():

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 
 from offload.instruments import HOOKS
 from offload.testing.scenarios._contract import SEAMS_OF
@@ -14,6 +15,12 @@ from offload.testing.scenarios._playing.playing import play
 
 SEEDS = range(400)
 PROGRAMS = [generate(seed) for seed in SEEDS]
+
+
+@cache
+def played():
+    """How the first of them went."""
+    return [play(program) for program in PROGRAMS[:120]]
 
 
 def test_whatever_is_generated_makes_sense():
@@ -56,7 +63,7 @@ def test_every_verb_policy_and_way_of_storing_occurs():
         assert any(getattr(step, verb) is not None for step in steps)
     stores = [store for program in PROGRAMS for _, store in stores_of(program)]
     assert {(store.kind, store.how) for store in stores} == {
-        (kind, how) for kind in ("weak", "strong", "external") for how in ("wait", "now")
+        (kind, how) for kind in ("weak", "strong", "external") for how in ("wait", "now", "many")
     }  # fmt: skip
     assert {len(keys) for store in stores for keys in keys_of(store).values()} >= {0, 1, 2, 3, 4, 6}
     assert {after.do for store in stores for after in store.after} == {"fire", "raise", "never"}
@@ -67,6 +74,33 @@ def test_every_verb_policy_and_way_of_storing_occurs():
     assert {policy.do for policy in policies} == {"reject", "present", "sleep", "raise", "lock", "cancel", "hang"}
     assert {step.close.how for step in steps if step.close} == {"leave", "close", "cancel", "raise"}
     assert {step.evict.again for step in steps if step.evict} == {True, False}
+
+
+def test_several_are_stored_in_one_call():
+    several = [
+        store
+        for program in PROGRAMS
+        for _, store in stores_of(program)
+        if store.how == "many" and len(keys_of(store)) > 1
+    ]
+    assert {store.kind for store in several} == {"weak", "strong"}
+
+
+def test_copies_answer_for_too_many_or_too_few_and_what_they_raise_may_come_in_a_group():
+    faults = [fault for program in PROGRAMS for fault in program.fault]
+    by = {fault.by for fault in faults if fault.do == "miscount"}
+    assert min(by) < 0 < max(by)
+    assert {fault.do for fault in faults if fault.grouped} == {"fail", "torn", "unproven"}
+    assert any(fault.times > 1 for fault in faults)
+
+
+def test_chains_have_one_route_or_two_side_by_side_or_one_behind_the_other():
+    chains = Counter(
+        [(len(program.pipeline["main"].chain), any(one.source == "disk" for one in program.pipeline.values()))
+         for program in PROGRAMS]
+    )  # fmt: skip
+    assert chains[1, False] > 20 and chains[2, False] > 20 and chains[1, True] > 8
+    assert chains[0, False] > 250, "most have none, since a chain costs time"
 
 
 def test_twins_and_routes_occur_and_so_does_every_choice_of_a_knob():
@@ -109,8 +143,14 @@ def test_many_things_fall_together():
 
 
 def test_about_twenty_faults_hit_something_alive_and_nothing_goes_wrong():
-    reports = [play(program) for program in PROGRAMS[:120]]
+    reports = played()
     assert [(report.seed, report.violations) for report in reports if report.violations] == []
     assert sum(sum(report.fired.values()) for report in reports) / len(reports) > 17
-    fired = {kind.split(" at ")[0] for report in reports for kind in report.fired}
+    fired = Counter([kind.split(" at ")[0] for report in reports for kind in report.fired])
     assert len(fired) > 14
+    assert fired["abandon"] > 15 and fired["reorder"] > 8, "they need others in the right places"
+
+
+def test_a_good_share_of_what_is_read_is_found():
+    loaded, missed = (sum(report.counts[what] for report in played()) for what in ("loaded", "missed"))
+    assert 0.3 < loaded / (loaded + missed) < 0.8

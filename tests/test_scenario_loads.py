@@ -3,11 +3,13 @@
 import gzip
 import json
 
+import msgspec
 import pytest
 
 from offload.testing.scenarios._files.checking import ScenarioError, check
 from offload.testing.scenarios._house import keys_of, stores_of
 from offload.testing.scenarios._making.loads import unroll
+from offload.testing.scenarios._many.summing import played
 from offload.testing.scenarios._names import expand
 from offload.testing.scenarios._playing.playing import play
 from offload.testing.scenarios._program import Expect, Load, Mix, Scenario, Step, StoreStep, TraceLoad
@@ -78,6 +80,36 @@ def test_a_mix_plays():
     assert report.planned == len(report.scenario.fault) > 0  # the mix's cancels, too
 
 
+def test_cancels_come_while_their_containers_are_on_their_way():
+    made = unroll(mixed(containers=200, over_ms=500, cancels=1.0), 3)
+    stored = {store.id: made.step[i].at_ms for i, store in stores_of(made)}
+    assert {fault.at_ms - stored[fault.who] for fault in made.fault} == set(range(11)), (
+        "ten of them it waits for others"
+    )
+    report = play(made)
+    assert sum(report.fired.values()) > 0.4 * len(made.fault), "many are copied at once with others that came before"
+
+
+def test_what_a_mix_plans_is_counted_when_it_has_been_drawn():
+    report = play(mixed(containers=30, cancels=0.5), 4)
+    short = played(report)
+    assert sum(short.planned.values()) == report.planned == len(report.scenario.fault) > 5
+    assert set(short.planned) == {"cancel"}
+
+
+def test_a_mix_that_goes_on_for_longer_than_the_run_is_an_error_and_no_hang():
+    mix = Mix(over_ms=100, loads=0.5)
+    late = Scenario(name="x", limit_ms=298, load=Load(mix=mix))
+    (problem,) = check(late)
+    assert problem.path == "load.mix.over_ms"
+    assert (
+        "may come as late as 299, and the run is over by limit_ms = 298: say less, or a larger limit_ms" in problem.text
+    )
+    assert check(Scenario(name="x", limit_ms=299, load=Load(mix=mix))) == []
+    assert check(Scenario(name="x", limit_ms=99, load=Load(mix=Mix(over_ms=100, loads=0.0)))) == []
+    assert play(Scenario(name="x", limit_ms=299, load=Load(mix=mix)), 2).violations == ()
+
+
 # --- traces -------------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +162,12 @@ def test_a_trace_that_cannot_be_read_is_an_error_of_the_scenario(tmp_path):
     (tmp_path / "bad").write_text(line(0, 1, 1))
     with pytest.raises(ScenarioError, match="line 1: hash_ids: 1 is named twice"):
         unroll(traced("bad"), 0, tmp_path)
+    (tmp_path / "long").write_text(REQUESTS)
+    with pytest.raises(
+        ScenarioError, match=r"load\.trace\.limit: r2 comes at 12, and .* limit_ms = 11: say fewer requests"
+    ):
+        unroll(msgspec.structs.replace(traced("long"), limit_ms=11), 0, tmp_path)
+    assert unroll(msgspec.structs.replace(traced("long"), limit_ms=12), 0, tmp_path).step
     (tmp_path / "back").write_text(f"{line(5, 1)}\n{line(3, 1)}")
     with pytest.raises(ScenarioError, match="r1 came 2 ms before the first request: sort"):
         unroll(traced("back"), 0, tmp_path)

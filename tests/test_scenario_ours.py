@@ -56,6 +56,38 @@ def test_what_an_empty_container_settles_within_has_its_name():
     assert report.violations == ()
 
 
+def test_many_are_taken_in_with_one_call_and_each_has_its_name():
+    report = played(
+        [store("a, b", keys="k0, k1", how="many", kind="strong"), store("none", per=0, how="many")],
+        Expect(status={"a": "COMPLETE", "b": "COMPLETE", "none": "COMPLETE"}, found={"host": "k0, k1"}),
+        Expect(order=["a asked", "b asked", "a taken", "b taken"]),
+    )
+    assert report.violations == ()
+
+
+def test_of_many_none_is_taken_in_where_not_all_can_be():
+    report = played(
+        [store("a, b, c", keys="k0, gone, k1", how="many", kind="strong", after=[After(ms=1)])],
+        Expect(status={"a": "REFUSED", "b": "REFUSED", "c": "REFUSED"}, missing={"host": "k0, k1"}),
+        pipeline={"main": PipelineSpec(to="host", flush_ms=0, budget_blocks=2)},
+    )
+    assert report.violations == ()
+    assert {one.note for one in report.moments if one.name == "refused"} == {"PipelineFull"}
+
+
+def test_many_whose_blocks_are_gone_are_refused_and_hold_nothing():
+    report = played(
+        [store("first", keys="k0"), store("a, b", at_ms=30, keys="k0, k1", how="many", kind="strong", pipeline="down")],
+        Expect(status={"first": "COMPLETE", "a": "REFUSED", "b": "REFUSED"}),
+        tier={"host": TierSpec(), "disk": TierSpec()},
+        pipeline={
+            "main": PipelineSpec(to="host", flush_ms=0), "down": PipelineSpec(source="host", to="disk", flush_ms=0)
+        },
+    )  # fmt: skip
+    assert report.violations == ()
+    assert {one.note for one in report.moments if one.name == "refused"} == {"MissingKeys"}
+
+
 def test_who_is_refused_says_by_what():
     report = played(
         [store("a", per=2, after=[After(ms=9)]), store("b", per=2, how="now")],

@@ -14,7 +14,7 @@ import pytest
 import trio
 
 import offload._stages.transfer as transfer_module
-from backends.abc import EVICTED, STORED, StrongBlocks
+from backends.abc import EVICTED, STORED, StrongBlocks, Unproven
 from backends.blocks import Registry
 from backends.pooled import PooledReservation, PooledTier
 from backends.slots import SlotTier
@@ -24,7 +24,7 @@ from offload._budget import Budget
 from offload._chain import Chain
 from offload._channel import CancellableChannel
 from offload._container import OffloadContainer
-from offload._errors import PipelineClosed
+from offload._errors import PipelineClosed, PipelineFull
 from offload._lifecycle import Phase, Status
 from offload._marks import PendingMarks
 from offload._settling import Settlement
@@ -363,6 +363,52 @@ def who_is_refused_keeps_the_budget(patch):
     patch.setattr(Budget, "take", taking)
 
 
+@plant("I1")
+def of_many_room_is_taken_for_the_first_only(patch):
+    enqueue_many = Pipeline.enqueue_many
+
+    def taking(self, many, *, precondition):
+        handles = enqueue_many(self, many, precondition=precondition)
+        if len(handles) > 1 and not handles[-1].status.terminal:
+            self._budget.used -= len(many[-1].keys)
+        return handles
+
+    patch.setattr(Pipeline, "enqueue_many", taking)
+
+
+@plant("model")
+def of_many_those_who_fit_are_taken_in_before_it_raises(patch):
+    enqueue_many = Pipeline.enqueue_many
+
+    def some_of_them(self, many, *, precondition):
+        if self._closed or sum(len(blocks.keys) for blocks in many) <= self._budget.total - self._budget.used:
+            return enqueue_many(self, many, precondition=precondition)
+        return [self.enqueue_nowait(blocks, precondition=precondition) for blocks in many]
+
+    patch.setattr(Pipeline, "enqueue_many", some_of_them)
+
+
+@plant("I3")
+def of_many_that_are_refused_the_guards_stay(patch):
+    enqueue_many = Pipeline.enqueue_many
+
+    def keeping(self, many, *, precondition):
+        kept = [list(blocks.guards) for blocks in many if isinstance(blocks, StrongBlocks)]
+        try:
+            return enqueue_many(self, many, precondition=precondition)
+        except PipelineFull:
+            self.source.pool.upgrade([key for blocks in many for key in blocks.keys][: sum(map(len, kept))])
+            raise
+
+    patch.setattr(Pipeline, "enqueue_many", keeping)
+
+
+@plant("I9")
+def of_many_the_handles_come_in_another_order(patch):
+    enqueue_many = Pipeline.enqueue_many
+    patch.setattr(Pipeline, "enqueue_many", lambda self, many, **rest: enqueue_many(self, many, **rest)[::-1])
+
+
 # --- waiting ------------------------------------------------------------------------------------------------------
 
 
@@ -466,6 +512,22 @@ def unproven_is_taken_for_failed(patch):
     patch.setattr(transfer_module, "_unproven", lambda error: False)
 
 
+@plant("I9")
+def unproven_in_a_group_is_taken_for_failed(patch):
+    patch.setattr(transfer_module, "_unproven", lambda error: isinstance(error, Unproven))
+
+
+@plant("S34")
+def a_wrong_number_of_outcomes_is_believed(patch):
+    """As far as there are some; the others are thought to be stored."""
+    over = Slot._over
+
+    def trusting(self, flat, reservation, outcomes):
+        over(self, flat, reservation, [*outcomes, *[STORED] * len(flat.keys)][: len(flat.keys)])
+
+    patch.setattr(Slot, "_over", trusting)
+
+
 @plant("hang")
 def a_copy_may_take_for_ever(patch):
     copy = Slot._copy
@@ -510,6 +572,18 @@ def a_chain_stops_before_its_last_route(patch):
             self.routes = routes
 
     patch.setattr(Chain, "_follow", follow)
+
+
+@plant("I5")
+def a_chain_knows_one_route_only(patch):
+    settle = Chain._settle
+
+    def forgetful(self, container, results):
+        routes, self.routes = self.routes, self.routes[:1]
+        settle(self, container, {name: result for name, result in results.items() if name == routes[0].name})
+        self.routes = routes
+
+    patch.setattr(Chain, "_settle", forgetful)
 
 
 @plant("I9")

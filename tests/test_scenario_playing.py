@@ -4,7 +4,6 @@ import msgspec
 import pytest
 import trio
 
-from offload.instruments import HOOKS
 from offload.testing.scenarios._files.complaints import ScenarioError
 from offload.testing.scenarios._files.reading import read_text
 from offload.testing.scenarios._making.generating import generate
@@ -29,7 +28,6 @@ from offload.testing.scenarios._program import (
     TierSpec,
     Window,
 )
-from offload.testing.scenarios._world.faults import FAULTS
 
 S20 = """
 format = 1
@@ -373,19 +371,3 @@ def test_an_interrupt_is_not_a_finding():
 
     with pytest.raises(KeyboardInterrupt):
         play(Scenario(name="x"), factory=opened)
-
-
-# --- many ---------------------------------------------------------------------------------------------------------
-
-
-def test_hundreds_of_programs_show_nothing_wrong_and_every_kind_of_fault_hits_something():
-    bad, fired, reached = {}, set(), set()
-    for seed in range(250):
-        report = play(generate(seed))
-        if report.violations:
-            bad[seed] = report.violations
-        fired.update(name.partition(" at ")[0] for name in report.fired)
-        reached |= report.reached
-    assert bad == {}
-    assert fired == set(FAULTS)
-    assert reached >= {f"hook {hook}" for hook in HOOKS}

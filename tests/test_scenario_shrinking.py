@@ -12,6 +12,7 @@ from offload._lifecycle import Phase
 from offload.testing.scenarios._files.reading import ScenarioError, read_text
 from offload.testing.scenarios._files.writing import to_toml
 from offload.testing.scenarios._making.generating import generate
+from offload.testing.scenarios._many.aside import Aside
 from offload.testing.scenarios._names import expand
 from offload.testing.scenarios._playing.playing import play
 from offload.testing.scenarios._program import (
@@ -274,3 +275,36 @@ def test_a_planted_fault_shrinks_to_few_steps_and_faults(method, planted, monkey
     monkeypatch.undo()
     assert play(small, found).good, "it is the planted fault that it shows"
     assert read_text(to_toml(small)) == small
+
+
+# --- in another process -------------------------------------------------------------------------------------------
+
+
+def test_what_hangs_the_interpreter_or_kills_it_shrinks_as_well() -> None:
+    """A cache that takes its process with it: the programs are played aside, and each death costs one process."""
+    large = program(containers=3)
+    with Aside("scenario_caches:dying", patience=20.0) as play:
+        assert play(program(containers=1), 0).good
+        report = play(large, 0)
+        assert [(one.rule, one.text) for one in report.violations] == [
+            ("crash", "the process that played it ended with exit code 3")
+        ]
+        assert report.scenario == large
+        assert play(program(containers=1), 0).good, "there is another process now"
+        small = shrink(large, 0, play=play, budget=4.0)
+    assert 1 <= len(small.step) < len(large.step)
+
+
+def test_what_takes_longer_than_its_patience_is_a_livelock() -> None:
+    reading = Scenario(name="x", step=[Step(load=LoadStep(keys="k0"))])
+    with Aside("scenario_caches:spinning", patience=1.0) as play:
+        (violation,) = play(reading, 0).violations
+    assert violation.rule == "livelock" and "in load" in violation.text
+
+
+def test_what_makes_no_sense_is_said_and_costs_no_process() -> None:
+    with Aside() as play:
+        with pytest.raises(ScenarioError, match="there is no container 'nobody'"):
+            play(program(containers=1, faults=[Fault(do="cancel", at_ms=0, who="nobody")]), 0)
+        first = play(program(containers=1), 0)
+        assert first.good and first.moments

@@ -31,7 +31,9 @@ from maru._client import page_states
 from maru._config import MaruConfig, ServerConfig
 from maru._knobs import Knob, as_size
 from offload import _config, _lifecycle
-from offload._config import knobs
+from offload._config import BreakerConfig, knobs
+from offload._engine import config as _engine_config
+from offload._engine import engine_knobs
 from offload._lifecycle import GATE, MOVES
 
 
@@ -58,6 +60,8 @@ def draw_gate() -> str:
 
 KNOBS: dict[str, Callable[[], Iterable[Knob]]] = {
     "pipeline": knobs,
+    "breaker": lambda: knobs(BreakerConfig, section="engine.breaker"),
+    "engine": lambda: [knob for knob in engine_knobs() if not knob.name.startswith("engine.pipeline.")],
     "server": lambda: maru._config.knobs(ServerConfig, section="server"),
     "client": lambda: maru._config.knobs(MaruConfig, section="client"),
     "pinned_pool": _pinned_pool_config.knobs,
@@ -71,7 +75,7 @@ class Knobs(SphinxDirective):
     optional_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        for module in (_config, maru._config, _pinned_pool_config):
+        for module in (_config, _engine_config, maru._config, _pinned_pool_config):
             self.env.note_dependency(str(module.__file__))
         section = self.arguments[0] if self.arguments else "pipeline"
         table = nodes.table("", classes=["knobs"])
@@ -131,7 +135,8 @@ class Public(SphinxDirective):
         for member, origin, there in public_names(ast.parse(Path(str(module.__file__)).read_text())):
             thing, package = getattr(module, member), name.rpartition(".")[0]
             home = origin and importlib.util.resolve_name(origin, str(module.__package__))
-            if package and getattr(importlib.import_module(package), member, None) is thing and origin:
+            in_package = package and getattr(importlib.import_module(package), member, None) is thing
+            if in_package and origin and not _comes_from(package, member, name):
                 elsewhere.append(f"``{member}`` (:py:obj:`{package}.{member}`)")
             elif home and not home.rpartition(".")[2].startswith("_"):
                 elsewhere.append(f"``{member}`` (:py:obj:`{home}.{there}`)")
@@ -144,6 +149,13 @@ class Public(SphinxDirective):
         if elsewhere:
             lines += ["Also here, and described there: " + ", ".join(elsewhere) + "."]
         return self.parse_text_to_nodes("\n".join(lines))
+
+
+def _comes_from(package: str, member: str, module: str) -> bool:
+    """Whether a package has this name from that module, and points there itself."""
+    text = Path(str(importlib.import_module(package).__file__)).read_text()
+    found = [origin for name, origin, _ in public_names(ast.parse(text)) if name == member and origin]
+    return any(importlib.util.resolve_name(origin, package) == module for origin in found)
 
 
 def _stands_on_what_is_private(thing: object) -> bool:

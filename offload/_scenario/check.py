@@ -15,6 +15,7 @@ import click
 import msgspec
 
 from offload.testing.scenarios._contract import SEAMS
+from offload.testing.scenarios._many.aside import Aside
 from offload.testing.scenarios._many.exploring import variant, variants_of
 from offload.testing.scenarios._many.many import cores, play_many
 from offload.testing.scenarios._many.probing import PROBE, Fuzzing, Probe, Probing, Series, probe_of
@@ -189,15 +190,13 @@ class _Judge:
         one.findings.append(_Finding(violation, place, line("run", place, system=self._system)))
 
     def _small(self, scenario: Scenario, seed: int, violation: Violation, budget: float) -> tuple[Scenario, Violation]:
-        from .shrink import playing
-
-        play = playing(self._system, None)
-        try:
-            scenario = shrink(scenario, seed, play=play, budget=budget)
-        except NotBroken:
-            return scenario, violation
-        found = play(scenario, seed).violations
-        return scenario, found[0] if found else violation
+        with Aside(self._system) as play:
+            try:
+                scenario = shrink(scenario, seed, play=play, budget=budget)
+            except NotBroken:
+                return scenario, violation
+            found = play(scenario, seed).violations
+            return scenario, found[0] if found else violation
 
     def _save(self, name: str, scenario: Scenario) -> str:
         from offload.testing.scenarios._files.writing import to_toml

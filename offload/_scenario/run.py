@@ -97,14 +97,14 @@ def command(
     if seed is not None and seeds is not None:
         raise click.UsageError("--seed and --seeds exclude each other")
     check_system(system)
-    found = files_in(files, system, real=real)
+    found, left_out = _playable(files_in(files, system, real=real), real=real)
     wish = _Wish(tuple(found), seed if seed is not None else seeds, system, real, pace)
     outputs = {"--timeline": timeline, "--trace": trace, "--save-trace": save_trace}
     pictures = {option: place for option, place in outputs.items() if place is not None}
     if pictures and len(wish) != 1:
         raise BadInput(f"{next(iter(pictures))} is of one run, and this is {len(wish):,}: name one file and one --seed")
     used = 0 if pictures or real else processes_for(len(wish), processes, here_below=_HERE_BELOW)
-    runs = _Runs(wish, keep_report=bool(pictures))
+    runs = _Runs(wish, left_out, keep_report=bool(pictures))
     with told():
         wish.warm()
     began = perf_counter()
@@ -133,6 +133,25 @@ def command(
         sys.exit(1)
     if runs.interrupted:
         sys.exit(130)
+
+
+def _playable(files: Sequence[File], *, real: bool) -> tuple[list[File], list[tuple[File, str]]]:
+    """Those that can be played so, and the others, each with why not.
+
+    Raises:
+        BadInput: all of them need ``--real``.
+    """
+    from offload.testing.scenarios._playing.colours import NeedsProcesses, page_store_of
+
+    stores = [page_store_of(file.scenario) for file in files]
+    if not real and all(stores):
+        raise BadInput(f"{files[0].path}: {NeedsProcesses(stores[0])}")
+    why = [
+        file.scenario.not_for_real if real else f"needs --real: {store} is a page store" if store else ""
+        for file, store in zip(files, stores, strict=True)
+    ]
+    both = list(zip(files, why, strict=True))
+    return [file for file, reason in both if not reason], [(file, reason) for file, reason in both if reason]
 
 
 def _picture(option: str, report: Report, repeat: str) -> str:
@@ -206,7 +225,7 @@ class _Wish:
 class _Runs:
     """The runs so far, summed for each file."""
 
-    def __init__(self, wish: _Wish, *, keep_report: bool) -> None:
+    def __init__(self, wish: _Wish, left_out: Sequence[tuple[File, str]], *, keep_report: bool) -> None:
         self.total = Summary()
         self.by_file = [Summary() for _ in wish.files]
         self.interrupted = False
@@ -214,6 +233,7 @@ class _Runs:
         """What a reader must know beside, of each file."""
         self.report: Report | None = None
         self._wish = wish
+        self._left_out = left_out
         self._keep_report = keep_report
         self._cases: list[list[Case]] = [[] for _ in wish.files]
 
@@ -249,6 +269,7 @@ class _Runs:
         return {
             **self.total.as_dict(seconds, reachable(self._wish.system)),
             "files": each,
+            "left_out": [{"file": str(file.path), "why": why} for file, why in self._left_out],
             "interrupted": self.interrupted,
         }
 
@@ -256,6 +277,9 @@ class _Runs:
         played = [
             (file, summary) for file, summary in zip(self._wish.files, self.by_file, strict=True) if summary.seeds
         ]
+        if not played and self._left_out and not self.interrupted:
+            yield from self._not_played()
+            return
         if len(played) == 1:
             yield from self._of_one(*played[0], seconds, processes)
         else:
@@ -275,7 +299,13 @@ class _Runs:
                 if not summary.good:
                     yield styled(file.scenario.name)
                     yield from wrongs(summary.complaints, indent=2)
+        yield from self._not_played()
         yield self._last_line(seconds)
+
+    def _not_played(self) -> Iterator[RenderableType]:
+        for file, why in self._left_out:
+            yield styled(f"--  {file.scenario.name}")
+            yield grid([("not played", why)], indent=2)
 
     def _of_one(self, file: File, summary: Summary, seconds: float, processes: int) -> Iterator[RenderableType]:
         from rich.text import Text

@@ -10,6 +10,7 @@ from time import perf_counter
 
 import click
 
+from offload.testing.scenarios._many.aside import PATIENCE, Aside
 from offload.testing.scenarios._program import Scenario
 from offload.testing.scenarios._shrinking.shrinking import BUDGET, NotBroken, Play, Progress, shrink
 
@@ -44,6 +45,14 @@ from ._showing import duration, grid, plural, print_json, show
     show_default=True,
     help="Real time to spend at most.",
 )
+@click.option(
+    "--watchdog",
+    type=seconds_of,
+    metavar="TIME",
+    default=f"{PATIENCE:g}s",
+    show_default=True,
+    help="Real time after which a program that does not end is killed, and counts as a livelock.",
+)
 @system_option
 @json_option
 def command(
@@ -52,17 +61,20 @@ def command(
     seed: int | None,
     out: str | None,
     budget: float,
+    watchdog: float,
     system: str,
     as_json: bool,
 ) -> None:
-    """Reduce a program that goes wrong to few steps and faults that still break a rule it breaks, and save it."""
+    """Reduce a program that goes wrong to few steps and faults that still break a rule it breaks, and save it.
+
+    Programs are played in another process: one that hangs there, or ends it, is as good as any other.
+    """
     if (file is None) == (fuzz_seed is None):
         raise click.UsageError("name a FILE, or the program of the fuzz with --fuzz-seed N")
     check_system(system)
     large, used, base = _chosen(file, fuzz_seed, seed, system)
     began = perf_counter()
-    with told(), _progressing(quiet=as_json) as progress:
-        play = playing(system, base)
+    with told(), _progressing(quiet=as_json) as progress, Aside(system, base, patience=watchdog) as play:
         try:
             small = shrink(large, used, play=play, budget=budget, progress=progress)
         except NotBroken as error:

@@ -61,12 +61,21 @@ class ScenarioItem(pytest.Item):
         self.add_marker(pytest.mark.scenario)
 
     def runtest(self) -> None:
-        """Run it, and fail if something was wrong."""
+        """Run it, in virtual time if that can carry it, and fail if something was wrong."""
+        from .scenarios._playing.colours import page_store_of
         from .scenarios._playing.playing import play
 
-        report = play(self.scenario, self.seed, factory=factory_said(self.config), base=self.path.parent)
+        factory, base = factory_said(self.config), self.path.parent
+        repeat = repeated(self.config, self.path, self.seed)
+        if page_store_of(self.scenario):
+            from .scenarios._for_real.real import play_real
+
+            report = play_real(self.scenario, self.seed, factory=factory, base=base)
+            repeat += " --real"
+        else:
+            report = play(self.scenario, self.seed, factory=factory, base=base)
         self.user_properties += [("seed", self.seed), ("trace_hash", report.trace_hash)]
-        judge(self.config, report, self.nodeid, repeated(self.config, self.path, self.seed))
+        judge(self.config, report, self.nodeid, repeat)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """What was wrong, without a traceback through the harness."""

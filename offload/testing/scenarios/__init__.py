@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ._program import TierSpec as TierSpec
     from ._program import PipelineSpec as PipelineSpec
     from ._program import PolicySpec as PolicySpec
+    from ._program import EngineSpec as EngineSpec
     from ._program import Step as Step
     from ._program import StoreStep as StoreStep
     from ._program import LoadStep as LoadStep
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from ._making.loads import unroll as unroll
     from ._playing.playing import play as play
     from ._for_real.real import play_real as play_real
+    from ._for_real.real import NotForReal as NotForReal
     from ._many.many import play_many as play_many
     from ._many.many import Playing as Playing
     from ._many.summing import Played as Played
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from ._for_real.threaded_systems import from_threads as from_threads
     from ._for_real.threaded_systems import ThreadWorld as ThreadWorld
     from ._playing.colours import NeedsRealTime as NeedsRealTime
+    from ._playing.colours import NeedsProcesses as NeedsProcesses
     from ._judging.judged import judged_pipeline as judged_pipeline
     from ._determinism import run as run
     from ._determinism import deterministic as deterministic
@@ -70,6 +73,7 @@ _HOMES = {
     "TierSpec": "._program",
     "PipelineSpec": "._program",
     "PolicySpec": "._program",
+    "EngineSpec": "._program",
     "Step": "._program",
     "StoreStep": "._program",
     "LoadStep": "._program",
@@ -96,6 +100,7 @@ _HOMES = {
     "unroll": "._making.loads",
     "play": "._playing.playing",
     "play_real": "._for_real.real",
+    "NotForReal": "._for_real.real",
     "play_many": "._many.many",
     "Playing": "._many.many",
     "Played": "._many.summing",
@@ -118,6 +123,7 @@ _HOMES = {
     "from_threads": "._for_real.threaded_systems",
     "ThreadWorld": "._for_real.threaded_systems",
     "NeedsRealTime": "._playing.colours",
+    "NeedsProcesses": "._playing.colours",
     "judged_pipeline": "._judging.judged",
     "run": "._determinism",
     "deterministic": "._determinism",

@@ -25,7 +25,7 @@ from backends.abc import Key
 from ._program import FaultKind, Scenario, StoreStep
 
 Seam: TypeAlias = Literal[
-    "hook", "reserve", "copy", "policy", "after", "close_now", "evict", "delete", "drain", "found"
+    "hook", "reserve", "copy", "policy", "after", "store_many", "close_now", "evict", "delete", "drain", "found", "hold"
 ]
 
 SEAMS: Final[Mapping[Seam, str]] = {
@@ -34,11 +34,13 @@ SEAMS: Final[Mapping[Seam, str]] = {
     "copy": "moves bytes through world.copy(tier, keys, data)",
     "policy": "asks world.policy(keys) what may be stored",
     "after": "waits for what it is given as `after` before it reads a byte",
+    "store_many": "takes in several containers in one call, all of them or none",
     "close_now": "can be shut down with work inside",
     "evict": "has a source whose keys can be taken away",
     "delete": "can delete keys",
     "drain": "can wait until nothing is left to do",
     "found": "says which keys a tier has",
+    "hold": "can hold what it has found, and read it again while it does",
 }
 """Every seam, and what a system does that has it."""
 
@@ -46,7 +48,7 @@ SEAMS_OF: Final[Mapping[FaultKind, tuple[Seam, ...]]] = {
     "cancel": (), "abandon": (), "cancel_waiter": (), "cancel_host": (), "clock": (),
     "shut_down": ("close_now",), "evict": ("evict",), "full": ("reserve",), "flip": ("copy",), "peer_death": ("copy",),
     "unproven": ("copy",), "fail": ("copy",), "stall": ("copy",), "drop": ("copy",), "delay": ("copy",),
-    "duplicate": ("copy",), "reorder": ("copy",), "torn": ("copy",),
+    "duplicate": ("copy",), "miscount": ("copy",), "reorder": ("copy",), "torn": ("copy",),
 }  # fmt: skip
 """The seams that a fault needs; one with ``at_hook`` needs ``hook`` as well."""
 
@@ -99,8 +101,11 @@ class Ticket(Protocol):
 class System(Protocol):
     """What is tested: it stores, loads, and can say what it holds.
 
-    Optional, each a seam: ``close_now()`` (begin to shut down; synchronous), ``async drain(pipeline)``, ``evict(tier, keys,
-    again)``, ``async delete(tier, keys)``, ``found(tier) -> Collection[Key]``, ``release(pipeline)``, ``statistics(pipeline)``.
+    Optional, each a seam: ``async store_many({label: keys}, after) -> Sequence[Ticket]`` (all of them or, when it raises,
+    none), ``close_now()`` (begin to shut down; synchronous), ``async drain(pipeline)``, ``evict(tier, keys, again)``, ``async
+    delete(tier, keys)``, ``found(tier) -> Collection[Key]``, ``release(pipeline)``, ``statistics(pipeline)``.
+    One whose readers can hold what they found may have ``hold(tier, keys)``: an async context manager that gives a coroutine
+    function, which reads the prefix that is held as often as it is called and answers ``{key: bytes}``.
     One with several tiers may have ``async load_from(tier, keys)`` beside ``load``, for steps that name a tier.
     """
 
@@ -143,7 +148,7 @@ class World(Protocol):
         """Write blocks into a tier: takes the tier's time, and answers what has arrived there.
 
         Raises:
-            OSError: it failed; what has arrived is unknown.
+            OSError: it failed; what has arrived is unknown. In an exception group where the scenario has it ``grouped``.
         """
 
     async def policy(self, keys: Sequence[Key]) -> Mapping[Key, str]:

@@ -12,13 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import msgspec
+
 from ._names import expand
-from ._program import Mix, PipelineSpec, Scenario, StoreStep, TierSpec, TraceLoad
+from ._program import EngineSpec, Mix, PipelineSpec, Scenario, StoreStep, TierSpec, TraceLoad
 
 
 def pipelines_of(scenario: Scenario) -> Mapping[str, PipelineSpec]:
     """All pipelines by name, the first one first."""
+    if scenario.engine is not None and scenario.engine.tiers:
+        return _of_engine(scenario.engine, scenario.pipeline)
     return scenario.pipeline or {"main": PipelineSpec(to="host")}
+
+
+def _of_engine(engine: EngineSpec, said: Mapping[str, PipelineSpec]) -> Mapping[str, PipelineSpec]:
+    """From ``device`` to the first tier, and from each to the next, all with the same knobs."""
+    tiers = engine.tiers
+    knobs = next(iter(said.values()), PipelineSpec(to=tiers[0]))
+    above = ["device", *tiers]
+    return {
+        tier: msgspec.structs.replace(knobs, source=above[at], to=tier, chain=tiers[at + 1 : at + 2])
+        for at, tier in enumerate(tiers)
+    }
 
 
 def tiers_of(scenario: Scenario) -> Mapping[str, TierSpec]:
@@ -86,6 +101,12 @@ def stored_from(scenario: Scenario, tier: str) -> set[str]:
 def mix_labels(mix: Mix) -> list[str]:
     """The containers of a mix."""
     return [f"m{i}" for i in range(mix.containers)]
+
+
+def last_of(mix: Mix) -> int:
+    """The last virtual millisecond in which something of a mix may be done: its loads come up to twice its time later."""
+    span = max(mix.over_ms, 1)
+    return span - 1 + (2 * span if mix.loads else 0)
 
 
 def trace_labels(trace: TraceLoad) -> list[str]:

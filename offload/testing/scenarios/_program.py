@@ -35,8 +35,9 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
 class TierSpec(Part, frozen=True, kw_only=True):
     """A place for blocks, with modelled speed."""
 
-    kind: Literal["memory", "file"] = "memory"
-    """What it is made of with ``--real``; in virtual time every tier is host memory whose copies take modelled time."""
+    kind: Literal["memory", "file", "maru"] = "memory"
+    """What it is made of with ``--real``; in virtual time every tier is host memory whose copies take modelled time, and one of
+    kind ``maru``, a page store with a server of its own, is not played."""
     capacity: Annotated[int, Meta(ge=1, le=1 << 24, description="blocks")] = 64
     block_bytes: Annotated[int, Meta(ge=16, le=1 << 26)] = 64
     latency_ms: Ms = 0
@@ -47,6 +48,10 @@ class TierSpec(Part, frozen=True, kw_only=True):
     checksums: bool = True
     eviction: Literal["lru", "adaptive"] = "lru"
     """Who makes room: the least recently used, or whom the default of the real tiers chooses, ``AdaptiveLRFU``."""
+    patience_ms: Annotated[int, Meta(ge=1, le=60_000, description="milliseconds of the wall")] = 500
+    """How long the client of a page store waits for an answer of its server."""
+    lease_ms: Annotated[int, Meta(ge=50, le=60_000, description="milliseconds of the wall")] = 2_000
+    """For how long it may be silent before the server takes back what it holds."""
 
 
 class PolicySpec(Part, frozen=True, kw_only=True):
@@ -96,6 +101,26 @@ class PipelineSpec(Part, frozen=True, kw_only=True):
     on_overflow: Literal["wait", "drop"] | None = None
 
 
+class EngineSpec(Part, frozen=True, kw_only=True):
+    """Several tiers behind one engine: it stores into the first, feeds each from the one before, and reads from all."""
+
+    tiers: list[str]
+    """From the fastest to the slowest. Pipelines lead from ``device`` to the first and from each to the next; they are called
+    after where they lead, and ``[pipeline.NAME]``, if there is one, has the knobs of all."""
+    promote: bool = False
+    """Whether a load also writes what comes from slower tiers into the faster ones."""
+    max_faults: Annotated[int, Meta(ge=1, le=1_000)] = 3
+    """So many in a row break a tier: then it is not asked for a while."""
+    first_wait_ms: Annotated[int, Meta(ge=2, le=1 << 20)] = 1024
+    """For how long, at first; it doubles with each probe in vain."""
+    longest_wait_ms: Annotated[int, Meta(ge=2, le=1 << 20)] = 30 * 1024
+    """What it doubles up to."""
+    call_ms: Annotated[int, Meta(ge=2, le=1 << 20)] = 5 * 1024
+    """How long a tier may take to answer a question before that is a fault."""
+    load_ms: Annotated[int, Meta(ge=2, le=1 << 20)] = 60 * 1024
+    """The same for a load."""
+
+
 # --- what is done -------------------------------------------------------------------------------------------------
 
 
@@ -124,8 +149,9 @@ class StoreStep(Part, frozen=True, kw_only=True):
     """weak: its blocks may be evicted meanwhile. strong: it holds them. external: the engine itself keeps them alive."""
     pipeline: str = ""
     """Which one stores it; empty: the first."""
-    how: Literal["wait", "now"] = "wait"
-    """Whether to wait for room in the budget."""
+    how: Literal["wait", "now", "many"] = "wait"
+    """wait: for room in the budget, one container after the other. now: refused where there is none. many: all containers
+    in one call, which takes in all of them or none."""
     after: list[After] = []
     """All of these must hold; with ``any_of``, one."""
     any_of: bool = False
@@ -139,6 +165,8 @@ class LoadStep(Part, frozen=True, kw_only=True):
     keys: Names
     tier: str = ""
     """From which; empty: from the destination of the first pipeline."""
+    hold_ms: Ms = 0
+    """For how long what was found is held then, and read once more: nobody may have taken it away, or written over it."""
 
 
 class KeysStep(Part, frozen=True, kw_only=True):
@@ -192,7 +220,7 @@ class Mix(Part, frozen=True, kw_only=True):
     loads: Share = 0.2
     """How likely a container is loaded again, some time after it was stored."""
     cancels: Share = 0.0
-    """How likely it is cancelled, some time after it was stored."""
+    """How likely it is cancelled, while it is on its way."""
 
 
 class TraceLoad(Part, frozen=True, kw_only=True):
@@ -217,7 +245,7 @@ class Load(Part, frozen=True, kw_only=True):
 
 FaultKind: TypeAlias = Literal[
     "cancel", "abandon", "cancel_waiter", "cancel_host", "shut_down",
-    "evict", "unproven", "fail", "stall", "drop", "delay", "duplicate", "reorder", "torn", "flip", "full",
+    "evict", "unproven", "fail", "stall", "drop", "delay", "duplicate", "miscount", "reorder", "torn", "flip", "full",
     "peer_death", "clock",
 ]  # fmt: skip
 
@@ -229,20 +257,21 @@ class Fault(Part, frozen=True, kw_only=True):
 
         | do | what happens | on |
         |---|---|---|
-        | cancel | the container's cancel is asked for, and its confirmation awaited | ``who`` |
+        | cancel | the container's cancel is asked for, and its confirmation awaited | ``who``, ``times`` |
         | abandon | who waits in ``store`` for room gives up | ``who`` |
         | cancel_waiter | who waits for the result, or for the confirmation of a cancel, gives up | ``who`` |
         | cancel_host | the scope around the whole system is cancelled | |
         | shut_down | ``close_now`` | |
         | evict | keys leave a source | ``tier``, ``keys`` |
-        | unproven | copies end without anybody knowing how | ``tier``, ``for_ms`` |
-        | fail | copies raise; with ``keys``: these blocks fail, and only these | ``tier``, ``keys``, ``for_ms`` |
+        | unproven | copies end without anybody knowing how | ``tier``, ``for_ms``, ``grouped`` |
+        | fail | copies raise; with ``keys``: these blocks fail, and only these | ``tier``, ``keys``, ``for_ms``, ``grouped`` |
         | stall | copies that begin wait until it is over | ``tier``, ``for_ms`` |
         | drop | the end of a copy is never announced | ``tier``, ``for_ms`` |
         | delay | copies take ``ms`` more | ``tier``, ``ms``, ``for_ms`` |
         | duplicate | the end of a copy is announced twice | ``tier``, ``for_ms`` |
+        | miscount | copies answer for ``by`` blocks too many, or, negative, too few | ``tier``, ``by``, ``for_ms`` |
         | reorder | copies end in another order than they began in | ``tier``, ``for_ms`` |
-        | torn | half of a block is written, then the copy raises | ``tier``, ``keys``, ``for_ms`` |
+        | torn | half of a block is written, then the copy raises | ``tier``, ``keys``, ``for_ms``, ``grouped`` |
         | flip | a bit of a stored block is flipped | ``tier``, ``keys`` |
         | full | nobody is granted room | ``tier``, ``for_ms`` |
         | peer_death | whatever is asked of the tier raises | ``tier``, ``for_ms`` |
@@ -260,6 +289,8 @@ class Fault(Part, frozen=True, kw_only=True):
     """At which of those visits."""
     who: Names = ""
     """The containers it hits; empty: those whom the hook is about."""
+    times: Annotated[int, Meta(ge=1, le=65_536)] = 1
+    """How often each of them is hit, one time after the other: so many ask for its cancel."""
     tier: str = ""
     """Empty: the destination of the first pipeline (``evict``: its source)."""
     keys: Names = ""
@@ -268,6 +299,10 @@ class Fault(Part, frozen=True, kw_only=True):
     """How much, for ``delay`` and ``clock``."""
     for_ms: Ms = 1
     """For how long, for what has a duration."""
+    by: Annotated[int, Meta(ge=-65_536, le=65_536)] = 1
+    """How many answers too many, or, negative, too few."""
+    grouped: bool = False
+    """Whether what a copy raises comes in an exception group, as from one that copies in a nursery."""
     p: Share = 1.0
     """How likely it happens at all, drawn from the seed."""
 
@@ -336,12 +371,16 @@ class Scenario(Part, frozen=True, kw_only=True):
     upstream: list[str] = []
     """Issues elsewhere that it tells again: ``"vLLM #43226"``."""
     seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+    not_for_real: str = ""
+    """Why it cannot hold on the clock of the wall. Then ``--real`` does not play it, and answers this."""
     limit_ms: Ms = 3_600 * 1024
     """What is not over by then, virtual time, is a lost wake-up."""
     tier: dict[str, TierSpec] = {}
     """Tiers by name. ``device`` and ``host`` are there without being named."""
     pipeline: dict[str, PipelineSpec] = {}
     """Pipelines by name; without any: ``main``, from ``device`` to ``host``."""
+    engine: EngineSpec | None = None
+    """What stores and loads, where it is more than pipelines."""
     load: Load | None = None
     step: list[Step] = []
     fault: list[Fault] = []

@@ -53,8 +53,8 @@ class Violation:
 
     rule: str
     """``I1`` to ``I9``, ``expect``, ``bytes`` (what was loaded is not what was stored), ``model`` (not where it must be),
-    ``hang``, ``livelock``, ``crash``; of our own pipelines also the row of the catalogue that was broken (``S36``, ``S38``,
-    ``S47``, ``S48``, ``S56``)."""
+    ``hang``, ``livelock``, ``crash``; of our own pipelines also the row of the catalogue that was broken (``S34``, ``S36``,
+    ``S38``, ``S47``, ``S48``, ``S56``)."""
     text: str
 
 

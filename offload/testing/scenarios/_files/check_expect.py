@@ -10,6 +10,7 @@ from offload._statistics import PipelineStatistics
 
 from .._program import Expect
 from .._report import EVENTS
+from .check_engine import ENGINE_FIGURES
 from .complaints import Complaints, nearest, quoted
 
 KEPT: Final = ("copied", "batches", "loaded", "missed", "fired")
@@ -79,4 +80,5 @@ def _metrics(c: Complaints, path: str, expect: Expect) -> None:
         at = f"{path}.metric.{quoted(pipeline)}"
         if c.one(at, pipeline, c.pipelines, "pipeline") and c.seams is None:
             for figure in figures:
-                c.one(f"{at}.{quoted(figure)}", figure, FIGURES, "figure")
+                more = ENGINE_FIGURES if c.scenario.engine is not None else ()
+                c.one(f"{at}.{quoted(figure)}", figure, (*FIGURES, *more), "figure")

@@ -10,14 +10,16 @@ from .._program import Fault, FaultKind
 from .complaints import Complaints, nearest, said
 
 USED_BY_FAULT: Final[Mapping[FaultKind, tuple[str, ...]]] = {
-    "cancel": ("who",), "abandon": ("who",), "cancel_waiter": ("who",), "cancel_host": (), "shut_down": (),
-    "evict": ("tier", "keys"), "unproven": ("tier", "for_ms"), "fail": ("tier", "keys", "for_ms"),
+    "cancel": ("who", "times"), "abandon": ("who",), "cancel_waiter": ("who",), "cancel_host": (), "shut_down": (),
+    "evict": ("tier", "keys"), "unproven": ("tier", "for_ms", "grouped"), "fail": ("tier", "keys", "for_ms", "grouped"),
     "stall": ("tier", "for_ms"), "drop": ("tier", "for_ms"), "delay": ("tier", "ms", "for_ms"),
-    "duplicate": ("tier", "for_ms"), "reorder": ("tier", "for_ms"), "torn": ("tier", "keys", "for_ms"),
+    "duplicate": ("tier", "for_ms"), "miscount": ("tier", "by", "for_ms"), "reorder": ("tier", "for_ms"),
+    "torn": ("tier", "keys", "for_ms", "grouped"),
     "flip": ("tier", "keys"), "full": ("tier", "for_ms"), "peer_death": ("tier", "for_ms"), "clock": ("ms",),
 }  # fmt: skip
 """The fields that a fault of each kind looks at, besides when and how likely."""
 
+_FIELDS: Final = tuple(dict.fromkeys([field for used in USED_BY_FAULT.values() for field in used]))
 _ON_CONTAINERS: Final = frozenset({"cancel", "abandon", "cancel_waiter"})
 _ANYWHERE: Final = frozenset({"evict", "flip", "peer_death"})
 """Those of a tier that are not about copies into it."""
@@ -29,7 +31,8 @@ def check_faults(c: Complaints) -> None:
         path = f"fault[{i}]"
         _when(c, path, fault)
         _whom(c, path, fault)
-        c.unused(path, fault, fault.do, USED_BY_FAULT[fault.do], ("who", "tier", "keys", "ms", "for_ms"))
+        c.unused(path, fault, fault.do, USED_BY_FAULT[fault.do], _FIELDS)
+        _how(c, path, fault)
         c.distinct(f"{path}.keys", c.names(f"{path}.keys", fault.keys), "key")
         if fault.tier and c.one(f"{path}.tier", fault.tier, c.tiers, "tier"):
             _where(c, f"{path}.tier", fault)
@@ -62,6 +65,14 @@ def _whom(c: Complaints, path: str, fault: Fault) -> None:
         c.wrong(f"{path}.who", f'is missing: say whom {fault.do!r} hits, as in who = "a0"')
     elif fault.do == "abandon":
         c.wrong(f"{path}.who", "is missing: no hook is about a container that still waits for room")
+
+
+def _how(c: Complaints, path: str, fault: Fault) -> None:
+    if not fault.by:
+        c.wrong(f"{path}.by", "0 answers too many are as many as there should be: say 1, or -1")
+    if fault.grouped and fault.do == "fail" and (fault.keys or fault.at_hook):
+        why = "the blocks fail, and nothing is raised" if fault.keys else "at a hook it is about blocks, which fail"
+        c.wrong(f"{path}.grouped", f"{why}: leave it out, or say at_ms without keys")
 
 
 def _where(c: Complaints, path: str, fault: Fault) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from .._house import keys_of, load_of, mix_labels, trace_labels
+from .._house import keys_of, last_of, load_of, mix_labels, trace_labels
 from .._names import expand
 from .._program import VERBS, After, KeysStep, LoadStep, Step, StoreStep
 from .complaints import Complaints, nearest
@@ -47,6 +47,11 @@ def check_load(c: Complaints) -> None:
         return
     if load.mix is None and load.trace is None:
         c.wrong("load", "is empty: say load.mix or load.trace")
+    if load.mix is not None:
+        last, limit = last_of(load.mix), c.scenario.limit_ms
+        if last > limit:
+            why = f"what is drawn may come as late as {last}, and the run is over by limit_ms = {limit}"
+            c.wrong("load.mix.over_ms", f"{why}: say less, or a larger limit_ms")
     if load.trace is not None and not load.trace.path:
         c.wrong("load.trace.path", "is empty: say which file, relative to this one")
 
@@ -103,6 +108,8 @@ def _store(c: Complaints, path: str, store: StoreStep, fired: set[str]) -> None:
         _after(c, f"{path}.after[{i}]", after, fired)
     if store.after:
         c.seam(f"{path}.after", "after")
+    if store.how == "many":
+        c.seam(f"{path}.how", "store_many")
     if store.any_of and not store.after:
         c.wrong(f"{path}.any_of", "is about after, which is missing: say after what")
 
@@ -159,6 +166,8 @@ def _load(c: Complaints, path: str, load: LoadStep) -> None:
         pass
     if load.tier:
         c.one(f"{path}.tier", load.tier, c.tiers, "tier")
+    if load.hold_ms:
+        c.seam(f"{path}.hold_ms", "hold")
 
 
 def _keys(c: Complaints, path: str, step: KeysStep) -> None:

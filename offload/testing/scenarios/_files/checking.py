@@ -14,9 +14,11 @@ from offload.instruments import HOOKS
 
 from .._contract import Seam
 from .._program import Scenario
+from .check_engine import check_engine
 from .check_expect import check_expectations
 from .check_faults import check_faults
 from .check_house import check_pipelines, check_rooms, check_tiers
+from .check_page_stores import check_page_stores
 from .check_steps import check_load, check_steps, collect_labels
 from .complaints import Complaints as Complaints
 from .complaints import Problem as Problem
@@ -43,7 +45,9 @@ def check(
     check_steps(c)
     if not c.problems:  # or else it would complain about the same again
         check_rooms(c)
+    check_engine(c)
     check_faults(c)
+    check_page_stores(c)
     check_expectations(c)
     return c.problems
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -105,8 +105,8 @@ class Complaints:
 
     def unused(self, path: str, part: msgspec.Struct, kind: str, used: Collection[str], fields: Iterable[str]) -> None:
         """What a kind does not look at must not be there: it would be a promise that nobody keeps."""
-        for name in fields:
-            if name not in used and said(part, name):
+        for name, default in _foreign(type(part), tuple(used), tuple(fields)):
+            if getattr(part, name) != default:
                 says = f"it looks at {', '.join(used)}" if used else "leave it out"
                 self.wrong(f"{path}.{name}", f"has no meaning for {kind!r}: {says}")
 
@@ -148,6 +148,12 @@ def quoted(name: str) -> str:
 def said(part: msgspec.Struct, name: str) -> bool:
     """Whether a field is anything but its default."""
     return bool(getattr(part, name) != _defaults(type(part))[name])
+
+
+@lru_cache(maxsize=256)  # a random program has dozens of faults, of the same few kinds
+def _foreign(cls: type[msgspec.Struct], used: tuple[str, ...], fields: tuple[str, ...]) -> Sequence[tuple[str, object]]:
+    """Of these fields, those that are not used, and how they are when nothing is said."""
+    return [(name, _defaults(cls)[name]) for name in fields if name not in used]
 
 
 @lru_cache(maxsize=64)

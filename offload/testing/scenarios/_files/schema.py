@@ -23,6 +23,7 @@ from .._program import (
     After,
     CloseStep,
     Counts,
+    EngineSpec,
     Expect,
     Fault,
     KeysStep,
@@ -41,7 +42,7 @@ from .._program import (
 from .knobs_of import FIELD_OF
 
 PARTS: Final[tuple[type[msgspec.Struct], ...]] = (
-    Scenario, TierSpec, PipelineSpec, PolicySpec, Load, Mix, TraceLoad, Step, StoreStep, After, LoadStep, KeysStep,
+    Scenario, TierSpec, PipelineSpec, PolicySpec, EngineSpec, Load, Mix, TraceLoad, Step, StoreStep, After, LoadStep, KeysStep,
     CloseStep, Fault, Expect, Counts, Window,
 )  # fmt: skip
 """Every table of a file, in the order in which a reader meets them."""

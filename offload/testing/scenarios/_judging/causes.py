@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from backends import DamagedBlock
+from backends import BackendError, DamagedBlock
 from backends.abc import CapacityError, Key
 from offload import (
     DestinationFull,
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from .._world.world import Parcel, VirtualWorld
     from .oracle import Oracle
 
+_RAISE = frozenset({"fail", "torn", "duplicate", "miscount", "peer_death"})
+"""What makes a copy raise."""
 _SLACK = 4 * TICK
 """What unwinding and rounding may add to a time."""
 
@@ -85,6 +87,8 @@ class Causes:
         for key, reason in result.filtered.items():
             if not self._may_filter(parcel, spec, key, reason):
                 yield "I9", f"{parcel.label} had {key.decode()} filtered as {reason!r}, for which there is no reason"
+        if result.completed and parcel.label in self._world.places[spec.to].miscounted:
+            yield "S34", f"{parcel.label} believes a copy that did not answer once for each block: {result}"
         missing = [route for route in spec.chain if route not in result.routes] if result.completed else []
         if missing:
             yield "I5", f"{parcel.label} has ended, and nothing is known of its way through {', '.join(missing)}"
@@ -114,15 +118,22 @@ class Causes:
             case DrainUnproven():
                 return self._may_be_unproven(parcel, tiers, hit)
             case TransferFailed():
-                return bool(hit & {"fail", "torn", "duplicate", "peer_death"}) or _too_large(
+                return bool(hit & (_RAISE | self._silent(tiers))) or _too_large(
                     error, parcel, min(self._world.tiers[tier].capacity for tier in tiers)
                 )
             case DamagedBlock():  # found on its way out of a tier in which a bit of it was flipped
                 return any(error.key in place.flipped for place in self._world.places.values())
             case OSError():
                 return any(key in self._failing[tier] for tier in tiers) or (key is None and "fail" in hit)
+            case BackendError():  # a page store says that a store was not done, and that nothing of it is left
+                return bool(hit & self._silent(tiers))
             case _:
                 return False
+
+    def _silent(self, tiers: tuple[str, ...]) -> set[str]:
+        """What keeps a page store from answering, which fails what was asked of it: of other tiers it only takes longer."""
+        kinds = {self._world.tiers[tier].kind for tier in tiers}
+        return {"stall", "drop", "peer_death"} if "maru" in kinds else set()
 
     def _may_raise(self, spec: PipelineSpec, parcel: Parcel) -> bool:
         return any(policy.do == "raise" and _about(policy.keys, parcel) for policy in spec.policies)

@@ -31,6 +31,7 @@ class Load:
     """A load that is under way."""
 
     tier: str
+    """Empty: from any of them."""
     keys: Sequence[Key]
     must: set[Key] = attrs.Factory(set)
     """Those that were there when it began, and nobody touched since."""
@@ -88,7 +89,7 @@ class Oracle:
         self._moment += 1
         for key in keys if self._loads else ():
             for load in self._loads:
-                if load.tier == tier:
+                if load.tier in (tier, ""):
                     load.must.discard(key)
                     load.must_not.discard(key)
 
@@ -133,9 +134,13 @@ class Oracle:
                 may.pop(key, None)
                 must[key] = None
         for key, error in outcome.failed.items():
-            # What a chain had under way when it was cut off may still arrive: its routes go on to their own end.
-            if key not in must and (place.arrived.get(key) or error == "PipelineClosed"):
+            if key not in must and place.arrived.get(key):
                 may[key] = None
+            if error == "PipelineClosed":
+                # What a chain had under way when it was cut off may still arrive: its routes go on to their own end.
+                for lower in self.below(pipeline):
+                    if key not in self._must[lower]:
+                        self._may[lower][key] = None
         self._touch(tier, outcome.completed)
         for name, route in (getattr(result, "routes", None) or {}).items():
             self._end(name, outcome_of(route), route, asked)
@@ -171,19 +176,28 @@ class Oracle:
             if not held:
                 self._may[tier].pop(key, None)
 
+    def may_arrive(self, tiers: Iterable[str], keys: Iterable[Key]) -> None:
+        """Somebody may write these there, without anybody having asked for it: they are promoted."""
+        keys = list(keys)
+        for tier in tiers:
+            self._touch(tier, keys)
+            for key in keys:
+                if key not in self._must[tier]:
+                    self._may[tier][key] = None
+
     # -- loads ---------------------------------------------------------------------------------------------------------
 
     def loading(self, tier: str, keys: Sequence[Key]) -> Load:
         """A load begins."""
         load = Load(tier, keys)
-        if tier in self._must:
-            way = self._on_the_way[tier]
-            flipped = self._world.places[tier].flipped
-            for key in keys:
-                if key in self._must[tier] and key not in flipped:
-                    load.must.add(key)
-                elif key not in self._must[tier] and key not in self._may[tier] and not way.get(key):
-                    load.must_not.add(key)
+        tiers = self._tiers if not tier else [tier] if tier in self._must else []
+        for key in keys if tiers else ():
+            if any(key in self._must[one] and key not in self._world.places[one].flipped for one in tiers):
+                load.must.add(key)
+            elif not any(
+                key in self._must[one] or key in self._may[one] or self._on_the_way[one].get(key) for one in tiers
+            ):
+                load.must_not.add(key)
         self._loads[load] = None
         return load
 
@@ -195,19 +209,22 @@ class Oracle:
         """A load is over: compare what it brought."""
         world = self._world
         self._loads.pop(load, None)
-        flipped = world.places[load.tier].flipped if load.tier in world.places else set()
+        tiers = [load.tier] if load.tier else self._tiers
+        where = load.tier or "one of " + ", ".join(tiers)
+        flipped = set().union(*[world.places[tier].flipped for tier in tiers if tier in world.places])
         for key in load.keys:
             data = found.get(key)
             if data is None:
                 if key in load.must and key not in flipped:
-                    world.wrong("model", f"{_said(key)} must be in {load.tier}, and was not loaded")
+                    world.wrong("model", f"{_said(key)} must be in {where}, and was not loaded")
                 if key in flipped:
-                    self.taken_away(load.tier, [key])
+                    for tier in tiers:
+                        self.taken_away(tier, [key])
                 continue
             if bytes(data) != world.payload(key, load.tier):
-                world.wrong("bytes", f"{_said(key)} was loaded from {load.tier}, and is not what was stored")
+                world.wrong("bytes", f"{_said(key)} was loaded from {where}, and is not what was stored")
             if key in load.must_not:
-                world.wrong("model", f"{_said(key)} was loaded from {load.tier}, and nobody has completed it")
+                world.wrong("model", f"{_said(key)} was loaded from {where}, and nobody has completed it")
 
     # -- when it is over -----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """What goes wrong in a generated program: faults, aimed at its containers while they are on their way. Pure.
 
-Rule 1. What hits nothing shows nothing: a fault is put where its kind mostly finds something, and now and then anywhere.
+Rule 1. What hits nothing shows nothing: a fault is put where its kind mostly finds something, and now and then anywhere. Who
+        gives up waiting for room must have to wait, and copies end in another order only where two are under way.
 Rule 2. Each program leaves out about half of the kinds. With every kind in every program there would be an excuse for
         everything, and nothing that happens without a reason (I9) could be told.
 Rule 3. Of what makes all copies fail there is little: the rest of the program is to go on.
@@ -8,6 +9,7 @@ Rule 3. Of what makes all copies fail there is little: the rest of the program i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -21,12 +23,12 @@ from .._program import Fault, FaultKind
 
 SHARED: Final = tuple([f"k{i}" for i in range(24)])
 """Keys that many containers have."""
-COUNT: Final = (36, 78)
+COUNT: Final = (32, 68)
 """Faults in a program, from and to."""
 
 _WEIGHTS: Final[dict[FaultKind, int]] = {
-    "cancel": 9, "cancel_waiter": 7, "abandon": 3, "evict": 5, "fail": 3, "stall": 6, "delay": 6, "duplicate": 4,
-    "reorder": 4, "torn": 2, "flip": 4, "full": 4, "drop": 1, "unproven": 1, "peer_death": 1, "clock": 2,
+    "cancel": 9, "cancel_waiter": 7, "abandon": 6, "evict": 5, "fail": 3, "stall": 6, "delay": 6, "duplicate": 3,
+    "miscount": 3, "reorder": 6, "torn": 2, "flip": 4, "full": 4, "drop": 1, "unproven": 2, "peer_death": 1, "clock": 2,
     "shut_down": 1, "cancel_host": 1,
 }  # fmt: skip
 _AT_LEAST: Final[tuple[tuple[FaultKind, ...], ...]] = (
@@ -34,40 +36,44 @@ _AT_LEAST: Final[tuple[tuple[FaultKind, ...], ...]] = (
 )  # fmt: skip
 """Of each program, two kinds, so that none is without."""
 _LIKELY: Final[dict[FaultKind, float]] = {
-    "cancel": 0.8, "cancel_waiter": 0.65, "evict": 0.65,
-    "fail": 0.35, "torn": 0.3, "full": 0.35, "duplicate": 0.25, "clock": 0.3, "drop": 0.15, "unproven": 0.15,
-    "peer_death": 0.15, "shut_down": 0.08, "cancel_host": 0.06,
+    "cancel": 0.8, "cancel_waiter": 0.65, "evict": 0.65, "reorder": 0.8, "abandon": 0.8,
+    "fail": 0.35, "torn": 0.3, "full": 0.35, "duplicate": 0.15, "miscount": 0.15, "clock": 0.3, "drop": 0.15,
+    "unproven": 0.2, "peer_death": 0.15, "shut_down": 0.08, "cancel_host": 0.06,
 }  # fmt: skip
 """How likely a kind is among those of a program, where that is not 0.55. After the rare ones little is left to go wrong."""
 _ONCE: Final[frozenset[FaultKind]] = frozenset({"shut_down", "cancel_host"})
 _HARSH: Final[frozenset[FaultKind]] = frozenset(
-    {"fail", "torn", "full", "drop", "unproven", "duplicate", "peer_death", "clock"}
+    {"fail", "torn", "full", "drop", "unproven", "duplicate", "miscount", "peer_death", "clock"}
 )
 """Of these a few are enough: where most containers fail, little is left to go wrong."""
 _ON_CONTAINERS: Final[frozenset[FaultKind]] = frozenset({"cancel", "cancel_waiter", "abandon"})
 _ON_COPIES: Final[frozenset[FaultKind]] = frozenset(
-    {"unproven", "stall", "drop", "delay", "duplicate", "reorder", "full", "peer_death"}
+    {"unproven", "stall", "drop", "delay", "duplicate", "miscount", "reorder", "full", "peer_death"}
 )
 _ON_KEYS: Final[frozenset[FaultKind]] = frozenset({"fail", "torn", "flip"})
 _BEFORE_COPY: Final = ("transfer", "pre_claim", "sweep_claim_gap", "post_claim", "xfer_start")
 _WHERE: Final[dict[FaultKind, tuple[str, ...]]] = {
-    **dict.fromkeys(("unproven", "fail", "stall", "drop", "delay", "duplicate", "reorder", "torn"), _BEFORE_COPY),
+    **dict.fromkeys(
+        ("unproven", "fail", "stall", "drop", "delay", "duplicate", "miscount", "reorder", "torn"), _BEFORE_COPY
+    ),
     "peer_death": ("batching", *_BEFORE_COPY),
     "full": ("awaiting", "batching", "transfer"),
     "evict": ("admission", "awaiting", "batching", "transfer"),
-    "flip": ("settled", "xfer_end"),
-    "cancel_waiter": HOOKS[:-1],
+    "flip": ("xfer_end",),
+    "cancel_waiter": HOOKS[2:-1],
 }  # fmt: skip
 """The hooks at which a fault of a kind finds what it is about; for those not named, any."""
 _VISITS: Final[dict[str, int]] = {"admission": 10, "awaiting": 8, "batching": 6, "transfer": 4, "settled": 10}
 """About how often a hook is visited in a program, where that is more than three times."""
-_AT_HOOK: Final[dict[FaultKind, float]] = {"flip": 0.9, "stall": 0.9, "evict": 0.5, "delay": 0.5}
+_AT_HOOK: Final[dict[FaultKind, float]] = {"flip": 0.9, "stall": 0.9, "reorder": 0.9, "evict": 0.5, "delay": 0.5}
 """How likely a fault is at a hook, and not at a time, where that is not 0.65."""
-_WITHIN: Final[dict[FaultKind, int]] = {"abandon": 5, "cancel_waiter": 6, "cancel": 8, "flip": 30}
+_WITHIN: Final[dict[FaultKind, int]] = {"abandon": 2, "cancel_waiter": 6, "cancel": 8, "flip": 30}
 """How long after its container is stored a fault comes."""
+_CROWD: Final = 4
+"""Virtual milliseconds for which a container is in the way of others, at least."""
 
 
-@attrs.define
+@attrs.frozen
 class Put:
     """A container to come."""
 
@@ -79,6 +85,8 @@ class Put:
     """Of its blocks."""
     kept: bool = False
     """The engine keeps its blocks alive."""
+    waits: bool = False
+    """It waits for room in the budget of the first pipeline."""
 
 
 @attrs.define
@@ -89,26 +97,30 @@ class Faults:
     """Of the program."""
     puts: Sequence[Put]
     """Its containers."""
-    route: bool
-    """Whether what is stored goes on to another tier."""
+    below: Sequence[str]
+    """The tiers that what is stored goes on to."""
     slots: int
     """Copies into the first destination at once."""
-    tight: bool
-    """Whether there may be too little room in the budget."""
-    _orders: dict[FaultKind, list[Put]] = attrs.Factory(dict)
+    budget: int
+    """Of the first pipeline, in blocks."""
+    copy_ms: int
+    """What a copy into the first destination takes, about."""
+    _orders: dict[FaultKind, Sequence[Put]] = attrs.Factory(dict)
 
     def all(self) -> list[Fault]:
         """All of them."""
         dice, kinds = self.dice, self._kinds()
         most = {kind: self._most(kind) for kind in kinds}
         low, high = COUNT
+        weighted = [kind for kind in kinds if most[kind] for _ in range(_WEIGHTS[kind])]
         faults: list[Fault] = []
         for i in range(low + dice.below(high - low + 1, "faults")):
-            weighted = [kind for kind in kinds if most[kind] for _ in range(_WEIGHTS[kind])]
             if not weighted:
                 break
             kind = dice.pick(weighted, "fault", i, "what")
             most[kind] -= 1
+            if not most[kind]:
+                weighted = [other for other in weighted if other != kind]
             faults.append(self._fault(i, kind, most[kind]))
         return faults
 
@@ -125,19 +137,38 @@ class Faults:
         if kind in _HARSH:
             return 1 + self.dice.below(3, "most", kind)
         if kind == "abandon":
-            return 4 if self.tight else 1
+            return min(4, len(self._order(kind)))
         if kind == "reorder":
-            return 3 if self.slots > 1 else 1
+            return 2 if self.slots > 1 else 0
         if kind in ("cancel", "evict", "flip"):
             return 1 + containers // 2
         return containers + containers // 2 if kind == "delay" else containers
 
     def _aim(self, kind: FaultKind, number: int) -> Put:
         """The container that a fault of a kind is aimed at: each before any for the second time."""
+        order = self._order(kind)
+        return order[number % len(order)]
+
+    def _order(self, kind: FaultKind) -> Sequence[Put]:
         order = self._orders.get(kind)
         if order is None:
-            order = self._orders[kind] = sorted(self.puts, key=lambda put: self.dice.fraction("order", kind, put.label))
-        return order[number % len(order)]
+            if kind == "abandon":
+                order = self._crowded()
+            else:
+                order = sorted(self.puts, key=lambda put: self.dice.fraction("order", kind, put.label))
+            self._orders[kind] = order
+        return order
+
+    def _crowded(self) -> Sequence[Put]:
+        """Those who mostly have to wait for room, as with what came just before they are more than the budget; most first."""
+        puts = sorted(self.puts, key=lambda put: put.at_ms)
+        crowds = {
+            put: sum([len(one.keys) for one in puts[: i + 1] if one.at_ms >= put.at_ms - _CROWD])
+            for i, put in enumerate(puts)
+            if put.waits
+        }
+        crowded = [put for put, blocks in crowds.items() if blocks > self.budget]
+        return sorted(crowded, key=lambda put: -crowds[put])
 
     def _fault(self, i: int, kind: FaultKind, number: int) -> Fault:
         dice, where = self.dice, ("fault", i)
@@ -149,7 +180,7 @@ class Faults:
         if at_hook:
             hooks = HOOKS if dice.chance(0.2, *where, "anywhere") else _WHERE.get(kind, HOOKS)
             told["at_hook"] = dice.pick(hooks, *where, "hook")
-            if dice.chance(0.35, *where, "of one"):
+            if dice.chance(0.35 if kind in _ON_CONTAINERS else 0.15, *where, "of one"):
                 told["of"] = aim.label
             else:
                 told["visit"] = 1 + dice.below(_VISITS.get(told["at_hook"], 2), *where, "visit")
@@ -157,6 +188,7 @@ class Faults:
             told["at_ms"] = aim.at_ms + dice.below(_WITHIN.get(kind, 12), *where, "at")
         return Fault(**{**told, **self._told(kind, where, aim, told)})
 
+    @functools.cached_property
     def _anybody(self) -> str:
         """All containers: the visits that a neighbour's fault counts are not only those about itself."""
         return compress([put.label for put in sorted(self.puts, key=lambda put: (put.label[0], int(put.label[1:])))])
@@ -166,11 +198,11 @@ class Faults:
         dice, at_hook = self.dice, "at_hook" in when
         if kind in _ON_CONTAINERS:
             if not at_hook:
-                return {"who": aim.label}
+                return {"who": aim.label, **self._again(kind, where)}
             if when["at_hook"] != "settled" and not dice.chance(0.3, *where, "a neighbour"):
-                return {}
+                return self._again(kind, where)
             other = dice.pick(self.puts, *where, "other")
-            return {"who": other.label, "of": when.get("of") or self._anybody()}
+            return {"who": other.label, "of": when.get("of") or self._anybody, **self._again(kind, where)}
         if kind == "evict":
             # Those of others as well: what an engine drops it drops for all, but never what it keeps alive itself.
             keys = [] if aim.kept else some(dice, aim.keys, 0.7, *where, "its own")
@@ -181,17 +213,26 @@ class Faults:
         if kind not in _ON_COPIES | _ON_KEYS:
             return {}
         told: dict[str, Any] = {}
-        if self.route and dice.chance(0.2, *where, "tier"):
-            told["tier"] = "disk"
-        if kind in _ON_KEYS and (not at_hook or dice.chance(0.5, *where, "keys")):
+        if self.below and dice.chance(0.2, *where, "tier"):
+            told["tier"] = dice.pick(self.below, *where, "which tier")
+        whole = kind == "fail" and not at_hook and dice.chance(0.5, *where, "whole copies")
+        if kind in _ON_KEYS and not whole and (not at_hook or "of" in when):
             told["keys"] = compress(aim.keys[: 1 + dice.below(3, *where, "how many")] or SHARED[:2])
         if kind == "delay":
             told["ms"] = 1 + dice.below(4, *where, "ms")
         if kind != "flip":
-            told["for_ms"] = 1 + dice.below(6, *where, "for")
+            told["for_ms"] = 1 + dice.below(6, *where, "for") + (30 if kind == "reorder" else 0)
         if kind == "fail" and "keys" in told and dice.chance(0.3, *where, "for good"):
             told["for_ms"] = 200
+        if kind == "miscount":
+            told["by"] = dice.pick([-2, -1, -1, 1, 3], *where, "by")
+        elif kind in ("unproven", "torn") or (kind == "fail" and not at_hook and "keys" not in told):
+            told["grouped"] = dice.chance(0.5, *where, "grouped")
         return told
+
+    def _again(self, kind: FaultKind, where: tuple[object, ...]) -> dict[str, Any]:
+        """Now and then somebody asks for a cancel twice."""
+        return {"times": 2} if kind == "cancel" and self.dice.chance(0.1, *where, "twice") else {}
 
 
 def some(dice: Dice, keys: Sequence[str], p: float, *where: object) -> list[str]:

@@ -2,12 +2,15 @@
 
 Rule 1. Each choice is drawn by its site (:class:`Dice`), never from a stream.
 Rule 2. Times are few and whole, so that many fall together. What goes wrong is aimed by :class:`Faults`.
-Rule 3. What comes out passes :func:`check`.
+Rule 3. What is read was mostly stored before: a load that could never hit shows little. Some prefixes (:meth:`_Draft._prefix`)
+        are stored in peace, read, taken away and stored again.
+Rule 4. What comes out passes :func:`check`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import attrs
 import msgspec
@@ -35,6 +38,16 @@ SPAN: Final = 24
 AMPLE: Final = 200
 """A capacity that is never used up."""
 AMPLE_BUDGET: Final = 4_096
+_Below: TypeAlias = Mapping[str, tuple[str, str]]
+_NOTHING_BELOW: Final[_Below] = {}
+_BELOW: Final[Sequence[_Below]] = (
+    {"route": ("host", "disk")},
+    {"route": ("host", "disk")},
+    {"route": ("host", "disk"), "other": ("host", "far")},
+    {"route": ("host", "disk"), "other": ("host", "far")},
+    {"route": ("host", "disk"), "on": ("disk", "far")},
+)
+"""Chains below the first pipeline: one route, two side by side, or one behind the other; of each, from where to where."""
 
 
 def generate(seed: int) -> Scenario:
@@ -49,35 +62,55 @@ class _Draft:
     dice: Dice
     puts: list[Put] = attrs.Factory(list)
     steps: list[Step] = attrs.Factory(list)
+    plain: list[Put] = attrs.Factory(list)
+    """Containers that wait for nothing."""
+    held: list[str] = attrs.Factory(list)
+    """What the first destination has from the start."""
+    drops: bool = False
+    """Where there is no room in the budget, weak containers are dropped."""
+    loads: int = 0
 
     def scenario(self) -> Scenario:
         dice = self.dice
-        twin, route = dice.chance(0.2, "twin"), dice.chance(0.15, "route")
+        twin = dice.chance(0.2, "twin")
+        below = dice.pick(_BELOW, "below") if dice.chance(0.2, "route") else _NOTHING_BELOW
         capacity = dice.pick([4, 8, 16, AMPLE, AMPLE, AMPLE], "capacity")
-        main = self._main(["route"] if route else [], capacity)
-        pipelines = {"main": main}
+        main = self._main(capacity)
+        budget = main.budget_blocks or AMPLE_BUDGET
+        self.drops = main.on_overflow == "drop"
+        self._stores(twin, budget)
+        for i in range(dice.pick([1, 1, 1, 2], "prefixes")):
+            self._prefix(i, min(capacity, budget))
+        tiers = self._tiers(below, capacity)
+        pipelines = {"main": msgspec.structs.replace(main, chain=_from("host", below), policies=self._policies())}
         if twin:
             pipelines["twin"] = self._twin()
-        self._stores(twin)
-        tiers = self._tiers(route, capacity)
-        if route:
-            timeout = dice.pick([4, 100], "route timeout")
-            pipelines["route"] = PipelineSpec(source="host", to="disk", destination_ms=timeout)
-        pipelines["main"] = msgspec.structs.replace(main, policies=self._policies())
-        self._disturb(route)
-        slots = 2 if twin else main.max_concurrent_transfers or 1
+        for name, (source, to) in below.items():
+            patience = dice.pick([4, 100], name, "timeout")
+            pipelines[name] = PipelineSpec(
+                source=source, to=to, chain=_from(to, below), destination_ms=patience, flush_ms=dice.pick([1, 10], name)
+            )
+        self._disturb(tiers)
+        host = tiers["host"]
         return Scenario(
             name=f"seed {dice.seed}",
             seed=dice.seed,
             tier=tiers,
             pipeline=pipelines,
             step=sorted(self.steps, key=lambda step: step.at_ms),
-            fault=Faults(dice, self.puts, route, slots, tight=pipelines["main"].budget_blocks != AMPLE_BUDGET).all(),
+            fault=Faults(
+                dice,
+                self.puts,
+                below=[to for _, to in below.values()],
+                slots=2 if twin else main.max_concurrent_transfers or 1,
+                budget=budget,
+                copy_ms=host.latency_ms + (4 * BLOCK_BYTES // host.bytes_per_ms if host.bytes_per_ms else 0),
+            ).all(),
         )
 
     # -- the house -----------------------------------------------------------------------------------------------------
 
-    def _main(self, chain: list[str], capacity: int) -> PipelineSpec:
+    def _main(self, capacity: int) -> PipelineSpec:
         dice = self.dice
         budget = dice.pick([8, 16, 24, AMPLE_BUDGET, AMPLE_BUDGET], "budget")
         most = min(dice.pick([1, 2, 4, 8, 16], "max_batch_size"), budget)
@@ -86,7 +119,6 @@ class _Draft:
             full = ("wait", "evict", "evict", "partial", "fail")
         return PipelineSpec(
             to="host",
-            chain=chain,
             max_batch_size=most,
             min_batch_size=1 + dice.below(most, "min_batch_size"),
             flush_ms=dice.pick([0, 1, 4, 10], "flush_interval"),
@@ -94,7 +126,7 @@ class _Draft:
             on_policy_error=dice.pick(["filter", "fail"], "on_policy_error"),
             max_waiting_policies=dice.pick([1, 2, 64], "max_waiting_policies"),
             precondition_ms=dice.pick([8, 20, 200, 200, 200], "precondition_timeout"),
-            max_concurrent_transfers=dice.pick([1, 1, 2, 3], "slots"),
+            max_concurrent_transfers=dice.pick([1, 2, 2, 3], "slots"),
             on_destination_full=dice.pick(full, "full"),
             destination_ms=dice.pick([4, 10, 100, 100], "destination_timeout"),
             transfer_ms=dice.pick([6, 20, *[1000] * 10], "transfer_timeout"),
@@ -113,9 +145,9 @@ class _Draft:
             on_destination_full=dice.pick(["wait", "evict", "partial", "fail"], "twin full"),
         )
 
-    def _tiers(self, route: bool, capacity: int) -> dict[str, TierSpec]:
+    def _tiers(self, below: _Below, capacity: int) -> dict[str, TierSpec]:
         dice = self.dice
-        held = some(dice, SHARED, 0.2, "held") if dice.chance(0.2, "holds") else []
+        held = self.held + (some(dice, SHARED, 0.2, "held") if dice.chance(0.2, "holds") else [])
         tiers = {
             "device": TierSpec(capacity=512, block_bytes=BLOCK_BYTES),
             "host": TierSpec(
@@ -126,11 +158,11 @@ class _Draft:
                 holds=compress(held[:capacity]),
             ),
         }
-        if route:
-            tiers["disk"] = TierSpec(
-                capacity=dice.pick([4, AMPLE], "route capacity"),
+        for _, to in below.values():
+            tiers[to] = TierSpec(
+                capacity=dice.pick([4, AMPLE], to, "capacity"),
                 block_bytes=BLOCK_BYTES,
-                latency_ms=dice.below(4, "route latency"),
+                latency_ms=dice.below(4, to, "latency"),
             )
         return tiers
 
@@ -166,18 +198,63 @@ class _Draft:
 
     # -- the load ------------------------------------------------------------------------------------------------------
 
-    def _stores(self, twin: bool) -> None:
+    def _stores(self, twin: bool, budget: int) -> None:
         dice = self.dice
-        for i in range(4 + dice.below(18, "stores")):
+        for i in range(3 + dice.below(16, "stores")):
             where = ("store", i)
             pipeline = "twin" if twin and dice.chance(0.4, *where, "twin") else ""
             self._store(f"s{i}", dice.below(SPAN, *where, "at"), where, pipeline)
-        if dice.chance(0.25, "burst"):
-            labels = [f"b{i}" for i in range(2 + dice.below(6, "burst", "many"))]
-            at, per = dice.below(SPAN, "burst", "at"), 1 + dice.below(3, "burst", "per")
-            self.puts += [Put(label, at, tuple([f"{label}.{n}" for n in range(per)])) for label in labels]
-            how: Any = dice.pick(["wait", "now"], "burst", "how")
-            self._at(at, store=StoreStep(id=compress(labels), per=per, how=how))
+        if dice.chance(0.6 if budget < AMPLE_BUDGET else 0.2, "burst"):
+            self._burst(budget)
+
+    def _burst(self, budget: int) -> None:
+        """Several at once; where the budget is small, more than fit in."""
+        dice = self.dice
+        least = budget // 4 if budget < AMPLE_BUDGET else 0
+        labels = [f"b{i}" for i in range(2 + dice.below(6, "burst", "many"))]
+        at, per = dice.below(SPAN, "burst", "at"), 1 + least + dice.below(2, "burst", "per")
+        how: Any = dice.pick(["wait", "wait", "wait", "now", "many", "many"], "burst", "how")
+        kind: Any = dice.pick(["weak", "weak", "strong"], "burst", "kind")
+        self.puts += [
+            Put(label, at, tuple([f"{label}.{n}" for n in range(per)]), waits=self._waits(how, kind))
+            for label in labels
+        ]
+        self._at(at, store=StoreStep(id=compress(labels), per=per, how=how, kind=kind))
+
+    def _waits(self, how: str, kind: str) -> bool:
+        return how == "wait" and not (kind == "weak" and self.drops)
+
+    def _prefix(self, i: int, room: int) -> None:
+        """What comes again and again: stored in peace, read, grown, taken away, stored once more, and read again."""
+        dice, where = self.dice, ("prefix", i)
+        keys = [f"p{i}.{n}" for n in range(min(2 + dice.below(4, *where, "n"), room))]
+        at = 10 + dice.below(20, *where, "at")
+        if dice.chance(0.5, *where, "held"):
+            self.held += keys
+        else:
+            self._at(at, store=StoreStep(id=f"p{i}", per=len(keys)))  # and no fault is aimed at it
+        read = at + 28 + dice.below(12, *where, "read")
+        self._load(read, keys)
+        if dice.chance(0.4, *where, "grows"):
+            longer = [*keys, f"q{i}.0"][-room:]
+            self._turn(f"q{i}", read + dice.below(6, *where, "grows at"), longer, where)
+        if dice.chance(0.5, *where, "gone"):
+            gone = read + 2 + dice.below(8, *where, "gone at")
+            self._at(gone, delete=KeysStep(keys=compress(keys[dice.below(len(keys), *where, "from") :])))
+            self._load(gone + dice.below(4, *where, "missed at"), keys)
+            if dice.chance(0.6, *where, "again"):
+                self._turn(f"r{i}", gone + 1 + dice.below(4, *where, "again at"), keys, where)
+        for time in range(1 + dice.below(2, *where, "times")):
+            self._load(read + 24 + dice.below(24, *where, "read again", time), keys)
+
+    def _turn(self, label: str, at: int, keys: Sequence[str], where: tuple[object, ...]) -> None:
+        kind: Any = self.dice.pick(["weak", "strong"], *where, label)
+        self._at(at, store=StoreStep(id=label, keys=compress(keys), per=len(keys), kind=kind))
+        self.puts.append(Put(label, at, tuple(keys)))
+
+    def _load(self, at: int, keys: Sequence[str], tier: str = "") -> None:
+        self._at(at, load=LoadStep(id=f"l{self.loads}", keys=compress(keys), tier=tier))
+        self.loads += 1
 
     def _store(self, label: str, at: int, where: tuple[object, ...], pipeline: str) -> None:
         dice = self.dice
@@ -193,12 +270,16 @@ class _Draft:
             per=n,
             kind=kind,
             pipeline=pipeline,
-            how=dice.pick(["now", "wait", "wait"], *where, "how"),
+            how=dice.pick(["now", "many", "wait", "wait", "wait"], *where, "how"),
             after=after,
             any_of=any_of,
         )
         self._at(at, store=step)
-        self.puts.append(Put(label, at, tuple(keys), kept=kind == "external"))
+        waits = self._waits(step.how, kind) and not pipeline
+        put = Put(label, at, tuple(keys), kept=kind == "external", waits=waits)
+        self.puts.append(put)
+        if keys and not after:
+            self.plain.append(put)
 
     def _after(self, label: str, at: int, where: tuple[object, ...]) -> tuple[list[After], bool]:
         """What must hold before a container may be read, and whether one of it is enough."""
@@ -231,9 +312,9 @@ class _Draft:
                 self._at(dice.below(40, "shared event"), fire="e")
                 return [After(event="e")], False
 
-    def _disturb(self, route: bool) -> None:
+    def _disturb(self, tiers: Mapping[str, TierSpec]) -> None:
         """What else is done meanwhile: it takes away, reads, waits, and ends."""
-        dice = self.dice
+        dice, lower = self.dice, [name for name in tiers if name not in ("device", "host")]
         for i in range(dice.below(4, "evictions")):
             keys = some(dice, SHARED, 0.4, "evict", i, "keys")
             if keys:
@@ -242,14 +323,12 @@ class _Draft:
         for i in range(dice.below(3, "deletions")):
             keys = some(dice, SHARED, 0.5, "delete", i, "keys")
             if keys:
-                tier = "disk" if route and dice.chance(0.3, "delete", i, "tier") else ""
+                tier = dice.pick(lower, "delete", i, "which") if lower and dice.chance(0.3, "delete", i, "tier") else ""
                 self._at(dice.below(60, "delete", i), delete=KeysStep(tier=tier, keys=compress(keys)))
-        for i in range(1 + dice.below(8, "loads")):
-            put = dice.pick(self.puts, "load", i, "of")
-            keys = [*put.keys] or [*SHARED[:2]]
-            tier = "disk" if route and dice.chance(0.3, "load", i, "tier") else ""
-            at = put.at_ms + 8 + dice.below(50, "load", i)
-            self._at(at, load=LoadStep(id=f"l{i}", keys=compress(keys), tier=tier))
+        for i in range(dice.below(4, "loads") if self.plain else 0):
+            put = dice.pick(self.plain, "load", i, "of")
+            tier = dice.pick(lower, "load", i, "which") if lower and dice.chance(0.3, "load", i, "tier") else ""
+            self._load(put.at_ms + 30 + dice.below(40, "load", i), put.keys, tier)
         if dice.chance(0.2, "drains"):
             self._at(dice.below(40, "drain"), drain="main")
         if dice.chance(0.1, "releases"):
@@ -262,3 +341,8 @@ class _Draft:
         step = Step(at_ms=at_ms, **verb)
         if step.fire is None or not any(step.fire == other.fire for other in self.steps):
             self.steps.append(step)
+
+
+def _from(tier: str, below: _Below) -> list[str]:
+    """The pipelines of a chain that go on from here."""
+    return [name for name, (source, _) in below.items() if source == tier]

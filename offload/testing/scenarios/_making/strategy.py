@@ -131,7 +131,7 @@ _one_or_two: Final = st.lists(
     max_size=2,
 )
 _kinds: Final[st.SearchStrategy[Any]] = st.sampled_from(["weak", "strong", "external"])
-_hows: Final[st.SearchStrategy[Any]] = st.sampled_from(["wait", "now"])
+_hows: Final[st.SearchStrategy[Any]] = st.sampled_from(["wait", "now", "many"])
 _starts: Final = st.integers(0, len(_SHARED) - 1)
 _counts: Final = st.integers(0, 4)
 
@@ -190,10 +190,12 @@ def _of(policy: PolicySpec, draw: st.DrawFn, labels: Sequence[str]) -> PolicySpe
 # --- what goes wrong ----------------------------------------------------------------------------------------------
 
 _FIELDS: Final[dict[str, dict[str, st.SearchStrategy[Any]]]] = {
-    "cancel": {}, "cancel_waiter": {}, "abandon": {}, "evict": {"keys": _keys},
+    "cancel": {"times": st.sampled_from([1, 1, 2])}, "cancel_waiter": {}, "abandon": {}, "evict": {"keys": _keys},
     "delay": {"ms": st.integers(1, 6), **_fors}, "stall": _fors, "duplicate": _fors, "reorder": _fors, "full": _fors,
-    "fail": {"keys": _keys, **_fors}, "torn": {"keys": _keys, **_fors}, "flip": {"keys": _keys}, "drop": _fors,
-    "unproven": _fors, "peer_death": _fors, "clock": {"ms": st.integers(1, 20)}, "shut_down": {}, "cancel_host": {},
+    "fail": {"keys": _keys, **_fors}, "torn": {"keys": _keys, **_fors, "grouped": st.booleans()}, "flip": {"keys": _keys},
+    "miscount": {"by": st.sampled_from([-1, 1]), **_fors}, "drop": _fors,
+    "unproven": {**_fors, "grouped": st.booleans()}, "peer_death": _fors,
+    "clock": {"ms": st.integers(1, 20)}, "shut_down": {}, "cancel_host": {},
 }  # fmt: skip
 _kinds_of_fault: Final[st.SearchStrategy[Any]] = st.sampled_from(list(_FIELDS))
 _hooks: Final = st.sampled_from(HOOKS)

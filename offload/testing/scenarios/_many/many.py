@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import perf_counter
-from typing import IO, Any, Final, TypeAlias
+from typing import IO, Any, Final, TypeAlias, TypeVar
 
 import attrs
 
@@ -40,6 +40,7 @@ from .._program import Scenario
 from .._report import Report, Violation
 from .summing import Played, lost, played
 
+T = TypeVar("T")
 Make: TypeAlias = Callable[[int], Report]
 """Plays what belongs to a number. To be pickled, it and what it refers to must be importable. If it has a ``warm()``, that is
 called before the first run."""
@@ -114,7 +115,7 @@ def play_many(
     """
     if processes < 1:
         return _play_here(make, seeds, progress, keep)
-    return _Crew(make, seeds, processes, watchdog, progress, keep).results()
+    return Crew(make, seeds, processes, watchdog, progress, keep).results()
 
 
 def cores() -> int:
@@ -149,7 +150,7 @@ def _play_one(make: Make, seed: int, keep: bool) -> Played:
 
 @attrs.define(eq=False)
 class _Chunk:
-    seeds: deque[int]
+    seeds: deque[Any]
     """Still to be played; the first is being played."""
     done: list[Played] = attrs.field(factory=list)
 
@@ -178,17 +179,18 @@ class _Worker:
         self.last_words.close()
 
 
-class _Crew:
-    """Workers, and the chunks they have."""
+class Crew:
+    """Workers, and the chunks they have. Seeds are drawn when a worker is free, ``chunk`` at a time, and not before."""
 
     def __init__(
         self,
-        make: Make,
-        seeds: Iterable[int],
+        make: Callable[[T], Report],
+        seeds: Iterable[T],
         processes: int,
         watchdog: float,
         progress: Callable[[Played], object] | None,
         keep: bool,
+        chunk: int = _CHUNK,
     ) -> None:
         try:
             self._work = pickle.dumps((make, watchdog, keep))
@@ -196,6 +198,7 @@ class _Crew:
             raise TypeError(f"{make!r} cannot be sent to another process, which needs to import it: {error}") from error
         self._seeds = iter(seeds)
         self._processes = processes
+        self._size = chunk
         self._watchdog = watchdog
         self._progress = progress
         self._workers: list[_Worker] = []
@@ -204,6 +207,7 @@ class _Crew:
         """Chunks whose worker was lost."""
 
     def results(self) -> Iterator[Played]:
+        """The runs, in the order of the seeds. Closed before its end, it leaves no process behind."""
         try:
             while self._employ() or self._order:
                 self._listen()
@@ -242,7 +246,7 @@ class _Crew:
             return self._again.popleft()
         if len(self._order) >= self._processes * _AHEAD:
             return None
-        seeds = deque(itertools.islice(self._seeds, _CHUNK))
+        seeds = deque(itertools.islice(self._seeds, self._size))
         if not seeds:
             return None
         self._order.append(_Chunk(seeds))

@@ -22,7 +22,7 @@ from .._program import After, LoadStep, PipelineSpec, Scenario, Step, StoreStep
 from .._report import Report
 from .._shrinking.tidying import tidy
 
-ATTRIBUTES: Final[tuple[Seam, ...]] = ("close_now", "evict", "delete", "drain", "found")
+ATTRIBUTES: Final[tuple[Seam, ...]] = ("store_many", "close_now", "evict", "delete", "drain", "found")
 """Seams that a system has as a method of that name."""
 
 PROBE: Final = Scenario(
@@ -156,6 +156,10 @@ class _WatchedSystem:
 # --- random programs for a system that lacks some ------------------------------------------------------------------
 
 
+_OURS: Final = frozenset({"drop", "miscount"})
+"""Faults that only our own pipelines need to live with: no end of a copy, and answers for other blocks than were asked for."""
+
+
 def within(scenario: Scenario, seams: Sequence[Seam], hooks: Sequence[str]) -> Scenario:
     """As much of a program as a system with these seams and hooks can be put through.
 
@@ -182,9 +186,9 @@ def within(scenario: Scenario, seams: Sequence[Seam], hooks: Sequence[str]) -> S
         pipeline={"main": PipelineSpec(to=first.to, policies=policies)},
         step=steps,
         fault=[
-            msgspec.structs.replace(fault, at_hook=renamed.get(fault.at_hook, fault.at_hook))
+            msgspec.structs.replace(fault, at_hook=renamed.get(fault.at_hook, fault.at_hook), grouped=False)
             for fault in scenario.fault
-            if fault.do != "drop"
+            if fault.do not in _OURS
         ],
         expect=[],
     )
@@ -194,7 +198,14 @@ def within(scenario: Scenario, seams: Sequence[Seam], hooks: Sequence[str]) -> S
 def _plain_store(store: StoreStep, seams: Sequence[Seam]) -> StoreStep:
     """Weak, through the one way in, and not waiting for what never comes: who promises to give up, and when?"""
     after = [one for one in store.after if "after" in seams and one.do != "never"]
-    return msgspec.structs.replace(store, pipeline="", kind="weak", after=after, any_of=store.any_of and len(after) > 1)
+    return msgspec.structs.replace(
+        store,
+        pipeline="",
+        kind="weak",
+        how="now" if store.how == "many" and "store_many" not in seams else store.how,
+        after=after,
+        any_of=store.any_of and len(after) > 1,
+    )
 
 
 def _without_problems(scenario: Scenario, seams: Sequence[Seam], hooks: Sequence[str]) -> Scenario:

@@ -65,6 +65,7 @@ def _promises() -> Iterator[Promise]:
     yield _promise(
         "twice", "the same keys twice, together or one after the other", (), [_twice(0), _twice(1), _twice(LATE)]
     )
+    yield _promise("many", "several containers in one call", ("store_many",), [_many()])
     yield _promise("crowded", "more than fits in", (), [_crowded()])
     yield _promise(
         "cancel", "a cancel at any time is confirmed, and leaves nothing behind", (), _each_time("cancel", who="b")
@@ -145,6 +146,15 @@ def _stored() -> Scenario:
     steps = [_four(), Step(at_ms=LATE, load=LoadStep(keys="a.0, a.1, b.0, b.1, c.0, d.1"))]
     ends = Expect(status=dict.fromkeys("abcd", "COMPLETE"))
     return _scenario("store, then load", steps, expect=[ends, Expect(count={"loaded": 6})])
+
+
+def _many() -> Scenario:
+    steps = [
+        _store("a, b, c", per=2, how="many"),
+        _store("d, e", 3, keys="d.0, a.1, a.1, e.0", per=2, how="many"),
+        Step(at_ms=LATE, load=LoadStep(keys="a.0, a.1, b.1, c.0, d.0, e.0")),
+    ]
+    return _scenario("three in one call, then two", steps, expect=[Expect(count={"loaded": 6})])
 
 
 def _twice(later: int) -> Scenario:

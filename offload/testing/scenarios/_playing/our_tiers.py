@@ -91,8 +91,7 @@ class _Reservation(PooledReservation):
             if (torn := flight.torn()) is not None:
                 self._tear(torn)
             failing = {key: OSError(f"{key.decode()} could not be written") for key in flight.failing()}
-            outcomes = await self._transfer_but(failing, source, guards)
-            return outcomes * 2 if "duplicate" in flight.met else outcomes
+            return flight.answers(await self._transfer_but(failing, source, guards))
 
         try:
             outcomes = await tier.place.carry(keys, move, tier.leaving)

@@ -21,8 +21,9 @@ from backends.abc import (
 )
 from backends.pages import new_pages
 from backends.slots import PagesDestination
-from offload import NO_WAIT, Pipeline, PipelineClosed, PipelineFull, open_pipeline
+from offload import NO_WAIT, Pipeline, PipelineClosed, PipelineFull, TransferHandle, open_pipeline
 from offload._container import OffloadBatch, OffloadContainer
+from offload.abc import AsyncPolicy, Policy
 from offload.instruments import Every
 
 from .._contract import Refused, System, Ticket
@@ -37,7 +38,7 @@ from .our_tiers import Tier as Tier
 if TYPE_CHECKING:
     from .._contract import World
     from .._world.places import Place
-    from .._world.world import VirtualWorld
+    from .._world.world import Parcel, VirtualWorld
 
 
 class _Eye(Every):
@@ -76,6 +77,8 @@ class Ours:
         self.pipelines: dict[str, Pipeline] = {}
         self._filled = {spec.to for spec in world.pipelines.values()}
         self._labels: dict[OffloadContainer, str] = {}
+        self._stored: dict[Blocks, str] = {}
+        """What was stored, by whom."""
         self._followed: Counter[tuple[str, str]] = Counter()
         self._external: dict[Key, int] = {}
         world.told = self.ended
@@ -90,18 +93,18 @@ class Ours:
     def _tier(self, place: Place) -> Tier:
         return Tier(place)
 
+    def policies_of(self, pipeline: str) -> list[Policy | AsyncPolicy]:
+        """What may leave through a pipeline."""
+        return made_of(self.world, pipeline, lambda tier, keys: self.tiers[tier].contains(keys))
+
     # -- who is who ----------------------------------------------------------------------------------------------------
 
     def label_of(self, pipeline: Pipeline, container: OffloadContainer) -> str:
         """What the scenario calls a container; in the pipelines of a chain that is the one it was stored as."""
         label = self._labels.get(container)
         if label is None:
-            # It is being taken in by this very task, or it comes down a chain.
-            label = (
-                self.world.label if self.world.label in self.world.storing else self._from_above(pipeline, container)
-            )
-            self._labels[container] = label or f"{pipeline.name}#{container.number}"
-            return self._labels[container]
+            label = self._stored.get(container.blocks) or self._from_above(pipeline, container)
+            label = self._labels[container] = label or f"{pipeline.name}#{container.number}"
         return label
 
     def _from_above(self, pipeline: Pipeline, container: OffloadContainer) -> str:
@@ -119,59 +122,69 @@ class Ours:
 
     async def store(self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str) -> Ticket:
         """Take in a container as the scenario has it: its kind, its pipeline, its precondition."""
-        world = self.world
-        parcel = world.parcels[label]
-        store = parcel.store
-        pipeline = self.pipelines[parcel.pipeline]
-        precondition = NO_WAIT if parcel.after is None else parcel.after
-        source = cast("Tier", pipeline.source)
-        world.this_is(label)
-        world.storing.add(label)
-        try:
-            blocks = self._blocks(source, keys, store.kind)
-            if store.kind == "external":
-                for key in keys:
-                    self._external[key] = self._external.get(key, 0) + 1
-            if store.how == "wait":
-                handle = await pipeline.enqueue(blocks, precondition=precondition)
-            elif world.dice.chance(0.5, "many", label):
-                (handle,) = pipeline.enqueue_many([blocks], precondition=precondition)
-            else:
-                handle = pipeline.enqueue_nowait(blocks, precondition=precondition)
-        except (PipelineFull, PipelineClosed, CapacityError, MissingKeys, ValueError) as error:
-            if isinstance(error, PipelineClosed) and world.closed_at is None and not world.stuck:
-                self.ledger.wrong(f"I9: {label} was refused by a pipeline that nobody closed")
-            self._let_go(parcel.keys, store.kind)
-            raise Refused(type(error).__name__) from error
-        except BaseException:
-            self._let_go(parcel.keys, store.kind)
-            raise
-        finally:
-            world.storing.discard(label)
-        # What ends within the call, as an empty one does, may be what closed the pipeline: an observer of it may.
-        if pipeline._closed and not handle.status.terminal:
-            self.ledger.wrong(f"S48: {label} got a handle from a closed pipeline")
-        self._labels[handle._container] = label
-        return self.ledger.took(pipeline, handle)
+        (ticket,) = await self._take_in([label])
+        return ticket
 
-    def _blocks(self, source: Tier, keys: Sequence[Key], kind: str) -> Blocks:
+    async def store_many(
+        self, many: Mapping[str, Sequence[Key]], after: Callable[[], Awaitable[object]] | None
+    ) -> Sequence[Ticket]:
+        """Take in several containers in one call."""
+        return await self._take_in(list(many))
+
+    async def _take_in(self, labels: Sequence[str]) -> Sequence[TransferHandle]:
+        world, parcels = self.world, [self.world.parcels[label] for label in labels]
+        pipeline = self.pipelines[parcels[0].pipeline]
+        mine: list[Blocks] = []
+        try:
+            for parcel in parcels:
+                self._keep_alive(parcel)
+            for parcel in parcels:
+                mine.append(self._blocks(cast("Tier", pipeline.source), parcel))
+            given, mine = mine, []  # from here on they are the pipeline's, also when it raises
+            handles = await _enqueue(pipeline, given, parcels[0])
+        except BaseException as error:
+            for blocks in mine:
+                blocks.release()
+            for label in labels:
+                self.ended(label)
+            if isinstance(error, PipelineClosed) and world.closed_at is None and not world.stuck:
+                self.ledger.wrong(f"I9: {', '.join(labels)} was refused by a pipeline that nobody closed")
+            if isinstance(error, PipelineFull | PipelineClosed | CapacityError | MissingKeys | ValueError):
+                raise Refused(type(error).__name__) from error
+            raise
+        for label, handle in zip(labels, handles, strict=True):
+            if self.label_of(pipeline, handle._container) != label:
+                self.ledger.wrong(f"I9: {label} got the handle of {self.label_of(pipeline, handle._container)}")
+            # What ends within the call, as an empty one does, may be what closed the pipeline: an observer of it may.
+            if pipeline._closed and not handle.status.terminal:
+                self.ledger.wrong(f"S48: {label} got a handle from a closed pipeline")
+            self.ledger.took(pipeline, handle)
+        return handles
+
+    def _blocks(self, source: Tier, parcel: Parcel) -> Blocks:
+        keys = parcel.keys
         if source.name not in self._filled:  # an engine stores what it has just computed
             source.fill([key for key in keys if key not in source.pool._slot_of])
-        if kind == "external":
-            return source.external(source.pool.slots(keys), keys)
-        if kind == "strong":
+        blocks: Blocks
+        if parcel.store.kind == "external":
+            blocks = source.external(source.pool.slots(keys), keys)
+        elif parcel.store.kind == "strong":
             blocks = source.strong(keys)
             self.ledger.strong.append(blocks)
-            return blocks
-        return source.weak(keys)
+        else:
+            blocks = source.weak(keys)
+        self._stored[blocks] = parcel.label
+        return blocks
+
+    def _keep_alive(self, parcel: Parcel) -> None:
+        """The engine keeps its blocks, where it is to do so, until :meth:`ended`."""
+        for key in parcel.keys if parcel.store.kind == "external" else ():
+            self._external[key] = self._external.get(key, 0) + 1
 
     def ended(self, label: str) -> None:
         """The engine need not keep the blocks of this container alive any more."""
         parcel = self.world.parcels[label]
-        self._let_go(parcel.keys, parcel.store.kind)
-
-    def _let_go(self, keys: Sequence[Key], kind: str) -> None:
-        for key in keys if kind == "external" else ():
+        for key in parcel.keys if parcel.store.kind == "external" else ():
             if self._external.get(key, 0) <= 1:
                 self._external.pop(key, None)
             else:
@@ -200,6 +213,30 @@ class Ours:
                         found[key] = bytes(page) if outcome == LOADED else None
             todo = todo[len(held) + 1 :]  # what comes after the prefix that is there is not
         return found
+
+    @asynccontextmanager
+    async def hold(
+        self, tier_name: str, keys: Sequence[Key]
+    ) -> AsyncIterator[Callable[[], Awaitable[Mapping[Key, bytes]]]]:
+        """Hold the prefix of these that is there, to be read as often as one likes."""
+        tier = self.tiers[tier_name]
+        async with await tier.pin(keys) as lease:
+            held = list(lease.keys)
+            self.ledger.reading[tier].append(held)
+
+            async def read() -> Mapping[Key, bytes]:
+                pages = new_pages(len(held), tier.block_bytes)
+                outcomes = await tier.load(lease, PagesDestination(pages)) if held else []
+                return {
+                    key: bytes(page)
+                    for key, page, outcome in zip(held, pages, outcomes, strict=True)
+                    if outcome == LOADED
+                }
+
+            try:
+                yield read
+            finally:
+                self.ledger.reading[tier].remove(held)
 
     def audit(self) -> Mapping[str, int]:
         """What is still held."""
@@ -254,6 +291,16 @@ class Ours:
         return self.pipelines[pipeline].statistics()
 
 
+async def _enqueue(pipeline: Pipeline, many: Sequence[Blocks], parcel: Parcel) -> Sequence[TransferHandle]:
+    """As the scenario has it; several are stored alike."""
+    precondition = NO_WAIT if parcel.after is None else parcel.after
+    if parcel.store.how == "many":
+        return pipeline.enqueue_many(many, precondition=precondition)
+    if parcel.store.how == "now":
+        return [pipeline.enqueue_nowait(many[0], precondition=precondition)]
+    return [await pipeline.enqueue(many[0], precondition=precondition)]
+
+
 @asynccontextmanager
 async def open_ours(world: World) -> AsyncIterator[System]:
     """Open the pipelines of the scenario, those that others lead to first."""
@@ -280,7 +327,7 @@ async def _open(ours: Ours, stack: AsyncExitStack, name: str) -> Pipeline:
         open_pipeline(
             ours.tiers[spec.source],
             ours.tiers[spec.to],
-            policies=made_of(world, name, lambda tier, keys: ours.tiers[tier].contains(keys)),
+            policies=ours.policies_of(name),
             config=config_of(spec),
             chain=chain,
             name=name,

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 import msgspec
 import trio
-import trio.testing
 
 from .._contract import SEAMS, Factory
-from .._determinism import collected, run, unshield
+from .._determinism import VirtualClock, collected, run, unshield
 from .._files.checking import demand
 from .._judging.expecting import Rest, judge
 from .._judging.resting import look, look_after
@@ -28,6 +28,9 @@ from .._world.preconditions import Broken
 from .._world.users import Users
 from .._world.world import VirtualWorld
 from .colours import check_virtual
+
+if TYPE_CHECKING:
+    from trio.testing import MockClock
 
 STEPS = 20_000
 """Steps of tasks after which a run is no longer believed to come to rest, and for each container and each fault:"""
@@ -71,9 +74,10 @@ def play(
 
     Raises:
         ScenarioError: the scenario makes no sense.
+        NeedsProcesses: it has a page store.
         NeedsRealTime: the system does not follow virtual time.
     """
-    check_virtual(factory)
+    check_virtual(factory, scenario)
     # Of another system only a probe knows which hooks it has; what it lacks shows as a crash, or was found before.
     demand(scenario, None if factory is None else SEAMS)
     seed = scenario.seed if seed is None else seed
@@ -81,16 +85,22 @@ def play(
         from .._making.loads import unroll
 
         scenario = unroll(scenario, seed, base)
+    if factory is None and scenario.engine is not None:
+        from .engines import open_our_engine
+
+        factory = open_our_engine
     if factory is None:
         from .ours import open_ours
 
-        factory = open_ours
+        with collected():  # what is left of it: all but the report
+            return _play(scenario, seed, open_ours, VirtualClock())
+    from trio.testing import MockClock  # who knows what a system waits for
+
     with collected():
-        return _play(scenario, seed, factory)  # what is left of it is collected: all but the report
+        return _play(scenario, seed, factory, MockClock(autojump_threshold=0))
 
 
-def _play(scenario: Scenario, seed: int, factory: Factory) -> Report:
-    clock = trio.testing.MockClock(autojump_threshold=0)
+def _play(scenario: Scenario, seed: int, factory: Factory, clock: VirtualClock | MockClock) -> Report:
     world = VirtualWorld(scenario, seed, clock)
     rest = Rest()
     try:
@@ -125,6 +135,7 @@ async def _use(world: VirtualWorld, factory: Factory) -> Rest:
     with world.host:
         try:
             async with factory(world) as world.system:
+                world.opened()
                 await Users(world).live()
                 if not world.leaves and world.closed_at is None:
                     rest = await look(world)

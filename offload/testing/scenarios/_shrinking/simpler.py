@@ -137,7 +137,7 @@ def _simpler_faults(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _faults_like(fault: Fault) -> Iterator[Fault]:
-    yield from _defaults(fault, "visit", "tier", "keys", "for_ms", "ms", "p")
+    yield from _defaults(fault, "visit", "tier", "keys", "for_ms", "ms", "p", "times", "by", "grouped")
     if fault.at_hook:
         yield from _defaults(fault, "who", "of")
     for field in ("for_ms", "ms"):

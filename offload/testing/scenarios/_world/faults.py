@@ -53,7 +53,7 @@ class Planted:
     def happen(self, world: VirtualWorld, who: Sequence[str] = (), where: str = "") -> None:
         """Its moment has come. What it raises is a violation, and never the system's affair."""
         try:
-            FAULTS[self.fault.do](world, self, self.who or who, where)
+            FAULTS[self.fault.do](world, self, (*(self.who or who),) * self.fault.times, where)
         except Exception:
             world.wrong("crash", f"the fault {self.name} raised: {traceback.format_exc()}")
 
@@ -196,7 +196,7 @@ def _window(world: VirtualWorld, planted: Planted, who: Sequence[str], where: st
     note = f"for {fault.for_ms} ms" + (f": {_said(keys)}" if keys else "")
     line = planted.line = world.line_of(planted, (), place.name, note)
     until = trio.current_time() + fault.for_ms * TICK
-    place.opens(Window(fault.do, until, frozenset(keys), fault.ms, line))
+    place.opens(Window(fault.do, until, frozenset(keys), line, fault.ms, fault.by, fault.grouped))
 
 
 def _said(keys: Sequence[Key]) -> str:
@@ -210,6 +210,6 @@ FAULTS: Final[Mapping[FaultKind, _Act]] = {
     "cancel_host": _cancel_host, "shut_down": _shut_down, "clock": _clock,
     "evict": _evict, "flip": _flip,
     "unproven": _window, "fail": _window, "stall": _window, "drop": _window, "delay": _window,
-    "duplicate": _window, "reorder": _window, "torn": _window, "full": _window, "peer_death": _window,
+    "duplicate": _window, "miscount": _window, "reorder": _window, "torn": _window, "full": _window, "peer_death": _window,
 }  # fmt: skip
 """What a fault of each kind does."""

@@ -38,9 +38,14 @@ class Window:
     """On trio's clock, in seconds."""
     keys: frozenset[Key]
     """Which blocks it is about; empty: all."""
-    ms: int
     line: Line
     """Its line in the trace, which says whether it hit anything."""
+    ms: int = 1
+    """By how much it delays."""
+    by: int = 1
+    """How many answers too many, or too few."""
+    grouped: bool = False
+    """What it has a copy raise comes in a group."""
 
     @property
     def open(self) -> bool:
@@ -70,6 +75,21 @@ class Flight:
         if window.kind != "reorder":  # which holds one back at its end, or does not
             window.line.fired = True
         self.met.setdefault(window.kind, window)
+
+    @property
+    def miscounted(self) -> bool:
+        """Whether there is not one answer for each block."""
+        return "duplicate" in self.met or "miscount" in self.met
+
+    def answers(self, one_each: Sequence[T]) -> list[T]:
+        """What the copy answers, if it should answer this, one for each block."""
+        answers = list(one_each)
+        if "duplicate" in self.met:
+            return answers * 2
+        if "miscount" not in self.met:
+            return answers
+        by = self.met["miscount"].by
+        return answers[:by] if by < 0 else answers + answers[-1:] * by
 
     def failing(self) -> AbstractSet[Key]:
         """The blocks that fail, and only these; empty where none does, or all of the copy."""
@@ -120,6 +140,8 @@ class Place:
     content: _Content | None = None
     begins: Callable[[Place, Sequence[Key], Sequence[str] | None], None] | None = None
     """Is told of each copy that begins: into which place, of which keys, of which containers where that is known."""
+    miscounted: dict[str, None] = attrs.Factory(dict)
+    """Containers whose copy did not answer once for each block."""
     clashes: list[str] = attrs.Factory(list)
     """Keys that were copied twice at the same time (I7)."""
     _held_back: Flight | None = None
@@ -186,6 +208,7 @@ class Place:
         Raises:
             OSError: it failed.
             Unknown: nobody knows.
+            ExceptionGroup: of one of these, where what it has met raises so.
         """
         now = trio.current_time()
         self.batches += 1
@@ -222,10 +245,14 @@ class Place:
                     self.copied += 1
             ended = "copied"
             return answer
-        except OSError:
+        except OSError as error:
             ended = "failed"
+            if any(window.grouped for window in flight.met.values()):
+                raise ExceptionGroup(f"a copy into {self.name}", [error]) from None
             raise
         finally:
+            if flight.miscounted:
+                self.miscounted.update(dict.fromkeys(who))
             del self.flying[flight]
             self._ended.set()
             self._ended = trio.Event()
@@ -242,17 +269,15 @@ class Place:
     async def _hold_back(self, flight: Flight) -> None:
         """Let one that began later end first, if there is one; and hold back only one at a time."""
         window = flight.met["reorder"]
-        if self._held_back is not None or not window.open:
+        later = [other for other in self.flying if other.number > flight.number]
+        if self._held_back is not None or not later or not window.open:
             return
         self._held_back = flight
         window.line.fired = True
         try:
             with trio.move_on_at(window.until):
-                while True:
-                    later = [other for other in self.flying if other.number > flight.number]
+                while all(other in self.flying for other in later):
                     await self._ended.wait()
-                    if any(other not in self.flying for other in later):
-                        return
         finally:
             self._held_back = None
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from .._contract import Refused, System
+from .._contract import Refused, System, Ticket
 from .._house import first_destination, first_source, keys_of
 from .._names import expand
 from .._program import TICK, KeysStep, LoadStep, Step, StoreStep
@@ -109,57 +109,72 @@ class Users:
     async def _store_all(self, step: StoreStep) -> None:
         parcels = [self._world.parcels[label] for label in keys_of(step)]
         if step.how == "now":
-            self._begin(partial(self._store_now, parcels))
+            self._begin(partial(self._store_now, [[parcel] for parcel in parcels]))
+        elif step.how == "many":
+            self._begin(partial(self._store_now, [parcels]))
         else:
             for parcel in parcels:
                 await self._turn()
                 self._begin(partial(self._store, parcel))
 
-    async def _store_now(self, parcels: Sequence[Parcel], begun: trio.Event) -> None:
+    async def _store_now(self, groups: Sequence[Sequence[Parcel]], begun: trio.Event) -> None:
         """One after the other, and where the system does not wait, all at once."""
-        for parcel in parcels:
-            if await self._take_in(parcel, begun):
-                self._nursery.start_soon(self._wait, parcel)
+        for parcels in groups:
+            if await self._take_in(parcels, begun):
+                for parcel in parcels:
+                    self._nursery.start_soon(self._wait, parcel)
 
     async def _store(self, parcel: Parcel, begun: trio.Event) -> None:
-        if await self._take_in(parcel, begun):
+        if await self._take_in([parcel], begun):
             await self._wait(parcel)
 
-    async def _take_in(self, parcel: Parcel, begun: trio.Event) -> bool:
-        """Whether the system has it now."""
-        world, label = self._world, parcel.label
-        parcel.state, parcel.asked_at = "asked", trio.current_time()
-        parcel.after = world.events.precondition(parcel.store)
-        after = parcel.after.wait if parcel.after is not None else None
-        world.step("asked", label)
-        self._oracle.asked(parcel)
-        ticket = None
+    async def _take_in(self, parcels: Sequence[Parcel], begun: trio.Event) -> bool:
+        """Whether the system has them now: one container, or several that are stored in one call."""
+        world, now = self._world, trio.current_time()
+        after = world.events.precondition(parcels[0].store)
+        for parcel in parcels:
+            parcel.state, parcel.asked_at, parcel.after = "asked", now, after
+            world.step("asked", parcel.label)
+            self._oracle.asked(parcel)
         begun.set()
+        tickets: Sequence[Ticket] = ()
+        refusal = None
         try:
-            with trio.CancelScope() as parcel.storing:
-                ticket = await self._system.store(parcel.keys, after, label)
+            with trio.CancelScope() as scope:
+                for parcel in parcels:
+                    parcel.storing = scope
+                tickets = await self._ask(parcels, after.wait if after is not None else None)
         except Refused as error:
-            parcel.state = "refused"
-            world.step("refused", label, str(error))
-            return False
+            refusal = str(error)
         except Exception as error:
-            parcel.state = "refused"
-            world.step("refused", label, type(error).__name__)
-            world.crashed(error, f"store of {label}")
-            return False
+            refusal = type(error).__name__
+            world.crashed(error, f"store of {', '.join([parcel.label for parcel in parcels])}")
         finally:
-            parcel.storing = None
-            if ticket is None and parcel.state == "asked":
-                parcel.state = "abandoned"
-                world.step("abandoned", label)
-            if ticket is None:
-                self._oracle.not_taken(parcel)
-        if ticket is None:
-            return False
-        parcel.ticket, parcel.state = ticket, "taken"
-        world.step("taken", label)
-        world.look(parcel)
-        return True
+            for parcel in parcels:
+                parcel.storing = None
+            if not tickets:
+                self._not_taken(parcels, refusal)
+        for parcel, ticket in zip(parcels, tickets, strict=bool(tickets)):
+            parcel.ticket, parcel.state = ticket, "taken"
+            world.step("taken", parcel.label)
+            world.look(parcel)
+        return bool(tickets)
+
+    async def _ask(self, parcels: Sequence[Parcel], after: Callable[[], Awaitable[object]] | None) -> Sequence[Ticket]:
+        if parcels[0].store.how != "many":
+            return [await self._system.store(parcels[0].keys, after, parcels[0].label)]
+        many = {parcel.label: parcel.keys for parcel in parcels}
+        tickets: Sequence[Ticket] = await self._system.store_many(many, after)  # type: ignore[attr-defined]
+        if len(tickets) != len(parcels):
+            raise ValueError(f"{len(tickets)} tickets for {len(parcels)} containers")
+        return tickets
+
+    def _not_taken(self, parcels: Sequence[Parcel], refusal: str | None) -> None:
+        """They were refused; without a word, given up."""
+        for parcel in parcels:
+            parcel.state = "abandoned" if refusal is None else "refused"
+            self._world.step(parcel.state, parcel.label, refusal or "")
+            self._oracle.not_taken(parcel)
 
     async def _wait(self, parcel: Parcel) -> None:
         world, ticket = self._world, parcel.ticket
@@ -182,7 +197,7 @@ class Users:
 
     async def _load(self, step: LoadStep, begun: trio.Event) -> None:
         world, system = self._world, self._system
-        tier = step.tier or first_destination(world.scenario)
+        tier = step.tier or ("" if world.scenario.engine is not None else first_destination(world.scenario))
         label = step.id or f"load{self._loads}"
         self._loads += 1
         keys = tuple([key.encode() for key in expand(step.keys)])
@@ -190,7 +205,9 @@ class Users:
         begun.set()
         found: Any
         try:
-            if step.tier and hasattr(system, "load_from"):
+            if step.hold_ms:
+                found = await self._hold(label, tier, keys, step.hold_ms * TICK)
+            elif step.tier and hasattr(system, "load_from"):
                 found = await system.load_from(tier, keys)
             else:
                 found = await system.load(keys)
@@ -212,6 +229,21 @@ class Users:
         if missed:
             world.step("missed", label, _said(missed), tier)
         self._oracle.loaded(about, found)
+
+    async def _hold(self, label: str, tier: str, keys: Sequence[Key], seconds: float) -> dict[Key, bytes | None]:
+        """Read, hold it for a while, and read again."""
+        async with self._system.hold(tier, keys) as read:  # type: ignore[attr-defined]
+            first: dict[Key, bytes] = dict(await read())
+            await trio.sleep(seconds)
+            again: dict[Key, bytes] = dict(await read())
+        places = self._world.places
+        flipped = set().union(*[place.flipped for name, place in places.items() if tier in (name, "")])
+        lost = [key for key in first if again.get(key) != first[key] and key not in flipped]
+        if lost:
+            self._world.wrong(
+                "model", f"{_said(lost)} was held in {tier} by {label}, and not there any more under its hold"
+            )
+        return {**dict.fromkeys(keys), **first}
 
     def _evict(self, step: KeysStep) -> None:
         world = self._world

@@ -15,15 +15,15 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import trio
-import trio.testing
 
 from backends.abc import Key
 from backends.testing import payload_of
 
 from .._contract import System
+from .._determinism import wait_all_tasks_blocked
 from .._dice import Dice
 from .._house import first_destination, keys_of, pipelines_of, stores_of, tiers_of
 from .._judging.ledger import Ledger
@@ -38,6 +38,19 @@ from .places import Flight, Place
 from .policies import AnyPolicies, policies_of
 from .preconditions import Events, unwinding
 
+
+class Clock(Protocol):
+    """What a world tells the time by."""
+
+    def current_time(self) -> float:
+        """Seconds since the run began."""
+        ...
+
+    def jump(self, seconds: float) -> None:
+        """It is so much later."""
+        ...
+
+
 _payload = lru_cache(maxsize=4_096)(payload_of)
 
 
@@ -47,7 +60,7 @@ class VirtualWorld:
     slow = False
     """Whether anything may take any time, as it may on the clock of the wall."""
 
-    def __init__(self, scenario: Scenario, seed: int, clock: trio.testing.MockClock) -> None:
+    def __init__(self, scenario: Scenario, seed: int, clock: Clock) -> None:
         self.scenario = scenario
         self.seed = seed
         self.clock = clock
@@ -80,8 +93,6 @@ class VirtualWorld:
         """Where the system is ours: what judges it."""
         self.raises = self.leaves = False
         """How the users leave: by raising, and before everything is over."""
-        self.storing: set[str] = set()
-        """Containers that are being taken in."""
         self.stuck: bool = False
         """The run was given up: it did not end, or did not come to rest."""
         self.locks = 0
@@ -155,7 +166,7 @@ class VirtualWorld:
             if failing:
                 raise OSError(f"a copy into {tier} failed for {sorted(failing)}")
             arrived = [self._arrives(place, key, bytes(block)) for key, block in zip(keys, data, strict=True)]
-            return arrived * 2 if "duplicate" in flight.met else arrived
+            return flight.answers(arrived)
 
         await trio.lowlevel.checkpoint()
         return await place.carry(tuple(keys), move)
@@ -287,9 +298,12 @@ class VirtualWorld:
         self.oracle.taken_away(tier, taken)
         return taken
 
+    def opened(self) -> None:
+        """The system is open: the scenario's time begins. In virtual time, nothing has passed."""
+
     async def quiet(self) -> None:
         """Return once nobody has anything to do any more."""
-        await trio.testing.wait_all_tasks_blocked()
+        await wait_all_tasks_blocked()
 
     # -- a run that is given up ----------------------------------------------------------------------------------------
 

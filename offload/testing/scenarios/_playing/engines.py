@@ -1,0 +1,266 @@
+"""An engine over several tiers as a system under test: a tier may break, is left alone, tried again, and used again.
+
+The engine is :func:`offload.open_engine`'s, with its breakers, its lookups over all tiers and its promotions; the tiers are
+those that our pipelines are played with, in virtual time and for real. No ledger looks into it: it is judged as any system is,
+by what its tickets, its loads and its tiers show, and by what it holds at rest.
+
+What a tier of virtual time meets is met by whatever is asked of it, not only by copies: a dead peer raises, and one that stands
+still answers when it is over. A page store is asked over its socket, and needs nobody to pretend that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import trio
+
+from backends import CapacityError, MissingKeys
+from backends.abc import Deletion, Destination, Key, Outcome, ReadLease
+from backends.pages import new_pages
+from backends.slots import PagesDestination
+from offload import NO_WAIT, PipelineClosed, PipelineFull, open_engine
+from offload._config import BreakerConfig
+from offload._container import OffloadBatch, OffloadContainer
+from offload._engine import Engine
+from offload._health import HealthState
+from offload.instruments import Every
+
+from .._contract import Refused, System, Ticket
+from .._files.knobs_of import config_of
+from .._program import TICK, EngineSpec
+from .our_tiers import Tier
+from .ours import Ours
+
+if TYPE_CHECKING:
+    from .._contract import World
+    from .._world.places import Place
+    from .._world.world import VirtualWorld
+
+
+class Asked:
+    """A tier whose place answers questions as it copies: not at all while its peer is dead, later while it stands still."""
+
+    if TYPE_CHECKING:
+        place: Any
+    asked_in_vain: int = 0
+    """Questions that met a dead peer, or one that stands still."""
+
+    async def answer(self) -> None:
+        """Return once it would answer.
+
+        Raises:
+            OSError: its peer is dead.
+        """
+        stall = self.place.window("stall")
+        self.asked_in_vain += stall is not None or self.place.window("peer_death") is not None
+        if stall is not None:
+            stall.line.fired = True
+            await trio.sleep_until(stall.until)
+        self.place.check_alive()
+
+    async def pin(self, keys: Sequence[Key]) -> Any:
+        """Ask, then hold."""
+        await self.answer()
+        return await super().pin(keys)  # type: ignore[misc]
+
+    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
+        """Ask, then load."""
+        await self.answer()
+        return await super().load(lease, destination)  # type: ignore[misc, no-any-return]
+
+    async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
+        """Ask, then delete."""
+        await self.answer()
+        return await super().delete(keys)  # type: ignore[misc, no-any-return]
+
+
+class AskedTier(Asked, Tier):
+    """A tier of virtual time that is asked."""
+
+
+class VirtualParts(Ours):
+    """What an engine of virtual time is made of."""
+
+    def _tier(self, place: Place) -> Tier:
+        return AskedTier(place)
+
+
+class _Eye(Every):
+    """Tells the world what is about to happen to the containers that somebody stored."""
+
+    def __init__(self, parts: Ours) -> None:
+        self._parts = parts
+
+    def saw(self, hook: str, subject: OffloadContainer | OffloadBatch | Sequence[OffloadContainer]) -> None:
+        if isinstance(subject, OffloadContainer):
+            containers: Sequence[OffloadContainer] = [subject]
+        else:
+            containers = subject.containers if isinstance(subject, OffloadBatch) else subject
+        stored = self._parts._stored
+        labels = [stored[container.blocks] for container in containers if container.blocks in stored]
+        if labels:
+            self._parts.world.hook(hook, labels, "")
+
+
+class EngineSystem:
+    """An engine, behind the contract."""
+
+    def __init__(self, parts: Ours, engine: Engine) -> None:
+        self._parts = parts
+        self._engine = engine
+        self._world = parts.world
+
+    def __repr__(self) -> str:
+        return f"<{self._engine!r} under test>"
+
+    # -- the contract --------------------------------------------------------------------------------------------------
+
+    async def store(self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str) -> Ticket:
+        """Take in a container: into the first tier, and down from there."""
+        parcel, parts = self._world.parcels[label], self._parts
+        parts._keep_alive(parcel)
+        blocks = None
+        try:
+            blocks = parts._blocks(parts.tiers[self._world.pipelines[parcel.pipeline].source], parcel)
+            return await self._engine.store(blocks, precondition=parcel.after or NO_WAIT)
+        except (PipelineFull, PipelineClosed, CapacityError, MissingKeys, ValueError) as error:
+            parts.ended(label)
+            raise Refused(type(error).__name__) from error
+        except BaseException:
+            parts.ended(label)
+            raise
+
+    async def load(self, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
+        """From wherever each block is, prefix by prefix.
+
+        Raises:
+            OSError: not all was found, and a tier that may have the rest could not be asked.
+        """
+        found: dict[Key, bytes | None] = dict.fromkeys(keys)
+        todo = list(keys)
+        while todo:
+            async with await self._engine.lookup(todo) as hit:
+                loaded = await self._read(hit, len(hit.keys))
+                found.update(loaded)
+                unavailable = hit.unavailable
+            if len(loaded) < len(todo) and unavailable:
+                raise ConnectionResetError(f"{', '.join(unavailable)} could not be asked")
+            todo = todo[len(loaded) + 1 :]
+        if self._engine.promote:
+            self._world.oracle.may_arrive(list(self._engine.tiers)[:-1], [key for key, data in found.items() if data])
+        return found
+
+    async def load_from(self, tier: str, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
+        """From one tier, past the engine."""
+        return await self._parts.load_from(tier, keys)
+
+    @asynccontextmanager
+    async def hold(self, tier: str, keys: Sequence[Key]) -> AsyncIterator[Callable[[], Awaitable[Mapping[Key, bytes]]]]:
+        """Hold what a lookup finds; with a tier, what that has."""
+        if tier:
+            async with self._parts.hold(tier, keys) as read:
+                yield read
+            return
+        async with await self._engine.lookup(keys) as hit:
+            yield lambda: self._read(hit, len(hit.keys))
+
+    async def _read(self, hit: Any, n: int) -> dict[Key, bytes]:
+        pages = new_pages(n, self._engine.source.block_bytes)
+        result = await self._engine.load(hit, PagesDestination(pages)) if n else None
+        loaded = result.loaded if result is not None else 0
+        return {key: bytes(pages[at]) for at, key in enumerate(hit.keys[:loaded])}
+
+    async def delete(self, tier: str, keys: Sequence[Key]) -> None:
+        """Forget keys of one tier."""
+        await self._parts.delete(tier, keys)
+
+    async def drain(self, pipeline: str) -> None:
+        """Wait until everything that is inside has settled, promotions included."""
+        await self._engine.drain()
+
+    def evict(self, tier: str, keys: Sequence[Key], again: bool) -> Sequence[Key]:
+        """Take keys out of a source."""
+        return self._parts.evict(tier, keys, again)
+
+    def release(self, pipeline: str) -> None:
+        """Release what is in quarantine."""
+        for one in self._engine.pipelines:
+            for entry in one.quarantine:
+                entry.release()
+
+    def found(self, tier: str) -> AbstractSet[Key]:
+        """The keys that can be found in a tier."""
+        return self._parts.found(tier)
+
+    def audit(self) -> Mapping[str, int]:
+        """What is still held."""
+        held: Counter[str] = Counter()
+        statistics = self._engine.statistics()
+        held["open hits"] = statistics.open_hits
+        held["blocks on their way up"] = statistics.promoting_blocks
+        for name, one in statistics.pipelines.items():
+            held[f"budget of {name}"] = one.used_blocks
+            held[f"inside {name}"] = one.inside
+            held[f"waiting for room in {name}"] = one.waiting_enqueues
+        for name, tier in self._parts.tiers.items():
+            pool = tier.pool.statistics()
+            held[f"guards in {name}"] = pool.held
+            held[f"reservations in {name}"] = pool.staged
+            held[f"copies into {name}"] = tier.copying
+        return held
+
+    def statistics(self, pipeline: str) -> Mapping[str, Any]:
+        """Figures of the pipeline into a tier, and of the tier's health: see :data:`ENGINE_FIGURES`."""
+        statistics = self._engine.statistics()
+        health = statistics.health[pipeline]
+        return {
+            **attrs.asdict(statistics.pipelines[pipeline]),
+            "well": int(health.state is HealthState.CLOSED),
+            "faults": health.faults,
+            "asked_in_vain": getattr(self._parts.tiers[pipeline], "asked_in_vain", 0),
+            "left_out": statistics.lookup_failures.get(pipeline, 0),
+            "promoted": statistics.promoted_blocks,
+        }
+
+
+def breaker_of(spec: EngineSpec) -> BreakerConfig:
+    """The breakers that a scenario asks for."""
+    return BreakerConfig(
+        max_faults=spec.max_faults,
+        first_wait=spec.first_wait_ms * TICK,
+        longest_wait=spec.longest_wait_ms * TICK,
+        call_timeout=spec.call_ms * TICK,
+        load_timeout=spec.load_ms * TICK,
+    )
+
+
+@asynccontextmanager
+async def opened_engine(parts: Ours) -> AsyncIterator[EngineSystem]:
+    """An engine over these tiers, those that the scenario names."""
+    world = parts.world
+    spec = world.scenario.engine
+    assert spec is not None
+    world.ledger = None  # it is judged as any other system is
+    tiers: list[Any] = [parts.tiers[name] for name in spec.tiers]
+    async with open_engine(
+        parts.tiers[world.pipelines[world.first].source],
+        tiers,
+        config=config_of(world.pipelines[world.first]),
+        instruments=[_Eye(parts)],
+        promote=spec.promote,
+        breaker=breaker_of(spec),
+    ) as engine:
+        yield EngineSystem(parts, engine)
+
+
+@asynccontextmanager
+async def open_our_engine(world: World) -> AsyncIterator[System]:
+    """The engine of a scenario, in virtual time."""
+    virtual: VirtualWorld = world  # type: ignore[assignment]
+    async with opened_engine(VirtualParts(virtual)) as system:
+        yield system
