@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -12,3 +13,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Before torch is imported by any of them: with a thread per core, OpenMP spins for the core that another process has, and
 # a test of a second takes a minute on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of collected tests are no garbage: each collection that a test asks for would look through all of them."""
+    gc.collect()
+    gc.freeze()

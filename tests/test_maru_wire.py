@@ -380,8 +380,10 @@ def strategy_of(kind):
     match kind:
         case msgspec.inspect.StrType():
             return keys
-        case msgspec.inspect.IntType():
+        case msgspec.inspect.IntType(ge=None):
             return integers
+        case msgspec.inspect.IntType(ge=least):
+            return st.integers(least, 2**64 - 1)
         case msgspec.inspect.BoolType():
             return st.booleans()
         case msgspec.inspect.FloatType():
