@@ -38,10 +38,6 @@ def keys_of(n: int, name: str = "k") -> list[bytes]:
     return [f"{name}{number}".encode() * 4 for number in range(n)]
 
 
-def payloads(keys: Sequence[bytes]) -> list[bytes]:
-    return [payload_of(key, BLOCK) for key in keys]
-
-
 @asynccontextmanager
 async def open_l1(endpoint: str, *, register: bool = True, **knobs: Any) -> AsyncIterator[MaruL1]:
     defaults = {"pool_size": BLOCKS * BLOCK, "auto_expand": False, "eager_map": False}
@@ -58,9 +54,14 @@ async def store(l1: MaruL1, keys: Sequence[bytes]) -> list[Any]:
         return await reservation.commit()
 
 
+def wrong(lease: Any) -> list[bytes]:
+    """The keys whose views show other bytes. (Of megabytes, no difference is worked out for the reader.)"""
+    return [key for key, view in zip(lease.keys, lease.views, strict=True) if bytes(view) != payload_of(key, BLOCK)]
+
+
 async def read(l1: MaruL1, keys: Sequence[bytes]) -> list[bytes]:
     async with await l1.reserve_read(keys) as lease:
-        assert [bytes(view) for view in lease.views] == payloads(lease.keys)
+        assert not wrong(lease)
         lease.check()
         assert await lease.damaged() == []
         return list(lease.keys)
@@ -305,7 +306,7 @@ async def test_commit_and_read_ends_before_the_first_key_that_is_not_stored() ->
                 stored = [outcome == STORED for outcome in reservation.outcomes]
                 assert not all(stored)
                 assert len(lease.keys) == stored.index(False)
-                assert [bytes(view) for view in lease.views] == payloads(lease.keys)
+                assert not wrong(lease)
         await all_is_free(l1, keys=[*keys, *held])
 
 
@@ -532,7 +533,7 @@ async def test_a_server_that_is_killed_loses_nothing_that_was_committed() -> Non
                     [b"no such key"]
                 )  # the answer to the commit may have been the first news of the restart
                 lease.check()  # the same registrations, pinned again under the new epoch
-                assert [bytes(view) for view in lease.views] == payloads(kept)
+                assert list(lease.keys) == list(kept) and not wrong(lease)
             assert await read(l1, [*kept, *tried]) == [*kept, *tried]
             with trio.fail_after(20):
                 while Deletion.PINNED in await l1.delete([*kept, *tried]):  # quiet time after a restart
