@@ -40,7 +40,7 @@ def test_it_reaches_every_kind_of_fault():
 
 
 def test_what_it_finds_shrinks_to_what_matters():
-    quiet = settings(any_time, max_examples=300, database=None, derandomize=True)
+    quiet = settings(any_time, max_examples=1_000, database=None, derandomize=True)
     small = scenarios(containers=4, faults=3)
     found = find(small, lambda one: any(fault.do == "clock" for fault in one.fault), settings=quiet)
     assert len(found.step) == len(found.fault) == 1

@@ -257,8 +257,7 @@ async def test_blocks_walk_through_wrapped_tiers_and_back():
     near = memory([Fp8("float32", row=16, lossy=True), AesGcm(SECRETS)], blocks=16, block_bytes=size)
     far = memory([Zstd(), AesGcm(SECRETS)], blocks=16, block_bytes=size)
     async with offload.open_engine(device, [near, far]) as engine:
-        ends = [tier.carry(keys, "ann") for tier in (near, far)]
-        handle = await engine.store(device.weak(keys), precondition=offload.NO_WAIT)
+        handle = await engine.store(device.weak(keys), precondition=offload.NO_WAIT, tenant="ann")
         result = await handle.wait()
         assert result.status is offload.Status.COMPLETE
         await engine.drain()
@@ -266,12 +265,10 @@ async def test_blocks_walk_through_wrapped_tiers_and_back():
         expected = [oracle(near.chain.wrappers, payload_of(key, size)) for key in keys]
         places = [bytearray(size) for _ in keys]
         await near.delete(keys[:5])
-        async with await engine.lookup(keys) as hit:
+        async with await engine.lookup(keys, tenant="ann") as hit:
             assert [blocks for _, blocks in hit.runs] == [5, 7]
             loaded = await engine.load(hit, PagesDestination.over(places))
         assert loaded.loaded == 12 and places == expected, "what was lost was lost once: encoded again it is the same"
-        for end in ends:
-            end()
         async with await engine.lookup(keys) as hit:
             loaded = await engine.load(hit, PagesDestination.over(places))
         assert loaded.loaded == 0 and len(hit) == 12, "nobody in particular is not ann"
