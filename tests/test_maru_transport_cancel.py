@@ -169,11 +169,11 @@ async def expecting(path, scope, glance, *, follows):
     assert sum(calls.strays.values()) <= 1
 
 
-# Which case, how many steps it has at least, and more.
+# Which case, after how many steps it ends at the earliest (the fewer, the more is there already), and more.
 CASES = {
     "sending": (sending, 3, {}),
-    "waiting for room": (waiting_for_room, 2, {"follows": False}),
-    "waiting for room behind another": (waiting_for_room, 2, {"follows": True}),
+    "waiting for room": (waiting_for_room, 1, {"follows": False}),
+    "waiting for room behind another": (waiting_for_room, 1, {"follows": True}),
     "receiving": (receiving, 2, {"follows": False}),  # of what is there already, it waits for less
     "receiving behind another": (receiving, 2, {"follows": True}),
     "expecting": (expecting, 3, {"follows": False}),
