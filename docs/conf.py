@@ -29,7 +29,3 @@ autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-
-# Two public classes are called Outcome: of a block (backends.abc), and of a container (offload.testing.scenarios). Where an
-# annotation is only known by its text, either may be meant.
-suppress_warnings = ["ref.python"]

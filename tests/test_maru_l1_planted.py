@@ -99,7 +99,7 @@ def pages_are_registered_before_they_are_filled(patch):
         handler, handles = self._home.handler, reservation._handles
         views = [handle.buf for handle in handles]
         self.early = await handler.store_pages(
-            [key.hex() for key in reservation.keys], handler.gather(handles), self.known_layout().block_bytes, None
+            [key.hex() for key in reservation.keys], handler.gather(handles), self._known_layout().block_bytes, None
         )
         reservation._views = views
         return reservation
@@ -108,7 +108,7 @@ def pages_are_registered_before_they_are_filled(patch):
         return l1_module.outcomes_of(self, keys, self.early)
 
     patch.setattr(MaruL1, "reserve_write", reserve_and_register)
-    patch.setattr(MaruL1, "register", already)
+    patch.setattr(MaruL1, "_register", already)
 
 
 def a_commit_is_not_shielded(patch):
@@ -163,7 +163,7 @@ def views_are_not_taken_back(patch):
 def pages_are_not_taken_back(patch):
     def end(self):
         handles, self._handles, self._views = self._handles, [], []
-        self._l1.closed_write(self)
+        self._l1._closed_write(self)
         return handles
 
     patch.setattr(WriteReservation, "_end", end)

@@ -317,7 +317,7 @@ async def test_a_page_that_somebody_can_still_write_is_not_free_before_he_is_ove
             assert len(others.keys) == 7
             assert [bytes(page) for page in others.pages] == [payload_of(key, PAGE) for key in others.keys]
         del abandoned
-        site.l1.collect()
+        site.l1._collect()
         assert site.l1.report_status().free_pages == 8
         await at_rest(world, site)
 

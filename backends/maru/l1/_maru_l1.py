@@ -167,7 +167,7 @@ class MaruL1:
         """What was registered; ``None`` before that."""
         return self._layout
 
-    def known_layout(self) -> KVLayout:
+    def _known_layout(self) -> KVLayout:
         """What was registered.
 
         Raises:
@@ -191,7 +191,7 @@ class MaruL1:
             DuplicateKeys: a key is named twice.
             maru.NoAnswer: the server was asked for room, and did not answer.
         """
-        handler, size = self._home.the_handler(self), self.known_layout().block_bytes
+        handler, size = self._home.the_handler(self), self._known_layout().block_bytes
         keys = _distinct(keys)
         n = len(keys)
         handles = await handler.batch_alloc(n, size)
@@ -200,16 +200,16 @@ class MaruL1:
             handles = await handler.batch_alloc(n, size)
         self._counts.refused += len(keys) - n
         reservation = WriteReservation(self, keys[:n], handles, keys[n:])
-        self.opened_write(reservation)
+        self._opened_write(reservation)
         return reservation
 
-    async def register(
+    async def _register(
         self, keys: Sequence[Key], handles: Sequence[AllocHandle], sums: list[int] | None
     ) -> list[Outcome]:
         """What a reservation does to commit: shielded, and bounded."""
         if not keys:
             return []
-        handler, size, counts = self._home.the_handler(self), self.known_layout().block_bytes, self._counts
+        handler, size, counts = self._home.the_handler(self), self._known_layout().block_bytes, self._counts
         batch = handler.gather(handles)
         why: BaseException | None = None
         with trio.CancelScope(shield=True, deadline=trio.current_time() + self.commit_timeout):
@@ -244,7 +244,7 @@ class MaruL1:
             maru.NoAnswer: the server did not answer: no miss. What it may have pinned is given back when its answer comes; if
                 that is lost for good, with the session.
         """
-        handler, size = self._home.the_handler(self), self.known_layout().block_bytes
+        handler, size = self._home.the_handler(self), self._known_layout().block_bytes
         keys = _distinct(keys)
         try:
             held = await handler.hold_pages([key.hex() for key in keys], partial=True)
@@ -331,7 +331,7 @@ class MaruL1:
 
     # --- what reservations and leases use -------------------------------------------------------------------------
 
-    async def sums(self, addresses: Sequence[int], owner: object, *, wanted: bool | None = None) -> list[int] | None:
+    async def _sums(self, addresses: Sequence[int], owner: object, *, wanted: bool | None = None) -> list[int] | None:
         """The xxh3-64 of the blocks at these addresses; ``None`` if there are to be no checksums. Always a checkpoint.
 
         Cancelled, nobody reads them any more.
@@ -339,26 +339,26 @@ class MaruL1:
         await trio.lowlevel.checkpoint()
         if not (self.config.checksums if wanted is None else wanted):
             return None
-        blocks = Pages(addresses, self.known_layout().block_bytes, owner)
+        blocks = Pages(addresses, self._known_layout().block_bytes, owner)
         if len(blocks) * blocks.page_bytes <= _SUM_IN_PLACE_BYTES:
             return checksums(blocks)
         return await run_in_thread_to_the_end(checksums, blocks)
 
-    def collect(self) -> None:
+    def _collect(self) -> None:
         """Pages that nobody refers to any more are free now, not with the next call."""
         handler = self._home.handler
         if handler is not None:
             handler.collect()
 
-    def opened_write(self, reservation: WriteReservation) -> None:
+    def _opened_write(self, reservation: WriteReservation) -> None:
         """It is to be aborted in the end, unless somebody does something about it before."""
         self._writes[id(reservation)] = reservation
 
-    def closed_write(self, reservation: WriteReservation) -> None:
+    def _closed_write(self, reservation: WriteReservation) -> None:
         """Its pages are not its own any more."""
         self._writes.pop(id(reservation), None)
 
-    def closed_read(self, lease: ViewLease) -> None:
+    def _closed_read(self, lease: ViewLease) -> None:
         """It holds nothing any more."""
         self._reads.pop(id(lease), None)
 

@@ -97,7 +97,7 @@ class ViewLease:
             ImportError: the torch extra is not installed.
         """
         self.check()
-        return tensors_over(self._pages(), self._l1.known_layout())
+        return tensors_over(self._pages(), self._l1._known_layout())
 
     async def damaged(self) -> list[Key]:
         """Read it all, and name the keys whose bytes are not what was stored, as far as their writers have summed them up.
@@ -109,14 +109,14 @@ class ViewLease:
         """
         self.check()
         expected, held = self._held.checksums, self._held
-        found = await self._l1.sums(held.addresses, held, wanted=True) or ()
+        found = await self._l1._sums(held.addresses, held, wanted=True) or ()
         self.check()
         if held.checksums is not expected:
             raise LeaseLost(f"{self!r}: keys were let go while they were read")
         return [key for key, was, now in zip(self.keys, expected, found, strict=True) if was is not None and was != now]
 
     def _pages(self) -> Pages:
-        return Pages(self._held.addresses, self._l1.known_layout().block_bytes, self._held)
+        return Pages(self._held.addresses, self._l1._known_layout().block_bytes, self._held)
 
     # --- the end --------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class ViewLease:
             _take_back(self._views or ())
             self._views = None
             self._held.release()
-            self._l1.closed_read(self)
+            self._l1._closed_read(self)
 
     async def release(self) -> None:
         """Let go. Idempotent; it has let go even when cancelled."""

@@ -91,7 +91,7 @@ class WriteReservation:
             ImportError: the torch extra is not installed.
         """
         self._check()
-        return tensors_over(self._views, self._l1.known_layout())
+        return tensors_over(self._views, self._l1._known_layout())
 
     def take(self, keys: Collection[Key]) -> WriteReservation:
         """A reservation of its own for these of the keys, which this one does not have any more. Itself, if it is all of them.
@@ -115,7 +115,7 @@ class WriteReservation:
             owner._handles.append(handle)
             owner._views.append(view)
         self.keys = tuple(key for key in self.keys if key not in wanted)
-        self._l1.opened_write(part)
+        self._l1._opened_write(part)
         return part
 
     # --- the end --------------------------------------------------------------------------------------------------
@@ -140,13 +140,13 @@ class WriteReservation:
         self._check()
         self._state = _State.COMMITTING
         try:
-            sums = await self._l1.sums([handle.address for handle in self._handles], self._handles)
+            sums = await self._l1._sums([handle.address for handle in self._handles], self._handles)
         except BaseException:
             self._state = _State.OPEN
             raise
         self._state = _State.OVER
         handles = self._end()
-        self.outcomes = await self._l1.register(self.keys, handles, sums)
+        self.outcomes = await self._l1._register(self.keys, handles, sums)
         return list(self.outcomes)
 
     async def commit_and_read(self) -> ViewLease:
@@ -170,7 +170,7 @@ class WriteReservation:
         if self._state is _State.OPEN:
             self._state = _State.OVER
             self._end()  # with the last reference to a handle its page is free
-            self._l1.collect()
+            self._l1._collect()
 
     async def __aenter__(self) -> WriteReservation:
         return self
@@ -191,5 +191,5 @@ class WriteReservation:
             with contextlib.suppress(BufferError):
                 view.release()
         handles, self._handles, self._views = self._handles, [], []
-        self._l1.closed_write(self)
+        self._l1._closed_write(self)
         return handles
