@@ -13,18 +13,16 @@ Rule 4. The trio thread reads and writes no file. What is no longer wanted is *l
 from __future__ import annotations
 
 import os
-import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import attrs
 import trio
-import xxhash
 
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
-from ._blockfile import MAX_KEY_BYTES, NAME, Directory, Refused, layout_digest, name_of, pack_header, unpack_header
+from ._blockfile import MAX_KEY_BYTES, NAME, Directory, Refused, layout_digest, name_of, unpack_header
 from ._errors import BlockSizeError, DamagedBlock, PlaceClosed, Unproven
+from ._file_copies import Reading, Writing, remove
+from ._file_registry import FileRegistry
 from .abc import (
     EVICTED,
     LOADED,
@@ -34,204 +32,17 @@ from .abc import (
     Key,
     Missed,
     Outcome,
-    PaddedSource,
     ReadLease,
     Source,
     TierStatistics,
 )
-from .blocks import Registry
-from .pages import Pages, new_pages
+from .pages import Pages
 from .pooled import PooledTier
 from .slots import SlotTier
 from .threads import run_in_thread, run_in_thread_to_the_end
 
-_BOUNCE_BYTES = 8 << 20
-"""Blocks that are not in host memory, or not to go there, pass through so much of it at a time."""
-
-
-# --- who is here --------------------------------------------------------------------------------------------------
-
-
-class FileRegistry(Registry):
-    """Blocks of any size within a number of bytes. A slot is the number of a file, never used again."""
-
-    def __init__(self, capacity_bytes: int, eviction: EvictionPolicy[Key] | None = None) -> None:
-        super().__init__(eviction)
-        self.capacity_bytes = capacity_bytes
-        self.used_bytes: int = 0  # without strangers
-        self.keys: dict[int, Key] = {}
-        """The key of each slot that has a file, or may have one."""
-        self.sizes: dict[int, int] = {}
-        """Bytes of each slot that is taken."""
-        self.strangers: deque[tuple[str, int]] = deque()
-        """Files that are not ours and their bytes; the oldest first."""
-        self.stranger_bytes: int = 0
-        self.litter: list[str] = []
-        """Files nobody wants any more."""
-        self.next_number: int = 1
-        self._unregistered: set[int] = set()
-
-    def __repr__(self) -> str:
-        return f"<FileRegistry {len(self)} blocks in {self.used_bytes} of {self.capacity_bytes} bytes>"
-
-    def could_hold(self, n: int, size: int = 1) -> bool:
-        """Whether the place has so many bytes."""
-        return n * size <= self.capacity_bytes
-
-    def fitting(self, n: int, size: int = 1) -> int:
-        """How many fit into the bytes that are free, those of strangers included."""
-        return min(n, (self.capacity_bytes - self.used_bytes) // size)
-
-    def take(self, n: int, size: int = 1) -> list[int] | None:
-        """Numbers for ``n`` files. Strangers make room."""
-        if self.used_bytes + n * size > self.capacity_bytes:
-            return None
-        self.used_bytes += n * size
-        while self.strangers and self.used_bytes + self.stranger_bytes > self.capacity_bytes:
-            name, nbytes = self.strangers.popleft()
-            self.stranger_bytes -= nbytes
-            self.litter.append(name)
-        slots = list(range(self.next_number, self.next_number + n))
-        self.next_number += n
-        self.sizes.update(dict.fromkeys(slots, size))
-        self._unregistered.update(slots)
-        self._staged += n
-        return slots
-
-    def take_evicting(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
-        """Numbers for these files, making room for what is missing."""
-        refused: set[Key] = set()
-        if not self._evict_bytes(keys, size, refused):
-            return None
-        slots = self.take(len(keys) - len(refused), size)
-        if slots is None or not refused:
-            return slots
-        ascending = iter(slots)
-        return [EVICTED if key in refused else next(ascending) for key in keys]
-
-    def find(self, key: Key, number: int, size: int) -> None:
-        """A file that was there at the start. The last one found is the most recent."""
-        self.used_bytes += size
-        self.keys[number] = key
-        self.sizes[number] = size
-        self._slot_of[key] = number
-        self._policy.use((key,))
-
-    def shrink(self) -> None:
-        """Evict what is too much for the capacity."""
-        while self.used_bytes > self.capacity_bytes and self._slot_of:
-            self._evict((), 1)
-        self.take(0)
-
-    def register(self, keys: Sequence[Key], slots: Sequence[int]) -> list[int]:
-        """Written files become blocks."""
-        self._unregistered.difference_update(slots)
-        return super().register(keys, slots)
-
-    def _evict_bytes(self, keys: Sequence[Key], size: int, refused: set[Key]) -> bool:
-        """Evict until those of ``keys`` fit that the policy does not refuse, or will when what leaves has gone."""
-        if self.used_bytes + len(keys) * size <= self.capacity_bytes:
-            return True
-        sizes = self.sizes.__getitem__
-        inactive_bytes = self.used_bytes - sum(map(sizes, self._held)) - sum(map(sizes, self._unregistered))
-        missing = self._missing(len(keys), size)
-        if missing > inactive_bytes:
-            return False
-        while missing > 0:
-            before = missing
-            refused.update(self._evict(keys, min(len(keys), -(-missing // size))))
-            missing = self._missing(len(keys) - len(refused), size)
-            if missing == before:
-                return False
-        return True
-
-    def _missing(self, n: int, size: int) -> int:
-        """How many bytes more must go for ``n`` such blocks, besides those that are coming."""
-        return self.used_bytes + n * size - self.capacity_bytes - sum(map(self.sizes.__getitem__, self._coming))
-
-    def _free_slots(self, slots: Sequence[int]) -> None:
-        self._unregistered.difference_update(slots)
-        for slot in slots:
-            self.used_bytes -= self.sizes.pop(slot)
-            key = self.keys.pop(slot, None)
-            if key is not None:
-                self.litter.append(name_of(key, slot))
-
-
 _OTHER_SIZE = Missed("size")
 """The block is as it was stored, and not as large as the place it is to go to. It stays."""
-
-
-# --- the tier -----------------------------------------------------------------------------------------------------
-
-
-@attrs.define(eq=False)
-class _Writing:
-    """One transfer's work, and whether anybody still waits for it."""
-
-    directory: Directory
-    layout: bytes
-    checksums: bool
-    fsync: bool
-    litter: list[str]
-    expected: Sequence[int | None] | None = None
-    """The xxh3-64 of each block as it was stored where it comes from, where that is known."""
-    damaged: list[int] = attrs.Factory(list)
-    """Blocks that are not what was stored there, by position: a file's own checksum would make them believed."""
-    abandoned: bool = False
-
-    def run(
-        self, source: Source, guards: Sequence[int], views: Pages | None, keys: Sequence[Key], names: Sequence[str]
-    ) -> dict[int, Exception]:
-        """Write the blocks one by one. What cannot be written fails alone; what cannot be read fails all."""
-        with self.directory:
-            return self._run(source, guards, views, keys, names)
-
-    def _run(
-        self, source: Source, guards: Sequence[int], views: Pages | None, keys: Sequence[Key], names: Sequence[str]
-    ) -> dict[int, Exception]:
-        _remove(self.directory, self.litter)
-        now = time.time_ns()
-        failures: dict[int, Exception] = {}
-        used_bytes = source.used_bytes if isinstance(source, PaddedSource) else None
-        for start, pages in _portions(source, guards, views):
-            for at in range(start, start + len(pages)):
-                if self.abandoned:
-                    return failures
-                page = pages[at - start]
-                digest = xxhash.xxh3_64_intdigest(page) if self.checksums else None
-                if self.expected is not None and self.expected[at] not in (None, digest):
-                    self.damaged.append(at)
-                    continue
-                try:
-                    self._write(keys[at], names[at], page, digest, now - at, used_bytes and used_bytes(page))
-                except OSError as exc:
-                    failures[at] = exc
-        if self.fsync:
-            bad = {*failures, *self.damaged}
-            self.directory.sync([name for at, name in enumerate(names) if at not in bad])
-        return failures
-
-    def _write(
-        self, key: Key, name: str, page: memoryview, digest: int | None, mtime_ns: int, used_bytes: int | None
-    ) -> None:
-        head = pack_header(key, page.nbytes, digest, self.layout)
-        self.directory.write(name, head, page, mtime_ns, self.fsync, used_bytes)
-
-
-def _portions(source: Source, guards: Sequence[int], views: Pages | None) -> Iterator[tuple[int, Pages]]:
-    """The source's blocks in host memory, as they are there or a few at a time."""
-    if views is not None:
-        yield 0, views
-        return
-    size = source.block_bytes
-    step = max(1, _BOUNCE_BYTES // max(1, size))
-    bounce = new_pages(min(step, len(guards)), size)
-    for start in range(0, len(guards), step):
-        part = guards[start : start + step]
-        pages = bounce.part(0, len(part))
-        source.copy_out(part, pages)
-        yield start, pages
 
 
 class FileTier(PooledTier[FileRegistry]):
@@ -306,7 +117,7 @@ class FileTier(PooledTier[FileRegistry]):
         """
         directory, self._open = self._open, None
         if directory is not None:
-            _remove(directory, self._litter())
+            remove(directory, self._litter())
             directory.close()
 
     # --- Source ---------------------------------------------------------------------------------------------------
@@ -357,7 +168,7 @@ class FileTier(PooledTier[FileRegistry]):
         self.pool.keys.update(zip(slots, keys, strict=True))
         names = list(map(name_of, keys, slots))
         expected = source.checksums_of(keys, guards) if self.checksums and isinstance(source, SlotTier) else None
-        job = _Writing(directory, self._layout, self.checksums, self.fsync, self._litter(), expected)
+        job = Writing(directory, self._layout, self.checksums, self.fsync, self._litter(), expected)
         try:
             failures = await run_in_thread(job.run, source, guards, views, keys, names)
             if job.damaged:
@@ -394,7 +205,7 @@ class FileTier(PooledTier[FileRegistry]):
         guards, keys, directory = self._guards_of(lease), lease.keys, self._open_directory()
         if len(destination) < len(guards):
             raise ValueError(f"{len(guards)} blocks do not fit into {len(destination)} places")
-        work = _Reading(directory, self._layout, self.checksums, list(zip(keys, guards, strict=True)), {})
+        work = Reading(directory, self._layout, self.checksums, list(zip(keys, guards, strict=True)), {})
         sizes, size = self.pool.sizes, destination.block_bytes
         work.bad = {at: _OTHER_SIZE for at, guard in enumerate(guards) if sizes[guard] != size}
         try:
@@ -423,7 +234,7 @@ class FileTier(PooledTier[FileRegistry]):
         answers = self.pool.delete(keys)
         litter = self._litter()
         if litter:
-            await run_in_thread_to_the_end(_remove, directory, litter)
+            await run_in_thread_to_the_end(remove, directory, litter)
         else:
             await trio.lowlevel.cancel_shielded_checkpoint()
         return answers
@@ -509,53 +320,4 @@ class FileTier(PooledTier[FileRegistry]):
             else:
                 directory.remove(name_of(key, -number))
         pool.shrink()
-        _remove(directory, self._litter())
-
-
-@attrs.define(eq=False)
-class _Reading:
-    """One load's work."""
-
-    directory: Directory
-    layout: bytes
-    checksums: bool
-    blocks: list[tuple[Key, int]]
-    bad: dict[int, Missed | Failed]
-    """What is known to be bad, by position; grows."""
-
-    def run(self, destination: Destination, views: Pages | None) -> None:
-        """Read all blocks that are good to their places."""
-        with self.directory:
-            self._run(destination, views)
-
-    def _run(self, destination: Destination, views: Pages | None) -> None:
-        n = len(self.blocks)
-        if views is not None:
-            for at in range(n):
-                self._read(at, views[at])
-            return
-        size = destination.block_bytes
-        step = max(1, _BOUNCE_BYTES // max(1, size))
-        bounce = new_pages(min(step, n), size)
-        for start in range(0, n, step):
-            stop = min(n, start + step)
-            for at in range(start, stop):
-                self._read(at, bounce[at - start])
-            destination.copy_in(start, bounce.part(0, stop - start))
-
-    def _read(self, at: int, page: memoryview) -> None:
-        if at in self.bad:
-            return
-        key, number = self.blocks[at]
-        try:
-            self.directory.read(name_of(key, number), self.layout, key, page, self.checksums)
-        except Refused as exc:
-            self.bad[at] = Missed(exc.reason)
-        except OSError as exc:
-            self.bad[at] = Failed(exc)
-
-
-def _remove(directory: Directory, names: Sequence[str]) -> None:
-    with directory:
-        for name in names:
-            directory.remove(name)
+        remove(directory, self._litter())

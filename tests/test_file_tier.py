@@ -488,7 +488,7 @@ async def test_short_writes_and_short_reads_are_gone_on_with(directory, monkeypa
 
 
 async def test_a_source_outside_host_memory_is_written_in_portions(directory, monkeypatch):
-    monkeypatch.setattr("backends.file._BOUNCE_BYTES", 3 * SIZE)
+    monkeypatch.setattr("backends._file_copies._BOUNCE_BYTES", 3 * SIZE)
     keys = [b"%d" % number for number in range(8)]
     first, second = open_tier(directory), open_tier(directory.with_name("second"))
     await store(first, keys)

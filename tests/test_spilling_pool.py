@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
+from backends._file_registry import FileRegistry
 from backends.abc import EVICTED, Deletion
 from backends.blocks import BlockPool, Registry
-from backends.file import FileRegistry
 from backends.leaving import Evictions, SpillingTier
 from backends.memory import MemoryTier
 from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU, WTinyLFU

@@ -1,0 +1,118 @@
+"""Which blocks are in a directory, and what they take: the registry of :class:`~backends.file.FileTier`. No I/O."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from maru.eviction import EvictionPolicy
+
+from ._blockfile import name_of
+from .abc import EVICTED, Key
+from .blocks import Registry
+
+
+class FileRegistry(Registry):
+    """Blocks of any size within a number of bytes. A slot is the number of a file, never used again."""
+
+    def __init__(self, capacity_bytes: int, eviction: EvictionPolicy[Key] | None = None) -> None:
+        super().__init__(eviction)
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes: int = 0  # without strangers
+        self.keys: dict[int, Key] = {}
+        """The key of each slot that has a file, or may have one."""
+        self.sizes: dict[int, int] = {}
+        """Bytes of each slot that is taken."""
+        self.strangers: deque[tuple[str, int]] = deque()
+        """Files that are not ours and their bytes; the oldest first."""
+        self.stranger_bytes: int = 0
+        self.litter: list[str] = []
+        """Files nobody wants any more."""
+        self.next_number: int = 1
+        self._unregistered: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"<FileRegistry {len(self)} blocks in {self.used_bytes} of {self.capacity_bytes} bytes>"
+
+    def could_hold(self, n: int, size: int = 1) -> bool:
+        """Whether the place has so many bytes."""
+        return n * size <= self.capacity_bytes
+
+    def fitting(self, n: int, size: int = 1) -> int:
+        """How many fit into the bytes that are free, those of strangers included."""
+        return min(n, (self.capacity_bytes - self.used_bytes) // size)
+
+    def take(self, n: int, size: int = 1) -> list[int] | None:
+        """Numbers for ``n`` files. Strangers make room."""
+        if self.used_bytes + n * size > self.capacity_bytes:
+            return None
+        self.used_bytes += n * size
+        while self.strangers and self.used_bytes + self.stranger_bytes > self.capacity_bytes:
+            name, nbytes = self.strangers.popleft()
+            self.stranger_bytes -= nbytes
+            self.litter.append(name)
+        slots = list(range(self.next_number, self.next_number + n))
+        self.next_number += n
+        self.sizes.update(dict.fromkeys(slots, size))
+        self._unregistered.update(slots)
+        self._staged += n
+        return slots
+
+    def take_evicting(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
+        """Numbers for these files, making room for what is missing."""
+        refused: set[Key] = set()
+        if not self._evict_bytes(keys, size, refused):
+            return None
+        slots = self.take(len(keys) - len(refused), size)
+        if slots is None or not refused:
+            return slots
+        ascending = iter(slots)
+        return [EVICTED if key in refused else next(ascending) for key in keys]
+
+    def find(self, key: Key, number: int, size: int) -> None:
+        """A file that was there at the start. The last one found is the most recent."""
+        self.used_bytes += size
+        self.keys[number] = key
+        self.sizes[number] = size
+        self._slot_of[key] = number
+        self._policy.use((key,))
+
+    def shrink(self) -> None:
+        """Evict what is too much for the capacity."""
+        while self.used_bytes > self.capacity_bytes and self._slot_of:
+            self._evict((), 1)
+        self.take(0)
+
+    def register(self, keys: Sequence[Key], slots: Sequence[int]) -> list[int]:
+        """Written files become blocks."""
+        self._unregistered.difference_update(slots)
+        return super().register(keys, slots)
+
+    def _evict_bytes(self, keys: Sequence[Key], size: int, refused: set[Key]) -> bool:
+        """Evict until those of ``keys`` fit that the policy does not refuse, or will when what leaves has gone."""
+        if self.used_bytes + len(keys) * size <= self.capacity_bytes:
+            return True
+        sizes = self.sizes.__getitem__
+        inactive_bytes = self.used_bytes - sum(map(sizes, self._held)) - sum(map(sizes, self._unregistered))
+        missing = self._missing(len(keys), size)
+        if missing > inactive_bytes:
+            return False
+        while missing > 0:
+            before = missing
+            refused.update(self._evict(keys, min(len(keys), -(-missing // size))))
+            missing = self._missing(len(keys) - len(refused), size)
+            if missing == before:
+                return False
+        return True
+
+    def _missing(self, n: int, size: int) -> int:
+        """How many bytes more must go for ``n`` such blocks, besides those that are coming."""
+        return self.used_bytes + n * size - self.capacity_bytes - sum(map(self.sizes.__getitem__, self._coming))
+
+    def _free_slots(self, slots: Sequence[int]) -> None:
+        self._unregistered.difference_update(slots)
+        for slot in slots:
+            self.used_bytes -= self.sizes.pop(slot)
+            key = self.keys.pop(slot, None)
+            if key is not None:
+                self.litter.append(name_of(key, slot))
