@@ -1,7 +1,7 @@
 """What the documentation shows is run, and where it points there is something.
 
 - A ``python`` block runs in a fresh interpreter, in an empty directory, warnings as errors. With ``continued`` in its
-  info string it runs behind the blocks before it on its page.
+  info string it runs behind the blocks before it on its page: as one program with them, named after its last block.
 - A ``console`` block: lines ``$ offload ...`` run (what takes long is marked so), ``$ maru ...`` beside a server,
   ``$ maru-server ...`` and ``$ offload pinned-pool ...`` until they are ready; ``$ make ...`` must name a target.
 - A ``toml`` block is a configuration that can be.
@@ -90,14 +90,19 @@ def marks(block: Block) -> list[pytest.MarkDecorator]:
 def python_programs() -> list[object]:
     programs = []
     for page in PAGES:
-        program = ""
+        chains: list[list[Block]] = []
         for block in blocks(page):
-            if block.info[:1] != ["python"] or told_in_a_story(block):
-                continue
-            # The blank lines make a traceback point at the line of the page.
-            padding = "\n" * (block.line - program.count("\n")) if "continued" in block.info else "\n" * block.line
-            program = (program if "continued" in block.info else "") + padding + block.text
-            programs.append(pytest.param(block, program, marks=marks(block), id=block.name))
+            if block.info[:1] == ["python"] and not told_in_a_story(block):
+                if "continued" in block.info:
+                    chains[-1].append(block)
+                else:
+                    chains.append([block])
+        for chain in chains:
+            program = ""
+            for block in chain:  # the blank lines make a traceback point at the line of the page
+                program += "\n" * (block.line - program.count("\n")) + block.text
+            skips = [mark for block in chain for mark in marks(block)]
+            programs.append(pytest.param(chain[-1], program, marks=skips, id=chain[-1].name))
     return programs
 
 
