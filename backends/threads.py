@@ -228,6 +228,17 @@ async def run_in_thread_to_the_end(fn: Callable[[*Ts], T], *args: *Ts) -> T:
     return result
 
 
+async def wait_abandoned() -> None:
+    """Wait until every copy of this trio run that was abandoned so far is over: what it touched may then be used again.
+
+    Of a copy that never ends, this never returns. Cancelled, it leaves at once, with a thread that waits in its place.
+    """
+    await trio.lowlevel.checkpoint()
+    for lost in list(_threads().lost):
+        if lost.thread.is_alive():
+            await trio.to_thread.run_sync(lost.thread.join, abandon_on_cancel=True)
+
+
 def thread_statistics() -> ThreadStatistics:
     """An immutable snapshot of the copy threads of this trio run."""
     threads = _threads()

@@ -1,10 +1,14 @@
 """The published contract test: the fake passes it, and each planted fault fails it."""
 
+import time
+
 import pytest
 import trio
 import trio.testing
 
 from backends.abc import STORED, Deletion, Tier
+from backends.memory import MemoryTier
+from backends.pages import checksums, copy_pages, pages_of
 from backends.pooled import Lease, PooledReservation
 from backends.testing import FakeTier, NullExecutor, check_tier, payload_of
 
@@ -188,6 +192,30 @@ async def test_a_failure_says_which_promise_and_which_tier():
         await check(LeaksItsLeases)
     assert "the promise: " in info.value.__notes__[0]
     assert "LeaksItsLeases" in info.value.__notes__[0]
+
+
+class ScratchesBehindTheSource(MemoryTier):
+    """Its copy thread goes on working in its slots when it is over with a source that is not in host memory."""
+
+    async def write(self, source, guards, keys, slots):
+        here, pause = self.views(slots), 0.0 if source.views(guards) else 0.0001
+
+        def copy():
+            plain = pages_of([bytearray(self.block_bytes) for _ in slots])
+            source.copy_out(guards, plain)
+            for _ in range(1000):
+                for page in here:
+                    page[:] = bytes(self.block_bytes)
+                time.sleep(pause)
+            copy_pages(here, plain)
+            return checksums(here)
+
+        self.note_checksums(slots, await self.off_thread(copy))
+        return {}
+
+
+async def test_what_a_cancelled_copy_may_still_write_to_is_not_used_again():
+    await check_tier(lambda n, size: ScratchesBehindTheSource(n * size, size), any_block_size=False)
 
 
 async def test_a_tier_is_closed_after_each_promise():

@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from backends import threads
-from backends.threads import keep_threads, run_in_thread, run_in_thread_to_the_end, thread_statistics
+from backends.threads import keep_threads, run_in_thread, run_in_thread_to_the_end, thread_statistics, wait_abandoned
 
 
 def copy_threads():
@@ -109,6 +109,30 @@ async def test_a_cancelled_wait_leaves_at_once_and_abandons_the_thread():
     go_on.set()
     abandoned.join()
     assert thread_statistics().abandoned_running == 0
+
+
+async def test_the_end_of_what_was_abandoned_can_be_waited_for():
+    go_on, over = threading.Event(), []
+    for _ in range(2):
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(run_in_thread, lambda: over.append(go_on.wait()))
+                await trio.testing.wait_all_tasks_blocked()
+                scope.cancel()
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait_abandoned)
+            await trio.testing.wait_all_tasks_blocked()
+            assert over == []
+            scope.cancel()
+    assert scope.cancelled_caught  # the waiting is left at once, as the copy was
+    go_on.set()
+    with trio.testing.assert_checkpoints():
+        await wait_abandoned()
+    assert over == [True, True]
+    assert thread_statistics().abandoned_running == 0
+    with trio.testing.assert_checkpoints():
+        await wait_abandoned()
 
 
 async def test_an_abandoned_thread_that_ends_at_once_loses_nothing():

@@ -7,6 +7,7 @@ import threading
 import trio
 
 from ...abc import DUPLICATE, STORED, Failed
+from ...threads import wait_abandoned
 from .._fake import payload_of
 from ._trying import BLOCKS, Bytes, Case, must
 
@@ -118,6 +119,8 @@ async def a_cancelled_store_leaves_nothing(case: Case) -> None:
         must(await case.room() == BLOCKS - 3, "its room is not reused before its end is proven")
     if source.go_on is not None:
         source.go_on.set()
+        await trio.to_thread.run_sync(source.copied.wait)
+        await wait_abandoned()  # what the thread does behind the source, encoding perhaps, still writes there
     reservation.release()
     if cut_off:
         must(await case.room() == BLOCKS, "then it is given back")

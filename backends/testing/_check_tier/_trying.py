@@ -29,6 +29,11 @@ def must(holds: bool, promise: str, *details: object) -> None:
         raise AssertionError(" ".join([promise, *map(repr, details)]))
 
 
+def _first_difference(block: bytes, expected: bytes) -> str:
+    at = next(at for at, (one, other) in enumerate(zip(block, expected, strict=True)) if one != other)
+    return f"byte {at} is {block[at : at + 8].hex(' ')}, expected {expected[at : at + 8].hex(' ')}"
+
+
 class Bytes:
     """A source of blocks whose bytes follow from their keys; a guard is the number of the key."""
 
@@ -40,6 +45,7 @@ class Bytes:
         self.error: Exception | None = None
         self.started: threading.Event | None = None
         self.go_on: threading.Event | None = None
+        self.copied = threading.Event()
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
         guards = list(range(len(self.keys), len(self.keys) + len(keys)))
@@ -57,9 +63,12 @@ class Bytes:
         if self.started is not None and self.go_on is not None:
             self.started.set()
             self.go_on.wait()
-        if self.error is not None:
-            raise self.error
-        copy_pages(pages, pages_of([self.buffers[guard] for guard in guards]))
+        try:
+            if self.error is not None:
+                raise self.error
+            copy_pages(pages, pages_of([self.buffers[guard] for guard in guards]))
+        finally:
+            self.copied.set()
 
 
 class Places:
@@ -185,8 +194,12 @@ class Case:
     async def holds(self, keys: Sequence[Key]) -> None:
         """These keys are there, with their bytes."""
         must(await self.contains(keys) == set(keys), "what is stored must be found", keys)
-        expected = [payload_of(key, self.block_bytes) for key in keys]
-        must(await self.load(keys) == expected, "what is loaded must be what was stored", keys)
+        wrong = {}
+        for key, block in zip(keys, await self.load(keys), strict=True):
+            expected = payload_of(key, self.block_bytes)
+            if block != expected:
+                wrong[key] = "missed" if block is None else _first_difference(block, expected)
+        must(not wrong, "what is loaded must be what was stored", wrong)
 
     async def room(self) -> int:
         """How many blocks there is room for without evicting one."""
