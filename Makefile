@@ -10,6 +10,8 @@ ARGS ?=
 JOBS ?= auto
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
+# The tests start hundreds of processes. Where bytecode is not to be written, each of them would compile all of it anew.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet
 
 .DEFAULT_GOAL := help

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from offload.testing.scenarios import Outcome
+from offload.testing.scenarios import Outcome, TierSpec
 
 
 class Ticket:
@@ -118,6 +118,54 @@ class Deaf(Careful):
         ticket.over.set()
 
 
+class Lending(Careful):
+    """Has as many places as its tier, and puts nobody out of them whom a reader holds."""
+
+    minds = True
+
+    def __init__(self, world, nursery) -> None:
+        super().__init__(world, nursery)
+        self.places = world.scenario.tier.get("host", TierSpec()).capacity
+        self.lent: list[bytes] = []
+
+    async def move(self, keys: Sequence[bytes]) -> Outcome:
+        outcome = await super().move(keys)
+        for key in [key for key in self.blocks if not self.held(key)][: max(0, len(self.blocks) - self.places)]:
+            del self.blocks[key]
+        return outcome
+
+    def held(self, key: bytes) -> bool:
+        return self.minds and key in self.lent
+
+    async def delete(self, tier: str, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            if not self.held(key):
+                self.blocks.pop(key, None)
+
+    @asynccontextmanager
+    async def hold(self, tier: str, keys: Sequence[bytes]):
+        found = [key for key in keys if key in self.blocks]
+        self.lent += found
+
+        async def read() -> Mapping[bytes, bytes]:
+            return {key: self.blocks[key] for key in found if key in self.blocks}
+
+        try:
+            yield read
+        finally:
+            for key in found:
+                self.lent.remove(key)
+
+    def audit(self) -> dict[str, int]:
+        return {**super().audit(), "lent": len(self.lent)}
+
+
+class Forgetful(Lending):
+    """Forgets what it has lent."""
+
+    minds = False
+
+
 class Dying(Careful):
     """Takes its process with it when it stores two blocks late."""
 
@@ -144,7 +192,8 @@ def factory(kind):
     return opened
 
 
-careful, trusting, hasty, deaf, dying, spinning = map(factory, (Careful, Trusting, Hasty, Deaf, Dying, Spinning))
+careful, trusting, hasty, deaf = map(factory, (Careful, Trusting, Hasty, Deaf))
+lending, forgetful, dying, spinning = map(factory, (Lending, Forgetful, Dying, Spinning))
 
 
 @asynccontextmanager

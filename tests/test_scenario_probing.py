@@ -69,6 +69,15 @@ def test_a_cache_that_breaks_copies_off_moves_what_it_calls_cancelled() -> None:
     assert {"cancel", "silent"} <= broken_promises("hasty")
 
 
+def test_a_cache_that_lends_keeps_its_promises() -> None:
+    assert {"hold", "delete"} <= set(probed("lending").seams)
+    assert broken_promises("lending") == set()
+
+
+def test_a_cache_whose_readers_hold_nothing_loses_what_they_read() -> None:
+    assert broken_promises("forgetful") == {"hold", "hold-deleted"}
+
+
 @pytest.mark.parametrize("promise", promises(), ids=lambda promise: promise.short)
 def test_ours_keep_each_promise(promise: Promise) -> None:
     for trial in promise.trials:
@@ -80,7 +89,7 @@ def test_ours_keep_each_promise(promise: Promise) -> None:
 def test_promises_have_short_names_of_their_own() -> None:
     shorts = [promise.short for promise in promises()]
     assert len(set(shorts)) == len(shorts) > 20
-    assert {seam for promise in promises() for seam in promise.needs} == set(SEAMS) - {"found", "hold"}
+    assert {seam for promise in promises() for seam in promise.needs} == set(SEAMS) - {"found"}
 
 
 # --- random programs ----------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from .._program import After, LoadStep, PipelineSpec, Scenario, Step, StoreStep
 from .._report import Report
 from .._shrinking.tidying import tidy
 
-ATTRIBUTES: Final[tuple[Seam, ...]] = ("store_many", "close_now", "evict", "delete", "drain", "found")
+ATTRIBUTES: Final[tuple[Seam, ...]] = ("store_many", "close_now", "evict", "delete", "drain", "found", "hold")
 """Seams that a system has as a method of that name."""
 
 PROBE: Final = Scenario(

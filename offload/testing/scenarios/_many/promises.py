@@ -104,6 +104,10 @@ def _promises() -> Iterator[Promise]:
     )
     yield _promise("evict", "keys that leave the source meanwhile", ("evict",), _each_time("evict", keys="b.0"))
     yield _promise("delete", "what was deleted is missed", ("delete",), [_deleted()])
+    crowd = [_store("b{0..15}", LATE + 2, per=2)]
+    yield _promise("hold", "what a reader holds stays, whoever needs the room", ("hold",), [_held(crowd)])
+    gone = [Step(at_ms=LATE + 2, delete=KeysStep(keys="a.0")), Step(at_ms=LATE + 3, load=LoadStep(keys="a.1"))]
+    yield _promise("hold-deleted", "what a reader holds stays, whoever deletes it", ("hold", "delete"), [_held(gone)])
     yield _promise(
         "drain",
         "drained is drained",
@@ -242,3 +246,14 @@ def _deleted() -> Scenario:
         Step(at_ms=2 * LATE, load=LoadStep(keys="a.0, a.1, b.0")),
     ]
     return _scenario("delete one of four", steps, expect=[Expect(count={"loaded": 2, "missed": 1})])
+
+
+def _held(meanwhile: Sequence[Step]) -> Scenario:
+    """A reader holds two blocks for a while; that they are the same at its end is judged wherever there is a hold."""
+    steps = [
+        _store("a", per=2),
+        Step(at_ms=LATE, load=LoadStep(id="reader", keys="a.0, a.1", hold_ms=100)),
+        *meanwhile,
+    ]
+    held = Expect(order=["a ended", "reader loaded"])
+    return _scenario("read, hold, read again", steps, tier={"host": TierSpec(capacity=8, latency_ms=2)}, expect=[held])
