@@ -182,8 +182,10 @@ class Client:
         self.calls.append(call.code)
         if call.sending is not None:
             call.sending()
-        sent_at = self.world.now
+        call.sent_at = sent_at = self.world.now
         frame = request(call.code, next(self.sequences), call.message)
+        if fate in ("lost", "delayed", "cut", "late"):
+            self.s.gave_up(call)
         if fate == "lost":
             raise self.error()
         if fate == "delayed":

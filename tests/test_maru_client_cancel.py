@@ -99,6 +99,38 @@ async def after_the_session(handler, other):
     await handler.batch_put(["r"], [value_of("r")])
 
 
+async def claim_pins(handler, other):
+    """What is held here, where an answer that was lost has pinned something; the first claim is lost as well."""
+    socket = handler._driver._socket
+    try:
+        with await handler.retrieve("k1") as held:
+            socket.fate = lambda code: "cut" if code == Code.FIND else None
+            with pytest.raises(NoAnswer):
+                await handler.retrieve("o1")
+            socket.fate = lambda code: "lost" if code == Code.PINS else None
+            with pytest.raises(NoAnswer):
+                await handler._driver.run(beat(handler._standing))
+            socket.fate = lambda code: None
+            await handler._driver.run(beat(handler._standing))
+            assert handler.statistics().counters.pins_unknown == 1
+            assert held.view == value_of("k1")
+    finally:
+        socket.fate = lambda code: None
+
+
+async def unpin_while_claiming(handler, other):
+    """What is given back waits for the claim that is under way."""
+    assert await handler.batch_pin(["k1", "o1"]) == [True, True]
+    handler._standing.turns.is_lost = True
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(handler._driver.run, beat(handler._standing))
+        while not handler._standing.turns.is_claiming:  # noqa: ASYNC110  # nothing tells of it but its request
+            await trio.sleep(0.0005)
+        assert await handler.batch_unpin(["k1", "o1"]) == [True, True]
+        assert not handler._standing.turns.is_claiming
+        assert handler._standing.pinned.due == []
+
+
 CASES = [
     put,
     put_with_a_new_region,
@@ -109,10 +141,13 @@ CASES = [
     delete,
     after_a_restart,
     after_the_session,
+    claim_pins,
+    unpin_while_claiming,
 ]
 
 
 async def at_rest(world, *handlers):
+    await trio.sleep(max(handler.config.timeout_ms / 1e3 for handler in handlers))  # what comes late has come
     for _ in range(4):
         for handler in handlers:
             await handler._driver.run(beat(handler._standing))
@@ -143,7 +178,7 @@ async def play(case, instrument):
             await case(handler, other)
             instrument.scope = None
         instrument.scope = None
-        if case is pin_and_unpin:
+        if case in (pin_and_unpin, unpin_while_claiming):
             await handler.batch_unpin(["k1", "o1"])  # whether or not it was cancelled between the two
         await at_rest(world, handler, other)
         names = [*keys_of(3), "o1", *keys_of(3, "p"), *keys_of(6, "n"), "u", "v", "r"]

@@ -90,6 +90,8 @@ class Model:
     sessions: list = attrs.field(factory=list)
     connections: list = attrs.field(factory=list)
     pins: list = attrs.field(factory=list)  # (holder, key), once for each pin
+    earlier: list = attrs.field(factory=list)  # the same, of those taken in turns before the holder's latest
+    turns: dict = attrs.field(factory=dict)  # the latest of a session
     holders: list = attrs.field(factory=list)  # in the order in which they took the first of the pins they have
     departed: list = attrs.field(factory=list)  # (holder, until)
     reads: list = attrs.field(factory=list)  # (key, when), by published connections
@@ -117,7 +119,7 @@ class Model:
         return next(session for session in self.sessions if session.number == number)
 
     def pinned(self, key):
-        return any(pinned == key for _, pinned in self.pins)
+        return any(pinned == key for _, pinned in self.pins + self.earlier)
 
     def quiet(self, now):
         return bool(self.away) and now < self.quiet_until
@@ -183,10 +185,12 @@ class Model:
         over = [holder for holder, until in self.departed if until <= now]
         self.departed = [one for one in self.departed if one[0] not in over]
         self.pins = [pin for pin in self.pins if pin[0] not in over]
+        self.earlier = [pin for pin in self.earlier if pin[0] not in over]
         self.count_holders()
 
     def count_holders(self):
-        self.holders = [holder for holder in self.holders if any(holder == other for other, _ in self.pins)]
+        held = self.pins + self.earlier
+        self.holders = [holder for holder in self.holders if any(holder == other for other, _ in held)]
 
     def remove(self, keys):
         regions = []
@@ -412,9 +416,35 @@ class Model:
         if keys and by not in self.holders:
             self.holders.append(by)
 
+    def enter_turn(self, by, turn):
+        if turn < self.turns.get(by, 0):
+            return False
+        if turn > self.turns.get(by, 0):
+            self.turns[by] = turn
+            self.earlier += [pin for pin in self.pins if pin[0] == by]
+            self.pins = [pin for pin in self.pins if pin[0] != by]
+        return True
+
+    def settle_pins(self, by, keys, counts, last):
+        """One by one: what is named and was taken earlier is as if taken now."""
+        for key, count in zip(keys, counts, strict=True):
+            for _ in range(count):
+                if (by, key) in self.earlier:
+                    self.earlier.remove((by, key))
+                    self.pins.append((by, key))
+        gone = [pin for pin in self.earlier if pin[0] == by] if last else []
+        for pin in gone:
+            self.earlier.remove(pin)
+        self.count_holders()
+        return len(gone)
+
     def unpin(self, by, keys):
         answers = []
         for key in keys:
+            if (by, key) in self.earlier and (by, key) not in self.pins:
+                self.earlier.remove((by, key))
+                answers.append(True)
+                continue
             others = [holder for holder in self.holders if holder < 0] if by < 0 else []
             for holder in [by, *others]:
                 if (holder, key) in self.pins:
@@ -469,6 +499,7 @@ class Model:
 
     def unpin_all(self, keys):
         self.pins = [pin for pin in self.pins if pin[1] not in keys]
+        self.earlier = [pin for pin in self.earlier if pin[1] not in keys]
         self.count_holders()
 
     def resolve(self, session, attempt, pages):
@@ -499,6 +530,7 @@ class Model:
 
     def restart(self, now):
         self.connections, self.pins, self.holders, self.departed, self.reads, self.dropped = [], [], [], [], [], []
+        self.earlier, self.turns = [], {}
         for session in self.sessions:
             session.deadline = now + session.lease + LIMITS.lease_grace
             session.connections = []
@@ -554,11 +586,14 @@ def recounted(directory):
         assert usage.allocated_bytes == sum(region.length for region in regions)
         assert usage.used_bytes == sum(region.used_bytes for region in regions)
     counts = {}
-    for own in directory._guards._pins._of.values():
+    pins = directory._guards._pins
+    for own in [*pins._of.values(), *pins._earlier.values()]:
         assert own
         for key, count in own.items():
+            assert count > 0
             counts[key] = counts.get(key, 0) + count
     assert counts == pinned
+    assert pins._turns.keys() <= state.sessions.keys() | pins._earlier.keys() | pins._of.keys()
     assert pinned.keys() <= state.located.keys()
 
 
@@ -815,6 +850,44 @@ class DirectoryMachine(RuleBasedStateMachine):
         if by := self.anybody(at):
             assert self.directory.unpin(by, keys) == self.model.unpin(by, keys)
 
+    @rule(at=which, ahead=st.integers(-1, 2))
+    def enter_turn(self, at, ahead):
+        if session := self.ours(at):
+            turn = self.model.turns.get(session.number, 0) + ahead
+            assert self.directory.enter_turn(session.number, turn) == self.model.enter_turn(session.number, turn)
+
+    @rule(at=which, keys=some_keys, counts=st.lists(st.integers(-1, 3), min_size=6, max_size=6))
+    def settle_pins(self, at, keys, counts):
+        """Anything at all."""
+        if session := self.ours(at):
+            self.settle_pins_of(session, self.keys(keys), counts[: len(keys)], last=False)
+
+    @rule(at=which, keys=some_keys, more=some_keys, overtaken=st.booleans(), data=st.data())
+    def say_what_is_held(self, at, keys, more, overtaken, data):
+        """As a client does: in a new turn, some of what it has taken in those before, in two parts."""
+        if session := self.ours(at):
+            self.pins_more(session, keys)
+            self.enter_turn(at, 1)
+            if overtaken:
+                self.pins_more(session, more)
+            mine = sorted({key for holder, key in self.model.earlier if holder == session.number})
+            held = data.draw(st.lists(st.sampled_from(mine), unique=True)) if mine else []
+            counts = data.draw(st.lists(st.integers(1, 3), min_size=len(held), max_size=len(held)))
+            self.settle_pins_of(session, held[::2], counts[::2], last=False)
+            self.settle_pins_of(session, held[1::2], counts[1::2], last=True)
+            now = {key for holder, key in self.model.pins if holder == session.number}
+            assert now >= set(held)
+            assert overtaken or now == set(held)
+
+    def pins_more(self, session, keys):
+        keys = [key for key in self.keys(keys) if self.model.entry(key)]
+        self.model.take_pins(session.number, keys)
+        assert self.directory.pin(session.number, keys) == [True] * len(keys)
+
+    def settle_pins_of(self, session, keys, counts, last):
+        expected = self.model.settle_pins(session.number, keys, counts, last)
+        assert self.directory.settle_pins(session.number, keys, counts, last=last) == expected
+
     @rule(at=which, keys=some_keys)
     def delete(self, at, keys):
         keys = self.keys(keys)
@@ -913,7 +986,10 @@ class DirectoryMachine(RuleBasedStateMachine):
             assert list(state.sessions[one.number].policy._order) == session.order
         assert (image.generation, image.last_session) == (model.generation, model.last_session)
         assert directory.quiet(self.now) == model.quiet(self.now)
-        assert set(directory._guards.pinned) == {key for _, key in model.pins}
+        expected = {}
+        for _, key in model.pins + model.earlier:
+            expected[key] = expected.get(key, 0) + 1
+        assert directory._guards.pinned == expected
         assert directory.take_dropped() == model.dropped
         model.dropped.clear()
         recounted(directory)
@@ -940,7 +1016,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             len(model.abandoned),
         )
         assert (statistics.sessions, statistics.connections) == (len(model.sessions), len(model.connections))
-        assert statistics.pinned == len({key for _, key in model.pins})
+        assert statistics.pinned == len({key for _, key in model.pins + model.earlier})
         assert statistics.generation == model.generation
         listed = {region.id for region in model.regions if not region.returned}
         assert {region_id for region_id, _ in self.directory.regions()} == listed

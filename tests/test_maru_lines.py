@@ -51,12 +51,15 @@ def later():
     return time.monotonic() + SOON
 
 
-def line_over(dealer, window=4, late=lambda call, reply: None):
-    return Line(dealer, window, nullcontext(), late)
+def line_over(dealer, window=4, late=lambda call, reply: None, gave_up=lambda call: None):
+    return Line(dealer, window, nullcontext(), late, gave_up)
 
 
 def lines_over(dealers, window=2):
-    return Lines(lambda: dealers.append(FakeDealer()) or dealers[-1], window, nullcontext(), lambda call, reply: None)
+    def connect():
+        return dealers.append(FakeDealer()) or dealers[-1]
+
+    return Lines(connect, window, nullcontext(), lambda call, reply: None, lambda call: None)
 
 
 def test_answers_are_handed_out_to_whom_they_belong_in_any_order():
@@ -71,6 +74,51 @@ def test_answers_are_handed_out_to_whom_they_belong_in_any_order():
     line.receive(later())
     assert [one.reply.exists for one in calls] == [False, True, True]
     assert len(line.correlation) == 0
+
+
+def test_whoever_gives_up_is_noted_and_an_unread_answer_is_found_by_looking():
+    told, gave_up = [], []
+    dealer = FakeDealer()
+    line = line_over(dealer, late=lambda call, reply: told.append(call), gave_up=gave_up.append)
+    one = call()
+    line.send(one, later())  # answered at once, and not read
+    line.give_up(one)
+    assert (gave_up, told) == ([one], [])
+    line.look()
+    assert (gave_up, told) == ([one], [one])
+    dealer.full = True
+    other = call()
+    with pytest.raises(NoAnswer):
+        line.send(other, later())
+    assert gave_up == [one, other]
+
+
+def test_an_answer_that_cannot_be_read_is_as_none():
+    gave_up = []
+    dealer = FakeDealer()
+    line = line_over(dealer, gave_up=gave_up.append)
+    dealer.mute = True
+    one = call()
+    line.send(one, later())
+    dealer.inbox.append([b"", reply(Code.EXISTS_KV, one.sequence, b"\xc1")])
+    line.receive(later())
+    assert type(one.reply) is BadMessage
+    assert gave_up == [one]
+
+
+def test_looking_leaves_the_lines_in_their_order_and_those_in_use_alone():
+    dealers = []
+    lines = lines_over(dealers, window=3)
+    taken = [lines.take(later()) for _ in range(3)]
+    for line in taken[:2]:
+        lines.give_back(line)
+    for dealer in dealers:
+        dealer.mute = True
+        dealer.answer(99)
+    lines.look()
+    assert [len(dealer.inbox) for dealer in dealers] == [0, 0, 1]
+    assert lines.take(later()) is taken[1]  # the one that was used last
+    assert lines.take(later()) is taken[0]
 
 
 def test_a_late_answer_is_heard_and_given_to_nobody():

@@ -33,8 +33,11 @@ from maru._client.operations import (
 )
 from maru._client.operations.standing import salt_of
 from maru._client.page_states import PageState
+from maru._config import MaruConfig
 from maru._errors import HandlerClosed, LeaseLost, NoAnswer, ServerLost, ServerRefused
 from maru._wire import Code
+
+PATIENCE = MaruConfig().timeout_ms / 1e3
 
 
 def value_of(key):
@@ -68,6 +71,7 @@ def at_rest(*clients):
             late()
         client.late.clear()
     world.late_requests()
+    world.now += PATIENCE  # then what was not answered will not be
     for _ in range(3):  # after a restart nothing is handed back before everybody is there again
         for client in clients:
             client.run(beat(client.s))
@@ -452,16 +456,7 @@ def play(scenario, fate, error, k):
     other.get(["k1"])
     count = itertools.count()
     client.error = lambda: error("cut off")
-    stays_pinned = False
-
-    def watch(call):
-        nonlocal stays_pinned
-        if next(count) != k:
-            return None
-        stays_pinned = call.code in (Code.UNPIN, Code.FIND) and fate in ("lost", "cut")
-        return fate
-
-    client.fate = watch
+    client.fate = lambda call: fate if next(count) == k else None
     try:
         scenario(client, other)
     except error:
@@ -470,16 +465,9 @@ def play(scenario, fate, error, k):
         assert scenario in (scenario_session_over, scenario_forgotten)
     disturbed = next(count) > k
     client.fate = lambda call: None
-    if stays_pinned:  # what nobody was told of: it ends with the session
-        client.run(close(client.s))
-        client.world.now += 100
-        client.world.service.expire(client.world.now)
-        other.run(beat(other.s))
-        at_rest(other)
-    else:
-        client.run(beat(client.s))
-        other.run(beat(other.s))
-        at_rest(client, other)
+    client.run(beat(client.s))
+    other.run(beat(other.s))
+    at_rest(client, other)
     reader = Client(client.world, "reader")
     reader.run(connect(reader.s))
     keys = [*keys_of(4), "o1", "s1", "s2", *keys_of(12, "r"), *keys_of(9, "e")]
@@ -1068,20 +1056,12 @@ class Machine(RuleBasedStateMachine):
             client.run(connect(client.s))
         self.held = [[], []]
         self.memory = {}
-        self.pins_may_leak = False
 
     def with_fates(self, who, data):
         client = self.clients[who]
         client.fates = data.draw(st.lists(st.sampled_from(FATES), max_size=4))
         client.error = lambda: NoAnswer("no answer")
-
-        def fate(call):
-            fate = client.fates.pop(0) if client.fates else None
-            if call.code in (Code.FIND, Code.UNPIN) and fate in ("cut", "lost", "delayed"):
-                self.pins_may_leak = True
-            return fate
-
-        client.fate = fate
+        client.fate = lambda call: client.fates.pop(0) if client.fates else None
         return client
 
     def attempt(self, client, do):
@@ -1209,14 +1189,7 @@ class Machine(RuleBasedStateMachine):
             self.world.late_requests()
             client.run(beat(client.s))
             client.run(release(client.s, self.held[who]))
-        if self.pins_may_leak:
-            for client in self.clients:
-                client.run(beat(client.s))
-                statistics = client.s.pages.statistics()
-                assert statistics.allocated + statistics.registering + statistics.limbo + statistics.returning == 0
-                assert (statistics.quarantined, statistics.strays, client.s.pages.behind) == (0, 0, False)
-        else:
-            at_rest(*self.clients)
+        at_rest(*self.clients)
         for client in self.clients:
             for key, got in zip(NAMES, client.get(NAMES), strict=True):
                 assert got in (value_of(key), Loaded.MISSING)

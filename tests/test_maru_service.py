@@ -30,6 +30,7 @@ from maru._wire import (
     KeyRequest,
     KeysRequest,
     ListRequest,
+    PinsRequest,
     ReclaimRequest,
     RegionRequest,
     RegisterRequest,
@@ -620,6 +621,35 @@ def test_pins_hold_and_belong_to_the_session(world):
     assert world.send(b"ours", Code.DROP, DropRequest(token, 0, 2, ["a"])).answers == [DropAnswer.DELETED]
 
 
+def test_what_a_session_does_not_claim_goes_and_what_comes_of_an_earlier_turn_is_refused(world):
+    token, region = world.ours()
+    world.store(token, region, ["a", "b"])
+    for _ in range(2):
+        world.find(token, ["a", "b"], pin=True)
+    world.service.take_events()
+    assert world.send(b"ours", Code.PINS, PinsRequest(token, 0, 4, ["b", "x"], [1, 1], True)).dropped == 3
+    [event] = world.service.take_events()
+    assert "3 pins" in event.text
+    assert refused(world.find(token, ["a"], pin=True), Word.FENCED)
+    assert refused(world.send(b"ours", Code.UNPIN, UnpinRequest(token, 0, ["b"], 3)), Word.FENCED)
+    assert refused(world.send(b"ours", Code.PINS, PinsRequest(token, 0, 3, [], [], True)), Word.FENCED)
+    assert list(world.find(token, ["a"]).positions) == [0]  # what pins nothing is of no turn
+    assert world.send(b"ours", Code.PINS, PinsRequest(token, 0, 4, [], [], True)).dropped == 0
+    answer = world.send(b"ours", Code.FIND, FindRequest(token, 0, ["a"], True, False, 4))
+    assert list(answer.positions) == [0]
+    assert world.send(b"ours", Code.DROP, DropRequest(token, 0, 1, ["a", "b"])).answers == [DropAnswer.PINNED] * 2
+    assert world.send(b"ours", Code.UNPIN, UnpinRequest(token, 0, ["a", "b", "b"], 4)).results == [True, True, False]
+    assert world.send(b"ours", Code.DROP, DropRequest(token, 0, 2, ["a", "b"])).answers == [DropAnswer.DELETED] * 2
+
+
+def test_a_restart_knows_of_no_turn(world):
+    token, region = world.ours()
+    world.store(token, region, ["a"])
+    world.send(b"ours", Code.PINS, PinsRequest(token, 0, 4, [], [], True))
+    world.restart()
+    assert list(world.find(token, ["a"], pin=True).positions) == [0]
+
+
 def test_pages_that_others_delete_come_back_numbered_until_they_are_acknowledged(world):
     token, region = world.ours()
     world.store(token, region, ["a", "b", "c"], attempt=5)
@@ -714,6 +744,7 @@ OWN_REQUESTS = {
     Code.BEAT: BeatRequest(b"?" * 16, 0),
     Code.CLOSE: CloseRequest(b"?" * 16, 0),
     Code.REGION: RegionRequest(b"?" * 16, 0, 1, False),
+    Code.PINS: PinsRequest(b"?" * 16, 0, 1, ["k"], [1], True),
 }
 
 
@@ -789,7 +820,7 @@ def test_watermarks_reclaim_ahead_of_need(world):
 # --- bad input ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [0x00, 0x02, 0x05, 0x3F, 0x4A, 0x80, 0x90, 0xC0, 0xF4, 0xFD])
+@pytest.mark.parametrize("code", [0x00, 0x02, 0x05, 0x3F, 0x4B, 0x80, 0x90, 0xC0, 0xF4, 0xFD])
 def test_an_unknown_code_is_answered_under_its_own_sequence(world, code):
     frame = world.service.handle(b"a", frame_of(code, 77, b"\x80", 5), world.now)
     header = read_header(frame)
@@ -857,6 +888,7 @@ def test_batches_larger_than_configured_are_refused():
     assert refused(world.store(token, region, keys, [0] * 65), Word.TOO_MANY)
     assert refused(world.send(b"ours", Code.UNPIN, UnpinRequest(token, 0, keys)), Word.TOO_MANY)
     assert refused(world.send(b"ours", Code.DROP, DropRequest(token, 0, 1, keys)), Word.TOO_MANY)
+    assert refused(world.send(b"ours", Code.PINS, PinsRequest(token, 0, 1, keys, [1] * 65, True)), Word.TOO_MANY)
     assert refused(world.send(b"a", Code.BATCH_REGISTER_KV, batch(*((key, 1, 0, 1) for key in keys))), Word.TOO_MANY)
 
 
@@ -879,6 +911,9 @@ def test_no_frame_brings_the_service_down(data):
     samples += [
         request(Code.STORE, 1, StoreRequest(token, 0, 1, region, ["k"], [0], 1, None)),
         request(Code.DROP, 1, DropRequest(token, 0, 1, ["k"])),
+        request(Code.FIND, 1, FindRequest(token, 0, ["k"], True, False, 1)),
+        request(Code.UNPIN, 1, UnpinRequest(token, 0, ["k"], 1)),
+        request(Code.PINS, 1, PinsRequest(token, 0, 1, ["k"], [1], True)),
         request(Code.BATCH_REGISTER_KV, 1, batch(("k", region, 0, PAGE))),
         request(Code.REQUEST_ALLOC, 1, AllocRequest("one", PAGE)),
         request(Code.HANDSHAKE, 1, HandshakeRequest(extensions=1)),

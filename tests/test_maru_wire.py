@@ -14,6 +14,7 @@ from wire_vectors import (
     MIB,
     OWN_REPLIES,
     OWN_REQUESTS,
+    OWN_REQUESTS_BEFORE,
     REPLIES,
     REQUESTS,
     SUM,
@@ -56,6 +57,11 @@ def test_a_request_is_these_bytes_both_ways(code, body, message):
     assert read_request(on_the_wire) == message
 
 
+@vectors(OWN_REQUESTS_BEFORE)
+def test_a_request_of_ours_that_says_less_than_today_is_read(code, body, message):
+    assert read_request(frame(code, 1, body)) == message
+
+
 @vectors(V1_REPLIES + EXTENDED_REPLIES + OWN_REPLIES)
 def test_a_reply_is_these_bytes_both_ways(code, body, message):
     on_the_wire = frame(code | 0x80, 0xFFFFFFFF, body, flags=4)
@@ -71,7 +77,7 @@ def test_a_published_reply_that_says_less_than_ours_is_read(code, body, message)
 def test_every_code_has_a_vector_in_both_directions():
     assert {row[0] for row in V1_REQUESTS} | {row[0] for row in OWN_REQUESTS} == set(Code) == set(wire.MESSAGES)
     assert {row[0] for row in V1_REPLIES + V1_PUBLISHED_REPLIES} == wire.V1_CODES
-    assert {row[0] for row in OWN_REPLIES} == wire.OWN_CODES == set(range(0x40, 0x4A))
+    assert {row[0] for row in OWN_REPLIES} == wire.OWN_CODES == set(range(0x40, 0x4B))
 
 
 def test_lookup_replies_are_spliced_from_entries_encoded_once():
@@ -156,7 +162,7 @@ def test_codes_from_0xf0_on_carry_the_reply_bit_already():
     assert wire.reply(Code.LOOKUP_KV, 3, wire.LookupReply(False))[3] == 0x91
 
 
-@pytest.mark.parametrize("code", [0x00, 0x02, 0x05, 0x16, 0x25, 0x3F, 0x4A, 0x70, 0x80, 0x90, 0xC0, 0xF4, 0xFD])
+@pytest.mark.parametrize("code", [0x00, 0x02, 0x05, 0x16, 0x25, 0x3F, 0x4B, 0x70, 0x80, 0x90, 0xC0, 0xF4, 0xFD])
 def test_an_unknown_code_is_a_bad_message_and_no_bad_frame(code):
     with pytest.raises(BadMessage, match="unknown code"):
         read_request(frame(code, 1, b"\x80"))
@@ -217,6 +223,9 @@ def test_columns_of_different_lengths_are_refused():
             read_request(frame(Code.STORE, 1, msgspec.msgpack.encode(bad)))
     with pytest.raises(BadMessage, match="different lengths"):
         read_request(frame(Code.RESOLVE, 1, msgspec.msgpack.encode([TOKEN, 5, 3, [7], []])))
+    for keys, counts in ((["a"], []), ([], [1]), (["a"], [1, 1])):
+        with pytest.raises(BadMessage, match="different lengths"):
+            read_request(frame(Code.PINS, 1, msgspec.msgpack.encode([TOKEN, 5, 3, keys, counts, True])))
     place = wire.place(7, 0, 1, 42, None)
     for found, places in (([5], place), (1, place), ([5, 9], place * 2), (0, b"")):
         assert read_reply(frame(0xC1, 1, msgspec.msgpack.encode([EPOCH, None, found, places])))

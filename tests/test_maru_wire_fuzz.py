@@ -41,7 +41,10 @@ def published_client_reads(received):
 
 def mutations(seed):
     """What reads, and frames for it without end."""
-    asked = [wire_vectors.frame(code, 1, body) for code, body, _ in wire_vectors.REQUESTS]
+    asked = [
+        wire_vectors.frame(code, 1, body)
+        for code, body, _ in [*wire_vectors.REQUESTS, *wire_vectors.OWN_REQUESTS_BEFORE]
+    ]
     answered = [wire_vectors.frame(code | 0x80, 1, body) for code, body, _ in wire_vectors.REPLIES]
     answered += [wire.error_reply(code, 1, "no", "closed", 5) for code in wire.Code]
     rm_asked = [wire_vectors.RM_MAGIC + rest for rest, _ in wire_vectors.RM_REQUESTS]

@@ -225,10 +225,22 @@ OWN_REQUESTS = [
     ),
     (
         Code.FIND,
-        b"\x95" + OPENING + b"\x92\xa1a\xa1b\xc3\xc2",
+        b"\x96" + OPENING + b"\x92\xa1a\xa1b\xc3\xc2\x00",
         wire.FindRequest(TOKEN, 5, ["a", "b"], True, False),
     ),
-    (Code.UNPIN, b"\x93" + OPENING + b"\x91\xa1a", wire.UnpinRequest(TOKEN, 5, ["a"])),
+    (
+        Code.FIND,
+        b"\x96" + OPENING + b"\x91\xa1a\xc3\xc3\xcd\x01\x00",
+        wire.FindRequest(TOKEN, 5, ["a"], True, True, 256),
+    ),
+    (Code.UNPIN, b"\x94" + OPENING + b"\x91\xa1a\x00", wire.UnpinRequest(TOKEN, 5, ["a"])),
+    (Code.UNPIN, b"\x94" + OPENING + b"\x91\xa1a\x03", wire.UnpinRequest(TOKEN, 5, ["a"], 3)),
+    (
+        Code.PINS,
+        b"\x96" + OPENING + b"\x03\x92\xa1a\xa1b\x92\x01\x02\xc3",
+        wire.PinsRequest(TOKEN, 5, 3, ["a", "b"], [1, 2], True),
+    ),
+    (Code.PINS, b"\x96" + OPENING + b"\x03\x90\x90\xc2", wire.PinsRequest(TOKEN, 5, 3, [], [], False)),
     (Code.DROP, b"\x94" + OPENING + b"\x0b\x91\xa1a", wire.DropRequest(TOKEN, 5, 11, ["a"])),
     (Code.RECLAIM, b"\x94" + OPENING + b"\x0b\x40", wire.ReclaimRequest(TOKEN, 5, 11, 64)),
     (
@@ -254,6 +266,7 @@ OWN_REPLIES = [
         wire.FindReply(EPOCH, RETURNS, [1], PLACE),
     ),
     (Code.UNPIN, b"\x93" + EPOCH_BYTES + b"\xc0\x92\xc3\xc2", wire.UnpinReply(EPOCH, None, [True, False])),
+    (Code.PINS, b"\x93" + EPOCH_BYTES + b"\xc0\x07", wire.PinsReply(EPOCH, None, 7)),
     (
         Code.DROP,
         b"\x93" + EPOCH_BYTES + b"\xc0\x94\x00\x01\x02\x03",
@@ -278,6 +291,15 @@ OWN_REPLIES = [
         wire.DescribeReply(EPOCH, "0.1.0", {"pool": {"path": "/dev/shm"}}),
     ),
 ]
+OWN_REQUESTS_BEFORE = [
+    (
+        Code.FIND,
+        b"\x95" + OPENING + b"\x92\xa1a\xa1b\xc3\xc2",
+        wire.FindRequest(TOKEN, 5, ["a", "b"], True, False, 0),
+    ),
+    (Code.UNPIN, b"\x93" + OPENING + b"\x91\xa1a", wire.UnpinRequest(TOKEN, 5, ["a"], 0)),
+]
+"""As clients of ours have sent them that know no turns."""
 REQUESTS = V1_REQUESTS + EXTENDED_REQUESTS + OWN_REQUESTS
 REPLIES = V1_REPLIES + V1_PUBLISHED_REPLIES + EXTENDED_REPLIES + OWN_REPLIES
 

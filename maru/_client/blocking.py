@@ -337,6 +337,8 @@ def _renew(handler_ref: weakref.ref[MaruHandler], stop: threading.Event, beat: f
             return
         driver = handler._driver
         try:
+            if driver.standing.turns.waits:
+                driver.lines.look()
             driver.run(operations.beat(driver.standing))
             driver.run(operations.restore(driver.standing))
         except HandlerClosed:

@@ -39,7 +39,7 @@ class Driver:
         self._alone = threading.RLock()
         self.abandoned: deque[tuple[Operation[Any], Call]] = deque()
         """Operations that wait for an answer, and whose ticket was forgotten."""
-        self.lines = Lines(connect, standing.config.max_inflight, lock, standing.heard_late)
+        self.lines = Lines(connect, standing.config.max_inflight, lock, standing.heard_late, standing.gave_up)
 
     def run(self, operation: Operation[T], value: Any = None, error: BaseException | None = None) -> T:
         """Drive it to its end; one that was begun, on from there with what it waits for."""

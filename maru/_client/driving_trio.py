@@ -201,6 +201,7 @@ class Driver:
         if not call.is_over:
             call.is_over = True
             self.correlation.give_up(call.sequence)
+            self.standing.gave_up(call)
             self._unpark()
         elif call.reply is not None:
             self.standing.heard_late(call, call.reply)
@@ -231,6 +232,7 @@ class Driver:
                 self.unreadable += 1
                 if not is_late:
                     call.is_over = True
+                    standing.gave_up(call)
                     call.expected.fail(exc)
                 continue
             if is_late:
@@ -260,6 +262,7 @@ class Driver:
                 else:
                     call.is_over = True
                     self.correlation.give_up(call.sequence)
+                    self.standing.gave_up(call)
                     self._unpark()
                     self.standing.counters.unanswered += 1
                     call.expected.fail(NoAnswer(f"{self.standing!r}: no answer to code {call.code:#04x}"))

@@ -35,7 +35,7 @@ LOOK_UP = 0.1
 class Line:
     """One socket."""
 
-    __slots__ = ("_dealer", "_late", "_lock", "correlation", "unreadable")
+    __slots__ = ("_dealer", "_gave_up", "_late", "_lock", "correlation", "unreadable")
 
     def __init__(
         self,
@@ -43,10 +43,12 @@ class Line:
         window: int,
         lock: AbstractContextManager[object],
         late: Callable[[Call, Any], None],
+        gave_up: Callable[[Call], None],
     ) -> None:
         self._dealer = dealer
         self._lock = lock
         self._late = late
+        self._gave_up = gave_up
         self.correlation: Correlation[Call] = Correlation(window)
         self.unreadable = 0
 
@@ -75,7 +77,7 @@ class Line:
             if not self._dealer.send((b"", frame), deadline - now if deadline > now else 0.0):
                 raise NoAnswer("the server takes nothing in: nothing more can be sent to it")
         except BaseException:
-            correlation.give_up(sequence)
+            self._give_up(call)
             raise
 
     def receive(self, deadline: float) -> None:
@@ -99,14 +101,24 @@ class Line:
     def give_up(self, call: Call) -> None:
         """Nobody waits for this call any more. Its answer may be there all the same."""
         if call.reply is None:
-            self.correlation.give_up(call.sequence)
+            self._give_up(call)
         elif type(call.reply) is not BadMessage:
             with self._lock:
                 self._late(call, call.reply)
 
+    def look(self) -> None:
+        """Take what has arrived, without waiting: answers that nobody waits for lie there until somebody reads."""
+        while (message := self._dealer.receive(0.0)) is not None:
+            self._take(message[-1])
+
     def close(self) -> None:
         """Close the socket."""
         self._dealer.close()
+
+    def _give_up(self, call: Call) -> None:
+        self.correlation.give_up(call.sequence)
+        with self._lock:
+            self._gave_up(call)
 
     def _take(self, frame: bytes) -> None:
         try:
@@ -125,6 +137,9 @@ class Line:
         except BadMessage as exc:
             self.unreadable += 1
             call.reply = exc
+            if not is_late:
+                with self._lock:
+                    self._gave_up(call)
             return
         if is_late:
             with self._lock:
@@ -139,6 +154,7 @@ class Lines:
         window: how many lines there may be, and calls on each.
         lock: under which operations take their steps, and are told what this has to tell them.
         late: told of answers to calls that were given up.
+        gave_up: told of calls that were given up, or whose answer cannot be read.
 
     The free ones are a deque, whose ends are taken and put without a lock. A taker that finds none counts itself and looks
     again before it sleeps; a giver puts first and looks whether somebody is counted then. So none sleeps beside a free line.
@@ -150,11 +166,13 @@ class Lines:
         window: int,
         lock: AbstractContextManager[object],
         late: Callable[[Call, Any], None],
+        gave_up: Callable[[Call], None],
     ) -> None:
         self._connect = connect
         self._window = window
         self._lock = lock
         self._late = late
+        self._gave_up = gave_up
         self._free: deque[Line] = deque()
         self._all: list[Line] = []
         self._given_back = threading.Condition(threading.Lock())
@@ -194,6 +212,18 @@ class Lines:
         if self.is_closed:
             self._close_free()
 
+    def look(self) -> None:
+        """Take what has arrived on the lines that nobody uses. The others are looked at by who does."""
+        for line in self._free.copy():  # in this order, so that the one that was used last is so again
+            try:
+                self._free.remove(line)
+            except ValueError:
+                continue
+            try:
+                line.look()
+            finally:
+                self.give_back(line)
+
     def close(self) -> None:
         """Close those that nobody uses. The others follow when they are given back. Idempotent."""
         self.is_closed = True
@@ -227,7 +257,7 @@ class Lines:
                         self._free.remove(that)
                         return that
                     if that is None and len(self._all) < self._window:
-                        line = Line(self._connect(), self._window, self._lock, self._late)
+                        line = Line(self._connect(), self._window, self._lock, self._late, self._gave_up)
                         self._all.append(line)
                         return line
                     left = deadline - monotonic()

@@ -396,6 +396,28 @@ class Directory:
         self._session(by)
         return self._guards.unpin(by, keys)
 
+    def enter_turn(self, session_id: int, turn: int) -> bool:
+        """This session asks in this turn: to be called before what it pins and unpins. False: that is over, and not done."""
+        self._state.sessions[session_id]
+        return self._guards.enter(session_id, turn)
+
+    def settle_pins(self, session_id: int, keys: Sequence[str], counts: Sequence[int], *, last: bool) -> int:
+        """What a session holds of that which it pinned in turns before the one it has entered: so many pins of these keys.
+
+        Args:
+            session_id: of ours.
+            keys: what it holds, or a part of that. What is not there, or not pinned by it, is passed over: nothing is pinned
+                by this.
+            counts: pins of each.
+            last: there are no others. What was not named goes.
+
+        Returns:
+            How many pins went.
+        """
+        self.settle()
+        self._state.sessions[session_id]
+        return self._guards.vouch(session_id, keys, counts, last)
+
     def delete(self, by: int, keys: Iterable[str], now: float, *, request_id: int = 0) -> list[int]:
         """Delete keys: a ``DropAnswer`` for each, as a number. Asked again with the same request id, it answers the same.
 

@@ -47,10 +47,25 @@ class Guards:
         self._released(last)
         return dropped
 
+    def enter(self, session_id: int, turn: int) -> bool:
+        """This session speaks in this turn; False if that is over."""
+        return self._pins.enter(session_id, turn)
+
+    def vouch(self, session_id: int, keys: Sequence[str], counts: Sequence[int], last: bool) -> int:
+        """So many of its pins of earlier turns stay; how many went, as there were no others to be named."""
+        self._pins.vouch(session_id, keys, counts)
+        if not last:
+            return 0
+        dropped, gone = self._pins.drop_earlier(session_id)
+        self._released(gone)
+        return dropped
+
     def leave(self, holder: int, until: float) -> None:
         """This holder is gone: its pins count until then."""
         if self._pins.has(holder):
             self._departed.set(holder, until)
+        else:
+            self._pins.drop_all(holder)
 
     def settle(self, now: float) -> None:
         """Pins of holders that are gone end when their time has come."""

@@ -11,16 +11,22 @@ class Pins:
 
     Rule 1. A key's pins are the sum of what its holders have; a key without any is not known here.
     Rule 2. A session drops its own pins only. Published connections share theirs: one may drop what another one took.
+    Rule 3. A session speaks in *turns*, which its client numbers upwards. Nothing is done for a turn that is over, and what was
+            pinned in earlier ones is kept apart until the client has said which of it it holds: what an answer that was lost
+            has pinned is found out so, whatever is pinned meanwhile. One pin less is one of the latest turn, if there is one:
+            of the earlier ones the client has said, or will say, what it holds.
     """
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
         """Pins of each pinned key, of all holders together."""
         self._of: dict[int, dict[str, int]] = {}
+        self._earlier: dict[int, dict[str, int]] = {}  # taken in earlier turns, and not vouched for since
+        self._turns: dict[int, int] = {}  # the latest, where it is not 0
 
     def has(self, holder: int) -> bool:
         """Whether this holder has a pin."""
-        return holder in self._of
+        return holder in self._of or holder in self._earlier
 
     def add(self, holder: int, keys: Sequence[str]) -> Sequence[str]:
         """One more pin for each; those that had none before."""
@@ -47,11 +53,14 @@ class Pins:
         """One pin less for each: whether there was one, and which keys have none any more."""
         counts, of = self.counts, self._of
         own = of.get(holder, {})
+        earlier = self._earlier.get(holder)
         dropped: list[bool] = []
         last: list[str] = []
         for key in keys:
             count = own.get(key)
-            if count is None:
+            if count is None and earlier and key in earlier:
+                _less(earlier, key, 1)
+            elif count is None:
                 if holder > 0 or not self._drop_another_ones(key):
                     dropped.append(False)
                     continue
@@ -68,13 +77,70 @@ class Pins:
                 counts[key] = count - 1
         if not own:
             of.pop(holder, None)
+        if earlier is not None and not earlier:
+            del self._earlier[holder]
         return dropped, last
 
     def drop_all(self, holder: int) -> list[str]:
-        """This holder has no pins any more; which keys have none any more."""
+        """This holder has no pins any more, and is gone; which keys have none any more."""
+        self._turns.pop(holder, None)
+        return self._let_go(self._earlier.pop(holder, {})) + self._let_go(self._of.pop(holder, {}))
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """These keys are no more, whoever has pinned them."""
+        for key in keys:
+            if self.counts.pop(key, 0):
+                for of in (self._of, self._earlier):
+                    for holder in [holder for holder, own in of.items() if key in own]:
+                        own = of[holder]
+                        del own[key]
+                        if not own:
+                            del of[holder]
+
+    # --- turns ----------------------------------------------------------------------------------------------------
+
+    def enter(self, holder: int, turn: int) -> bool:
+        """This session speaks in this turn. False: it has been heard in a later one, and nothing is to be done."""
+        latest = self._turns.get(holder, 0)
+        if turn == latest:
+            return True
+        if turn < latest:
+            return False
+        self._turns[holder] = turn
+        own = self._of.pop(holder, None)
+        if own is not None:
+            earlier = self._earlier.setdefault(holder, own)
+            if earlier is not own:
+                for key, count in own.items():
+                    earlier[key] = earlier.get(key, 0) + count
+        return True
+
+    def vouch(self, holder: int, keys: Iterable[str], counts: Iterable[int]) -> None:
+        """This session holds so many of the pins that it took in earlier turns: they stay. It cannot hold more than it took."""
+        earlier = self._earlier.get(holder)
+        if earlier is None:
+            return
+        own = self._of.setdefault(holder, {})
+        for key, count in zip(keys, counts, strict=True):
+            kept = min(earlier.get(key, 0), count)
+            if kept > 0:
+                own[key] = own.get(key, 0) + kept
+                _less(earlier, key, kept)
+        if not own:
+            del self._of[holder]
+        if not earlier:
+            del self._earlier[holder]
+
+    def drop_earlier(self, holder: int) -> tuple[int, list[str]]:
+        """What it took in earlier turns and did not vouch for goes: how many pins, and which keys have none any more."""
+        earlier = self._earlier.pop(holder, {})
+        return sum(earlier.values()), self._let_go(earlier)
+
+    def _let_go(self, own: dict[str, int]) -> list[str]:
+        """So many pins less of each; which keys have none any more."""
         counts = self.counts
         last: list[str] = []
-        for key, count in self._of.pop(holder, {}).items():
+        for key, count in own.items():
             left = counts[key] - count
             if left:
                 counts[key] = left
@@ -82,16 +148,6 @@ class Pins:
                 del counts[key]
                 last.append(key)
         return last
-
-    def forget(self, keys: Iterable[str]) -> None:
-        """These keys are no more, whoever has pinned them."""
-        for key in keys:
-            if self.counts.pop(key, 0):
-                for holder in [holder for holder, own in self._of.items() if key in own]:
-                    own = self._of[holder]
-                    del own[key]
-                    if not own:
-                        del self._of[holder]
 
     def _drop_another_ones(self, key: str) -> bool:
         """Some other published connection has a pin less, if one has any."""
@@ -107,6 +163,15 @@ class Pins:
                         del self._of[holder]
                 return True
         return False
+
+
+def _less(own: dict[str, int], key: str, count: int) -> None:
+    """So many less of it."""
+    left = own[key] - count
+    if left:
+        own[key] = left
+    else:
+        del own[key]
 
 
 class ReadGrace:

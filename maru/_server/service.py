@@ -81,6 +81,7 @@ _ACTIONS: Final[dict[int, Action]] = {
     Code.CLOSE: own.close,
     Code.REGION: own.region,
     Code.DESCRIBE: own.describe,
+    Code.PINS: own.pins,
     Code.GET_STATS: v1.get_stats,
     Code.HEARTBEAT: v1.heartbeat,
     Code.REPORT_STATS: v1.report_stats,

@@ -7,7 +7,7 @@ along in the answer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from .._directory.locations import Location
 from .._journal.registrations import columns_of
@@ -24,6 +24,8 @@ from .._wire import (
     FindRequest,
     Header,
     OwnRequest,
+    PinsReply,
+    PinsRequest,
     ReclaimReply,
     ReclaimRequest,
     RegionReply,
@@ -42,6 +44,9 @@ from .peers import Peer, Refused, Word
 
 if TYPE_CHECKING:
     from .service import Service
+
+
+_INFO: Final = 20  # as in `logging`
 
 
 def store(service: Service, peer: Peer, header: Header, message: StoreRequest, payload: bytes, now: float) -> bytes:
@@ -66,6 +71,8 @@ def find(service: Service, peer: Peer, header: Header, message: FindRequest, pay
     session_id = _enter(service, peer, message, now)
     service.check_keys(message.keys)
     directory = service.directory
+    if message.pin:
+        _check_turn(service, session_id, message.turn)
     answers = directory.find(session_id, message.keys, now, pin=message.pin, prefix=message.prefix)
     found: int | list[int] = len(answers)
     there = answers
@@ -81,6 +88,7 @@ def unpin(service: Service, peer: Peer, header: Header, message: UnpinRequest, p
     """One pin of this session less for each key."""
     session_id = _enter(service, peer, message, now)
     service.check_keys(message.keys)
+    _check_turn(service, session_id, message.turn)
     results = service.directory.unpin(session_id, message.keys)
     pending = service.directory.pending(session_id, now)
     return reply(header.code, header.sequence, UnpinReply(service.epoch, pending, results), header.flags)
@@ -161,11 +169,28 @@ def describe(
     )
 
 
+def pins(service: Service, peer: Peer, header: Header, message: PinsRequest, payload: bytes, now: float) -> bytes:
+    """What this session holds pinned. What it has besides goes: the answer that said so never came to its client."""
+    session_id = _enter(service, peer, message, now)
+    service.check_keys(message.keys)
+    _check_turn(service, session_id, message.turn)
+    dropped = service.directory.settle_pins(session_id, message.keys, message.counts, last=message.last)
+    if dropped:
+        service.note(_INFO, f"session {session_id} had {dropped} pins that its client did not know of")
+    pending = service.directory.pending(session_id, now)
+    return reply(header.code, header.sequence, PinsReply(service.epoch, pending, dropped), header.flags)
+
+
 def place_of(location: Location) -> bytes:
     """What a client of ours is told of a key: made once."""
     made = place(location.region_id, location.offset, location.length, location.generation, location.checksum)
     location.place = made
     return made
+
+
+def _check_turn(service: Service, session_id: int, turn: int) -> None:
+    if not service.directory.enter_turn(session_id, turn):
+        raise Refused(Word.FENCED, f"turn {turn} was over before this arrived")
 
 
 def _enter(service: Service, peer: Peer, message: OwnRequest, now: float) -> int:

@@ -36,6 +36,8 @@ from .messages_own import place as place
 from .messages_own import FindRequest as FindRequest
 from .messages_own import OwnReply as OwnReply
 from .messages_own import OwnRequest as OwnRequest
+from .messages_own import PinsReply as PinsReply
+from .messages_own import PinsRequest as PinsRequest
 from .messages_own import ReclaimReply as ReclaimReply
 from .messages_own import ReclaimRequest as ReclaimRequest
 from .messages_own import RegionReply as RegionReply

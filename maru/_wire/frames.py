@@ -63,6 +63,7 @@ class Code(enum.IntEnum):
     CLOSE = 0x47
     REGION = 0x48
     DESCRIBE = 0x49
+    PINS = 0x4A
     GET_STATS = 0xF0
     HEARTBEAT = 0xF1
     REPORT_STATS = 0xF2

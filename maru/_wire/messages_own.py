@@ -128,6 +128,8 @@ class FindRequest(OwnRequest, frozen=True):
     pin: bool
     prefix: bool
     """Stop at the first miss."""
+    turn: int = 0
+    """Of the session: see :class:`PinsRequest`. Of one that is over, nothing is pinned any more."""
 
 
 class FindReply(OwnReply, frozen=True):
@@ -169,12 +171,41 @@ class UnpinRequest(OwnRequest, frozen=True):
     """Give back one pin for each key."""
 
     keys: Keys
+    turn: int = 0
+    """As in :class:`FindRequest`: of one that is over, nothing is given back any more."""
 
 
 class UnpinReply(OwnReply, frozen=True):
     """For each key whether there was a pin."""
 
     results: Bools
+
+
+class PinsRequest(OwnRequest, frozen=True):
+    """These are the pins that this session holds, of all that it took in earlier *turns*.
+
+    A client numbers its turns upwards. As soon as a request of a later turn has been seen, FIND and UNPIN of earlier ones are
+    refused, should they still arrive. What the session has pinned in earlier turns and does not name goes with the ``last`` of
+    these, which is sent when all others were answered.
+    """
+
+    turn: int
+    """The one that begins with this."""
+    keys: Keys
+    counts: Ints
+    """Pins of each key. The server may have fewer, never more."""
+    last: bool
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.counts):
+            raise ValueError("columns of different lengths")
+
+
+class PinsReply(OwnReply, frozen=True):
+    """What was not named is not pinned any more."""
+
+    dropped: int
+    """Pins that this session had and did not name; 0 unless this was the ``last``."""
 
 
 class DropRequest(OwnRequest, frozen=True):
@@ -275,6 +306,7 @@ AnyOwnRequest: TypeAlias = (
     StoreRequest
     | FindRequest
     | UnpinRequest
+    | PinsRequest
     | DropRequest
     | ReclaimRequest
     | ResolveRequest
@@ -287,6 +319,7 @@ AnyOwnReply: TypeAlias = (
     StoreReply
     | FindReply
     | UnpinReply
+    | PinsReply
     | DropReply
     | ReclaimReply
     | ResolveReply

@@ -19,6 +19,8 @@ from ..._wire import (
     KeysRequest,
     ListReply,
     ListRequest,
+    PinsReply,
+    PinsRequest,
     RegionRequest,
     ReportEntry,
     ReportRequest,
@@ -38,6 +40,8 @@ CLOSE_PATIENCE = 0.5
 FORGET_EVERY = 8
 """Beats between two looks at which foreign regions are still there: some half a minute."""
 SESSION_GONE = "no_session"
+FENCED = "fenced"
+"""It was asked too late: what came after it has been done."""
 
 
 # --- asking, whatever happened meanwhile --------------------------------------------------------------------------
@@ -57,6 +61,8 @@ def settle(s: Standing, *, wait: bool = True) -> Operation[None]:
         yield Alone(partial(look_after_silence, s))
     if s.pinned.dropped or s.forgotten:
         s.collect()
+    if s.turns.is_lost:
+        yield Alone(partial(claim_pins, s))
     if s.pinned.due:
         yield from give_back_pins(s, wait=wait)
 
@@ -169,11 +175,12 @@ def retake_pins(s: Standing) -> Operation[None]:
 
 def find_call(s: Standing, names: list[str], *, prefix: bool = False) -> Call:
     """A FIND that pins. Answered too late, what it has pinned is given back."""
+    turn = s.turns.turn
 
     def late(reply: FindReply) -> None:
-        s.pinned.due += [names[at] for at in reply.positions]
+        s.disown(turn, reply.epoch, [names[at] for at in reply.positions])
 
-    return Call(Code.FIND, FindRequest(s.token, s.pages.acknowledged, names, True, prefix), late=late)
+    return Call(Code.FIND, FindRequest(s.token, s.pages.acknowledged, names, True, prefix, turn), late=late)
 
 
 # --- staying connected --------------------------------------------------------------------------------------------
@@ -183,6 +190,8 @@ def beat(s: Standing) -> Operation[None]:
     """A sign of life, and whatever has waited for one."""
     yield from settle(s)
     yield from steadily(s, partial(_beat, s))
+    if s.doubts_pins():
+        yield Alone(partial(claim_pins, s))
     s.beats += 1
     if s.beats % FORGET_EVERY == 0:
         yield from forget_regions(s)
@@ -203,6 +212,36 @@ def _beat(s: Standing) -> Operation[None]:
         yield Alone(partial(check_regions, s))
     elif s.pages.limbo:
         yield Alone(partial(resolve_limbo, s))
+
+
+def claim_pins(s: Standing) -> Operation[None]:
+    """Tell the server which pins we hold, so that it lets go of what an answer that was lost has pinned. To be run alone.
+
+    Whatever goes wrong, or a cancel, leaves the claim due: the next one names what is held then.
+    """
+    if not s.doubts_pins():
+        return
+    era = s.era
+    turn, keys, counts = s.begin_claim()
+    is_settled = False
+    n = s.max_keys
+    try:
+        for at in range(0, len(keys) or 1, n):  # the last of them lets go, so all others must have arrived before
+            last = at + n >= len(keys)
+            request = PinsRequest(s.token, s.pages.acknowledged, turn, keys[at : at + n], counts[at : at + n], last)
+            reply: PinsReply = yield Call(Code.PINS, request)
+            if era != s.era:
+                return
+            s.counters.pins_unknown += reply.dropped
+        is_settled = True
+    except ServerRefused as exc:
+        if exc.word == SESSION_GONE:
+            s.unsettled = True  # and its pins are gone with it
+        elif exc.word != FENCED or turn == s.turns.turn:
+            raise
+    finally:
+        s.turns.end_claim(turn, is_settled=is_settled)
+    yield from give_back_pins(s, wait=False)
 
 
 def report(s: Standing) -> Operation[None]:
@@ -236,16 +275,21 @@ def give_back_pins(s: Standing, *, wait: bool = True) -> Operation[None]:
     """Undo the pins that are due.
 
     What was sent is not asked for again, answered or not: it is done sooner or later, and done twice it could undo a pin that
-    was taken since.
+    was taken since. If it is lost, that shows in the end: see `turns`.
     """
+    if s.turns.is_claiming:  # what is given back now may be claimed
+        if wait:
+            yield Alone(_nothing)  # until that is over
+        if s.turns.is_claiming:
+            return
     due, s.pinned.due = s.pinned.due, []
-    era = s.era
+    turn = s.turns.turn
     unsent = list(portions(due, s.max_keys))
     try:
-        while unsent:
+        while unsent and turn == s.turns.turn:
             some = unsent[-1]
             if s.own:
-                message: Request = UnpinRequest(s.token, s.pages.acknowledged, some)
+                message: Request = UnpinRequest(s.token, s.pages.acknowledged, some, turn)
                 call = Call(Code.UNPIN, message, sending=unsent.pop)
             else:
                 call = Call(Code.BATCH_UNPIN_KV, KeysRequest(some), sending=unsent.pop)
@@ -253,14 +297,21 @@ def give_back_pins(s: Standing, *, wait: bool = True) -> Operation[None]:
             if unsent and unsent[-1] is some:  # it could not leave now
                 break
     except ServerRefused as exc:
+        if exc.word == FENCED and turn != s.turns.turn:
+            return  # it was not claimed, so it has gone with the claim
         if exc.word != SESSION_GONE:
             raise
         s.unsettled = True  # and its pins are gone with it
         unsent.clear()
     finally:
-        if era == s.era:
+        if turn == s.turns.turn:  # or else the server is another one, or it was told by a claim
             for some in unsent:
                 s.pinned.due += some
+
+
+def _nothing() -> Operation[None]:
+    """To be run alone: waits for what else is."""
+    yield from ()
 
 
 def close(s: Standing) -> Operation[None]:

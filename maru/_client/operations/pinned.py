@@ -46,6 +46,8 @@ class Pinned:
     def __init__(self) -> None:
         self._pins: dict[str, Pin] = {}
         self._asked: dict[str, list[Pin]] = {}  # by calls of pin
+        # By the identity of the list: its era, and the keys that are copied from.
+        self._lent: dict[int, tuple[int, list[str]]] = {}
         self.dropped: deque[Pin] = deque()
         """Pins one user of which was forgotten."""
         self.due: list[str] = []
@@ -68,6 +70,9 @@ class Pinned:
             pin.taken += 1
             pin.users += 1
             return pin
+        if pin is not None:
+            # Its registration went, pinned as it was, and its pins with it: what is given back would be the new one's.
+            pin.taken = 0
         pin = self._pins[key] = Pin(key, region_id, offset, length, generation, checksum, era)
         return pin
 
@@ -81,6 +86,25 @@ class Pinned:
             del self._pins[pin.key]
         if pin.era == era:
             self.due += [pin.key] * pin.taken
+
+    def lend(self, keys: list[str], era: int) -> None:
+        """The server has pinned each of these once, for a copy: until :meth:`returned`, with the same list."""
+        self._lent[id(keys)] = era, keys
+
+    def returned(self, keys: list[str], era: int) -> None:
+        """That copy is over: these pins are due."""
+        taken_in, _ = self._lent.pop(id(keys))
+        if taken_in == era:
+            self.due += keys
+
+    def held(self, era: int) -> dict[str, int]:
+        """How often each key is pinned for us, by all that we know, what is due not counted."""
+        held = {key: pin.taken for key, pin in self._pins.items() if pin.era == era}
+        for taken_in, keys in self._lent.values():
+            if taken_in == era:
+                for key in keys:
+                    held[key] = held.get(key, 0) + 1
+        return held
 
     def collect(self, era: int) -> None:
         """Release what was forgotten."""

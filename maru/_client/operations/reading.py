@@ -25,12 +25,15 @@ from ..._wire import (
     ResultsReply,
 )
 from ..answers import Loaded
-from .connecting import find_call, give_back_pins, portions, remember, settle, span_of, steadily
+from .connecting import FENCED, find_call, give_back_pins, portions, remember, settle, span_of, steadily
 from .effects import Call, Operation, Work
 from .pinned import Pin
 from .standing import Standing
 
 T = TypeVar("T")
+
+ATTEMPTS = 4
+"""Times that something is found until it may be used: a restart costs one, and so does a claim of pins."""
 
 Place = tuple[int, int, int, int, int, int | None]
 """Position among the keys, region, offset, length, generation and checksum."""
@@ -178,18 +181,28 @@ def _find(s: Standing, names: list[str], prefix: bool) -> Operation[list[Place]]
     """Find and pin.
 
     If the answer is the first that was heard of another server, it is asked for again once that is settled: until then,
-    what is mapped here under a region's number may be of another pool.
+    what is mapped here under a region's number may be of another pool. It is asked for again, too, if a turn has begun
+    meanwhile, since what it has pinned was not claimed.
     """
-    for _ in range(2):
-        if s.own:
-            reply: FindReply = yield find_call(s, names, prefix=prefix)
-            places = list(zip(reply.positions, *reply.columns(), strict=True))
-        else:
-            places = yield from _find_published(s, names, prefix)
-        if not s.unsettled:
+    for _ in range(ATTEMPTS):
+        turn, own = s.turns.turn, s.own
+        try:
+            if own:
+                reply: FindReply = yield find_call(s, names, prefix=prefix)
+                epoch = reply.epoch
+                places = list(zip(reply.positions, *reply.columns(), strict=True))
+            else:
+                places = yield from _find_published(s, names, prefix)
+                epoch = s.epoch
+        except ServerRefused as exc:
+            if exc.word == FENCED and turn != s.turns.turn:
+                continue
+            raise
+        if turn == s.turns.turn and not s.unsettled:
             return places
-        s.pinned.due += [names[place[0]] for place in places]
-        yield from settle(s)
+        s.disown(turn, epoch, [names[place[0]] for place in places])
+        if s.unsettled:
+            yield from settle(s)
     raise LeaseLost(f"{s!r}: the server restarts again and again")
 
 
@@ -278,9 +291,11 @@ def _load(
         yield from settle(s, wait=False)
     places = yield from steadily(s, partial(_find, s, names, False))
     era = s.era
+    if not places:
+        return
+    lent = [names[place[0]] for place in places]
+    s.pinned.lend(lent, era)
     try:
-        if not places:
-            return
         positions = [start + place[0] for place in places]
         lengths = [place[3] for place in places]
         for at, length in zip(positions, lengths, strict=True):
@@ -297,8 +312,7 @@ def _load(
         sums = yield Work(partial(copy, positions, at_addresses, lengths, checked), sum(lengths), keep)
         s.check_era(era)
     finally:
-        if era == s.era:
-            s.pinned.due += [names[place[0]] for place in places]
+        s.pinned.returned(lent, s.era)
     for index, (at, place) in enumerate(zip(positions, places, strict=True)):
         if sums is not None and place[5] is not None and sums[index] != place[5]:
             s.counters.damaged += 1

@@ -24,9 +24,14 @@ from ..page_states import PageState
 from ..pages import OwnedPages
 from .effects import Call, Span
 from .pinned import Pin, Pinned
+from .turns import Turns
 
-USED_CODES = frozenset(OWN_CODES) - {Code.DESCRIBE}
-"""Our own codes are used if the server lists all of these, and otherwise none."""
+USED_CODES = frozenset(OWN_CODES) - {Code.DESCRIBE, Code.PINS}
+"""Our own codes are used if the server lists all of these, and otherwise none. PINS came later, and is used if it is listed."""
+
+
+_PINNING = frozenset((int(Code.FIND), int(Code.UNPIN)))
+"""What is of a turn."""
 
 
 @attrs.define(eq=False)
@@ -54,6 +59,8 @@ class Counters:
     """Keys of lost regions that could not be registered again."""
     views_lost: int = 0
     """Pins that a restart or the end of a session has cost."""
+    pins_unknown: int = 0
+    """Pins that the server held for this client, which did not know of them since an answer was lost. They were let go of."""
     damaged: int = 0
     """Pages whose bytes were not those that were stored."""
 
@@ -100,6 +107,8 @@ class Standing:
         self.on_region_added: Callable[[int], object] | None = None
         # keys
         self.pinned = Pinned()
+        self.turns = Turns()
+        self.settles_pins = False
         self.beats = 0
         self._attempt = self._request = 0
         self.counters = Counters()
@@ -126,6 +135,7 @@ class Standing:
             self.unsettled
             or self.is_closed
             or pinned.due
+            or self.turns.is_lost
             or pinned.dropped
             or self.forgotten
             or not self.is_connected
@@ -158,12 +168,20 @@ class Standing:
             self.deadline = max(self.deadline, sent_at + self.lease)
             self._take_back(reply)
 
+    def gave_up(self, call: Call) -> None:
+        """Nobody waits any more for the answer to a call that has left, perhaps. It may come late, or never."""
+        if self.settles_pins and call.code in _PINNING:
+            message: Any = call.message
+            if message.session == self.token:
+                self.turns.gave_up(call, message.turn)
+
     def heard_late(self, call: Call, reply: Any) -> None:
         """A reply has come that nobody waits for any more. If it is of a server that is gone, it is no news of one.
 
         It may be the first that is heard of a server that has come up meanwhile: then it knows our session, and what it pinned
         for us then is pinned until we give it back.
         """
+        self.turns.answered(call)
         if not isinstance(reply, OwnReply):
             return
         if reply.epoch not in self._left and self._is_of_this_session(call):
@@ -204,6 +222,7 @@ class Standing:
             self.lose_session()
             if not own or self.epoch != self._settled:  # it may stand over another pool, where all numbers begin anew
                 self.counters.views_lost += self.pinned.lose_all()
+        self.settles_pins = own and Code.PINS in reply.codes
         self._settled = self.epoch = reply.epoch  # 0 from a published server: then any epoch is news of another one
         self.own = own
         self.is_connected = True
@@ -218,12 +237,41 @@ class Standing:
         else:
             self.token = b""
             self.lease = self.deadline = math.inf
+        if not self.settles_pins:
+            self.turns.forget()
         return goes_on
 
     def _new_era(self) -> None:
         self.era += 1
+        self.turns.next_era()
         self.unsettled = True
         self.pinned.due.clear()
+
+    # --- what the server may have pinned beside what is known here ------------------------------------------------
+
+    def doubts_pins(self) -> bool:
+        """Whether the server has to be told which pins we hold: an answer never came, and it can be told."""
+        patience = self.config.timeout_ms / 1e3
+        return self.settles_pins and not self.unsettled and self.turns.is_due(self.clock() - patience)
+
+    def begin_claim(self) -> tuple[int, list[str], list[int]]:
+        """All that is held from this moment on, of what was pinned before: the turn that begins, keys, and pins of each."""
+        turn = self.turns.begin_claim()
+        self.pinned.due.clear()
+        held = self.pinned.held(self.era)
+        return turn, list(held), list(held.values())
+
+    def disown(self, turn: int, epoch: int, names: list[str]) -> None:
+        """What a FIND of that turn has pinned, an answer of that epoch says, is nobody's here: it is given back.
+
+        Unless that is done already: the claim that was made since names all but this.
+        """
+        if epoch != self.epoch or turn < self.turns.claimed:
+            return
+        if turn < self.turns.turn and self.settles_pins:
+            self.turns.is_lost = True  # it was asked of the server before: so may have been what undoes it
+        else:
+            self.pinned.due += names
 
     # --- validity -------------------------------------------------------------------------------------------------
 
@@ -278,6 +326,7 @@ class Standing:
         """The server does not know us any more: no region is ours, and no pin."""
         self.counters.sessions_lost += 1
         self._new_era()
+        self.turns.forget()  # nothing that was sent in it is done any more
         for region in self.pages.regions:
             self.lose_region(region.region_id)
         self.pages.new_session()
