@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
+import random
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -105,6 +107,61 @@ class Client:
         for key in keys:
             info, _ = self.held[key].pop()
             self.release(info)
+
+    # --- until it is killed ---------------------------------------------------------------------------------------
+
+    def toil(self, name: str, seed: int, others: list[str], notes: str) -> None:
+        """Store, delete, reserve, hold and pin without end; what is acknowledged is noted in a file, in the order of events.
+
+        ``+key`` stands there once it is stored, ``-key`` before it is asked to be deleted. It uses less pages than it has, so
+        that nothing of its own goes unless somebody else needs room.
+
+        Args:
+            name: what its keys begin with.
+            seed: of its choices.
+            others: who else is at work, in processes of their own.
+            notes: the file.
+        """
+        dice = random.Random(seed)
+        stored: list[str] = []
+        reserved: list[Any] = []
+        pinned: list[str] = []
+        numbers = itertools.count()
+        with open(notes, "ab", buffering=0) as file:
+            while True:
+                what = dice.randrange(7)
+                if what < 2 and len(stored) + len(reserved) < PAGES - 3:
+                    key = f"{name}/{next(numbers)}"
+                    if what and reserved:  # filled before, and registered now
+                        handle = reserved.pop()
+                        handle.buf[:] = payload(key, handle.size)
+                        [answer] = self.call("batch_store", [key], [handle])
+                        is_new = answer.name == "NEW"
+                    else:
+                        is_new = self.put([key]) == ["NEW"]
+                    if is_new:
+                        stored.append(key)
+                        file.write(b"+%s\n" % key.encode())
+                elif what == 2 and len(stored) > 2:
+                    key = stored.pop(dice.randrange(len(stored)))
+                    file.write(b"-%s\n" % key.encode())
+                    if self.delete([key]) == ["PINNED"]:
+                        stored.append(key)
+                        file.write(b"+%s\n" % key.encode())
+                elif what == 3 and len(reserved) < 2:
+                    reserved += self.fill([f"{name} was here"])
+                elif what == 4:
+                    wanted = [f"{dice.choice(others)}/{dice.randrange(12)}" for _ in range(3)]
+                    for key in (key for key, found in zip(wanted, self.hold(*wanted), strict=True) if found):
+                        assert self.looks(key) == "right", self.looks(key)
+                elif what == 5 and sum(map(len, self.held.values())) > 6:
+                    self.let_go(dice.choice([key for key, views in self.held.items() if views]))
+                elif what == 6:
+                    key = dice.choice([*stored, "pinned"])
+                    if pinned and len(pinned) > 3:
+                        self.unpin(pinned.pop())
+                    elif self.pin(key) == [True]:
+                        pinned.append(key)
 
     # --- the rest -------------------------------------------------------------------------------------------------
 

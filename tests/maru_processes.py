@@ -503,6 +503,10 @@ class Actor:
             raise ActorFailed(*error)
         return result
 
+    def unheard(self) -> bytes:
+        """What a killed one has said that nobody has heard: nothing, if it was still at what it was told to do."""
+        return self._file.read()
+
     def ask(self, do: str, *arguments: Any) -> Any:
         self.tell(do, *arguments)
         return self.hear()
