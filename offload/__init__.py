@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from ._errors import TransferFailed as TransferFailed
     from ._errors import TierUnavailable as TierUnavailable
     from ._errors import TierTooSlow as TierTooSlow
+    from ._errors import TierNotEntered as TierNotEntered
     from ._engine import LoadFailed as LoadFailed
     from ._errors import DrainUnproven as DrainUnproven
 
@@ -121,6 +122,7 @@ _HOMES = {
     "TransferFailed": "._errors",
     "TierUnavailable": "._errors",
     "TierTooSlow": "._errors",
+    "TierNotEntered": "._errors",
     "LoadFailed": "._engine",
     "DrainUnproven": "._errors",
 }

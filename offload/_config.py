@@ -169,6 +169,13 @@ class BreakerConfig:
         _DAY,
         "How long it may take to load the blocks of a run. As long as a store's copy. inf: as above.",
     )
+    enter_timeout: float = _knob.patience(
+        30.0,
+        0.001,
+        _DAY,
+        "How long one attempt to enter a tier may take where on_enter_failure is miss: connecting, and mapping what is there. "
+        "inf: as above.",
+    )
 
     def __attrs_post_init__(self) -> None:
         if self.first_wait > self.longest_wait:

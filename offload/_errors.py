@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import trio
 
 from maru._errors import KnobError
@@ -42,9 +44,12 @@ class TierUnavailable(OffloadError):
     """
 
     def __init__(self, tier: str, *, since: float, cause: str, next_probe: float | None, now: float) -> None:
-        again = (
-            "is being tried again" if next_probe is None else f"is tried again in {max(0.0, next_probe - now):.3g} s"
-        )
+        if next_probe is None:
+            again = "is being tried again"
+        elif next_probe == math.inf:
+            again = "is not tried again"
+        else:
+            again = f"is tried again in {max(0.0, next_probe - now):.3g} s"
         super().__init__(f"{tier} has been unavailable for {now - since:.3g} s ({cause}); it {again}")
         self.tier = tier
         """Its name."""
@@ -53,11 +58,26 @@ class TierUnavailable(OffloadError):
         self.cause = cause
         """What its last fault was."""
         self.next_probe = next_probe
-        """When it is tried again, on trio's clock; ``None`` while it is."""
+        """When it is tried again, on trio's clock; ``None`` while it is, ``inf`` where it is not."""
 
 
 class TierTooSlow(OffloadError, trio.TooSlowError):
     """A tier did not answer within the deadline that its guard has for it; the call was cancelled, and left nothing behind."""
+
+
+class TierNotEntered(OffloadError, OSError):
+    """A tier could not be entered when its engine was to open: nobody was there. Whoever runs it must act.
+
+    Or nobody: with ``on_enter_failure = "miss"`` an engine opens without the tier, and enters it when that can be.
+    """
+
+    def __init__(self, tier: str, why: str) -> None:
+        super().__init__(
+            f"{tier} could not be entered: {why}; on_enter_failure = 'miss' opens the engine all the same, with this tier as a "
+            "broken one until it can be entered"
+        )
+        self.tier: str = tier
+        """Its name."""
 
 
 class TransferFailed(OffloadError):

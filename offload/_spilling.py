@@ -18,36 +18,36 @@ Rule 4. Nothing piles up. What is under way is held in its tier, so it is never 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
-from inspect import iscoroutinefunction
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 import attrs
 import trio
 
-from backends.abc import Blocks, CapacityError, Key, RemoteTier, Tier, WeakBlocks
+from backends.abc import Blocks, CapacityError, Key, WeakBlocks
 from backends.leaving import Spill, SpillingTier
 
 from ._config import PipelineConfig
-from ._errors import ConfigError, DestinationFull, DrainUnproven, PipelineClosed, TierUnavailable
+from ._errors import DestinationFull, DrainUnproven, PipelineClosed, TierUnavailable
 from ._handle import TransferHandle
 from ._lifecycle import Status
 from ._result import TransferResult
-from .abc import AsyncPolicy, Policy, PreconditionLike, Reasons
-from .policies import PresenceFilter
+from .abc import PreconditionLike
 from .preconditions import NO_WAIT
 
 Dropped: TypeAlias = Callable[[Sequence[Key], str], None]
 """Is told which blocks went without a copy below, and why, in a word. Must not block or raise."""
 
+Claim: TypeAlias = Callable[[Sequence[Key]], tuple[Collection[Key], Callable[[], None]]]
+"""Is told which victims are to be copied, and has the next tier know whose they are until what it returns is called.
+Says which are not to be copied, since nobody knows whose they are. Must not block."""
+
 _ASK_AGAIN: Final = 0.01
 """Seconds between two looks at a block that somebody else is bringing below."""
-_SHARE: Final = 0.5
-"""How long a copy waits for room below, as a share of how long a store waits for room here: see rule 2."""
 _PATIENCE: Final = 1.5
-"""And how long for its turn and for room together, as a multiple of that."""
+"""How long a copy waits for its turn and for room together, as a multiple of how long it waits for room: see rule 2."""
 _log = logging.getLogger("offload.spilling")
 
 
@@ -90,76 +90,17 @@ class SpillStatistics:
     dropped: Mapping[str, int]
     """Went without a copy, by reason: ``full``, ``too large`` (for the next tier, even if it were empty), ``unavailable``,
     ``late``, ``failed``, ``unproven``, ``pending`` (somebody else was bringing it, and did not), ``at once`` (a ``put`` or
-    ``stage``, which cannot wait), ``closed``, or a policy's word."""
-
-
-# --- how a pipeline for this is made ----------------------------------------------------------------------------------
-
-
-def config_below(config: PipelineConfig, said: PipelineConfig | None = None) -> PipelineConfig:
-    """The knobs of a pipeline that victims leave by: those that were said for it, or of the pipeline that needs their room.
-
-    In either case no block waits for company, and none waits for room for more than half as long as whoever needs its own: see
-    rule 2.
-    """
-    knobs = config if said is None else said
-    shorter = max(0.001, min(knobs.destination_timeout, _SHARE * config.destination_timeout))
-    return attrs.evolve(
-        knobs,
-        batch_config=attrs.evolve(knobs.batch_config, flush_interval=0.0),
-        destination_timeout=shorter,
-        on_overflow="wait",
-    )
-
-
-def check_config(config: PipelineConfig) -> None:
-    """Nothing would ever leave by a chain on eviction if nothing were evicted.
-
-    Raises:
-        ConfigError: ``on_destination_full`` is not ``evict``.
-    """
-    if config.on_destination_full != "evict":
-        raise ConfigError(
-            "on_destination_full",
-            config.on_destination_full,
-            "must be evict with chain='on_evict': what is full would evict nothing, so nothing would reach the next tier",
-        )
-
-
-def what_is_new(tier: Tier | RemoteTier, config: PipelineConfig) -> Policy | AsyncPolicy:
-    """What the next tier has already need not be copied; what it does not say in time is copied, and its first writer wins."""
-    place: Any = tier
-    if iscoroutinefunction(tier.contains):
-        return _AskInTime(
-            place, config.policy_timeout / 2
-        )  # so that it is always this that answers, never the deadline
-    return PresenceFilter(place)
-
-
-class _AskInTime(AsyncPolicy):
-    """A presence filter whose silence keeps nothing back: a block that is filtered here would be lost."""
-
-    def __init__(self, place: RemoteTier, patience: float) -> None:
-        self._place = place
-        self._patience = patience
-
-    def __repr__(self) -> str:
-        return f"what is new in {self._place!r}"
-
-    async def evaluate(self, keys: Sequence[Key]) -> Reasons:
-        with trio.move_on_after(self._patience):
-            try:
-                return dict.fromkeys(await self._place.contains(keys), "present")
-            except Exception as error:
-                _log.debug("%r did not say what it has: %r", self._place, error)
-        return {}
+    ``stage``, which cannot wait), ``tenant unknown`` (the next tier must know whose it is, and nobody does), ``closed``, or a
+    policy's word."""
 
 
 # --- the chain --------------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def spill(tier: SpillingTier, route: Route, *, dropped: Dropped | None = None) -> AsyncIterator[Spilling]:
+async def spill(
+    tier: SpillingTier, route: Route, *, dropped: Dropped | None = None, claim: Claim | None = None
+) -> AsyncIterator[Spilling]:
     """Have what ``tier`` evicts copied along ``route``, for the length of an ``async with`` block.
 
     The block is to be inside that of the pipeline ``route``, and around that of whoever stores into ``tier``. Leaving it waits
@@ -169,11 +110,12 @@ async def spill(tier: SpillingTier, route: Route, *, dropped: Dropped | None = N
         tier: what is full; the route's source.
         route: the pipeline to the next tier, with the knobs that :func:`config_below` gives.
         dropped: is told of blocks that went without a copy.
+        claim: tells the next tier whose the victims are, where that must know.
 
     Raises:
         ValueError: what this tier evicts goes elsewhere already.
     """
-    spilling = Spilling(tier, route, dropped)
+    spilling = Spilling(tier, route, dropped, claim)
     came: BaseException | None = None
     async with trio.open_nursery() as nursery:
         with trio.CancelScope(shield=True):  # where a start is cancelled, its task must end; ours does not end by that
@@ -198,7 +140,7 @@ async def spill(tier: SpillingTier, route: Route, *, dropped: Dropped | None = N
 class Spilling:
     """Carries the victims of one tier to the next. Made by :func:`spill` only."""
 
-    def __init__(self, tier: SpillingTier, route: Route, dropped: Dropped | None) -> None:
+    def __init__(self, tier: SpillingTier, route: Route, dropped: Dropped | None, claim: Claim | None = None) -> None:
         self.tier: SpillingTier = tier
         """Whose victims they are."""
         self.route: Route = route
@@ -207,6 +149,7 @@ class Spilling:
         """Seconds that a victim may wait before its copy begins."""
         self._shelf: _Shelf = tier  # type: ignore[assignment]
         self._told = dropped
+        self._claim: Claim = _nobody_asks if claim is None else claim
         self._nursery: trio.Nursery | None = None
         self._scope = trio.CancelScope(shield=True)
         self._closing = trio.Event()
@@ -267,8 +210,10 @@ class Spilling:
 
     async def _carry(self, victims: Spill) -> None:
         why_not = dict.fromkeys(victims.keys, "late")  # why a block is not below, as far as that is known
+        nobodys, end = _nobody_asks(victims.keys)
         try:
-            await self._copy(why_not)
+            nobodys, end = self._claim(victims.keys)
+            await self._copy([key for key in why_not if key not in nobodys], why_not)
         except trio.Cancelled:
             why_not.update(dict.fromkeys(why_not, "closed"))
             raise
@@ -276,15 +221,16 @@ class Spilling:
             _log.exception("%r could not carry %r", self, victims)
             why_not.update(dict.fromkeys(why_not, "failed"))
         finally:
+            why_not.update(dict.fromkeys(nobodys, _NOBODYS))
             self._end(victims, why_not)
+            end()
 
-    async def _copy(self, why_not: dict[Key, str]) -> None:
-        """Have the blocks copied; what is below then is not in ``why_not`` any more.
+    async def _copy(self, keys: Sequence[Key], why_not: dict[Key, str]) -> None:
+        """Have these blocks copied; what is below then is not in ``why_not`` any more.
 
         Cancelled, what is not committed is not copied.
         """
         deadline = trio.current_time() + self.patience
-        keys: Sequence[Key] = list(why_not)
         while keys:
             parts: list[TransferHandle] = []
             try:
@@ -378,7 +324,12 @@ def _note(part: TransferHandle, result: TransferResult, why_not: dict[Key, str])
         why_not.update(dict.fromkeys(part.remaining_blocks, "late" if result.error is None else _word(result.error)))
 
 
-_PENDING, _TOO_MANY = "pending", "too large"
+def _nobody_asks(keys: Sequence[Key]) -> tuple[Collection[Key], Callable[[], None]]:
+    """Where the next tier need not know whose its blocks are."""
+    return (), lambda: None
+
+
+_PENDING, _TOO_MANY, _NOBODYS = "pending", "too large", "tenant unknown"
 
 _WORDS: Final[Sequence[tuple[type[Exception], str]]] = (
     (DestinationFull, "full"),

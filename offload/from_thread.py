@@ -31,7 +31,7 @@ from ._crossing import EngineClosed as EngineClosed
 from ._crossing import EngineCrashed as EngineCrashed
 from ._crossing import EngineForked as EngineForked
 from ._crossing import WaitTimeout as WaitTimeout
-from ._engine import Chain, EngineConfig, EngineStatistics, LoadResult, OnLoadFailure, Route, TierLike
+from ._engine import Chain, EngineConfig, EngineStatistics, LoadResult, OnEnterFailure, OnLoadFailure, Route, TierLike
 from ._engine import Hit as _PinnedHit
 from ._engine import open_engine as _open_engine
 from ._engine.gathering import gather
@@ -66,6 +66,7 @@ def open_engine(
     routes: Sequence[Route] = (),
     promote: bool | str = False,
     breaker: BreakerConfig | None = None,
+    on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = "fail",
     when_full: WhenFull = "raise",
     timeout: float = DEFAULT_TIMEOUT,
     start_timeout: float = DEFAULT_TIMEOUT,
@@ -86,6 +87,7 @@ def open_engine(
         routes: see there.
         promote: see there.
         breaker: see there.
+        on_enter_failure: see there.
         when_full: what a store does when there is no room.
         timeout: how long a call waits unless told otherwise, in seconds.
         start_timeout: how long :meth:`Engine.start` waits, in seconds.
@@ -99,7 +101,7 @@ def open_engine(
     for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
         if not 0 < seconds < float("inf"):
             raise ValueError(f"{name} = {seconds!r}: must be positive and finite")
-    whole = gather(source, tiers, policies, config, chain, on_load_failure, routes, promote, breaker)
+    whole = gather(source, tiers, policies, config, chain, on_load_failure, routes, promote, breaker, on_enter_failure)
     place: Any = whole.source
     if isinstance(place, str | Mapping):
         raise TypeError(f"source = {place!r}: must be the place itself, since any thread's store is compared with it")

@@ -23,7 +23,7 @@ from offload._health.faults import EXCEPTIONS, describe, judge_exception, judge_
 
 CLOSED, OPEN, HALF_OPEN = HealthState
 ANSWERED, FAULT, SILENT = Verdict
-ASK, LOAD, STORE = Call
+ASK, LOAD, STORE, ENTER = Call
 
 
 # --- the model ----------------------------------------------------------------------------------------------------
@@ -330,6 +330,7 @@ def test_a_deadline_of_none_is_the_tiers_own() -> None:
         "breaker.longest_wait",
         "breaker.call_timeout",
         "breaker.load_timeout",
+        "breaker.enter_timeout",
     ]
 
 

@@ -14,7 +14,8 @@ from backends.blocks import Registry
 from backends.leaving import Spill
 from backends.testing import FakeTier, payload_of
 from offload import BatchConfig, ConfigError, PipelineConfig, Status
-from offload._spilling import Spilling, check_config, config_below, spill
+from offload._spill_route import check_config, config_below
+from offload._spilling import Spilling, spill
 
 # --- down -----------------------------------------------------------------------------------------------------------
 

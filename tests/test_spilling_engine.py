@@ -267,18 +267,6 @@ async def test_a_tier_that_tells_nobody_of_its_evictions_is_refused():
             raise AssertionError("it must not open")
 
 
-async def test_a_tier_that_must_know_whose_its_blocks_are_is_refused():
-    class Tenants(FakeTier):
-        def carry(self, keys, tenant):
-            return lambda: None
-
-    with pytest.raises(ConfigError, match="must know whose"):
-        async with on_evict(FakeTier(), [FakeTier(), Tenants()]):
-            raise AssertionError("it must not open")
-    async with on_evict(FakeTier(), [Tenants(), FakeTier()]) as engine:
-        assert list(engine.statistics().spills) == ["faketier"]
-
-
 async def test_a_route_that_says_so_spills_nothing(autojump_clock):
     tiers = {"host": FakeTier(2, SIZE, eviction=LRU()), "disk": FakeTier(64, SIZE)}
     source = FakeTier(64, SIZE)

@@ -64,6 +64,7 @@ class Face:
         self._instance_id = self.config.instance_id or uuid.uuid4().hex
         self._reports = self.config.enable_stats
         self._lock = lock
+        self._clock = clock
         self._standing = Standing(self.config, self._instance_id, clock)
 
     def __repr__(self) -> str:
@@ -122,13 +123,19 @@ class Face:
 
         It is called inside the call that needed the region, and must not call for another one.
         """
-        size, standing = self.config.chunk_size_bytes, self._standing
+        size = self.config.chunk_size_bytes
 
         def added(region_id: int) -> None:
             assert callback is not None
-            callback(region_id, standing.spans[region_id].length // size)
+            callback(region_id, self._standing.spans[region_id].length // size)
 
-        standing.on_region_added = None if callback is None else added
+        self._standing.on_region_added = None if callback is None else added
+
+    def _begin_anew(self) -> None:
+        """It was never connected: nothing is known of a server, and what was counted and asked for stays."""
+        was = self._standing
+        self._standing = now = Standing(self.config, self._instance_id, self._clock)
+        now.counters, now.on_region_added, now.pages.on_freed = was.counters, was.on_region_added, was.pages.on_freed
 
     def _observe(self, what: str, answer: object, latency: float) -> None:
         """Note what a call did, for the server's statistics. Sent with the next sign of life."""

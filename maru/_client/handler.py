@@ -61,11 +61,17 @@ class MaruHandler(Face):
     # --- its life -------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> MaruHandler:
-        """Connect, and map what others own, if so configured."""
+        """Connect, and map what others own, if so configured. After an attempt in vain, it may be tried again."""
         if self._life is not None:
             raise RuntimeError(f"{self!r} was opened before")
         self._life = self._living()
-        await self._life.__aenter__()
+        try:
+            await self._life.__aenter__()
+        except BaseException:
+            self._begin_anew()
+            self._driver = Driver(self._standing)
+            self._life = None
+            raise
         return self
 
     async def __aexit__(

@@ -26,6 +26,7 @@ from .loading import LoadFailed as LoadFailed
 from .loading import BEHIND_A_GAP as BEHIND_A_GAP
 from .config import Chain as Chain
 from .config import OnLoadFailure as OnLoadFailure
+from .config import OnEnterFailure as OnEnterFailure
 from .config import PolicyLike as PolicyLike
 from .config import TierLike as TierLike
 from .config import engine_knobs as engine_knobs

@@ -32,6 +32,10 @@ OnLoadFailure: TypeAlias = Literal["miss", "fail", "retry"]
 """What a load does about a block that was found and cannot be loaded: end the usable prefix there, raise, or look for it once
 more in the tiers behind (and end the prefix where that is in vain)."""
 
+OnEnterFailure: TypeAlias = Literal["fail", "miss"]
+"""What an engine does about a tier that cannot be entered: fail itself; or go on with the tier as a broken one, whose lookups
+are misses, until it can be entered."""
+
 Chain: TypeAlias = Literal["none", "on_store", "on_evict"]
 """What feeds one tier from another: nothing, what is stored in the one before it, or what that one evicts."""
 
@@ -166,6 +170,25 @@ def _check_chain(instance: object, attribute: attrs.Attribute[Any], value: objec
         raise ConfigError(attribute.name, value, f"must be one of {', '.join(get_args(Chain))}")
 
 
+def _check_enter_failure(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    words = get_args(OnEnterFailure)
+    said = value if isinstance(value, Mapping) else {"": value}
+    for name, word in said.items():
+        if word not in words:
+            knob = f"{attribute.name}.{name}" if name else attribute.name
+            raise ConfigError(knob, word, f"must be one of {', '.join(words)}, or that by the name of each tier")
+
+
+def _as_enter_failure(value: Any) -> Any:
+    """A text such as ``maru=miss,disk=miss`` as a table, for where there are none."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, str) and "=" in value:
+        pairs = [pair.partition("=") for pair in value.split(",") if pair.strip()]
+        return {name.strip(): word.strip() for name, _, word in pairs}
+    return value
+
+
 def _as_chain(value: Any) -> Any:
     return ("on_store" if value else "none") if isinstance(value, bool) else value
 
@@ -212,6 +235,14 @@ class EngineConfig:
         OnLoadFailure,
         "What a load does about a block that was found and does not come: end the prefix, raise, or look behind.",
     )
+    on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = _told(
+        "fail",
+        f"one of {', '.join(get_args(OnEnterFailure))}, or that by the name of each tier: a table, or maru=miss,disk=fail",
+        "What to do about a tier that cannot be made or entered, since nobody is there: fail, or count it as broken and go on. "
+        "A tier that is not named fails. What is configured wrongly always fails.",
+        _check_enter_failure,
+        converter=_as_enter_failure,
+    )
     promote: bool | str = _told(
         False,
         "true, false, or the name of a tier",
@@ -233,6 +264,11 @@ class EngineConfig:
     def __attrs_post_init__(self) -> None:
         if isinstance(self.promote, str) and self.tiers and self.promote not in self.tiers:
             raise ConfigError("promote", self.promote, f"must be true, false, or one of {', '.join(self.tiers)}")
+        if isinstance(self.on_enter_failure, Mapping) and self.tiers:
+            for tier in self.on_enter_failure:
+                if tier not in self.tiers:
+                    known = ", ".join(self.tiers)
+                    raise ConfigError("on_enter_failure", tier, f"must be the name of a tier: {known}")
         for at, route in enumerate(self.routes):
             for name, value in (("to", route.to), ("source", route.source)):
                 if value not in self.tiers and not (name == "source" and value in ("", SOURCE)):
@@ -244,6 +280,11 @@ class EngineConfig:
         """The knobs of the route into the first tier: what bounds a store."""
         first = next(iter(self.tiers), None)
         return next((route.pipeline for route in self.routes if route.to == first), None) or self.pipeline
+
+    def goes_on_without(self, tier: str) -> bool:
+        """Whether the engine opens although this tier cannot be entered."""
+        said = self.on_enter_failure
+        return (said.get(tier, "fail") if isinstance(said, Mapping) else said) == "miss"
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, section: str = "") -> EngineConfig:

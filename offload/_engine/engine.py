@@ -240,7 +240,9 @@ class Engine:
             if Deletion.PINNED in told:
                 held = told.count(Deletion.PINNED)
                 _log.info("%s keeps %d of %d blocks that were to be deleted: they are held", name, held, len(keys))
-            self._witnesses.history.deleted(name, [key for key, one in zip(keys, told, strict=True) if one is _DELETED])
+            deleted = [key for key, one in zip(keys, told, strict=True) if one is _DELETED]
+            self._witnesses.history.deleted(name, deleted)
+            self._carrying.forget(name, deleted)
             answers = [max(pair, key=_WEIGHT.__getitem__) for pair in zip(answers, told, strict=True)]
         return answers
 
@@ -281,7 +283,7 @@ class Engine:
         counts = self._counts
         return EngineStatistics(
             pipelines={pipeline.name: pipeline.statistics() for pipeline in self.pipelines},
-            tiers={name: tier.statistics() for name, tier in self.tiers.items()},
+            tiers={name: guard.statistics() for name, guard in self._guards.items()},
             health={name: guard.health for name, guard in self._guards.items()},
             lookups=counts.lookups,
             asked_blocks=counts.asked,
@@ -305,7 +307,7 @@ class Engine:
     def _begin_store(self, blocks: Blocks, tenant: str, to: str | None) -> tuple[Pipeline, Callable[[], None]]:
         """The pipeline that these go into, and what ends the carrying of their tenant."""
         try:
-            return self._pipeline_to(to, blocks), self._carrying.carry(blocks.keys, tenant)
+            return self._pipeline_to(to, blocks), self._carrying.bring(blocks.keys, tenant)
         except BaseException:  # strong blocks are the engine's from the call on, also when it raises
             blocks.hand_over()
             blocks.release()

@@ -11,7 +11,7 @@ from backends.abc import BlockSizeError, Source
 from .._config import BreakerConfig, PipelineConfig
 from .._errors import ConfigError
 from ..abc import AsyncPolicy, Policy
-from .config import Chain, EngineConfig, OnLoadFailure, Route, TierLike
+from .config import Chain, EngineConfig, OnEnterFailure, OnLoadFailure, Route, TierLike
 
 
 def gather(
@@ -24,6 +24,7 @@ def gather(
     routes: Sequence[Route],
     promote: bool | str,
     breaker: BreakerConfig | None,
+    on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = "fail",
 ) -> EngineConfig:
     """The arguments of :func:`open_engine`, but for the instruments, as one configuration with a source.
 
@@ -31,10 +32,10 @@ def gather(
         ValueError: as :func:`open_engine`.
         TypeError: something is said beside a config that says all.
     """
-    said = (policies, config, chain, on_load_failure, tuple(routes), promote, breaker)
+    said = (policies, config, chain, on_load_failure, tuple(routes), promote, breaker, on_enter_failure)
     if isinstance(source, EngineConfig) or isinstance(tiers, EngineConfig):
         whole = source if isinstance(source, EngineConfig) else tiers
-        if said != (None, None, True, "miss", (), False, None) or (whole is source and tiers != ()):
+        if said != (None, None, True, "miss", (), False, None, "fail") or (whole is source and tiers != ()):
             raise TypeError(
                 "an EngineConfig says all but the instruments: attrs.evolve(config, ...) changes what it says"
             )
@@ -53,6 +54,7 @@ def gather(
             on_load_failure=on_load_failure,
             promote=promote,
             breaker=breaker or BreakerConfig(),
+            on_enter_failure=on_enter_failure,
             pipeline=config or PipelineConfig(on_destination_full="evict" if chain == "on_evict" else "wait"),
         )
     if whole.source is None:

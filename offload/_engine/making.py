@@ -68,6 +68,13 @@ def _wrapped(
     return wrap(inner, *wrappers, block_bytes=block_bytes)
 
 
+def must_know_whose(name: str, tier: TierLike) -> bool:
+    """Whether the wrappers of a tier that is only named encrypt, so that it must know whose its blocks are."""
+    said = tier.get("wrappers", ()) if isinstance(tier, Mapping) else ()
+    wrappers = said if isinstance(said, list | tuple) else [said]
+    return any(getattr(_wrapper(wrapper, f"{name}.wrappers"), "seals", False) for wrapper in wrappers)
+
+
 def _wrapper(wrapper: Any, knob: str) -> Any:
     """A wrapper; or what makes one: a name, ``module:attribute``, or a table with its parameters."""
     if not isinstance(wrapper, str | Mapping):

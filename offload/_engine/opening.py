@@ -2,6 +2,7 @@
 
 First in, last out: the places are entered first, then the routes between them, the last one first, since a route is opened
 before what leads to it, then the ways up. At the end the hits go before the pipelines, and these before the places they are of.
+A tier that cannot be entered yet has its turn in that order all the same: who keeps it entered stands there.
 """
 
 from __future__ import annotations
@@ -13,24 +14,26 @@ from typing import Any, overload
 
 import attrs
 
-from backends.abc import RemoteTier, Source, Tier
+from backends.abc import RemoteTier, Source, TenantTier, Tier
 
 from .._config import BreakerConfig, PipelineConfig
-from .._health import GuardedRemoteTier, GuardedTier, guarded
+from .._health import GuardedRemoteTier, GuardedTier
 from .._pipeline import Pipeline, open_pipeline
 from .._precedence import Precedence
-from .._spilling import Spilling, spill, what_is_new
+from .._spill_route import what_is_new
+from .._spilling import Spilling, spill
 from ..abc import AsyncPolicy, Instrument, Policy
 from .carrying import Carrying
-from .config import SOURCE, Chain, EngineConfig, OnLoadFailure, Route, TierLike
+from .config import SOURCE, Chain, EngineConfig, OnEnterFailure, OnLoadFailure, Route, TierLike
 from .engine import Engine, OpenRoute, Parts
+from .entering import check_late, enter_places
 from .explaining import History
-from .gathering import check_places, gather
+from .gathering import gather
 from .hits import release_forgotten
-from .making import is_source, make_policies, make_source, make_tier
+from .making import is_source, make_policies
 from .promoting import Ascent, Promoter, open_ascent, promotion_config
 from .routes import PlannedRoute, plan
-from .spills import spill_knobs
+from .spills import remembering, spill_knobs
 from .statistics import Counts
 
 
@@ -55,6 +58,7 @@ def open_engine(
     routes: Sequence[Route] = (),
     promote: bool | str = False,
     breaker: BreakerConfig | None = None,
+    on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = "fail",
 ) -> AbstractAsyncContextManager[Engine]: ...
 def open_engine(
     source: Source | EngineConfig,
@@ -68,6 +72,7 @@ def open_engine(
     routes: Sequence[Route] = (),
     promote: bool | str = False,
     breaker: BreakerConfig | None = None,
+    on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = "fail",
 ) -> AbstractAsyncContextManager[Engine]:
     """Join tiers by pipelines, for the length of an ``async with`` block.
 
@@ -94,22 +99,26 @@ def open_engine(
         routes: those that are not as by default, or not there by default.
         promote: whether a load writes what comes from a slower tier into the fastest as well, or into the one named.
         breaker: when a tier counts as broken, and is left alone for a while.
+        on_enter_failure: what to do about a tier that cannot be entered, since nobody is there: ``fail``, or ``miss``: go on,
+            with the tier as a broken one until it can be; or that by the names of tiers. One that is not named fails.
 
     Raises:
+        TierNotEntered: a tier cannot be entered; see ``on_enter_failure``.
         ValueError: no tier, one twice, the source as a tier, or a knob that is set to what it cannot be (then
             :class:`offload.ConfigError`).
         BlockSizeError: a tier holds blocks of another size than the source.
         TypeError: something is said beside a config that says all.
     """
-    whole = gather(source, tiers, policies, config, chain, on_load_failure, routes, promote, breaker)
+    whole = gather(source, tiers, policies, config, chain, on_load_failure, routes, promote, breaker, on_enter_failure)
     return _open(whole, instruments)
 
 
 @asynccontextmanager
 async def _open(config: EngineConfig, instruments: Sequence[Instrument | object]) -> AsyncIterator[Engine]:
     async with AsyncExitStack() as stack:
-        source, tiers = await _enter_places(stack, config)
-        opening = _Opening(stack, config, instruments, source, tiers)
+        history = History()
+        places = await enter_places(stack, config, history)
+        opening = _Opening(stack, config, instruments, places.source, places.tiers, places.guards, history)
         routes, spills = await opening.enter_routes()
         promoter = Promoter(list(opening.guards.items()), await opening.enter_ascents(routes), opening.carrying)
         engine = Engine(opening.parts(routes, spills, promoter), config)
@@ -127,14 +136,13 @@ class _Opening:
     instruments: Sequence[Instrument | object]
     source: Source
     tiers: Mapping[str, Tier | RemoteTier]
-    guards: Mapping[str, GuardedTier | GuardedRemoteTier] = attrs.field(init=False)
+    guards: Mapping[str, GuardedTier | GuardedRemoteTier]
+    history: History
     carrying: Carrying = attrs.field(init=False)
     precedence: Precedence = attrs.field(init=False)
     counts: Counts = attrs.Factory(Counts)
-    history: History = attrs.Factory(History)
 
     def __attrs_post_init__(self) -> None:
-        self.guards = {name: _guard(name, tier, self.config) for name, tier in self.tiers.items()}
         self.carrying = Carrying(self.tiers.values())
         self.precedence = Precedence(patience=self.config.store_patience)
 
@@ -143,8 +151,12 @@ class _Opening:
         config, tiers = self.config, self.tiers
         for name, place in [(SOURCE, self.source), *tiers.items()]:
             self.stack.callback(self.history.watch_tier(name, place))
+        check_late(tiers, config)
         planned = plan(list(tiers), [name for name in tiers if is_source(tiers[name])], config.routes, config.chain)
         below = spill_knobs(planned, tiers, config)
+        of_tenants = [name for name, tier in tiers.items() if isinstance(tier, TenantTier)]
+        for name in remembering(planned, below, of_tenants):
+            self.stack.callback(self.carrying.remember(name, tiers[name]))  # type: ignore[arg-type]
         pipelines: dict[str, Pipeline] = {}
         spills: dict[str, Spilling] = {}
         for route in reversed(planned):
@@ -157,7 +169,10 @@ class _Opening:
             self.history.watch_pipeline(route.to, pipeline)
             if leaving is not None:
                 dropped = self.history.dropped(route.above, route.to)
-                spills[route.name] = await self.stack.enter_async_context(spill(above, pipeline, dropped=dropped))
+                claim = self.carrying.victims(route.above, tiers[route.to])
+                spills[route.name] = await self.stack.enter_async_context(
+                    spill(above, pipeline, dropped=dropped, claim=claim)
+                )
         return [OpenRoute(route, pipelines[route.name]) for route in planned], spills
 
     def _route(
@@ -204,31 +219,3 @@ class _Opening:
             precedence=self.precedence,
             counts=self.counts,
         )
-
-
-async def _enter_places(stack: AsyncExitStack, config: EngineConfig) -> tuple[Source, dict[str, Tier | RemoteTier]]:
-    """The source and the tiers: what was only named is made, and what can be entered is entered."""
-    source = make_source(config)
-    if source is not config.source:
-        await _enter(stack, source, ours=True)
-    tiers: dict[str, Tier | RemoteTier] = {}
-    for name, said in config.tiers.items():
-        tiers[name] = make_tier(f"tiers.{name}", said, source.block_bytes)
-        await _enter(stack, tiers[name], ours=tiers[name] is not said)
-    check_places(source, tiers)
-    return source, tiers
-
-
-def _guard(name: str, tier: Tier | RemoteTier, config: EngineConfig) -> GuardedTier | GuardedRemoteTier:
-    """A breaker before this tier; one that has its guard already keeps it."""
-    if isinstance(tier, GuardedTier | GuardedRemoteTier):
-        return tier
-    return guarded(tier, name, breaker=config.breaker)
-
-
-async def _enter(stack: AsyncExitStack, place: Any, *, ours: bool) -> None:
-    """Have a place for as long: enter one that can be entered; and close one that was made here, which nobody else does."""
-    if hasattr(type(place), "__aenter__"):
-        await stack.enter_async_context(place)
-    elif ours and callable(getattr(place, "close", None)):
-        stack.callback(place.close)

@@ -256,14 +256,15 @@ class Promoter:
             if at == len(keys) or origins[at] != origins[start]:
                 if origins[start] > target:
                     self._begin(
-                        self.places[origins[start]][1], self.ascents[self.places[target][0]], keys[start:at], tenant
+                        self.places[origins[start]], self.ascents[self.places[target][0]], keys[start:at], tenant
                     )
                 start = at
 
-    def _begin(self, tier: Tier | RemoteTier, ascent: Ascent, keys: Sequence[Key], tenant: str) -> None:
+    def _begin(self, origin: Place, ascent: Ascent, keys: Sequence[Key], tenant: str) -> None:
         keys = list(dict.fromkeys(keys))
+        name, tier = origin
         try:
-            end = self.carrying.carry(keys, tenant)
+            end = self.carrying.bring_up(keys, tenant, name, tier)
         except Exception:
             _log.exception("%d blocks are not promoted: nobody can be told whose they are", len(keys))
             count(ascent.counts.refused, "failed", len(keys))

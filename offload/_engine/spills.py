@@ -4,19 +4,20 @@ Rule 1. With ``chain = "on_evict"`` each route that starts at a tier carries wha
         itself. So one route leads on from a tier, and the tier tells of its evictions.
 Rule 2. What is to be evicted must be evicted: a way into such a tier has ``on_destination_full = "evict"``. Where there are
         several, the one that waits the shortest sets the pace.
-Rule 3. A victim belongs to nobody in particular: a tier that must know whose its blocks are cannot stand below.
+Rule 3. A tier that must know whose its blocks are may stand below, or above: then it is remembered whose they are in every tier
+        whose victims come there, by whatever way, so that they are carried on as theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from backends.leaving import SpillingTier
 
 from .._config import PipelineConfig
 from .._errors import ConfigError
-from .._spilling import check_config, config_below
+from .._spill_route import check_config, config_below
 from .config import EngineConfig
 from .routes import PlannedRoute
 
@@ -60,7 +61,18 @@ def spill_knobs(
 def _check(route: PlannedRoute, tiers: Mapping[str, Any]) -> None:
     if not isinstance(tiers[route.above], SpillingTier):
         raise ConfigError("chain", "on_evict", f"{route.above} tells nobody of what it evicts: {tiers[route.above]!r}")
-    if callable(getattr(tiers[route.to], "carry", None)):
-        raise ConfigError(
-            "chain", "on_evict", f"{route.to} must know whose its blocks are, and of what is evicted nobody knows"
-        )
+
+
+def remembering(planned: Sequence[PlannedRoute], spilling: Collection[str], of_tenants: Collection[str]) -> set[str]:
+    """The tiers of which must be known whose their blocks are: their victims come into a tier that must know, or from one.
+
+    Args:
+        planned: all routes, upstream first.
+        spilling: those that carry what their tier evicts, by name.
+        of_tenants: the tiers that must know.
+    """
+    found: set[str] = set()
+    for route in reversed(planned):
+        if route.name in spilling and not {route.above, route.to}.isdisjoint({*of_tenants, *found}):
+            found.add(route.above)
+    return found

@@ -11,10 +11,11 @@ Rule 2. A turn is the number of the *generation* in which it was taken. Every ch
 Rule 3. ``max_faults`` in a row open it, for ``first_wait``; each probe that faults doubles the wait, up to ``longest_wait``.
 Rule 4. A probe that is silent (it was cancelled, or was not used) gives its turn back: the next one may go at once. One that
         has not come back within ``longest_wait`` counts as a fault, so that a turn that was lost is not lost for ever.
-Rule 5. Calls are of three kinds, and a success of one says little about another: a tier may find every key in its memory and
+Rule 5. Calls are of several kinds, and a success of one says little about another: a tier may find every key in its memory and
         read none from its disk. So faults are in a row if no call of *their kind*, or no call at all, was answered between
         them; and a tier that a probe of another kind has closed is on probation: the next fault of the kind that broke it
         opens it again, and its wait goes on doubling.
+Rule 6. What is not there is broken at once, however few its faults.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Call(enum.Enum):
     """Bytes out of it."""
     STORE = "store"
     """Room, and bytes into it."""
+    ENTER = "enter"
+    """To be there at all: see :mod:`offload._health.presence`."""
 
 
 class Verdict(enum.Enum):
@@ -84,7 +87,9 @@ class Health:
     cause: str
     """The last fault; empty where there never was one."""
     next_probe: float | None
-    """When it is tried again; ``None`` where it is closed, or a probe is under way."""
+    """When it is tried again; ``None`` where it is closed, or a probe is under way; ``inf`` where it is not tried again."""
+    entered: bool = True
+    """Whether it is there: only with ``on_enter_failure = "miss"`` an engine goes on without a tier that is not."""
 
 
 @attrs.define(eq=False)
@@ -159,6 +164,16 @@ class Breaker:
         elif self.state is _HALF_OPEN:
             self._move(_OPEN)
             self._until = now
+
+    def lose(self, now: float, cause: str) -> None:
+        """The tier is not there (any more): rule 6. Turns that are out say nothing about what comes."""
+        self._in_a_row += 1
+        self._of_kind[Call.ENTER] += 1
+        self._suspect.add(Call.ENTER)
+        if self.state is _OPEN:
+            self.cause = cause
+        else:
+            self._open(now, cause)
 
     def _answered(self, call: Call, now: float) -> None:
         if not self._suspect and self.state is _CLOSED:

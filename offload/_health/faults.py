@@ -16,7 +16,7 @@ from typing import Final
 
 import trio
 
-from backends import DamagedBlock, Unproven
+from backends import DamagedBlock, StrayPath, Unproven
 from backends.abc import Failed, Outcome
 from maru import Damaged, LeaseLost, PoolFull, ServerRefused
 
@@ -45,6 +45,34 @@ EXCEPTIONS: Final[Sequence[tuple[type[BaseException], Verdict]]] = (
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """An operating system's way to say that a place is full."""
+
+
+NOBODY_THERE: Final[Sequence[tuple[type[BaseException], bool]]] = (
+    # In this order: the first that fits decides.
+    (StrayPath, True),  # a ValueError, but of a path that cannot be used now
+    (OSError, True),  # NoAnswer, ServerLost, ConnectionError, a disk that is not mounted
+    (ServerRefused, False),  # there is somebody, and he does not want us
+    (ValueError, False),  # ConfigError, BlockSizeError
+    (TypeError, False),
+    (LookupError, False),  # no such kind of tier, no such parameter
+    (ImportError, False),
+    (AttributeError, False),
+    (NameError, False),
+    (AssertionError, False),
+    (NotImplementedError, False),
+    (SyntaxError, False),
+    (MemoryError, False),
+    (Exception, True),  # trio.TooSlowError, PlaceInUse, PoolFull, whatever a foreign library raises
+    (BaseException, False),
+)
+"""Whether an exception of entering a tier says that nobody is there. Else it is somebody's mistake, and stays one."""
+
+
+def is_absence(error: BaseException) -> bool:
+    """Whether this error of making or entering a tier may be gone the next time. A group's is, if each one's in it is."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_absence, error.exceptions))
+    return next(absent for kind, absent in NOBODY_THERE if isinstance(error, kind))
 
 
 def judge_exception(error: BaseException) -> Verdict:
@@ -77,6 +105,8 @@ def judge_outcomes(outcomes: Sequence[Outcome]) -> tuple[Verdict, str]:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line, which keeps nothing alive."""
+    """An exception in one line, which keeps nothing alive. Of a group with one in it, that one."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

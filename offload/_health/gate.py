@@ -18,6 +18,7 @@ from .._config import BreakerConfig
 from .._errors import TierTooSlow, TierUnavailable
 from .breaker import Breaker, Call, Health, HealthState, Verdict
 from .faults import describe, judge_exception
+from .presence import Presence, State
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -35,21 +36,28 @@ class Gate:
     """What errors and logs call the tier."""
     config: BreakerConfig
     breaker: Breaker = attrs.field(init=False)
+    presence: Presence = attrs.field(init=False)
     _waiting: dict[trio.CancelScope, None] = attrs.field(init=False, factory=dict)
     """Who waits for room, in order: a set's would differ from run to run."""
 
     def __attrs_post_init__(self) -> None:
         self.breaker = Breaker(self.config, since=trio.current_time() if trio.lowlevel.in_trio_run() else 0.0)
+        self.presence = Presence(self.breaker)
 
     @property
     def health(self) -> Health:
         """How the tier is."""
-        return self.breaker.health
+        return self.presence.health
 
     @property
     def closed(self) -> bool:
         """Whether everybody may ask."""
         return self.breaker.state is _CLOSED
+
+    @property
+    def there(self) -> bool:
+        """Whether there is a tier to ask."""
+        return self.presence.state is State.THERE
 
     @property
     def probing(self) -> bool:
@@ -67,7 +75,7 @@ class Gate:
         breaker = self.breaker
         if breaker.state is _CLOSED:
             return breaker.generation
-        turn = breaker.enter(trio.current_time())
+        turn = breaker.enter(trio.current_time()) if self.there else None  # the probe of what is absent is to enter it
         if turn is None:
             self.refuse()
         return turn
@@ -82,7 +90,7 @@ class Gate:
 
     def refuse(self) -> NoReturn:
         """Say that the tier is not to be asked now."""
-        health, now = self.breaker.health, trio.current_time()
+        health, now = self.health, trio.current_time()
         raise TierUnavailable(self.name, since=health.since, cause=health.cause, next_probe=health.next_probe, now=now)
 
     def leave(self, turn: int, call: Call, verdict: Verdict, cause: str = "") -> None:
@@ -157,12 +165,43 @@ class Gate:
             del self._waiting[scope]
         self.refuse()
 
+    # --- being there ------------------------------------------------------------------------------------------------
+
+    def entered(self) -> None:
+        """An attempt to enter the tier has succeeded."""
+        self.presence.succeed(trio.current_time())
+        if self.presence.attempts > 1:
+            _log.info("%s has been entered, and is well now", self.name)
+
+    def not_entered(self, error: BaseException, *, for_good: bool) -> None:
+        """It has failed."""
+        presence, now = self.presence, trio.current_time()
+        presence.fail(now, f"it could not be entered: {describe(error)}", for_good=for_good)
+        if for_good:
+            _log.error("%s is refused, and not tried again: %s", self.name, self.breaker.cause)
+        else:
+            # Once for each time that it begins, as for any other tier that is broken.
+            level = logging.WARNING if presence.attempts == 1 else logging.DEBUG
+            again = presence.wait(now)
+            _log.log(
+                level, "%s counts as broken: %s; it is tried again in %.3g s", self.name, self.breaker.cause, again
+            )
+
+    def lost(self, why: str) -> None:
+        """The tier was there, and has ended by itself. Whoever waits for room in it is told."""
+        self.presence.lose(trio.current_time(), f"it has ended: {why}")
+        _log.error("%s counts as broken: %s", self.name, self.breaker.cause)
+        self._send_away()
+
     def _announce(self, was: HealthState) -> None:
         breaker = self.breaker
         if was is _CLOSED:
             why: tuple[Any, ...] = (self.name, breaker.faults, breaker.cause)
             _log.warning("%s is broken after %d faults in a row, the last one %s", *why)
-            for scope in self._waiting:
-                scope.cancel()
+            self._send_away()
         elif breaker.state is _CLOSED:
             _log.info("%s is well again", self.name)
+
+    def _send_away(self) -> None:
+        for scope in self._waiting:
+            scope.cancel()

@@ -10,7 +10,9 @@ Rule 2. No call waits for ever. A question has ``call_timeout``, a load ``load_t
 Rule 3. A store is one call, from its reservation to the end of its transfer: taking room often asks nobody. A transfer is
         cancelled only by whoever bounds it (:meth:`backends.abc.Reservation.transfer`), so that this is a timeout, a fault.
 Rule 4. A broken tier is never an error of whoever lets go: what a lease cannot give back is the tier's to give back.
-Rule 5. All else is the tier's own, and goes through: its blocks as a source, its statistics, what it has beyond the contract.
+Rule 5. A tier that is not there is broken, and its probe is an attempt to enter it, which is whoever's who keeps it
+        (:mod:`offload._engine.keeping`).
+Rule 6. All else is the tier's own, and goes through: its blocks as a source, its statistics, what it has beyond the contract.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from .held import GuardedLease, GuardedReservation
 from .witness import DestinationWitness
 
 _DEFAULTS: Final = BreakerConfig()
+_NOTHING: Final = TierStatistics(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, 0)
 
 
 class Guard:
@@ -85,7 +88,9 @@ class Guard:
         return self._gate.health
 
     def statistics(self) -> TierStatistics:
-        """The tier's own."""
+        """The tier's own; of one that is not there, nothing."""
+        if not self._gate.there:
+            return _NOTHING
         statistics: TierStatistics = self.unguarded.statistics()
         return statistics
 

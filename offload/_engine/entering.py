@@ -1,0 +1,186 @@
+"""Entering the places of an engine: what was only named is made, what can be entered is entered, and who is absent may be late.
+
+Rule 1. A tier that an engine may open without (``on_enter_failure``) is kept by a task of its own (:mod:`.keeping`), whether it
+        is there at first or not; the others are entered by whoever opens the engine.
+Rule 2. How a tier is asked is decided before it is there: whether it must be awaited, can be read from, tells of its evictions,
+        must know whose its blocks are. Routes are made by that. One that turns out to be of another kind once it is entered, or
+        to hold blocks of another size, is refused.
+Rule 3. A tier that could not even be made has a stand-in (:mod:`.late`), which nothing can be read from as a source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from functools import partial
+from inspect import iscoroutinefunction
+from typing import Any
+
+import attrs
+
+from backends.abc import BlockSizeError, RemoteTier, Source, TenantTier, Tier
+from backends.leaving import SpillingTier
+
+from .._errors import ConfigError, TierNotEntered
+from .._health import GuardedRemoteTier, GuardedTier, guarded
+from .._health.faults import describe, is_absence
+from .config import EngineConfig, TierLike
+from .explaining import History
+from .gathering import check_places
+from .keeping import Keeper, keep
+from .late import LateTier
+from .making import is_source, make_source, make_tier, must_know_whose
+
+
+@attrs.frozen(eq=False)
+class Places:
+    """All of an engine's."""
+
+    source: Source
+    tiers: Mapping[str, Tier | RemoteTier]
+    """By name, the fastest first."""
+    guards: Mapping[str, GuardedTier | GuardedRemoteTier]
+    """The same, as they are asked."""
+
+
+async def enter_places(stack: AsyncExitStack, config: EngineConfig, history: History) -> Places:
+    """The source and the tiers of an engine, entered in their order, to be left when ``stack`` is closed.
+
+    Raises:
+        TierNotEntered: nobody was there, and the engine does not open without that tier.
+        Exception: whatever making and entering them raises.
+    """
+    source = make_source(config)
+    if source is not config.source:
+        await _enter(stack, source, ours=True)
+    tiers: dict[str, Tier | RemoteTier] = {}
+    guards: dict[str, GuardedTier | GuardedRemoteTier] = {}
+    for name, said in config.tiers.items():
+        tier = tiers[name] = _made(name, said, source.block_bytes, config)
+        if config.goes_on_without(name) and (isinstance(tier, LateTier) or _can_be_entered(tier)):
+            guards[name] = await _keep(stack, name, tier, source, config, history)
+        else:
+            guards[name] = _guard(name, tier, config)
+            await _enter_or_say(stack, name, tier, ours=tier is not said)
+    there = {name: tier for name, tier in tiers.items() if guards[name].health.entered}
+    if there:
+        check_places(source, there)
+    return Places(source, tiers, guards)
+
+
+def check_late(tiers: Mapping[str, object], config: EngineConfig) -> None:
+    """Whether no route starts at a tier that could not be made.
+
+    Raises:
+        ConfigError: one does, or would if the tier could be read from.
+    """
+    names = list(tiers)
+    for at, (name, tier) in enumerate(tiers.items()):
+        if not isinstance(tier, LateTier):
+            continue
+        if any(route.source == name for route in config.routes) or (config.chain != "none" and at + 1 < len(names)):
+            raise ConfigError(
+                f"on_enter_failure.{name}",
+                "miss",
+                f"{name} could not be made, so nobody knows whether it can be read from, as a route that leads on from "
+                f"there needs: put it last, or say chain = 'none' and no route from it ({tier.why})",
+            )
+
+
+def _made(name: str, said: TierLike, block_bytes: int, config: EngineConfig) -> Tier | RemoteTier:
+    """A tier; or what stands for it, if nobody is there to make it of."""
+    knob = f"tiers.{name}"
+    make = partial(make_tier, knob, said, block_bytes)
+    try:
+        return make()
+    except Exception as error:
+        if not is_absence(error):
+            raise
+        if not config.goes_on_without(name):
+            raise TierNotEntered(name, describe(error)) from error
+        return LateTier(make, block_bytes, error, seals=must_know_whose(knob, said))
+
+
+async def _keep(
+    stack: AsyncExitStack, name: str, tier: Any, source: Source, config: EngineConfig, history: History
+) -> GuardedTier | GuardedRemoteTier:
+    """Have a tier kept, and begin with its first attempt. Its guard."""
+    kind = _kind_of(name, tier)
+    guard = _guard(name, tier, config)
+    gate = guard._gate
+    gate.presence.leave_out()
+
+    def welcome() -> None:
+        if isinstance(tier, LateTier):
+            if isinstance(tier.made, TenantTier) and not isinstance(tier, TenantTier):
+                raise TypeError("it must know whose its blocks are, which could not be known before it was made")
+            history.watch_tier(name, tier.made)  # for as long as there is one: nobody else has it
+        elif (now := _kind_of(name, tier)) != kind:
+            raise TypeError(f"it is of another kind than before it was entered: {now}, not {kind}")
+        size: int = getattr(tier.made if isinstance(tier, LateTier) else tier, "block_bytes", 0)
+        if size and source.block_bytes and size != source.block_bytes:
+            raise BlockSizeError(tier, size, source.block_bytes)
+
+    await stack.enter_async_context(
+        keep(Keeper(gate, tier.enter if isinstance(tier, LateTier) else lambda: tier, welcome))
+    )
+    return guard
+
+
+@attrs.frozen
+class _Kind:
+    """How a tier is asked, and what routes are made by."""
+
+    remote: bool
+    source: bool
+    spills: bool
+    of_tenants: bool
+
+
+def _kind_of(name: str, tier: Any) -> _Kind:
+    try:
+        return _Kind(
+            iscoroutinefunction(tier.contains),
+            is_source(tier),
+            isinstance(tier, SpillingTier),
+            isinstance(tier, TenantTier),
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"on_enter_failure.{name}",
+            "miss",
+            f"{tier!r} does not say what kind of tier it is before it is entered: {error!r}",
+        ) from error
+
+
+def _guard(name: str, tier: Tier | RemoteTier, config: EngineConfig) -> GuardedTier | GuardedRemoteTier:
+    """A breaker before this tier; one that has its guard already keeps it."""
+    if isinstance(tier, GuardedTier | GuardedRemoteTier):
+        return tier
+    return guarded(tier, name, breaker=config.breaker)
+
+
+async def _enter_or_say(stack: AsyncExitStack, name: str, tier: object, *, ours: bool) -> None:
+    """Have a tier that the engine does not open without.
+
+    Raises:
+        TierNotEntered: nobody was there.
+    """
+    try:
+        await _enter(stack, tier, ours=ours)
+    except Exception as error:
+        if not is_absence(error):
+            raise
+        raise TierNotEntered(name, describe(error)) from error
+
+
+async def _enter(stack: AsyncExitStack, place: Any, *, ours: bool) -> None:
+    """Have a place for as long: enter one that can be entered; and close one that was made here, which nobody else does."""
+    if _can_be_entered(place):
+        await stack.enter_async_context(place)
+    elif ours and callable(getattr(place, "close", None)):
+        stack.callback(place.close)
+
+
+def _can_be_entered(place: object) -> bool:
+    return hasattr(type(place), "__aenter__")

@@ -1,0 +1,81 @@
+"""The pipeline that victims leave by: its knobs, and what is kept back from it. See :mod:`offload._spilling`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from inspect import iscoroutinefunction
+from typing import Any, Final
+
+import attrs
+import trio
+
+from backends.abc import Key, RemoteTier, Tier
+
+from ._config import PipelineConfig
+from ._errors import ConfigError
+from .abc import AsyncPolicy, Policy, Reasons
+from .policies import PresenceFilter
+
+_SHARE: Final = 0.5
+"""How long a copy waits for room below, as a share of how long a store waits for room here: see rule 2."""
+_log = logging.getLogger("offload.spilling")
+
+
+def config_below(config: PipelineConfig, said: PipelineConfig | None = None) -> PipelineConfig:
+    """The knobs of a pipeline that victims leave by: those that were said for it, or of the pipeline that needs their room.
+
+    In either case no block waits for company, and none waits for room for more than half as long as whoever needs its own: see
+    rule 2.
+    """
+    knobs = config if said is None else said
+    shorter = max(0.001, min(knobs.destination_timeout, _SHARE * config.destination_timeout))
+    return attrs.evolve(
+        knobs,
+        batch_config=attrs.evolve(knobs.batch_config, flush_interval=0.0),
+        destination_timeout=shorter,
+        on_overflow="wait",
+    )
+
+
+def check_config(config: PipelineConfig) -> None:
+    """Nothing would ever leave by a chain on eviction if nothing were evicted.
+
+    Raises:
+        ConfigError: ``on_destination_full`` is not ``evict``.
+    """
+    if config.on_destination_full != "evict":
+        raise ConfigError(
+            "on_destination_full",
+            config.on_destination_full,
+            "must be evict with chain='on_evict': what is full would evict nothing, so nothing would reach the next tier",
+        )
+
+
+def what_is_new(tier: Tier | RemoteTier, config: PipelineConfig) -> Policy | AsyncPolicy:
+    """What the next tier has already need not be copied; what it does not say in time is copied, and its first writer wins."""
+    place: Any = tier
+    if iscoroutinefunction(tier.contains):
+        return _AskInTime(
+            place, config.policy_timeout / 2
+        )  # so that it is always this that answers, never the deadline
+    return PresenceFilter(place)
+
+
+class _AskInTime(AsyncPolicy):
+    """A presence filter whose silence keeps nothing back: a block that is filtered here would be lost."""
+
+    def __init__(self, place: RemoteTier, patience: float) -> None:
+        self._place = place
+        self._patience = patience
+
+    def __repr__(self) -> str:
+        return f"what is new in {self._place!r}"
+
+    async def evaluate(self, keys: Sequence[Key]) -> Reasons:
+        with trio.move_on_after(self._patience):
+            try:
+                return dict.fromkeys(await self._place.contains(keys), "present")
+            except Exception as error:
+                _log.debug("%r did not say what it has: %r", self._place, error)
+        return {}
