@@ -159,6 +159,23 @@ class Lease:
         self.release_nowait()
 
 
+def hold_all(source: Source, keys: Sequence[Key]) -> StrongBlocks:
+    """Blocks of a source, each held by a guard that whoever gets the value must release.
+
+    Raises:
+        MissingKeys: not all of them are there; none is held then.
+        DuplicateKeys: a key is named twice; none is held then.
+    """
+    guards = source.upgrade(keys)
+    try:
+        if EVICTED in guards:
+            raise MissingKeys(source, [key for key, guard in zip(keys, guards, strict=True) if guard == EVICTED])
+        return StrongBlocks(source, keys, guards)
+    except BaseException:
+        source.release(guards)
+        raise
+
+
 class PooledTier(ABC, Generic[R]):
     """A tier and a source over a registry, called on one thread: the trio thread of whoever runs pipelines over it.
 
@@ -194,15 +211,7 @@ class PooledTier(ABC, Generic[R]):
             MissingKeys: not all of them are here; none is held then.
             DuplicateKeys: a key is named twice; none is held then.
         """
-        guards = self.upgrade(keys)
-        try:
-            if EVICTED in guards:
-                missing = [key for key, guard in zip(keys, guards, strict=True) if guard == EVICTED]
-                raise MissingKeys(self, missing)
-            return StrongBlocks(self, keys, guards)
-        except BaseException:
-            self.release(guards)
-            raise
+        return hold_all(self, keys)
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
         """Weak to strong: see :class:`backends.abc.Source`."""

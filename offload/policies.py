@@ -8,6 +8,7 @@ with :func:`AllOf` and :func:`AnyOf`; an async member makes the whole async.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
@@ -286,7 +287,7 @@ def read_answer(answer: object) -> tuple[Reasons, Callable[[], None] | None]:
     raise TypeError(f"a policy answers with a mapping from rejected keys to reasons, not with {answer!r}")
 
 
-class _Fold:
+class _Fold(ABC):
     """The pure half of AllOf and AnyOf: takes the answers one by one, and knows whom the next policy is asked about."""
 
     __slots__ = ("_leases", "_reasons", "rest")
@@ -306,8 +307,9 @@ class _Fold:
             self._leases.append(release)
         self._narrow(reasons)
 
+    @abstractmethod
     def _narrow(self, reasons: Reasons) -> None:
-        raise NotImplementedError
+        """These of ``rest`` were rejected: who is left to be asked about, and what is said of the others."""
 
     def give_back(self) -> None:
         """Give back all leases, the latest first, each once; an error in one does not spare the others."""

@@ -9,16 +9,13 @@ import trio.testing
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from spilling_world import keys_of
 
 from backends._errors import CapacityError
 from backends.abc import EVICTED, Deletion
 from backends.blocks import BlockPool
 
 ALL_MODES = ["wait", "evict", "partial", "fail"]
-
-
-def keys_of(text):
-    return [letter.encode() for letter in text]
 
 
 def pool_with(text, capacity=8):

@@ -263,6 +263,24 @@ async def test_a_damaged_block_that_somebody_still_reads_is_not_found_here_and_g
             await all_is_free(tier, other, keys=keys)
 
 
+async def test_what_was_stored_anew_is_not_taken_for_the_damaged_one_that_went() -> None:
+    async with open_test_server() as server:
+        url, keys = server.endpoints[0], keys_of(3)
+        async with MaruTier(handler_to(url)) as tier, MaruTier(handler_to(url)) as other:
+            await store(tier, keys)
+            await flip(tier, keys[1])
+            reader = await other.pin(keys)
+            assert (await load(tier, keys))[0] == [LOADED, Missed("damaged"), LOADED]
+            await reader.release()
+            with trio.fail_after(10):
+                while await other.delete(keys[1:2]) == [Deletion.PINNED]:  # another process comes first
+                    pass
+            assert await store(tier, keys[1:2]) == [STORED]
+            assert await tier.contains(keys) == set(keys)
+            assert await load(tier, keys) == ([LOADED] * 3, payloads(keys))
+            await all_is_free(tier, other, keys=keys)
+
+
 # --- copies -------------------------------------------------------------------------------------------------------
 
 
@@ -359,6 +377,45 @@ async def test_whoever_leaves_it_last_closes_what_was_opened_by_entering_it() ->
             async with offload.open_engine(source, [MaruTier(handler)]):
                 pass
             assert handler.connected  # it was open before
+
+
+async def test_who_has_opened_it_leaves_last_whichever_task_the_others_are() -> None:
+    async with open_test_server() as server:
+        tier = MaruTier(handler_to(server.endpoints[0]))
+        entered, leave, left = trio.Event(), trio.Event(), trio.Event()
+
+        async def first() -> None:
+            async with tier:
+                entered.set()
+                await leave.wait()
+            left.set()
+
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(first)
+                await entered.wait()
+                async with tier:
+                    leave.set()
+                    await trio.sleep(0.01)
+                    assert not left.is_set()
+                    assert await tier.contains(keys_of(1)) == set()
+            assert left.is_set() and not tier.handler.connected
+            with pytest.raises(ExceptionGroup):
+                async with trio.open_nursery() as nursery:
+
+                    async def fails() -> None:
+                        async with tier:
+                            entered.set()
+                            await leave.wait()
+                            raise ValueError("as told")
+
+                    entered, leave = trio.Event(), trio.Event()
+                    nursery.start_soon(fails)
+                    await entered.wait()
+                    async with tier:
+                        leave.set()
+                        await trio.sleep_forever()
+            assert not tier.handler.connected
 
 
 async def test_through_host_memory_and_chained_a_prefix_is_found_across_both() -> None:

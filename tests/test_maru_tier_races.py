@@ -10,6 +10,7 @@ import contextlib
 import determinism
 import pytest
 import trio
+from maru_l1_world import ALL, KNOWN, MANY, MORE
 from maru_world import PAGE, Joined, World
 from test_maru_client_cancel import AtStep
 
@@ -21,10 +22,6 @@ from backends.testing import payload_of
 from maru._client.operations import beat
 from maru._errors import LeaseLost, MaruError, NoAnswer, ServerLost
 from maru._wire import Code
-
-KNOWN, MORE, MANY = ([f"{name}{n}".encode() for n in range(count)] for name, count in (("k", 3), ("m", 3), ("x", 8)))
-"""Stored before; not stored yet; as many as there are pages."""
-ALL = [*KNOWN, *MORE, *MANY]
 
 
 def source_of(keys):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import plugin_peers
 import pytest
 import trio
 from click.testing import CliRunner
@@ -21,6 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.memory import MemoryTier
+from maru.testing import open_test_server
+from offload._replay.naming import specs_of
 from offload._replay_baseline import Baseline
 from offload._replayer import Buffer, TraceKeys, open_replayer
 from offload._what_if import simulate
@@ -361,8 +364,26 @@ def test_the_command_prints_a_table(trace_file: Path, tmp_path: Path) -> None:
         (["--block-bytes", "unlimited"], "a size such as"),
         (["--capacity", "100"], "less than one block"),
         (["--capacity", "1MiB", "--capacity", "1MiB"], "1 tiers, but 2 capacities"),
-        (["--tier", "tape"], "memory, maru or file:DIR"),
-        (["--tier", "file:"], "memory, maru or file:DIR"),
+        (["--tier", "tape"], "no kind of tier is named 'tape': there are file,"),
+        (["--tier", "no_such_module:Tier"], "tier no_such_module:Tier: module 'no_such_module' cannot be imported"),
+        (["--tier", "plugin_peers:Tape"], "module 'plugin_peers' has no 'Tape', which was looked for as the tier"),
+        (["--tier", "plugin_peers:Bitmap"], "cannot be called with (block_bytes=...)"),
+        (["--tier", "plugin_peers:StoreResult", "--capacity", "1MiB"], "cannot be called"),
+        (["--tier", f"{__name__}:Raises"], "Raises: KeyError('as told')"),
+        (["--tier", f"{__name__}:nothing"], "is no plugin: a tier would need reserve"),
+        (["--tier", '{ type = "plugin" }'], "lacks module_path and class_name"),
+        (["--tier", '{ type = "memory", colour = 1 }'], "tier memory: "),
+        (["--tier", '{ type = "memory", capacity_bytes = "1MiB" }', "--capacity", "1MiB"], "is said twice"),
+        (["--tier", "{ type = "], "neither JSON nor an inline table of TOML"),
+        (["--tier", '{"type": 3}'], "must say its type"),
+        (["--tier", "{}"], "must say its type"),
+        (["--tier", "file:"], "must be memory, maru or file:DIR, a name, module:attribute, or a table"),
+        (["--tier", ""], "must be memory, maru or file:DIR, a name, module:attribute, or a table"),
+        (["--tier", f"{__name__}:small", "--what-if", "2x"], "--what-if: nobody knows how"),
+        (
+            ["--tier", '{ type = "memory" }', "--record", "x.scenario.toml"],
+            "memory, as specified, cannot be written down",
+        ),
         (["--policy", "never"], "pass-all, presence, or frequency:N"),
         (["--speed", "slowly"], "realtime"),
         (["--speed", "0x"], "realtime"),
@@ -377,6 +398,89 @@ def test_what_cannot_be_done_is_said(trace_file: Path, args: list[str], complain
     assert done.exit_code in (1, 2)
     assert complaint in " ".join(done.output.split())
     assert "Traceback" not in done.output
+
+
+def small(*, block_bytes: int, capacity_bytes: int = 6 << 12) -> MemoryTier:
+    """A tier of somebody's own."""
+    return MemoryTier(capacity_bytes, block_bytes)
+
+
+def nothing(*, block_bytes: int) -> object:
+    return object()
+
+
+class Raises:
+    def __init__(self, *, block_bytes: int) -> None:
+        raise KeyError("as told")
+
+
+SMALL = f"{__name__}:small"
+
+
+@pytest.mark.parametrize(
+    ("args", "capacity"),
+    [
+        (["--tier", SMALL], "24KiB"),
+        (["--tier", SMALL, "--capacity", "unlimited"], "24KiB"),
+        (["--tier", SMALL, "--capacity", "32KiB"], "32KiB"),
+        (["--tier", f'{{ type = "{SMALL}", capacity_bytes = 32_768 }}'], "32KiB"),
+        (["--tier", f'{{"type": "{SMALL}", "capacity_bytes": 32768}}'], "32KiB"),
+        (["--tier", '{ type = "memory", capacity_bytes = "32KiB" }'], "32KiB"),
+        (["--tier", "test.small"], "24KiB"),
+    ],
+    ids=["place", "unlimited", "sized", "TOML", "JSON", "built in", "registered"],
+)
+def test_any_tier_that_can_be_specified_is_replayed(
+    args: list[str], capacity: str, trace_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backends.plugins._registry._registered", {"test.small": small})
+    plain = json.loads(invoke(trace_file, "--json", "--capacity", capacity).stdout)
+    done = invoke(trace_file, "--json", *args)
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    for what in ("requests", "blocks", "hit_blocks", "stored", "evicted", "dropped", "wrong"):
+        assert report[what] == plain[what], what
+    assert report["evicted"]
+
+
+@pytest.mark.parametrize("name", ["ThreadConnector", "DeletingConnector"])
+def test_a_plugin_is_replayed_in_its_host_behind_memory_and_is_not_emptied(
+    name: str, trace_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+    kind = getattr(plugin_peers, name)
+    init = kind.__init__
+
+    def remembered(self: Any, **params: Any) -> None:
+        init(self, **params)
+        made.append(self)
+
+    monkeypatch.setattr(kind, "__init__", remembered)
+    done = invoke(
+        trace_file, "--json", "--laps", 2, "--tier", "memory", "--capacity", "24KiB", "--tier", f"plugin_peers:{name}",
+        "--capacity", "unlimited",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert (report["dropped"], report["wrong"], report["left_over"]) == (0, 0, {})
+    assert report["tiers"][f"plugin_peers:{name}"]["loaded"] > 0
+    [connector] = made
+    assert connector.closed and connector.blocks
+
+
+async def test_a_page_store_that_is_running_is_replayed_through_and_not_emptied() -> None:
+    async with open_test_server(high_watermark=1.0) as server:
+        options = ReplayOptions(specs_of([f"maru:{server.endpoints[0]}"], [64 * BLOCK]), BLOCK, laps=2)
+        report = await replay(requests_of(TRACE), options)
+        assert (report.wrong, report.dropped, report.left_over) == (0, 0, {})
+        assert report.stored == server.statistics().service.directory.entries > 0
+
+
+def test_a_tier_that_cannot_be_entered_is_closed(trace_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[MemoryTier] = []
+    monkeypatch.setattr(MemoryTier, "close", lambda self: closed.append(self))
+    assert invoke(trace_file, "--tier", SMALL).exit_code == 0
+    assert closed
 
 
 def test_a_malformed_trace_ends_the_command(tmp_path: Path) -> None:

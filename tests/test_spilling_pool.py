@@ -10,6 +10,7 @@ import trio
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from spilling_world import keys_of
 
 from backends._file_registry import FileRegistry
 from backends.abc import EVICTED, Deletion
@@ -19,10 +20,6 @@ from backends.memory import MemoryTier
 from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU, WTinyLFU
 
 POLICIES = [LRU, LFU, S3FIFO, ARC, WTinyLFU, AdaptiveLRFU]
-
-
-def keys_of(text):
-    return [letter.encode() for letter in text]
 
 
 def full_pool(text, policy=None):

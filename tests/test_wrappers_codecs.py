@@ -288,6 +288,30 @@ def test_what_was_decoded_loses_nothing_more(dtype, row, data):
         assert encoded(wrapper, once) == encoded(wrapper, data), "the oracle: the same bytes"
 
 
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+@pytest.mark.parametrize("size", [1e-3, 1e-4, 3e-6, 1e-7])
+def test_what_is_hardly_more_than_zero_loses_nothing_more_either(dtype, size):
+    torch.manual_seed(1)
+    data = bytes_of((torch.randn(64 * 500) * size).to(DTYPES[dtype]))
+    wrapper = Fp8(dtype, row=64, lossy=True)
+    once = through(wrapper, data)
+    assert through(wrapper, once) == once
+    assert encoded(wrapper, once) == encoded(wrapper, data)
+    before, after = (torch.frombuffer(bytearray(one), dtype=DTYPES[dtype]).float() for one in (data, once))
+    scale = (before.view(-1, 64).abs().amax(1) / 448).repeat_interleave(64)
+    step = 2.0**-24 if dtype == "float16" else 0.0  # of float16, near zero
+    assert ((after - before).abs() <= torch.maximum(before.abs() / 16, scale * 2.0**-10) * 1.01 + step).all()
+
+
+@pytest.mark.parametrize("length", [0, 1, 4, 5, 11, 13, 16, 30])
+def test_what_is_not_as_long_as_it_must_be_is_damaged(length):
+    assert damaged(Fp8("float32", row=8, lossy=True), bytes(length), 32) == "damaged"
+
+
+def test_a_place_for_no_whole_number_of_values_is_filled_with_none():
+    assert damaged(Fp8("float32", row=8, lossy=True), bytes(12), 31) == "damaged"
+
+
 def test_rows_are_scaled_each_for_itself():
     values = torch.cat([torch.full((8,), 1e-6), torch.full((8,), 1e6), torch.full((3,), 7.0)])
     back = quantized(values, "float32", 8)

@@ -22,7 +22,7 @@ from wrapping import (
 )
 
 import offload
-from backends import DamagedBlock, DuplicateKeys, MissingKeys
+from backends import DamagedBlock, DuplicateKeys, MissingKeys, Unproven
 from backends._blockfile import Directory
 from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, PaddedSource
 from backends.file import FileTier
@@ -41,6 +41,56 @@ async def copied_out(tier, guards):
     buffers = [bytearray(tier.block_bytes) for _ in guards]
     await trio.to_thread.run_sync(tier.copy_out, guards, pages_of(buffers))
     return [bytes(buffer) for buffer in buffers]
+
+
+class Remote:
+    """Where blocks come from and go to by copies of its own, the next of which does not come to an end."""
+
+    block_bytes = 64
+
+    def __init__(self):
+        self.lost = []
+
+    def __len__(self):
+        return len(KEYS)
+
+    def views(self, guards=()):
+        return None
+
+    def copy_out(self, guards, pages):
+        self._copy(pages)
+
+    def copy_in(self, start, pages):
+        self._copy(pages)
+
+    def _copy(self, pages):
+        assert not any(set(pages.addresses) & set(lost.addresses) for lost in self.lost)
+        if not self.lost:
+            self.lost.append(pages)
+            raise Unproven("it may go on")
+
+
+@pytest.mark.parametrize("name", ["zstd", "zstd-aes"])
+async def test_working_memory_that_somebody_may_write_still_is_not_used_again(name):
+    tier, remote = memory(wrappers_of(name)), Remote()
+    reservation = await tier.reserve(KEYS, 64, "fail")
+    with pytest.raises(Unproven):
+        await reservation.transfer(remote, [0, 1, 2, 3])
+    assert tier.wrapper_statistics().staging == 1
+    reservation = await tier.reserve(KEYS, 64, "fail")
+    assert await reservation.transfer(remote, [0, 1, 2, 3]) == [STORED] * 4
+    assert tier.wrapper_statistics().staging == 2
+    assert (await load(tier, KEYS))[0] == [LOADED] * 4
+    assert tier.wrapper_statistics().staging == 2  # that one is used again
+
+
+async def test_a_load_whose_end_is_unproven_says_so():
+    tier, remote = memory(wrappers_of("zstd")), Remote()
+    await store(tier, BLOCKS)
+    async with await tier.pin(KEYS) as lease:
+        with pytest.raises(Unproven):
+            await tier.load(lease, remote)
+        assert await tier.load(lease, remote) == [LOADED] * 4
 
 
 # --- a source -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plugin_faults import PlayedConnector
 from wrapping import (
     EXACT,
     NAMES,
@@ -47,12 +48,14 @@ from backends.abc import (
 from backends.file import FileTier
 from backends.leaving import SpillingTier
 from backends.memory import MemoryTier
+from backends.plugins import HostConfig, NativeTier
 from backends.slots import PagesDestination
 from backends.testing import FakeTier, check_tier
 from backends.threads import keep_threads
 from backends.wrappers import (
     AesGcm,
     BrokenWrapper,
+    Damaged,
     UnknownTenant,
     WrappedRemoteTier,
     WrappedSpillingTier,
@@ -392,6 +395,39 @@ async def test_what_cannot_be_decoded_can_be_deleted_by_request():
     assert not tier._condemned and tier.statistics().deleted == 2
 
 
+@pytest.mark.parametrize("deletes", [True, False])
+async def test_a_plugin_that_deletes_nothing_is_not_asked_to_again_and_again(deletes):
+    connector, wrappers = PlayedConnector(deletes=deletes), wrappers_of("zstd")
+    inner = NativeTier(connector, slot_bytes(64, *wrappers), HostConfig(checksums=False))
+    async with wrap(inner, *wrappers, block_bytes=64) as tier:
+        await store(tier, BLOCKS)
+        name = next(name for name in connector.blocks if name.endswith(tier.stored_key(KEYS[1]).hex()))
+        connector.blocks[name] = bytes(reversed(connector.blocks[name]))
+        assert (await load(tier, KEYS))[0] == [LOADED, Missed("damaged"), LOADED, LOADED]
+        asked = connector.ids
+        assert await tier.contains(KEYS) == {KEYS[0], KEYS[2], KEYS[3]}
+        assert connector.ids == asked + 1
+        assert (name in connector.blocks) is not deletes
+
+
+async def test_the_condemned_are_bounded(monkeypatch):
+    monkeypatch.setattr("backends.wrappers._tier.MOST_CONDEMNED", 2)
+    tier = memory(wrappers_of("zstd"))
+    for key in KEYS:
+        tier.refuse(key, Damaged())
+    tier.refuse(b"another's", Damaged("foreign", keep=True))
+    assert list(tier._condemned) == KEYS[-2:]
+
+
+async def test_a_plugin_with_larger_slots_is_wrapped_before_it_is_open():
+    wrappers = wrappers_of("zstd")
+    inner = NativeTier(PlayedConnector(), 4096)
+    async with wrap(inner, *wrappers, block_bytes=64) as tier:
+        assert tier.slot_bytes == 4096
+        assert await store(tier, BLOCKS) == [STORED] * 4
+        assert (await load(tier, KEYS)) == ([LOADED] * 4, list(BLOCKS.values()))
+
+
 async def test_what_goes_wrong_here_is_a_failure_and_no_miss():
     spy = Spy()
     tier = memory([spy])
@@ -564,8 +600,8 @@ async def test_it_can_be_entered_and_closed_as_the_tier_below():
             events.append("enter")
             return self
 
-        async def __aexit__(self, *exc):
-            events.append("exit")
+        async def __aexit__(self, kind, error, trace):
+            events.append("exit" if error is None else f"exit with {error!r}")
 
         def close(self):
             events.append("close")
@@ -575,6 +611,11 @@ async def test_it_can_be_entered_and_closed_as_the_tier_below():
         assert same is tier
     tier.close()
     assert events == ["enter", "enter", "exit", "exit", "close"]
+    events.clear()
+    with pytest.raises(KeyError):
+        async with tier:
+            raise KeyError("mine")
+    assert events == ["enter", "exit with KeyError('mine')"], "who fails need not wait for others"
 
 
 # --- any bytes -----------------------------------------------------------------------------------------------------

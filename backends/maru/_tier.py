@@ -16,6 +16,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 import trio
@@ -25,6 +26,7 @@ from maru import Stored as MaruStored
 
 from .._errors import BackendError, BlockSizeError, CapacityError, Unproven
 from .._in_place import CopiesInPlace
+from .._visits import Visits
 from ..abc import (
     LOADED,
     Deletion,
@@ -67,7 +69,7 @@ class PageSizeError(BackendError, ValueError):
 class MaruTier:
     """A tier over a handler of the page store: ``async with MaruTier(MaruHandler(...)) as tier``.
 
-    Entering it opens the handler, unless that is open already; whoever leaves it last closes what was opened so. An engine
+    Entering it opens the handler, unless that is open already; whoever has opened it so leaves last, and closes it. An engine
     enters its tiers itself. All of it is called in the trio run in which the handler is open.
 
     Layout and tenant are the handler's: its ``namespace`` and ``tenant`` salt every key, and its ``checksums`` says whether
@@ -94,7 +96,8 @@ class MaruTier:
         self._block_bytes = size
         self._in_place = CopiesInPlace()
         self._turns = Turns()
-        self._users = 0  # of the handler that was opened here: it may be entered by its maker and by an engine
+        self._visits = Visits()  # of the handler that was opened here: it may be entered by its maker and by engines
+        self._opening = trio.Lock()
         self._opened = False
         self._condemned: dict[Key, None] = {}  # found damaged, and not deleted yet
         self._stored = self._duplicates = self._loaded = self._deleted = self._dropped = 0
@@ -105,17 +108,26 @@ class MaruTier:
         return f"<MaruTier of blocks of {self.block_bytes} bytes, {self.handler!r}>"
 
     async def __aenter__(self) -> MaruTier:
-        if not self._users and not self.handler.connected:
-            await self.handler.__aenter__()
-            self._opened = True
-        self._users += 1
+        async with self._opening:
+            if self._visits.enter() and not self.handler.connected:
+                try:
+                    await self.handler.__aenter__()
+                except BaseException:
+                    await self._visits.leave(wait=False)
+                    raise
+                self._opened = True
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        self._users -= 1
-        if self._opened and not self._users:
-            self._opened = False
-            await self.handler.__aexit__(None, None, None)
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        closes = True
+        try:
+            closes = await self._visits.leave(wait=self._opened and error is None)
+        finally:
+            if closes and self._opened:
+                self._opened = False
+                await self.handler.__aexit__(None, None, None)
 
     @property
     def block_bytes(self) -> int:
@@ -218,6 +230,10 @@ class MaruTier:
         answers = await self.handler.store_pages([key.hex() for key in keys], batch, self.block_bytes, sums)
         self._stored += answers.count(MaruStored.NEW)
         self._duplicates += answers.count(MaruStored.DUPLICATE)
+        if self._condemned:  # what is new is not what was found damaged
+            for key, answer in zip(keys, answers, strict=True):
+                if answer is MaruStored.NEW:
+                    self._condemned.pop(key, None)
         return answers
 
     # --- reading --------------------------------------------------------------------------------------------------

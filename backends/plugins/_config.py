@@ -51,6 +51,9 @@ class HostConfig:
     most_quarantined_bytes: int = attrs.field(default=1 << 30, validator=_number)
     """So much memory at most is left to a plugin that does not answer. Beyond it, nothing more is given to the plugin, and what
     would have been fails at once."""
+    most_unanswered: int = attrs.field(default=1024, validator=_number)
+    """So many operations at most are left to a plugin that does not answer, with or without memory. Beyond it, nothing more is
+    asked, and what would have been fails at once."""
 
 
 def host_config(knobs: dict[str, object]) -> HostConfig:

@@ -51,8 +51,8 @@ class Completion:
     """Whether the operation as a whole succeeded."""
     error: str = ""
     """Why not."""
-    bits: Sequence[Any] | None = None
-    """For each key: found, loaded, deleted. ``None``: as ``ok`` says, for all."""
+    bits: Any = None
+    """For each key: found, loaded, deleted. ``None``: as ``ok`` says, for all. Anything else makes no sense, and is told so."""
 
 
 @attrs.define(eq=False)
@@ -76,7 +76,9 @@ class Operation:
     bits: list[bool] | None = None
     """For each key, once it is over: done, or not."""
     fault: PluginFault | None = None
-    """Why it failed as a whole, once it is over."""
+    """Why it failed as a whole, once it is over; or why nobody will ever know."""
+    in_vain: bool = False
+    """Whether it was over only when nobody waited for it any more: what it did is undone, as far as it must be."""
 
     @property
     def may_go_on(self) -> bool:
@@ -88,20 +90,35 @@ class Operation:
         """Whether it may go on, and nobody waits for it."""
         return self.may_go_on and not self.waited_for
 
+    def refuse(self, fault: PluginFault, cause: BaseException) -> None:
+        """The plugin was not even asked. It is over by that."""
+        fault.__cause__ = cause
+        self.started, self.is_over = False, True
+        self.bits, self.fault = [False] * len(self.keys), fault
+        if self.on_over is not None:
+            self.on_over(self)
 
-def judge(
-    kind: Kind, n: int, ok: bool, error: str, bits: Sequence[Any] | None
-) -> tuple[list[bool], PluginFault | None]:
+
+def judge(kind: Kind, n: int, ok: bool, error: str, bits: Any) -> tuple[list[bool], PluginFault | None]:
     """What a completion of an operation on ``n`` keys says: a bit for each key, and why it failed as a whole, if it did."""
-    if bits is not None and len(bits) != n:
-        return [False] * n, PluginFault(f"{kind.value}: {len(bits)} bits for {n} keys")
+    column = None if bits is None else _column(bits, n)
+    if isinstance(column, str):
+        return [False] * n, PluginFault(f"{kind.value}: {column}")
     if not ok and (kind is not Kind.GET or bits is None):
         return [False] * n, PluginFault(f"{kind.value} failed: {error or 'the plugin does not say why'}")
-    if bits is None:
+    if column is None:
         if kind is Kind.FIND:
             return [False] * n, PluginFault(f"{kind.value}: the plugin says ok, but not which keys it has")
         return [True] * n, None
-    return [bool(bit) for bit in bits], None
+    return column, None
+
+
+def _column(bits: Any, n: int) -> list[bool] | str:
+    """A truth for each of ``n`` keys; or why these are none, as whatever a plugin may say."""
+    try:
+        return [bool(bit) for bit in bits] if len(bits) == n else f"{len(bits)} bits for {n} keys"
+    except Exception as exc:
+        return f"{type(bits).__name__} {bits!r} are no bits: {exc!r}"
 
 
 class Correlation:
@@ -191,7 +208,7 @@ class Correlation:
             self._over.popitem(last=False)
         n = len(operation.keys)
         operation.bits, operation.fault = judge(operation.kind, n, completion.ok, completion.error, completion.bits)
-        if completion.bits is not None and len(completion.bits) != n:
+        if completion.bits is not None and isinstance(_column(completion.bits, n), str):
             self.rejected += 1
         if not operation.waited_for:
             self.late += 1

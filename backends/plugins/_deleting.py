@@ -18,6 +18,7 @@ from ..threads import run_in_thread
 from ._core import Core
 from ._correlation import Kind, Operation
 from ._errors import NoAnswer, PluginFault
+from ._peer import Peer
 
 _AGAIN = (0.001, 0.005, 0.02, 0.05, 0.1)
 """Seconds before each further try."""
@@ -36,6 +37,7 @@ class Deleting:
         self._core = core
         self._deletes = deletes
         self._by_call = by_call
+        self._left: set[_Call] = set()
         self.deleted: int = 0
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
@@ -117,11 +119,31 @@ class Deleting:
         return answers
 
     async def _call(self, keys: Sequence[Key]) -> None:
-        line = self._core.line
+        line, call = self._core.line, _Call()
+        most = line.config.most_unanswered
+        self._left = {left for left in self._left if not left.is_over}
+        if len(self._left) >= most:
+            raise PluginFault(f"{self._core.name}: {most} deletes have not returned: most_unanswered is {most}")
         with trio.move_on_after(line.config.deadline) as scope:
             try:
-                await run_in_thread(line.peer.delete, keys)
+                await run_in_thread(call.run, line.peer, keys)
             except Exception as exc:
                 raise PluginFault(f"{self._core.name}: delete raised {exc!r}") from exc
+            except BaseException:
+                self._left.add(call)
+                raise
         if scope.cancelled_caught:
             raise NoAnswer(f"{self._core.name}: delete did not return within {line.config.deadline:g} s")
+
+
+class _Call:
+    """A delete in a thread that nobody may wait for any more."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def run(self, peer: Peer, keys: Sequence[Key]) -> None:
+        try:
+            peer.delete(keys)
+        finally:
+            self.is_over = True

@@ -19,6 +19,7 @@ import trio
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
 from .._errors import BlockSizeError, CapacityError, PlaceClosed
+from .._visits import Visits
 from ..abc import (
     DUPLICATE,
     STORED,
@@ -87,7 +88,8 @@ class HostStatistics:
 class HostedTier:
     """A plugin in its host: ``async with NativeTier(connector, block_bytes) as tier``. See the subclasses.
 
-    Entering it starts to listen to the plugin; whoever leaves it last closes the plugin, in bounded time. It is opened once.
+    Entering it starts to listen to the plugin; whoever has entered it first leaves last, and closes the plugin, in bounded
+    time. It is opened once.
 
     Args:
         peer: the plugin, behind its contract.
@@ -132,7 +134,7 @@ class HostedTier:
         self._deleting = Deleting(self._core, deletes=deletes, by_call=peer.deletes_by_call)
         self._storing = Storing(self._core, self._deleting.bury)
         self._reading = Reading(self._core)
-        self._users = 0
+        self._visits = Visits()
         self._life: AbstractAsyncContextManager[None] | None = None
         if capacity is not None:
             self.books.on_evicted(self._core.hidden.evicted)
@@ -154,12 +156,11 @@ class HostedTier:
             PlaceClosed: it was closed before.
             PluginTypeError: the plugin's descriptors make no sense. It is closed.
         """
-        if not self._users:
-            if self._life is not None:
-                raise PlaceClosed(f"{self!r} was closed: a plugin is opened once")
+        if self._life is not None and not self.line.is_open:
+            raise PlaceClosed(f"{self!r} was closed: a plugin is opened once")
+        if self._visits.enter():
             self._life = self.line.open()
             await self._life.__aenter__()
-        self._users += 1
         return self
 
     async def __aexit__(
@@ -167,14 +168,19 @@ class HostedTier:
     ) -> bool | None:
         """Wait for what is outstanding, stop listening, close the plugin; each in bounded time, also when cancelled.
 
+        That is done by whoever has entered it first: without an exception, and not cancelled, when all others have left.
+
         Raises:
             PluginFault: the plugin's ``close`` raised.
             NoAnswer: it did not return in time.
         """
-        self._users -= 1
-        if self._users:
-            return None
         assert self._life is not None
+        try:
+            if not await self._visits.leave(wait=error is None):
+                return None
+        except BaseException as exc:
+            await self._life.__aexit__(type(exc), exc, exc.__traceback__)
+            raise
         return await self._life.__aexit__(kind, error, trace)
 
     # --- room -----------------------------------------------------------------------------------------------------
@@ -258,6 +264,7 @@ class HostedTier:
             BlockSizeError: the destination has places of another size.
             ValueError: the lease is not of this tier or was released, or the destination is too small.
             NoAnswer, PluginFault: nobody knows, or it failed as a whole. The destination was not touched.
+            Unproven: the destination says so.
         """
         if not isinstance(lease, HostedLease) or lease.tier is not self or not lease.is_held:
             raise ValueError(f"{lease!r} does not hold blocks in {self!r}")
@@ -333,10 +340,10 @@ class HostedTier:
         """What the plugin has told meanwhile, from whatever thread."""
 
     def _check(self, block_bytes: int) -> None:
-        if not self._users:
-            raise PlaceClosed(f"{self!r} is not open: a plugin is used inside `async with`")
         if block_bytes != self.block_bytes:
             raise BlockSizeError(self, self.block_bytes, block_bytes)
+        if not self.line.is_open:
+            raise PlaceClosed(f"{self!r} is not open: a plugin is used inside `async with`")
 
     def _too_many(self, keys: Sequence[Key]) -> CapacityError:
         why = "even if it were empty" if self.capabilities.deletes else f"with {len(self.books)} that it cannot delete"

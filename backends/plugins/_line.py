@@ -1,20 +1,17 @@
 """The line to one plugin: questions go out, answers come back, each in bounded time.
 
-Rule 1. One task for each descriptor, and nobody else, waits for it: two waiters on one descriptor are an error, and closing one
-        wakes nobody. So in the end the tasks are stopped first, and then the plugin is closed.
+Rule 1. One task for each descriptor, and nobody else, waits for it (see :class:`Descriptor`); closing one wakes nobody. So in
+        the end the tasks are stopped first, and then the plugin is closed.
 Rule 2. Woken, reset, heard: what is said behind that wakes again. A plugin that wakes nobody is listened to all the same, every
         ``rescue_interval`` as long as something is outstanding; each answer found so is a *rescue*.
 Rule 3. Who waits, waits until the deadline. Whoever leaves before the answer leaves his operation behind, with what it touches,
-        and with what must be undone if the answer comes after all.
+        and with what must be undone if the answer comes after all. An answer is used, or undone, and never both.
 Rule 4. A plugin at fault is no reason for anybody else to fail. What cannot be listened to any more is *broken*: whoever
         waits is told at once, and so is whoever asks later.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-import select
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -29,6 +26,7 @@ from ..abc import Key
 from ..threads import run_in_thread
 from ._config import HostConfig
 from ._correlation import Completion, Correlation, Kind, Operation
+from ._descriptor import Descriptor
 from ._errors import NoAnswer, PluginFault
 from ._peer import Peer
 
@@ -69,13 +67,19 @@ class Line:
         self.correlation: Correlation = Correlation()
         self.counts: LineCounts = LineCounts()
         self._is_open = False
+        self._is_closed = False
         self._broken: str | None = None
         self._last_error: BaseException | None = None
-        self._fds: dict[str, int] = {}
+        self._descriptors: dict[str, Descriptor] = {}
         self._patience: dict[str, trio.CancelScope] = {}
         self._waiting: dict[Operation, trio.Event] = {}
         self._quiet = trio.Event()
-        self._late_ids: deque[tuple[Operation, int | BaseException]] = deque()
+        self._submitted: deque[tuple[Operation, object, BaseException | None]] = deque()  # in threads, and not filed
+
+    @property
+    def is_open(self) -> bool:
+        """Whether anything can be asked, as far as that depends on this side."""
+        return self._is_open
 
     # --- its life -------------------------------------------------------------------------------------------------
 
@@ -90,9 +94,9 @@ class Line:
         """
         error: BaseException | None = None
         try:
-            self._fds.update(self.peer.channels())
+            channels = self.peer.channels()
             async with trio.open_nursery() as nursery:
-                for channel, fd in self._fds.items():
+                for channel, fd in channels.items():
                     nursery.start_soon(self._listen, channel, fd)
                 self._is_open = True
                 try:
@@ -120,6 +124,7 @@ class Line:
                 await self._quiet.wait()
 
     async def _close(self, error: BaseException | None) -> None:
+        self._is_closed = True
         failure: Exception | None = None
         with trio.CancelScope(shield=True), trio.move_on_after(self.config.close_deadline) as scope:
             try:
@@ -184,28 +189,29 @@ class Line:
         await trio.lowlevel.checkpoint_if_cancelled()
         bell = trio.Event()
         self._waiting[operation] = bell
-        with trio.CancelScope() as patience:
-            patience.deadline = trio.current_time() + self.config.deadline
-            try:
+        try:
+            with trio.CancelScope() as patience:
+                patience.deadline = trio.current_time() + self.config.deadline
                 await self._submit(operation, buffers)
                 await bell.wait()
-            except BaseException:
-                if operation.is_over and operation.bits is not None and operation.on_over is not None:
-                    operation.waited_for = False
-                    operation.on_over(operation)  # answered and cancelled in the same tick
-                raise
-            finally:
-                self._give_up(operation)
-        if not operation.is_over:
-            raise self._silence(operation)
+        except BaseException:
+            self._give_up(operation)
+            if operation.is_over and not operation.in_vain and operation.on_over is not None:
+                operation.on_over(operation)  # answered and cancelled in the same tick
+            raise
+        self._give_up(operation)
         if operation.fault is not None:
             raise operation.fault
-        assert operation.bits is not None
+        if operation.bits is None or operation.in_vain:
+            raise self._silence(operation)
         return operation.bits
 
     def unlock(self, keys: Sequence[Key]) -> None:
-        """Let go of keys that were found. One that raises is counted: nobody could do anything about it."""
-        if keys:
+        """Let go of keys that were found. One that raises is counted: nobody could do anything about it.
+
+        A plugin that is closed has let go of everything, and is not told.
+        """
+        if keys and not self._is_closed:
             try:
                 self.peer.unlock(keys)
             except Exception as exc:
@@ -217,13 +223,19 @@ class Line:
             raise PlaceClosed(f"{self.peer.name} is not open: a plugin is used inside `async with`")
         if self._broken is not None:
             raise PluginFault(self._broken) from self._last_error
+        most, unanswered = self.config.most_unanswered, len(self.correlation) - len(self._waiting)
+        if unanswered >= most:
+            raise PluginFault(f"{self.peer.name}: {unanswered} operations are unanswered: most_unanswered is {most}")
 
     async def _submit(self, operation: Operation, buffers: Sequence[memoryview]) -> None:
         operation.started = True
         self.correlation.begin()
         self._hurry(operation.channel)
         if self.config.submit_in_thread:
-            await run_in_thread(self._submit_late, operation, buffers)
+            try:
+                await run_in_thread(self._submit_late, operation, buffers)
+            except Exception as exc:  # there was no thread to be had
+                self._file(operation, None, exc)
             self._file_late()
             if operation.may_go_on:
                 self._hear(
@@ -232,43 +244,56 @@ class Line:
             return
         start = time.perf_counter()
         try:
-            number = int(self.peer.submit(operation.kind, operation.keys, buffers))
+            returned = self.peer.submit(operation.kind, operation.keys, buffers)
         except Exception as exc:
+            self._file(operation, None, exc)
+        except BaseException:
             self.correlation.not_submitted()
-            operation.is_over = True
-            raise self._refusal(operation, exc) from exc
-        if time.perf_counter() - start > SLOW:
-            self.counts.slow_submits += 1
-        self.correlation.submitted(operation, number)
+            raise
+        else:
+            if time.perf_counter() - start > SLOW:
+                self.counts.slow_submits += 1
+            self._file(operation, returned, None)
 
     def _submit_late(self, operation: Operation, buffers: Sequence[memoryview]) -> None:
-        """In a thread, which may be left: what it returns is filed by whoever comes by next."""
+        """In a thread, which may be left: what it returns is filed by whoever comes by next. Raises nothing."""
         try:
-            number = int(self.peer.submit(operation.kind, operation.keys, buffers))
+            returned = self.peer.submit(operation.kind, operation.keys, buffers)
         except BaseException as exc:
-            self._late_ids.append((operation, exc))
+            self._submitted.append((operation, None, exc))
         else:
-            self._late_ids.append((operation, number))
+            self._submitted.append((operation, returned, None))
 
     def _file_late(self) -> None:
-        refused: tuple[Operation, BaseException] | None = None
-        while self._late_ids:
-            operation, number = self._late_ids.popleft()
-            if isinstance(number, int):
-                self.correlation.submitted(operation, number)
-            else:
-                self.correlation.not_submitted()
-                operation.is_over = True
-                operation.bits = [False] * len(operation.keys)
-                operation.fault = self._refusal(operation, number)
-                self._ring(operation)
-                refused = operation, number
-        if refused is not None:
-            self._last_error = refused[1]
+        while self._submitted:
+            self._file(*self._submitted.popleft())
         self._note_quiet()
 
-    def _refusal(self, operation: Operation, exc: BaseException) -> PluginFault:
-        return PluginFault(f"{self.peer.name}: submitting {operation.kind.value} raised {exc!r}")
+    def _file(self, operation: Operation, returned: object, error: BaseException | None) -> None:
+        """Submitting is over: it has returned an id, or something else, or it has raised and started nothing.
+
+        Without an id of its own nobody can tell its completion, so nobody waits for one: it may go on for ever.
+        """
+        if error is not None:
+            self.correlation.not_submitted()
+            self._last_error = error
+            operation.refuse(
+                PluginFault(f"{self.peer.name}: submitting {operation.kind.value} raised {error!r}"), error
+            )
+            return
+        try:
+            number = int(returned)  # type: ignore[call-overload]  # whatever a plugin returns
+        except Exception as exc:
+            self.correlation.not_submitted()
+            operation.fault = PluginFault(f"{self.peer.name}: submitting {operation.kind.value} returned {returned!r}")
+            operation.fault.__cause__ = exc
+        else:
+            try:
+                self.correlation.submitted(operation, number)
+                return
+            except PluginFault as fault:
+                operation.fault = fault
+        self._ring(operation)
 
     def _silence(self, operation: Operation) -> NoAnswer:
         why = (
@@ -292,8 +317,10 @@ class Line:
     def _on_over(self, undo: Callable[[Operation], None] | None, operation: Operation) -> None:
         if operation.waited_for:
             self._ring(operation)
-        elif undo is not None:
-            undo(operation)
+        else:
+            operation.in_vain = True
+            if undo is not None:
+                undo(operation)
         self._note_quiet()
 
     def _note_quiet(self) -> None:
@@ -310,15 +337,21 @@ class Line:
 
     async def _listen(self, channel: str, fd: int) -> None:
         try:
-            while True:
-                with trio.CancelScope() as scope:
-                    self._patience[channel] = scope
-                    if len(self.correlation):
-                        self._hurry(channel)
-                    await trio.lowlevel.wait_readable(fd)
-                if not self._hear(channel, woken=not scope.cancelled_caught):
-                    await trio.sleep(self.config.rescue_interval)  # it raised: not again at once
-        except (OSError, ValueError, trio.BusyResourceError) as exc:
+            descriptor = self._descriptors[channel] = Descriptor(fd)
+            try:
+                while True:
+                    with trio.CancelScope() as scope:
+                        self._patience[channel] = scope
+                        if len(self.correlation):
+                            self._hurry(channel)
+                        await descriptor.wait()
+                    if scope.cancelled_caught:
+                        descriptor.check()
+                    if not self._hear(channel, woken=not scope.cancelled_caught):
+                        await trio.sleep(self.config.rescue_interval)  # it raised: not again at once
+            finally:
+                descriptor.close()
+        except (OSError, ValueError) as exc:
             self._last_error = exc
             self._break(f"{self.peer.name}: nobody can listen to its descriptor {fd} ({channel}): {exc!r}")
 
@@ -334,7 +367,9 @@ class Line:
         heard: list[Completion] = []
         answered = True
         try:
-            self.peer.hear(channel, woken, self.correlation.outstanding(channel), heard)
+            if woken and not self.peer.resets:
+                self._descriptors[channel].reset()
+            self.peer.hear(channel, self.correlation.outstanding(channel), heard)
         except Exception as exc:
             self.counts.raised += 1
             self._last_error = exc
@@ -344,25 +379,14 @@ class Line:
             self.counts.rescues += len(matched) - matched.count(None)
         elif woken and not heard and answered:
             self.counts.empty_wakes += 1
-            if _reset(self._fds[channel]):
+            if self._descriptors[channel].reset():
                 self.counts.resets += 1
                 self._hear(channel, woken=False, expected=True)  # what was said before the reset wakes nobody again
         self._note_quiet()
-        return answered
+        return answered or bool(heard)
 
     def _break(self, why: str) -> None:
         self._broken = why
         for operation in list(self._waiting):
             self._give_up(operation)
         self._quiet.set()
-
-
-def _reset(fd: int) -> bool:
-    """Read a descriptor that its owner should have read. Whether there was anything to read."""
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    if not poll.poll(0):
-        return False
-    with contextlib.suppress(OSError):
-        os.read(fd, 4096)
-    return True

@@ -19,8 +19,6 @@ cannot be hosted.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -100,6 +98,7 @@ class L2Peer:
     """What a host needs of an adapter: see :class:`~backends.plugins._peer.Peer`."""
 
     deletes_by_call = True
+    resets = False
 
     def __init__(self, adapter: object, block_bytes: int, key_of: Callable[[Key], Any]) -> None:
         missing = missing_methods(adapter, L2_METHODS)
@@ -138,35 +137,39 @@ class L2Peer:
         """There are three."""
         return _CHANNELS[kind]
 
-    def submit(self, kind: Kind, keys: Sequence[Key], buffers: Sequence[memoryview]) -> int:
+    def submit(self, kind: Kind, keys: Sequence[Key], buffers: Sequence[memoryview]) -> object:
         """Ask, without waiting."""
         names = [self._key_of(key) for key in keys]
         if kind is Kind.FIND:
-            return int(self._adapter.submit_lookup_and_lock_task(names, **self._lookup_more))
+            return self._adapter.submit_lookup_and_lock_task(names, **self._lookup_more)
         addresses = pages_of(buffers).addresses
         objects = [self._object_of(page, address) for page, address in zip(buffers, addresses, strict=True)]
         if kind is Kind.SET:
-            return int(self._adapter.submit_store_task(names, objects))
-        return int(self._adapter.submit_load_task(names, objects))
+            return self._adapter.submit_store_task(names, objects)
+        return self._adapter.submit_load_task(names, objects)
 
-    def hear(self, channel: str, woken: bool, outstanding: Sequence[int], heard: list[Completion]) -> None:
-        """What is complete. The descriptor is reset first: what is signalled behind that wakes again."""
-        if woken:
-            with contextlib.suppress(BlockingIOError):
-                os.read(getattr(self._adapter, _DESCRIPTORS[channel])(), 4096)
+    def hear(self, channel: str, outstanding: Sequence[int], heard: list[Completion]) -> None:
+        """What is complete. The descriptor was reset before: what is signalled behind that wakes again."""
         if channel == "store":
             for number, result in self._adapter.pop_completed_store_tasks().items():
-                heard.append(Completion(channel, int(number), _succeeded(result)))
+                heard.append(Completion(channel, int(number), *_succeeded(result)))
             return
         query = self._adapter.query_lookup_and_lock_result if channel == "lookup" else self._adapter.query_load_result
+        failure: Exception | None = None
         for number in outstanding:
-            bitmap = query(number)
+            try:
+                bitmap = query(number)
+            except Exception as exc:  # one that cannot be asked for holds up no other
+                failure = exc
+                continue
             if bitmap is None:
                 continue
             try:
                 heard.append(Completion(channel, number, True, bits=bits_of(bitmap)))
             except (TypeError, AttributeError) as exc:
                 heard.append(Completion(channel, number, False, f"{bitmap!r} is no bitmap: {exc}"))
+        if failure is not None:
+            raise failure
 
     def unlock(self, keys: Sequence[Key]) -> None:
         """Let go of what a lookup has locked."""
@@ -214,7 +217,10 @@ def _deletes(adapter: object) -> bool:
     return callable(delete) and getattr(delete, "__qualname__", "") != "L2AdapterInterface.delete"
 
 
-def _succeeded(result: Any) -> bool:
-    """Of a store task: an object with ``is_successful``, or a plain truth, as versions have it."""
-    is_successful = getattr(result, "is_successful", None)
-    return bool(is_successful() if callable(is_successful) else result)
+def _succeeded(result: Any) -> tuple[bool, str]:
+    """Of a store task: an object with ``is_successful``, or a plain truth, as versions have it; and why it is neither."""
+    try:
+        is_successful = getattr(result, "is_successful", None)
+        return bool(is_successful() if callable(is_successful) else result), ""
+    except Exception as exc:
+        return False, f"{type(result).__name__} says nothing: {exc!r}"

@@ -70,6 +70,7 @@ class NativePeer:
     """What a host needs of a connector: see :class:`~backends.plugins._peer.Peer`."""
 
     deletes_by_call = False
+    resets = True  # as drain_completions is to do
 
     def __init__(self, connector: object, name_of: Callable[[Key], str]) -> None:
         missing = missing_methods(connector, NATIVE_METHODS)
@@ -97,27 +98,33 @@ class NativePeer:
         """There is one."""
         return _CHANNEL
 
-    def submit(self, kind: Kind, keys: Sequence[Key], buffers: Sequence[memoryview]) -> int:
+    def submit(self, kind: Kind, keys: Sequence[Key], buffers: Sequence[memoryview]) -> object:
         """Ask, without waiting."""
         names = [self._name_of(key) for key in keys]
         if kind is Kind.GET:
-            return int(self._connector.submit_batch_get(names, list(buffers)))
+            return self._connector.submit_batch_get(names, list(buffers))
         if kind is Kind.SET:
-            return int(self._connector.submit_batch_set(names, list(buffers)))
+            return self._connector.submit_batch_set(names, list(buffers))
         if kind is Kind.DELETE:
-            return int(self._connector.submit_batch_delete(names))
-        return int(self._connector.submit_batch_exists(names))
+            return self._connector.submit_batch_delete(names)
+        return self._connector.submit_batch_exists(names)
 
-    def hear(self, channel: str, woken: bool, outstanding: Sequence[int], heard: list[Completion]) -> None:
-        """What is complete. The connector resets its descriptor."""
+    def hear(self, channel: str, outstanding: Sequence[int], heard: list[Completion]) -> None:
+        """What is complete. The connector resets its descriptor.
+
+        Raises:
+            PluginFault: something of it is no completion. The others are heard.
+        """
+        failure: PluginFault | None = None
         for item in self._connector.drain_completions():
             try:
                 number, ok, error, bits = item
                 heard.append(Completion(channel, int(number), bool(ok), str(error or ""), bits))
-            except (TypeError, ValueError) as exc:
-                raise PluginFault(
-                    f"{self.name}: drain_completions returned {item!r}, not (id, ok, error, bits)"
-                ) from exc
+            except Exception as exc:
+                failure = PluginFault(f"{self.name}: drain_completions returned {item!r}, not (id, ok, error, bits)")
+                failure.__cause__ = exc
+        if failure is not None:
+            raise failure
 
     def unlock(self, keys: Sequence[Key]) -> None:
         """Nothing is locked."""

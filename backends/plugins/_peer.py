@@ -31,6 +31,11 @@ class Peer(Protocol):
         """Whether it deletes by :meth:`delete`, and not by an operation."""
         ...
 
+    @property
+    def resets(self) -> bool:
+        """Whether :meth:`hear` resets its descriptor. Otherwise it is reset before that is called."""
+        ...
+
     def channels(self) -> Mapping[str, int]:
         """The descriptor that says when there is something to hear, for each channel.
 
@@ -43,19 +48,18 @@ class Peer(Protocol):
         """Where the answer to such a question will be heard."""
         ...
 
-    def submit(self, kind: Kind, keys: Sequence[Key], buffers: Sequence[memoryview]) -> int:
-        """Ask, without waiting. ``buffers`` are for ``GET`` and ``SET``, one for each key. Returns the id.
+    def submit(self, kind: Kind, keys: Sequence[Key], buffers: Sequence[memoryview]) -> object:
+        """Ask, without waiting. ``buffers`` are for ``GET`` and ``SET``, one for each key. Returns the id, if it is one.
 
         One that raises has started nothing.
         """
         ...
 
-    def hear(self, channel: str, woken: bool, outstanding: Sequence[int], heard: list[Completion]) -> None:
+    def hear(self, channel: str, outstanding: Sequence[int], heard: list[Completion]) -> None:
         """Append to ``heard`` what is to be heard, without waiting; also before an exception.
 
         Args:
             channel: where to listen.
-            woken: its descriptor was readable, and must not be any more.
             outstanding: ids that no completion was heard of.
             heard: to append to.
         """

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from itertools import takewhile
 
+from .._errors import Unproven
 from .._in_place import CopiesInPlace
 from ..abc import LOADED, Destination, Failed, Key, Missed, Outcome
 from ..pages import Pages, checksums, copy_and_sum, copy_pages
@@ -67,6 +68,7 @@ class Reading:
 
         Raises:
             NoAnswer, PluginFault: nobody knows, or it failed as a whole. The destination was not touched.
+            Unproven: the destination says so.
         """
         core = self._core
         outcomes: list[Outcome] = [Missed("gone") if key in core.hidden else LOADED for key in keys]
@@ -77,8 +79,13 @@ class Reading:
             bits = await self._get(names, run)
             try:
                 await self._deliver(asked, names, bits, run.pages, destination, outcomes)
-            finally:
+            except Unproven:
+                run.quarantine()
+                raise
+            except BaseException:
                 run.give_back()
+                raise
+            run.give_back()
             core.books.gone(name for name, bit in zip(names, bits, strict=True) if not bit)
         for outcome in outcomes:
             if isinstance(outcome, Missed):
@@ -122,6 +129,8 @@ class Reading:
             part, start = here.part(first, last), asked[first]
             try:
                 sums = await self._copy(part, destination, start)
+            except Unproven:
+                raise
             except Exception as exc:
                 outcomes[start : start + len(part)] = [Failed(exc)] * len(part)
                 continue

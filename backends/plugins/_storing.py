@@ -129,6 +129,9 @@ class Storing:
                 filling.is_over = True
                 return await self._in_place.copy(run.pages, there, summed)
             return await run_in_thread(filling.run, source, guards, there, run.pages, summed)
+        except Unproven:
+            run.quarantine()
+            raise
         except Exception:
             run.give_back()
             raise
@@ -158,7 +161,8 @@ class Storing:
             given_back = True
             run.give_back()
             core.hidden.limbo.difference_update(keys)
-            core.hidden.bad(key for key, bit in zip(keys, operation.bits or (), strict=False) if not bit)
+            if operation.started:
+                core.hidden.bad(key for key, bit in zip(keys, operation.bits or (), strict=False) if not bit)
 
         operation = core.line.question(Kind.SET, keys, touches=run, undo=late)
         try:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from ._contract import Context, LossyNotChosen, MissingExtra
+from ._contract import Context, Damaged, LossyNotChosen, MissingExtra
 from ._pool import Pool
 
 if TYPE_CHECKING:
@@ -27,6 +27,10 @@ _SCALE_BYTES: Final = 4
 _LARGEST: Final = 448.0
 _SMALLEST_SCALE: Final = 2.0**-126
 """The smallest normal number: the scale of a row of zeros, and of one that is hardly more."""
+_COARSE_SCALE: Final = 2.0**-13
+"""Of float16, below this scale: the smallest e4m3 values are then closer to each other than float16 is near zero."""
+_ROUNDS: Final = 8
+"""Of rounding to and fro, at most: each comes closer, and two have always been enough."""
 _AT_ONCE: Final = (1 << 15) - 1
 """Values at a time. From 2**15 on torch spreads an operation over all cores, but a copy thread is to take one, and what is
 between, in 32 bits, is to stay in its cache."""
@@ -100,10 +104,18 @@ class Fp8:
                 self._quantize(values, scales, small, room)
                 if not math.isfinite(scales.max().item()):  # seldom: what is not finite must not scale its row
                     self._quantize_finite(values, scales, small, room)
+                if self.dtype == "float16" and self._coarse(scales):
+                    self._settle(values, scales, small, room)
         return made
 
     def decode(self, context: Context, src: memoryview, dst: memoryview) -> None:
-        """Make 16- or 32-bit floats of it again. There is nothing that it could find wrong: every byte is a value."""
+        """Make 16- or 32-bit floats of it again.
+
+        Raises:
+            Damaged: it is not as long as it must be. There is nothing else that it could find wrong: every byte is a value.
+        """
+        if dst.nbytes % self._item_bytes or src.nbytes != self.bound(dst.nbytes):
+            raise Damaged
         if dst.nbytes:
             scales, small = self._stored(src)
             numbers = small.view(self._torch.uint8)
@@ -137,6 +149,24 @@ class Fp8:
             torch.amax(sizes, 1, out=scale)
             scale.div_(_LARGEST).clamp_(min=_SMALLEST_SCALE)
             small[span].copy_(torch.where(finite, wide, torch.nan).div_(scale[:, None]).view(-1))
+
+    def _coarse(self, scales: Any) -> bool:
+        """Whether there is a row that is hardly more than zeros, and more."""
+        return bool(((scales < _COARSE_SCALE) & (scales > _SMALLEST_SCALE)).any().item())
+
+    def _settle(self, values: Any, scales: Any, small: Any, room: _Room) -> None:
+        """Near zero float16 is coarser than e4m3, so decoding rounds once more: choose what is left as it is by that."""
+        torch = self._torch
+        for rows, span, part in self._parts(values):
+            wide, _ = room.shaped(part.shape)
+            scale, chosen = scales[rows, None], small[span]
+            for _ in range(_ROUNDS):
+                before = chosen.view(torch.uint8).clone()
+                wide.copy_(chosen.view(part.shape))
+                wide.copy_(wide.mul_(scale).to(torch.float16)).div_(scale)
+                chosen.copy_(wide.view(-1))
+                if torch.equal(before, chosen.view(torch.uint8)):
+                    break
 
     def _parts(self, values: Any) -> Iterator[tuple[slice, slice, Any]]:
         """Whole rows, as many at a time as are worth it: which rows, which values, and these; the last one may be shorter."""

@@ -6,17 +6,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Generic, TypeVar
 
+from .._errors import Unproven
+
 T = TypeVar("T")
 
 _KEPT: Final = 4
 """So many that nobody uses are kept: as many as copies run at once in common configurations. Others go."""
+
+_lost: list[object] = []
+"""What somebody may be using still: it stays as it is, also when its pool is gone. One for each copy without an end."""
 
 
 class Pool(Generic[T]):
     """As many as threads use one at the same time, of which a few are kept for the next.
 
     The thread that works with a thing gives it back itself when its work is over, however whoever waits for that has left: what
-    a copy that was abandoned still writes to is never somebody else's.
+    a copy that was abandoned still writes to is never somebody else's. Nor is what a copy has used that says itself that it
+    may go on (:class:`Unproven`).
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -35,6 +41,14 @@ class Pool(Generic[T]):
             self.made += 1
         try:
             yield thing
-        finally:
-            if len(self._idle) < _KEPT:
-                self._idle.append(thing)
+        except Unproven:
+            _lost.append(thing)
+            raise
+        except BaseException:
+            self._give_back(thing)
+            raise
+        self._give_back(thing)
+
+    def _give_back(self, thing: T) -> None:
+        if len(self._idle) < _KEPT:
+            self._idle.append(thing)

@@ -7,10 +7,11 @@ from typing import Any
 
 import attrs
 
-from .._errors import DamagedBlock, MissingKeys
+from .._errors import DamagedBlock
 from ..abc import EVICTED, Key, StrongBlocks, WeakBlocks
 from ..leaving import Listener, Spill
 from ..pages import Pages
+from ..pooled import hold_all
 from ._coding import Refused, decode_pages
 from ._contract import Context, Damaged
 from ._tier import WrappedTier
@@ -46,14 +47,7 @@ class WrappedSourceTier(WrappedTier):
             MissingKeys: not all of them are here; none is held then.
             DuplicateKeys: a key is named twice; none is held then.
         """
-        guards = self.upgrade(keys)
-        try:
-            if EVICTED in guards:
-                raise MissingKeys(self, [key for key, guard in zip(keys, guards, strict=True) if guard == EVICTED])
-            return StrongBlocks(self, keys, guards)
-        except BaseException:
-            self.release(guards)
-            raise
+        return hold_all(self, keys)
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
         """Weak to strong; see :class:`backends.abc.Source`. Whose the blocks are is decided now."""

@@ -17,6 +17,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack
+from types import TracebackType
 from typing import Any, Final
 
 import attrs
@@ -53,6 +54,10 @@ from ._tenants import Tenants
 
 CONDEMNED: Final = Rejected("damaged")
 """Why a block is not stored anew yet: what could not be decoded under its key is still held by somebody."""
+
+
+MOST_CONDEMNED: Final = 65_536
+"""So many keys are remembered as condemned, where the tier below does not delete them. The oldest is then found again."""
 
 
 class WrappedPlace:
@@ -97,8 +102,10 @@ class WrappedPlace:
         self._entered.append(stack)
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        await self._entered.pop().aclose()
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._entered.pop().__aexit__(kind, error, trace)
 
     def close(self) -> None:
         """Close the tier below, if it can be closed."""
@@ -264,6 +271,8 @@ class WrappedPlace:
         self._counters.miss(error.reason)
         if not error.keep:
             self._condemned[key] = None
+            while len(self._condemned) > MOST_CONDEMNED:
+                del self._condemned[next(iter(self._condemned))]
 
     # --- deleting -------------------------------------------------------------------------------------------------
 
@@ -275,10 +284,13 @@ class WrappedPlace:
         return answers
 
     async def bury(self) -> None:
-        """Delete what could not be decoded, as far as nobody holds it. No checkpoint if there is none."""
+        """Delete what could not be decoded, as far as nobody holds it. No checkpoint if there is none.
+
+        A tier that deletes nothing is not asked to: there it is only no longer found.
+        """
         self._settle()
         condemned = list(self._condemned)
-        if condemned:
+        if condemned and self.capabilities.deletes:
             with contextlib.suppress(Exception):  # housekeeping: who asks for something is told by the answer to that
                 answers = await self.inner.delete(self.names(condemned))
                 self._buried += answers.count(Deletion.DELETED)

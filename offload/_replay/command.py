@@ -18,7 +18,8 @@ from .._errors import OffloadError
 from .._trace import read_trace
 from .clock import SkippingClock
 from .comparing import compare_eviction as _compare_eviction
-from .options import UNLIMITED, ReplayError, ReplayOptions, TierSpec
+from .naming import specs_of
+from .options import ReplayError, ReplayOptions
 from .playing import replay
 from .showing import progressing, show
 from .sizes import capacity_of, factors_of, size_of, speed_of
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
     "--tier",
     "tiers",
     multiple=True,
-    metavar="memory|maru|file:DIR",
-    help="Where blocks are kept; repeated, from the fastest to the slowest.  [default: memory]",
+    metavar="memory|maru|file:DIR|SPEC",
+    help="Where blocks are kept; repeated, from the fastest to the slowest. SPEC is any other tier: a registered name, "
+    "module:attribute, or a table, in TOML or JSON, such as '{ type = \"NAME\", parameter = 1 }'.  [default: memory]",
 )
 @click.option(
     "--capacity",
@@ -42,7 +44,8 @@ if TYPE_CHECKING:
     multiple=True,
     type=capacity_of,
     metavar="SIZE|unlimited",
-    help="Of each tier, in the same order.  [default: unlimited]",
+    help="Of each tier, in the same order; of a SPEC its capacity_bytes, where it does not say so itself.  "
+    "[default: unlimited]",
 )
 @click.option("--block-bytes", type=size_of, default="4096", show_default=True, metavar="SIZE", help="Size of a block.")
 @click.option(
@@ -138,7 +141,7 @@ def command(
             return
         skips = laps > 1 if skip_idle is None else skip_idle
         options = ReplayOptions(
-            tiers=_specs(tiers, capacities),
+            tiers=specs_of(tiers, capacities),
             block_bytes=int(block_bytes),
             policy=policy,
             speed=1.0 if skips and speed == math.inf else speed,
@@ -176,22 +179,3 @@ def _write(path: str, scenario: Scenario) -> None:
     from ..testing.scenarios._files.writing import to_toml
 
     Path(path).write_text(to_toml(scenario))
-
-
-def _specs(tiers: Sequence[str], capacities: Sequence[float]) -> list[TierSpec]:
-    tiers = tiers or ("memory",)
-    capacities = capacities or (UNLIMITED,) * len(tiers)
-    if len(capacities) != len(tiers):
-        raise ReplayError(f"{len(tiers)} tiers, but {len(capacities)} capacities")
-    specs = []
-    for tier, capacity in zip(tiers, capacities, strict=True):
-        kind, colon, directory = tier.partition(":")
-        if (kind, colon) == ("memory", ""):
-            specs.append(TierSpec("memory", None, capacity))
-        elif (kind, colon) == ("maru", ""):
-            specs.append(TierSpec("maru", None, capacity))
-        elif kind == "file" and directory:
-            specs.append(TierSpec("file", directory, capacity))
-        else:
-            raise ReplayError(f"tier {tier!r}: must be memory, maru or file:DIR")
-    return specs

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import attrs
 
@@ -28,16 +28,23 @@ class TierSpec:
     """A tier to replay against."""
 
     kind: str
-    """``memory``, ``file`` or ``maru``."""
+    """``memory``, ``file`` or ``maru``; or the type of what is ``made``."""
     directory: str | None
     """Of a file tier."""
     capacity_bytes: float
-    """How much it holds; ``inf`` for all of the trace."""
+    """How much it holds; ``inf`` for all of the trace, or, where it is ``made``, for what it says itself."""
+    made: str | Mapping[str, Any] | None = None
+    """What :func:`backends.plugins.make_tier` makes it from; ``None`` for one of the three that a replay makes itself."""
 
     @property
     def name(self) -> str:
         """As it was written."""
         return self.kind if self.directory is None else f"{self.kind}:{self.directory}"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is made for the replay alone, and gone when that is over: nobody else has anything in it."""
+        return self.made is None and self.directory is None
 
     def blocks(self, block_bytes: int, unique: int, factor: float = 1.0) -> int:
         """How many blocks of the trace it holds, with so many times its capacity. Unlimited is room for all of them."""
@@ -78,6 +85,8 @@ class ReplayOptions:
         except ValueError as error:
             raise ReplayError(f"policy {self.policy!r}: {error}") from error
 
+        if self.what_if and (made := [spec.name for spec in self.tiers if spec.made is not None]):
+            raise ReplayError(f"--what-if: nobody knows how {made[0]} makes room: say memory, maru or file:DIR")
         if self.laps < 1 or not 0.0 <= self.rename <= 1.0:
             raise ReplayError(
                 f"{self.laps} laps, of which {self.rename:g} is renamed: at least one, and a share of 0 to 1"

@@ -120,7 +120,8 @@ async def _play_lap(
 def _check_recordable(recorded: bool, options: ReplayOptions) -> None:
     if not recorded:
         return
-    if other := not_recordable([spec.kind for spec in options.tiers]):
+    kinds = [spec.kind if spec.made is None else f"{spec.kind}, as specified," for spec in options.tiers]
+    if other := not_recordable(kinds):
         raise ReplayError(f"--record: a tier of {other} cannot be written down as a scenario: say memory or file:DIR")
     if options.laps > 1:
         raise ReplayError("--record: laps are made up, and cannot be written down as a scenario: leave out --laps")

@@ -1,8 +1,8 @@
 """What is left when days of a full pool are over: nothing that somebody holds, and all of the room when all is deleted.
 
 A page that nobody gives back is not missed for hours; then a pool is smaller than it was, and some day it is empty. So after
-laps every tier is looked at twice: as it is, when nothing may be held or reserved, and then, but for a directory of the
-caller's, with every block deleted that was ever played, when all of it must be free.
+laps every tier is looked at twice: as it is, when nothing may be held or reserved, and then, but for what is the caller's
+(a directory, or a tier that was specified), with every block deleted that was ever played, when all of it must be free.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def left_over(tiers: Mapping[str, Tier | RemoteTier], options: ReplayOptio
         statistics = tier.statistics()
         found[f"{name}: held"] = statistics.held_blocks
         found[f"{name}: reserved"] = statistics.reserved_blocks
-    own = {name: tier for (name, tier), spec in zip(tiers.items(), options.tiers, strict=True) if not spec.directory}
+    own = {name: tier for (name, tier), spec in zip(tiers.items(), options.tiers, strict=True) if spec.is_own}
     if own:
         for keys in _all_keys(laps):
             for tier in own.values():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from backends import BackendError
 from backends.abc import RemoteTier, Tier
 from backends.file import FileTier
 from backends.memory import MemoryTier
@@ -31,7 +32,11 @@ async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[
                 raise ReplayError(f"capacity of {spec.name}: less than one block of {options.block_bytes} bytes")
             nbytes = max(1, blocks) * options.block_bytes
             tier: Tier | RemoteTier
-            if spec.kind == "maru":
+            if spec.made is not None:
+                tier = _made(spec, spec.made, options.block_bytes)
+                if not hasattr(type(tier), "__aenter__") and callable(close := getattr(tier, "close", None)):
+                    stack.callback(close)  # what can be entered an engine enters, and leaves
+            elif spec.kind == "maru":
                 _check_memory(spec, nbytes)
                 tier = await stack.enter_async_context(_page_store(nbytes, options))
             elif spec.directory is None:
@@ -49,6 +54,22 @@ async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[
                 stack.callback(files.close)
             tiers[spec.name if spec.name not in tiers else f"{spec.name} ({len(tiers) + 1})"] = tier
         yield tiers
+
+
+def _made(spec: TierSpec, made: str | Mapping[str, Any], block_bytes: int) -> Tier | RemoteTier:
+    """Somebody's own tier.
+
+    Raises:
+        ReplayError: there is none, or it cannot be made so. The text says what was looked for, and where.
+    """
+    from backends.plugins import make_tier
+
+    try:
+        return make_tier(made, block_bytes=block_bytes)
+    except (BackendError, ValueError, OSError) as error:
+        raise ReplayError(f"tier {spec.name}: {error}") from error
+    except Exception as error:  # whatever somebody's class raises
+        raise ReplayError(f"tier {spec.name}: {error!r}") from error
 
 
 @asynccontextmanager

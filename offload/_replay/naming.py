@@ -1,0 +1,70 @@
+"""A tier as it is written on the command line: one that a replay makes for itself, or whatever `make_tier` makes. Pure.
+
+    memory                                 maru                        file:DIR
+    NAME                                   module:attribute            maru:URL
+    { type = "NAME", parameter = 1 }       {"type": "NAME", "parameter": 1}
+
+What is in the first line is made for the replay and sized by it. What is in the other two is somebody's own.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from typing import Any
+
+from .options import UNLIMITED, ReplayError, TierSpec
+
+
+def specs_of(tiers: Sequence[str], capacities: Sequence[float]) -> list[TierSpec]:
+    """What was written, each with its capacity; one of memory where nothing was.
+
+    Raises:
+        ReplayError: as many capacities as there are not tiers, or one of these is none.
+    """
+    tiers = tiers or ("memory",)
+    capacities = capacities or (UNLIMITED,) * len(tiers)
+    if len(capacities) != len(tiers):
+        raise ReplayError(f"{len(tiers)} tiers, but {len(capacities)} capacities")
+    return [_spec_of(tier, capacity) for tier, capacity in zip(tiers, capacities, strict=True)]
+
+
+def _spec_of(tier: str, capacity: float) -> TierSpec:
+    kind, _, where = tier.partition(":")
+    if tier in ("memory", "maru"):
+        return TierSpec(tier, None, capacity)
+    if kind == "file" and where:
+        return TierSpec("file", where, capacity)
+    if kind == "file" or not tier.strip():
+        raise ReplayError(
+            f"tier {tier!r}: must be memory, maru or file:DIR, a name, module:attribute, or a table such as "
+            '{ type = "NAME" }'
+        )
+    if tier.lstrip().startswith("{"):
+        table = _table(tier)
+    elif kind == "maru":
+        table = {"type": "maru", "server_url": where}
+    else:
+        table = {"type": tier}
+    if capacity != UNLIMITED:
+        knob = "pool_size" if table["type"] == "maru" else "capacity_bytes"
+        if knob in table:
+            raise ReplayError(f"tier {tier!r}: its {knob} is said twice: leave out its --capacity, or say unlimited")
+        table[knob] = int(capacity)
+    return TierSpec(table["type"], None, capacity, table)
+
+
+def _table(text: str) -> dict[str, Any]:
+    """JSON, or an inline table of TOML."""
+    table: Any
+    try:
+        table = json.loads(text)
+    except ValueError:
+        try:
+            table = tomllib.loads(f"tier = {text}")["tier"]
+        except tomllib.TOMLDecodeError as error:
+            raise ReplayError(f"tier {text!r}: neither JSON nor an inline table of TOML: {error}") from None
+    if not isinstance(table.get("type"), str) or not table["type"]:
+        raise ReplayError(f"tier {text!r}: must say its type, a name or module:attribute")
+    return dict(table)
