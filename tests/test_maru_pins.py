@@ -35,7 +35,8 @@ from maru._client.operations import (
     settle,
     unpin,
 )
-from maru._client.operations.connecting import alone, claim_pins
+from maru._client.operations.connecting import alone
+from maru._client.operations.pinning import claim_pins
 from maru._client.operations.turns import MOST_UNANSWERED, Turns
 from maru._errors import LeaseLost, NoAnswer, ServerRefused
 from maru._wire import Code, ErrorReply, request

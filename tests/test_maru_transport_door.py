@@ -171,6 +171,13 @@ def test_a_list_of_keys_may_be_one_key_a_line(tmp_path):
             load_public_keys(tmp_path / "list")
 
 
+def test_a_key_that_ends_in_what_begins_a_comment_is_read_whole(tmp_path):
+    key = SERVER.public[:-1].decode() + "#"
+    for line in (key, f" {key}  # a comment", f"{key}\t#", f"{key} #{key}"):
+        (tmp_path / "list").write_text(f"# clients\n#another\n{line}\n")
+        assert load_public_keys(tmp_path / "list") == {key.encode()}
+
+
 def test_what_is_no_key_is_said_and_no_secret_is():
     for make in (
         lambda: KeyPair("short", SERVER.secret),

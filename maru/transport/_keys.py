@@ -20,6 +20,8 @@ from .._errors import ConfigError
 
 _KEY: Final = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _LINE: Final = re.compile(rb"^\s*(public|secret)-key\s*=\s*[\"']?([^\"'\s]*)[\"']?\s*$", re.MULTILINE)
+# A key may end in one, but none begins with one: no group of five characters is so large.
+_COMMENT: Final = re.compile(rb"(^|\s)#.*")
 _MOST_BYTES: Final = 1 << 20
 
 
@@ -125,7 +127,9 @@ def load_key_pair(path: str | os.PathLike[str]) -> KeyPair:
 
 
 def load_public_keys(path: str | os.PathLike[str]) -> frozenset[bytes]:
-    """Read public keys: the ``public-key`` lines, or else one key a line; ``#`` begins a comment.
+    """Read public keys: the ``public-key`` lines, or else one key a line.
+
+    A ``#`` that begins a line, or follows space, begins a comment.
 
     Raises:
         maru.ConfigError: a line of it is no key, or it holds none.
@@ -154,6 +158,6 @@ def _read(path: str | os.PathLike[str], *, secret: bool = False) -> dict[str, li
     for which, key in _LINE.findall(text):
         keys[which.decode()].append(key)
     if not any(keys.values()):
-        words = (line.partition(b"# ")[0].strip() for line in text.splitlines() if not line.lstrip().startswith(b"#"))
+        words = (_COMMENT.sub(b"", line).strip() for line in text.splitlines())
         keys["public"] = [word for word in words if word]
     return keys

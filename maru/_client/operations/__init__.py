@@ -1,14 +1,13 @@
 """The client's core: every operation as a generator, which asks for what it needs and never waits itself. Pure.
 
-One file per idea: connecting (and coming back), storing, reclaiming, reading, deleting. `_standing` is the state they share,
-`_effects` what they ask for; what drives them is a face (`handler`, `blocking`).
+One file per idea: connecting (and coming back), pinning, storing, reclaiming, reading, deleting. `standing` is the state they
+share, `effects` what they ask for; what drives them is a face (`handler`, `blocking`).
 """
 
 from .connecting import beat as beat
 from .connecting import close as close
 from .connecting import connect as connect
 from .connecting import forget_regions as forget_regions
-from .connecting import give_back_pins as give_back_pins
 from .connecting import settle as settle
 from .connecting import span_of as span_of
 from .deleting import delete as delete
@@ -21,6 +20,7 @@ from .effects import Span as Span
 from .effects import Start as Start
 from .effects import Work as Work
 from .pinned import Pin as Pin
+from .pinning import give_back_pins as give_back_pins
 from .reading import exist as exist
 from .reading import exists as exists
 from .reading import hold as hold

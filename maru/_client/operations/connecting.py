@@ -11,25 +11,21 @@ from ..._wire import (
     BeatRequest,
     CloseRequest,
     Code,
-    FindReply,
-    FindRequest,
     Handle,
     HandshakeReply,
     HandshakeRequest,
     KeysRequest,
     ListReply,
     ListRequest,
-    PinsReply,
-    PinsRequest,
     RegionRequest,
     ReportEntry,
     ReportRequest,
     ResolveRequest,
     ReturnRequest,
-    UnpinRequest,
     raw_scalar,
 )
-from .effects import Alone, Call, Map, Operation, Request, Span, Start
+from .effects import Alone, Call, Map, Operation, Span
+from .pinning import SESSION_GONE, claim_pins, give_back_pins, portions, retake_pins
 from .standing import Standing
 
 T = TypeVar("T")
@@ -39,9 +35,6 @@ CLOSE_PATIENCE = 0.5
 """Seconds to wait for a farewell: the lease ends without it, too."""
 FORGET_EVERY = 8
 """Beats between two looks at which foreign regions are still there: some half a minute."""
-SESSION_GONE = "no_session"
-FENCED = "fenced"
-"""It was asked too late: what came after it has been done."""
 
 
 # --- asking, whatever happened meanwhile --------------------------------------------------------------------------
@@ -161,28 +154,6 @@ def look_after_silence(s: Standing) -> Operation[None]:
     s.looked_after = unanswered
 
 
-def retake_pins(s: Standing) -> Operation[None]:
-    """Pin again what is pinned. A view of what is not the same registration any more is lost."""
-    keys = [key for key in s.pinned.held_keys() if s.pinned.get(key, s.era) is None]
-    for some in portions(keys, s.max_keys):
-        reply: FindReply = yield find_call(s, some)
-        *where, _ = reply.columns()
-        places = {some[at]: place for at, place in zip(reply.positions, zip(*where, strict=True), strict=True)}
-        for key in some:
-            if not s.pinned.retaken(key, places.get(key), s.era):
-                s.counters.views_lost += 1
-
-
-def find_call(s: Standing, names: list[str], *, prefix: bool = False) -> Call:
-    """A FIND that pins. Answered too late, what it has pinned is given back."""
-    turn = s.turns.turn
-
-    def late(reply: FindReply) -> None:
-        s.disown(turn, reply.epoch, [names[at] for at in reply.positions])
-
-    return Call(Code.FIND, FindRequest(s.token, s.pages.acknowledged, names, True, prefix, turn), late=late)
-
-
 # --- staying connected --------------------------------------------------------------------------------------------
 
 
@@ -214,36 +185,6 @@ def _beat(s: Standing) -> Operation[None]:
         yield Alone(partial(resolve_limbo, s))
 
 
-def claim_pins(s: Standing) -> Operation[None]:
-    """Tell the server which pins we hold, so that it lets go of what an answer that was lost has pinned. To be run alone.
-
-    Whatever goes wrong, or a cancel, leaves the claim due: the next one names what is held then.
-    """
-    if not s.doubts_pins():
-        return
-    era = s.era
-    turn, keys, counts = s.begin_claim()
-    is_settled = False
-    n = s.max_keys
-    try:
-        for at in range(0, len(keys) or 1, n):  # the last of them lets go, so all others must have arrived before
-            last = at + n >= len(keys)
-            request = PinsRequest(s.token, s.pages.acknowledged, turn, keys[at : at + n], counts[at : at + n], last)
-            reply: PinsReply = yield Call(Code.PINS, request)
-            if era != s.era:
-                return
-            s.counters.pins_unknown += reply.dropped
-        is_settled = True
-    except ServerRefused as exc:
-        if exc.word == SESSION_GONE:
-            s.unsettled = True  # and its pins are gone with it
-        elif exc.word != FENCED or turn == s.turns.turn:
-            raise
-    finally:
-        s.turns.end_claim(turn, is_settled=is_settled)
-    yield from give_back_pins(s, wait=False)
-
-
 def report(s: Standing) -> Operation[None]:
     """Tell the server's statistics what this client did."""
     entries = [
@@ -269,49 +210,6 @@ def resolve(s: Standing, attempt: int, pages: list[int]) -> Operation[list[bool]
     reply = yield Call(Code.RESOLVE, ResolveRequest(s.token, s.pages.acknowledged, attempt, regions, offsets))
     s.pages.resolved(attempt, pages, reply.held)
     return list(map(bool, reply.held))
-
-
-def give_back_pins(s: Standing, *, wait: bool = True) -> Operation[None]:
-    """Undo the pins that are due.
-
-    What was sent is not asked for again, answered or not: it is done sooner or later, and done twice it could undo a pin that
-    was taken since. If it is lost, that shows in the end: see `turns`.
-    """
-    if s.turns.is_claiming:  # what is given back now may be claimed
-        if wait:
-            yield Alone(_nothing)  # until that is over
-        if s.turns.is_claiming:
-            return
-    due, s.pinned.due = s.pinned.due, []
-    turn = s.turns.turn
-    unsent = list(portions(due, s.max_keys))
-    try:
-        while unsent and turn == s.turns.turn:
-            some = unsent[-1]
-            if s.own:
-                message: Request = UnpinRequest(s.token, s.pages.acknowledged, some, turn)
-                call = Call(Code.UNPIN, message, sending=unsent.pop)
-            else:
-                call = Call(Code.BATCH_UNPIN_KV, KeysRequest(some), sending=unsent.pop)
-            yield call if wait else Start(call)
-            if unsent and unsent[-1] is some:  # it could not leave now
-                break
-    except ServerRefused as exc:
-        if exc.word == FENCED and turn != s.turns.turn:
-            return  # it was not claimed, so it has gone with the claim
-        if exc.word != SESSION_GONE:
-            raise
-        s.unsettled = True  # and its pins are gone with it
-        unsent.clear()
-    finally:
-        if turn == s.turns.turn:  # or else the server is another one, or it was told by a claim
-            for some in unsent:
-                s.pinned.due += some
-
-
-def _nothing() -> Operation[None]:
-    """To be run alone: waits for what else is."""
-    yield from ()
 
 
 def close(s: Standing) -> Operation[None]:
@@ -403,10 +301,3 @@ def forget_regions(s: Standing) -> Operation[None]:
         if region_id not in known:
             s.spans.pop(region_id, None)
             s.handles.pop(region_id, None)
-
-
-def portions(keys: list[str], n: int) -> Iterable[list[str]]:
-    """As many at once as the server takes."""
-    if len(keys) <= n:
-        return (keys,) if keys else ()
-    return (keys[start : start + n] for start in range(0, len(keys), n))

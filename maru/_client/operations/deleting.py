@@ -7,8 +7,9 @@ from functools import partial
 from ..._wire import Code, DropAnswer, DropReply, DropRequest, KeyRequest, SuccessReply
 from ..answers import Deleted
 from ..page_states import PageState
-from .connecting import portions, settle, steadily
+from .connecting import settle, steadily
 from .effects import Call, Operation
+from .pinning import portions
 from .standing import Standing
 
 _ANSWERS = {

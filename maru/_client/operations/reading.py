@@ -25,9 +25,10 @@ from ..._wire import (
     ResultsReply,
 )
 from ..answers import Loaded
-from .connecting import FENCED, find_call, give_back_pins, portions, remember, settle, span_of, steadily
+from .connecting import remember, settle, span_of, steadily
 from .effects import Call, Operation, Work
 from .pinned import Pin
+from .pinning import FENCED, find_call, give_back_pins, portions
 from .standing import Standing
 
 T = TypeVar("T")

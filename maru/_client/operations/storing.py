@@ -31,8 +31,9 @@ from ..answers import Stored
 from ..copying import copy as copy_all
 from ..copying import copy_and_sum
 from ..page_states import PageEvent, PageState
-from .connecting import SESSION_GONE, alone, portions, resolve, settle, steadily
+from .connecting import alone, resolve, settle, steadily
 from .effects import Call, Operation, Span, Work
+from .pinning import SESSION_GONE, portions
 from .reclaiming import expand, make_room
 from .standing import Standing
 
