@@ -18,6 +18,7 @@ from maru.bench._bare import Bare
 from maru.bench._echo import Caller, echo
 from maru.bench._keys import keys_of
 from maru.bench._processes import BenchFailed, Child, home, server
+from maru.bench._shown import _leaving_on_sigterm
 
 FORM = {"name", "value", "unit", "limit_name", "limit_value", "ratio", "goal", "met"}
 GOALS = {
@@ -172,3 +173,17 @@ assert loaded == measuring, loaded
 assert not {"torch", "rich", "zmq"} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", source], check=True)
+
+
+def test_a_sigterm_that_comes_in_a_finalizer_ends_it_all_the_same():
+    class Ending:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+            ended.append(self)
+
+    ended = []
+    with pytest.raises(SystemExit) as left, _leaving_on_sigterm():
+        Ending()
+        time.sleep(20)
+    assert left.value.code == 128 + signal.SIGTERM
+    assert len(ended) == 1  # and what was being put away was put away whole

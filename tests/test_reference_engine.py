@@ -76,7 +76,7 @@ def scattered(engine: ReferenceEngine) -> None:
 # ---- the rule of bits -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.long)])
 def test_resuming_at_every_block_boundary_gives_the_bits_of_computing_all(dtype: str, device: str) -> None:
     config = ModelConfig(dtype=dtype)
     first = ReferenceEngine(config, device)

@@ -12,7 +12,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from types import FrameType
+from typing import Final, TypeAlias
 
 import click
 
@@ -21,6 +22,9 @@ from ._row import Row, noise_of, table_of
 
 Bench: TypeAlias = Callable[[Effort], Iterable[Row]]
 """Measures, and yields rows. What it needs beyond the standard library it imports when it is called."""
+
+_AGAIN: Final = 0.01
+"""Seconds after which a signal that could not be heeded is sent again."""
 
 
 def shared_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -72,11 +76,23 @@ def _leaving_on_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """Unwind. What is raised in a finalizer is lost, so there the signal is sent again, until that is over."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            again = threading.Timer(_AGAIN, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
+        frame = frame.f_back
+    sys.exit(128 + number)
 
 
 def _rows_of(bench: Bench, effort: Effort) -> Iterator[Row]:
