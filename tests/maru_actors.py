@@ -12,6 +12,7 @@ import itertools
 import os
 import random
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -36,22 +37,24 @@ FACES = ("trio", "blocking")
 DEFAULTS: dict[str, Any] = {"pool_size": REGION, "chunk_size_bytes": PAGE, "auto_expand": False}
 
 
-class Client:
+class Client(ABC):
     """What both faces do, synchronously, in a test's words."""
 
     def __init__(self) -> None:
         self.held: dict[str, list[Any]] = {}
         """What :meth:`hold` holds, by key."""
 
+    @abstractmethod
     def call(self, name: str, *arguments: Any) -> Any:
         """One method of the handler."""
-        raise NotImplementedError
 
+    @abstractmethod
     def release(self, info: Any) -> None:
-        raise NotImplementedError
+        """Let go of one that was found."""
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """Say farewell."""
 
     def __enter__(self) -> Client:
         return self
@@ -177,9 +180,9 @@ class Client:
     def exist(self, *keys: str) -> list[bool]:
         return self.call("batch_exists", list(keys))
 
+    @abstractmethod
     def beat(self) -> None:
         """A sign of life, now. With its answer comes whatever was lost on the way."""
-        raise NotImplementedError
 
     def pages(self) -> Any:
         return self.handler.statistics().pages
