@@ -9,6 +9,7 @@ import attrs
 import xxhash
 
 from ._blockfile import Directory, Refused, name_of, pack_header
+from ._unproven import kept_if_unproven
 from .abc import Destination, Failed, Key, Missed, PaddedSource, Source
 from .pages import Pages, new_pages
 
@@ -95,11 +96,12 @@ class Reading:
         size = destination.block_bytes
         step = max(1, _BOUNCE_BYTES // max(1, size))
         bounce = new_pages(min(step, n), size)
-        for start in range(0, n, step):
-            stop = min(n, start + step)
-            for at in range(start, stop):
-                self._read(at, bounce[at - start])
-            destination.copy_in(start, bounce.part(0, stop - start))
+        with kept_if_unproven(bounce):
+            for start in range(0, n, step):
+                stop = min(n, start + step)
+                for at in range(start, stop):
+                    self._read(at, bounce[at - start])
+                destination.copy_in(start, bounce.part(0, stop - start))
 
     def _read(self, at: int, page: memoryview) -> None:
         if at in self.bad:
@@ -130,5 +132,6 @@ def _portions(source: Source, guards: Sequence[int], views: Pages | None) -> Ite
     for start in range(0, len(guards), step):
         part = guards[start : start + step]
         pages = bounce.part(0, len(part))
-        source.copy_out(part, pages)
+        with kept_if_unproven(bounce):
+            source.copy_out(part, pages)
         yield start, pages

@@ -24,6 +24,7 @@ from ._errors import BlockSizeError, CapacityError, DamagedBlock, Unproven
 from ._in_place import INLINE_BYTES as INLINE_BYTES
 from ._in_place import PORTION_BYTES as PORTION_BYTES
 from ._in_place import CopiesInPlace
+from ._unproven import kept_if_unproven
 from .abc import (
     DUPLICATE,
     EVICTED,
@@ -158,7 +159,8 @@ class SlotTier(PooledTier[BlockPool]):
                 pages[0][:] = view
             else:
                 pages = pages_of([bytearray(view)])
-                self._storage.copy_in(slots, pages)
+                with kept_if_unproven(pages):
+                    self._storage.copy_in(slots, pages)
             if self.checksums:
                 self.note_checksums(slots, checksums(pages))
         except BaseException:
@@ -177,7 +179,8 @@ class SlotTier(PooledTier[BlockPool]):
             pages = self._storage.pages(guards)
             if pages is None:
                 pages = new_pages(1, self.block_bytes)
-                self._storage.copy_out(guards, pages)
+                with kept_if_unproven(pages):
+                    self._storage.copy_out(guards, pages)
             data = bytes(pages[0])
             sums = checksums(pages) if self.checksums else None
             if self._verify((key,), guards, sums):
@@ -422,12 +425,16 @@ def _store(
                 return copy_and_sum(here, there)
             copy_pages(here, there)
             return None
-        source.copy_out(guards, here)
+        with kept_if_unproven(here):
+            source.copy_out(guards, here)
         return checksums(here) if summed else None
+    staged = there is None
     if there is None:
         there = new_pages(len(slots), storage.block_bytes)
-        source.copy_out(guards, there)
-    storage.copy_in(slots, there)
+    with kept_if_unproven(there):
+        if staged:
+            source.copy_out(guards, there)
+        storage.copy_in(slots, there)
     return checksums(there) if summed else None
 
 
@@ -445,13 +452,17 @@ def _load(
                 return copy_and_sum(there, here)
             copy_pages(there, here)
             return None
-        storage.copy_out(slots, there)
+        with kept_if_unproven(there):
+            storage.copy_out(slots, there)
         return checksums(there) if summed else None
+    staged = here is None
     if here is None:
         here = new_pages(len(slots), storage.block_bytes)
-        storage.copy_out(slots, here)
-    sums = checksums(here) if summed else None
-    destination.copy_in(0, here)
+    with kept_if_unproven(here):
+        if staged:
+            storage.copy_out(slots, here)
+        sums = checksums(here) if summed else None
+        destination.copy_in(0, here)
     return sums
 
 

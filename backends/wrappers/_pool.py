@@ -7,14 +7,12 @@ from contextlib import contextmanager
 from typing import Final, Generic, TypeVar
 
 from .._errors import Unproven
+from .._unproven import kept_if_unproven
 
 T = TypeVar("T")
 
 _KEPT: Final = 4
 """So many that nobody uses are kept: as many as copies run at once in common configurations. Others go."""
-
-_lost: list[object] = []
-"""What somebody may be using still: it stays as it is, also when its pool is gone. One for each copy without an end."""
 
 
 class Pool(Generic[T]):
@@ -40,9 +38,9 @@ class Pool(Generic[T]):
             thing = self._make()
             self.made += 1
         try:
-            yield thing
+            with kept_if_unproven(thing):
+                yield thing
         except Unproven:
-            _lost.append(thing)
             raise
         except BaseException:
             self._give_back(thing)
