@@ -242,7 +242,7 @@ class MaruL1:
             NoLayout: see :meth:`register_kv_layout`.
             DuplicateKeys: a key is named twice.
             maru.NoAnswer: the server did not answer: no miss. What it may have pinned is given back when its answer comes; if
-                that is lost for good, with the session.
+                that is lost for good, once the server is told what is held (:class:`maru.MaruHandler` does so by itself).
         """
         handler, size = self._home.the_handler(self), self._known_layout().block_bytes
         keys = _distinct(keys)
