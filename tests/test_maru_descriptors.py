@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import trio
 import trio.testing
+from held_by_process import open_descriptors
 from pools import is_there, until
 
 from maru._errors import BadMessage, CannotMap, NoAnswer, NotOwner, PoolUnusable, ServerLost, ServerRefused
@@ -294,7 +295,7 @@ async def test_a_stalled_file_system_is_told_in_time(tmp_path):
 async def test_no_descriptor_stays_open_here_whether_or_not_the_answer_left(tmp_path):
     async with a_server(tmp_path, pool=Slow) as server:
         regions = [await server.pool.allocate(1) for _ in range(2)]
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_descriptors(collect=True)
         for region in regions:  # the first one's client has gone before there is an answer
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
                 sock.connect(server.path)
@@ -303,7 +304,7 @@ async def test_no_descriptor_stays_open_here_whether_or_not_the_answer_left(tmp_
             server._pool.gate.set()
             await until(lambda: not server.statistics().connections)
         assert len(server._pool.opened) == 2
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert open_descriptors() == before
 
 
 def answer_once(path, answer):
@@ -342,13 +343,13 @@ def reply(status=0, text="", offset=0, length=MIB2, fds=()):
     ],
 )
 def test_a_client_believes_no_odd_answer_and_keeps_no_descriptor_of_it(tmp_path, answer, error, text):
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors(collect=True)
     path = str(tmp_path / "fds.sock")
     thread = answer_once(path, answer)
     with pytest.raises(error, match=text):
         fetch_descriptor(path, DescriptorRequest(ME, 1, 0, MIB2, False, bytes(32)), 30)
     thread.join()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 def test_a_server_that_is_not_there_is_lost(tmp_path):

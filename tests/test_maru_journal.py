@@ -10,6 +10,7 @@ import threading
 
 import pytest
 import trio
+from held_by_process import open_descriptors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -667,15 +668,15 @@ async def test_closing_tells_who_waits_and_closes_no_file_under_a_thread(tmp_pat
 
 
 def test_no_descriptor_is_left_open(tmp_path):
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors(collect=True)
     for fsync in (False, True):
         journal = open_journal(tmp_path, Tail(100 * fsync + 1, 0), segment_bytes=10, fsync=fsync)
         for _ in range(5):
             journal.append([b"x" * 20])
         # The live one, and where somebody asks for fsync those that wait for it.
-        assert len(os.listdir("/proc/self/fd")) == before + (5 if fsync else 1)
+        assert open_descriptors() == before + (5 if fsync else 1)
         journal.close()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert open_descriptors() == before
 
 
 # --- snapshots ----------------------------------------------------------------------------------------------------

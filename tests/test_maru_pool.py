@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 import trio.testing
+from held_by_process import open_descriptors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pools import Stall, is_there, until
@@ -457,7 +458,7 @@ async def test_an_allocation_cancelled_at_any_step_leaves_nothing(tmp_path, kind
         where = tmp_path / "device"
         where.write_bytes(bytes(8 * MIB2))
     async with a_pool(where, **options) as pool:
-        open_before = len(os.listdir("/proc/self/fd"))
+        open_before = open_descriptors(collect=True)
         for k in range(1, 100):
             region, untouched = await cancelled_at_step(k, lambda: pool.allocate(1))
             with trio.fail_after(60):
@@ -468,7 +469,7 @@ async def test_an_allocation_cancelled_at_any_step_leaves_nothing(tmp_path, kind
             assert (totals.allocated_bytes, totals.regions, totals.pending) == (0, 0, 0)
             if kind == "files":
                 assert set(os.listdir(tmp_path / "pool")) == NOTHING
-            assert len(os.listdir("/proc/self/fd")) == open_before
+            assert open_descriptors() == open_before
             if untouched:
                 break
         assert 3 < k < 99
@@ -477,14 +478,14 @@ async def test_an_allocation_cancelled_at_any_step_leaves_nothing(tmp_path, kind
 async def test_opening_a_region_cancelled_at_any_step_leaves_no_descriptor(tmp_path):
     async with a_pool(tmp_path / "pool") as pool:
         region = await pool.allocate(1)
-        open_before = len(os.listdir("/proc/self/fd"))
+        open_before = open_descriptors(collect=True)
         for k in range(1, 100):
             fd, untouched = await cancelled_at_step(k, lambda: pool.open_fd(region.region_id, False))
             with trio.fail_after(60):
                 await pool._descriptors.wait_idle()
             if fd is not None:
                 os.close(fd)
-            assert len(os.listdir("/proc/self/fd")) == open_before
+            assert open_descriptors() == open_before
             if untouched:
                 break
         assert 3 < k < 99
@@ -904,9 +905,9 @@ def test_what_is_not_aligned_is_no_span(span):
 def test_files_need_no_more_descriptors_however_many_regions_there_are(tmp_path):
     home = Home(tmp_path / "pool")
     files = Files(home, tmp_path / "pool", 64 * MIB2)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors(collect=True)
     for _ in range(16):
         files.create(MIB2, lambda: None)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
     files.close()
     home.close()

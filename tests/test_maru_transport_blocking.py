@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
+from held_by_process import open_descriptors, zmq_threads
 from maru_sockets import echo_server
 
 from maru._errors import HandlerClosed
@@ -109,13 +108,9 @@ def test_a_message_of_too_many_frames_is_dropped(ipc):
 
 def test_a_closed_one_says_so_and_leaves_nothing(ipc):
     def held():
-        names = []
-        for task in os.listdir("/proc/self/task"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # over meanwhile
-                names.append(Path(f"/proc/self/task/{task}/comm").read_text())
-        return len(os.listdir("/proc/self/fd")), sum("ZMQ" in name for name in names)
+        return open_descriptors(), zmq_threads()
 
-    before = held()
+    before = open_descriptors(collect=True), zmq_threads()
     with BlockingDealer(ipc) as dealer:
         dealer.send([b"to nobody"])
         assert held() > before
@@ -126,7 +121,6 @@ def test_a_closed_one_says_so_and_leaves_nothing(ipc):
             call()
     with pytest.raises(ValueError, match="address"):
         BlockingDealer("nowhere")
-    # A thread that was joined is over before the kernel has taken it out of the list.
     patience = time.monotonic() + 5
     while held() != before and time.monotonic() < patience:
         time.sleep(0.001)

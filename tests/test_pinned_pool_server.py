@@ -22,6 +22,7 @@ import msgspec
 import pytest
 import trio
 import trio.testing
+from held_by_process import open_descriptors
 from maru_processes import PATIENCE, eventually, within
 from pinned_pools import CHUNK, ServerProcess, address_of, server_in_thread, short_directory
 
@@ -323,13 +324,13 @@ def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
 
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors(collect=True)
     monkeypatch.setattr(memory_module.os, "posix_fallocate", full)
     with pytest.raises(PoolRefused, match="No space left"):
         PoolMemory(4096, "none")
     with server_in_thread() as server, pytest.raises(PoolRefused, match="No space left"), client_of(server):
         pass
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 # --- ends of sessions ---------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import threading
 import pytest
 import trio
 import trio.testing
+from held_by_process import open_descriptors
 from plugin_faults import PlayedConnector
 from plugin_peers import DeletingConnector
 from plugin_play import KEYS, SIZE, cancelled, filled_source, left_by, load, of_host, settle, store
@@ -461,7 +462,7 @@ async def test_cancelled_in_the_end_it_closes_all_the_same(connector):
 
 
 async def test_nothing_is_left_when_it_is_closed(source):
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors(collect=True)
     threads = threading.active_count()
     for _ in range(3):
         async with hosted(DeletingConnector(), capacity_bytes=4 * SIZE) as tier:
@@ -469,4 +470,4 @@ async def test_nothing_is_left_when_it_is_closed(source):
             await store(tier, source, [b"d", b"e"], "evict")
             await load(tier, [b"d"])
     assert threading.active_count() == threads
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before

@@ -8,6 +8,7 @@ import threading
 import pytest
 import trio
 import trio.testing
+from held_by_process import open_descriptors
 
 from backends import threads
 from backends.threads import keep_threads, run_in_thread, run_in_thread_to_the_end, thread_statistics, wait_abandoned
@@ -17,14 +18,9 @@ def copy_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("offload-copy")]
 
 
-def open_descriptors():
-    return len(os.listdir("/proc/self/fd"))
-
-
 @pytest.fixture(autouse=True)
 def _leaves_nothing():
-    gc.collect()
-    descriptors = open_descriptors()
+    descriptors = open_descriptors(collect=True)
     yield
     for thread in copy_threads():
         thread.join()
