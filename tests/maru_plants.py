@@ -510,9 +510,9 @@ def files_are_for_everybody(patch):
 
 def published_keys_are_not_protected(patch):
     """For the compatible."""
-    from maru._directory import Directory
+    from maru._directory import remover
 
-    patch.setattr(Directory, "_protected", lambda self, region, by: False)
+    patch.setattr(remover, "_protected", lambda region, by: False)
 
 
 def silence_ends_published_clients(patch):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from .._wire.messages_own import DropAnswer, Returns
+from .._wire.messages_own import Returns
 from ..eviction import LRU, EvictionPolicy
 from . import image as image_module
 from .changes import Changes
@@ -33,8 +33,10 @@ from .published import Published
 from .records import AnyRecord
 from .regions import Region, RegionState
 from .registrar import Registrar
+from .remover import Remover
 from .sessions import Leases, Session
 from .state import State
+from .telling import facts_of, statistics_of, usage_of
 
 
 class Directory:
@@ -67,6 +69,7 @@ class Directory:
         self._published = Published(self._changes, self._guards, self._leases, limits)
         self._evictor = Evictor(self._changes, self._guards, self._counters)
         self._registrar = Registrar(self._changes, limits, self._guards, self._evictor, self._counters)
+        self._remover = Remover(self._changes, limits, self._guards, self._evictor, self._counters)
 
     def __len__(self) -> int:
         self.settle()
@@ -203,10 +206,7 @@ class Directory:
     def forget(self, keys: Iterable[str]) -> int:
         """Drop these keys whatever protects them, as their bytes are not what was stored; how many were there."""
         self.settle()
-        gone = [key for key in dict.fromkeys(keys) if key in self._located]
-        self._guards.forget(gone)
-        self._changes.remove(gone)
-        return len(gone)
+        return self._remover.forget(keys)
 
     # --- regions --------------------------------------------------------------------------------------------------
 
@@ -247,14 +247,7 @@ class Directory:
     def drop_region(self, region_id: int) -> int:
         """Its memory is lost: drop it with every key in it, pinned or not; how many keys. An unknown one has none."""
         self.settle()
-        region = self._state.regions.get(region_id)
-        if region is None:
-            return 0
-        if region.pinned:
-            self._guards.forget(region.keys_at.values())
-        keys = self._changes.drop_region(region_id)
-        self._counters.dropped_with_region += keys
-        return keys
+        return self._remover.drop_region(region_id)
 
     def regions(self, exclude_instance_id: str | None = None) -> list[tuple[int, int]]:
         """(region_id, length) of those that are not handed back, for LIST_ALLOCATIONS."""
@@ -281,10 +274,8 @@ class Directory:
         A region with a pinned key in it stays, and so does one in which a published connection has looked up something
         lately. The ids are in :meth:`take_dropped`, too.
         """
-        chosen = [region.region_id for region in self._evictor.abandoned(wanted_bytes, now)]
-        for region_id in chosen:
-            self.drop_region(region_id)
-        return chosen
+        self.settle()
+        return self._remover.make_room(wanted_bytes, now)
 
     # --- keys -----------------------------------------------------------------------------------------------------
 
@@ -424,31 +415,7 @@ class Directory:
         Pages go back to their owners, also to the one that asks.
         """
         self.settle()
-        session = self._session(by)
-        asked = "delete", request_id
-        if session is not None and asked in session.answers:
-            return session.answers[asked]
-        self._guards.settle(now)
-        quiet = self.quiet(now)
-        answers: list[int] = []
-        gone: dict[str, None] = {}
-        for key in keys:
-            location = self._located.get(key)
-            if location is None or key in gone:
-                answer = DropAnswer.MISSING
-            elif key in self._guards.pinned:
-                answer = DropAnswer.PINNED
-            elif quiet or self._protected(self._state.regions[location.region_id], by):
-                answer = DropAnswer.PROTECTED
-            else:
-                answer = DropAnswer.DELETED
-                gone[key] = None
-            answers.append(answer.value)
-        self._changes.remove(list(gone))
-        self._counters.deleted += len(gone)
-        if session is not None and request_id:
-            session.remember(asked, answers, self._limits.max_answers)
-        return answers
+        return self._remover.delete(by, self._session(by), keys, now, request_id)
 
     def reclaim(self, session_id: int, pages: int, now: float, *, request_id: int = 0) -> int:
         """Delete so many of its keys, least recently used first, that are not held; how many. The pages go back to it.
@@ -456,25 +423,12 @@ class Directory:
         Asked again with the same request id, it answers the same. When it is :meth:`quiet` there is nothing to reclaim.
         """
         self.settle()
-        session = self._state.sessions[session_id]
-        asked = "reclaim", request_id
-        if asked in session.answers:
-            return session.answers[asked][0]
-        if self.quiet(now):
-            return 0
-        dropped = self._evictor.evict(session, pages, now)
-        if request_id:
-            session.remember(asked, [dropped], self._limits.max_answers)
-        return dropped
+        return self._remover.reclaim(self._state.sessions[session_id], pages, now, request_id)
 
     def trim(self, session_id: int, now: float) -> int:
         """If its keys take more than the high watermark, delete down to the low one; how many keys. Else it is O(1)."""
         self.settle()
-        session = self._state.sessions[session_id]
-        used, allocated = session.used_bytes, session.allocated_bytes
-        if used <= self._limits.high_watermark * allocated:
-            return 0
-        return self._evictor.evict_bytes([session], used - int(self._limits.low_watermark * allocated), (), now)
+        return self._remover.trim(self._state.sessions[session_id], now)
 
     # --- attempts and returns -------------------------------------------------------------------------------------
 
@@ -520,53 +474,17 @@ class Directory:
     def usage(self) -> list[InstanceUsage]:
         """By instance_id, sorted."""
         self.settle()
-        return [
-            InstanceUsage(instance_id, one.regions, one.allocated_bytes, one.used_bytes)
-            for instance_id, one in sorted(self._state.usage.items())
-        ]
+        return usage_of(self._state)
 
     def inspect(self, key: str) -> KeyFacts | None:
         """What there is to know about a key; ``None`` if it is not here. No use of it, and nobody's reading it."""
-        location = self._located.get(key)
-        if location is None:
-            return None
-        region = self._state.regions[location.region_id]
-        return KeyFacts(
-            region_id=location.region_id,
-            offset=location.offset,
-            length=location.length,
-            generation=location.generation,
-            checksum=location.checksum,
-            attempt=location.attempt,
-            owner=region.instance_id,
-            session=0 if region.session is None else region.session.number,
-            published=region.published,
-            pins=self._guards.pinned.get(key, 0),
-        )
+        return facts_of(self._state, self._guards.pinned, key)
 
     def statistics(self) -> DirectoryStatistics:
         """An immutable snapshot, in O(1)."""
         self.settle()
-        state, counters = self._state, self._counters
-        return DirectoryStatistics(
-            entries=len(state.located),
-            used_bytes=state.used_bytes,
-            regions=len(state.regions),
-            allocated_bytes=state.allocated_bytes,
-            abandoned=len(state.abandoned),
-            sessions=len(state.sessions),
-            connections=len(self._published.connections),
-            pinned=len(self._guards.pinned),
-            generation=state.generation,
-            registered=counters.registered,
-            duplicates=counters.duplicates,
-            refused=counters.refused,
-            found=counters.found,
-            missed=counters.missed,
-            deleted=counters.deleted,
-            evicted=counters.evicted,
-            dropped_with_region=counters.dropped_with_region,
-        )
+        connections, pinned = len(self._published.connections), len(self._guards.pinned)
+        return statistics_of(self._state, self._counters, connections=connections, pinned=pinned)
 
     # --- below ----------------------------------------------------------------------------------------------------
 
@@ -582,8 +500,3 @@ class Directory:
         """Whether this is the owner of the region: this session, or a published one that this connection belongs to."""
         owner = region.session
         return owner is not None and (by in owner.connections if session is None else owner is session)
-
-    def _protected(self, region: Region, by: int) -> bool:
-        """Whether a published owner lives that is not ``by``."""
-        owner = region.session
-        return owner is not None and owner.published and by not in owner.connections

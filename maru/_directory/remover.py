@@ -1,0 +1,109 @@
+"""What goes because somebody asked: keys that are deleted, reclaimed or trimmed, and whole regions. Pure.
+
+Rule 1. What is asked again with the same request id is answered as before, and not done again: the answer was lost, and the
+        keys may be there anew.
+Rule 2. A delete refuses nothing silently: each key has its answer, and one that stays says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .._wire.messages_own import DropAnswer
+from .changes import Changes
+from .counts import Counters
+from .evictor import Evictor
+from .guards import Guards
+from .limits import Limits
+from .regions import Region
+from .sessions import Session
+
+
+class Remover:
+    """Removes what may go, and counts it."""
+
+    def __init__(self, changes: Changes, limits: Limits, guards: Guards, evictor: Evictor, counters: Counters) -> None:
+        self._changes = changes
+        self._state = changes.state
+        self._limits = limits
+        self._guards = guards
+        self._evictor = evictor
+        self._counters = counters
+
+    def delete(self, by: int, session: Session | None, keys: Iterable[str], now: float, request_id: int) -> list[int]:
+        """Delete keys; see ``Directory.delete``."""
+        asked = "delete", request_id
+        if session is not None and asked in session.answers:
+            return session.answers[asked]
+        self._guards.settle(now)
+        quiet = self._guards.quiet(now)
+        located, pinned, regions = self._state.located, self._guards.pinned, self._state.regions
+        answers: list[int] = []
+        gone: dict[str, None] = {}
+        for key in keys:
+            location = located.get(key)
+            if location is None or key in gone:
+                answer = DropAnswer.MISSING
+            elif key in pinned:
+                answer = DropAnswer.PINNED
+            elif quiet or _protected(regions[location.region_id], by):
+                answer = DropAnswer.PROTECTED
+            else:
+                answer = DropAnswer.DELETED
+                gone[key] = None
+            answers.append(answer.value)
+        self._changes.remove(list(gone))
+        self._counters.deleted += len(gone)
+        if session is not None and request_id:
+            session.remember(asked, answers, self._limits.max_answers)
+        return answers
+
+    def reclaim(self, session: Session, pages: int, now: float, request_id: int) -> int:
+        """Delete so many of its keys that are not held; see ``Directory.reclaim``."""
+        asked = "reclaim", request_id
+        if asked in session.answers:
+            return session.answers[asked][0]
+        if self._guards.quiet(now):
+            return 0
+        dropped = self._evictor.evict(session, pages, now)
+        if request_id:
+            session.remember(asked, [dropped], self._limits.max_answers)
+        return dropped
+
+    def trim(self, session: Session, now: float) -> int:
+        """From above the high watermark down to the low one; how many keys went."""
+        used, allocated = session.used_bytes, session.allocated_bytes
+        if used <= self._limits.high_watermark * allocated:
+            return 0
+        return self._evictor.evict_bytes([session], used - int(self._limits.low_watermark * allocated), (), now)
+
+    def forget(self, keys: Iterable[str]) -> int:
+        """Drop these whatever protects them; how many were there."""
+        gone = [key for key in dict.fromkeys(keys) if key in self._state.located]
+        self._guards.forget(gone)
+        self._changes.remove(gone)
+        return len(gone)
+
+    def drop_region(self, region_id: int) -> int:
+        """Drop it with every key in it, pinned or not; how many keys. An unknown one has none."""
+        region = self._state.regions.get(region_id)
+        if region is None:
+            return 0
+        if region.pinned:
+            self._guards.forget(region.keys_at.values())
+        keys = self._changes.drop_region(region_id)
+        self._counters.dropped_with_region += keys
+        return keys
+
+    def make_room(self, wanted_bytes: int, now: float) -> list[int]:
+        """Drop abandoned regions whole, the longest abandoned first, if that frees so many bytes; those, or none."""
+        chosen = [region.region_id for region in self._evictor.abandoned(wanted_bytes, now)]
+        for region_id in chosen:
+            self.drop_region(region_id)
+        return chosen
+
+
+def _protected(region: Region, by: int) -> bool:
+    """Whether a published owner lives that is not ``by``."""
+    owner = region.session
+    return owner is not None and owner.published and by not in owner.connections
