@@ -404,6 +404,24 @@ async def test_a_copy_that_never_ends_does_not_keep_the_engine(autojump_clock: o
     assert not places["a"].contains(keys)
 
 
+async def test_what_a_promotion_without_an_end_holds_is_shown_and_can_be_released(autojump_clock: object) -> None:
+    """The ways up are no routes: their quarantine was nowhere to be seen, and the room in the faster tier gone for good."""
+    places, keys = Places(), keys_of(4)
+    places["b"].fill(keys)
+    places["a"].faults.hang = True
+    async with places.open(promote=True, config=PipelineConfig(transfer_timeout=2.0)) as engine:
+        assert engine.quarantine == [] and engine.statistics().quarantined == 0
+        await load(engine, keys)
+        await engine.drain()
+        assert [list(entry.keys) for entry in engine.quarantine] == [keys]
+        assert engine.statistics().quarantined == 1
+        assert places["a"].statistics().reserved_blocks == 4
+        for entry in engine.quarantine:
+            entry.release()
+        assert engine.quarantine == [] and engine.statistics().quarantined == 0
+    places.assert_at_rest()
+
+
 async def test_cancelled_at_any_await_a_load_promotes_all_or_nothing(autojump_clock: object) -> None:
     caught = 0
     for nth in range(30):

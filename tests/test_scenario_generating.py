@@ -9,7 +9,7 @@ from offload.instruments import HOOKS
 from offload.testing.scenarios._contract import SEAMS_OF
 from offload.testing.scenarios._files.checking import check
 from offload.testing.scenarios._house import keys_of, stores_of
-from offload.testing.scenarios._making.generating import generate
+from offload.testing.scenarios._making.generating import SPAN, generate
 from offload.testing.scenarios._names import expand
 from offload.testing.scenarios._playing.playing import play
 
@@ -92,6 +92,24 @@ def test_copies_answer_for_too_many_or_too_few_and_what_they_raise_may_come_in_a
     assert min(by) < 0 < max(by)
     assert {fault.do for fault in faults if fault.grouped} == {"fail", "torn", "unproven"}
     assert any(fault.times > 1 for fault in faults)
+
+
+def test_readers_hold_what_they_have_found_while_others_store_delete_and_damage_it():
+    longest, beside, deleted, flipped = 0, 0, 0, 0
+    for program in PROGRAMS:
+        holds = [(step.at_ms, step.at_ms + step.load.hold_ms, {*expand(step.load.keys)})
+                 for step in program.step if step.load is not None and step.load.hold_ms]  # fmt: skip
+        longest += any(end - start > SPAN // 2 and start < SPAN // 2 for start, end, _ in holds)
+        beside += any(
+            first is not other and first[0] <= other[0] < first[1] and first[2] & other[2]
+            for first in holds
+            for other in holds
+        )
+        gone = [(step.at_ms, {*expand(step.delete.keys)}) for step in program.step if step.delete is not None]
+        damaged = [(one.at_ms, {*expand(one.keys)}) for one in program.fault if one.do == "flip" and not one.at_hook]
+        deleted += any(start <= at < end and held & keys for at, keys in gone for start, end, held in holds)
+        flipped += any(start <= at < end and held & keys for at, keys in damaged for start, end, held in holds)
+    assert min(longest, beside, deleted, flipped) > len(PROGRAMS) / 8, (longest, beside, deleted, flipped)
 
 
 def test_chains_have_one_route_or_two_side_by_side_or_one_behind_the_other():

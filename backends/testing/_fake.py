@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from functools import lru_cache
 from typing import TypeVar, TypeVarTuple
 
 import attrs
@@ -25,8 +26,13 @@ _PERIOD = 509  # a prime, so that a block shifted by a round number of bytes doe
 
 def payload_of(key: Key, n: int) -> bytes:
     """The ``n`` bytes that a block with this key contains. Different keys differ within the first bytes."""
-    period = hashlib.shake_128(key).digest(min(n, _PERIOD))
+    period = _period(key, min(n, _PERIOD))
     return (period * (n // _PERIOD + 1))[:n]
+
+
+@lru_cache(maxsize=4_096)
+def _period(key: Key, n: int) -> bytes:
+    return hashlib.shake_128(key).digest(n)
 
 
 # --- a fake -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from .._keys import BlockKey
 from .._marks import place_of
 from .._pipeline import Pipeline
 from .._precedence import Precedence
+from .._quarantine import Quarantined
 from .._spilling import Spilling
 from ..abc import PreconditionLike
 from .carrying import Carrying
@@ -278,6 +279,12 @@ class Engine:
         keys, made = asked(what, naming, others, tenant, operator=operator)
         return await self._witnesses.explain(keys, made)
 
+    @property
+    def quarantine(self) -> Sequence[Quarantined]:
+        """Copies, down or up, whose end could not be proven: see :attr:`offload.Pipeline.quarantine`."""
+        ways = [*self.pipelines, *[pipeline for _, pipeline in self._promoter.pipelines]]
+        return [entry for pipeline in ways for entry in pipeline.quarantine]
+
     def statistics(self) -> EngineStatistics:
         """An immutable snapshot."""
         counts = self._counts
@@ -300,6 +307,7 @@ class Engine:
             promoting_blocks=self._promoter.under_way,
             spills={name: spilling.statistics() for name, spilling in self._spills.items()},
             open_hits=len(self._live_hits),
+            quarantined=len(self.quarantine),
         )
 
     # --- below ----------------------------------------------------------------------------------------------------

@@ -55,6 +55,8 @@ class EngineStatistics:
     """What became of what a tier evicted, by the name of the route that carries it; empty but with ``chain = "on_evict"``."""
     open_hits: int
     """Hits that have not been released yet: what they found stays pinned."""
+    quarantined: int
+    """Copies without a proven end, promotions included: what they touched stays taken (``engine.quarantine``)."""
 
 
 @attrs.define(eq=False)

@@ -16,6 +16,7 @@ import click
 from offload.testing.scenarios._program import Scenario
 
 if TYPE_CHECKING:
+    from offload.testing.scenarios._making.mixes import Mix
     from offload.testing.scenarios._many.probing import Fuzzing, Probe
 
 SUFFIX = ".scenario.toml"
@@ -65,6 +66,13 @@ processes_option = click.option(
     type=click.IntRange(1, 1_024),
     metavar="P",
     help="Worker processes.  [default: one for each core, where it pays]",
+)
+mix_option = click.option(
+    "--mix",
+    type=click.Choice(["standard", "engine"]),
+    default="standard",
+    show_default=True,
+    help="Random programs for pipelines, or for engines of several tiers.",
 )
 watchdog_option = click.option(
     "--watchdog",
@@ -183,13 +191,19 @@ def probed(system: str) -> Probe:
         return probe(system)
 
 
-def program_of(seed: int, system: str) -> Scenario:
+def program_of(seed: int, system: str, mix: Mix = "standard") -> Scenario:
     """The random program of a seed: for another system as much of it as that can be put through."""
     if system:
         return fuzzing(system).scenario(seed)
-    from offload.testing.scenarios._making.generating import generate
+    from offload.testing.scenarios._making.mixes import MIXES
 
-    return generate(seed)
+    return MIXES[mix](seed)
+
+
+def check_mix(mix: Mix, system: str) -> None:
+    """Of another system there are no engines."""
+    if system and mix != "standard":
+        raise BadInput(f"--mix {mix} is for our own engines: leave out --system, or --mix")
 
 
 def fuzzing(system: str) -> Fuzzing:
@@ -210,9 +224,9 @@ def write(place: str, text: str) -> None:
 # --- the line that repeats a run ----------------------------------------------------------------------------------
 
 
-def line(*words: object, system: str = "") -> str:
+def line(*words: object, system: str = "", mix: Mix = "standard") -> str:
     """A command line of ours."""
-    rest = ["--system", system] if system else []
+    rest = ["--system", system] if system else ["--mix", mix] if mix != "standard" else []
     return shlex.join(["offload", "scenario", *[str(word) for word in words], *rest])
 
 

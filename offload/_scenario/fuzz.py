@@ -18,10 +18,12 @@ from offload.testing.scenarios._report import Report
 
 from ._asking import (
     BadInput,
+    check_mix,
     check_system,
     fuzzing,
     json_option,
     line,
+    mix_option,
     probed,
     processes_for,
     processes_option,
@@ -39,6 +41,8 @@ from ._showing import columns, grid, plural, print_json, progressing, show, tota
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from offload.testing.scenarios._making.mixes import Mix
+
 _PLAYED = range(1_000)
 """Without --seeds and --for."""
 _REACHED = (("hooks reached", "hook"), ("states", "state"), ("ends", "end"), ("filtered for", "filtered"))
@@ -51,6 +55,7 @@ _KEPT = 100
 @click.option(
     "--for", "seconds", type=seconds_of, metavar="TIME", help="Go on from the first seed until this time is over."
 )
+@mix_option
 @system_option
 @processes_option
 @watchdog_option
@@ -59,6 +64,7 @@ _KEPT = 100
 def command(
     seeds: range | None,
     seconds: float | None,
+    mix: Mix,
     system: str,
     processes: int | None,
     watchdog: float,
@@ -69,11 +75,12 @@ def command(
 
     A seed always is the same program, and always goes the same way. The exit code is 1 when something was wrong.
     """
+    check_mix(mix, system)
     check_system(system)
     chosen = seeds or _PLAYED
     total = len(chosen) if seconds is None else None
     used = processes_for(total, processes)
-    make: Make = fuzzing(system) if system else Playing()
+    make: Make = fuzzing(system) if system else Playing(mix=mix)
     summary, interrupted, saved = Summary(), False, list[str]()
     began = perf_counter()
     with told(), progressing(total, quiet=as_json, seconds=seconds) as progress:
@@ -86,17 +93,19 @@ def command(
         )
         try:
             for run in stream:
-                summary.add(run, line("fuzz", "--seeds", seeds_text(range(run.seed, run.seed + 1)), system=system))
+                summary.add(
+                    run, line("fuzz", "--seeds", seeds_text(range(run.seed, run.seed + 1)), system=system, mix=mix)
+                )
                 if keep is not None and run.violations and len(saved) < _KEPT:
-                    saved.append(_save(keep, run.seed, run.report, system))
+                    saved.append(_save(keep, run.seed, run.report, system, mix))
         except KeyboardInterrupt:
             interrupted = True
     took = perf_counter() - began
-    known = reachable(system, probed(system).hooks if system else ())
+    known = reachable(system, probed(system).hooks) if system else reachable(mix=mix)
     if as_json:
         print_json({**summary.as_dict(took, known), "saved": saved, "interrupted": interrupted})
     else:
-        show(*_for_people(summary, took, used, known, interrupted=interrupted, system=system))
+        show(*_for_people(summary, took, used, known, interrupted=interrupted, system=system, mix=mix))
         if saved:
             click.echo(f"saved {plural(len(saved), 'program')} in {keep}")
     if not summary.good:
@@ -112,7 +121,7 @@ def _until(deadline: float, seeds: range, *, endless: bool) -> Iterator[int]:
         yield seed
 
 
-def _save(directory: str, seed: int, report: Report | None, system: str) -> str:
+def _save(directory: str, seed: int, report: Report | None, system: str, mix: Mix) -> str:
     from offload.testing.scenarios._files.writing import to_toml
 
     try:
@@ -120,12 +129,12 @@ def _save(directory: str, seed: int, report: Report | None, system: str) -> str:
     except OSError as error:
         raise BadInput(f"--keep {directory}: {error.strerror or error}") from error
     place = str(Path(directory) / f"seed-{seed}.scenario.toml")
-    write(place, to_toml(report.scenario if report is not None else program_of(seed, system)))
+    write(place, to_toml(report.scenario if report is not None else program_of(seed, system, mix)))
     return place
 
 
 def _for_people(
-    summary: Summary, seconds: float, processes: int, known: list[str], *, interrupted: bool, system: str
+    summary: Summary, seconds: float, processes: int, known: list[str], *, interrupted: bool, system: str, mix: Mix
 ) -> Iterator[RenderableType]:
     yield grid(totals(summary, seconds, processes, interrupted=interrupted))
     faults = columns("Faults", "", "planned", "hit", "at a hook")
@@ -154,4 +163,4 @@ def _for_people(
     yield rules
     yield from wrongs(summary.complaints)
     yield f"WRONG: {summary.wrong:,} of {plural(summary.seeds, 'seed')}; make the first one small:"
-    yield f"  {line('shrink', '--fuzz-seed', summary.complaints[0].seed, system=system)}"
+    yield f"  {line('shrink', '--fuzz-seed', summary.complaints[0].seed, system=system, mix=mix)}"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,9 +18,11 @@ from offload.testing.scenarios._shrinking.shrinking import BUDGET, NotBroken, Pl
 from ._asking import (
     SUFFIX,
     BadInput,
+    check_mix,
     check_system,
     json_option,
     line,
+    mix_option,
     one_file,
     program_of,
     seconds_of,
@@ -29,12 +32,16 @@ from ._asking import (
 )
 from ._showing import duration, grid, plural, print_json, show
 
+if TYPE_CHECKING:
+    from offload.testing.scenarios._making.mixes import Mix
+
 
 @click.command()
 @click.argument("file", required=False)
 @click.option(
     "--fuzz-seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="The random program of this seed."
 )
+@mix_option
 @click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Instead of the file's own.")
 @click.option("--out", metavar="FILE", help="Where the small program goes.  [default: regression-N.scenario.toml]")
 @click.option(
@@ -58,6 +65,7 @@ from ._showing import duration, grid, plural, print_json, show
 def command(
     file: str | None,
     fuzz_seed: int | None,
+    mix: Mix,
     seed: int | None,
     out: str | None,
     budget: float,
@@ -71,8 +79,11 @@ def command(
     """
     if (file is None) == (fuzz_seed is None):
         raise click.UsageError("name a FILE, or the program of the fuzz with --fuzz-seed N")
+    if file is not None and mix != "standard":
+        raise click.UsageError("--mix says of which mix --fuzz-seed is: leave it out beside a FILE")
+    check_mix(mix, system)
     check_system(system)
-    large, used, base = _chosen(file, fuzz_seed, seed, system)
+    large, used, base = _chosen(file, fuzz_seed, seed, system, mix)
     began = perf_counter()
     with told(), _progressing(quiet=as_json) as progress, Aside(system, base, patience=watchdog) as play:
         try:
@@ -131,13 +142,13 @@ def playing(system: str, base: Path | None) -> Play:
 
 
 def _chosen(
-    file: str | None, fuzz_seed: int | None, seed: int | None, system: str
+    file: str | None, fuzz_seed: int | None, seed: int | None, system: str, mix: Mix
 ) -> tuple[Scenario, int, Path | None]:
     if file is not None:
         found = one_file(file, system)
         return found.scenario, found.scenario.seed if seed is None else seed, found.base
     assert fuzz_seed is not None
-    return program_of(fuzz_seed, system), fuzz_seed if seed is None else seed, None
+    return program_of(fuzz_seed, system, mix), fuzz_seed if seed is None else seed, None
 
 
 @contextmanager

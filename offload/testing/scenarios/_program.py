@@ -109,6 +109,8 @@ class EngineSpec(Part, frozen=True, kw_only=True):
     after where they lead, and ``[pipeline.NAME]``, if there is one, has the knobs of all."""
     promote: bool = False
     """Whether a load also writes what comes from slower tiers into the faster ones."""
+    on_load_failure: Literal["miss", "retry"] = "miss"
+    """What a load does about a block that was found and cannot be loaded: it is missed, or looked for in slower tiers."""
     max_faults: Annotated[int, Meta(ge=1, le=1_000)] = 3
     """So many in a row break a tier: then it is not asked for a while."""
     first_wait_ms: Annotated[int, Meta(ge=2, le=1 << 20)] = 1024

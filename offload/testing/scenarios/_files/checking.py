@@ -43,9 +43,9 @@ def check(
     check_pipelines(c)
     check_load(c)
     check_steps(c)
+    check_engine(c)
     if not c.problems:  # or else it would complain about the same again
         check_rooms(c)
-    check_engine(c)
     check_faults(c)
     check_page_stores(c)
     check_expectations(c)

@@ -12,6 +12,7 @@ in each tier it knows one of three things: it *must* be there, it *may* be, or i
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -54,6 +55,8 @@ class Oracle:
         self._last_asked: dict[tuple[str, Key], int] = {}
         """When somebody was last to store a key."""
         self._loads: dict[Load, None] = {}
+        self._unasked: set[tuple[str, Key]] = set()
+        """What may have been written without anybody having asked for it."""
         self._on_the_way: dict[str, dict[Key, int]] = {tier: {} for tier in self._tiers}
         self._below: dict[str, tuple[str, ...]] = {}
         self._evicting: dict[str, bool] = {}
@@ -182,6 +185,7 @@ class Oracle:
         for tier in tiers:
             self._touch(tier, keys)
             for key in keys:
+                self._unasked.add((tier, key))
                 if key not in self._must[tier]:
                     self._may[tier][key] = None
 
@@ -201,18 +205,21 @@ class Oracle:
         self._loads[load] = None
         return load
 
-    def load_failed(self, load: Load) -> None:
-        """It raised: nothing is known from it."""
+    def ends(self, load: Load) -> None:
+        """It is over, and holds nothing any more. Where it raised, nothing is known from it."""
         self._loads.pop(load, None)
 
     def loaded(self, load: Load, found: Mapping[Key, bytes | None]) -> None:
         """A load is over: compare what it brought."""
-        world = self._world
-        self._loads.pop(load, None)
+        self.ends(load)
+        self.brought(load, found, load.keys)
+
+    def brought(self, load: Load, found: Mapping[Key, bytes | None], keys: Sequence[Key]) -> None:
+        """Compare what a load has brought of these keys; it may go on holding them."""
+        world, flipped = self._world, self.flipped(load)
         tiers = [load.tier] if load.tier else self._tiers
         where = load.tier or "one of " + ", ".join(tiers)
-        flipped = set().union(*[world.places[tier].flipped for tier in tiers if tier in world.places])
-        for key in load.keys:
+        for key in keys:
             data = found.get(key)
             if data is None:
                 if key in load.must and key not in flipped:
@@ -225,6 +232,23 @@ class Oracle:
                 world.wrong("bytes", f"{_said(key)} was loaded from {where}, and is not what was stored")
             if key in load.must_not:
                 world.wrong("model", f"{_said(key)} was loaded from {where}, and nobody has completed it")
+
+    def held_on(self, load: Load, first: Mapping[Key, bytes], again: Mapping[Key, bytes]) -> Sequence[Key]:
+        """Of what a load has held and read twice: what was not there any more, or was something else."""
+        flipped, lost, short = self.flipped(load), [], False
+        for key in load.keys:
+            had, has = first.get(key), again.get(key)
+            if key in flipped and (had is None or has is None):
+                short = True  # found out as damaged, and whoever reads it may read no further
+            elif had != has and not (short and (had is None or has is None)):
+                lost.append(key)
+        return lost
+
+    def flipped(self, load: Load) -> AbstractSet[Key]:
+        """Blocks of which a bit was flipped where this load reads."""
+        places = self._world.places
+        tiers = [load.tier] if load.tier else self._tiers
+        return set().union(*[places[tier].flipped for tier in tiers if tier in places])
 
     # -- when it is over -----------------------------------------------------------------------------------------------
 
@@ -292,6 +316,8 @@ class Oracle:
 
     def _only(self, parcel: Parcel, key: Key) -> bool:
         """Whether nobody else had this key."""
+        if (self._world.pipelines[parcel.pipeline].to, key) in self._unasked:
+            return False
         return all(other is parcel or other.state == "" for other in self._world.labels_of([key]))
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
+import trio
 
 from .._contract import System
 from .._house import first_destination
+from .._program import TICK
 from .causes import Causes
 from .expecting import Rest
 
 if TYPE_CHECKING:
     from .._world.world import VirtualWorld
+
+_AT_ONCE: Final = 8
+"""Blocks in a load of what an engine has: few, since it gives a tier so long to answer and no longer."""
 
 
 async def look(world: VirtualWorld) -> Rest:
@@ -25,6 +30,11 @@ async def look(world: VirtualWorld) -> Rest:
     for place in world.places.values():
         place.calm()
     system = world.system
+    engine = world.scenario.engine
+    if engine is not None:
+        await system.drain(world.first)  # type: ignore[attr-defined]  # nobody waits for what is on its way up
+        if not world.slow:  # by then, no tier is left alone any more
+            await trio.sleep(engine.longest_wait_ms * TICK)
     _release(world)
     _judge_held(world, system)
     rest = Rest(_found(world, system), _metrics(world, system))
@@ -74,6 +84,7 @@ def _last_words(world: VirtualWorld) -> Rest:
     with contextlib.suppress(Exception):
         metrics = _metrics(world, world.system)
     with contextlib.suppress(Exception):
+        _release(world)
         _judge_held(world, world.system)
     return Rest(found, metrics)
 
@@ -116,8 +127,15 @@ def _figures(statistics: Any) -> Mapping[str, Any]:
 
 async def _load_all(world: VirtualWorld, system: System) -> None:
     """Load everything that must be there: what it is, is compared."""
-    tier = first_destination(world.scenario)
-    keys = world.oracle.must(tier)
-    if keys:
-        load = world.oracle.loading(tier, keys)
-        world.oracle.loaded(load, await system.load(keys))
+    tier, oracle = first_destination(world.scenario), world.oracle
+    keys = oracle.must(tier)
+    at_once = _AT_ONCE if world.scenario.engine is not None else max(len(keys), 1)
+    for start in range(0, len(keys), at_once):
+        load = oracle.loading(tier, keys[start : start + at_once])
+        try:
+            found = await system.load(load.keys)
+        except OSError as error:
+            oracle.ends(load)
+            world.wrong("model", f"{tier} cannot be read, though nothing goes wrong any more: {error!r}")
+        else:
+            oracle.loaded(load, found)

@@ -78,15 +78,17 @@ class Put:
     """A container to come."""
 
     label: str
-    """Its name."""
+    """Its name; empty: no container, but what a reader holds."""
     at_ms: int
-    """When it is stored."""
+    """When it is stored, or read."""
     keys: tuple[str, ...]
     """Of its blocks."""
     kept: bool = False
     """The engine keeps its blocks alive."""
     waits: bool = False
     """It waits for room in the budget of the first pipeline."""
+    within: int = 0
+    """For how long after that a fault may come; 0: as its kind has it."""
 
 
 @attrs.define
@@ -97,6 +99,8 @@ class Faults:
     """Of the program."""
     puts: Sequence[Put]
     """Its containers."""
+    read: Sequence[Put]
+    """What readers hold, for a fault that hits blocks where they lie."""
     below: Sequence[str]
     """The tiers that what is stored goes on to."""
     slots: int
@@ -156,6 +160,8 @@ class Faults:
                 order = self._crowded()
             else:
                 order = sorted(self.puts, key=lambda put: self.dice.fraction("order", kind, put.label))
+            if kind == "flip":
+                order = [*self.read, *order]
             self._orders[kind] = order
         return order
 
@@ -176,7 +182,7 @@ class Faults:
         told: dict[str, Any] = {"do": kind}
         if dice.chance(0.03, *where, "perhaps"):
             told["p"] = 0.5
-        at_hook = kind != "abandon" and dice.chance(_AT_HOOK.get(kind, 0.65), *where, "at a hook")
+        at_hook = kind != "abandon" and bool(aim.label) and dice.chance(_AT_HOOK.get(kind, 0.65), *where, "at a hook")
         if at_hook:
             hooks = HOOKS if dice.chance(0.2, *where, "anywhere") else _WHERE.get(kind, HOOKS)
             told["at_hook"] = dice.pick(hooks, *where, "hook")
@@ -185,7 +191,7 @@ class Faults:
             else:
                 told["visit"] = 1 + dice.below(_VISITS.get(told["at_hook"], 2), *where, "visit")
         else:
-            told["at_ms"] = aim.at_ms + dice.below(_WITHIN.get(kind, 12), *where, "at")
+            told["at_ms"] = aim.at_ms + dice.below(aim.within or _WITHIN.get(kind, 12), *where, "at")
         return Fault(**{**told, **self._told(kind, where, aim, told)})
 
     @functools.cached_property

@@ -2,7 +2,7 @@
 
 Rule 1. Each choice is drawn by its site (:class:`Dice`), never from a stream.
 Rule 2. Times are few and whole, so that many fall together. What goes wrong is aimed by :class:`Faults`.
-Rule 3. What is read was mostly stored before: a load that could never hit shows little. Some prefixes (:meth:`_Draft._prefix`)
+Rule 3. What is read was mostly stored before: a load that could never hit shows little. Some prefixes (:meth:`Draft._prefix`)
         are stored in peace, read, taken away and stored again.
 Rule 4. What comes out passes :func:`check`.
 """
@@ -38,9 +38,11 @@ SPAN: Final = 24
 AMPLE: Final = 200
 """A capacity that is never used up."""
 AMPLE_BUDGET: Final = 4_096
-_Below: TypeAlias = Mapping[str, tuple[str, str]]
-_NOTHING_BELOW: Final[_Below] = {}
-_BELOW: Final[Sequence[_Below]] = (
+HOLDS: Final = (0, 0, 0, 0, 6, 20)
+"""For how long a reader holds what it has found, in virtual milliseconds: mostly it does not."""
+Below: TypeAlias = Mapping[str, tuple[str, str]]
+_NOTHING_BELOW: Final[Below] = {}
+_BELOW: Final[Sequence[Below]] = (
     {"route": ("host", "disk")},
     {"route": ("host", "disk")},
     {"route": ("host", "disk"), "other": ("host", "far")},
@@ -52,28 +54,34 @@ _BELOW: Final[Sequence[_Below]] = (
 
 def generate(seed: int) -> Scenario:
     """The program of a seed."""
-    return _Draft(Dice(seed)).scenario()
+    return Draft(Dice(seed)).scenario()
 
 
 @attrs.define
-class _Draft:
+class Draft:
     """A program while it is being written."""
 
     dice: Dice
+    engine: Below | None = None
+    """What leads to the tiers of an engine behind its first one, if this is to be one."""
     puts: list[Put] = attrs.Factory(list)
     steps: list[Step] = attrs.Factory(list)
     plain: list[Put] = attrs.Factory(list)
     """Containers that wait for nothing."""
     held: list[str] = attrs.Factory(list)
     """What the first destination has from the start."""
+    read: list[Put] = attrs.Factory(list)
+    """What of that somebody reads, and holds for a while."""
     drops: bool = False
     """Where there is no room in the budget, weak containers are dropped."""
     loads: int = 0
 
     def scenario(self) -> Scenario:
         dice = self.dice
-        twin = dice.chance(0.2, "twin")
-        below = dice.pick(_BELOW, "below") if dice.chance(0.2, "route") else _NOTHING_BELOW
+        below = self.engine
+        twin = below is None and dice.chance(0.2, "twin")
+        if below is None:
+            below = dice.pick(_BELOW, "below") if dice.chance(0.2, "route") else _NOTHING_BELOW
         capacity = dice.pick([4, 8, 16, AMPLE, AMPLE, AMPLE], "capacity")
         main = self._main(capacity)
         budget = main.budget_blocks or AMPLE_BUDGET
@@ -101,6 +109,7 @@ class _Draft:
             fault=Faults(
                 dice,
                 self.puts,
+                read=self.read,
                 below=[to for _, to in below.values()],
                 slots=2 if twin else main.max_concurrent_transfers or 1,
                 budget=budget,
@@ -145,7 +154,7 @@ class _Draft:
             on_destination_full=dice.pick(["wait", "evict", "partial", "fail"], "twin full"),
         )
 
-    def _tiers(self, below: _Below, capacity: int) -> dict[str, TierSpec]:
+    def _tiers(self, below: Below, capacity: int) -> dict[str, TierSpec]:
         dice = self.dice
         held = self.held + (some(dice, SHARED, 0.2, "held") if dice.chance(0.2, "holds") else [])
         tiers = {
@@ -231,6 +240,8 @@ class _Draft:
         at = 10 + dice.below(20, *where, "at")
         if dice.chance(0.5, *where, "held"):
             self.held += keys
+            if dice.chance(0.8, *where, "held on to"):
+                self._hold_on(keys, where)
         else:
             self._at(at, store=StoreStep(id=f"p{i}", per=len(keys)))  # and no fault is aimed at it
         read = at + 28 + dice.below(12, *where, "read")
@@ -247,13 +258,31 @@ class _Draft:
         for time in range(1 + dice.below(2, *where, "times")):
             self._load(read + 24 + dice.below(24, *where, "read again", time), keys)
 
+    def _hold_on(self, keys: Sequence[str], where: tuple[object, ...]) -> None:
+        """Hold what is there from the start while others store, and need the room; and perhaps somebody would delete it."""
+        dice = self.dice
+        at, hold = dice.below(8, *where, "early"), dice.pick([8, 24, 40], *where, "for")
+        self._load(at, keys, hold=hold)
+        self.read.append(Put("", at, tuple(keys), within=hold))
+        if dice.chance(0.5, *where, "deleted"):
+            self._at(at + 1 + dice.below(hold, *where, "deleted at"), delete=KeysStep(keys=compress(keys)))
+
     def _turn(self, label: str, at: int, keys: Sequence[str], where: tuple[object, ...]) -> None:
         kind: Any = self.dice.pick(["weak", "strong"], *where, label)
         self._at(at, store=StoreStep(id=label, keys=compress(keys), per=len(keys), kind=kind))
         self.puts.append(Put(label, at, tuple(keys)))
 
-    def _load(self, at: int, keys: Sequence[str], tier: str = "") -> None:
-        self._at(at, load=LoadStep(id=f"l{self.loads}", keys=compress(keys), tier=tier))
+    def _load(self, at: int, keys: Sequence[str], tier: str = "", hold: int | None = None) -> None:
+        """Read, and perhaps hold that for a while; perhaps beside somebody who holds the same, and lets go before or after."""
+        dice, where, long = self.dice, ("hold", self.loads), hold is not None
+        if hold is None:
+            hold = dice.pick(HOLDS, *where)
+        self._read(at, keys, tier, hold)
+        if hold and dice.chance(0.8 if long else 0.2, *where, "beside"):
+            self._read(at + dice.below(hold, *where, "beside at"), keys, tier, dice.pick([2, 16], *where, "beside for"))
+
+    def _read(self, at: int, keys: Sequence[str], tier: str, hold: int) -> None:
+        self._at(at, load=LoadStep(id=f"l{self.loads}", keys=compress(keys), tier=tier, hold_ms=hold))
         self.loads += 1
 
     def _store(self, label: str, at: int, where: tuple[object, ...], pipeline: str) -> None:
@@ -343,6 +372,6 @@ class _Draft:
             self.steps.append(step)
 
 
-def _from(tier: str, below: _Below) -> list[str]:
+def _from(tier: str, below: Below) -> list[str]:
     """The pipelines of a chain that go on from here."""
     return [name for name, (source, _) in below.items() if source == tier]

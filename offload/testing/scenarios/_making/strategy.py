@@ -151,7 +151,7 @@ def _stored(draw: st.DrawFn) -> tuple[int, StoreStep]:
 
 _stores: Final = _stored()
 _other_steps: Final = (
-    st.builds(Step, at_ms=_times, load=st.builds(LoadStep, keys=_keys))
+    st.builds(Step, at_ms=_times, load=st.builds(LoadStep, keys=_keys, hold_ms=st.sampled_from([0, 0, 4, 20])))
     | st.builds(Step, at_ms=_times, evict=st.builds(KeysStep, keys=_keys, again=st.booleans()))
     | st.builds(Step, at_ms=_times, delete=st.builds(KeysStep, keys=_keys))
     | st.builds(Step, at_ms=_times, drain=st.just("main"))
@@ -165,7 +165,7 @@ def _numbered(step: Step, number: int) -> Step:
     """Each load has a name of its own."""
     if step.load is None:
         return step
-    return Step(at_ms=step.at_ms, load=LoadStep(id=f"l{number}", keys=step.load.keys))
+    return Step(at_ms=step.at_ms, load=msgspec.structs.replace(step.load, id=f"l{number}"))
 
 
 _shares: Final = st.sampled_from([1.0, 0.5])

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import perf_counter
-from typing import IO, Any, Final, TypeAlias, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import attrs
 
@@ -39,6 +39,9 @@ from .._playing.systems import factory_of
 from .._program import Scenario
 from .._report import Report, Violation
 from .summing import Played, lost, played
+
+if TYPE_CHECKING:
+    from .._making.mixes import Mix
 
 T = TypeVar("T")
 Make: TypeAlias = Callable[[int], Report]
@@ -68,6 +71,8 @@ class Playing:
     """Where paths in the scenario start from."""
     system: str = ""
     """``module:factory``; empty: ours."""
+    mix: Mix = "standard"
+    """Of which mix the random programs are."""
 
     def warm(self) -> None:
         """Import what it needs, so that the first run is no slower than the others."""
@@ -81,9 +86,9 @@ class Playing:
 
         scenario = self.scenario
         if scenario is None:
-            from .._making.generating import generate
+            from .._making.mixes import MIXES
 
-            scenario = generate(seed)
+            scenario = MIXES[self.mix](seed)
         return play(scenario, seed, factory=factory_of(self.system), base=self.base)
 
 

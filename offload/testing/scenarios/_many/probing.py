@@ -167,7 +167,7 @@ def within(scenario: Scenario, seams: Sequence[Seam], hooks: Sequence[str]) -> S
     """
     first = next(iter(scenario.pipeline.values()), PipelineSpec(to="host"))
     steps = [
-        msgspec.structs.replace(step, store=_plain_store(step.store, seams)) if step.store is not None else step
+        _plain_step(step, seams)
         for step in scenario.step
         # How a cache is left with work inside is for one to say that can be shut down.
         if step.release is None and (step.close is None or step.close.how == "cancel" or "close_now" in seams)
@@ -193,6 +193,14 @@ def within(scenario: Scenario, seams: Sequence[Seam], hooks: Sequence[str]) -> S
         expect=[],
     )
     return _without_problems(tidy(scenario), seams, hooks)
+
+
+def _plain_step(step: Step, seams: Sequence[Seam]) -> Step:
+    if step.store is not None:
+        return msgspec.structs.replace(step, store=_plain_store(step.store, seams))
+    if step.load is not None and step.load.hold_ms and "hold" not in seams:
+        return msgspec.structs.replace(step, load=msgspec.structs.replace(step.load, hold_ms=0))
+    return step
 
 
 def _plain_store(store: StoreStep, seams: Sequence[Seam]) -> StoreStep:

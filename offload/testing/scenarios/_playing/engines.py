@@ -20,13 +20,13 @@ import attrs
 import trio
 
 from backends import CapacityError, MissingKeys
-from backends.abc import Deletion, Destination, Key, Outcome, ReadLease
+from backends.abc import Deletion, Destination, Failed, Key, Outcome, ReadLease
 from backends.pages import new_pages
 from backends.slots import PagesDestination
 from offload import NO_WAIT, PipelineClosed, PipelineFull, open_engine
 from offload._config import BreakerConfig
 from offload._container import OffloadBatch, OffloadContainer
-from offload._engine import Engine
+from offload._engine import Engine, Hit
 from offload._health import HealthState
 from offload.instruments import Every
 
@@ -145,14 +145,9 @@ class EngineSystem:
         todo = list(keys)
         while todo:
             async with await self._engine.lookup(todo) as hit:
-                loaded = await self._read(hit, len(hit.keys))
-                found.update(loaded)
-                unavailable = hit.unavailable
-            if len(loaded) < len(todo) and unavailable:
-                raise ConnectionResetError(f"{', '.join(unavailable)} could not be asked")
+                loaded = await self._read(hit, len(todo))
+            found.update(loaded)
             todo = todo[len(loaded) + 1 :]
-        if self._engine.promote:
-            self._world.oracle.may_arrive(list(self._engine.tiers)[:-1], [key for key, data in found.items() if data])
         return found
 
     async def load_from(self, tier: str, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
@@ -167,13 +162,26 @@ class EngineSystem:
                 yield read
             return
         async with await self._engine.lookup(keys) as hit:
-            yield lambda: self._read(hit, len(hit.keys))
+            yield lambda: self._read(hit, len(keys))
 
-    async def _read(self, hit: Any, n: int) -> dict[Key, bytes]:
+    async def _read(self, hit: Hit, wanted: int) -> dict[Key, bytes]:
+        """What of a hit can be loaded.
+
+        Raises:
+            OSError: that is less than was wanted, and a tier that may have the rest could not be asked.
+        """
+        n = len(hit.keys)
         pages = new_pages(n, self._engine.source.block_bytes)
         result = await self._engine.load(hit, PagesDestination(pages)) if n else None
         loaded = result.loaded if result is not None else 0
-        return {key: bytes(pages[at]) for at, key in enumerate(hit.keys[:loaded])}
+        keys = hit.keys[:loaded]
+        if self._engine.promote:
+            self._world.oracle.may_arrive(list(self._engine.tiers)[:-1], keys)
+        if loaded < wanted:
+            failed = result is not None and any(isinstance(outcome, Failed) for outcome in result.outcomes)
+            if failed or hit.unavailable:
+                raise ConnectionResetError(f"not all could be asked: {hit.unavailable or result}")
+        return {key: bytes(pages[at]) for at, key in enumerate(keys)}
 
     async def delete(self, tier: str, keys: Sequence[Key]) -> None:
         """Forget keys of one tier."""
@@ -189,9 +197,8 @@ class EngineSystem:
 
     def release(self, pipeline: str) -> None:
         """Release what is in quarantine."""
-        for one in self._engine.pipelines:
-            for entry in one.quarantine:
-                entry.release()
+        for entry in self._engine.quarantine:
+            entry.release()
 
     def found(self, tier: str) -> AbstractSet[Key]:
         """The keys that can be found in a tier."""
@@ -253,6 +260,7 @@ async def opened_engine(parts: Ours) -> AsyncIterator[EngineSystem]:
         config=config_of(world.pipelines[world.first]),
         instruments=[_Eye(parts)],
         promote=spec.promote,
+        on_load_failure=spec.on_load_failure,
         breaker=breaker_of(spec),
     ) as engine:
         yield EngineSystem(parts, engine)

@@ -28,6 +28,7 @@ def simpler(scenario: Scenario) -> Iterator[Callable[[Scenario], Iterator[Scenar
     yield _fewer_knobs
     yield _simpler_policies
     yield _simpler_tiers
+    yield _simpler_engine
     yield _simpler_steps
     yield _simpler_faults
     yield _earlier
@@ -91,6 +92,14 @@ def _simpler_tiers(scenario: Scenario) -> Iterator[Scenario]:
             yield structs.replace(scenario, tier={**scenario.tier, name: other})
 
 
+def _simpler_engine(scenario: Scenario) -> Iterator[Scenario]:
+    engine = scenario.engine
+    if engine is not None:
+        fewer = [structs.replace(engine, tiers=put(engine.tiers, i)) for i in range(len(engine.tiers))]
+        for other in (*fewer, *_defaults(engine, *engine.__struct_fields__)):
+            yield structs.replace(scenario, engine=other)
+
+
 def _simpler_steps(scenario: Scenario) -> Iterator[Scenario]:
     for i, step in enumerate(scenario.step):
         for other in _steps_like(step):
@@ -104,8 +113,11 @@ def _steps_like(step: Step) -> Iterator[Step]:
     for verb in ("load", "evict", "delete"):
         part = getattr(step, verb)
         if part is not None:
-            for other in _defaults(part, "tier", "again"):
+            for other in _defaults(part, "tier", "again", "hold_ms"):
                 yield structs.replace(step, **{verb: other})
+    if step.load is not None:
+        for load in _lower(step.load, "hold_ms"):
+            yield structs.replace(step, load=load)
 
 
 def _stores_like(store: StoreStep) -> Iterator[StoreStep]:

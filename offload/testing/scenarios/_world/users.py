@@ -23,6 +23,7 @@ from .preconditions import Broken
 if TYPE_CHECKING:
     from backends.abc import Key
 
+    from .._judging.oracle import Load
     from .world import Parcel, VirtualWorld
 
 
@@ -206,7 +207,7 @@ class Users:
         found: Any
         try:
             if step.hold_ms:
-                found = await self._hold(label, tier, keys, step.hold_ms * TICK)
+                found = await self._hold(label, about, step.hold_ms * TICK)
             elif step.tier and hasattr(system, "load_from"):
                 found = await system.load_from(tier, keys)
             else:
@@ -214,11 +215,11 @@ class Users:
         except OSError as error:
             world.step("missed", label, type(error).__name__, tier)
             world.missed += len(keys)
-            self._oracle.load_failed(about)
+            self._oracle.ends(about)
             return
         except Exception as error:
             world.crashed(error, f"the load {label}")
-            self._oracle.load_failed(about)
+            self._oracle.ends(about)
             return
         there = [key for key in keys if found.get(key) is not None]
         missed = [key for key in keys if found.get(key) is None]
@@ -228,21 +229,24 @@ class Users:
             world.step("loaded", label, _said(there), tier)
         if missed:
             world.step("missed", label, _said(missed), tier)
-        self._oracle.loaded(about, found)
+        if step.hold_ms:
+            self._oracle.ends(about)
+        else:
+            self._oracle.loaded(about, found)
 
-    async def _hold(self, label: str, tier: str, keys: Sequence[Key], seconds: float) -> dict[Key, bytes | None]:
+    async def _hold(self, label: str, load: Load, seconds: float) -> dict[Key, bytes | None]:
         """Read, hold it for a while, and read again."""
-        async with self._system.hold(tier, keys) as read:  # type: ignore[attr-defined]
+        world, oracle, keys = self._world, self._oracle, load.keys
+        async with self._system.hold(load.tier, keys) as read:  # type: ignore[attr-defined]
             first: dict[Key, bytes] = dict(await read())
+            # Only a prefix is held: that of what comes behind it something is not read does not mean that it is not there.
+            end = next((at for at, key in enumerate(keys) if key not in first), len(keys))
+            oracle.brought(load, first, [key for at, key in enumerate(keys) if at <= end or key in first])
             await trio.sleep(seconds)
-            again: dict[Key, bytes] = dict(await read())
-        places = self._world.places
-        flipped = set().union(*[place.flipped for name, place in places.items() if tier in (name, "")])
-        lost = [key for key in first if again.get(key) != first[key] and key not in flipped]
+            lost = oracle.held_on(load, first, dict(await read()))
         if lost:
-            self._world.wrong(
-                "model", f"{_said(lost)} was held in {tier} by {label}, and not there any more under its hold"
-            )
+            where = load.tier or "whatever tier it was in"
+            world.wrong("model", f"{_said(lost)} was held in {where} by {label}, and was not the same under its hold")
         return {**dict.fromkeys(keys), **first}
 
     def _evict(self, step: KeysStep) -> None:
