@@ -325,6 +325,20 @@ class ReadLease(Protocol):
         ...
 
 
+class ForgettingLease(ReadLease, Protocol):
+    """A lease that can be told that what was read is not what was stored, by whoever has decoded it.
+
+    Whoever has only keys could merely delete them later, and with that what was stored anew under them in between.
+    """
+
+    def forget(self, positions: Sequence[int]) -> None:
+        """The blocks at these positions are damaged: they are no longer found, and go when nobody holds them any more.
+
+        These, and not what lies under their keys by then. Not counted as deleted. Never blocks; before the lease is released.
+        """
+        ...
+
+
 @attrs.frozen
 class Capabilities:
     """How much of the contract a tier keeps: all of it, unless it declares less, as its attribute ``capabilities``.

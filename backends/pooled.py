@@ -140,6 +140,11 @@ class Lease:
     def __repr__(self) -> str:
         return f"<lease of {len(self.keys)} blocks in {self.tier!r}>"
 
+    def forget(self, positions: Sequence[int]) -> None:
+        """The blocks at these positions are not what was stored; see :class:`backends.abc.ForgettingLease`."""
+        if self.guards:
+            self.tier.forget_held([self.keys[at] for at in positions], [self.guards[at] for at in positions])
+
     def release_nowait(self) -> None:
         """Let go. Idempotent."""
         guards = self.guards
@@ -220,6 +225,13 @@ class PooledTier(ABC, Generic[R]):
     def release(self, guards: Sequence[int]) -> None:
         """Drop one count of each guard."""
         self.pool.release(guards)
+
+    def forget_held(self, keys: Sequence[Key], guards: Sequence[int]) -> None:
+        """What these guards hold is damaged: no longer found under its key, and free once nobody holds it any more.
+
+        What lies under the key by then stays. Not counted as deleted.
+        """
+        self.pool.forget(keys, guards)
 
     # --- SpillingTier ---------------------------------------------------------------------------------------------
 

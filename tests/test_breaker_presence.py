@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from backends import PlaceInUse, StrayPath
+from backends import PlaceClosed, PlaceInUse, StrayPath
 from backends.abc import BlockSizeError
 from backends.plugins import UnknownTier
 from maru import ConfigError as MaruConfigError
@@ -142,6 +142,7 @@ def test_only_moves_of_the_table_are_made(state: State, action: str) -> None:
         (TierTooSlow("30 s"), True),
         (RuntimeError("a foreign library's"), True),
         (ServerRefused("another version"), False),
+        (PlaceClosed("opened once"), False),
         (ConfigError("port", 0, "must be a port"), False),
         (MaruConfigError("port", 0, "must be a port"), False),
         (BlockSizeError("tier", 1, 2), False),

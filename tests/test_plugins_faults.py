@@ -12,7 +12,7 @@ from plugin_play import KEYS, SIZE, cancelled, filled_source, left_by, load, of_
 
 import backends
 from backends.abc import LOADED, STORED, Deletion, Failed
-from backends.plugins import HostConfig, LMCacheTier, NativeTier, NoAnswer, PluginFault
+from backends.plugins import HostConfig, LMCacheTier, NativeTier, NoAnswer, PluginFault, PluginTypeError
 from backends.slots import PagesDestination
 
 
@@ -163,7 +163,7 @@ async def test_in_a_thread_an_id_that_is_outstanding_is_not_given_twice(connecto
     connector.next_id = 7
     async with hosted(connector, submit_in_thread=True) as tier, trio.open_nursery() as nursery:
         nursery.start_soon(tier.contains, KEYS)
-        with trio.fail_after(5):
+        with trio.fail_after(60):
             while tier.line.correlation.outstanding("completions") != [7]:  # noqa: ASYNC110  # a thread says when
                 await trio.sleep(0.01)
         with pytest.raises(PluginFault, match="the id 7 was returned twice"):
@@ -188,7 +188,7 @@ async def test_an_id_that_is_given_twice_to_whoever_has_left_is_no_reason_for_ot
     connector._submit = blocked
     async with hosted(connector, submit_in_thread=True) as tier, trio.open_nursery() as nursery:
         nursery.start_soon(tier.contains, KEYS)
-        with trio.fail_after(5):
+        with trio.fail_after(60):
             while tier.line.correlation.outstanding("completions") != [7]:  # noqa: ASYNC110  # a thread says when
                 await trio.sleep(0.01)
             async with trio.open_nursery() as left:
@@ -222,7 +222,7 @@ async def test_in_a_thread_a_submit_that_raises_when_it_was_left_gives_everythin
             nursery.cancel_scope.cancel()
         assert of_host(tier, "outstanding", "quarantined_bytes", "hidden_keys") == (1, 3 * SIZE, 3)
         go_on.set()
-        with trio.fail_after(5):
+        with trio.fail_after(60):
             while of_host(tier, "outstanding") != (0,):  # noqa: ASYNC110  # a thread says when
                 await trio.sleep(0.01)
         assert of_host(tier, "quarantined_bytes", "hidden_keys") == (0, 0)
@@ -399,7 +399,7 @@ async def test_questions_that_are_never_answered_do_not_pile_up(connector, mock_
 
 async def test_threads_that_never_return_do_not_pile_up(connector, adapter, source):
     go_on = threading.Event()
-    threads = threading.active_count()
+    before = set(threading.enumerate())  # those of earlier tests may go meanwhile
     connector._submit = lambda *args: go_on.wait() and 1
     adapter.delete = lambda keys: go_on.wait()
     try:
@@ -415,11 +415,11 @@ async def test_threads_that_never_return_do_not_pile_up(connector, adapter, sour
                 await submits.contains(KEYS)
             with pytest.raises(PluginFault, match="most_unanswered is 3"):
                 await deletes.delete(KEYS)
-            assert threading.active_count() - threads == 6
+            assert len(set(threading.enumerate()) - before) == 6
             go_on.set()
             connector._submit = PlayedConnector._submit.__get__(connector)
-            with trio.fail_after(5):
-                while threading.active_count() > threads:  # noqa: ASYNC110  # threads say when
+            with trio.fail_after(60):
+                while set(threading.enumerate()) - before:  # noqa: ASYNC110  # threads say when
                     await trio.sleep(0.01)
             assert await deletes.delete(KEYS[:1]) == [Deletion.PINNED]
             connector.tell(1, bits=[False] * 3)  # the one id that all of them got
@@ -428,6 +428,35 @@ async def test_threads_that_never_return_do_not_pile_up(connector, adapter, sour
 
 
 # --- descriptors, and the end -----------------------------------------------------------------------------------------------
+
+
+async def test_a_store_task_that_is_told_without_an_id_loses_no_other(adapter, source):
+    async with hosted(adapter, deadline=10) as tier, trio.open_nursery() as nursery:
+        adapter.automatic = False
+        outcomes = []
+
+        async def run():
+            outcomes.extend(await store(tier, source))
+
+        nursery.start_soon(run)
+        await settle()
+        adapter.answer()  # what is there
+        await settle()
+        adapter.results[0]["no number"] = True
+        adapter.answer()
+        await settle()
+        assert outcomes == [STORED] * 3
+        assert of_host(tier, "raised", "in_limbo", "quarantined_bytes") == (1, 0, 0)
+        adapter.automatic = True
+
+
+async def test_a_plugin_that_cannot_be_opened_says_so_also_if_it_cannot_be_closed_either(connector):
+    connector.event_fd = lambda: "a descriptor"
+    connector.close_error = OSError("as told")
+    with pytest.raises(PluginTypeError, match="which is no descriptor") as raised:
+        async with hosted(connector):
+            raise AssertionError("it opened")
+    assert connector.closed == 1 and "close raised OSError('as told')" in raised.value.__notes__[0]
 
 
 @pytest.mark.parametrize("channel", [0, 1, 2], ids=["store", "lookup", "load"])
@@ -556,7 +585,7 @@ async def test_who_is_cancelled_closes_it_under_the_others(where, connector):
             await settle()
             assert connector.closed == 0
             ends.cancel()
-            with trio.fail_after(5):
+            with trio.fail_after(60):
                 while not connector.closed:  # noqa: ASYNC110  # a thread does it
                     await trio.sleep(0.01)
             with pytest.raises(backends.PlaceClosed):
@@ -576,7 +605,7 @@ async def test_who_fails_does_not_wait_for_those_that_end_by_it(connector):
             await go_on.wait()
             raise ValueError("as told")
 
-    with pytest.raises(ExceptionGroup) as info, trio.fail_after(5):
+    with pytest.raises(ExceptionGroup) as info, trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(fails)
             await entered.wait()

@@ -281,6 +281,7 @@ async def test_a_store_that_is_cancelled_while_a_thread_copies_leaves_at_once(co
             started.set()
             go_on.wait()
 
+    before = set(_staging._quarantine)  # what others were left with for good
     async with hosted(connector) as tier:
         reservation = await tier.reserve(KEYS, SIZE, "fail")
         async with trio.open_nursery() as nursery:
@@ -291,10 +292,10 @@ async def test_a_store_that_is_cancelled_while_a_thread_copies_leaves_at_once(co
         go_on.set()
         reservation.release()
         assert connector.kinds() == []
-        with trio.fail_after(5):
+        with trio.fail_after(60):
             while of_host(tier, "quarantined_bytes") != (0,):  # noqa: ASYNC110  # a thread says when
                 await trio.sleep(0.01)
-        assert not _staging._quarantine
+        assert _staging._quarantine <= before
 
 
 @pytest.mark.parametrize("same_tick", [False, True])
@@ -463,11 +464,11 @@ async def test_cancelled_in_the_end_it_closes_all_the_same(connector):
 
 async def test_nothing_is_left_when_it_is_closed(source):
     before = open_descriptors(collect=True)
-    threads = threading.active_count()
+    threads = set(threading.enumerate())  # those of earlier tests may go meanwhile
     for _ in range(3):
         async with hosted(DeletingConnector(), capacity_bytes=4 * SIZE) as tier:
             await store(tier, source)
             await store(tier, source, [b"d", b"e"], "evict")
             await load(tier, [b"d"])
-    assert threading.active_count() == threads
-    assert open_descriptors() == before
+    assert set(threading.enumerate()) <= threads
+    assert open_descriptors() <= before

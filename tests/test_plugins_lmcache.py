@@ -73,7 +73,7 @@ async def test_what_is_locked_by_somebody_else_is_pinned(adapter, source):
 
 async def test_an_unlock_that_takes_a_moment_is_waited_for(tmp_path, source):
     adapter = LoopAdapter({"directory": tmp_path})
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         async with hosted(adapter) as tier:
             await store(tier, source)
             for key in KEYS:
@@ -127,7 +127,7 @@ async def test_a_block_that_is_damaged_where_it_comes_from_fails_alone(adapter):
 
 async def test_what_an_adapter_evicts_by_itself_makes_room_in_the_books(tmp_path, source):
     adapter = LoopAdapter({"directory": tmp_path})
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         async with hosted(adapter, capacity_bytes=3 * SIZE) as tier:
             assert tier.tells
             await store(tier, source)
@@ -139,7 +139,7 @@ async def test_what_an_adapter_evicts_by_itself_makes_room_in_the_books(tmp_path
 
 async def test_news_of_a_deletion_that_is_past_changes_nothing(tmp_path, source):
     adapter = LoopAdapter({"directory": tmp_path})
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         async with hosted(adapter, capacity_bytes=3 * SIZE) as tier:
             await store(tier, source)
             adapter.damage(KEYS[0].hex())
@@ -299,7 +299,7 @@ async def test_a_signal_of_one_kind_asks_for_all_that_is_outstanding_of_it(adapt
 
 async def test_a_failed_store_task_fails_all_its_keys(tmp_path, source):
     adapter = LoopAdapter({"directory": tmp_path})
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         async with hosted(adapter, capacity_bytes=8 * SIZE) as tier:
             adapter.failing.add(KEYS[1])
             outcomes = await store(tier, source)

@@ -202,7 +202,7 @@ async def test_it_is_a_tier_of_an_engine(source):
     import offload
 
     hot = FakeTier(4, SIZE)
-    with trio.fail_after(20):
+    with trio.fail_after(60):
         async with offload.open_engine(source, [hot, hosted(ThreadConnector())]) as engine:
             blocks = source.weak(KEYS)
             handle = await engine.store(blocks, precondition=offload.NO_WAIT)
@@ -565,7 +565,7 @@ async def test_in_a_thread_a_submit_that_blocks_can_be_left(connector):
             nursery.cancel_scope.cancel()
         assert of_host(tier, "outstanding") == (1,)
         go_on.set()
-        with trio.fail_after(5):
+        with trio.fail_after(60):
             while of_host(tier, "outstanding") != (0,):  # noqa: ASYNC110  # a thread says when
                 await trio.sleep(0.01)
 

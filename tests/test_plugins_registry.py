@@ -205,7 +205,7 @@ async def test_a_plugin_of_the_published_form(tmp_path):
     assert isinstance(tier.adapter.config, LoopAdapterConfig)  # found by convention
     assert tier.adapter.kwargs == {"block_bytes": SIZE}  # offered, and tolerated
     assert (tier.config.capacity_bytes, tier.config.deadline) == (1 << 29, 3)
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         async with tier:
             assert await tier.contains([b"a"]) == set()
     assert tier.adapter.closed

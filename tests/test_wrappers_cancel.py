@@ -7,6 +7,7 @@ import trio
 import trio.testing
 from wrapping import (
     SECRETS,
+    Foreign,
     Spy,
     at_rest,
     blocks_of,
@@ -20,10 +21,10 @@ from wrapping import (
 )
 
 from backends.abc import LOADED, STORED, Missed
-from backends.memory import MemoryTier
 from backends.slots import PagesDestination
 from backends.threads import keep_threads
-from backends.wrappers import AesGcm, Zstd, slot_bytes, wrap
+from backends.wrappers import AesGcm, Context, Zstd, slot_bytes, wrap
+from backends.wrappers._condemned import Condemned
 
 BLOCKS = blocks_of(3)
 KEYS = list(BLOCKS)
@@ -44,23 +45,24 @@ class Gate:
         assert await trio.to_thread.run_sync(self.reached.wait, 30)
 
 
-class Slow(MemoryTier):
+class Slow(Foreign):
     """What it is asked to wait for takes until the gate is open."""
 
     gate: trio.Event | None = None
+    waits = ("delete", "pin", "enter")
     asked = 0
 
-    async def wait(self):
-        if self.gate is not None:
+    async def wait(self, what):
+        if self.gate is not None and what in self.waits:
             self.asked += 1
             await self.gate.wait()
 
     async def delete(self, keys):
-        await self.wait()
+        await self.wait("delete")
         return await super().delete(keys)
 
     async def pin(self, keys):
-        await self.wait()
+        await self.wait("pin")
         return await super().pin(keys)
 
 
@@ -253,15 +255,15 @@ async def with_one_condemned():
     return tier
 
 
+@pytest.mark.parametrize("waits", ["pin", "delete"])
 @pytest.mark.parametrize("what", ["reserve", "pin", "release", "leave", "bury"])
-async def test_cancelled_while_it_is_deleted_it_stays_condemned_and_nothing_is_held(what):
+async def test_cancelled_while_it_is_deleted_it_stays_condemned_and_nothing_is_held(what, waits):
     tier = await with_one_condemned()
     lease = None
     if what in ("release", "leave"):
-        kept = dict(tier._condemned)
-        tier._condemned.clear()
+        kept, tier._condemned = tier._condemned, Condemned()
         lease = await tier.pin(KEYS[1:])
-        tier._condemned.update(kept)
+        tier._condemned = kept
     doing = {
         "reserve": lambda: tier.reserve([b"new"], 64, "wait"),
         "pin": lambda: tier.pin(KEYS[1:]),
@@ -269,9 +271,15 @@ async def test_cancelled_while_it_is_deleted_it_stays_condemned_and_nothing_is_h
         "leave": lambda: lease.__aexit__(None, None, None),
         "bury": lambda: tier.bury(),
     }[what]
-    tier.inner.gate = trio.Event()
-    assert await cut_off(doing)
-    assert tier.inner.asked == 1, "it was about to delete"
+    tier.inner.gate, tier.inner.waits = trio.Event(), (waits,)
+
+    async def asked():
+        with trio.fail_after(10):
+            while not tier.inner.asked:  # a thread reads it once more before
+                await trio.lowlevel.checkpoint()
+
+    assert await cut_off(doing, when=asked)
+    assert tier.inner.asked == 1, "it was about to delete, or to read once more before"
     tier.inner.gate = None
     assert tier.contains(KEYS) == set(KEYS[1:])
     at_rest(tier)
@@ -292,7 +300,7 @@ async def test_a_remote_tier_deletes_what_is_condemned_before_it_is_asked():
     async with page_store(checksums=False) as make, wrap(make(), AesGcm(SECRETS), block_bytes=1000) as tier:
         blocks = blocks_of(3, 1000)
         assert await store(tier, blocks) == [STORED] * 3
-        tier._condemned[KEYS[0]] = None
+        tier._condemned.add([Context(KEYS[0], "", b"another chain")])
         assert await tier.contains(KEYS) == set(KEYS[1:])
         assert not tier._condemned and await tier.inner.contains(tier.names(KEYS)) == set(tier.names(KEYS[1:]))
 
@@ -323,12 +331,12 @@ async def test_entering_and_leaving_are_cancelled_as_the_tier_below():
 
     class Inner(Slow):
         async def __aenter__(self):
-            await self.wait()
+            await self.wait("enter")
             events.append("entered")
 
         async def __aexit__(self, *exc):
             events.append("left")
-            await self.wait()
+            await self.wait("enter")
 
     size = slot_bytes(64, Zstd())
     tier = wrap(Inner(8 * size, size), Zstd(), block_bytes=64)

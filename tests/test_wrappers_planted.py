@@ -100,17 +100,12 @@ def whose_a_block_is_is_asked_when_it_is_decoded(patch):
 
 
 def what_is_foreign_is_forgotten(patch):
-    refuse = _tier.WrappedPlace.refuse
-
-    def forget(self, key, error):
-        error.keep = False
-        refuse(self, key, error)
-
-    patch.setattr(_tier.WrappedPlace, "refuse", forget)
+    damaged = _tier.Damaged.__init__
+    patch.setattr(_tier.Damaged, "__init__", lambda self, reason="damaged", *, keep=False: damaged(self, reason))
 
 
 def what_cannot_be_decoded_stays(patch):
-    patch.setattr(_tier.WrappedPlace, "refuse", lambda self, key, error: self._counters.miss(error.reason))
+    patch.setattr(_tier.WrappedPlace, "forget", lambda self, lease, positions: None)
 
 
 def what_was_refused_is_left_lying_there(patch):

@@ -19,6 +19,7 @@ from wrapping import (
     at_rest,
     blocks_of,
     file_of,
+    foreign,
     judge_lossy,
     load,
     make_tier,
@@ -55,12 +56,13 @@ from backends.threads import keep_threads
 from backends.wrappers import (
     AesGcm,
     BrokenWrapper,
-    Damaged,
+    Context,
     UnknownTenant,
     WrappedRemoteTier,
     WrappedSpillingTier,
     WrappedTier,
     Zstd,
+    _condemned,
     slot_bytes,
     wrap,
 )
@@ -349,8 +351,24 @@ async def test_what_lies_behind_the_stored_bytes_is_zero_and_means_nothing():
     assert await load(tier, [b"b"]) == ([LOADED], [bytes(4096)])
 
 
-async def test_what_is_held_by_another_reader_is_no_longer_found_and_goes_with_him():
+async def test_what_is_held_by_another_reader_is_no_longer_found_and_may_be_stored_anew_beside_him():
     tier = memory(wrappers_of("zstd"))
+    await store(tier, BLOCKS)
+    flip_memory(tier, KEYS[1])
+    other = await tier.pin(KEYS)
+    assert (await load(tier, KEYS))[0] == [LOADED, Missed("damaged"), LOADED, LOADED]
+    assert tier.contains(KEYS) == {KEYS[0], KEYS[2], KEYS[3]}
+    assert await store(tier, {KEYS[1]: BLOCKS[KEYS[1]]}) == [STORED]
+    assert tier.inner.statistics().used_bytes == 5 * tier.slot_bytes
+    assert (await load(tier, KEYS)) == ([LOADED] * 4, list(BLOCKS.values()))
+    await other.release()
+    assert tier.inner.statistics().used_bytes == 4 * tier.slot_bytes
+    assert tier.statistics().deleted == 0 and not tier._condemned
+    at_rest(tier)
+
+
+async def test_where_the_tier_below_cannot_be_told_what_another_reader_holds_goes_with_him():
+    tier = foreign(wrappers_of("zstd"))
     await store(tier, BLOCKS)
     flip_memory(tier, KEYS[1])
     other = await tier.pin(KEYS)
@@ -369,7 +387,7 @@ async def test_what_is_held_by_another_reader_is_no_longer_found_and_goes_with_h
 
 async def condemned_and_held():
     """A block that could not be decoded, and that somebody below holds."""
-    tier = memory(wrappers_of("zstd"), blocks=4)
+    tier = foreign(wrappers_of("zstd"), blocks=4)
     await store(tier, BLOCKS)
     flip_memory(tier, KEYS[1])
     lease = await tier.inner.pin([tier.stored_key(KEYS[1])])
@@ -410,13 +428,27 @@ async def test_a_plugin_that_deletes_nothing_is_not_asked_to_again_and_again(del
         assert (name in connector.blocks) is not deletes
 
 
-async def test_the_condemned_are_bounded(monkeypatch):
-    monkeypatch.setattr("backends.wrappers._tier.MOST_CONDEMNED", 2)
-    tier = memory(wrappers_of("zstd"))
+def test_the_condemned_are_bounded(monkeypatch):
+    monkeypatch.setattr(_condemned, "MOST_CONDEMNED", 2)
+    condemned = _condemned.Condemned()
     for key in KEYS:
-        tier.refuse(key, Damaged())
-    tier.refuse(b"another's", Damaged("foreign", keep=True))
-    assert list(tier._condemned) == KEYS[-2:]
+        condemned.add([Context(key, "", b"")])
+    with condemned.in_hand(9) as contexts:
+        assert [context.key for context in contexts] == KEYS[-2:]
+        with condemned.in_hand(9) as others:
+            assert others == []
+
+
+@pytest.mark.parametrize("kind", [memory, foreign])
+async def test_what_is_another_tenants_is_not_condemned(kind):
+    tier = kind(wrappers_of("aes"))
+    end = tier.carry(KEYS, "ann")
+    await store(tier, BLOCKS)
+    end()
+    end = tier.carry(KEYS, "bob")
+    assert (await load(tier, KEYS))[0] == [Missed("foreign")] * 4
+    end()
+    assert not tier._condemned and tier.inner.statistics().blocks == 4
 
 
 async def test_a_plugin_with_larger_slots_is_wrapped_before_it_is_open():

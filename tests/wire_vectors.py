@@ -241,7 +241,12 @@ OWN_REQUESTS = [
         wire.PinsRequest(TOKEN, 5, 3, ["a", "b"], [1, 2], True),
     ),
     (Code.PINS, b"\x96" + OPENING + b"\x03\x90\x90\xc2", wire.PinsRequest(TOKEN, 5, 3, [], [], False)),
-    (Code.DROP, b"\x94" + OPENING + b"\x0b\x91\xa1a", wire.DropRequest(TOKEN, 5, 11, ["a"])),
+    (Code.DROP, b"\x95" + OPENING + b"\x0b\x91\xa1a\xc0", wire.DropRequest(TOKEN, 5, 11, ["a"])),
+    (
+        Code.DROP,
+        b"\x95" + OPENING + b"\x0b\x92\xa1a\xa1b\x92\x2a\x00",
+        wire.DropRequest(TOKEN, 5, 11, ["a", "b"], [42, 0]),
+    ),
     (Code.RECLAIM, b"\x94" + OPENING + b"\x0b\x40", wire.ReclaimRequest(TOKEN, 5, 11, 64)),
     (
         Code.RESOLVE,
@@ -298,8 +303,9 @@ OWN_REQUESTS_BEFORE = [
         wire.FindRequest(TOKEN, 5, ["a", "b"], True, False, 0),
     ),
     (Code.UNPIN, b"\x93" + OPENING + b"\x91\xa1a", wire.UnpinRequest(TOKEN, 5, ["a"], 0)),
+    (Code.DROP, b"\x94" + OPENING + b"\x0b\x91\xa1a", wire.DropRequest(TOKEN, 5, 11, ["a"], None)),
 ]
-"""As clients of ours have sent them that know no turns."""
+"""As clients of ours have sent them that know no turns, and no generations of what they delete."""
 REQUESTS = V1_REQUESTS + EXTENDED_REQUESTS + OWN_REQUESTS
 REPLIES = V1_REPLIES + V1_PUBLISHED_REPLIES + EXTENDED_REPLIES + OWN_REPLIES
 

@@ -11,9 +11,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from backends.abc import Key
 from backends.file import FileTier
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
+from backends.pooled import Lease
 from backends.slots import PagesDestination
 from backends.testing import payload_of
 from backends.wrappers import AesGcm, Chain, Context, Fp8, Wrapper, Zstd, slot_bytes, wrap
@@ -54,6 +56,26 @@ def memory(wrappers: Sequence[Wrapper], blocks: int = 8, block_bytes: int = 64, 
     """A wrapped memory tier whose own checksums find nothing: what is found, the chain has found."""
     slot = slot_bytes(block_bytes, *wrappers)
     return wrap(MemoryTier(blocks * slot, slot, checksums=False, **options), *wrappers, block_bytes=block_bytes)
+
+
+class _ForeignLease(Lease):
+    forget: Any = None
+
+
+class Foreign(MemoryTier):
+    """A tier that cannot be told that what it holds is damaged: only its keys can be deleted."""
+
+    forget_held: Any = None
+
+    def pin_nowait(self, keys: Sequence[Key]) -> Lease:
+        lease = super().pin_nowait(keys)
+        return _ForeignLease(self, lease.keys, lease.guards)
+
+
+def foreign(wrappers: Sequence[Wrapper], blocks: int = 8, block_bytes: int = 64, kind: Any = Foreign) -> Any:
+    """A wrapped one, whose own checksums find nothing."""
+    slot = slot_bytes(block_bytes, *wrappers)
+    return wrap(kind(blocks * slot, slot, checksums=False), *wrappers, block_bytes=block_bytes)
 
 
 @asynccontextmanager

@@ -66,6 +66,16 @@ class MaruLease:
         """What each block's writer has summed it up to."""
         return self._held.checksums
 
+    @property
+    def generations(self) -> Sequence[int]:
+        """The registration of each block: what is stored anew under its key has another one."""
+        return self._held.generations
+
+    def forget(self, positions: Sequence[int]) -> None:
+        """The blocks at these positions are not what was stored; see :class:`backends.abc.ForgettingLease`."""
+        blocks = [(self.keys[at], self.generations[at]) for at in positions]
+        self.tier.condemned.add(blocks, self.tier.handler.era)
+
     def release_nowait(self) -> None:
         """Let go. Idempotent; the server is told, and nobody waits for its answer."""
         self._held.release()

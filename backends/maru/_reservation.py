@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 from ..abc import BlockSizeError, Key, Outcome, Source
 from ..pages import Pages
-from ._answers import outcomes_of
 
 if TYPE_CHECKING:
     from maru import AllocBatch
@@ -81,7 +80,7 @@ class MaruReservation:
         if batch is None or not keys:
             return []
         sums = await tier.copy_in(source, guards, self.pages)
-        return outcomes_of(tier, keys, await tier.register(keys, batch, sums))
+        return await tier.register(keys, batch, sums)
 
     def release(self) -> None:
         """Give back the pages of what was not registered. Idempotent; never blocks, never raises."""

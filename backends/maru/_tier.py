@@ -7,7 +7,7 @@ Rule 2. Keys are named by their hexadecimal digits. That can be undone (``bytes.
         a salted one. It costs 64 bytes for a digest of 32, where base64 costs 43; a message of 64 keys is 1.4 kB longer.
 Rule 3. Copies run without the interpreter's lock in threads of their own, or in place where that is faster; a block that was
         summed while it was copied need not be read again.
-Rule 4. What was found damaged is not found any more: it is deleted as soon as nobody holds it.
+Rule 4. What was found damaged is not found any more: it is deleted as soon as nobody holds it. See :mod:`._condemned`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from ..abc import (
 )
 from ..pages import Pages, checksums, copy_and_sum, copy_pages
 from ..threads import run_in_thread, run_in_thread_to_the_end
-from ._answers import deletions_of
+from ._answers import deletions_of, outcomes_of
+from ._condemned import Condemned
 from ._lease import MaruLease
 from ._reservation import MaruReservation
 from ._turns import Turns
@@ -99,7 +100,8 @@ class MaruTier:
         self._visits = Visits()  # of the handler that was opened here: it may be entered by its maker and by engines
         self._opening = trio.Lock()
         self._opened = False
-        self._condemned: dict[Key, None] = {}  # found damaged, and not deleted yet
+        self.condemned: Condemned = Condemned()
+        """Found damaged, and not deleted yet."""
         self._stored = self._duplicates = self._loaded = self._deleted = self._dropped = 0
         self._missed = {"damaged": 0, "lease": 0, "size": 0}
         handler.on_pages_freed(self._turns.wake)
@@ -225,16 +227,14 @@ class MaruTier:
             return await self._in_place.copy(pages, there, self.checksums)
         return await run_in_thread(_store, source, guards, there, pages, self.checksums)
 
-    async def register(self, keys: Sequence[Key], batch: AllocBatch, sums: list[int] | None) -> list[MaruStored | None]:
+    async def register(self, keys: Sequence[Key], batch: AllocBatch, sums: list[int] | None) -> list[Outcome]:
         """One message for all pages of a batch. Afterwards none of them is the caller's."""
         answers = await self.handler.store_pages([key.hex() for key in keys], batch, self.block_bytes, sums)
         self._stored += answers.count(MaruStored.NEW)
         self._duplicates += answers.count(MaruStored.DUPLICATE)
-        if self._condemned:  # what is new is not what was found damaged
-            for key, answer in zip(keys, answers, strict=True):
-                if answer is MaruStored.NEW:
-                    self._condemned.pop(key, None)
-        return answers
+        outcomes = outcomes_of(self, keys, answers)
+        self._duplicates -= self.condemned.judge(keys, outcomes)
+        return outcomes
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class MaruTier:
         """
         await self.bury()
         there = await self.handler.batch_exists([key.hex() for key in keys])
-        return {key for key, is_there in zip(keys, there, strict=True) if is_there and key not in self._condemned}
+        return {key for key, is_there in zip(keys, there, strict=True) if is_there and key not in self.condemned}
 
     async def pin(self, keys: Sequence[Key]) -> MaruLease:
         """Hold the longest prefix of ``keys`` that is there, wherever its pages lie. Cancelled, it holds nothing.
@@ -257,8 +257,7 @@ class MaruTier:
             maru.NoAnswer: the server did not answer. What it may have pinned is given back when its answer comes.
         """
         await self.bury()
-        if self._condemned:
-            keys = keys[: next((at for at, key in enumerate(keys) if key in self._condemned), len(keys))]
+        keys = self.condemned.before(keys) if self.condemned else keys
         held = await self.handler.hold_pages([key.hex() for key in keys])
         lengths = held.lengths
         if lengths.count(self.block_bytes) != len(lengths):
@@ -307,7 +306,7 @@ class MaruTier:
                 if was is not None and was != now:
                     outcomes[at] = Missed("damaged")
                     self._missed["damaged"] += 1
-                    self._condemned[lease.keys[at]] = None
+                    lease.forget((at,))
         self._loaded += outcomes.count(LOADED)
         return outcomes
 
@@ -333,17 +332,16 @@ class MaruTier:
 
     async def bury(self) -> None:
         """Delete what was found damaged, as far as nobody holds it and the server answers. No checkpoint if there is none."""
-        condemned = list(self._condemned)
-        if condemned:
+        if self.condemned:
+            keys, generations = self.condemned.columns(self.handler.era)
             with contextlib.suppress(MaruError):
-                for key, answer in zip(condemned, await self._drop(condemned), strict=True):
-                    if answer is not Deletion.PINNED:
-                        self._condemned.pop(key, None)
+                self.condemned.asked(keys, generations, await self._drop(keys, generations))
 
-    async def _drop(self, keys: Sequence[Key]) -> list[Deletion]:
-        names = [key.hex() for key in keys]
+    async def _drop(self, keys: Sequence[Key], generations: Sequence[int] | None = None) -> list[Deletion]:
+        names, handler = [key.hex() for key in keys], self.handler
         before = self._returned()
-        answers = await self.handler.batch_delete(names)
+        asking = handler.batch_delete(names) if generations is None else handler.delete_pages(names, generations)
+        answers = await asking
         # Of what came back, so many were not evicted. (Somebody else's eviction in the same instant may be taken for it.)
         self._dropped += min(self._returned() - before, sum(map(bool, answers)))
         return await deletions_of(self.handler, names, answers)

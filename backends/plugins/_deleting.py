@@ -3,12 +3,15 @@
 A plugin that deletes by an operation says of each key whether it did. One that deletes by a call says nothing: so it is asked
 before and after, and what is still there was locked by somebody. An unlock may take a moment to arrive there, so a key that is
 still there is tried again, a few times.
+
+What was found damaged may have been deleted and stored anew meanwhile, by another process. So it is read once more right
+before, a few at a time: what is what was stored by then, stays. What is stored anew behind that goes, and costs a miss.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 import trio
@@ -20,6 +23,9 @@ from ._correlation import Kind, Operation
 from ._errors import NoAnswer, PluginFault
 from ._peer import Peer
 
+_AT_A_TIME = 16
+"""So many that were found damaged are read once more at a time: who is about to store waits for that."""
+
 _AGAIN = (0.001, 0.005, 0.02, 0.05, 0.1)
 """Seconds before each further try."""
 
@@ -29,12 +35,21 @@ class Deleting:
 
     Args:
         core: the host.
+        sums_of: says what lies under some keys now.
         deletes: whether its plugin can.
         by_call: whether it does by a call.
     """
 
-    def __init__(self, core: Core, *, deletes: bool, by_call: bool) -> None:
+    def __init__(
+        self,
+        core: Core,
+        sums_of: Callable[[Sequence[Key]], Awaitable[Mapping[Key, int]]],
+        *,
+        deletes: bool,
+        by_call: bool,
+    ) -> None:
         self._core = core
+        self._sums_of = sums_of
         self._deletes = deletes
         self._by_call = by_call
         self._left: set[_Call] = set()
@@ -68,15 +83,36 @@ class Deleting:
         core = self._core
         if not self._deletes:
             return
-        free = core.hidden.is_free
-        keys = [key for key in core.hidden.condemned if (key in mine or free(key)) and not core.books.is_leased(key)]
+        keys = self._to_bury(mine)
         if keys:
             with contextlib.suppress(NoAnswer, PluginFault):
+                if core.hidden.right:
+                    known = await self._look_again([key for key in keys if key in core.hidden.right][:_AT_A_TIME])
+                    keys = [key for key in self._to_bury(mine) if key in known or key not in core.hidden.right]
+                    if not keys:
+                        return
                 gone = [answer is Deletion.DELETED for answer in await self._drop(keys)]
                 if not all(gone):  # "not deleted" may be "not there", or not
                     there = await core.present(keys)
                     gone = [not is_there for is_there in there]
                 core.hidden.buried(keys, gone)
+
+    def _to_bury(self, mine: AbstractSet[Key]) -> list[Key]:
+        core, free = self._core, self._core.hidden.is_free
+        return [key for key in core.hidden.condemned if (key in mine or free(key)) and not core.books.is_leased(key)]
+
+    async def _look_again(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Read these, which were found damaged, and acquit what is right by now. Returns the others; none if nobody knows."""
+        if not keys:
+            return frozenset()
+        hidden = self._core.hidden
+        try:
+            found = await self._sums_of(keys)
+        except (NoAnswer, PluginFault):
+            return frozenset()
+        right = [key for key in keys if key in hidden.right and found.get(key) == hidden.right[key]]
+        hidden.stored(right)
+        return {*keys}.difference(right)
 
     async def _delete(self, keys: Sequence[Key]) -> list[Deletion]:
         if not self._deletes:

@@ -28,6 +28,8 @@ class Hidden:
         """Perhaps being stored still."""
         self.deleting: set[Key] = set()
         """Being deleted."""
+        self.right: dict[Key, int] = {}
+        """Of what was condemned since it is not what was stored: the checksum of what was."""
         self._condemned: dict[Key, bool] = {}  # whether it must be proven to be gone
 
     def __contains__(self, key: object) -> bool:
@@ -49,16 +51,21 @@ class Hidden:
         """What is stored under these is not to be read, ever."""
         self._condemn(keys, True)
 
+    def damaged(self, key: Key, right: int) -> None:
+        """What is stored under this is not what was, whose checksum is known."""
+        self.right[key] = right
+        self._condemn((key,), True)
+
     def stored(self, keys: Iterable[Key]) -> None:
         """These were stored anew."""
         for key in keys:
-            self._condemned.pop(key, None)
+            self._acquit(key)
 
     def buried(self, keys: Sequence[Key], gone: Sequence[bool]) -> None:
         """The plugin was told to delete these, and says so."""
         for key, is_gone in zip(keys, gone, strict=True):
             if is_gone or not self._condemned.get(key, True):
-                self._condemned.pop(key, None)
+                self._acquit(key)
 
     def is_free(self, key: Key) -> bool:
         """Whether nobody writes or deletes it."""
@@ -67,4 +74,8 @@ class Hidden:
     def _condemn(self, keys: Iterable[Key], must_be_proven: bool) -> None:
         self._condemned.update(dict.fromkeys(keys, must_be_proven))
         while len(self._condemned) > MOST_CONDEMNED:
-            del self._condemned[next(iter(self._condemned))]
+            self._acquit(next(iter(self._condemned)))
+
+    def _acquit(self, key: Key) -> None:
+        self._condemned.pop(key, None)
+        self.right.pop(key, None)

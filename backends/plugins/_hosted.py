@@ -131,9 +131,9 @@ class HostedTier:
         self.line: Line = Line(peer, config)
         staging = Staging(block_bytes, config.most_quarantined_bytes)
         self._core = Core(peer.name, block_bytes, config.checksums, self.line, self.books, staging)
-        self._deleting = Deleting(self._core, deletes=deletes, by_call=peer.deletes_by_call)
-        self._storing = Storing(self._core, self._deleting.bury)
         self._reading = Reading(self._core)
+        self._deleting = Deleting(self._core, self._reading.sums_of, deletes=deletes, by_call=peer.deletes_by_call)
+        self._storing = Storing(self._core, self._deleting.bury)
         self._visits = Visits()
         self._life: AbstractAsyncContextManager[None] | None = None
         if capacity is not None:
@@ -153,10 +153,10 @@ class HostedTier:
         """Listen to the plugin.
 
         Raises:
-            PlaceClosed: it was closed before.
+            PlaceClosed: it was entered, or closed, before.
             PluginTypeError: the plugin's descriptors make no sense. It is closed.
         """
-        if self._life is not None and not self.line.is_open:
+        if self.line.was_open and not self.line.is_open:
             raise PlaceClosed(f"{self!r} was closed: a plugin is opened once")
         if self._visits.enter():
             self._life = self.line.open()
@@ -182,6 +182,17 @@ class HostedTier:
             await self._life.__aexit__(type(exc), exc, exc.__traceback__)
             raise
         return await self._life.__aexit__(kind, error, trace)
+
+    def close(self) -> None:
+        """Close a plugin that nobody has entered: it may have threads and a descriptor from when it was made on. Idempotent.
+
+        It waits for that, ``close_deadline`` at most. One that was entered is closed when it is left, and not by this.
+
+        Raises:
+            PluginFault: the plugin's ``close`` raised.
+            NoAnswer: it did not return in time.
+        """
+        self.line.close()
 
     # --- room -----------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ Rule 4. A plugin at fault is no reason for anybody else to fail. What cannot be 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -67,6 +68,7 @@ class Line:
         self.correlation: Correlation = Correlation()
         self.counts: LineCounts = LineCounts()
         self._is_open = False
+        self._was_open = False
         self._is_closed = False
         self._broken: str | None = None
         self._last_error: BaseException | None = None
@@ -81,6 +83,11 @@ class Line:
         """Whether anything can be asked, as far as that depends on this side."""
         return self._is_open
 
+    @property
+    def was_open(self) -> bool:
+        """Whether it has begun, or was closed without: there is no second time."""
+        return self._was_open
+
     # --- its life -------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -92,9 +99,14 @@ class Line:
             PluginFault: its ``close`` raised.
             NoAnswer: its ``close`` did not return. It goes on in a thread that nobody waits for.
         """
+        self._was_open = True
         error: BaseException | None = None
         try:
-            channels = self.peer.channels()
+            try:
+                channels = self.peer.channels()
+            except BaseException as exc:
+                error = exc
+                raise
             async with trio.open_nursery() as nursery:
                 for channel, fd in channels.items():
                     nursery.start_soon(self._listen, channel, fd)
@@ -130,14 +142,42 @@ class Line:
             try:
                 await run_in_thread(self.peer.close)
             except Exception as exc:
-                failure = PluginFault(f"{self.peer.name}: close raised {exc!r}")
-                failure.__cause__ = exc
+                failure = self._close_raised(exc)
         if scope.cancelled_caught:
-            failure = NoAnswer(f"{self.peer.name}: close did not return within {self.config.close_deadline:g} s")
+            failure = self._close_hangs()
         if failure is not None:
             if error is None:
                 raise failure
             error.add_note(str(failure))
+
+    def close(self) -> None:
+        """Close the plugin where this was never open. Waits for it, so long and no longer; in any thread."""
+        if self._was_open:
+            return
+        self._was_open = self._is_closed = True
+        came: list[Exception] = []
+
+        def work() -> None:
+            try:
+                self.peer.close()
+            except Exception as exc:
+                came.append(exc)
+
+        thread = threading.Thread(target=work, name="offload-close", daemon=True)
+        thread.start()
+        thread.join(self.config.close_deadline)
+        if thread.is_alive():
+            raise self._close_hangs()
+        if came:
+            raise self._close_raised(came.pop())
+
+    def _close_raised(self, error: Exception) -> PluginFault:
+        failure = PluginFault(f"{self.peer.name}: close raised {error!r}")
+        failure.__cause__ = error
+        return failure
+
+    def _close_hangs(self) -> NoAnswer:
+        return NoAnswer(f"{self.peer.name}: close did not return within {self.config.close_deadline:g} s")
 
     # --- asking ---------------------------------------------------------------------------------------------------
 

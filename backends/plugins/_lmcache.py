@@ -30,7 +30,7 @@ from ..pages import pages_of
 from ._config import HostConfig
 from ._contracts import L2_METHODS
 from ._correlation import Completion, Kind
-from ._errors import PluginTypeError
+from ._errors import PluginFault, PluginTypeError
 from ._hosted import HostedTier
 from ._objects import bits_of, key_maker, layouts, object_maker
 from .finding import accepted, check_call, missing_methods
@@ -151,8 +151,14 @@ class L2Peer:
     def hear(self, channel: str, outstanding: Sequence[int], heard: list[Completion]) -> None:
         """What is complete. The descriptor was reset before: what is signalled behind that wakes again."""
         if channel == "store":
+            unreadable: Exception | None = None
             for number, result in self._adapter.pop_completed_store_tasks().items():
-                heard.append(Completion(channel, int(number), *_succeeded(result)))
+                try:
+                    heard.append(Completion(channel, int(number), *_succeeded(result)))
+                except Exception as exc:  # what bears no id loses no other that was told of with it
+                    unreadable = exc
+            if unreadable is not None:
+                raise PluginFault(f"{self.name}: pop_completed_store_tasks has something without an id") from unreadable
             return
         query = self._adapter.query_lookup_and_lock_result if channel == "lookup" else self._adapter.query_load_result
         failure: Exception | None = None

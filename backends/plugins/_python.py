@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..closing import close_beside
 from ._config import HostConfig, host_config
 from ._contracts import contract_of
 from ._errors import PluginTypeError
@@ -94,10 +95,8 @@ def adopt(plugin: object, what: str, block_bytes: int, **host: Any) -> Tier | Re
             tier: Any = plugin
             return tier  # type: ignore[no-any-return]
         return _host(contract, plugin, block_bytes, host_config(_capacity(host)))
-    except BaseException:
-        close = getattr(plugin, "close", None)
-        if callable(close) and not isinstance(plugin, type):
-            close()
+    except BaseException as error:
+        close_beside(error, plugin)
         raise
 
 

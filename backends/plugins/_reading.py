@@ -93,6 +93,28 @@ class Reading:
         self.loaded += outcomes.count(LOADED)
         return outcomes
 
+    async def sums_of(self, keys: Sequence[Key]) -> dict[Key, int]:
+        """The checksums of what lies under these keys now, hidden or not, as far as anything does. Nothing stays locked.
+
+        Raises:
+            NoAnswer, PluginFault: nobody knows.
+        """
+        core = self._core
+        bits = await core.find(keys)
+        there = [key for key, bit in zip(keys, bits, strict=True) if bit]
+        try:
+            if not there:
+                return {}
+            run = core.staging.take(len(there))
+            got = await self._get(there, run)
+            try:
+                sums = await run_in_thread_to_the_end(checksums, run.pages)
+            finally:
+                run.give_back()
+        finally:
+            core.line.unlock(there)
+        return {key: value for key, bit, value in zip(there, got, sums, strict=True) if bit}
+
     async def _get(self, keys: Sequence[Key], run: Run) -> list[bool]:
         given_back = False
 
@@ -141,7 +163,7 @@ class Reading:
                 elif expected != sums[at]:
                     outcomes[start + at] = Missed("damaged")
                     core.books.gone((key,))
-                    core.hidden.bad((key,))
+                    core.hidden.damaged(key, expected)
 
     async def _copy(self, here: Pages, destination: Destination, start: int) -> list[int] | None:
         summed, there = self._core.checksums, destination.views()

@@ -30,6 +30,10 @@ class WrappedLease:
     def __repr__(self) -> str:
         return f"<lease of {len(self.keys)} blocks in {self.tier!r}>"
 
+    def forget(self, positions: Sequence[int]) -> None:
+        """The blocks at these positions are not what was stored; see :class:`backends.abc.ForgettingLease`."""
+        self.tier.forget(self, positions)
+
     async def release(self) -> None:
         """Let go. Idempotent; it has let go even when cancelled."""
         await self.inner.release()

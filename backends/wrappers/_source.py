@@ -34,7 +34,7 @@ class WrappedSourceTier(WrappedTier):
         """Not to be called: see :func:`wrap`."""
         super().__init__(*args)
         self._guarded: dict[int, _Guarded] = {}
-        self._suspects: list[tuple[Key, Damaged]] = []  # found by a thread; the trio thread forgets them
+        self._suspects: list[tuple[Context, int, Damaged]] = []  # found by a thread; the trio thread forgets them
 
     def weak(self, keys: Sequence[Key]) -> WeakBlocks:
         """These blocks without a hold: what is gone by the time of the commit is reported as evicted."""
@@ -78,6 +78,10 @@ class WrappedSourceTier(WrappedTier):
                     del self._guarded[guard]
         self.inner.release(guards)
 
+    def forget_held(self, keys: Sequence[Key], guards: Sequence[int]) -> None:
+        """What these guards hold is not what was stored: it is no longer found under these keys."""
+        self._forget_held([self._guarded[guard].context for guard in guards], guards)
+
     def views(self, guards: Sequence[int]) -> None:
         """No plain block lies anywhere."""
         return
@@ -98,14 +102,24 @@ class WrappedSourceTier(WrappedTier):
                 try:
                     decode_pages(self.coder, contexts[done:end], stored, pages.part(done, end), scratch)
                 except Refused as exc:
-                    key = contexts[done + exc.at].key
-                    self._suspects.append((key, exc.why))
-                    raise DamagedBlock(self, key, exc.why.reason) from None
+                    context, guard = contexts[done + exc.at], guards[done + exc.at]
+                    self._suspects.append((context, guard, exc.why))
+                    raise DamagedBlock(self, context.key, exc.why.reason) from None
                 done = end
 
     def _settle(self) -> None:
-        while self._suspects:
-            self.refuse(*self._suspects.pop())
+        while self._suspects:  # before their guards are released: what is forgotten is what was read
+            context, guard, error = self._suspects.pop()
+            self._counters.miss(error.reason)
+            if not error.keep:
+                self._forget_held([context], [guard])
+
+    def _forget_held(self, contexts: Sequence[Context], guards: Sequence[int]) -> None:
+        forget = getattr(self.inner, "forget_held", None)
+        if forget is not None:
+            forget(self.names([context.key for context in contexts]), guards)
+        else:
+            self._condemned.add(contexts)
 
 
 class WrappedSpillingTier(WrappedSourceTier):

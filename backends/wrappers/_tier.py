@@ -5,8 +5,9 @@ a block is, and makes a miss of what cannot be decoded.
 
 Rule 1. A slot below is as large as a block can become at most. So a tier of fixed slots holds no more blocks for being
         compressed (quantized, it does); a place that writes only what is used writes less.
-Rule 2. What cannot be decoded is a miss, counted, and no longer found: it is deleted as soon as nobody holds it. Except for
-        what is another tenant's: that stays, since to him it may be good.
+Rule 2. What cannot be decoded is a miss, counted, and no longer found: it goes as soon as nobody holds it. Except for what is
+        another tenant's: that stays, since to him it may be good. The tier below is told while the block is held, if it can
+        be; otherwise see :mod:`._condemned`.
 Rule 3. Whose a block is, is looked up when it is asked for, on the trio thread: at the pin of a read, at the transfer of a
         store, at the upgrade of a copy to elsewhere.
 """
@@ -18,13 +19,13 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack
 from types import TracebackType
-from typing import Any, Final
+from typing import Any
 
 import attrs
 
 from .._errors import BlockSizeError
+from .._unproven import kept_if_unproven
 from ..abc import (
-    DUPLICATE,
     LOADED,
     STORED,
     Capabilities,
@@ -35,7 +36,6 @@ from ..abc import (
     Missed,
     Outcome,
     ReadLease,
-    Rejected,
     RemoteTier,
     Source,
     TenantTier,
@@ -43,21 +43,18 @@ from ..abc import (
     TierStatistics,
     WhenFull,
 )
+from ..pages import new_pages
+from ..slots import PagesDestination
 from ..threads import run_in_thread
 from ._chain import Chain
 from ._coding import Coder, Decoding, Encoding
+from ._condemned import Condemned
 from ._contract import Context, Damaged
 from ._lease import WrappedLease
 from ._reservation import WrappedReservation
+from ._staging import PORTION_BYTES
 from ._statistics import Counters, WrapperStatistics
 from ._tenants import Tenants
-
-CONDEMNED: Final = Rejected("damaged")
-"""Why a block is not stored anew yet: what could not be decoded under its key is still held by somebody."""
-
-
-MOST_CONDEMNED: Final = 65_536
-"""So many keys are remembered as condemned, where the tier below does not delete them. The oldest is then found again."""
 
 
 class WrappedPlace:
@@ -85,11 +82,12 @@ class WrappedPlace:
             inner, TenantTier
         ):  # whoever has the method must be told whose its blocks are
             self.carry = self._carry
-        self._condemned: dict[Key, None] = {}  # could not be decoded, and not deleted yet
+        self._condemned = Condemned()
         self._counters = Counters()
         self._asked: list[_Asked] = []
         self._lost = 0  # loaded by the tier below, and not decoded
         self._buried = 0  # deleted there on nobody's request
+        self._missed_again: dict[str, int] = {}  # there, by a reading that was nobody's
         self._entered: list[AsyncExitStack] = []
 
     def __repr__(self) -> str:
@@ -212,11 +210,7 @@ class WrappedPlace:
         counters.plain_bytes += encoding.plain_bytes
         counters.stored_bytes += encoding.stored_bytes
         if self._condemned:
-            for at, (outcome, context) in enumerate(zip(outcomes, encoding.contexts, strict=False)):
-                if outcome == STORED:
-                    self._condemned.pop(context.key, None)
-                elif outcome == DUPLICATE and context.key in self._condemned:
-                    outcomes[at] = CONDEMNED
+            self._condemned.judge([context.key for context in encoding.contexts], outcomes)
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -224,8 +218,7 @@ class WrappedPlace:
         """Hold the longest prefix of ``keys`` that is there. Whose they are is decided now. Cancelled, it holds nothing."""
         contexts = [self.context(key) for key in keys]
         await self.bury()
-        if self._condemned:
-            keys = keys[: next((at for at, key in enumerate(keys) if key in self._condemned), len(keys))]
+        keys = self._condemned.before(keys) if self._condemned else keys
         inner = await self.inner.pin(self.names(keys))
         return WrappedLease(self, contexts[: len(inner.keys)], inner)
 
@@ -250,6 +243,7 @@ class WrappedPlace:
         decoding = Decoding(self.coder, destination, lease.contexts)
         outcomes = list(await self.inner.load(lease.inner, decoding))
         counters = self._counters
+        damaged: list[int] = []
         for at, outcome in enumerate(outcomes):
             if outcome != LOADED:
                 continue  # refused below, where it was counted; what was made of it means nothing
@@ -261,18 +255,22 @@ class WrappedPlace:
             self._lost += 1
             if isinstance(error, Damaged):
                 outcomes[at] = Missed(error.reason)
-                self.refuse(lease.keys[at], error)
+                counters.miss(error.reason)
+                if not error.keep:
+                    damaged.append(at)
             else:
                 outcomes[at] = Failed(error)
+        if damaged:
+            self.forget(lease, damaged)
         return outcomes
 
-    def refuse(self, key: Key, error: Damaged) -> None:
-        """This block cannot be decoded: count it, and see that it is found no more, unless it is somebody else's."""
-        self._counters.miss(error.reason)
-        if not error.keep:
-            self._condemned[key] = None
-            while len(self._condemned) > MOST_CONDEMNED:
-                del self._condemned[next(iter(self._condemned))]
+    def forget(self, lease: WrappedLease, positions: Sequence[int]) -> None:
+        """These blocks are not what was stored, and to be found no more. For leases."""
+        forget = getattr(lease.inner, "forget", None)
+        if forget is not None:
+            forget(positions)
+        else:
+            self._condemned.add([lease.contexts[at] for at in positions])
 
     # --- deleting -------------------------------------------------------------------------------------------------
 
@@ -280,7 +278,7 @@ class WrappedPlace:
         """Forget these keys; a held one is ``PINNED`` and stays."""
         answers: list[Deletion] = await self.inner.delete(self.names(keys))
         if self._condemned:
-            self._forget(keys, answers)
+            self._condemned.deleted(keys, answers)
         return answers
 
     async def bury(self) -> None:
@@ -289,24 +287,42 @@ class WrappedPlace:
         A tier that deletes nothing is not asked to: there it is only no longer found.
         """
         self._settle()
-        condemned = list(self._condemned)
-        if condemned and self.capabilities.deletes:
-            with contextlib.suppress(Exception):  # housekeeping: who asks for something is told by the answer to that
-                answers = await self.inner.delete(self.names(condemned))
-                self._buried += answers.count(Deletion.DELETED)
-                self._forget(condemned, answers)
+        if self._condemned and self.capabilities.deletes:
+            most = max(1, PORTION_BYTES // max(1, self.slot_bytes))
+            # Housekeeping: who asks for something is told by the answer to that.
+            with contextlib.suppress(Exception), self._condemned.in_hand(most) as condemned:
+                bad = [context for context in condemned if not await self._is_other_now(context)]
+                if bad:
+                    answers = await self.inner.delete(self.names([context.key for context in bad]))
+                    self._buried += answers.count(Deletion.DELETED)
+                    self._condemned.asked(bad, answers)
 
-    def _forget(self, keys: Sequence[Key], answers: Sequence[Deletion]) -> None:
-        for key, answer in zip(keys, answers, strict=True):
-            if answer in (Deletion.DELETED, Deletion.MISSING):
-                self._condemned.pop(key, None)
+    async def _is_other_now(self, context: Context) -> bool:
+        """Read a condemned block once more; if it is gone, or something else, it is condemned no longer."""
+        pages = new_pages(1, self.block_bytes)
+        decoding = Decoding(self.coder, PagesDestination(pages), [context])
+        async with await self.inner.pin(self.names([context.key])) as lease:
+            outcome: Outcome = Missed("gone")
+            if lease.keys:
+                with kept_if_unproven(pages):
+                    [outcome] = await self.inner.load(lease, decoding)
+        error = decoding.bad.get(0)
+        if isinstance(outcome, Missed) and lease.keys:
+            self._missed_again[outcome.reason] = self._missed_again.get(outcome.reason, 0) + 1
+        elif outcome == LOADED:
+            self._lost += 1
+            if error is not None and not (isinstance(error, Damaged) and error.keep):
+                return False
+        elif isinstance(outcome, Failed):
+            raise outcome.error
+        self._condemned.acquit([context])
+        return True
 
     def _settle(self) -> None:
         """Take in what copy threads have found, if they find anything."""
 
-    def found(self, keys: Sequence[Key], names: AbstractSet[Key]) -> AbstractSet[Key]:
+    def _found(self, keys: Sequence[Key], names: AbstractSet[Key]) -> AbstractSet[Key]:
         """Those of ``keys`` that are called by one of these names below, and could be decoded as far as is known."""
-        self._settle()
         name, condemned = self.chain.name, self._condemned
         return {key for key in keys if name(key) in names and key not in condemned}
 
@@ -319,6 +335,8 @@ class WrappedPlace:
         missed = dict(below.missed)
         for reason, count in self._counters.missed.items():
             missed[reason] = missed.get(reason, 0) + count
+        for reason, count in self._missed_again.items():
+            missed[reason] -= count
         return attrs.evolve(
             below, missed=missed, loaded=below.loaded - self._lost, deleted=below.deleted - self._buried
         )
@@ -336,7 +354,8 @@ class WrappedTier(WrappedPlace):
 
     def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Those of ``keys`` that can be found right now. Never blocks."""
-        return self.found(keys, self.inner.contains(self.names(keys)))
+        self._settle()
+        return self._found(keys, self.inner.contains(self.names(keys)))
 
 
 class WrappedRemoteTier(WrappedPlace):
@@ -347,7 +366,7 @@ class WrappedRemoteTier(WrappedPlace):
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Those of ``keys`` that could be found when it was asked. An exception is no answer, and so no miss."""
         await self.bury()
-        return self.found(keys, await self.inner.contains(self.names(keys)))
+        return self._found(keys, await self.inner.contains(self.names(keys)))
 
 
 @attrs.define(eq=False)

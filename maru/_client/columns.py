@@ -78,6 +78,7 @@ class HeldBatch:
         "_standing",
         "addresses",
         "checksums",
+        "generations",
         "lengths",
         "unresolved",
     )
@@ -103,6 +104,8 @@ class HeldBatch:
         """Bytes of each."""
         self.checksums: Sequence[int | None] = [pin.checksum for pin in pins]
         """The xxh3-64 of each, where its writer has taken one."""
+        self.generations: Sequence[int] = [pin.generation for pin in pins]
+        """The registration of each: what is stored anew under the key has another one."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -140,6 +143,7 @@ class HeldBatch:
         self.addresses = [self.addresses[at] for at in positions]
         self.lengths = [self.lengths[at] for at in positions]
         self.checksums = [self.checksums[at] for at in positions]
+        self.generations = [self.generations[at] for at in positions]
         self._give_back(back)
 
     def release(self) -> None:

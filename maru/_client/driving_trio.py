@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import trio
 
-from .._errors import BadFrame, BadMessage, HandlerClosed, MaruError, NoAnswer, ServerRefused
+from .._errors import BadFrame, BadMessage, CannotMap, HandlerClosed, MaruError, NoAnswer, ServerRefused
 from .._wire import HEADER_BYTES, ErrorReply, decode_reply, read_header, request
 from ..transport import Message, MessageSocket
 from . import operations as operations
@@ -135,7 +135,10 @@ class Driver:
             timeout=self.timeout,
         )
         # Left alone when cancelled: what it has mapped then is referred to by nobody, and unmaps itself.
-        return await trio.to_thread.run_sync(fetch, abandon_on_cancel=True)
+        try:
+            return await trio.to_thread.run_sync(fetch, abandon_on_cancel=True)
+        except RuntimeError as exc:  # there is no thread to be had; this must not end who keeps the lease
+            raise CannotMap(f"region {effect.region_id}: {exc}") from exc
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
@@ -280,14 +283,19 @@ class Driver:
                 return
             except (MaruError, OSError) as exc:
                 _log.warning("%r: no sign of life from the server: %s", standing, exc)
+            except Exception:  # a bug of ours, or of a callback, must not cost the lease, nor end everything around it
+                _log.exception("%r could not renew its lease", standing)
 
     async def keep_unpinning(self) -> None:
         """Tell the server of pins whose views were left."""
         while True:
             await self._released.wait()
             self._released = trio.Event()
-            with contextlib.suppress(MaruError):
-                await self.run(operations.settle(self.standing))
+            try:
+                with contextlib.suppress(MaruError):
+                    await self.run(operations.settle(self.standing))
+            except Exception:  # likewise: the next call settles it, and is told
+                _log.exception("%r could not tell the server of what was left", self.standing)
 
     def give_back(self, pin: Pin) -> None:
         """One user of a pin less. The server is told at once, and nobody waits for its answer."""

@@ -79,6 +79,11 @@ class Face:
         return self._standing.is_connected and not self._standing.is_closed
 
     @property
+    def era(self) -> int:
+        """Grows when what was known of keys is over: the server has restarted or ended the session, or this was opened anew."""
+        return self._standing.era
+
+    @property
     def instance_id(self) -> str:
         """Who owns its regions."""
         return self._instance_id
@@ -132,10 +137,12 @@ class Face:
         self._standing.on_region_added = None if callback is None else added
 
     def _begin_anew(self) -> None:
-        """It was never connected: nothing is known of a server, and what was counted and asked for stays."""
+        """It is not connected (any more): nothing is known of a server, and what was counted and asked for stays."""
         was = self._standing
         self._standing = now = Standing(self.config, self._instance_id, self._clock)
-        now.counters, now.on_region_added, now.pages.on_freed = was.counters, was.on_region_added, was.pages.on_freed
+        now.counters, now.on_region_added = was.counters, was.on_region_added
+        now.era = was.era + 1  # what was held is of an era that is over
+        now.pages.go_on_from(was.pages)
 
     def _observe(self, what: str, answer: object, latency: float) -> None:
         """Note what a call did, for the server's statistics. Sent with the next sign of life."""

@@ -61,15 +61,20 @@ class MaruHandler(Face):
     # --- its life -------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> MaruHandler:
-        """Connect, and map what others own, if so configured. After an attempt in vain, it may be tried again."""
+        """Connect, and map what others own, if so configured. After an attempt in vain, it may be tried again.
+
+        It may be opened again as well when it has been left, or has ended by an error: with a new session, and new regions.
+        Everything that was had from it before stays void.
+        """
         if self._life is not None:
-            raise RuntimeError(f"{self!r} was opened before")
+            raise RuntimeError(f"{self!r} is open")
+        if self._standing.is_closed:
+            self._renew()
         self._life = self._living()
         try:
             await self._life.__aenter__()
         except BaseException:
-            self._begin_anew()
-            self._driver = Driver(self._standing)
+            self._renew()
             self._life = None
             raise
         return self
@@ -79,7 +84,14 @@ class MaruHandler(Face):
     ) -> bool | None:
         """End the session, within a second or so: regions stay readable, handles and infos are void."""
         assert self._life is not None
-        return await self._life.__aexit__(kind, error, trace)
+        try:
+            return await self._life.__aexit__(kind, error, trace)
+        finally:
+            self._life = None
+
+    def _renew(self) -> None:
+        self._begin_anew()
+        self._driver = Driver(self._standing)
 
     @asynccontextmanager
     async def _living(self) -> AsyncIterator[None]:
@@ -255,6 +267,14 @@ class MaruHandler(Face):
             partial: end before the first whose region cannot be mapped here, instead of raising why.
         """
         return await self._driver.run(columns.hold_pages(self._standing, keys, self._driver.give_back_all, partial))
+
+    async def delete_pages(self, keys: Sequence[str], generations: Sequence[int]) -> list[Deleted]:
+        """Delete these keys as far as what was found there is there still, by :attr:`HeldBatch.generations`.
+
+        What was stored anew meanwhile, by whomever, stays, and is ``MISSING``. A published server, and one of ours that is
+        older than this question, do not tell: there, whatever lies under the key goes.
+        """
+        return await self._run("batch_delete", operations.delete(self._standing, list(keys), generations))
 
     def collect(self) -> None:
         """Let go of what was forgotten or cut off, now: pages are free, the server is told of pins. Waits for nobody."""

@@ -107,6 +107,10 @@ class OwnedPages:
         self.on_freed: list[Callable[[], object]] = []
         """Called whenever pages have become free, with everything in order. Each must only note it."""
 
+    def go_on_from(self, was: OwnedPages) -> None:
+        """These take the place of others, of a session that is over: who is told goes on to be, and counters go on."""
+        self.on_freed, self._returned, self._strays = was.on_freed, was._returned, was._strays
+
     def __repr__(self) -> str:
         return f"<OwnedPages {len(self._free)} free of {sum(r.pages for r in self._by_id.values())}>"
 

@@ -409,13 +409,22 @@ class Directory:
         self._state.sessions[session_id]
         return self._guards.vouch(session_id, keys, counts, last)
 
-    def delete(self, by: int, keys: Iterable[str], now: float, *, request_id: int = 0) -> list[int]:
+    def delete(
+        self,
+        by: int,
+        keys: Iterable[str],
+        now: float,
+        *,
+        request_id: int = 0,
+        generations: Sequence[int] | None = None,
+    ) -> list[int]:
         """Delete keys: a ``DropAnswer`` for each, as a number. Asked again with the same request id, it answers the same.
 
-        Pages go back to their owners, also to the one that asks.
+        Pages go back to their owners, also to the one that asks. With ``generations``, one for each key, only what was
+        registered under it goes.
         """
         self.settle()
-        return self._remover.delete(by, self._session(by), keys, now, request_id)
+        return self._remover.delete(by, self._session(by), keys, now, request_id, generations)
 
     def reclaim(self, session_id: int, pages: int, now: float, *, request_id: int = 0) -> int:
         """Delete so many of its keys, least recently used first, that are not held; how many. The pages go back to it.

@@ -7,7 +7,8 @@ Rule 2. A delete refuses nothing silently: each key has its answer, and one that
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from .._wire.messages_own import DropAnswer
 from .changes import Changes
@@ -30,7 +31,15 @@ class Remover:
         self._evictor = evictor
         self._counters = counters
 
-    def delete(self, by: int, session: Session | None, keys: Iterable[str], now: float, request_id: int) -> list[int]:
+    def delete(
+        self,
+        by: int,
+        session: Session | None,
+        keys: Iterable[str],
+        now: float,
+        request_id: int,
+        generations: Sequence[int] | None = None,
+    ) -> list[int]:
         """Delete keys; see ``Directory.delete``."""
         asked = "delete", request_id
         if session is not None and asked in session.answers:
@@ -40,9 +49,10 @@ class Remover:
         located, pinned, regions = self._state.located, self._guards.pinned, self._state.regions
         answers: list[int] = []
         gone: dict[str, None] = {}
-        for key in keys:
+        meant: Iterable[int | None] = repeat(None) if generations is None else generations
+        for key, generation in zip(keys, meant, strict=False):
             location = located.get(key)
-            if location is None or key in gone:
+            if location is None or key in gone or generation not in (None, location.generation):
                 answer = DropAnswer.MISSING
             elif key in pinned:
                 answer = DropAnswer.PINNED

@@ -98,7 +98,8 @@ def drop(service: Service, peer: Peer, header: Header, message: DropRequest, pay
     """Keys go, unless somebody holds them. Asked again, it is answered again."""
     session_id = _enter(service, peer, message, now)
     service.check_keys(message.keys)
-    answers = service.directory.delete(session_id, message.keys, now, request_id=message.request_id)
+    asked, meant = message.request_id, message.generations
+    answers = service.directory.delete(session_id, message.keys, now, request_id=asked, generations=meant)
     pending = service.directory.pending(session_id, now)
     return reply(header.code, header.sequence, DropReply(service.epoch, pending, answers), header.flags)
 

@@ -54,6 +54,7 @@ class DropAnswer(enum.IntEnum):
 
     DELETED = 0
     MISSING = 1
+    """It is not there, or not the one that was meant."""
     PINNED = 2
     PROTECTED = 3
     """Its owner is a published client that is connected, or the server has just restarted."""
@@ -213,6 +214,12 @@ class DropRequest(OwnRequest, frozen=True):
 
     request_id: int
     keys: Keys
+    generations: Ints | None = None
+    """The registration of each key that is meant: of what lies there under another one, nothing goes. ``None``: whichever."""
+
+    def __post_init__(self) -> None:
+        if self.generations is not None and len(self.generations) != len(self.keys):
+            raise ValueError("columns of different lengths")
 
 
 class DropReply(OwnReply, frozen=True):

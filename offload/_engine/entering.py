@@ -6,6 +6,7 @@ Rule 2. How a tier is asked is decided before it is there: whether it must be aw
         must know whose its blocks are. Routes are made by that. One that turns out to be of another kind once it is entered, or
         to hold blocks of another size, is refused.
 Rule 3. A tier that could not even be made has a stand-in (:mod:`.late`), which nothing can be read from as a source.
+Rule 4. What was made here is closed here, last of all, whether it was entered or not.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import attrs
 
 from backends.abc import BlockSizeError, RemoteTier, Source, TenantTier, Tier
+from backends.closing import closing
 from backends.leaving import SpillingTier
 
 from .._errors import ConfigError, TierNotEntered
@@ -52,16 +54,19 @@ async def enter_places(stack: AsyncExitStack, config: EngineConfig, history: His
     """
     source = make_source(config)
     if source is not config.source:
-        await _enter(stack, source, ours=True)
+        stack.enter_context(closing(source))
+        await _enter(stack, source)
     tiers: dict[str, Tier | RemoteTier] = {}
     guards: dict[str, GuardedTier | GuardedRemoteTier] = {}
     for name, said in config.tiers.items():
         tier = tiers[name] = _made(name, said, source.block_bytes, config)
+        if tier is not said:
+            stack.enter_context(closing(tier))  # whatever comes next, and after it was left
         if config.goes_on_without(name) and (isinstance(tier, LateTier) or _can_be_entered(tier)):
             guards[name] = await _keep(stack, name, tier, source, config, history)
         else:
             guards[name] = _guard(name, tier, config)
-            await _enter_or_say(stack, name, tier, ours=tier is not said)
+            await _enter_or_say(stack, name, tier)
     there = {name: tier for name, tier in tiers.items() if guards[name].health.entered}
     if there:
         check_places(source, there)
@@ -160,26 +165,24 @@ def _guard(name: str, tier: Tier | RemoteTier, config: EngineConfig) -> GuardedT
     return guarded(tier, name, breaker=config.breaker)
 
 
-async def _enter_or_say(stack: AsyncExitStack, name: str, tier: object, *, ours: bool) -> None:
+async def _enter_or_say(stack: AsyncExitStack, name: str, tier: object) -> None:
     """Have a tier that the engine does not open without.
 
     Raises:
         TierNotEntered: nobody was there.
     """
     try:
-        await _enter(stack, tier, ours=ours)
+        await _enter(stack, tier)
     except Exception as error:
         if not is_absence(error):
             raise
         raise TierNotEntered(name, describe(error)) from error
 
 
-async def _enter(stack: AsyncExitStack, place: Any, *, ours: bool) -> None:
-    """Have a place for as long: enter one that can be entered; and close one that was made here, which nobody else does."""
+async def _enter(stack: AsyncExitStack, place: Any) -> None:
+    """Have a place for as long, if it can be entered."""
     if _can_be_entered(place):
         await stack.enter_async_context(place)
-    elif ours and callable(getattr(place, "close", None)):
-        stack.callback(place.close)
 
 
 def _can_be_entered(place: object) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from inspect import isawaitable
 from typing import Any
 
@@ -30,6 +30,7 @@ from backends.abc import (
     TierStatistics,
     WhenFull,
 )
+from backends.closing import close, close_beside, closing
 
 from .._health.faults import describe
 
@@ -71,16 +72,10 @@ class LateTier:
             await trio.lowlevel.checkpoint()
             raise error
         made = await _made_in_thread(self._make, self._limiter)
-        if hasattr(type(made), "__aenter__"):
-            async with made:
+        with closing(made):
+            async with made if hasattr(type(made), "__aenter__") else nullcontext():
                 with self._being(made):
                     yield
-        else:
-            try:
-                with self._being(made):
-                    yield
-            finally:
-                _close(made)
 
     @contextmanager
     def _being(self, made: Any) -> Iterator[None]:
@@ -190,19 +185,14 @@ async def _made_in_thread(make: Callable[[], Any], limiter: trio.CapacityLimiter
             if not left:
                 made.append(one)
                 return
-        _close(one)
+        close(one)
 
     try:
         await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=limiter)
         return made.pop()
-    finally:
+    except BaseException as error:
         with lock:
             left = True
         for one in made:
-            _close(one)
-
-
-def _close(made: Any) -> None:
-    close = getattr(made, "close", None)
-    if callable(close):
-        close()
+            close_beside(error, one)
+        raise

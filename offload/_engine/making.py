@@ -7,6 +7,7 @@ from inspect import iscoroutinefunction
 from typing import Any, Final
 
 from backends.abc import RemoteTier, Source, Tier
+from backends.closing import close_beside
 
 from .._errors import ConfigError
 from ..abc import AsyncPolicy, Policy
@@ -30,7 +31,9 @@ def make_source(config: EngineConfig) -> Source:
         raise ConfigError("block_bytes", 0, "must be the size of a block, since the source is made from its name")
     made: Any = make_tier("source", source, config.block_bytes)
     if not is_source(made):
-        raise ConfigError("source", source, f"cannot be read as a source: it is {made!r}")
+        error = ConfigError("source", source, f"cannot be read as a source: it is {made!r}")
+        close_beside(error, made)
+        raise error
     return made  # type: ignore[no-any-return]
 
 
@@ -65,7 +68,11 @@ def _wrapped(
         said = [said]
     wrappers = [_wrapper(wrapper, knob) for wrapper in said]
     inner = make(tier, block_bytes=slot_bytes(block_bytes, *wrappers))
-    return wrap(inner, *wrappers, block_bytes=block_bytes)
+    try:
+        return wrap(inner, *wrappers, block_bytes=block_bytes)
+    except BaseException as error:
+        close_beside(error, inner)
+        raise
 
 
 def must_know_whose(name: str, tier: TierLike) -> bool:

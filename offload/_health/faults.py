@@ -16,7 +16,7 @@ from typing import Final
 
 import trio
 
-from backends import DamagedBlock, StrayPath, Unproven
+from backends import DamagedBlock, PlaceClosed, StrayPath, Unproven
 from backends.abc import Failed, Outcome
 from maru import Damaged, LeaseLost, PoolFull, ServerRefused
 
@@ -52,6 +52,7 @@ NOBODY_THERE: Final[Sequence[tuple[type[BaseException], bool]]] = (
     (StrayPath, True),  # a ValueError, but of a path that cannot be used now
     (OSError, True),  # NoAnswer, ServerLost, ConnectionError, a disk that is not mounted
     (ServerRefused, False),  # there is somebody, and he does not want us
+    (PlaceClosed, False),  # a place that is opened once, as a plugin, does not come back
     (ValueError, False),  # ConfigError, BlockSizeError
     (TypeError, False),
     (LookupError, False),  # no such kind of tier, no such parameter

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from backends import BackendError
 from backends.abc import RemoteTier, Tier
+from backends.closing import closing
 from backends.file import FileTier
 from backends.memory import MemoryTier
 
@@ -33,9 +34,8 @@ async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[
             nbytes = max(1, blocks) * options.block_bytes
             tier: Tier | RemoteTier
             if spec.made is not None:
-                tier = _made(spec, spec.made, options.block_bytes)
-                if not hasattr(type(tier), "__aenter__") and callable(close := getattr(tier, "close", None)):
-                    stack.callback(close)  # what can be entered an engine enters, and leaves
+                # What can be entered an engine enters, and leaves; if it comes to that.
+                tier = stack.enter_context(closing(_made(spec, spec.made, options.block_bytes)))
             elif spec.kind == "maru":
                 _check_memory(spec, nbytes)
                 tier = await stack.enter_async_context(_page_store(nbytes, options))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
-from ..._errors import MaruError, NoAnswer, ServerLost, ServerRefused
+from ..._errors import BadMessage, MaruError, NoAnswer, ServerLost, ServerRefused
 from ..._wire import (
     BeatRequest,
     CloseRequest,
@@ -111,6 +111,8 @@ def reattach(s: Standing) -> Operation[None]:
     )
     if not reply.success:
         raise ServerRefused("the handshake was refused")
+    if reply.session is not None and not reply.lease > 0:
+        raise BadMessage(f"{s!r}: a handshake with a lease of {reply.lease} s")
     goes_on = s.shook_hands(reply, sent_at)
     s.unsettled = False
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from ..._wire import Code, DropAnswer, DropReply, DropRequest, KeyRequest, SuccessReply
@@ -20,8 +21,10 @@ _ANSWERS = {
 }
 
 
-def delete(s: Standing, keys: list[str]) -> Operation[list[Deleted]]:
-    """Delete these keys. Pages of ours come back with the answer.
+def delete(s: Standing, keys: list[str], generations: Sequence[int] | None = None) -> Operation[list[Deleted]]:
+    """Delete these keys; with ``generations``, as far as they lie there under these. Pages of ours come back with the answer.
+
+    A published server knows no generations: whatever lies there goes.
 
     Raises:
         NoAnswer: nobody knows which are gone. What is gone comes back to its owner all the same.
@@ -34,12 +37,13 @@ def delete(s: Standing, keys: list[str]) -> Operation[list[Deleted]]:
     answers: list[Deleted] = []
     for some in portions(names, s.max_keys):
         request_id = s.next_request()
-        answers += yield from steadily(s, partial(_drop, s, request_id, some))
+        meant = None if generations is None else list(generations[len(answers) : len(answers) + len(some)])
+        answers += yield from steadily(s, partial(_drop, s, request_id, some, meant))
     return answers
 
 
-def _drop(s: Standing, request_id: int, names: list[str]) -> Operation[list[Deleted]]:
-    reply: DropReply = yield Call(Code.DROP, DropRequest(s.token, s.pages.acknowledged, request_id, names))
+def _drop(s: Standing, request_id: int, names: list[str], meant: list[int] | None) -> Operation[list[Deleted]]:
+    reply: DropReply = yield Call(Code.DROP, DropRequest(s.token, s.pages.acknowledged, request_id, names, meant))
     return [_ANSWERS.get(answer, Deleted.PROTECTED) for answer in reply.answers]  # type: ignore[call-overload]
 
 
