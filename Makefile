@@ -7,7 +7,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
-JOBS ?= auto
+# A quarter of the time a test waits for another process, or for a time to pass: one more than there are cores keeps them all busy.
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 1)')
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 # The tests start hundreds of processes. Where bytecode is not to be written, each of them would compile all of it anew.

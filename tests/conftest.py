@@ -6,6 +6,8 @@ import gc
 import os
 import signal
 
+from hypothesis import HealthCheck, settings
+
 # A shell has what it starts in the background ignore Ctrl-C, and children inherit that: those that a test interrupts as well.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -13,6 +15,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Before torch is imported by any of them: with a thread per core, OpenMP spins for the core that another process has, and
 # a test of a second takes a minute on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# How long an example takes says how busy the machine is: by default 0.2 s are a failure, and so is a second of making them.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def pytest_collection_finish() -> None:

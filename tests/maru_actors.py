@@ -13,17 +13,21 @@ import os
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
+import attrs
+import maru_processes
+import published_clients
 import trio
-from maru_processes import PATIENCE, act, payload
+from maru_processes import act, payload
 from published import PublishedClient, PublishedRmClient
-from published_wire import Ask
+from published_wire import TIMEOUT, Ask
 
 from maru._client import operations as operations
 from maru._client.blocking import MaruHandler as BlockingHandler
 from maru._client.handler import MaruHandler as TrioHandler
+from maru._client.operations import Call
 from maru._errors import MaruError
 
 PAGE = 256 << 10
@@ -34,7 +38,66 @@ SIZE = 1000
 """Of what is stored, unless a test says otherwise."""
 FACES = ("trio", "blocking")
 
+SILENCE = 0.08
+"""Seconds that a call waits for an answer that will not come. Everything else waits patiently: see :meth:`Client.impatient`."""
+
 DEFAULTS: dict[str, Any] = {"pool_size": REGION, "chunk_size_bytes": PAGE, "auto_expand": False}
+
+
+def knobs_of(url: str, knobs: dict[str, Any]) -> dict[str, Any]:
+    """What a client is opened with. Unless told otherwise it waits for an answer as long as a test waits for anything."""
+    return {**DEFAULTS, "timeout_ms": round(maru_processes.PATIENCE * 1e3), "server_url": url, **knobs}
+
+
+@contextlib.asynccontextmanager
+async def impatient(handler: TrioHandler, seconds: float = SILENCE, *codes: int) -> AsyncIterator[None]:
+    """A trio handler's calls wait no longer than this while the block lasts: those that nobody will answer.
+
+    A handler that is opened with so short a timeout is impatient with its handshake, too, and a busy machine fails that.
+
+    Args:
+        handler: an open one.
+        seconds: how long.
+        codes: of the calls that nobody will answer, if others are made in the block.
+    """
+    with waits(handler, seconds, *codes):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(handler._driver.keep_time)  # that which runs sleeps, for as long as waits were before
+            try:
+                yield
+            finally:
+                nursery.cancel_scope.cancel()
+
+
+@contextlib.contextmanager
+def waits(handler: TrioHandler | BlockingHandler, timeout: float = SILENCE, *codes: int) -> Iterator[None]:
+    """The same for a blocking handler."""
+    driver: Any = handler._driver
+    begins = "_begin" if isinstance(handler, TrioHandler) else "_call"
+    before, config, begin = driver.timeout, driver.standing.config, getattr(driver, begins)
+
+    def begin_patiently(call: Call) -> Any:
+        if call.code not in codes and call.patience is None:
+            call.patience = before
+        return begin(call)
+
+    driver.timeout = timeout
+    if codes:
+        setattr(driver, begins, begin_patiently)
+    else:
+        driver.standing.config = attrs.evolve(config, timeout_ms=round(timeout * 1e3))
+    try:
+        yield
+    finally:
+        driver.timeout, driver.standing.config = before, config
+        if codes:
+            delattr(driver, begins)
+
+
+def be_patient(handler: TrioHandler | BlockingHandler, timeout: float = 30.0) -> None:
+    """From now on it waits so long: one that was opened in vain, so far, and shall not be once there is somebody."""
+    handler.config = handler._standing.config = attrs.evolve(handler.config, timeout_ms=round(timeout * 1e3))
+    handler._driver.timeout = timeout
 
 
 class Client(ABC):
@@ -51,6 +114,10 @@ class Client(ABC):
     @abstractmethod
     def release(self, info: Any) -> None:
         """Let go of one that was found."""
+
+    @abstractmethod
+    def impatient(self, timeout: float = SILENCE, *codes: int) -> contextlib.AbstractContextManager[None]:
+        """Calls (with these codes) wait no longer than this for as long as the block lasts: those that nobody will answer."""
 
     @abstractmethod
     def close(self) -> None:
@@ -182,7 +249,7 @@ class Client(ABC):
 
     @abstractmethod
     def beat(self) -> None:
-        """A sign of life, now. With its answer comes whatever was lost on the way."""
+        """A sign of life, now, and what follows each. With its answer comes whatever was lost on the way."""
 
     def pages(self) -> Any:
         return self.handler.statistics().pages
@@ -224,7 +291,7 @@ class BlockingClient(Client):
 
     def __init__(self, url: str, **knobs: Any):
         super().__init__()
-        self.handler = BlockingHandler(**{**DEFAULTS, "server_url": url, **knobs})
+        self.handler = BlockingHandler(**knobs_of(url, knobs))
         try:
             self.handler.connect()
         except BaseException:
@@ -237,9 +304,13 @@ class BlockingClient(Client):
     def release(self, info: Any) -> None:
         info.release()
 
+    def impatient(self, timeout: float = SILENCE, *codes: int) -> contextlib.AbstractContextManager[None]:
+        return waits(self.handler, timeout, *codes)
+
     def beat(self) -> None:
         driver = self.handler._driver
         driver.run(operations.beat(driver.standing))
+        driver.run(operations.restore(driver.standing))
 
     def close(self) -> None:
         self.handler.close()
@@ -250,14 +321,15 @@ class TrioClient(Client):
 
     def __init__(self, url: str, **knobs: Any):
         super().__init__()
-        self._config = {**DEFAULTS, "server_url": url, **knobs}
+        self._config = knobs_of(url, knobs)
         self._opened = threading.Event()
         self._failure: BaseException | None = None
         self._stop: trio.Event
         self._token: trio.lowlevel.TrioToken
+        self._nursery: trio.Nursery
         self._thread = threading.Thread(target=self._run, name="trio client", daemon=True)
         self._thread.start()
-        assert self._opened.wait(PATIENCE), "it does not connect"
+        assert self._opened.wait(maru_processes.PATIENCE), "it does not connect"
         if self._failure is not None:
             raise self._failure
 
@@ -271,9 +343,10 @@ class TrioClient(Client):
 
     async def _main(self) -> None:
         self._stop, self._token = trio.Event(), trio.lowlevel.current_trio_token()
-        async with TrioHandler(**self._config) as self.handler:
+        async with TrioHandler(**self._config) as self.handler, trio.open_nursery() as self._nursery:
             self._opened.set()
             await self._stop.wait()
+            self._nursery.cancel_scope.cancel()
 
     def call(self, name: str, *arguments: Any) -> Any:
         method = getattr(self.handler, name)
@@ -284,14 +357,38 @@ class TrioClient(Client):
     def release(self, info: Any) -> None:
         trio.from_thread.run_sync(info.release, trio_token=self._token)
 
+    @contextlib.contextmanager
+    def impatient(self, timeout: float = SILENCE, *codes: int) -> Iterator[None]:
+        scope, waiting = trio.CancelScope(), waits(self.handler, timeout, *codes)
+
+        async def keep_time() -> None:
+            with scope:
+                await self.handler._driver.keep_time()
+
+        def begin() -> None:
+            waiting.__enter__()
+            self._nursery.start_soon(keep_time)
+
+        def end() -> None:
+            waiting.__exit__(None, None, None)
+            scope.cancel()
+
+        trio.from_thread.run_sync(begin, trio_token=self._token)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(trio.RunFinishedError):
+                trio.from_thread.run_sync(end, trio_token=self._token)
+
     def beat(self) -> None:
         driver = self.handler._driver
-        trio.from_thread.run(driver.run, operations.beat(driver.standing), trio_token=self._token)
+        for renew in (operations.beat, operations.restore):
+            trio.from_thread.run(driver.run, renew(driver.standing), trio_token=self._token)
 
     def close(self) -> None:
         with contextlib.suppress(trio.RunFinishedError):
             self._token.run_sync_soon(self._stop.set)
-        self._thread.join(PATIENCE)
+        self._thread.join(maru_processes.PATIENCE)
         assert not self._thread.is_alive(), "the trio client does not close"
         if self._failure is not None:
             raise self._failure
@@ -308,7 +405,7 @@ def client(face: str, url: str, **knobs: Any) -> Client:
 class PublishedOwner:
     """A published client that owns a region, chooses pages in it, and reads: naively, as those do. One thread."""
 
-    def __init__(self, url: str, instance_id: str, page: int = PAGE, region: int = REGION, timeout: float = 2.0):
+    def __init__(self, url: str, instance_id: str, page: int = PAGE, region: int = REGION, timeout: float = TIMEOUT):
         self.instance_id, self._page = instance_id, page
         self._client = PublishedClient(url, timeout=timeout)
         self._rms: list[PublishedRmClient] = []
@@ -337,6 +434,10 @@ class PublishedOwner:
 
     def ask(self, code: int, **body: Any) -> dict[str, Any]:
         return self._client.ask(code, **body)
+
+    def impatient(self, timeout: float = SILENCE) -> contextlib.AbstractContextManager[None]:
+        """It waits no longer than this for an answer while the block lasts."""
+        return published_clients.impatient(self._client, timeout)
 
     def map(self, handle: dict[str, int]) -> Any:
         if handle["region_id"] not in self._maps:

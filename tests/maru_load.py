@@ -24,8 +24,12 @@ from maru._errors import MaruError
 
 SMALL = 1024
 """Bytes of a page."""
-TIMEOUT_MS = 70
-"""What waits for a server that was killed waits for nothing: so long, in each cycle."""
+TIMEOUT = 0.07
+"""What waits for a server that was killed waits for nothing: so long, in each cycle, while the load is on."""
+MOST = 0.5
+"""What that grows to where nothing is answered in time: no more, or they would wait for the dead only."""
+PATIENT = {"timeout_ms": 5_000, "lease": 30.0, "max_inflight": 8}
+"""Of a client that is opened, or is asked at rest: then an answer comes. If not, it is asked :func:`again`."""
 
 # What a client may meet while its server is killed. Anything else ends its thread, and is found.
 EXPECTED = (MaruError, TimeoutError, ConnectionError, trio.RunFinishedError)
@@ -80,6 +84,10 @@ class Worker:
 
     def come_back(self) -> None:
         """Have the server know that it lives: until all have, nothing is handed back. At rest."""
+
+    def impatient(self, timeout: float) -> contextlib.AbstractContextManager[None]:
+        """It waits no longer than this for an answer while the block lasts."""
+        raise NotImplementedError
 
     def check(self) -> None:
         """Look whether all is as it must be. At rest."""
@@ -166,9 +174,10 @@ class OurKeeper(Keeper):
 
     def __init__(self, face: str, url: str, seed: int, findings: list[str]):
         super().__init__(f"{face} keeper", seed, findings)
-        self.client = client(
-            face, url, pool_size=8 << 20, chunk_size_bytes=SMALL, timeout_ms=TIMEOUT_MS, lease=30.0, max_inflight=8
-        )
+        self.client = client(face, url, pool_size=8 << 20, chunk_size_bytes=SMALL, **PATIENT)
+
+    def impatient(self, timeout: float) -> contextlib.AbstractContextManager[None]:
+        return self.client.impatient(timeout)
 
     def come_back(self) -> None:
         self.client.beat()
@@ -195,7 +204,7 @@ class PublishedKeeper(Keeper):
 
     def __init__(self, url: str, seed: int, findings: list[str]):
         super().__init__("published keeper", seed, findings, most=500)
-        self.owner = PublishedOwner(url, self.name, page=SMALL, region=8 << 20, timeout=TIMEOUT_MS / 1e3)
+        self.owner = PublishedOwner(url, self.name, page=SMALL, region=8 << 20, timeout=5.0)
         self._at: dict[str, int] = {}
 
     def put(self, keys: list[str]) -> list[str]:
@@ -207,6 +216,9 @@ class PublishedKeeper(Keeper):
 
     def new_keys(self, n: int) -> list[str]:
         return super().new_keys(1)
+
+    def impatient(self, timeout: float) -> contextlib.AbstractContextManager[None]:
+        return self.owner.impatient(timeout)
 
     def come_back(self) -> None:
         self.store(self.new_keys(1))  # by this the server knows whose region that is
@@ -236,9 +248,7 @@ class Churner(Worker):
 
     def __init__(self, face: str, url: str, seed: int, findings: list[str]):
         super().__init__(f"{face} churner", seed, findings)
-        self.client = client(
-            face, url, pool_size=2 << 20, chunk_size_bytes=16 * SMALL, timeout_ms=TIMEOUT_MS, lease=30.0, max_inflight=8
-        )
+        self.client = client(face, url, pool_size=2 << 20, chunk_size_bytes=16 * SMALL, **PATIENT)
         self.keys: list[str] = []
         self._number = 0
 
@@ -259,6 +269,9 @@ class Churner(Worker):
                 self.find(look)
             self.client.let_go(key)
 
+    def impatient(self, timeout: float) -> contextlib.AbstractContextManager[None]:
+        return self.client.impatient(timeout)
+
     def come_back(self) -> None:
         self.client.beat()
 
@@ -277,7 +290,7 @@ class Vandal(Worker):
 
     def __init__(self, url: str, seed: int, findings: list[str], keepers: list[Keeper], churners: list[Churner]):
         super().__init__("vandal", seed, findings)
-        self.client = client("blocking", url, pool_size=0, timeout_ms=TIMEOUT_MS, lease=30.0, max_inflight=8)
+        self.client = client("blocking", url, pool_size=0, **PATIENT)
         self._keepers, self._churners = keepers, churners
 
     def work(self) -> None:
@@ -288,6 +301,9 @@ class Vandal(Worker):
             self.client.delete(self.dice.sample(recent, min(3, len(recent))))
         keeper = self.dice.choice(self._keepers)
         look_at(self, self.client, [f"{keeper.name}/{self.dice.randrange(keeper._number + 1)}" for _ in range(8)])
+
+    def impatient(self, timeout: float) -> contextlib.AbstractContextManager[None]:
+        return self.client.impatient(timeout)
 
     def come_back(self) -> None:
         self.client.beat()
@@ -302,7 +318,7 @@ class Reader(Worker):
 
     def __init__(self, face: str, url: str, seed: int, findings: list[str], churners: list[Churner]):
         super().__init__(f"{face} reader", seed, findings)
-        self.client = client(face, url, pool_size=0, timeout_ms=TIMEOUT_MS, lease=30.0, max_inflight=8)
+        self.client = client(face, url, pool_size=0, **PATIENT)
         self._churners = churners
         self.views = 0
 
@@ -326,6 +342,9 @@ class Reader(Worker):
             for key in held:
                 with contextlib.suppress(*EXPECTED):
                     self.client.let_go(key)
+
+    def impatient(self, timeout: float) -> contextlib.AbstractContextManager[None]:
+        return self.client.impatient(timeout)
 
     def come_back(self) -> None:
         self.client.beat()
@@ -376,6 +395,7 @@ class Load:
         self.tcp = tcp
         self.findings: list[str] = []
         self.workers: list[Worker] = []
+        self._timeout, self._hurry = TIMEOUT, contextlib.ExitStack()
         try:
             keepers: list[Keeper] = []
             for make in (
@@ -407,13 +427,31 @@ class Load:
         for worker in self.workers:
             if worker._thread.ident is not None:
                 worker.end()
+        self._hurry.close()
         for worker in self.workers:
             with contextlib.suppress(*EXPECTED):
                 worker.close()
 
     def go(self) -> None:
+        self._be_impatient()
         for worker in self.workers:
             worker.may_work.set()
+
+    def _be_impatient(self) -> None:
+        self._hurry.close()
+        for worker in self.workers:
+            self._hurry.enter_context(worker.impatient(self._timeout))
+
+    def wait(self, holds: Callable[[], bool]) -> None:
+        """Until their work has brought this about. Where nothing is ever answered in time, they have to wait longer."""
+        deadline, slow = time.monotonic() + PATIENCE, time.monotonic() + 2.0
+        while not holds():
+            assert time.monotonic() < deadline, f"it did not come true in {PATIENCE:g} s: {self}"
+            if time.monotonic() > slow and self._timeout < MOST:
+                slow = time.monotonic() + 2.0
+                self._timeout *= 2
+                self._be_impatient()
+            time.sleep(0.005)
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -421,6 +459,7 @@ class Load:
             worker.may_work.clear()
         for worker in self.workers:
             assert worker.at_rest.wait(PATIENCE), f"{worker.name} does not come to rest"
+        self._hurry.close()
         yield
         self.go()
 

@@ -136,8 +136,8 @@ def close_waits_for_an_answer(patch):
     from maru._client import handler
     from maru._client.operations import connecting
 
-    patch.setattr(connecting, "CLOSE_PATIENCE", 5.0)
-    patch.setattr(handler, "CLOSE_TIME", 5.0)
+    patch.setattr(connecting, "CLOSE_PATIENCE", 60.0)
+    patch.setattr(handler, "CLOSE_TIME", 60.0)
 
 
 def a_store_asks_first(patch):

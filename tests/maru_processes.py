@@ -16,10 +16,12 @@ import ctypes
 import importlib
 import json
 import os
+import random
 import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -35,8 +37,9 @@ from published import PublishedClient
 
 PLANTED = {"server": "", "actor": ""}
 """A ``setup`` for every server, and for every actor: how a test of the tests plants faults into them."""
-PATIENCE = 20.0
-"""Seconds after which something that must happen will not: a test that waits so long has failed."""
+PATIENCE = 60.0
+"""Seconds after which something that must happen will not: a test that waits so long has failed. As long as it is, it costs
+nothing where it happens, and a machine that is busy with ten other things does not miss it."""
 DESCRIBE = 0x49
 
 _PR_SET_PDEATHSIG = 1
@@ -66,8 +69,12 @@ def eventually(holds: Callable[[], Any], patience: float | None = None) -> Any:
         time.sleep(0.005)
 
 
-def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """Do this in a thread, and fail if it takes longer: for what might hang. A hanging thread is left behind as a daemon."""
+def within(seconds: float | None, work: Callable[[], Any]) -> Any:
+    """Do this in a thread, and fail if it takes longer (than anything may, if None): for what might hang.
+
+    A hanging thread is left behind as a daemon.
+    """
+    seconds = PATIENCE if seconds is None else seconds
     outcome: list[Any] = []
 
     def run() -> None:
@@ -84,6 +91,17 @@ def within(seconds: float, work: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return result
+
+
+def free_port() -> int:
+    """A port of this host that no connection is given while its server is away: or the next one could not listen there."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    dice = random.SystemRandom()
+    while True:
+        port = dice.randrange(10_000, max(first, 20_000))
+        with socket.socket() as listening, contextlib.suppress(OSError):
+            listening.bind(("127.0.0.1", port))
+            return port
 
 
 @contextlib.contextmanager
@@ -298,25 +316,37 @@ class Server:
         options: of the command, beside those that are needed to find it.
         setup: ``module:function:argument``, called in its process first.
         fresh: start the command itself: with its imports, as a user does.
+        skips: whether a test may :meth:`skip` time.
     """
 
     def __init__(
-        self, pool: Path, *options: str, setup: str = "", fresh: bool = False, rm_address: str = "127.0.0.1:0"
+        self,
+        pool: Path,
+        *options: str,
+        setup: str = "",
+        fresh: bool = False,
+        rm_address: str = "127.0.0.1:0",
+        skips: bool = False,
     ):
-        self.pool, self.options, self.setup, self.fresh = (
-            pool,
-            options,
-            ",".join(filter(None, (setup, PLANTED["server"]))),
-            fresh,
-        )
+        assert not (fresh and (setup or skips)), "what a user starts is nobody's to prepare"
+        self.pool, self.options, self.fresh = pool, options, fresh
+        self._ahead = tempfile.NamedTemporaryFile() if skips else None  # noqa: SIM115 - closed with the block
+        skipping = ""
+        if self._ahead is not None:
+            skipping = f"maru_setups:skip:{self._ahead.name}"
+            self._set_ahead(0.0)
+        self.setup = ",".join(filter(None, (skipping, setup, PLANTED["server"])))
         self.ready: dict[str, Any] = {}
         self.waited = 0.0
         """Seconds from asking for it to its being ready, the last time."""
         self.starts = 0
-        self._ports = ["0", rm_address]
+        host, _, rm_port = rm_address.rpartition(":")
+        self._ports = [str(free_port()), rm_address if rm_port != "0" else f"{host}:{free_port()}"]
         self.text = ""
         """Its log, once the block is left."""
         self._child: Child | _Command | None = None
+        self._asking: PublishedClient | None = None
+        self._one_asks = threading.Lock()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the block
 
     def __enter__(self) -> Server:
@@ -328,14 +358,18 @@ class Server:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._hang_up()
         if self._child is not None:
             self._child.kill()
         if not self._log.closed:
             self.text = self.log()
         self._log.close()
+        if self._ahead is not None:
+            self._ahead.close()
 
     def start(self) -> None:
         """Until it is ready."""
+        self._hang_up()
         port, rm_address = self._ports
         options = ["--json", "--port", port, "--rm-address", rm_address, "--pool-path", str(self.pool)]
         options += ["--capacity-bytes", "64MiB", "--min-lease", "0.05", *self.options]
@@ -376,6 +410,7 @@ class Server:
         return address
 
     def kill(self) -> None:
+        self._hang_up()
         self.process.kill()
 
     def restart(self) -> None:
@@ -386,15 +421,34 @@ class Server:
     def stopped(self) -> contextlib.AbstractContextManager[None]:
         return self.process.stopped()
 
+    def skip(self, seconds: float) -> None:
+        """Its clock goes on by so much, and its successors' do: what it gave for a time, it takes back when next it looks.
+
+        A lease that ends by real time has to be short for a test not to wait, and then ends too soon on a busy machine.
+        """
+        assert self._ahead is not None, "not made for it"
+        self._set_ahead(self._skipped + seconds)
+
+    def _set_ahead(self, seconds: float) -> None:
+        assert self._ahead is not None
+        self._skipped = seconds
+        os.pwrite(self._ahead.fileno(), struct.pack("d", seconds), 0)
+
     def log(self) -> str:
         with open(f"/proc/self/fd/{self._log.fileno()}", errors="replace") as file:
             return file.read()
 
     def facts(self, section: str = "directory") -> dict[str, Any]:
-        """What the server says of itself."""
-        with PublishedClient(self.tcp, timeout=PATIENCE) as client:
-            answer = client.ask(DESCRIBE)
-        return answer["sections"][section]
+        """What the server says of itself: over one connection, so that whoever asks often does not keep it busy with that."""
+        with self._one_asks:
+            if self._asking is None:
+                self._asking = PublishedClient(self.tcp, timeout=PATIENCE)
+            return self._asking.ask(DESCRIBE)["sections"][section]
+
+    def _hang_up(self) -> None:
+        if self._asking is not None:
+            self._asking.close()
+            self._asking = None
 
     def requests(self) -> int:
         """How many requests it has had, this one not counted."""

@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from maru_processes import PATIENCE
+
 
 class Link:
     """One connection through the wire."""
@@ -64,7 +66,7 @@ class Wire:
 
     def __exit__(self, *_: object) -> None:
         self._stopping = True
-        self._thread.join(5)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive(), "the wire does not end"
         self._listener.close()
         for link in list(self.links):
@@ -91,7 +93,7 @@ class Wire:
                 self._end(link)
 
     def wait(self, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE
         while not holds():
             assert time.monotonic() < deadline, "nothing comes over the wire"
             time.sleep(0.002)
@@ -116,7 +118,7 @@ class Wire:
     def _accept(self) -> None:
         client, _ = self._listener.accept()
         try:
-            server = socket.create_connection(self._target, 5)
+            server = socket.create_connection(self._target, PATIENCE)
         except OSError:
             client.close()
             return

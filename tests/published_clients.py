@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,16 @@ def _dial(context: zmq.Context, kind: int, address: str) -> zmq.Socket:
     dialled.setsockopt(zmq.LINGER, 0)
     dialled.connect(address)
     return dialled
+
+
+@contextlib.contextmanager
+def impatient(client: PublishedClient | PublishedAsyncClient, timeout: float = 0.1) -> Iterator[None]:
+    """It waits no longer than this for an answer while the block lasts: for what nobody will answer."""
+    patience, client._timeout = client._timeout, timeout
+    try:
+        yield
+    finally:
+        client._timeout = patience
 
 
 class PublishedClient:
@@ -96,7 +107,7 @@ class PublishedAsyncClient:
         """What is in flight fails with ConnectionError."""
         self._asked.put(None)
         self._waking.send(b"!")
-        self._thread.join(5)
+        self._thread.join(TIMEOUT)
         assert not self._thread.is_alive(), "the client's thread does not end"
         self._dealer.close()
         self._context.term()

@@ -66,7 +66,7 @@ class PublishedServer:
     def close(self) -> None:
         """Forgets everything, and leaves the regions' files where they are. Raises what ended the thread, if anything did."""
         self._stopping.send(b"!")
-        self._thread.join(5)
+        self._thread.join(TIMEOUT)
         assert not self._thread.is_alive(), "the server's thread does not end"
         self._undo.close()
         if self._failure is not None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-TIMEOUT = 2.0
+TIMEOUT = 30.0
+"""Seconds after which an answer that must come will not: far more than a busy machine takes. A test of silence says less."""
 IN_FLIGHT = 64
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,19 @@ import attrs
 from offload.testing.scenarios._contract import Outcome
 from offload.testing.scenarios._program import Fault, Scenario, Step, StoreStep
 from offload.testing.scenarios._report import Moment, Report, Violation
+
+
+def unhurried() -> float:
+    """A pace for a run on the clock of the wall: how much slower than by itself this thread computes just now.
+
+    What a scenario has a hundred milliseconds apart takes two of them, so there is time enough, and so there is on a
+    machine that has many other things to do: at a fraction of the pace, an eighth at most.
+    """
+    began, computed = time.perf_counter(), time.thread_time()
+    while time.thread_time() - computed < 0.02:
+        pass
+    slower = (time.perf_counter() - began) / (time.thread_time() - computed)
+    return 1.0 if slower < 1.5 else min(slower, 8.0)
 
 
 def report_of(

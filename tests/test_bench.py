@@ -184,6 +184,9 @@ def test_subjects_take_turns_back_and_forth_behind_a_warm_up() -> None:
     turns.clear()
     samples = in_turn("", Effort(repeat=1), {"a": lambda: {"x": subject("a"), "y": 7.0}}, warm_up=False)
     assert (samples["x"].values, samples["y"].values) == ([1.0], [7.0])
+    turns.clear()
+    in_turn("", Effort(repeat=1, quick=True), {"a": lambda: subject("a")})
+    assert turns == ["a"]  # of a quick one, the figures are of little use
 
 
 def test_sample_is_its_median_and_noise_the_middle_half_of_it() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import trio
+from maru_actors import impatient
 
 from backends.abc import LOADED
 from backends.file import FileTier
@@ -79,15 +80,17 @@ async def test_a_page_store_that_falls_silent_costs_three_timeouts_and_is_found_
     async with open_test_server() as server, open_lossy_wire(server.endpoints[0]) as wire:
         wire.decide = lambda code, number: Fate.LOSE_REQUEST if silent else Fate.PASS
         breaker = BreakerConfig(first_wait=30.0)
-        async with guarded(MaruTier(handler_to(wire.endpoint, timeout_ms=100)), "maru", breaker=breaker) as tier:
+        handler = handler_to(wire.endpoint, timeout_ms=30_000)
+        async with guarded(MaruTier(handler), "maru", breaker=breaker) as tier:
             reservation = await tier.reserve(keys, BLOCK, "wait")
             await reservation.transfer(source, source.upgrade(keys))
             reservation.release()
             silent = True
-            for _ in range(3):
-                assert tier.health.state is HealthState.CLOSED
-                with pytest.raises(NoAnswer):
-                    await tier.pin(keys)
+            async with impatient(handler):
+                for _ in range(3):
+                    assert tier.health.state is HealthState.CLOSED
+                    with pytest.raises(NoAnswer):
+                        await tier.pin(keys)
             with pytest.raises(TierUnavailable, match="NoAnswer"):
                 await tier.contains(keys)
             silent = False

@@ -177,7 +177,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
         "\n.. knobs:: server\n\n.. knobs:: client\n"
     )
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html", str(source), str(source / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return (source / "out" / "index.html").read_text()
 

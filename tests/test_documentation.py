@@ -124,7 +124,7 @@ def test_python_block_runs(block: Block, program: str, tmp_path: Path) -> None:
     file = tmp_path / f"{block.page.stem}.py"
     file.write_text(program)
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(file)], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "-W", "error", str(file)], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, f"{block.name}\n{done.stdout}\n{done.stderr}"
 
@@ -138,7 +138,7 @@ def test_command_runs(line: str, tmp_path: Path) -> None:
         run_until_ready([sys.executable, "-m", *shlex.split(line)], tmp_path, environ)
         return
     line = line.replace("offload", f"{shlex.quote(sys.executable)} -m offload", 1)
-    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
@@ -152,7 +152,7 @@ def page_store() -> Iterator[Server]:
 def test_page_store_command_runs(line: str, page_store: Server, tmp_path: Path) -> None:
     environ = {**os.environ, "MARU_CLIENT__SERVER_URL": page_store.tcp}
     line = line.replace("maru", f"{shlex.quote(sys.executable)} -m maru", 1)
-    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 

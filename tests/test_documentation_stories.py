@@ -75,7 +75,7 @@ def live(block: Block, directory: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
+            timeout=300,
         )
         output = done.stdout
         assert done.returncode == int(said(block, "exits") or 0), f"{block.name} {line}\n{output}"

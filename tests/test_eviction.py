@@ -237,10 +237,10 @@ def test_passing_over_held_keys_does_not_cost_more_the_more_are_held():
         lru.use([b"%d" % number for number in range(evictions)])
         keep = set(held)
         lru.make_room([b"x"], 1, keep)  # this one pays for all of them
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(evictions - 1):
             assert len(lru.make_room([b"x"], 1, keep)[0]) == 1
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     cheap = min(cost(0) for _ in range(5))
     assert min(cost(20_000) for _ in range(5)) < 20 * cheap  # scanning would be thousands of times as slow

@@ -618,6 +618,7 @@ async def test_after_closing_it_says_so(directory):
 
 
 async def test_an_abandoned_copy_stops_and_leaves_no_file_once_it_is_released(directory):
+    before = set(threading.enumerate())
     tier = open_tier(directory)
     started, gate = threading.Event(), threading.Event()
 
@@ -638,7 +639,9 @@ async def test_an_abandoned_copy_stops_and_leaves_no_file_once_it_is_released(di
             nursery.start_soon(reservation.transfer, source, source.upgrade(KEYS))
             await trio.to_thread.run_sync(started.wait)
             scope.cancel()
-    [abandoned] = [thread for thread in threading.enumerate() if thread.name.startswith("offload-copy")]
+    [abandoned] = [
+        each for each in threading.enumerate() if each not in before and each.name.startswith("offload-copy")
+    ]
     assert tier.statistics().reserved_blocks == 4
     gate.set()
     abandoned.join()

@@ -145,12 +145,12 @@ def test_interrupted_bench_takes_its_server_along(end: signal.Signals) -> None:
     bench = subprocess.Popen(
         [sys.executable, "-m", "maru.bench", "rpc", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not left_behind(bench.pid):
         assert time.monotonic() < deadline and bench.poll() is None
         time.sleep(0.05)
     bench.send_signal(end)
-    bench.communicate(timeout=30)
+    bench.communicate(timeout=60)
     assert not left_behind(bench.pid)
 
 

@@ -228,18 +228,19 @@ def test_our_client_at_a_published_server_does_what_it_does_at_ours(tmp_path, fa
 
 
 def test_our_client_at_a_published_server_says_so_when_it_does_not_answer(tmp_path, face):
-    with PublishedServer(tmp_path) as theirs, client(face, theirs.address, timeout_ms=60) as owner:
+    with PublishedServer(tmp_path) as theirs, client(face, theirs.address) as owner:
         owner.put(["k"])
         theirs.mute = True
-        for name, arguments in (
-            ("retrieve", ("k",)),
-            ("batch_exists", (["k"],)),
-            ("batch_put", (["l"], [b"bytes"])),
-            ("batch_pin", (["k"],)),
-            ("delete", ("x",)),
-        ):
-            with pytest.raises(NoAnswer):
-                owner.call(name, *arguments)
+        with owner.impatient():
+            for name, arguments in (
+                ("retrieve", ("k",)),
+                ("batch_exists", (["k"],)),
+                ("batch_put", (["l"], [b"bytes"])),
+                ("batch_pin", (["k"],)),
+                ("delete", ("x",)),
+            ):
+                with pytest.raises(NoAnswer):
+                    owner.call(name, *arguments)
         theirs.mute = False
         assert owner.get(["k"]) == ["right"]
 
@@ -249,13 +250,14 @@ def test_our_client_notices_that_a_published_server_has_forgotten_everything(tmp
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     first = PublishedServer(tmp_path / "one")
-    with client(face, first.address, timeout_ms=100) as owner:
+    with client(face, first.address) as owner:
         assert owner.put(["k"]) == ["NEW"]
         first.close()
-        with pytest.raises(NoAnswer):
+        with owner.impatient(), pytest.raises(NoAnswer):
             owner.put(["lost"])
         with PublishedServer(tmp_path / "two", address=first.address) as second:
-            eventually(lambda: owner.call("healthcheck"))
+            with owner.impatient():
+                eventually(lambda: owner.call("healthcheck"))
             assert owner.put(["l"]) == ["NEW"]
             with PublishedOwner(second.address, "reader", region=0) as reader:
                 assert reader.get(["l"]) == ["right"]
@@ -297,16 +299,22 @@ def test_pages_of_ours_that_a_published_client_deletes_come_back(pool, face):
 # --- published clients under our rules ------------------------------------------------------------------------------
 
 
-RULES = ("--session-lease", "0.2", "--lease-grace", "0.05", "--capacity-bytes", "4MiB")
+RULES = ("--session-lease", "10", "--capacity-bytes", "4MiB")
 
 
 def test_silence_does_not_end_a_published_client_and_its_connection_does(pool):
-    with Server(pool, *RULES, "--v1-read-grace", "0") as server:
-        with PublishedOwner(server.tcp, "theirs") as owner:
+    with Server(pool, *RULES, "--v1-read-grace", "0", skips=True) as server:
+        with PublishedOwner(server.tcp, "theirs") as owner, PublishedClient(server.tcp) as raw:
             owner.put("k")
-            time.sleep(0.6)  # three leases
+            raw.ask(Ask.HANDSHAKE, instance_id="one of ours that is silent", extensions=1)
+            assert server.facts()["sessions"] == 2
+            server.skip(30.0)  # three leases
+            eventually(lambda: server.facts()["sessions"] < 2)
             assert server.facts()["sessions"] == 1
             assert owner.put("l") is True
+        eventually(lambda: server.facts("server")["connections"] == 1)  # that over which it is asked
+        assert server.facts()["sessions"] == 1
+        server.skip(30.0)
         eventually(lambda: server.facts()["sessions"] == 0)
         facts = server.facts()
         assert (facts["abandoned"], facts["entries"]) == (1, 2)
@@ -318,11 +326,11 @@ def test_silence_does_not_end_a_published_client_and_its_connection_does(pool):
 def test_a_published_client_that_makes_its_socket_anew_is_the_same_client(pool):
     """Its REQ socket is a new one after each timeout: another connection, from which it goes on in its region."""
     with (
-        Server(pool, "--session-lease", "2", "--lease-grace", "0.05") as server,
-        PublishedOwner(server.tcp, "theirs", timeout=0.15) as owner,
+        Server(pool) as server,
+        PublishedOwner(server.tcp, "theirs") as owner,
     ):
         owner.put("k")
-        with server.stopped(), pytest.raises(TimeoutError):
+        with server.stopped(), owner.impatient(), pytest.raises(TimeoutError):
             owner.put("lost")
         assert owner.put("l") is True
         eventually(lambda: server.facts("server")["connections"] == 2)  # with the one that asks this
@@ -333,9 +341,9 @@ def test_a_published_client_that_makes_its_socket_anew_is_the_same_client(pool):
 
 def test_keys_of_a_connected_published_owner_are_neither_evicted_nor_deleted_by_others(pool, face):
     with (
-        Server(pool, *RULES, "--v1-read-grace", "0") as server,
+        Server(pool, *RULES, "--v1-read-grace", "0", skips=True) as server,
         PublishedOwner(server.tcp, "theirs") as owner,
-        client(face, server.tcp) as other,
+        client(face, server.tcp, lease=60.0) as other,
         PublishedOwner(server.tcp, "another", region=0) as another,
     ):
         for key in keys_of("k"):
@@ -345,19 +353,22 @@ def test_keys_of_a_connected_published_owner_are_neither_evicted_nor_deleted_by_
         assert answer["success"] is False and "protected" in answer["error"]
         assert other.put(keys_of("o")) == ["NEW"] * PAGES
         assert other.put(keys_of("p")) == ["NEW"] * PAGES  # what is evicted is its own
-        with client(face, server.tcp, timeout_ms=1_000) as third:
+        with client(face, server.tcp) as third:
             assert third.put(["x"]) == ["FULL"]
         assert other.exist(*keys_of("k")) == [True] * PAGES
         assert owner.ask(Ask.DELETE_KV, key="k 0")["success"]  # it may itself
+        before = server.facts("server")["connections"]
         owner.close()
+        eventually(lambda: server.facts("server")["connections"] < before)
+        server.skip(30.0)
         eventually(lambda: other.delete(["k 1"]) == ["DELETED"])
 
 
 def test_a_key_that_a_published_client_looked_up_is_not_evicted_for_a_while(pool, face):
     """It reads without a pin, and would not learn of it."""
     with (
-        Server(pool, "--v1-read-grace", "0.5", "--high-watermark", "1.0") as server,
-        client(face, server.tcp) as owner,
+        Server(pool, "--v1-read-grace", "10", "--high-watermark", "1.0", skips=True) as server,
+        client(face, server.tcp, lease=60.0) as owner,
         PublishedOwner(server.tcp, "reader", region=0) as reader,
     ):
         owner.put(keys_of("k"))
@@ -369,28 +380,33 @@ def test_a_key_that_a_published_client_looked_up_is_not_evicted_for_a_while(pool
             assert view[found["kv_offset"] : found["kv_offset"] + SIZE] == payload("k 0", SIZE)
         assert owner.put(["beyond", *keys_of("d", 7)]).count("NEW") == 7
         assert owner.exist("k 0") == [True]
+        server.skip(20.0)
         eventually(lambda: owner.put(keys_of(f"{time.monotonic()}")) == ["NEW"] * PAGES)
         assert owner.exist("k 0") == [False]
 
 
 def test_a_key_that_a_killed_published_client_pinned_is_free_after_its_grace(pool):
     with (
-        Server(pool, "--v1-read-grace", "0.3") as server,
-        client("blocking", server.tcp) as owner,
+        Server(pool, "--v1-read-grace", "10", skips=True) as server,
+        client("blocking", server.tcp, lease=60.0) as owner,
         Actor(BE_PUBLISHED, server.tcp, "victim") as victim,
     ):
         owner.put(["k"])
         assert victim.ask("pin", "k")
-        assert owner.delete(["k"]) == ["PINNED"]
+        before = server.facts("server")["connections"]
         victim.kill()
+        eventually(lambda: server.facts("server")["connections"] < before)
+        assert owner.delete(["k"]) == ["PINNED"]
+        server.skip(20.0)
         eventually(lambda: owner.delete(["k"]) == ["DELETED"])
 
 
 def test_a_published_client_goes_on_after_a_restart_of_our_server(pool):
-    with Server(pool) as server, PublishedOwner(server.tcp, "theirs", timeout=0.3) as owner:
+    with Server(pool) as server, PublishedOwner(server.tcp, "theirs") as owner:
         owner.put("k")
         server.restart()
-        eventually(lambda: _answered(owner))
+        with owner.impatient():
+            eventually(lambda: _answered(owner))
         assert owner.get(["k"]) == ["right"]
         assert owner.put("l") is True
         assert owner.get(["k", "l"]) == ["right"] * 2

@@ -304,7 +304,7 @@ async def test_no_descriptor_stays_open_here_whether_or_not_the_answer_left(tmp_
             server._pool.gate.set()
             await until(lambda: not server.statistics().connections)
         assert len(server._pool.opened) == 2
-        assert open_descriptors() == before
+        assert open_descriptors() <= before
 
 
 def answer_once(path, answer):
@@ -349,7 +349,7 @@ def test_a_client_believes_no_odd_answer_and_keeps_no_descriptor_of_it(tmp_path,
     with pytest.raises(error, match=text):
         fetch_descriptor(path, DescriptorRequest(ME, 1, 0, MIB2, False, bytes(32)), 30)
     thread.join()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 def test_a_server_that_is_not_there_is_lost(tmp_path):

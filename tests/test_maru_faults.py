@@ -6,6 +6,7 @@ it does.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -20,16 +21,13 @@ from typing import Any
 import msgspec
 import pytest
 from maru_actors import BE, BE_PUBLISHED, FACES, PAGE, PAGES, REGION, SIZE, BlockingClient, PublishedOwner, client
-from maru_processes import Actor, Server, eventually, payload, temporary_pool, within
+from maru_processes import PATIENCE, Actor, Server, eventually, payload, temporary_pool, within
 from maru_wire import Wire
 from published import PublishedClient, PublishedServer
 from published_wire import Ask
 
 from maru._errors import LeaseLost, MaruError, NoAnswer
 from maru._wire import Code, HandshakeRequest, RegionRequest, StoreRequest, request
-
-SHORT = {"timeout_ms": 80}
-"""For calls that will not be answered."""
 
 
 @pytest.fixture
@@ -62,12 +60,12 @@ def unanswered(call: Callable[[], Any]) -> None:
 def test_fault_1_a_store_that_timed_out_shows_nobody_another_keys_bytes(pool, face):
     with (
         Server(pool) as server,
-        client(face, server.tcp, **SHORT) as owner,
+        client(face, server.tcp) as owner,
         client("blocking", server.tcp, pool_size=0) as reader,
     ):
         assert owner.put(["warm"]) == ["NEW"]
         everything = ["warm"]
-        with server.stopped():
+        with server.stopped(), owner.impatient():
             used = set()
             for keys in (keys_of("a", 3), keys_of("b", 4)):  # what one store has used, the next one does not
                 handles = owner.fill(keys)
@@ -93,23 +91,30 @@ def test_fault_1_a_store_that_arrives_after_its_page_was_reused_is_refused(pool)
     with (
         Server(pool) as server,
         Wire(server.tcp) as wire,
-        client("blocking", wire.address, timeout_ms=400, lease=60.0, checksums=False) as owner,
+        client("blocking", wire.address, lease=60.0, checksums=False) as owner,
         client("blocking", server.tcp, pool_size=0, checksums=False) as reader,
     ):
         assert owner.put(["warm"]) == ["NEW"]
         [first] = wire.links
         wire.hold(first, up=True)
         before = first.up
-        [handle] = owner.fill(["late"])
-        storing = threading.Thread(target=lambda: unanswered(lambda: owner.call("store", "late", handle)))
-        storing.start()
+        held_up = threading.Thread(target=lambda: owner.exist("warm"))
+        held_up.start()
         wire.wait(lambda: first.up > before)
-        assert owner.exist("warm") == [True]  # over a second connection, which then is the last that is given up
+        assert owner.exist("warm") == [True]  # over a second connection
         second = wire.links[1]
-        wire.hold(second, down=True)
-        unanswered(lambda: owner.exist("warm"))
-        storing.join(5)
-        assert not storing.is_alive()
+        wire.let_go(first)
+        held_up.join(PATIENCE)
+        assert not held_up.is_alive()
+        wire.hold(first, up=True)
+        before = first.up
+        [handle] = owner.fill(["late"])
+        with owner.impatient():
+            unanswered(lambda: owner.call("store", "late", handle))
+            wire.wait(lambda: first.up > before)
+            owner.handler._driver.lines._free.rotate()  # as if another thread had just used the second one
+            wire.hold(second, down=True)
+            unanswered(lambda: owner.exist("warm"))
         wire.let_go(second)
         assert owner.pages().limbo == 1
         seen, keys = ["warm", "late"], []
@@ -142,15 +147,21 @@ def test_fault_1_what_a_published_server_did_not_answer_is_never_used_again(tmp_
     """It can be asked for nothing: so the page is given up until its region ends."""
     with (
         Mumbling(tmp_path) as server,
-        client(face, server.address, timeout_ms=50) as owner,
+        client(face, server.address) as owner,
         PublishedOwner(server.address, "reader", region=0) as reader,
     ):
-        unanswered(lambda: owner.put(["lost"]))
-        server.mute = False
+
+        def lose(key: str) -> None:
+            handles = owner.fill([key])
+            with owner.impatient():
+                unanswered(lambda: owner.call("batch_store", [key], handles))
+            eventually(lambda: server.mute)  # it has done it
+            server.mute = False
+
+        lose("lost")
         assert reader.get(["lost"]) == ["right"]
         for number in range(PAGES - 1):
-            unanswered(lambda number=number: owner.put([f"other {number}"]))
-            server.mute = False
+            lose(f"other {number}")
             assert wrong(reader.get(["lost", *keys_of("other")])) == []
         assert owner.put(["beyond"]) == ["FULL"]
         assert owner.pages().quarantined == PAGES
@@ -305,14 +316,14 @@ def test_fault_5_keys_that_are_named_twice_or_there_already_cost_no_page(pool, f
 
 
 def test_fault_6_a_batch_that_timed_out_says_so_and_leaks_no_page(pool, face):
-    with Server(pool) as server, client(face, server.tcp, **SHORT) as owner:
+    with Server(pool) as server, client(face, server.tcp) as owner:
         owner.put(["warm"])
         for number in range(2):
             keys = keys_of(f"{number}", 7)
             owner.delete(["warm", *keys_of(f"{number - 1}", 7)])
             eventually(lambda: owner.call("healthcheck"))
             handles = owner.fill(keys)
-            with server.stopped():
+            with server.stopped(), owner.impatient():
                 unanswered(lambda keys=keys, handles=handles: owner.call("batch_store", keys, handles))
                 unanswered(lambda: owner.call("batch_retrieve", keys_of("x", 20)))
             eventually(lambda keys=keys: owner.exist(*keys) == [True] * 7)
@@ -339,10 +350,10 @@ def test_fault_7_whatever_is_not_answered_is_no_answer(pool, face):
         "batch_put": (["new"], [b"bytes"]),
         "get_stats": (),
     }
-    with Server(pool) as server, client(face, server.tcp, timeout_ms=40) as owner:
+    with Server(pool) as server, client(face, server.tcp) as owner:
         owner.put(["there", "other"])
         assert owner.call("healthcheck")
-        with server.stopped():
+        with server.stopped(), owner.impatient(0.04):
             for name, arguments in calls.items():
                 with pytest.raises(NoAnswer):
                     owner.call(name, *arguments)
@@ -354,8 +365,8 @@ def test_fault_7_whatever_is_not_answered_is_no_answer(pool, face):
 @pytest.mark.parametrize(("face", "at_once"), [("trio", 40), pytest.param("blocking", 1, marks=pytest.mark.long)])
 def test_fault_7_whoever_asks_a_server_that_is_away_for_long_is_not_kept_for_ever(pool, face, at_once):
     """What is sent to nobody waits in a queue, until that is full. Sending then waits no longer than for an answer."""
-    with Server(pool) as server, client(face, server.tcp, timeout_ms=20, lease=60.0) as owner:
-        eventually(lambda: _answered(lambda: owner.put(["k"])))
+    with Server(pool) as server, client(face, server.tcp, lease=60.0) as owner:
+        assert owner.put(["k"]) == ["NEW"]
         server.kill()
         outcomes: list[Any] = []
 
@@ -364,9 +375,10 @@ def test_fault_7_whoever_asks_a_server_that_is_away_for_long_is_not_kept_for_eve
                 outcomes.append(_answered(lambda: owner.call("exists", "k")))
 
         threads = [threading.Thread(target=ask_and_ask, daemon=True) for _ in range(at_once)]
-        for thread in threads:
-            thread.start()
-        eventually(lambda: not any(thread.is_alive() for thread in threads), 60.0)
+        with owner.impatient(0.02):
+            for thread in threads:
+                thread.start()
+            eventually(lambda: not any(thread.is_alive() for thread in threads))
         assert outcomes == [None] * 1_200
         server.start()
         eventually(lambda: _answered(lambda: owner.get(["k"])) == ["right"])
@@ -384,13 +396,13 @@ def test_fault_7_a_pin_whose_answer_was_lost_is_given_back(pool, face):
     with (
         Server(pool) as server,
         client("blocking", server.tcp) as owner,
-        client(face, server.tcp, pool_size=0, timeout_ms=80, lease=60.0) as reader,
+        client(face, server.tcp, pool_size=0, lease=60.0) as reader,
     ):
         keys = keys_of("k")
         owner.put(keys)
         reader.hold(keys[0])
         reader.let_go(keys[0])
-        with server.stopped():
+        with server.stopped(), reader.impatient():
             unanswered(lambda: reader.pin(*keys))
             unanswered(lambda: reader.call("batch_retrieve", keys))
             unanswered(lambda: reader.get(keys))
@@ -403,16 +415,21 @@ def test_fault_7_a_pin_whose_answer_was_lost_is_given_back(pool, face):
 @pytest.mark.parametrize("face", FACES)
 def test_fault_7_a_pin_of_whoever_never_speaks_again_ends_with_its_lease(pool, face):
     with (
-        Server(pool, "--lease-grace", "0.1") as server,
-        client("blocking", server.tcp) as owner,
-        Actor(BE, face, server.tcp, {"pool_size": 0, "lease": 0.3, "timeout_ms": 5000}) as reader,
+        Server(pool, skips=True) as server,
+        Wire(server.tcp) as wire,
+        client("blocking", server.tcp, lease=60.0) as owner,
+        Actor(BE, face, wire.address, {"pool_size": 0, "lease": 10.0}) as reader,
     ):
         owner.put(["k"])
         assert reader.ask("exist", "k") == [True]
+        [link] = wire.links
         with server.stopped():
+            before = link.up
             reader.tell("pin", "k")
-            time.sleep(0.05)  # it is on its way
+            wire.wait(lambda: link.up > before)  # it is on its way
             reader.kill()
+        eventually(lambda: server.facts()["pinned"] == 1)
+        server.skip(20.0)
         eventually(lambda: server.facts()["sessions"] == 1)
         assert server.facts()["pinned"] == 0
         assert owner.delete(["k"]) == ["DELETED"]
@@ -424,7 +441,7 @@ def test_fault_7_a_pin_of_whoever_never_speaks_again_ends_with_its_lease(pool, f
 def test_fault_8_a_restart_keeps_every_key_and_stores_go_on_for_real(pool, face):
     with (
         Server(pool) as server,
-        client(face, server.tcp, timeout_ms=120) as owner,
+        client(face, server.tcp) as owner,
         client("blocking", server.tcp, pool_size=0) as reader,
     ):
         keys = keys_of("k", 5)
@@ -432,7 +449,8 @@ def test_fault_8_a_restart_keeps_every_key_and_stores_go_on_for_real(pool, face)
         epoch = server.ready["epoch"]
         for number in range(2):
             server.kill()
-            unanswered(lambda number=number: owner.put([f"while it is away {number}"]))
+            with owner.impatient():
+                unanswered(lambda number=number: owner.put([f"while it is away {number}"]))
             server.start()
             assert server.ready["epoch"] != epoch
             assert reader.get(keys) == ["right"] * 5
@@ -447,7 +465,7 @@ def test_fault_8_a_server_that_has_forgotten_everything_is_told_again_and_no_sto
     """Without a journal. What was stored is registered again by its owner; until then it is a miss."""
     with (
         Server(pool, "--no-journal") as server,
-        client(face, server.tcp, timeout_ms=500, lease=0.3) as owner,
+        client(face, server.tcp) as owner,
         client("blocking", server.tcp, pool_size=0) as reader,
     ):
         keys = keys_of("k", 5)
@@ -456,7 +474,8 @@ def test_fault_8_a_server_that_has_forgotten_everything_is_told_again_and_no_sto
         assert server.ready["keys"] == 0
         assert owner.put(["new"]) == ["NEW"]
         assert reader.get(["new"]) == ["right"]
-        eventually(lambda: reader.get(keys) == ["right"] * 5)
+        owner.beat()
+        assert reader.get(keys) == ["right"] * 5
         assert owner.handler.statistics().counters.sessions_lost == 1
 
 
@@ -483,17 +502,17 @@ def test_fault_8_a_view_outlives_a_restart_or_says_that_it_did_not(pool, face):
 
 @pytest.mark.parametrize("face", FACES)
 def test_fault_9_pins_and_regions_of_a_killed_client_go_with_its_lease(pool, face):
-    knobs = {"lease": 0.25}
     with (
-        Server(pool, "--capacity-bytes", "4MiB", "--lease-grace", "0.1") as server,
-        client("blocking", server.tcp) as owner,
-        Actor(BE, face, server.tcp, knobs) as victim,
+        Server(pool, "--capacity-bytes", "4MiB", skips=True) as server,
+        client("blocking", server.tcp, lease=60.0) as owner,
+        Actor(BE, face, server.tcp, {"lease": 10.0}) as victim,
     ):
         assert owner.put(["k"]) == victim.ask("put", ["v"]) == ["NEW"]
         assert victim.ask("pin", "k") == victim.ask("hold", "v") == [True]
         assert server.facts()["sessions"] == server.facts()["pinned"] == 2
         assert owner.delete(["k"]) == ["PINNED"]
         victim.kill()
+        server.skip(20.0)
         eventually(lambda: server.facts()["sessions"] == 1)
         facts = server.facts()
         assert (facts["pinned"], facts["regions"], facts["abandoned"]) == (0, 2, 1)
@@ -507,16 +526,23 @@ def test_fault_9_pins_and_regions_of_a_killed_client_go_with_its_lease(pool, fac
 
 def test_fault_9_a_killed_published_client_leaves_nothing_behind_but_for_its_grace(pool):
     with (
-        Server(pool, "--session-lease", "0.3", "--v1-read-grace", "0.2", "--capacity-bytes", "4MiB") as server,
+        Server(pool, "--v1-read-grace", "0.2", "--capacity-bytes", "4MiB", skips=True) as server,
         Actor(BE_PUBLISHED, server.tcp, "victim") as victim,
-        client("blocking", server.tcp) as other,
+        client("blocking", server.tcp, lease=60.0) as other,
     ):
         assert victim.ask("put", "v") is True
         assert victim.ask("pin", "v") is True
-        time.sleep(0.5)  # more than a lease of silence
-        assert server.facts()["sessions"] == 2
+        with PublishedClient(server.tcp) as raw:
+            raw.ask(Ask.HANDSHAKE, instance_id="one of ours that is silent", extensions=1)
+            assert server.facts()["sessions"] == 3
+            server.skip(20.0)  # more than a lease of silence
+            eventually(lambda: server.facts()["sessions"] < 3)
+            assert server.facts()["sessions"] == 2
         assert other.put(["k"]) == ["NEW"]
         victim.kill()
+        theirs = other.handler.statistics().calls.sockets
+        eventually(lambda: server.facts("server")["connections"] == theirs + 1)  # and that over which it is asked
+        server.skip(20.0)
         eventually(lambda: server.facts()["sessions"] == 1 and server.facts()["pinned"] == 0)
         assert other.get(["v"]) == ["right"]
         with client("blocking", server.tcp) as successor:
@@ -532,7 +558,7 @@ def test_fault_10_a_stalled_pool_stalls_who_waits_for_memory_and_nobody_else(poo
         Server(pool, setup=f"maru_setups:stall:{gate}") as server,
         client(face, server.tcp) as other,
         client("blocking", server.tcp, pool_size=0) as reader,
-        client("blocking", server.tcp, timeout_ms=10_000) as waiting,
+        client("blocking", server.tcp) as waiting,
     ):
         other.put(["k"])
         gate.touch()
@@ -557,7 +583,7 @@ def test_fault_10_a_stalled_pool_stalls_who_waits_for_memory_and_nobody_else(poo
             assert published.get(["19"]) == ["right"]
         assert not outcome
         gate.unlink()
-        thread.join(10)
+        thread.join(PATIENCE)
         assert outcome == [["NEW"]]
 
 
@@ -567,7 +593,7 @@ def test_fault_10_a_stalled_pool_stalls_who_waits_for_memory_and_nobody_else(poo
 @pytest.mark.parametrize("how", ["running", "stopped", "killed"])
 def test_fault_11_close_ends_soon_whatever_the_server_does(pool, face, how):
     with Server(pool) as server:
-        closing = client(face, server.tcp, timeout_ms=3_000)
+        closing = client(face, server.tcp)
         closing.put(["k", "l"])
         closing.hold("k")
         [view] = [view for _, view in closing.held["k"]]
@@ -590,10 +616,10 @@ def test_fault_11_close_ends_soon_whatever_the_server_does(pool, face, how):
         if how != "running":
             thread.start()
             eventually(lambda: closing.handler.statistics().calls.waiting)
-        within(2.5, closing.close)
-        within(1.0, closing.close)
+        within(None, closing.close)  # far sooner than any call's patience ends: so it does not wait for that
+        within(None, closing.close)
         if how != "running":
-            thread.join(4)
+            thread.join(PATIENCE)
             assert isinstance(waits[0], Exception) and not isinstance(waits[0], AssertionError)
         assert bytes(view) == payload("k", SIZE)  # still mapped, and still what it was
         with pytest.raises((MaruError, Exception)):
@@ -606,7 +632,7 @@ def test_fault_11_close_ends_soon_whatever_the_server_does(pool, face, how):
 PROGRAM = """
 import sys, threading, trio
 from maru.{module} import MaruHandler
-knobs = dict(server_url=sys.argv[1], pool_size={region}, chunk_size_bytes={page}, timeout_ms=3000)
+knobs = dict(server_url=sys.argv[1], pool_size={region}, chunk_size_bytes={page}, timeout_ms=60_000)
 def use(handler):
     handler.connect()
     handler.batch_put(["k"], [b"bytes"])
@@ -621,18 +647,19 @@ ENDS = {
     "while a thread waits": (
         "kept = use(MaruHandler(**knobs))\n"
         "threading.Thread(target=lambda: [kept[0].exists('k') for _ in range(1_000_000)], daemon=True).start()\n"
-        "import time; time.sleep(0.05)"
+        "while not kept[0].statistics().calls.waiting: pass"
     ),
     "on the way out of an error": "kept = use(MaruHandler(**knobs)); print('the end', flush=True); sys.exit(0)",
     "dropped before its view": "handler, info, view = use(MaruHandler(**knobs)); del handler; del info; bytes(view)",
     "in a trio run that is cancelled": """
 from maru._client.handler import MaruHandler
 async def main():
-    with trio.move_on_after(0.2):
+    with trio.CancelScope() as scope:
         async with MaruHandler(**knobs) as handler:
             await handler.batch_put(["k"], [b"bytes"])
             info = await handler.retrieve("k")
             kept.append(info.view)
+            scope.cancel()
             await trio.sleep_forever()
 kept = []
 trio.run(main)
@@ -646,7 +673,7 @@ def test_fault_11_a_process_that_never_closed_ends_all_the_same(pool, end):
     with Server(pool, "--min-lease", "0.1", "--lease-grace", "0.1") as server:
         program = PROGRAM.format(module="_client.blocking", region=REGION, page=PAGE, main=ENDS[end])
         done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", program, server.tcp], capture_output=True, text=True, timeout=20
+            [sys.executable, "-W", "error", "-c", program, server.tcp], capture_output=True, text=True, timeout=PATIENCE
         )
         assert (done.returncode, done.stdout.strip().splitlines()[-1:]) == (0, ["the end"]), done.stderr
         assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
@@ -677,7 +704,7 @@ def test_fault_11_a_process_ends_while_its_server_is_stopped(pool):
             assert process.stdout.readline() == "here\n"
             with server.stopped():
                 process.stdin.close()
-                assert process.wait(5) == 0
+                assert process.wait(PATIENCE) == 0
         finally:
             process.kill()
 
@@ -736,7 +763,7 @@ def test_fault_12_a_damaged_journal_stops_no_start_and_nothing_wrong_is_found(po
 def _six_keys(server: Server) -> list[str]:
     """Stored one by one, and then the server is killed: before the owner's farewell, which would be a record too."""
     keys = keys_of("k", 6)
-    with client("blocking", server.tcp, timeout_ms=200) as owner:
+    with client("blocking", server.tcp) as owner:
         for key in keys:
             assert owner.put([key]) == ["NEW"]
         server.kill()
@@ -1024,21 +1051,30 @@ def test_fault_17_equal_keys_of_two_models_or_tenants_never_meet(pool, face):
 
 
 @pytest.mark.parametrize("load", ["idle", "busy", "unread"])
+def test_fault_18_sigterm_ends_the_server(pool, load):
+    _sigterm(pool, load)
+
+
+@pytest.mark.long  # a machine that has more to do than this may take longer
+@pytest.mark.parametrize("load", ["idle", "busy", "unread"])
 def test_fault_18_sigterm_ends_the_server_within_a_second(pool, load):
-    with Server(pool) as server, client("blocking", server.tcp, timeout_ms=1_000) as owner:
+    assert _sigterm(pool, load) < 1.0
+
+
+def _sigterm(pool: Path, load: str) -> float:
+    """How long it takes to end, after which it is whole when it is started again."""
+    with Server(pool) as server, client("blocking", server.tcp) as owner:
         owner.put(["k"])
         stop = threading.Event()
 
         def work() -> None:
-            with BlockingClient(server.tcp, timeout_ms=300) as busy:
+            with BlockingClient(server.tcp) as busy, busy.impatient(0.3):
                 number = 0
                 while not stop.is_set():
                     number += 1
-                    try:
+                    with contextlib.suppress(MaruError, OSError):
                         busy.put([f"{threading.get_ident()} {number}"])
                         busy.get(["k"])
-                    except (MaruError, OSError):
-                        return
 
         threads = [threading.Thread(target=work) for _ in range(3 if load == "busy" else 0)]
         for thread in threads:
@@ -1049,18 +1085,19 @@ def test_fault_18_sigterm_ends_the_server_within_a_second(pool, load):
                 eventually(lambda: server.facts()["entries"] > 20)
             began = time.monotonic()
             server.process.send(signal.SIGTERM)
-            assert server.process.wait(5) == 0
-            assert time.monotonic() - began < 1.0
+            assert server.process.wait() == 0
+            took = time.monotonic() - began
         finally:
             stop.set()
             for thread in threads:
-                thread.join(10)
+                thread.join(PATIENCE)
             if flood is not None:
                 flood()
         assert not any(thread.is_alive() for thread in threads)
         assert not {"maru.sock", "descriptors.sock"} & set(os.listdir(pool))
         server.start()
         assert eventually(lambda: owner.get(["k"])) == ["right"]
+        return took
 
 
 def _flood(server: Server) -> Callable[[], None]:
@@ -1089,13 +1126,14 @@ def test_fault_18_sigterm_ends_a_server_whose_pool_is_stalled(pool):
     gate = pool.parent / "stalled"
     with (
         Server(pool, setup=f"maru_setups:stall:{gate}") as server,
-        client("blocking", server.tcp, timeout_ms=200) as owner,
-        client("blocking", server.tcp, timeout_ms=200) as waiting,
+        client("blocking", server.tcp) as owner,
+        client("blocking", server.tcp) as waiting,
     ):
         owner.put(["k"])
         gate.touch()
-        unanswered(lambda: waiting.put(["w"]))
+        with waiting.impatient():
+            unanswered(lambda: waiting.put(["w"]))
         began = time.monotonic()
         server.process.send(signal.SIGTERM)
-        assert server.process.wait(5) == 0
+        assert server.process.wait() == 0
         print(f"SIGTERM with a stalled pool: {time.monotonic() - began:.2f} s")

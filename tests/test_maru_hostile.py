@@ -20,7 +20,7 @@ import pytest
 import wire_vectors
 import zmq
 from maru_actors import FACES, REGION, PublishedOwner, client
-from maru_processes import Server, eventually, temporary_pool
+from maru_processes import PATIENCE, Server, eventually, temporary_pool
 from mutations import Mutations
 from published import PublishedClient, PublishedRmClient
 from published_wire import IPC_HEADER, IPC_MAGIC, Ask, Ipc
@@ -69,11 +69,13 @@ class Attacker:
     def __init__(self, address: str, **options: int):
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
-        self.socket.linger, self.socket.rcvtimeo = 0, 5_000
+        self.socket.linger, self.socket.rcvtimeo = 0, round(PATIENCE * 1e3)
         for name, value in options.items():
             setattr(self.socket, name, value)
         self.socket.connect(address)
         self._sequences = itertools.count(1)
+        self.others = 0
+        """Answers that came while another was waited for."""
 
     def __enter__(self) -> Attacker:
         return self
@@ -107,6 +109,7 @@ class Attacker:
             header = read_header(frame)
             if header.sequence == sequence and header.code == code | 0x80:
                 return decode_reply(header.code, body_of(frame, header))
+            self.others += 1
 
     def session(self, **options: Any) -> bytes:
         session = self.session_if_there_is_room(**options)
@@ -126,6 +129,7 @@ class Good:
         self._ends = threading.Event()
         self._failure: BaseException | None = None
         self.rounds, self.worst = 0, 0.0
+        self._handler: Any = None
         self._thread = threading.Thread(target=self._run, name="good client", daemon=True)
 
     def __enter__(self) -> Good:
@@ -137,14 +141,21 @@ class Good:
         before = self.rounds
         eventually(lambda: self.rounds > before or self._failure)  # it is answered at the end, too
         self._ends.set()
-        self._thread.join(10)
+        self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
         if self._failure is not None:
             raise self._failure
 
+    def is_alone(self) -> bool:
+        """Whether the server has its connections and no others, but for the one over which that is asked."""
+        connections = self._server.facts("server")["connections"]
+        # A sign of life that is due in the middle of a round has one of its own, and then there are two.
+        return connections <= 1 + self._handler.statistics().calls.sockets
+
     def _run(self) -> None:
         try:
-            with client(self._face, self._server.tcp, timeout_ms=8_000) as good:
+            with client(self._face, self._server.tcp, lease=60.0) as good:
+                self._handler = good.handler
                 good.put(["pinned"])
                 good.hold("pinned")
                 while not self._ends.is_set():
@@ -260,13 +271,14 @@ def throw(server: Server, region_id: int, n: int, seed: int) -> int:
                     answers += known.drain() + unknown.drain()
             known.ask(Code.HEARTBEAT)
             unknown.ask(Code.HEARTBEAT)
+            answers += known.others + unknown.others
     return answers
 
 
 def assert_fuzz(pool: Path, n: int) -> None:
-    options = ["--max-entries", "2000", "--max-sessions", "300", "--session-lease", "0.3", "--max-lease", "2"]
+    options = ["--max-entries", "2000", "--max-sessions", "300", "--session-lease", "0.3", "--max-lease", "30"]
     options += ["--capacity-bytes", "16MiB", "--lease-grace", "0.05", "--v1-read-grace", "0.1", "--log-level", "error"]
-    with Server(pool, *options) as server, PublishedOwner(server.tcp, "theirs") as owner:
+    with Server(pool, *options, skips=True) as server, PublishedOwner(server.tcp, "theirs") as owner:
         with Good(server) as good:
             throw(server, owner.handle["region_id"], max(3_000, n // 10), seed=1)
             before = server.process.private_bytes()
@@ -282,6 +294,7 @@ def assert_fuzz(pool: Path, n: int) -> None:
         assert n / 10 < facts["refused"] < 0.8 * n and facts["bad frames"] > n / 50 and answers > n / 10
         assert after - before < 8 << 20
         assert server.process.alive
+        server.skip(60.0)
         eventually(lambda: server.facts()["sessions"] <= 1)
         # What they did, and was taken, is in the journal as everything else is.
         kept = server.facts()
@@ -321,13 +334,13 @@ def test_mutated_frames_at_the_resource_manager_and_the_descriptors_harm_nobody(
         frames = Mutations([wire_vectors.RM_MAGIC + rest for rest, _ in wire_vectors.RM_REQUESTS], 3, **at)
         before = server.process.descriptors()
         for _ in range(300):
-            with socket.create_connection((host, int(port)), 5) as peer, contextlib.suppress(ConnectionError):
+            with socket.create_connection((host, int(port)), PATIENCE) as peer, contextlib.suppress(ConnectionError):
                 for frame in itertools.islice(frames, 10):
                     peer.sendall(frame)
         noise = random.Random(3)
         for _ in range(300):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer, contextlib.suppress(ConnectionError):
-                peer.settimeout(5)
+                peer.settimeout(PATIENCE)
                 peer.connect(server.ready["descriptors"])
                 peer.send(noise.randbytes(noise.randrange(1, 600)))
                 peer.recv(600)
@@ -365,7 +378,7 @@ def test_an_oversized_frame_costs_its_connection_and_no_memory(pool):
     with Server(pool, "--max-message-bytes", "64KiB") as server, Good(server):
         before = server.process.private_bytes()
         for _ in range(10):
-            with Attacker(server.tcp, rcvtimeo=2_000) as attacker:
+            with Attacker(server.tcp) as attacker:
                 assert attacker.ask(Code.HEARTBEAT)
                 attacker.socket.send_multipart([b"", b"x" * (8 << 20)])
                 attacker.socket.setsockopt(zmq.RCVTIMEO, 30)
@@ -390,7 +403,7 @@ def test_lengths_that_lie_cost_an_error_and_no_memory(pool):
             attacker.socket.send_multipart(
                 [b"", head.pack(0xCF00, 1, Code.BATCH_LOOKUP_KV, 0, 0, 0, 0, sequence, len(body)) + body]
             )
-            assert attacker.socket.poll(5_000)
+            assert attacker.socket.poll(round(PATIENCE * 1e3))
             answered = read_header(attacker.socket.recv_multipart()[-1])
             assert answered.sequence == sequence
         assert server.process.private_bytes() - before < 4 << 20
@@ -412,21 +425,25 @@ def test_an_invalid_header_costs_its_sender_the_session_and_nobody_else(pool):
 
 
 def test_who_asks_and_never_reads_costs_neither_memory_nor_anybody_else(pool):
-    with Server(pool, "--high-water-mark", "64") as server, Good(server):
+    with Server(pool, "--high-water-mark", "64") as server, Good(server) as good:
         before = server.process.private_bytes()
         flooders = [Attacker(server.tcp, rcvhwm=1, sndhwm=100, rcvbuf=4096) for _ in range(4)]
         try:
             frame = request(Code.DESCRIBE, 1, None)
-            asked, deadline = 0, time.monotonic() + 2
-            while asked < 40_000 and time.monotonic() < deadline:
-                asked += sum(flooder.send(frame) for flooder in flooders)
-            assert asked > 2_000
-            eventually(lambda: server.facts("server")["requests"] > 1_000)
+            asked = 0
+
+            def ask_more() -> bool:
+                nonlocal asked
+                for _ in range(500):
+                    asked += sum(flooder.send(frame) for flooder in flooders)
+                return asked > 2_000 and server.facts("server")["requests"] > 1_000
+
+            eventually(ask_more)
             assert server.process.private_bytes() - before < 24 << 20
         finally:
             for flooder in flooders:
                 flooder.__exit__()
-        eventually(lambda: server.facts("server")["connections"] <= 2)
+        eventually(good.is_alone)
 
 
 def test_connections_that_are_half_open_keep_nobody_out(pool):
@@ -435,11 +452,11 @@ def test_connections_that_are_half_open_keep_nobody_out(pool):
         port = int(server.tcp.rpartition(":")[2])
         with contextlib.ExitStack() as stack:
             for number in range(150):
-                peer = stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+                peer = stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE))
                 peer.sendall((b"", GREETING[:3], GREETING[:20], GREETING, GREETING + b"\x04")[number % 5])
             for _ in range(50):
                 host, _, rm_port = server.ready["rm_address"].rpartition(":")
-                peer = stack.enter_context(socket.create_connection((host, int(rm_port)), 5))
+                peer = stack.enter_context(socket.create_connection((host, int(rm_port)), PATIENCE))
                 peer.sendall(IPC_HEADER.pack(IPC_MAGIC, 2, Ipc.ALLOC_REQ, 100))
             eventually(lambda: server.process.descriptors() > before + 100)
             with client("blocking", server.tcp, pool_size=0) as newcomer:
@@ -454,7 +471,7 @@ def test_who_never_says_who_he_is_is_hung_up_on(pool):
     with Server(pool) as server:
         port = int(server.tcp.rpartition(":")[2])
         for sent in (b"", GREETING[:20], GREETING):
-            with socket.create_connection(("127.0.0.1", port), 5) as peer:
+            with socket.create_connection(("127.0.0.1", port), PATIENCE) as peer:
                 peer.sendall(sent)
                 poll = select.poll()
                 poll.register(peer, select.POLLRDHUP)
@@ -462,7 +479,7 @@ def test_who_never_says_who_he_is_is_hung_up_on(pool):
 
 
 def test_a_thousand_connections_that_come_and_go_leave_nothing_behind(pool):
-    with Server(pool, "--log-level", "error") as server, Good(server):
+    with Server(pool, "--log-level", "error") as server, Good(server) as good:
         port = int(server.tcp.rpartition(":")[2])
         host, _, rm_port = server.ready["rm_address"].rpartition(":")
 
@@ -476,20 +493,20 @@ def test_a_thousand_connections_that_come_and_go_leave_nothing_behind(pool):
                     with Attacker(server.ipc) as ours:
                         ours.session(lease=0.05)
                 elif kind == 2:
-                    with socket.create_connection((host, int(rm_port)), 5):
+                    with socket.create_connection((host, int(rm_port)), PATIENCE):
                         pass
                 elif kind == 3:
                     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
                         peer.connect(server.ready["descriptors"])
                 else:
-                    with socket.create_connection(("127.0.0.1", port), 5) as peer:
+                    with socket.create_connection(("127.0.0.1", port), PATIENCE) as peer:
                         peer.sendall(GREETING)
 
         come_and_go(100)
-        eventually(lambda: server.facts("server")["connections"] <= 2)
+        eventually(good.is_alone)
         descriptors, memory = server.process.descriptors(), server.process.private_bytes()
         come_and_go(1_000)
-        eventually(lambda: server.facts("server")["connections"] <= 2)
+        eventually(good.is_alone)
         eventually(lambda: server.process.descriptors() <= descriptors + 2)
         eventually(lambda: server.facts()["sessions"] == 1)
         assert server.process.private_bytes() - memory < 6 << 20
@@ -507,7 +524,7 @@ def test_a_capability_is_good_for_its_region_its_epoch_and_its_session_only(pool
         right = (mine, region.region_id, given.offset, given.length, False, given.capability)
 
         def fetch(*shown: Any) -> None:
-            fd, _, _ = fetch_descriptor(server.ready["descriptors"], DescriptorRequest(*shown), 5)
+            fd, _, _ = fetch_descriptor(server.ready["descriptors"], DescriptorRequest(*shown), PATIENCE)
             try:
                 with pytest.raises(OSError):
                     os.write(fd, b"x")

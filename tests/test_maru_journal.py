@@ -362,7 +362,7 @@ async def test_a_compaction_is_due_when_closed_segments_have_a_share_of_the_snap
         await journal.wait_compaction_due()
         waited.append(journal.statistics().closed_bytes)
 
-    with trio.fail_after(5):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wait)
             await trio.testing.wait_all_tasks_blocked()
@@ -454,7 +454,7 @@ async def test_those_who_come_while_a_flush_runs_share_the_next_one(tmp_path, mo
         done.append(name)
         one_is_done.set()
 
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(store, "first")
             await fsync.wait_entered()
@@ -500,7 +500,7 @@ async def test_a_segment_closed_while_a_flush_runs_is_flushed_again(tmp_path, mo
     fsync = Fsync(monkeypatch)
     journal = open_journal(tmp_path, fsync=True, segment_bytes=200)
     journal.append([b"x" * 50])
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(journal.sync)
             await fsync.wait_entered()
@@ -525,7 +525,7 @@ async def test_who_leads_a_flush_is_cancelled_at_once_and_nobody_else_is_told_to
         await journal.sync()
         done.append(len(fsync.synced))
 
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             with trio.CancelScope() as leader:
                 nursery.start_soon(trio.testing.wait_all_tasks_blocked)
@@ -554,7 +554,7 @@ async def test_a_cancelled_follower_disturbs_nobody(tmp_path, monkeypatch):
     fsync = Fsync(monkeypatch)
     journal = open_journal(tmp_path, fsync=True)
     journal.append([b"first"])
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(journal.sync)
             await fsync.wait_entered()
@@ -630,7 +630,7 @@ async def test_a_flush_that_fails_after_it_was_left_is_not_forgotten(tmp_path, m
     assert scope.cancelled_caught
     fsync.go.release()
     fsync.go.release()
-    with trio.fail_after(10), pytest.raises(JournalFailed) as caught:
+    with trio.fail_after(60), pytest.raises(JournalFailed) as caught:
         await journal.sync()
     assert caught.value.lasting
     assert journal.statistics().synced_bytes == 0
@@ -647,7 +647,7 @@ async def test_closing_tells_who_waits_and_closes_no_file_under_a_thread(tmp_pat
             await what()
         told.append(what)
 
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(journal.sync)
             await fsync.wait_entered()
@@ -674,9 +674,9 @@ def test_no_descriptor_is_left_open(tmp_path):
         for _ in range(5):
             journal.append([b"x" * 20])
         # The live one, and where somebody asks for fsync those that wait for it.
-        assert open_descriptors() == before + (5 if fsync else 1)
+        assert len(open_descriptors() - before) == (5 if fsync else 1)
         journal.close()
-        assert open_descriptors() == before
+        assert open_descriptors() <= before
 
 
 # --- snapshots ----------------------------------------------------------------------------------------------------

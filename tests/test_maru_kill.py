@@ -17,7 +17,7 @@ import time
 import pytest
 from maru_actors import BE, FACES, PublishedOwner, client
 from maru_load import Load, Reader
-from maru_processes import Actor, Server, eventually, temporary_pool
+from maru_processes import PATIENCE, Actor, Server, eventually, temporary_pool
 from published import PublishedClient
 from published_wire import Ask
 
@@ -53,10 +53,10 @@ def kill_under_load(server: Server, cycles: int, seed: int, *, check_every: int)
     with Load(server.tcp, server.ipc, seed) as load:
         load.go()
         for cycle in range(1, cycles + 1):
-            time.sleep(dice.uniform(0.05, 0.13))  # of these, clients wait TIMEOUT_MS for the server of before
+            time.sleep(dice.uniform(0.05, 0.13))  # of these, clients wait TIMEOUT for the server of before
             # On a busy machine somebody may fall behind, and a kill that hits nobody's work shows nothing.
-            eventually(lambda cycle=cycle: all(worker.done > cycle for worker in load.workers))
-            eventually(
+            load.wait(lambda cycle=cycle: all(worker.done > cycle for worker in load.workers))
+            load.wait(
                 lambda cycle=cycle: all(reader.views > cycle for reader in load.workers if isinstance(reader, Reader))
             )
             server.restart()
@@ -101,19 +101,21 @@ def test_a_server_killed_500_times_under_load_loses_nothing_and_says_nothing_wro
 @pytest.mark.parametrize("face", FACES)
 def test_clients_killed_in_turn_leave_orphans_that_are_read_and_then_make_room(pool, face):
     """Three regions fit. Each client owns one, is killed in the middle of a store, and is succeeded by the next."""
-    options = ("--capacity-bytes", "6MiB", "--lease-grace", "0.05", "--v1-read-grace", "0.0")
-    with Server(pool, *options) as server, client("blocking", server.tcp) as survivor:
+    options = ("--capacity-bytes", "6MiB", "--v1-read-grace", "0.0")
+    with Server(pool, *options, skips=True) as server, client("blocking", server.tcp, lease=60.0) as survivor:
         survivor.put(["mine"])
         for number in range(4):
             keys = [f"{number} {at}" for at in range(6)]
             in_the_middle = [f"{number} in the middle {at}" for at in range(2)]  # with more, it would evict its own
-            with Actor(BE, face, server.tcp, {"lease": 0.15}) as victim:
+            with Actor(BE, face, server.tcp, {"lease": 10.0}) as victim:
                 assert eventually(lambda keys=keys, victim=victim: victim.ask("put", keys) == ["NEW"] * 6)
                 assert victim.ask("hold", keys[0]) == victim.ask("pin", "mine") == [True]
                 victim.tell("put", in_the_middle)
                 victim.kill()
             assert survivor.get(keys) == ["right"] * 6
             assert set(survivor.get(in_the_middle)) <= {"right", "missing"}
+            survivor.beat()
+            server.skip(20.0)
             eventually(lambda: server.facts()["sessions"] == 1 and server.facts()["pinned"] == 0)
             if number == 1:
                 server.restart()
@@ -126,12 +128,12 @@ def test_clients_killed_in_turn_leave_orphans_that_are_read_and_then_make_room(p
 
 def test_server_and_clients_killed_together_leave_what_was_acknowledged(pool):
     """Nobody comes back. The next server starts with orphans only, quiet until the last lease is over, and then has room."""
-    options = ("--capacity-bytes", "4MiB", "--lease-grace", "0.05", "--session-lease", "0.3", "--v1-read-grace", "0.0")
-    with Server(pool, *options) as server:
+    options = ("--capacity-bytes", "4MiB", "--v1-read-grace", "0.0")
+    with Server(pool, *options, skips=True) as server:
         for number, faces in enumerate((("trio", "blocking"), ("blocking", "trio"))):
             with (
-                Actor(BE, faces[0], server.tcp, {"lease": 0.3}) as one,
-                Actor(BE, faces[1], server.tcp, {"lease": 0.3}) as two,
+                Actor(BE, faces[0], server.tcp, {"lease": 10.0}) as one,
+                Actor(BE, faces[1], server.tcp, {"lease": 10.0}) as two,
             ):
                 eventually(lambda one=one, number=number: one.ask("put", [f"{number} one"]) == ["NEW"])
                 eventually(lambda two=two, number=number: two.ask("put", [f"{number} two"]) == ["NEW"])
@@ -141,6 +143,8 @@ def test_server_and_clients_killed_together_leave_what_was_acknowledged(pool):
             server.start()
             with client("blocking", server.tcp, pool_size=0) as reader:
                 assert reader.get([f"{number} one", f"{number} two"]) == ["right"] * 2
+            assert server.facts()["sessions"] == 2
+            server.skip(20.0)
             eventually(lambda: server.facts()["sessions"] == 0)
             assert_no_stale_file(server)
         assert server.facts()["abandoned"] == 2
@@ -165,7 +169,7 @@ def test_a_server_starts_although_a_child_of_the_killed_one_has_the_lock_for_a_m
         owner.put(["k"])
         server.kill()
         # It says that it has the lock, dies, and leaves a child that has it, too.
-        subprocess.run([sys.executable, "-c", HEIR, str(pool)], check=True, stdout=subprocess.PIPE, timeout=10)
+        subprocess.run([sys.executable, "-c", HEIR, str(pool)], check=True, stdout=subprocess.PIPE, timeout=PATIENCE)
         server.start()
         assert server.waited > 0.1
         assert eventually(lambda: owner.get(["k"])) == ["right"]

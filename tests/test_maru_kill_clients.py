@@ -20,9 +20,9 @@ from test_maru_hostile import Good
 from test_maru_kill import assert_no_stale_file
 
 VICTIMS = 4
-LEASE = 0.4
+LEASE = 10.0
 BOUND = 8.0
-"""Seconds within which the good client is answered: it gives a call up then, and fails."""
+"""Seconds within which the good client goes round, on a machine that has nothing else to do."""
 
 
 @pytest.fixture
@@ -52,9 +52,11 @@ def kill_some(server: Server, dice: random.Random, number: int, notes: Path) -> 
     with contextlib.ExitStack() as stack:
         victims = []
         for at, name in enumerate(names):
-            actor = stack.enter_context(Actor(BE, FACES[at % 2], server.tcp, {"lease": LEASE, "timeout_ms": 8_000}))
+            actor = stack.enter_context(Actor(BE, FACES[at % 2], server.tcp, {"lease": LEASE}))
             actor.tell("toil", name, dice.randrange(1 << 30), names, str(notes / name))
             victims.append((dice.uniform(0.0, 0.5), actor))
+        # On a busy machine they take their time, and who is killed before it has done anything leaves nothing.
+        eventually(lambda: sum((notes / name).exists() and bool((notes / name).read_bytes()) for name in names) > 1)
         began = time.monotonic()
         for moment, actor in sorted(victims, key=lambda one: one[0]):
             time.sleep(max(0.0, began + moment - time.monotonic()))
@@ -66,7 +68,8 @@ def kill_some(server: Server, dice: random.Random, number: int, notes: Path) -> 
 
 
 def only_the_good_ones_are_left(server: Server) -> None:
-    """The leases of the others have ended, and their pins with them."""
+    """The leases of the others end, and their pins with them."""
+    server.skip(2 * LEASE)
 
     def holds() -> bool:
         facts = server.facts()
@@ -89,17 +92,25 @@ def everything_of(noted: list[Notes], number: int) -> list[str]:
     return [f"{number}.{victim}/{at}" for victim in range(VICTIMS) for at in range(highest + 2)]
 
 
-def kill_clients(pool: Path, notes: Path, rounds: int, seed: int) -> None:
-    """Round after round; in every other one what they left is deleted, and else the next ones need its room."""
+def kill_clients(pool: Path, notes: Path, rounds: int, seed: int) -> float:
+    """Round after round; in every other one what they left is deleted, and else the next ones need its room.
+
+    Returns: how long the good client took at worst to go round.
+    """
     dice = random.Random(seed)
-    options = ("--capacity-bytes", str((1 + VICTIMS) * REGION), "--lease-grace", "0.05", "--v1-read-grace", "0.0")
-    with Server(pool, *options) as server, Good(server) as good, client("blocking", server.tcp, pool_size=0) as auditor:
+    options = ("--capacity-bytes", str((1 + VICTIMS) * REGION), "--v1-read-grace", "0.0")
+    with (
+        Server(pool, *options, skips=True) as server,
+        Good(server) as good,
+        client("blocking", server.tcp, pool_size=0, lease=60.0) as auditor,
+    ):
         free = server.facts("pool")["free_bytes"]
         acknowledged = 0
         left: list[str] = []
         for number in range(rounds):
             noted = kill_some(server, dice, number, notes)
             check_what_they_left(auditor, noted)  # and so it is when their leases are over, as long as there is room
+            auditor.beat()
             only_the_good_ones_are_left(server)
             check_what_they_left(auditor, noted)
             acknowledged += sum(len(one.acknowledged) for one in noted)
@@ -114,10 +125,10 @@ def kill_clients(pool: Path, notes: Path, rounds: int, seed: int) -> None:
                 assert (facts["regions"], facts["abandoned"], facts["sessions"]) == (1, 0, 2)
                 assert_no_stale_file(server)
                 assert len(server.region_files()) == 1
-        assert good.worst < BOUND
         print(f"\nseed {seed}: {rounds * VICTIMS} clients killed, {acknowledged} keys acknowledged and found,")
         print(f"{good.rounds} rounds of the good client, {1e3 * good.worst:.0f} ms at most")
         assert acknowledged > rounds
+        return good.worst
 
 
 def test_several_clients_that_own_pages_are_killed_and_nobody_else_notices(pool: Path, tmp_path: Path) -> None:
@@ -129,4 +140,4 @@ def test_several_clients_that_own_pages_are_killed_and_nobody_else_notices(pool:
 def test_two_hundred_clients_that_own_pages_are_killed_and_nobody_else_notices(
     pool: Path, tmp_path: Path, seed: int
 ) -> None:
-    kill_clients(pool, tmp_path, 50, seed)
+    assert kill_clients(pool, tmp_path, 50, seed) < BOUND

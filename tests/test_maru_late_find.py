@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from maru_actors import impatient
 from maru_processes import temporary_pool
 
 from maru import Deleted, MaruHandler, NoAnswer, ServerConfig, Stored, open_server
@@ -31,18 +32,19 @@ async def serve(pool: Path, over: trio.Event, *, task_status=trio.TASK_STATUS_IG
 
 async def test_what_a_late_find_pinned_at_a_server_nobody_had_heard_of_yet_is_given_back(pool: Path) -> None:
     """The question waits on the wire while the server restarts; the new one knows the session, and pins."""
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             over = trio.Event()
             first = await nursery.start(serve, pool, over)
             async with (
                 open_lossy_wire(first.endpoints[-1]) as wire,
-                MaruHandler(server_url=wire.endpoint, timeout_ms=200, lease=60.0, pool_size=2 << 20) as handler,
+                MaruHandler(server_url=wire.endpoint, timeout_ms=30_000, lease=60.0, pool_size=2 << 20) as handler,
             ):
                 assert await handler.batch_put(["a", "b"], [b"one", b"two"]) == [Stored.NEW, Stored.NEW]
                 wire.decide = lambda code, number: Fate.HOLD_REQUEST if code == Code.FIND else Fate.PASS
-                with pytest.raises(NoAnswer):
-                    await handler.hold_pages(["a", "b"])
+                async with impatient(handler):
+                    with pytest.raises(NoAnswer):
+                        await handler.hold_pages(["a", "b"])
                 over.set()
                 while nursery.child_tasks:  # noqa: ASYNC110  # a nursery has no event for its last task
                     await trio.sleep(0.001)

@@ -69,11 +69,11 @@ def test_a_write_of_the_owner_is_seen_by_a_view_in_another_process_without_a_cop
 
 
 def test_a_span_is_mapped_at_its_offset_from_a_descriptor_or_a_path(region):
+    before = open_descriptors(collect=True)
     fd = os.open(region, os.O_RDONLY)
     mappings = [map_region(fd, LENGTH, 3 * PAGE_BYTES), map_region(region, LENGTH, 3 * PAGE_BYTES)]
-    before = open_descriptors(collect=True)
     os.close(fd)  # neither needs it any more
-    assert open_descriptors() == before - 1
+    assert open_descriptors() <= before
     for mapping in mappings:
         assert mapping.length == LENGTH and not mapping.writable
         assert bytes(mapping.view()) == region.read_bytes()[3 * PAGE_BYTES : 7 * PAGE_BYTES]

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
+import attrs
 import pytest
 import trio
 from maru_actors import FACES, PAGE, PAGES, Client, client
-from maru_processes import payload
+from maru_processes import PATIENCE, payload
 
 from maru import NoAnswer
 from maru._server import service_v1
 from maru._wire import OWN_CODES
 from maru.testing import Code, Fate, open_lossy_wire, open_test_server
 
-PATIENCE = 20.0
 LEASE = 0.6
 """A sign of life comes every fifth of a second."""
-KNOBS: dict[str, Any] = {"timeout_ms": 150, "lease": LEASE}
 
 
 async def off(call: Callable[..., Any], *arguments: Any) -> Any:
@@ -56,6 +55,26 @@ async def opened(face: str, url: str, **knobs: Any):
         await off(one.close)
 
 
+@contextlib.asynccontextmanager
+async def impatient(reader: Client, seconds: float = 0.15) -> AsyncIterator[None]:
+    """Its calls wait no longer than this: those that nobody will answer. From here on, it takes them for lost so soon, too."""
+    standing = reader.handler._standing
+    standing.config = attrs.evolve(standing.config, timeout_ms=round(seconds * 1e3))
+    manager = reader.impatient(seconds)
+    await off(manager.__enter__)
+    try:
+        yield
+    finally:
+        await off(manager.__exit__, None, None, None)
+
+
+async def beaten(reader: Client, holds: Callable[[], Any]) -> None:
+    """Signs of life, until it is so: by itself it gives one each few seconds."""
+    with trio.fail_after(PATIENCE):
+        while not holds():
+            await off(answered, reader.beat)
+
+
 def unknown(reader: Client) -> int:
     return reader.handler.statistics().counters.pins_unknown
 
@@ -67,31 +86,41 @@ async def test_what_lost_answers_have_pinned_is_let_go_of_in_a_session_that_goes
         open_test_server(min_lease=0.05) as server,
         open_lossy_wire(server.endpoints[0]) as wire,
         opened("blocking", server.endpoints[0]) as owner,
-        opened(face, wire.endpoint, pool_size=0, **KNOBS) as reader,
+        opened(face, wire.endpoint, pool_size=0) as reader,
     ):
         pinned = lambda: server.statistics().service.directory.pinned  # noqa: E731
         await off(owner.put, keys)
         assert await off(reader.hold, "k0", "k1") == [True, True]
         assert await off(reader.pin, "k1") == [True]
         wire.decide = lose(Code.FIND)
-        for what in (partial(reader.hold, *keys), partial(reader.pin, *keys), partial(reader.get, keys)):
-            assert not await off(answered, what)
-        assert pinned() == PAGES
+        async with impatient(reader):
+            for what in (partial(reader.hold, *keys), partial(reader.pin, *keys), partial(reader.get, keys)):
+                assert not await off(answered, what)
+        await eventually(lambda: pinned() == PAGES)
         wire.decide = lambda code, number: Fate.PASS
-        await eventually(lambda: pinned() == 2)
+        await beaten(reader, lambda: pinned() == 2)
         await eventually(lambda: unknown(reader) == 3 * PAGES)  # it hears of that a moment later
         assert await off(owner.delete, keys) == ["PINNED"] * 2 + ["DELETED"] * (PAGES - 2)
         assert [await off(reader.looks, key) for key in ("k0", "k1")] == ["right", "right"]
         # and what should have been given back, and was not: the question was lost, and nobody waits for its answer
         wire.decide = lambda code, number: Fate.LOSE_REQUEST if code == Code.UNPIN else Fate.PASS
-        await off(reader.let_go, "k0", "k1")
-        wire.decide = lambda code, number: Fate.PASS
-        await eventually(lambda: pinned() == 1)
+        async with impatient(reader):  # until it has given up that answer
+            lost = wire.statistics().lost
+            await off(reader.let_go, "k0", "k1")
+            await eventually(lambda: wire.statistics().lost > lost)
+            wire.decide = lambda code, number: Fate.PASS
+            await beaten(reader, lambda: pinned() == 1)
         assert await off(reader.unpin, "k1") == [True]
         assert await off(owner.delete, ["k0", "k1"]) == ["DELETED"] * 2
-        requests = server.statistics().service.requests
-        await trio.sleep(LEASE)
-        assert server.statistics().service.requests - requests <= 5  # signs of life, and nothing else
+        codes: list[int] = []
+
+        def note(code: int, number: int) -> Fate:
+            codes.append(code)
+            return Fate.PASS
+
+        wire.decide = note
+        await beaten(reader, lambda: codes.count(Code.BEAT) > 3)
+        assert not {Code.FIND, Code.UNPIN, Code.PINS} & set(codes)  # signs of life, and nothing of pins
         assert server.statistics().service.refused == 0
 
 
@@ -103,21 +132,23 @@ async def test_with_a_server_that_does_not_list_pins_they_stay_until_the_session
     async with (
         open_test_server(min_lease=0.05, lease_grace=0.05) as server,
         open_lossy_wire(server.endpoints[0]) as wire,
-        opened("blocking", server.endpoints[0]) as owner,
+        opened("blocking", server.endpoints[0], lease=60.0) as owner,
     ):
-        async with opened(face, wire.endpoint, pool_size=0, **KNOBS) as reader:
+        async with opened(face, wire.endpoint, pool_size=0) as reader:
             await off(owner.put, ["k", "l"])
             assert await off(reader.hold, "l") == [True]
             wire.decide = lose(Code.FIND)
-            assert not await off(answered, reader.hold, "k")
+            async with impatient(reader):
+                assert not await off(answered, reader.hold, "k")
             wire.decide = lambda code, number: Fate.PASS
             beats = reader.handler._standing.beats
-            await eventually(lambda: reader.handler._standing.beats > beats + 3)
+            await beaten(reader, lambda: reader.handler._standing.beats > beats + 3)
             assert await off(owner.delete, ["k", "l"]) == ["PINNED"] * 2
             await off(reader.let_go, "l")
             await eventually(lambda: server.statistics().service.directory.pinned == 1)
             assert server.statistics().service.refused == 0  # it was asked for nothing that it does not know
-        await eventually(lambda: server.statistics().service.directory.pinned == 0)
+        server._service.expire(trio.current_time() + 30)  # as long as its lease: what remains of it need not pass
+        assert server.statistics().service.directory.pinned == 0
         assert await off(owner.delete, ["k", "l"]) == ["DELETED"] * 2
 
 
@@ -134,7 +165,7 @@ async def test_where_no_answeris_lost_nothing_is_ever_claimed(face: str) -> None
         open_test_server(min_lease=0.05) as server,
         open_lossy_wire(server.endpoints[0]) as wire,
         opened("blocking", server.endpoints[0]) as owner,
-        opened(face, wire.endpoint, pool_size=0, **KNOBS) as reader,
+        opened(face, wire.endpoint, pool_size=0) as reader,
     ):
         wire.decide = note
         keys = [f"k{at}" for at in range(PAGES)]
@@ -142,15 +173,18 @@ async def test_where_no_answeris_lost_nothing_is_ever_claimed(face: str) -> None
 
         async def read(key: str) -> None:
             await off(reader.hold, key)
-            await trio.sleep(0.05)  # so that all of them are at it at once
+            held.append(key)
+            await eventually(lambda: len(held) >= PAGES)  # so that all of them are at it at once
             await off(reader.let_go, key)
 
         for _ in range(2):
+            held: list[str] = []
+            beats = reader.handler._standing.beats
             async with trio.open_nursery() as nursery:
                 for key in keys:
                     nursery.start_soon(read, key)
-            beats = reader.handler._standing.beats
-            await eventually(lambda beats=beats: reader.handler._standing.beats > beats + 2)
+                nursery.start_soon(beaten, reader, lambda beats=beats: reader.handler._standing.beats > beats + 5)
+            await off(reader.beat)
         assert codes.count(Code.FIND) == 2 * PAGES
         assert codes.count(Code.UNPIN) == 2 * PAGES
         assert Code.PINS not in codes
@@ -190,7 +224,7 @@ async def test_a_storm_of_losses_neither_leaks_a_pin_nor_shows_a_page_that_was_u
         open_test_server(min_lease=0.05) as server,
         open_lossy_wire(server.endpoints[0]) as wire,
         opened("blocking", server.endpoints[0]) as owner,
-        opened(face, wire.endpoint, pool_size=0, timeout_ms=40, lease=LEASE) as reader,
+        opened(face, wire.endpoint, pool_size=0, lease=LEASE) as reader,
     ):
         wire.decide = lambda code, number: dice.choice(fates) if code in codes else Fate.PASS
         stored = [f"s{at}" for at in range(PAGES)]
@@ -208,14 +242,15 @@ async def test_a_storm_of_losses_neither_leaks_a_pin_nor_shows_a_page_that_was_u
 
         began = trio.current_time()
         number = 0
-        while trio.current_time() - began < 1.0 or len(looks) < 10 or not unknown(reader):
-            assert trio.current_time() - began < PATIENCE, (len(looks), unknown(reader))
-            await off(read)
-            wire.release()
-            number += 1
-            key = f"n{number}"
-            if await off(owner.put, [key]) == ["NEW"]:
-                stored.append(key)
+        async with impatient(reader, 0.04):
+            while trio.current_time() - began < 1.0 or looks.count("right") < 10 or not unknown(reader):
+                assert trio.current_time() - began < 5 * PATIENCE, (len(looks), unknown(reader))
+                await off(read)
+                wire.release()
+                number += 1
+                key = f"n{number}"
+                if await off(owner.put, [key]) == ["NEW"]:
+                    stored.append(key)
         assert set(looks) <= {"right", "lost"}
         wire.decide = lambda code, number: Fate.PASS
         wire.release()

@@ -469,7 +469,7 @@ async def test_an_allocation_cancelled_at_any_step_leaves_nothing(tmp_path, kind
             assert (totals.allocated_bytes, totals.regions, totals.pending) == (0, 0, 0)
             if kind == "files":
                 assert set(os.listdir(tmp_path / "pool")) == NOTHING
-            assert open_descriptors() == open_before
+            assert open_descriptors() <= open_before
             if untouched:
                 break
         assert 3 < k < 99
@@ -485,7 +485,7 @@ async def test_opening_a_region_cancelled_at_any_step_leaves_no_descriptor(tmp_p
                 await pool._descriptors.wait_idle()
             if fd is not None:
                 os.close(fd)
-            assert open_descriptors() == open_before
+            assert open_descriptors() <= open_before
             if untouched:
                 break
         assert 3 < k < 99
@@ -706,10 +706,11 @@ async def test_work_that_takes_away_is_done_without_a_turn_when_its_task_leaves_
 
 
 async def test_work_is_told_that_nobody_waits():
-    workers, gate, seen = Workers(1), threading.Event(), []
+    workers, begun, gate, seen = Workers(1), threading.Event(), threading.Event(), []
 
     def work(go_on):
         go_on()
+        begun.set()
         gate.wait(60)
         try:
             go_on()
@@ -717,8 +718,10 @@ async def test_work_is_told_that_nobody_waits():
             seen.append("given up")
             raise
 
-    with trio.move_on_after(0.01):
-        await workers.make(work, lambda _: None)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(workers.make, work, lambda _: None)
+        await until(begun.is_set)
+        nursery.cancel_scope.cancel()
     gate.set()
     await workers.wait_idle()
     assert seen == ["given up"]
@@ -908,6 +911,6 @@ def test_files_need_no_more_descriptors_however_many_regions_there_are(tmp_path)
     before = open_descriptors(collect=True)
     for _ in range(16):
         files.create(MIB2, lambda: None)
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
     files.close()
     home.close()

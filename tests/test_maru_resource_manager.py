@@ -73,7 +73,7 @@ class Client:
         return await self.ask(RmAccessRequest(handle, client_id))
 
     async def is_closed(self):
-        with trio.fail_after(30):
+        with trio.fail_after(60):
             try:
                 return not await self.stream.receive_some()
             except trio.BrokenResourceError:

@@ -19,10 +19,10 @@ BATCH = 4_000
 def assert_scale(keys: int, owners: int) -> None:
     """So many keys, by several owners in turn, in both faces; each is stored, found, read, deleted and kept by a restart."""
     each = keys // owners
-    knobs = {"pool_size": each * SIZE, "chunk_size_bytes": SIZE, "timeout_ms": 20_000, "lease": 60.0}
+    knobs = {"pool_size": each * SIZE, "chunk_size_bytes": SIZE, "timeout_ms": 60_000, "lease": 60.0}
     options = ("--capacity-bytes", "1GiB", "--high-watermark", "1.0", "--max-lease", "60")
     sizes = {}
-    with temporary_pool() as pool, Server(pool, *options) as server, PublishedClient(server.tcp, timeout=20) as raw:
+    with temporary_pool() as pool, Server(pool, *options) as server, PublishedClient(server.tcp, timeout=60) as raw:
 
         def answers() -> list[int]:
             """How long the answers are that tell of all keys together."""

@@ -21,6 +21,8 @@ import attrs
 import pytest
 import trio
 import zmq
+from maru_processes import PATIENCE
+from maru_processes import eventually as eventually_blocking
 from published import PublishedAsyncClient, PublishedClient, PublishedRmClient
 from published_wire import Ask
 from xxhash import xxh3_64_intdigest
@@ -61,7 +63,7 @@ COMMAND = [sys.executable, "-c", "from maru.server_cli import main; main()"]
 class Client:
     """A blocking DEALER, told what to send. One thread at a time."""
 
-    def __init__(self, address, timeout=5.0, connect=True):
+    def __init__(self, address, timeout=PATIENCE, connect=True):
         self.address = address
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
@@ -127,7 +129,7 @@ def pool(tmp_path_factory):
 
 @contextlib.asynccontextmanager
 async def serving(pool, **kwargs):
-    with trio.fail_after(20):
+    with trio.fail_after(2 * PATIENCE):
         async with open_server(config_for(pool, **kwargs)) as server:
             yield server
 
@@ -138,7 +140,7 @@ def dial(server, transport="tcp", **kwargs):
 
 
 async def eventually(holds):
-    with trio.fail_after(10):
+    with trio.fail_after(PATIENCE):
         while not holds():  # noqa: ASYNC110 - what is waited for happens in other threads and processes
             await trio.sleep(0.005)
 
@@ -300,18 +302,16 @@ async def test_with_curve_only_known_clients_come_in(pool, tmp_path):
                 plain.send(Code.HEARTBEAT)
                 with pytest.raises(zmq.Again):
                     plain.receive()
-            with pytest.raises(zmq.Again):
-                talk_briefly(stranger)
-
-        def talk_briefly(pair):
             with dial(server, connect=False, timeout=0.2) as client:
                 client.socket.curve_serverkey = server_pair.public
-                client.socket.curve_publickey, client.socket.curve_secretkey = pair.public, pair.secret
+                client.socket.curve_publickey, client.socket.curve_secretkey = stranger.public, stranger.secret
                 client.socket.connect(client.address)
-                client.ask(Code.HEARTBEAT)
+                client.send(Code.HEARTBEAT)
+                eventually_blocking(lambda: server.statistics().socket.refused)
+                with pytest.raises(zmq.Again):
+                    client.receive()
 
         await in_thread(knock)
-        assert server.statistics().socket.refused > 0
         assert await in_thread(talk, friend) == server.epoch
 
 
@@ -339,9 +339,10 @@ async def test_a_silent_session_ends_with_its_lease(pool):
             with dial(server) as client:
                 return client.own().session
 
+        began = trio.current_time()
         token = await in_thread(talk)
-        assert server.statistics().service.directory.sessions == 1
         await eventually(lambda: server.statistics().service.directory.sessions == 0)
+        assert trio.current_time() - began >= 0.2  # and not with its connection
 
         def talk_on():
             with dial(server) as client:
@@ -353,7 +354,7 @@ async def test_a_silent_session_ends_with_its_lease(pool):
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
 async def test_a_published_owner_ends_with_its_connection_and_not_with_its_silence(pool, transport):
-    async with serving(pool, session_lease=0.2, min_lease=0.1) as server:
+    async with serving(pool, session_lease=0.1, min_lease=0.1) as server:
 
         def connect():
             client = dial(server, transport)
@@ -363,7 +364,7 @@ async def test_a_published_owner_ends_with_its_connection_and_not_with_its_silen
 
         client = await in_thread(connect)
         try:
-            await trio.sleep(1.0)  # five leases of silence
+            await trio.sleep(0.5)  # five leases of silence
             assert server.statistics().service.directory.sessions == 1
         finally:
             client.__exit__()
@@ -555,7 +556,7 @@ async def test_a_stalled_pool_stalls_only_who_waits_for_memory(pool, monkeypatch
 
     def reserve(fd, offset, length):
         stalled.set()
-        gate.wait(10)
+        assert gate.wait(PATIENCE)
         os.posix_fallocate(fd, offset, length)
 
     monkeypatch.setattr(storage, "open_pool", functools.partial(open_pool, reserve=reserve))
@@ -565,7 +566,7 @@ async def test_a_stalled_pool_stalls_only_who_waits_for_memory(pool, monkeypatch
             with dial(server) as waiting, dial(server) as other:
                 token = other.own("b").session
                 asked = waiting.send(Code.REQUEST_ALLOC, AllocRequest("a", REGION))
-                assert stalled.wait(5)
+                assert stalled.wait(PATIENCE)
                 for _ in range(20):
                     assert other.ask(Code.BEAT, BeatRequest(token, 0)).lease > 0
                     assert not other.ask(Code.EXISTS_KV, KeyRequest("k")).exists
@@ -580,10 +581,11 @@ async def test_a_stalled_pool_stalls_only_who_waits_for_memory(pool, monkeypatch
 async def test_who_still_waits_for_memory_when_the_server_ends_is_told(pool, monkeypatch):
     gate = threading.Event()
     stalled = threading.Event()
+    gone_on = []
 
     def reserve(fd, offset, length):
         stalled.set()
-        gate.wait(10)
+        gone_on.append(gate.wait(PATIENCE))
         raise OSError(28, "no space")
 
     monkeypatch.setattr(storage, "open_pool", functools.partial(open_pool, reserve=reserve))
@@ -594,12 +596,11 @@ async def test_who_still_waits_for_memory_when_the_server_ends_is_told(pool, mon
             def talk():
                 client = dial(server)
                 client.send(Code.REQUEST_ALLOC, AllocRequest("a", REGION))
-                assert stalled.wait(5)
+                assert stalled.wait(PATIENCE)
                 return client
 
             client = await in_thread(talk)
-            began = trio.current_time()
-        assert trio.current_time() - began < 1
+        assert not gone_on  # nobody waited for that thread
 
         def hear():
             _, answer = client.receive()
@@ -648,7 +649,7 @@ async def test_while_the_journal_cannot_be_written_nothing_is_acknowledged(pool)
             full = False
 
             def hear():
-                client.socket.rcvtimeo = 5000
+                client.socket.rcvtimeo = int(PATIENCE * 1000)
                 answered, answer = client.receive()
                 assert (answered, answer.statuses) == (sequence, [0])
                 assert client.receive()[0] == sequence + 1
@@ -866,7 +867,7 @@ def command(pool, *options, **kwargs):
         process.communicate()
 
 
-def test_sigterm_ends_the_command_within_a_second_and_leaves_no_sockets(pool):
+def test_sigterm_ends_the_command_and_leaves_no_sockets(pool):
     with command(pool) as running, Client(running.tcp) as client:
         region = client.region()
         assert client.register("k", region.region_id).is_new
@@ -874,16 +875,26 @@ def test_sigterm_ends_the_command_within_a_second_and_leaves_no_sockets(pool):
         assert running.ready["pid"] == running.process.pid
         for _ in range(10):
             client.send(Code.BATCH_LOOKUP_KV, KeysRequest(["k"] * 100))
-        began = time.monotonic()
         running.process.send_signal(signal.SIGTERM)
-        assert running.process.wait(5) == 0
-        assert time.monotonic() - began < 1
+        assert running.process.wait(PATIENCE) == 0
         lines = [json.loads(line) for line in running.process.stderr.read().splitlines()]
         assert "SIGTERM: leaving" in [line["message"] for line in lines]
         assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
     names = sorted(path.name for path in pool.iterdir())
     assert [name for name in names if not name.startswith(("journal.", "snapshot.", "maru."))] == ["maru_1.dat"]
     assert "maru.sock" not in names
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_command_within_a_second(pool, number):
+    """Where nobody else computes."""
+    with command(pool) as running, Client(running.tcp) as client:
+        assert client.register("k", client.region().region_id).is_new
+        began = time.monotonic()
+        running.process.send_signal(number)
+        assert running.process.wait(PATIENCE) == 0
+        assert time.monotonic() - began < 1
 
 
 def test_kill_minus_nine_loses_nothing_that_was_acknowledged(pool):
@@ -910,7 +921,7 @@ def test_kill_minus_nine_loses_nothing_that_was_acknowledged(pool):
 def test_the_command_ends_when_it_is_asked_to_and_may_be(pool):
     with command(pool, "--allow-shutdown") as running, Client(running.tcp) as client:
         assert client.ask(Code.SHUTDOWN).success
-        assert running.process.wait(5) == 0
+        assert running.process.wait(PATIENCE) == 0
 
 
 async def test_garbage_is_collected_again_once_the_command_is_ready(pool, capsys):
@@ -918,7 +929,7 @@ async def test_garbage_is_collected_again_once_the_command_is_ready(pool, capsys
     before = logger.handlers[:], logger.propagate, logger.level
     gc.disable()  # as the command does, for a quick start
     try:
-        with trio.fail_after(20):
+        with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(main_module.serve, config_for(pool, allow_shutdown=True, json_logs=True))
                 await eventually(lambda: (pool / "maru.sock").exists())
@@ -940,7 +951,7 @@ async def test_garbage_is_collected_again_once_the_command_is_ready(pool, capsys
 
 
 def run_command(*arguments, **kwargs):
-    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=30, **kwargs)
+    return subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=PATIENCE, **kwargs)
 
 
 def test_a_second_command_on_the_same_pool_says_who_has_it(pool):

@@ -63,7 +63,7 @@ async def test_a_copy_that_was_abandoned_writes_into_nobody_elses_page(
         async with handler_to(server.endpoints[0]) as handler:
             batch = await handler.alloc_pages(1)
         assert batch is not None
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await until(lambda: not server.statistics().service.directory.regions)
         async with handler_to(server.endpoints[0]) as first, handler_to(server.endpoints[0]) as second:
             stored = 0
@@ -93,7 +93,7 @@ async def take_all(server: MaruServer) -> int:
         handler_to(server.endpoints[0]) as third,
     ):
         got = [await handler.alloc(1) for handler in (first, second, third)]
-    with trio.fail_after(10):
+    with trio.fail_after(60):
         await until(lambda: not server.statistics().service.directory.regions)
     return sum(handle is not None for handle in got)
 
@@ -105,15 +105,15 @@ async def test_a_span_is_free_again_when_the_last_view_of_it_is_gone(tmp_path: P
             assert handle is not None
             view = handle.buf
             del handle
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await until(lambda: not server.statistics().service.directory.regions)
         assert await take_all(server) == 1
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await until(lambda: server.statistics().pool.allocated_bytes == MIB2)
         view[:] = b"x"
         del view
         gc.collect()
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await until(lambda: server.statistics().pool.allocated_bytes == 0)
         assert await take_all(server) == 2
 
@@ -122,7 +122,7 @@ async def test_the_next_server_on_the_device_leaves_it_alone_too(tmp_path: Path,
     async with serve(tmp_path, device) as server:
         async with handler_to(server.endpoints[0]) as handler:
             batch = await handler.alloc_pages(1)
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             await until(lambda: not server.statistics().service.directory.regions)
     async with serve(tmp_path, device) as server:
         assert await take_all(server) == 1
@@ -156,7 +156,7 @@ from maru import MaruHandler
 
 async def main(url, size):
     handler = MaruHandler(
-        server_url=url, pool_size=size, chunk_size_bytes=size // 4, auto_expand=False, eager_map=False, lease=0.5
+        server_url=url, pool_size=size, chunk_size_bytes=size // 4, auto_expand=False, eager_map=False, lease=1.0
     )
     async with handler:
         batch = await handler.alloc_pages(1)
@@ -169,7 +169,7 @@ trio.run(main, *json.loads(sys.argv[1]))
 
 async def test_a_stopped_owner_keeps_its_span_until_it_is_killed(tmp_path: Path, device: Path) -> None:
     """Stopped for longer than its lease, it loses its region. Going on, it would write where it was."""
-    async with serve(tmp_path, device, min_lease=0.5) as server:
+    async with serve(tmp_path, device, min_lease=1.0) as server:
         job = json.dumps([server.endpoints[0], MIB2])
         async with trio.open_nursery() as nursery:
             command = [sys.executable, "-c", _OWNER, job]
@@ -179,7 +179,7 @@ async def test_a_stopped_owner_keeps_its_span_until_it_is_killed(tmp_path: Path,
                 assert owner.stdout is not None
                 assert await owner.stdout.receive_some()
                 owner.send_signal(signal.SIGSTOP)
-                with trio.fail_after(30):
+                with trio.fail_after(60):
                     await until(lambda: not server.statistics().service.directory.regions)
                 assert await take_all(server) == 1
             finally:

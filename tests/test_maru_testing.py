@@ -5,6 +5,7 @@ import random
 
 import pytest
 import trio
+from maru_actors import impatient
 
 from maru import Loaded, MaruHandler, NoAnswer, Stored
 from maru.testing import Code, Fate, open_lossy_wire, open_test_server
@@ -18,7 +19,12 @@ def bytes_of(key, n=PAGE):
 
 def handler_for(wire, **knobs):
     return MaruHandler(
-        server_url=wire.endpoint, pool_size=64 * PAGE, chunk_size_bytes=PAGE, timeout_ms=60, eager_map=False, **knobs
+        server_url=wire.endpoint,
+        pool_size=64 * PAGE,
+        chunk_size_bytes=PAGE,
+        timeout_ms=60_000,
+        eager_map=False,
+        **knobs,
     )
 
 
@@ -59,9 +65,11 @@ async def test_a_wire_that_is_told_nothing_changes_nothing():
 @pytest.mark.parametrize("fate", [Fate.LOSE_REQUEST, Fate.LOSE_ANSWER, Fate.HOLD_REQUEST, Fate.HOLD_ANSWER])
 async def test_a_store_without_an_answer_is_none_and_its_page_is_nobody_elses(fate):
     async with open_test_server() as server, open_lossy_wire(server.endpoints[0]) as wire, handler_for(wire) as handler:
+        assert await stored(handler, "warm") == [Stored.NEW]  # so that nothing else is waited for impatiently
         wire.decide = lambda code, number: fate if code == Code.STORE else Fate.PASS
-        with pytest.raises(NoAnswer):
-            await stored(handler, "a")
+        async with impatient(handler, 0.08, Code.STORE):
+            with pytest.raises(NoAnswer):
+                await stored(handler, "a")
         wire.decide = lambda code, number: Fate.PASS
         wire.release()
         # Whatever became of it, what is found is right, and storing again ends well.
@@ -96,16 +104,17 @@ async def test_nothing_is_wrong_whatever_is_lost(seed):
     ):
         wire.decide = lambda code, number: dice.choice(fates)
         acknowledged = set()
-        for n in range(24):
-            key = f"k{n}"
-            with trio.move_on_after(5):
-                with contextlib.suppress(NoAnswer):
-                    if (await stored(writer, key))[0] in (Stored.NEW, Stored.DUPLICATE):
-                        acknowledged.add(key)
-                with contextlib.suppress(NoAnswer):
-                    assert await loaded(reader, f"k{dice.randrange(n + 1)}") is not None
-            if dice.random() < 0.3:
-                wire.release()
+        async with impatient(writer, 0.06), impatient(reader, 0.06):
+            for n in range(24):
+                key = f"k{n}"
+                with trio.move_on_after(5):
+                    with contextlib.suppress(NoAnswer):
+                        if (await stored(writer, key))[0] in (Stored.NEW, Stored.DUPLICATE):
+                            acknowledged.add(key)
+                    with contextlib.suppress(NoAnswer):
+                        assert await loaded(reader, f"k{dice.randrange(n + 1)}") is not None
+                if dice.random() < 0.3:
+                    wire.release()
         wire.decide = lambda code, number: Fate.PASS
         wire.release()
         for key in sorted(acknowledged):

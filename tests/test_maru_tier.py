@@ -4,17 +4,20 @@ import ctypes
 import gc
 import itertools
 import json
-import signal
+import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import trio
 import trio.testing
-from maru_processes import Server, temporary_pool
+from maru_actors import impatient
+from maru_processes import PATIENCE, Server, temporary_pool
+from pools import until
 
 import offload
 from backends.abc import LOADED, STORED, BlockSizeError, CapacityError, Deletion, Failed, Missed, Rejected
@@ -35,6 +38,7 @@ _names = itertools.count()
 def handler_to(endpoint: str, **knobs: Any) -> MaruHandler:
     """With one region of eight pages, unless said otherwise."""
     defaults = {"chunk_size_bytes": BLOCK, "pool_size": BLOCKS * BLOCK, "auto_expand": False, "eager_map": False}
+    defaults["timeout_ms"] = int(PATIENCE * 1_000)  # no call here goes without an answer unless it is said
     return MaruHandler(server_url=endpoint, **{**defaults, **knobs})
 
 
@@ -64,7 +68,7 @@ async def test_it_keeps_the_contract_of_a_tier() -> None:
         def make(blocks: int, block_bytes: int) -> MaruTier:
             return MaruTier(handler_to(server.endpoints[0], namespace=f"{next(_names)}"))
 
-        with trio.fail_after(60):
+        with trio.fail_after(2 * PATIENCE):
             await check_tier(make, block_bytes=BLOCK, damage=flip)
 
 
@@ -108,7 +112,7 @@ async def all_is_free(*tiers: MaruTier, keys: list[bytes]) -> None:
         assert Deletion.PINNED not in await tier.delete(keys)
     for tier in tiers:
         await tier.handler.exists("")
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             while (pages := tier.handler.statistics().pages).free != pages.pages:
                 await tier.handler.healthcheck()
         statistics = tier.statistics()
@@ -257,7 +261,7 @@ async def test_a_damaged_block_that_somebody_still_reads_is_not_found_here_and_g
             async with await tier.pin(keys) as lease:
                 assert list(lease.keys) == keys[:1]
             await reader.release()
-            with trio.fail_after(10):
+            with trio.fail_after(PATIENCE):
                 while await other.contains(keys) != {keys[0], keys[2]}:
                     await tier.bury()
             await all_is_free(tier, other, keys=keys)
@@ -272,7 +276,7 @@ async def test_what_was_stored_anew_is_not_taken_for_the_damaged_one_that_went()
             reader = await other.pin(keys)
             assert (await load(tier, keys))[0] == [LOADED, Missed("damaged"), LOADED]
             await reader.release()
-            with trio.fail_after(10):
+            with trio.fail_after(PATIENCE):
                 while await other.delete(keys[1:2]) == [Deletion.PINNED]:  # another process comes first
                     pass
             assert await store(tier, keys[1:2]) == [STORED]
@@ -298,7 +302,7 @@ class Slow(MemoryTier):
 
     def copy_out(self, guards: Any, pages: Any) -> None:
         self.began.set()
-        self.go_on.wait(10)
+        assert self.go_on.wait(PATIENCE)
         super().copy_out(guards, pages)
 
 
@@ -316,7 +320,7 @@ async def test_pages_that_a_thread_may_still_write_are_not_free_before_it_is_ove
         assert await store(tier, keys_of(4, "other")) == [STORED] * 4
         assert tier.reserve_nowait(keys_of(1), BLOCK, "partial").granted == []
         source.go_on.set()
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             while tier.statistics().reserved_blocks:
                 await tier.contains(keys)
         assert await tier.contains(keys) == set()
@@ -390,7 +394,7 @@ async def test_who_has_opened_it_leaves_last_whichever_task_the_others_are() -> 
                 await leave.wait()
             left.set()
 
-        with trio.fail_after(10):
+        with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(first)
                 await entered.wait()
@@ -441,13 +445,13 @@ async def test_the_page_store_may_be_the_faster_one_and_its_silence_leaves_it_ou
     for key in keys:
         slow.put(key, payload_of(key, BLOCK))
     async with open_test_server() as server, open_lossy_wire(server.endpoints[0]) as wire:
-        tier = MaruTier(handler_to(wire.endpoint, timeout_ms=100))
+        tier = MaruTier(handler_to(wire.endpoint))
         async with offload.open_engine(source, [tier, slow], chain=False) as engine:
             await (await engine.store(source.weak(keys[:2]), precondition=offload.NO_WAIT)).wait()
             async with await engine.lookup(keys) as hit:
                 assert hit.runs == [("maru", 2), ("memorytier", 2)]
             wire.decide = lambda code, number: Fate.LOSE_REQUEST
-            async with await engine.lookup(keys) as hit:
+            async with impatient(tier.handler), await engine.lookup(keys) as hit:
                 assert hit.runs == [("memorytier", 4)]
                 assert list(hit.unavailable) == ["maru"]
             wire.decide = lambda code, number: Fate.PASS
@@ -482,7 +486,7 @@ async def test_from_a_thread_the_engine_opens_it_in_its_own() -> None:
 
     def engine_thread(url: str) -> int:
         with from_thread.open_engine(source, [MaruTier(handler_to(url))]) as engine:
-            engine.store(source.weak(keys), precondition=offload.NO_WAIT).result(10)
+            engine.store(source.weak(keys), precondition=offload.NO_WAIT).result(PATIENCE)
             with engine.lookup(keys) as hit:
                 buffers = [bytearray(BLOCK) for _ in hit.keys]
                 loaded = engine.load(hit, PagesDestination.over(buffers)).loaded
@@ -502,7 +506,7 @@ async def test_an_answer_that_is_lost_costs_no_page_and_tells_no_lie(fate: Fate)
     async with (
         open_test_server() as server,
         open_lossy_wire(server.endpoints[0]) as wire,
-        MaruTier(handler_to(wire.endpoint, timeout_ms=150)) as tier,
+        MaruTier(handler_to(wire.endpoint)) as tier,
     ):
         await store(tier, keys_of(2, "before"))
         seen: list[int] = []
@@ -514,7 +518,9 @@ async def test_an_answer_that_is_lost_costs_no_page_and_tells_no_lie(fate: Fate)
             return fate
 
         wire.decide = decide
-        outcomes = await store(tier, keys)
+        async with impatient(tier.handler, 0.15, Code.STORE):
+            outcomes = await store(tier, keys)
+        assert seen
         wire.release()  # the store that was fenced arrives all the same, and is refused
         if fate in (Fate.LOSE_ANSWER, Fate.TWICE):
             assert outcomes == [STORED] * 4
@@ -561,7 +567,7 @@ async def test_another_process_reads_the_very_pages_without_a_copy() -> None:
 
 
 _OWNER = """
-import json, os, signal, sys, trio
+import json, sys, trio
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
 from backends.testing import payload_of
@@ -577,7 +583,8 @@ async def main(url, size, keys):
         stored, never = await tier.reserve(keys[:-2], size, "fail"), await tier.reserve(keys[-2:], size, "fail")
         await stored.transfer(source, source.upgrade(keys[:-2]))
         lease = await tier.pin(keys)
-        os.kill(os.getpid(), signal.SIGKILL)
+        print("has them", flush=True)
+        await trio.sleep_forever()
 
 trio.run(main, *json.loads(sys.argv[1]))
 """
@@ -585,21 +592,27 @@ trio.run(main, *json.loads(sys.argv[1]))
 
 async def test_of_an_owner_that_is_killed_what_it_committed_is_read_and_the_rest_is_nowhere() -> None:
     keys = keys_of(6)
-    async with open_test_server() as server:
+    async with open_test_server() as server, trio.open_nursery() as nursery:
         url = server.endpoints[0]
-        job = json.dumps([url, BLOCK, [key.hex() for key in keys]])
-        done = await trio.run_process([sys.executable, "-c", _OWNER, job], check=False)
-        assert done.returncode == -signal.SIGKILL
+        command = [sys.executable, "-c", _OWNER, json.dumps([url, BLOCK, [key.hex() for key in keys]])]
+        start = partial(trio.run_process, command, capture_stdout=False, stdout=subprocess.PIPE, check=False)
+        owner: trio.Process = await nursery.start(start)
+        assert owner.stdout is not None
+        assert await owner.stdout.receive_some()
+        directory = server.statistics().service.directory
+        assert (directory.entries, directory.pinned) == (4, 4)
+        began = trio.current_time()
+        owner.kill()
+        await owner.wait()
         async with MaruTier(handler_to(url)) as tier:
             outcomes, buffers = await load(tier, keys)
             assert outcomes == [LOADED] * 4
             assert buffers[:4] == payloads(keys[:4])
             assert await tier.contains(keys) == set(keys[:4])
-            directory = server.statistics().service.directory
-            assert (directory.entries, directory.pinned) == (4, 4)  # the dead one's pins: as long as its lease
-            with trio.fail_after(20):
+            with trio.fail_after(PATIENCE):
                 while Deletion.PINNED in await tier.delete(keys):  # noqa: ASYNC110
                     await trio.sleep(0.1)
+                assert trio.current_time() - began > 0.6  # the dead one's pins: as long as its lease
                 while (directory := server.statistics().service.directory).regions:  # noqa: ASYNC110
                     await trio.sleep(0.1)
             assert (directory.entries, directory.pinned, directory.abandoned) == (0, 0, 0)
@@ -609,31 +622,30 @@ async def test_of_an_owner_that_is_killed_what_it_committed_is_read_and_the_rest
 
 async def test_a_server_that_is_killed_while_we_store_loses_nothing_that_was_acknowledged() -> None:
     with temporary_pool() as pool, Server(pool, "--high-watermark", "1.0") as server:
-        knobs = {"pool_size": 32 * BLOCK, "timeout_ms": 300, "lease": 5.0}
+        knobs = {"pool_size": 32 * BLOCK, "lease": 5.0}
         async with MaruTier(handler_to(server.ipc, **knobs)) as tier:
-            acknowledged: list[bytes] = []
-            tried: list[bytes] = []
+            acknowledged = keys_of(1, "before")
+            assert await store(tier, acknowledged, "evict") == [STORED]
+            tried = acknowledged[:]
 
-            async def store_on(scope: trio.CancelScope) -> None:
-                with scope:
-                    for number in range(24):
-                        key = f"number {number:04}".encode()
-                        tried.append(key)
-                        try:
-                            outcomes = await store(tier, [key], "evict")
-                        except MaruError:  # the server is away
-                            continue
-                        acknowledged.extend([key] if outcomes == [STORED] else [])
-                        await trio.sleep(0.005)
+            async def store_on() -> None:
+                for number in range(24):
+                    key = f"number {number:04}".encode()
+                    tried.append(key)
+                    try:
+                        outcomes = await store(tier, [key], "evict")
+                    except MaruError:  # the server is away
+                        continue
+                    acknowledged.extend([key] if outcomes == [STORED] else [])
+                    await trio.sleep(0.005)
 
-            with trio.fail_after(60):
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(store_on, trio.CancelScope())
-                    for _ in range(2):
-                        await trio.sleep(0.05)
-                        await trio.to_thread.run_sync(server.restart)
-            assert acknowledged
-            with trio.fail_after(10):
+            async with impatient(tier.handler, 0.3), trio.open_nursery() as nursery:
+                nursery.start_soon(store_on)
+                for _ in range(2):
+                    least = len(tried) + 4
+                    await until(lambda least=least: len(tried) > min(least, 23))  # type: ignore[misc]
+                    await trio.to_thread.run_sync(server.restart)
+            with trio.fail_after(PATIENCE):
                 while tier.statistics().reserved_blocks:
                     await tier.contains(tried)
                     await trio.sleep(0.05)
@@ -642,7 +654,7 @@ async def test_a_server_that_is_killed_while_we_store_loses_nothing_that_was_ack
                 outcomes, [found] = await load(tier, [key])
                 assert outcomes == [LOADED]
                 assert found == payload_of(key, BLOCK)
-            with trio.fail_after(20):
+            with trio.fail_after(PATIENCE):
                 while Deletion.PINNED in await tier.delete(tried):  # quiet time: nothing goes right after a restart
                     await tier.handler.healthcheck()
             await all_is_free(tier, keys=tried)

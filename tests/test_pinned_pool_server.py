@@ -75,12 +75,48 @@ def at_rest(server: PinnedPoolServer) -> bool:
 @contextlib.contextmanager
 def client_of(server: PinnedPoolServer | ServerProcess, mib: int = 1, **options: Any) -> Iterator[PinnedPoolClient]:
     address = server.address if isinstance(server, ServerProcess) else address_of(server)
-    client = PinnedPoolClient(address, **options)
+    client = PinnedPoolClient(address, **{"timeout": PATIENCE, **options})
     try:
         client.allocate_pool_memory(mib * MIB)
         yield client
     finally:
         client.close()
+
+
+@contextlib.contextmanager
+def impatient(client: PinnedPoolClient) -> Iterator[None]:
+    """Where silence is meant to be. Before and after it the client is patient: a call that must succeed may take long."""
+    patience, client._timeout = client._timeout, 0.2
+    try:
+        yield
+    finally:
+        client._timeout = patience
+
+
+@contextlib.contextmanager
+def asking(client: PinnedPoolClient) -> Iterator[list[BaseException]]:
+    """A thread is in a call whose answer does not come; once the block is left and it has ended: what it failed with."""
+    failed: list[BaseException] = []
+    waits = threading.Event()
+    receive = client._line.receive
+
+    def receive_and_tell(deadline: float) -> Any:
+        waits.set()
+        return receive(deadline)
+
+    def ask() -> None:
+        try:
+            client.get_usage_info()
+        except BaseException as exc:
+            failed.append(exc)
+
+    client._line.receive = receive_and_tell  # type: ignore[method-assign]
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert waits.wait(PATIENCE)
+    yield failed
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
 
 
 # --- the calls ----------------------------------------------------------------------------------------------------
@@ -183,7 +219,7 @@ def test_new_pool_shows_nothing_of_an_old_one(server: PinnedPoolServer) -> None:
             assert client.allocate_from_pool(60 * MIB) is not None
             seen = bytearray(60 * MIB)
             client.copy_from_pool(0, 0, seen)
-            assert not any(seen)
+            assert seen.count(0) == len(seen)
             client.copy_to_pool(0, 0, b"x" * len(seen))
         assert eventually(lambda: at_rest(server))
 
@@ -330,7 +366,7 @@ def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         PoolMemory(4096, "none")
     with server_in_thread() as server, pytest.raises(PoolRefused, match="No space left"), client_of(server):
         pass
-    assert open_descriptors() == before
+    assert open_descriptors() <= before
 
 
 # --- ends of sessions ---------------------------------------------------------------------------------------------
@@ -400,42 +436,29 @@ def test_killed_server_is_a_clear_error() -> None:
                     client.check,
                 ):
                     with pytest.raises(PoolLost):
-                        within(5.0, call)
+                        within(PATIENCE, call)
         with pytest.raises(PoolUnreachable):
             PinnedPoolClient(process.address)
 
 
 def test_server_killed_while_somebody_waits_for_it() -> None:
     with ServerProcess() as process, client_of(process) as client:
-        with process.stopped():
-            failed: list[BaseException] = []
-
-            def ask() -> None:
-                try:
-                    client.get_usage_info()
-                except BaseException as exc:
-                    failed.append(exc)
-
-            thread = threading.Thread(target=ask)
-            thread.start()
-            time.sleep(0.05)
+        with process.stopped(), asking(client) as failed:
             process.send(signal.SIGKILL)
-            thread.join(PATIENCE)
         [error] = failed
         assert isinstance(error, PoolLost)
 
 
 def test_stopped_server_is_a_timeout_and_the_session_goes_on() -> None:
-    with ServerProcess() as process, client_of(process, timeout=0.3, shared_memory=True) as client:
+    with ServerProcess() as process, client_of(process, shared_memory=True) as client:
         assert client.allocate_from_pool(2 * CHUNK) is not None
-        with process.stopped():
+        with process.stopped(), impatient(client):
             for call in (lambda: client.allocate_from_pool(CHUNK), client.get_usage_info):
                 with pytest.raises(PoolTimeout):
-                    within(5.0, call)
+                    within(PATIENCE, call)
             client.copy_to_pool(0, 0, b"mapped memory needs no server")
             with pytest.raises(PoolTimeout):
                 PinnedPoolClient(process.address, timeout=0.2)
-        client._timeout = PATIENCE
         # What the lost answer brought is given back: nobody knows of it.
         assert client.get_usage_info().active_allocations in (1, 2)
         assert client.get_usage_info().active_allocations == 1
@@ -443,27 +466,17 @@ def test_stopped_server_is_a_timeout_and_the_session_goes_on() -> None:
 
 
 def test_server_that_stops_in_the_middle_of_bytes_costs_the_session() -> None:
-    with ServerProcess() as process, client_of(process, 64, timeout=0.3, shared_memory=False) as client:
+    with ServerProcess() as process, client_of(process, 64, shared_memory=False) as client:
         client.allocate_from_pool(64 * MIB)
-        with process.stopped(), pytest.raises((PoolLost, PoolTimeout)):
-            within(10.0, lambda: client.copy_to_pool(0, 0, bytes(64 * MIB)))
+        with process.stopped(), impatient(client), pytest.raises((PoolLost, PoolTimeout)):
+            within(PATIENCE, lambda: client.copy_to_pool(0, 0, bytes(64 * MIB)))
 
 
 def test_closing_wakes_whoever_waits() -> None:
-    with ServerProcess() as process, client_of(process, timeout=30.0) as client, process.stopped():
-        failed: list[BaseException] = []
-
-        def ask() -> None:
-            try:
-                client.get_usage_info()
-            except BaseException as exc:
-                failed.append(exc)
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        time.sleep(0.05)
-        within(5.0, client.close)
-        thread.join(PATIENCE)
+    """Sooner than the answer would be waited for."""
+    with ServerProcess() as process, client_of(process, timeout=1000.0) as client, process.stopped():
+        with asking(client) as failed:
+            within(PATIENCE, client.close)
         assert isinstance(failed[0], (PoolLost, PoolClosed))
 
 
@@ -563,7 +576,7 @@ def test_answers_that_nobody_reads_are_not_kept() -> None:
     with server_in_thread(patience=0.2) as server, socket.create_connection((server.host, server.port)) as sock:
         sock.sendall(HELLO + encode(AllocatePoolMemory(2, MIB)) + encode(AllocateFromPool(3, MIB)))
         sock.setblocking(False)
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # which of both says who is quicker
             for number in range(200):
                 sock.send(encode(CopyFromPool(4 + number, 0, 0, MIB)))
         assert eventually(lambda: server.statistics().bad == 1 and at_rest(server))

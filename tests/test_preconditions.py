@@ -96,7 +96,7 @@ def watcher_thread():
 def no_watcher_is_left():
     thread = watcher_thread()
     if thread is not None:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     assert not preconditions._watcher._waits
 
@@ -212,7 +212,7 @@ async def test_a_thread_event_set_in_another_thread_wakes_all_that_wait():
         await event.wait()
         woken.append(number)
 
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             for number in range(5):
                 nursery.start_soon(wait, number)
@@ -256,15 +256,15 @@ def test_a_thread_event_wakes_several_runs_at_once():
             nursery.start_soon(event.wait)
             nursery.start_soon(event.wait)
             await trio.testing.wait_all_tasks_blocked()
-            ready.wait(30)  # blocks the run on purpose: it is certain to be asleep when the event is set
+            ready.wait(60)  # blocks the run on purpose: it is certain to be asleep when the event is set
 
     threads = [threading.Thread(target=trio.run, args=(run,)) for _ in range(3)]
     for thread in threads:
         thread.start()
-    ready.wait(30)
+    ready.wait(60)
     event.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
     assert not event._runs
 
@@ -284,7 +284,7 @@ async def test_a_cancelled_wait_for_a_thread_event_leaves_nothing_and_disturbs_n
     event = ThreadEvent()
     await cancelled_while_waiting(event)
     assert not event._runs
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(event.wait)
             await trio.testing.wait_all_tasks_blocked()
@@ -332,7 +332,7 @@ class Meddling(dict):
 @pytest.mark.parametrize("others", [0, 1])
 async def test_no_wake_up_is_lost_at_whatever_moment_the_event_is_set(moment, others):
     event = ThreadEvent()
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             for _ in range(others):
                 nursery.start_soon(event.wait)
@@ -350,7 +350,7 @@ async def test_no_wake_up_is_lost_at_whatever_moment_the_event_is_set(moment, ot
 async def test_two_setters_at_once_wake_everybody():
     event = ThreadEvent()
     event._runs = Meddling(event, "after popping")
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(event.wait)
             await trio.testing.wait_all_tasks_blocked()
@@ -391,7 +391,7 @@ async def test_a_thread_event_may_be_set_in_a_signal_handler():
     event = ThreadEvent()
     before = signal.signal(signal.SIGUSR1, lambda number, frame: event.set())
     try:
-        with trio.fail_after(30):
+        with trio.fail_after(60):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(event.wait)
                 await trio.testing.wait_all_tasks_blocked()
@@ -409,7 +409,7 @@ async def test_a_cuda_event_holds_once_its_query_says_so():
     event = as_precondition(fake)
     assert event.passive
     assert not event.is_set()
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(event.wait)
             nursery.start_soon(event.wait)
@@ -444,7 +444,7 @@ async def test_a_cuda_event_that_holds_is_not_queried_again():
 
 async def test_one_thread_watches_all_cuda_events_and_ends_with_the_last():
     fakes = [FakeCudaEvent() for _ in range(5)]
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             for fake in fakes:
                 nursery.start_soon(CudaEvent(fake).wait)
@@ -461,7 +461,7 @@ async def test_one_thread_watches_all_cuda_events_and_ends_with_the_last():
             fakes[0].done.set()
     no_watcher_is_left()
     again = FakeCudaEvent()
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(CudaEvent(again).wait)
             await again.watched.wait()
@@ -473,7 +473,7 @@ async def test_one_thread_watches_all_cuda_events_and_ends_with_the_last():
 async def test_a_cancelled_wait_for_a_cuda_event_ends_its_watching():
     fake = FakeCudaEvent()
     event = CudaEvent(fake)
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(event.wait)
             await fake.watched.wait()
@@ -496,7 +496,7 @@ async def test_work_that_failed_is_raised_to_all_that_wait():
             await event.wait()
         errors.append(raised.value)
 
-    with trio.fail_after(30):
+    with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(wait)
             nursery.start_soon(wait)

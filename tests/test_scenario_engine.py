@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from scenario_plays import unhurried
 
 from backends.abc import Key
 from backends.pooled import Lease, PooledTier
@@ -46,7 +47,7 @@ def test_an_engine_over_real_tiers_holds_the_same(name: str, kind: Any, tmp_path
     tiers = {tier: msgspec.structs.replace(spec, kind=kind) for tier, spec in scenario.tier.items()}
     # How often it is asked in vain depends on who comes in time; that it is used before and after does not.
     sure = [Expect(status=one.status, found=one.found, never=one.never) for one in scenario.expect]
-    report = play_real(msgspec.structs.replace(scenario, tier=tiers, expect=sure), workdir=tmp_path)
+    report = play_real(msgspec.structs.replace(scenario, tier=tiers, expect=sure), workdir=tmp_path, pace=unhurried())
     assert report.good, (report.violations, report.trace)
     assert report.counts["fired"] == 1
 
@@ -163,6 +164,7 @@ def test_it_needs_nothing_but_its_tiers() -> None:
     ("change", "complaint"),
     [
         (('["host", "deep"]', "[]"), "engine.tiers: is empty"),
+        (('["host", "deep"]', '["host", "disk", "deep"]'), "engine.tiers[1]: there is no tier 'disk'"),
         (('"deep"]', '"dep"]'), "engine.tiers[1]: there is no tier 'dep'; did you mean 'deep'?"),
         (('"deep"]', '"host"]'), "engine.tiers[1]: 'host' is named twice"),
         (('"deep"]', '"device"]'), "engine.tiers[1]: 'device' is where blocks come from"),

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
+from scenario_plays import unhurried
 
 from backends.abc import Key
 from offload.testing.scenarios import NeedsRealTime
@@ -319,7 +320,7 @@ MUCH = program(
     [from_sync(PlainCache), from_asyncio(asyncio_cache), from_asyncio(AsyncioCache), from_threads(ThreadCache)],
 )
 def test_a_right_cache_of_any_colour_passes_for_real(factory: Any) -> None:
-    report = play_real(MUCH, factory=factory)
+    report = play_real(MUCH, factory=factory, pace=unhurried())
     assert report.good, report.violations
     assert "hook stored" in report.reached
     assert report.fired == {"cancel at before_copy": 1, "cancel": 1, "cancel_waiter": 1}

@@ -17,6 +17,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from maru_actors import impatient
 from pools import until
 
 from backends.abc import LOADED, Deletion, Key
@@ -164,7 +165,7 @@ async def open_hops(*, ask_first: bool = True, **knobs: Any) -> AsyncIterator[Ho
     async with open_test_server(high_watermark=1.0) as server, open_lossy_wire(server.endpoints[0]) as wire:
         wire.decide = recorder.decide
         url = server.endpoints[0]
-        defaults = {"chunk_size_bytes": SIZE, "pool_size": 2 << 20, "namespace": "model"}
+        defaults = {"chunk_size_bytes": SIZE, "pool_size": 2 << 20, "namespace": "model", "timeout_ms": 30_000}
         policy = Evicting()
         policy.recorder = recorder
         source = MemoryTier(len(NAMES) * SIZE, SIZE)
@@ -261,11 +262,12 @@ async def test_a_duplicate_that_is_found_by_registering_frees_its_page() -> None
 
 
 async def test_a_lost_answer_to_a_store_is_asked_for_before_the_host_frees_anything() -> None:
-    async with open_hops(timeout_ms=1000) as hops:
+    async with open_hops() as hops:
         await hops.store(NAMES[4:6])  # the region is there
         hops.recorder.take()
         hops.recorder.fates["STORE"] = [Fate.LOSE_ANSWER]
-        await hops.store(NAMES[6:8])
+        async with impatient(hops.maru.handler, 0.1, Code.STORE):
+            await hops.store(NAMES[6:8])
         calls = hops.recorder.take()
         assert [call for call in calls if call != "RESOLVE"] == ours(STORE)
         assert calls.index("STORE") < calls.index("RESOLVE") < calls.index("settle") < calls.index("free")
@@ -274,11 +276,12 @@ async def test_a_lost_answer_to_a_store_is_asked_for_before_the_host_frees_anyth
 
 
 async def test_a_page_store_that_does_not_answer_costs_the_blocks_and_no_store(caplog) -> None:
-    async with open_hops(timeout_ms=200) as hops:
+    async with open_hops() as hops:
         hops.wire.decide = lambda code, number: Fate.LOSE_REQUEST
         hops.recorder.calls.clear()
-        with trio.fail_after(30):
-            await hops.store(NAMES[4:6])
+        with trio.fail_after(60):
+            async with impatient(hops.maru.handler):
+                await hops.store(NAMES[4:6])
         assert hops.host.contains(NAMES[:6]) == {*NAMES[:2], *NAMES[4:6]}
         dropped = hops.engine.statistics().spills["maru"].dropped
         assert sum(dropped.values()) == 2
@@ -382,11 +385,12 @@ async def test_a_delete_is_best_effort_and_says_so_in_the_log(caplog) -> None:
 
 
 async def test_a_delete_that_nobody_answers_is_unavailable_and_the_host_has_forgotten_all_the_same(caplog) -> None:
-    async with open_hops(timeout_ms=1000) as hops:
+    async with open_hops() as hops:
         await hops.store(NAMES[4:8])
         hops.recorder.fates["DROP"] = [Fate.LOSE_REQUEST] * 20
-        with trio.fail_after(30):
-            answers = await hops.engine.delete([NAMES[0], NAMES[5]])
+        with trio.fail_after(60):
+            async with impatient(hops.maru.handler, 0.1, Code.DROP):
+                answers = await hops.engine.delete([NAMES[0], NAMES[5]])
         assert answers == [Deletion.UNAVAILABLE, Deletion.UNAVAILABLE]
         assert hops.host.contains(NAMES[:8]) == {NAMES[4], NAMES[6], NAMES[7]}
         assert any("maru could not be asked to delete 2 blocks" in record.getMessage() for record in caplog.records)

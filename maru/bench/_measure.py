@@ -76,13 +76,14 @@ def in_turn(
         what: is being measured, for whoever watches.
         effort: how often.
         subjects: by name.
-        warm_up: run each once before it counts. A long one may see to that itself.
+        warm_up: run each once before it counts, unless in a quick bench. A long one may see to that itself.
 
     Returns:
         A sample for each subject that returns a number, under its name, and for each figure of one that returns several.
     """
     values: dict[str, list[float]] = {}
-    for number, name in _turns(list(subjects), range(0 if warm_up else 1, effort.repeat + 1)):
+    first = 0 if warm_up and not effort.quick else 1
+    for number, name in _turns(list(subjects), range(first, effort.repeat + 1)):
         effort.progress(f"{what}: {name}, {f'{number} of {effort.repeat}' if number else 'warming up'}")
         if not effort.quick:
             gc.collect()
