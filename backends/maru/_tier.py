@@ -17,11 +17,11 @@ import math
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import trio
 
-from maru import LeaseLost, MaruError, MaruHandler
+from maru import AllocBatch, LeaseLost, MaruError, MaruHandler
 from maru import Stored as MaruStored
 
 from .._errors import BackendError, BlockSizeError, CapacityError, Unproven
@@ -47,9 +47,6 @@ from ._condemned import Condemned
 from ._lease import MaruLease
 from ._reservation import MaruReservation
 from ._turns import Turns
-
-if TYPE_CHECKING:
-    from maru import AllocBatch
 
 _ASK_AGAIN: Final = 0.05
 """Seconds between two questions for room. What comes back here wakes whoever waits; what others let go of does not."""
