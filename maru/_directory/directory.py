@@ -30,6 +30,7 @@ from .image import DirectoryImage
 from .limits import Limits
 from .locations import Columns, GivenBack, Location, Registration
 from .published import Published
+from .reader import Reader
 from .records import AnyRecord
 from .regions import Region, RegionState
 from .registrar import Registrar
@@ -69,6 +70,7 @@ class Directory:
         self._published = Published(self._changes, self._guards, self._leases, limits)
         self._evictor = Evictor(self._changes, self._guards, self._counters)
         self._registrar = Registrar(self._changes, limits, self._guards, self._evictor, self._counters)
+        self._reader = Reader(state, self._guards, self._counters)
         self._remover = Remover(self._changes, limits, self._guards, self._evictor, self._counters)
 
     def __len__(self) -> int:
@@ -339,47 +341,18 @@ class Directory:
         """Where these keys lie, which is a use of them. With ``prefix`` the answer ends before the first miss."""
         self.settle()
         self._session(by)
-        answer = list(map(self._located.get, keys))
-        if all(answer):
-            locations: list[Location] = answer  # type: ignore[assignment]  # none is missing
-        elif prefix:
-            answer = answer[: answer.index(None)]
-            self._counters.missed += 1
-            locations = answer  # type: ignore[assignment]
-            keys = keys[: len(answer)]
-        else:
-            locations = [location for location in answer if location is not None]
-            self._counters.missed += len(answer) - len(locations)
-            keys = [key for key, location in zip(keys, answer, strict=True) if location is not None]
-        if not locations:
-            return answer
-        self._counters.found += len(locations)
-        region_ids = self._state.use(keys, locations)
-        if by < 0:
-            self._guards.note_read(keys, region_ids, now)
-        if pin:
-            self._guards.hold(by, keys, region_ids)
-        return answer
+        return self._reader.find(by, keys, now, pin, prefix)
 
     def exists(self, keys: Iterable[str]) -> list[bool]:
         """Which keys are there. No use of them."""
         self.settle()
-        return list(map(self._located.__contains__, keys))
+        return self._reader.exists(keys)
 
     def pin(self, by: int, keys: Sequence[str], *, prefix: bool = False) -> list[bool]:
         """One more pin for each key that is there; with ``prefix`` for none behind the first miss."""
+        self.settle()
         self._session(by)
-        there = self.exists(keys)
-        found = keys
-        if not all(there):
-            if prefix:
-                length = there.index(False)
-                found = keys[:length]
-                there[length:] = [False] * (len(there) - length)
-            else:
-                found = [key for key in keys if key in self._located]
-        self._guards.hold(by, found, {self._located[key].region_id for key in found})
-        return there
+        return self._reader.pin(by, keys, prefix)
 
     def unpin(self, by: int, keys: Iterable[str]) -> list[bool]:
         """One pin less for each key; False where ``by`` has none. A published connection may drop another one's."""

@@ -1,0 +1,62 @@
+"""What readers ask: where keys lie, whether they are there, and that they stay. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .counts import Counters
+from .guards import Guards
+from .locations import Location
+from .state import State
+
+
+class Reader:
+    """Finds keys and pins them, on behalf of who asks. Registers nothing, and removes nothing."""
+
+    def __init__(self, state: State, guards: Guards, counters: Counters) -> None:
+        self._state = state
+        self._located = state.located
+        self._guards = guards
+        self._counters = counters
+
+    def find(self, by: int, keys: Sequence[str], now: float, pin: bool, prefix: bool) -> list[Location | None]:
+        """Where these keys lie; see ``Directory.find``."""
+        answer = list(map(self._located.get, keys))
+        if all(answer):
+            locations: list[Location] = answer  # type: ignore[assignment]  # none is missing
+        elif prefix:
+            answer = answer[: answer.index(None)]
+            self._counters.missed += 1
+            locations = answer  # type: ignore[assignment]
+            keys = keys[: len(answer)]
+        else:
+            locations = [location for location in answer if location is not None]
+            self._counters.missed += len(answer) - len(locations)
+            keys = [key for key, location in zip(keys, answer, strict=True) if location is not None]
+        if not locations:
+            return answer
+        self._counters.found += len(locations)
+        region_ids = self._state.use(keys, locations)
+        if by < 0:
+            self._guards.note_read(keys, region_ids, now)
+        if pin:
+            self._guards.hold(by, keys, region_ids)
+        return answer
+
+    def exists(self, keys: Iterable[str]) -> list[bool]:
+        """Which keys are there. No use of them."""
+        return list(map(self._located.__contains__, keys))
+
+    def pin(self, by: int, keys: Sequence[str], prefix: bool) -> list[bool]:
+        """One more pin for each key that is there; see ``Directory.pin``."""
+        there = self.exists(keys)
+        found = keys
+        if not all(there):
+            if prefix:
+                length = there.index(False)
+                found = keys[:length]
+                there[length:] = [False] * (len(there) - length)
+            else:
+                found = [key for key in keys if key in self._located]
+        self._guards.hold(by, found, {self._located[key].region_id for key in found})
+        return there
