@@ -307,6 +307,28 @@ async def test_a_host_that_cannot_read_once_more_deletes_nothing_and_stores_all_
         assert await load(a, KEYS) == ALL
 
 
+async def test_what_a_tier_misses_and_does_not_count_is_not_taken_from_its_counts() -> None:
+    class Uncounted(Foreign):
+        misses = False
+
+        async def load(self, lease: Any, destination: Any) -> Any:
+            if not self.misses:
+                return await super().load(lease, destination)
+            await trio.lowlevel.checkpoint()
+            return [Missed("busy")] * len(lease.keys)
+
+    tier = wrapped(Uncounted(8 * SLOT, SLOT, checksums=False))
+    await store(tier, BLOCKS)
+    harm(tier, KEYS[1])
+    lease = await tier.pin(KEYS)
+    assert (await load(tier, KEYS))[0][1] == Missed("damaged")
+    tier.inner.misses = True
+    await lease.release()
+    assert not tier._condemned
+    missed = tier.statistics().missed
+    assert (missed["damaged"], missed.get("busy", 0)) == (1, 0)
+
+
 async def test_a_reading_that_fails_leaves_it_condemned() -> None:
     class Broken(Foreign):
         breaks = False

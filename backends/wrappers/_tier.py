@@ -335,8 +335,8 @@ class WrappedPlace:
         missed = dict(below.missed)
         for reason, count in self._counters.missed.items():
             missed[reason] = missed.get(reason, 0) + count
-        for reason, count in self._missed_again.items():
-            missed[reason] -= count
+        for reason, count in self._missed_again.items():  # as far as the tier below counts what it misses
+            missed[reason] = max(0, missed.get(reason, 0) - count)
         return attrs.evolve(
             below, missed=missed, loaded=below.loaded - self._lost, deleted=below.deleted - self._buried
         )
