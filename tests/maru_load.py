@@ -11,6 +11,7 @@ import contextlib
 import random
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,7 +36,7 @@ PATIENT = {"timeout_ms": 5_000, "lease": 30.0, "max_inflight": 8}
 EXPECTED = (MaruError, TimeoutError, ConnectionError, trio.RunFinishedError)
 
 
-class Worker:
+class Worker(ABC):
     """A thread that works while it may. At rest it touches nothing, and others may use its client."""
 
     def __init__(self, name: str, seed: int, findings: list[str]):
@@ -78,22 +79,24 @@ class Worker:
                 self.at_rest.set()
                 return
 
+    @abstractmethod
     def work(self) -> None:
         """One round of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def come_back(self) -> None:
         """Have the server know that it lives: until all have, nothing is handed back. At rest."""
 
+    @abstractmethod
     def impatient(self, timeout: float) -> contextlib.AbstractContextManager[None]:
         """It waits no longer than this for an answer while the block lasts."""
-        raise NotImplementedError
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027 - not everybody knows what must be there
         """Look whether all is as it must be. At rest."""
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """It has no client any more."""
 
 
 class Keeper(Worker):
@@ -159,14 +162,17 @@ class Keeper(Worker):
                 self.find(look)
         self.gone = dict.fromkeys(gone[-500:])
 
+    @abstractmethod
     def put(self, keys: list[str]) -> list[str]:
-        raise NotImplementedError
+        """Store these; what became of each."""
 
+    @abstractmethod
     def get(self, keys: list[str]) -> list[str]:
-        raise NotImplementedError
+        """Read these; what each looks like."""
 
+    @abstractmethod
     def delete(self, keys: list[str]) -> list[str]:
-        raise NotImplementedError
+        """Delete these; what became of each."""
 
 
 class OurKeeper(Keeper):

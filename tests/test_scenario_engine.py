@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from breaker_faults import a_breaker_never_closes, a_breaker_never_tries_again
 from scenario_plays import unhurried
 
 from backends.abc import Key
@@ -61,24 +62,13 @@ def test_without_a_plant_nothing_is_wrong(name: str) -> None:
 
 
 def test_planted_a_breaker_that_never_closes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its probe is answered, and it is left alone for good."""
-    leave = Breaker.leave
-
-    def never(self: Breaker, turn: int, call: Call, verdict: Verdict, now: float, cause: str = "") -> None:
-        if self.state is HealthState.HALF_OPEN and verdict is Verdict.ANSWERED:
-            verdict = Verdict.FAULT
-        leave(self, turn, call, verdict, now, cause)
-
-    monkeypatch.setattr(Breaker, "leave", never)
+    a_breaker_never_closes(monkeypatch)
     assert "expect[0].metric.deep.well" in broken(BREAKS)
     assert "expect[0].metric.deep.well" in broken(HANGS)
 
 
 def test_planted_a_breaker_that_never_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter = Breaker.enter
-    monkeypatch.setattr(
-        Breaker, "enter", lambda self, now: enter(self, now) if self.state is HealthState.CLOSED else None
-    )
+    a_breaker_never_tries_again(monkeypatch)
     assert "expect[0].never[0]" in broken(BREAKS)  # 'after missed'
 
 

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
+import breaker_faults
 import pytest
 import trio
 from click.testing import CliRunner
@@ -26,8 +27,6 @@ from backends.abc import LOADED
 from offload._engine import Engine, Hit
 from offload._engine.loading import Loading
 from offload._engine.promoting import Staging
-from offload._health import HealthState
-from offload._health.breaker import Breaker, Verdict
 from offload._scenario._asking import line
 from offload.cli import main
 from offload.testing.scenarios._files.checking import check
@@ -163,22 +162,8 @@ def plant(rule: str, first: int = 0) -> Callable[[Plant], Plant]:
     return enlist
 
 
-@plant("model", first=29)
-def a_breaker_never_closes(patch: pytest.MonkeyPatch) -> None:
-    leave = Breaker.leave
-
-    def never(self: Breaker, turn: int, call: Any, verdict: Verdict, now: float, cause: str = "") -> None:
-        if self.state is HealthState.HALF_OPEN and verdict is Verdict.ANSWERED:
-            verdict = Verdict.FAULT
-        leave(self, turn, call, verdict, now, cause)
-
-    patch.setattr(Breaker, "leave", never)
-
-
-@plant("model", first=29)
-def a_breaker_never_tries_again(patch: pytest.MonkeyPatch) -> None:
-    enter = Breaker.enter
-    patch.setattr(Breaker, "enter", lambda self, now: enter(self, now) if self.state is HealthState.CLOSED else None)
+plant("model", first=29)(breaker_faults.a_breaker_never_closes)
+plant("model", first=29)(breaker_faults.a_breaker_never_tries_again)
 
 
 @plant("model")

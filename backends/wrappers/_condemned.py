@@ -21,7 +21,7 @@ from typing import Final
 from ..abc import DUPLICATE, STORED, Deletion, Key, Outcome, Rejected
 from ._contract import Context
 
-CONDEMNED: Final = Rejected("damaged")
+DAMAGED: Final = Rejected("damaged")
 """Why a block is not stored anew yet: what could not be decoded under its key is still held by somebody."""
 
 MOST_CONDEMNED: Final = 65_536
@@ -88,4 +88,4 @@ class Condemned:
             if outcome == STORED:
                 self._contexts.pop(key, None)
             elif outcome == DUPLICATE and key in self._contexts:
-                outcomes[at] = CONDEMNED
+                outcomes[at] = DAMAGED

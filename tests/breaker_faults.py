@@ -1,0 +1,26 @@
+"""Faults of a breaker, for those who plant them into scenarios and into random programs."""
+
+from __future__ import annotations
+
+import pytest
+
+from offload._health import HealthState
+from offload._health.breaker import Breaker, Call, Verdict
+
+
+def a_breaker_never_closes(patch: pytest.MonkeyPatch) -> None:
+    """Its probe is answered, and it is left alone for good."""
+    leave = Breaker.leave
+
+    def never(self: Breaker, turn: int, call: Call, verdict: Verdict, now: float, cause: str = "") -> None:
+        if self.state is HealthState.HALF_OPEN and verdict is Verdict.ANSWERED:
+            verdict = Verdict.FAULT
+        leave(self, turn, call, verdict, now, cause)
+
+    patch.setattr(Breaker, "leave", never)
+
+
+def a_breaker_never_tries_again(patch: pytest.MonkeyPatch) -> None:
+    """Whoever is alone once is so for good."""
+    enter = Breaker.enter
+    patch.setattr(Breaker, "enter", lambda self, now: enter(self, now) if self.state is HealthState.CLOSED else None)
