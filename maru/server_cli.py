@@ -17,6 +17,7 @@ import click
 from ._config import ServerConfig, knobs, server_config
 from ._errors import ConfigError, MaruError
 from ._knobs import Knob, as_size
+from .exception_groups import leaves
 
 _PREFIX = "server."
 
@@ -98,16 +99,10 @@ def run(config: ServerConfig) -> int:
     try:
         trio.run(serve, config, restrict_keyboard_interrupt_to_checkpoints=True)
     except* (MaruError, OSError) as group:
-        failures = _leaves(group)
+        failures = leaves(group)
     for failure in failures:
         click.echo(f"maru-server: {failure}", err=True)
     return 1 if failures else 0
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for one in error.exceptions for leaf in _leaves(one)]
-    return [error]
 
 
 def _as_toml(config: ServerConfig) -> str:

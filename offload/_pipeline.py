@@ -23,6 +23,7 @@ import trio
 
 from backends.abc import Blocks, Source, TransferExecutor, WeakBlocks
 from backends.threads import keep_threads
+from maru.exception_groups import raise_unwrapped
 
 from ._budget import Budget
 from ._chain import Chain
@@ -427,16 +428,9 @@ class _OpenPipeline:
             # Nobody in here cancelled the body: its error is none of the nursery's business.
             await self._nursery_manager.__aexit__(None, None, None)
             return False
-        try:
+        with raise_unwrapped():
             kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
             return bool(await self._nursery_manager.__aexit__(kind, error, trace))
-        except BaseExceptionGroup as group:
-            alone: BaseException = group
-            while isinstance(alone, BaseExceptionGroup) and len(alone.exceptions) == 1:
-                alone = alone.exceptions[0]
-            if alone is group:
-                raise
-            raise alone from alone.__cause__
 
 
 def open_pipeline(

@@ -13,6 +13,7 @@ import attrs
 import click
 
 from maru._knobs import as_size
+from maru.exception_groups import leaves
 
 from ._config import SECTION, Knob, PinnedPoolConfig, knobs, pinned_pool_config
 from ._errors import PinnedPoolConfigError, PinnedPoolError
@@ -76,7 +77,7 @@ def run(config: PinnedPoolConfig) -> int:
     try:
         trio.run(_serve, config, restrict_keyboard_interrupt_to_checkpoints=True)
     except* (PinnedPoolError, OSError) as group:
-        failures = _leaves(group)
+        failures = leaves(group)
     for failure in failures:
         click.echo(f"offload pinned-pool: {failure}", err=True)
     return 1 if failures else 0
@@ -124,12 +125,6 @@ def _configure_logging(config: PinnedPoolConfig) -> None:
     root.handlers[:] = [handler]
     root.propagate = False
     root.setLevel(config.log_level.upper())
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for one in error.exceptions for leaf in _leaves(one)]
-    return [error]
 
 
 command: click.Command = click.Command(

@@ -22,6 +22,7 @@ import trio
 from .._config import MaruConfig
 from .._errors import MaruError, NoAnswer, ServerLost
 from .._wire import Code
+from ..exception_groups import raise_unwrapped
 from ..transport import OpenMessageSocket
 from . import columns as columns
 from . import handling as handling
@@ -97,23 +98,25 @@ class MaruHandler(Face):
     async def _living(self) -> AsyncIterator[None]:
         driver = self._driver
         error: BaseException | None = None
-        async with self._open_socket(driver.on_messages) as socket, _bare_errors(), trio.open_nursery() as nursery:
-            driver.use(socket)
-            nursery.start_soon(driver.keep)
-            try:
-                await driver.run(operations.connect(self._standing))
-                driver.connected.set()
-                yield
-            except BaseException as exc:
-                if nursery.cancel_scope.cancel_called:  # a task of ours has failed
-                    raise
-                error = exc  # the body's own: it leaves as it came
-            finally:
-                with trio.move_on_after(CLOSE_TIME, shield=True), contextlib.suppress(MaruError):
-                    await driver.run(operations.close(self._standing))
-                self._standing.is_closed = True
-                self._standing.spans.clear()  # what views hold stays mapped
-                driver.close()
+        async with self._open_socket(driver.on_messages) as socket:
+            with raise_unwrapped():
+                async with trio.open_nursery() as nursery:
+                    driver.use(socket)
+                    nursery.start_soon(driver.keep)
+                    try:
+                        await driver.run(operations.connect(self._standing))
+                        driver.connected.set()
+                        yield
+                    except BaseException as exc:
+                        if nursery.cancel_scope.cancel_called:  # a task of ours has failed
+                            raise
+                        error = exc  # the body's own: it leaves as it came
+                    finally:
+                        with trio.move_on_after(CLOSE_TIME, shield=True), contextlib.suppress(MaruError):
+                            await driver.run(operations.close(self._standing))
+                        self._standing.is_closed = True
+                        self._standing.spans.clear()  # what views hold stays mapped
+                        driver.close()
         try:
             if error is not None:
                 raise error
@@ -330,17 +333,3 @@ class MaruHandler(Face):
 def open_handler(config: MaruConfig | None = None, **knobs: Any) -> MaruHandler:
     """Make a handler, to be opened by ``async with``: for who reads ``open_...`` more easily."""
     return MaruHandler(config, **knobs)
-
-
-@asynccontextmanager
-async def _bare_errors() -> AsyncIterator[None]:
-    """An error that is alone leaves as it is, not as a group of one."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        alone: BaseException = group
-        while isinstance(alone, BaseExceptionGroup) and len(alone.exceptions) == 1:
-            alone = alone.exceptions[0]
-        if alone is group:
-            raise
-        raise alone from alone.__cause__

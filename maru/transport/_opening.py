@@ -8,6 +8,7 @@ from types import TracebackType
 
 import trio
 
+from ..exception_groups import raise_unwrapped
 from ._contract import OnMessages
 from ._monitor import LinkEvent
 from ._options import SocketOptions
@@ -79,12 +80,5 @@ class _OpenSocket:
             # No task in here failed: an error of the body is none of the nursery's business, and leaves as it came.
             await self._nursery_manager.__aexit__(None, None, None)
             return False
-        try:
+        with raise_unwrapped():
             return bool(await self._nursery_manager.__aexit__(kind, error, trace))
-        except BaseExceptionGroup as group:
-            alone: BaseException = group
-            while isinstance(alone, BaseExceptionGroup) and len(alone.exceptions) == 1:
-                alone = alone.exceptions[0]
-            if alone is group:
-                raise
-            raise alone from alone.__cause__

@@ -19,6 +19,7 @@ import trio
 from backends import DamagedBlock, PlaceClosed, StrayPath, Unproven
 from backends.abc import Failed, Outcome
 from maru import Damaged, LeaseLost, PoolFull, ServerRefused
+from maru.exception_groups import unwrap
 
 from .._errors import TierTooSlow, TierUnavailable
 from .breaker import Verdict
@@ -107,7 +108,6 @@ def judge_outcomes(outcomes: Sequence[Outcome]) -> tuple[Verdict, str]:
 
 def describe(error: BaseException) -> str:
     """An exception in one line, which keeps nothing alive. Of a group with one in it, that one."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
+    error = unwrap(error)
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

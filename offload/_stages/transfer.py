@@ -36,6 +36,7 @@ from backends.abc import (
     TransferExecutor,
     Unproven,
 )
+from maru.exception_groups import holds
 
 from .._config import PipelineConfig
 from .._container import FlatBlocks, Holder, OffloadBatch, OffloadContainer
@@ -366,7 +367,7 @@ class Slot:
         except TierUnavailable as error:  # it broke since it granted room, and nothing was copied
             outcomes = [Failed(error)] * len(flat.keys)
         except Exception as error:
-            if _unproven(error):
+            if holds(error, Unproven):
                 cause = error
             else:
                 outcomes = _all_failed(flat, f"the copy failed: {error!r}", error)
@@ -434,13 +435,6 @@ def _fail_where_short(batch: OffloadBatch, granted: Sequence[Key]) -> None:
         room -= len(container.keys)
         if room < 0:
             container.fail(DestinationFull("the destination is full"))
-
-
-def _unproven(error: BaseException) -> bool:
-    """Whether this is, or holds, an Unproven: an executor that copies in a nursery raises it in a group."""
-    return isinstance(error, Unproven) or (
-        isinstance(error, BaseExceptionGroup) and error.subgroup(Unproven) is not None
-    )
 
 
 def _all_failed(flat: FlatBlocks, text: str, cause: BaseException | None) -> list[Outcome]:

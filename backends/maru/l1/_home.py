@@ -16,6 +16,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import trio
 
 from maru import HandlerClosed, MaruConfig, MaruHandler
+from maru.exception_groups import raise_unwrapped
 
 from ._errors import NoLayout
 
@@ -83,34 +84,21 @@ class Home:
     @asynccontextmanager
     async def _living(self) -> AsyncIterator[None]:
         error: BaseException | None = None
-        async with _bare_errors(), trio.open_nursery() as nursery:
-            self._nursery = nursery
-            try:
-                yield
-            except BaseException as exc:
-                if nursery.cancel_scope.cancel_called:  # the handler has failed
-                    raise
-                error = exc
-            finally:
-                self._at_end()
-                self._nursery = None
-                self._closing.set()
+        with raise_unwrapped():
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                try:
+                    yield
+                except BaseException as exc:
+                    if nursery.cancel_scope.cancel_called:  # the handler has failed
+                        raise
+                    error = exc
+                finally:
+                    self._at_end()
+                    self._nursery = None
+                    self._closing.set()
         try:
             if error is not None:
                 raise error
         finally:
             del error  # its traceback holds this frame
-
-
-@asynccontextmanager
-async def _bare_errors() -> AsyncIterator[None]:
-    """An error that is alone leaves as it is, not as a group of one."""
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        alone: BaseException = group
-        while isinstance(alone, BaseExceptionGroup) and len(alone.exceptions) == 1:
-            alone = alone.exceptions[0]
-        if alone is group:
-            raise
-        raise alone from alone.__cause__

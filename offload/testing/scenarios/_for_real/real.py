@@ -20,6 +20,7 @@ import attrs
 import msgspec
 import trio
 
+from maru.exception_groups import holds
 from offload.abc import AsyncPolicy, Policy
 from offload.policies import RemotePresenceFilter
 
@@ -30,7 +31,7 @@ from .._house import first_destination
 from .._judging.expecting import Rest
 from .._playing.engines import Asked, opened_engine
 from .._playing.ours import Ours, Tier, opened
-from .._playing.playing import has, live, report_of
+from .._playing.playing import live, report_of
 from .._program import Scenario
 from .._report import Report
 from .._world.places import Place
@@ -97,7 +98,7 @@ def play_real(
             try:
                 rest = trio.run(live, world, _system_for(world, factory, stack), clock=clock)
             except BaseException as error:
-                if has(error, KeyboardInterrupt):
+                if holds(error, KeyboardInterrupt):
                     raise
                 world.note_crash(error)
             world.over.set()

@@ -17,6 +17,8 @@ import attrs
 import msgspec
 import trio
 
+from maru.exception_groups import holds, leaves
+
 from .._contract import SEAMS, Factory
 from .._determinism import VirtualClock, collected, run, unshield
 from .._files.checking import demand
@@ -106,17 +108,10 @@ def _play(scenario: Scenario, seed: int, factory: Factory, clock: VirtualClock |
     try:
         rest = run(live, world, factory, seed=seed, clock=clock, instruments=[_Steps(world)])
     except BaseException as error:
-        if has(error, KeyboardInterrupt):
+        if holds(error, KeyboardInterrupt):
             raise KeyboardInterrupt from error
         world.note_crash(error)
     return report_of(world, rest)
-
-
-def has(error: BaseException, kind: type[BaseException]) -> bool:
-    """Whether this is, or holds, such an exception."""
-    if isinstance(error, BaseExceptionGroup):
-        return error.subgroup(kind) is not None
-    return isinstance(error, kind)
 
 
 async def live(world: VirtualWorld, factory: Factory) -> Rest:
@@ -147,9 +142,7 @@ async def _use(world: VirtualWorld, factory: Factory) -> Rest:
 
 def _is_ours(error: BaseException) -> bool:
     """Whether this is nothing but what the scenario itself raised."""
-    if isinstance(error, BaseExceptionGroup):
-        return all(_is_ours(one) for one in error.exceptions)
-    return isinstance(error, Broken)
+    return all(isinstance(leaf, Broken) for leaf in leaves(error))
 
 
 async def _watch(world: VirtualWorld) -> None:
