@@ -259,6 +259,13 @@ class MaruConfig:
         10.0, 0.05, 3_600.0, "How long this client may be silent before the server takes back its pins and regions."
     )
     max_regions: int = _knob.count(256, 1, 65_536, "Regions of its own at most: auto_expand stops there.")
+    dax_path: str = _knob.text(
+        "",
+        "a path",
+        _PATH,
+        "The DAX device, or the file taken for one, that regions may lie in. Empty: in none; what is mapped is a file of "
+        "this user, closed to others.",
+    )
     curve_key_file: str = _knob.text("", "a path", _PATH, "This client's CURVE key pair. Empty: no CURVE.")
     curve_server_key: str = _knob.text(
         "", "40 characters of Z85, or empty", r"([0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40})?", "The server's public key."

@@ -269,6 +269,7 @@ class PublishedServer:
             return None
         number = next(self._region_ids)
         path = self._directory / f"maru_{number}.dat"
+        path.touch(0o600)
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, length)
         handle = {"region_id": number, "offset": 0, "length": length, "auth_token": number * 0x9E3779B97F4A7C15 % 2**64}

@@ -86,6 +86,7 @@ async def test_regions_without_a_file_of_their_own_are_reached_the_same_way(tmp_
     where = MEMFD
     if kind == "device":
         where = tmp_path / "device"
+        where.touch(0o600)
         where.write_bytes(bytes(4 * MIB2))
     async with a_server(tmp_path, where) as server:
         await server.pool.allocate(MIB2)

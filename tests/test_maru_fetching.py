@@ -58,6 +58,7 @@ def answering(answer, pieces=1):
 
 @pytest.mark.parametrize("pieces", [1, 9])
 def test_it_is_told_the_handle_and_tells_where_the_region_is(tmp_path, pieces):
+    (tmp_path / "maru_3.dat").touch(0o600)
     (tmp_path / "maru_3.dat").write_bytes(b"x" * 4096)
     told = RmAccessResponse(0, str(tmp_path / "maru_3.dat"), 0, 4096, "")
     with answering(told, pieces) as (address, asked):
@@ -81,7 +82,7 @@ def test_it_is_told_the_handle_and_tells_where_the_region_is(tmp_path, pieces):
         (b"", ServerLost),
         (b"GET / HTTP/1.1\r\n\r\n", BadFrame),
         (encode_rm(RmAccessResponse(0, "/somewhere", 0, 4096, ""))[:-3], ServerLost),
-        (RmAccessResponse(0, "/nowhere/at/all", 0, 4096, ""), CannotMap),
+        (RmAccessResponse(0, "/nowhere/at/all/maru_3.dat", 0, 4096, ""), CannotMap),
     ],
 )
 def test_whatever_else_it_answers_is_a_typed_error(answer, error):
@@ -100,3 +101,26 @@ def test_one_that_hangs_is_no_answer_and_one_that_is_not_there_is_lost():
     with pytest.raises(CannotMap, match="rm_address"):
         wanted = Map(3, 0, 4096, write=False, capability=None, handle=HANDLE)
         fetch_region(wanted, session=b"", descriptors="", rm_address="", timeout=SOON)
+
+
+@pytest.mark.parametrize(
+    ("told", "text"),
+    [
+        ({"path": "/somewhere/key"}, "neither named 'maru_3.dat' nor dax_path"),
+        ({"path": "/somewhere/maru_4.dat"}, "neither named 'maru_3.dat' nor dax_path"),
+        ({"length": 4095}, "4095 bytes are there of 4096 that were granted"),
+    ],
+)
+def test_a_resource_manager_that_names_something_else_is_not_believed(tmp_path, told, text):
+    """A file of ours that is no region is a key, or a journal: it would be written."""
+    answer = RmAccessResponse(
+        **{"status": 0, "path": str(tmp_path / "maru_3.dat"), "offset": 0, "length": 4096, **told}
+    )
+    with answering(answer) as (address, _), pytest.raises(CannotMap, match=text):
+        fetch_region(
+            Map(3, 0, 4096, write=True, capability=None, handle=HANDLE),
+            session=b"",
+            descriptors="",
+            rm_address=address,
+            timeout=SOON,
+        )

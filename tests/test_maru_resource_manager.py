@@ -11,7 +11,7 @@ import trio
 import trio.testing
 from pools import Stall, is_there, region_files, until
 
-from maru._errors import NotOwner, PoolUnusable
+from maru._errors import CannotMap, NotOwner, PoolUnusable
 from maru._memory.mapping import map_region
 from maru._pool.pool import MEMFD, open_pool
 from maru._server.resource_manager import ByClient, ResourceManager
@@ -146,8 +146,13 @@ async def test_regions_of_a_memfd_and_of_a_device_are_named_so_that_they_can_be_
     async with an_endpoint(MEMFD, pool_options=options) as manager:
         granted = await (await manager.connect()).allocate()
         assert granted.path.startswith(f"/proc/{os.getpid()}/fd/") and granted.access_type == DaxType.FS_DAX
-        assert not any(map_region(granted.path, MIB2).view())
+        fd = os.open(granted.path, os.O_RDONLY)  # by a published client: ours follows no link, and takes a descriptor
+        assert not any(map_region(fd, MIB2).view())
+        os.close(fd)
+        with pytest.raises(CannotMap, match="symbolic link"):
+            map_region(granted.path, MIB2)
     device = tmp_path / "device"
+    device.touch(0o600)
     device.write_bytes(bytes(4 * MIB2))
     async with an_endpoint(device, None, pool_options=options) as manager:
         client = await manager.connect()

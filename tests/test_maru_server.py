@@ -738,6 +738,7 @@ async def test_after_a_reboot_only_what_verifies_is_kept(pool, tmp_path, place):
     knobs = {}
     if place == "device":
         device = tmp_path / "device"
+        device.touch(0o600)
         device.write_bytes(bytes(8 * MIB))
         knobs = {"dax_path": str(device), "capacity_bytes": 0}
     pages = {"right": b"a" * 1000, "wrong": b"b" * 1000, "unknown": b"c" * 1000}
@@ -821,6 +822,7 @@ async def test_a_memfd_pool_is_gone_with_its_server(pool):
 
 async def test_a_device_holds_the_regions_where_one_is_named(pool, tmp_path):
     device = tmp_path / "device"
+    device.touch(0o600)
     device.write_bytes(bytes(8 * MIB))
     for again in (False, True):
         async with serving(pool, dax_path=str(device), capacity_bytes=0) as server:

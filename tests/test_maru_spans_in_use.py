@@ -31,6 +31,7 @@ MIB2 = 2 << 20
 def device(tmp_path: Path) -> Path:
     """What a DAX device of two regions would be; a plain file is taken for one."""
     path = tmp_path / "device"
+    path.touch(0o600)
     path.write_bytes(bytes(2 * MIB2))
     return path
 

@@ -159,6 +159,7 @@ def _file_of(nbytes: int, go_on: Callable[[], None]) -> int:
                 os.posix_fallocate(fd, start, min(_STEP_BYTES, nbytes - start))
         except OSError as exc:
             raise PoolRefused(f"no memory for {nbytes} bytes: {exc.strerror}") from exc
+        os.fchmod(fd, 0o600)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return fd
     except BaseException:

@@ -72,7 +72,12 @@ class Driver:
         assert type(effect) is Map
         s = self.standing
         return fetch_region(
-            effect, session=s.token, descriptors=s.descriptors, rm_address=s.rm_address, timeout=self.timeout
+            effect,
+            session=s.token,
+            descriptors=s.descriptors,
+            rm_address=s.rm_address,
+            timeout=self.timeout,
+            device=s.config.dax_path,
         )
 
     def begin(self, operation: Operation[T]) -> Call | T:

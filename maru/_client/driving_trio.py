@@ -133,6 +133,7 @@ class Driver:
             descriptors=s.descriptors,
             rm_address=s.rm_address,
             timeout=self.timeout,
+            device=s.config.dax_path,
         )
         # Left alone when cancelled: what it has mapped then is referred to by nobody, and unmaps itself.
         try:

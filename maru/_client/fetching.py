@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from .._errors import BadMessage, CannotMap, NoAnswer, NotOwner, ServerLost
 from .._memory.mapping import Mapping, map_region
+from .._pool.backing import region_file_name
 from .._pool.descriptors import DescriptorRequest, fetch_descriptor
 from .._wire.resource_manager import (
     HEADER_BYTES,
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
     from .operations import Map
 
 
-def fetch_region(wanted: Map, *, session: bytes, descriptors: str, rm_address: str, timeout: float) -> Mapping:
-    """Map what an operation wants.
+def fetch_region(
+    wanted: Map, *, session: bytes, descriptors: str, rm_address: str, timeout: float, device: str = ""
+) -> Mapping:
+    """Map what an operation wants, if it may be mapped.
 
     Args:
         wanted: the region, and with what to ask for it.
@@ -40,10 +43,11 @@ def fetch_region(wanted: Map, *, session: bytes, descriptors: str, rm_address: s
         descriptors: the socket of our server's that hands out descriptors.
         rm_address: ``host:port`` of a resource manager, asked where there is no capability.
         timeout: for the asking; mapping takes as long as it takes.
+        device: the path of the device that the configuration names.
 
     Raises:
         NotOwner: the region is somebody else's to write.
-        CannotMap: it is gone, or there is no memory behind it.
+        CannotMap: it is gone, there is no memory behind it, or it is no file that may be mapped.
         NoAnswer: nobody answered in time.
         ServerLost: nobody is there to ask.
     """
@@ -54,13 +58,33 @@ def fetch_region(wanted: Map, *, session: bytes, descriptors: str, rm_address: s
         fd, offset, length = fetch_descriptor(descriptors, request, timeout)
         try:
             # Of a device, the descriptor tells the server that somebody may write there: see `maru._pool.writers`.
-            return map_region(fd, length, offset, write=wanted.write, pin=None, keep=wanted.write)
+            return map_region(fd, length, offset, write=wanted.write, pin=None, keep=wanted.write, device=device)
         finally:
             os.close(fd)
     if not rm_address:
         raise CannotMap(f"region {wanted.region_id}: the server named no resource manager, and rm_address is not set")
     access = ask_for_access(rm_address, wanted.handle, timeout)
-    return map_region(access.path, access.length, access.offset, write=wanted.write, pin=None)
+    check_access(access, wanted.handle, device)
+    return map_region(access.path, wanted.length, access.offset, write=wanted.write, pin=None, device=device)
+
+
+def check_access(access: RmAccessResponse, handle: Handle, device: str) -> None:
+    """Raise unless a resource manager names memory that can be that region's. Pure.
+
+    A file of ours that has another name than a region's is something else of ours: a key, a journal. It is not written.
+
+    Raises:
+        CannotMap: it names something else, or less than was granted.
+    """
+    name = region_file_name(handle.region_id)
+    if access.length < handle.length:
+        raise CannotMap(
+            f"region {handle.region_id}: {access.length} bytes are there of {handle.length} that were granted"
+        )
+    if access.path != device and os.path.basename(access.path) != name:
+        raise CannotMap(
+            f"region {handle.region_id}: {access.path!r} is not mapped: it is neither named {name!r} nor dax_path"
+        )
 
 
 def ask_for_access(rm_address: str, handle: Handle, timeout: float) -> RmAccessResponse:

@@ -21,6 +21,7 @@ from typing import Final
 from .._errors import CannotMap, HandlerClosed
 from .memory import Memory
 from .pinning import Pinning, find_pinning
+from .validation import check_descriptor, open_mappable
 
 POPULATE_STEP_BYTES: Final = 256 << 20
 """A cold quarter of a GiB takes some 60 ms."""
@@ -117,11 +118,12 @@ def map_region(
     pin: bool | None = False,
     pinning: Pinning | None = None,
     keep: bool = False,
+    device: str = "",
 ) -> Mapping:
-    """Map a region.
+    """Map a region, if it may be mapped: see :mod:`.validation`.
 
     Args:
-        file: its descriptor, which stays the caller's and may be closed afterwards; or its path.
+        file: its descriptor, which stays the caller's and may be closed afterwards; or its absolute path.
         length: bytes. Of a device, a multiple of its alignment.
         offset: of its first byte in that file. A multiple of the page size; of a device, of its alignment.
         write: whether to write it. Only a region of one's own.
@@ -130,19 +132,19 @@ def map_region(
             to go without where that fails.
         pinning: what pins; by default what ``pin`` says.
         keep: whether a copy of the descriptor stays open for as long as the region is mapped: it may carry a lock.
+        device: the path of the device that the configuration names.
 
     Raises:
-        CannotMap: it is gone, shorter, misaligned or not allowed, there is no memory behind it, or it cannot be pinned.
+        CannotMap: it is gone, shorter, misaligned or not allowed, it is no file that may be mapped, there is no memory behind
+            it, or it cannot be pinned.
     """
     if pinning is None:
         pinning = find_pinning(pin)
     if isinstance(file, int):
+        check_descriptor(file, offset + length, device=device)
         memory = Memory(file, offset, length, write=write, keep=keep)
     else:
-        try:
-            fd = os.open(file, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
-        except OSError as exc:
-            raise CannotMap(f"{os.fspath(file)!r} cannot be opened: {exc}") from exc
+        fd = open_mappable(file, offset + length, write=write, device=device)
         try:
             memory = Memory(fd, offset, length, write=write, keep=keep)
         finally:

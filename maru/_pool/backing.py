@@ -45,6 +45,11 @@ class RegionFile:
     """Of its first byte in there."""
 
 
+def region_file_name(region_id: int) -> str:
+    """What the file of a region is called in its directory: also with the published server."""
+    return f"maru_{region_id}.dat"
+
+
 @attrs.frozen
 class Adoption:
     """What became of the regions that the journal knows."""

@@ -21,6 +21,7 @@ from .backing import (
     Reserve,
     flags_for,
     full_is_an_answer,
+    region_file_name,
     reserve_all,
 )
 from .home import Home, lock, open_private
@@ -60,7 +61,7 @@ class Files(Ledger):
     def create(self, length: int, go_on: Callable[[], object]) -> RegionFile:
         with self.taking(length), full_is_an_answer(length):
             region_id = self._home.next_region_id()
-            name = _name(region_id)
+            name = region_file_name(region_id)
             temporary = name + ".tmp"
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(temporary, flags, 0o600, dir_fd=self._fd)
@@ -76,15 +77,15 @@ class Files(Ledger):
 
     def remove(self, region: RegionFile) -> None:
         with contextlib.suppress(FileNotFoundError):  # somebody tidied up
-            os.unlink(_name(region.region_id), dir_fd=self._fd)
+            os.unlink(region_file_name(region.region_id), dir_fd=self._fd)
         self.give_back(region.length)
 
     def open_fd(self, region: RegionFile, write: bool) -> int:
-        return os.open(_name(region.region_id), flags_for(write) | os.O_NOFOLLOW, dir_fd=self._fd)
+        return os.open(region_file_name(region.region_id), flags_for(write) | os.O_NOFOLLOW, dir_fd=self._fd)
 
     def peek(self, region_id: int) -> memoryview | None:
         with contextlib.suppress(OSError, CannotMap):
-            fd = os.open(_name(region_id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
+            fd = os.open(region_file_name(region_id), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
             try:
                 return Memory(fd, 0, os.fstat(fd).st_size, write=False).buffer()
             finally:
@@ -99,7 +100,7 @@ class Files(Ledger):
         missing: list[int] = []
         short: list[int] = []
         for region_id, length in wanted.items():
-            status = found.pop(_name(region_id), None)
+            status = found.pop(region_file_name(region_id), None)
             if status is None:
                 missing.append(region_id)
             elif self._is_whole(region_id, length, status):
@@ -107,7 +108,7 @@ class Files(Ledger):
                 self.allocated_bytes += length
             else:
                 short.append(region_id)
-                self._unlink(_name(region_id))
+                self._unlink(region_file_name(region_id))
         for name in found:
             self._unlink(name)
         return Adoption(tuple(adopted), tuple(missing), tuple(short), len(found))
@@ -119,7 +120,7 @@ class Files(Ledger):
         self._lock = self._fd = -1
 
     def _region(self, region_id: int, length: int) -> RegionFile:
-        return RegionFile(region_id, length, f"{self.path}/{_name(region_id)}", 0)
+        return RegionFile(region_id, length, f"{self.path}/{region_file_name(region_id)}", 0)
 
     def _scan(self) -> Iterable[tuple[str, os.stat_result]]:
         with os.scandir(self._fd) as entries:
@@ -136,7 +137,7 @@ class Files(Ledger):
         if status.st_blocks * 512 >= length and not status.st_mode & 0o077:
             return True
         try:
-            fd = os.open(_name(region_id), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
+            fd = os.open(region_file_name(region_id), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)
             try:
                 os.fchmod(fd, 0o600)
                 self._reserve(fd, 0, length)
@@ -205,10 +206,6 @@ class Memfds(Ledger):
 
 
 # --- below --------------------------------------------------------------------------------------------------------
-
-
-def _name(region_id: int) -> str:
-    return f"maru_{region_id}.dat"
 
 
 def _available_bytes() -> int:

@@ -1,0 +1,157 @@
+"""What may be mapped: the one rule for every region file that a client is handed or told of, and the one place that opens.
+
+A peer names the memory. If it is not ours, it may name what is not its own (a key, a journal of ours), what another user can
+read, or what ends before it says: touching a page behind the end of a file is a SIGBUS, which ends the process.
+
+Rule 1. A regular file, of this user, closed to all others, with one name at most, and as long as what was promised.
+Rule 2. A file without a name (a memfd) is sealed against shrinking. A file with a name, in ``/dev/shm`` say, cannot be sealed:
+        its owner, who is this user, can make it shorter under whoever has it mapped.
+Rule 3. Or the device that the caller's own configuration names, and that one only.
+Rule 4. No symbolic link is followed, in no component of a path. What is no such file is not opened: opening a device or a pipe
+        may do something.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from typing import Final
+
+from .._errors import CannotMap
+
+_OTHERS: Final = 0o077
+_WALKED: Final = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def why_not_mappable(
+    status: os.stat_result, end: int, *, uid: int, seals: int = 0, device: os.stat_result | None = None
+) -> str:
+    """Why these bytes of a file may not be mapped; empty if they may. Pure.
+
+    Args:
+        status: what ``fstat`` says of the file.
+        end: of the last byte that is to be mapped, counted from the file's start.
+        uid: of the user who maps it.
+        seals: what ``F_GET_SEALS`` says of it; 0 where it cannot be asked.
+        device: what ``stat`` says of the device, or of the file taken for one, that the configuration names.
+    """
+    is_file = stat.S_ISREG(status.st_mode)
+    if is_file and end > status.st_size:
+        return f"it has {status.st_size} bytes, and {end} were promised"
+    if device is not None and _is_same(status, device):
+        return ""
+    if stat.S_ISCHR(status.st_mode):
+        return "it is a device that dax_path does not name; set dax_path to it if its regions are to be mapped"
+    if not is_file:
+        return f"it is no regular file but a {_kind(status.st_mode)}"
+    if status.st_uid != uid:
+        return f"it belongs to user {status.st_uid}, and this process runs as {uid}"
+    if status.st_mode & _OTHERS:
+        return f"others may use it: it has mode {stat.S_IMODE(status.st_mode):04o}, which must be 0600"
+    if status.st_nlink > 1:
+        return f"it has {status.st_nlink} names, so it may be another file than it is called"
+    if not status.st_nlink and not seals & fcntl.F_SEAL_SHRINK:
+        return "it has no name, and is not sealed against shrinking"
+    return ""
+
+
+def check_descriptor(fd: int, end: int, *, device: str = "") -> None:
+    """Raise unless these bytes of an open file may be mapped.
+
+    Args:
+        fd: its descriptor.
+        end: of the last byte that is to be mapped, counted from the file's start.
+        device: the path of the device, or of the file taken for one, that the configuration names.
+
+    Raises:
+        CannotMap: they may not; the text says why.
+    """
+    why = why_not_mappable(os.fstat(fd), end, uid=os.geteuid(), seals=_seals_of(fd), device=_device(device))
+    if why:
+        raise CannotMap(f"{_name_of(fd)!r} is not mapped: {why}")
+
+
+def open_mappable(path: str | os.PathLike[str], end: int, *, write: bool, device: str = "") -> int:
+    """Open a file by a path that somebody told, if it may be mapped.
+
+    Args:
+        path: absolute.
+        end: of the last byte that is to be mapped, counted from the file's start.
+        write: whether to open it to be written.
+        device: as for :func:`check_descriptor`.
+
+    Returns:
+        Its descriptor, which is the caller's.
+
+    Raises:
+        CannotMap: it may not be mapped, or cannot be opened; the text says why.
+    """
+    path = os.fspath(path)
+    try:
+        found = _walk(path)
+        try:
+            # Judged before it is opened, and opened by way of what was judged: nobody can exchange it in between.
+            why = why_not_mappable(os.fstat(found), end, uid=os.geteuid(), device=_device(device))
+            if why:
+                raise CannotMap(f"{path!r} is not mapped: {why}")
+            return os.open(f"/proc/self/fd/{found}", (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
+        finally:
+            os.close(found)
+    except (OSError, ValueError) as exc:
+        raise CannotMap(f"{path!r} cannot be opened: {exc}") from exc
+
+
+def _walk(path: str) -> int:
+    """A descriptor of what this path names, for nothing but to look at it. It has passed no symbolic link."""
+    parts = path.split("/")
+    if parts[0] or not parts[-1] or ".." in parts:
+        raise CannotMap(f"{path!r} is not mapped: it is no absolute path of a file")
+    at = os.open("/", _WALKED)
+    for part in filter(None, parts):
+        try:
+            # A link is opened as the link itself, so that it can be told from a file that is missing.
+            below = os.open(part, _WALKED, dir_fd=at)
+        finally:
+            os.close(at)
+        at = below
+        if stat.S_ISLNK(os.fstat(at).st_mode):
+            os.close(at)
+            raise CannotMap(f"{path!r} is not mapped: {part!r} in it is a symbolic link; give the pool its real path")
+    return at
+
+
+def _is_same(status: os.stat_result, device: os.stat_result) -> bool:
+    if stat.S_ISCHR(device.st_mode):
+        return stat.S_ISCHR(status.st_mode) and status.st_rdev == device.st_rdev
+    if not stat.S_ISREG(device.st_mode):  # a directory: what is in it are files like any other
+        return False
+    return (status.st_dev, status.st_ino) == (device.st_dev, device.st_ino)
+
+
+def _device(path: str) -> os.stat_result | None:
+    if not path:
+        return None
+    try:
+        return os.stat(path)
+    except (OSError, ValueError) as exc:
+        raise CannotMap(f"dax_path = {path!r}: {exc}") from exc
+
+
+def _seals_of(fd: int) -> int:
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:  # its file system has none
+        return 0
+
+
+def _name_of(fd: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return f"descriptor {fd}"
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "directory", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFBLK: "block device"}
+    return kinds.get(stat.S_IFMT(mode), "thing of another kind")
