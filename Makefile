@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check docs bench clean
+.PHONY: help demo test test-long check docs bench figures clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -38,6 +38,10 @@ docs: $(VENV)/.ready  ## the documentation, warnings as errors, into docs/_build
 
 bench: $(VENV)/.usable  ## each figure beside its limit
 	$(BIN)/offload bench all $(ARGS)
+
+figures: $(VENV)/.usable  ## how much there is to read, and which files one operation passes; ARGS="--at REVISION" compares
+	$(BIN)/python tests/code_figures.py $(ARGS)
+	$(BIN)/python tests/operation_path.py
 
 clean:  ## remove the environment and everything built
 	rm -rf $(VENV) build dist docs/_build .coverage .coverage.* htmlcov .mypy_cache .ruff_cache .pytest_cache \
