@@ -28,6 +28,7 @@ import trio
 
 from backends.abc import Blocks, CapacityError, Key, WeakBlocks
 from backends.leaving import Spill, SpillingTier
+from maru.exception_groups import holds
 
 from ._config import PipelineConfig
 from ._errors import DestinationFull, DrainUnproven, PipelineClosed, TierUnavailable
@@ -214,12 +215,12 @@ class Spilling:
         try:
             nobodys, end = self._claim(victims.keys)
             await self._copy([key for key in why_not if key not in nobodys], why_not)
-        except trio.Cancelled:
-            why_not.update(dict.fromkeys(why_not, "closed"))
-            raise
         except Exception:  # a broken promise of somebody's; the blocks go all the same
             _log.exception("%r could not carry %r", self, victims)
             why_not.update(dict.fromkeys(why_not, "failed"))
+        except BaseException:  # cancelled, alone or in a group
+            why_not.update(dict.fromkeys(why_not, "closed"))
+            raise
         finally:
             why_not.update(dict.fromkeys(nobodys, _NOBODYS))
             self._end(victims, why_not)
@@ -340,6 +341,6 @@ _WORDS: Final[Sequence[tuple[type[Exception], str]]] = (
 
 
 def _word(error: BaseException) -> str:
-    if isinstance(error.__cause__, CapacityError):
+    if error.__cause__ is not None and holds(error.__cause__, CapacityError):
         return _TOO_MANY
     return next((word for kind, word in _WORDS if isinstance(error, kind)), "failed")

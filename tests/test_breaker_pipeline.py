@@ -210,3 +210,56 @@ async def test_a_damaged_block_is_not_copied_on_whoever_has_a_guard(tmp_path, de
     if below is not lower:
         assert below.health.faults == 0
     lower.close()
+
+
+class _InANursery(Ill):
+    """Its copies run in a nursery: one whose time is over raises a group of Cancelled."""
+
+    async def _take_time(self, nbytes: int) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            await trio.sleep_forever()
+
+
+async def test_copies_in_a_nursery_that_never_end_are_faults(autojump_clock) -> None:
+    _, guard = ill_and_guard(_InANursery, max_faults=2)
+    source = source_of()
+    async with open_pipeline(source, guard, config=config_of(flush_interval=0.0, transfer_timeout=10.0)) as pipeline:
+        for at in (0, 1):
+            assert (await store(pipeline, source, KEYS[at : at + 1]).wait()).status is Status.FAILED
+        assert guard.health.state is HealthState.OPEN
+        assert "no end of a copy within its time" in guard.health.cause
+        for entry in pipeline.quarantine:
+            entry.release()
+
+
+@pytest.mark.parametrize(
+    ("also", "state"), [(ValueError("the source"), HealthState.CLOSED), (OSError("the tier"), HealthState.OPEN)]
+)
+async def test_a_group_is_the_sources_only_where_all_in_it_is(autojump_clock, also, state) -> None:
+    """A tier that copies in two tasks: both meet the source's error, or one of them fails by itself."""
+    tier, guard = ill_and_guard(max_faults=1)
+    source = source_of()
+
+    class Reservation:
+        granted = KEYS[:1]
+
+        def keep(self, keys: Any) -> None: ...
+        def release(self) -> None: ...
+        async def transfer(self, source: Any, guards: Any) -> Any:
+            errors = []
+            for _ in range(2):
+                try:
+                    source.copy_out(guards, None)
+                except OSError as error:
+                    errors.append(error)
+            raise ExceptionGroup("of two tasks", [*errors, *([also] if isinstance(also, OSError) else [])])
+
+    def broken(guards: Any, pages: Any) -> None:
+        raise OSError("the source is broken")
+
+    source.copy_out = broken  # type: ignore[method-assign]
+    tier.reserve_nowait = lambda *args: Reservation()  # type: ignore[method-assign,assignment]
+    async with open_pipeline(source, guard, config=config_of(flush_interval=0.0)) as pipeline:
+        assert (await store(pipeline, source, KEYS[:1]).wait()).status is Status.FAILED
+        assert guard.health.state is state

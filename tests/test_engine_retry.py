@@ -7,6 +7,7 @@ import trio
 from engine_places import Places, cancelled_at_checkpoint, keys_of, payloads, room
 
 from backends.abc import LOADED, Failed, Missed, Unproven
+from maru.exception_groups import holds
 from offload import Engine
 
 
@@ -187,3 +188,30 @@ async def test_cancelled_at_any_await_of_a_retry_nothing_is_held(autojump_clock:
                 caught += await cancelled_at_checkpoint(nth, body)
             places.assert_at_rest()
     assert 4 <= caught < 40
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("how", ["raised", "answered"])
+async def test_nothing_is_loaded_into_a_place_that_a_copy_may_still_write_to(depth: int, how: str) -> None:
+    """A tier that copies in a nursery says so in a group; or, for one block alone, in its outcome."""
+    places, keys = Places(), keys_of(4)
+    places["a"].fill(keys)
+    places["b"].fill(keys)
+    error: Exception = Unproven("it may still write")
+    for _ in range(depth):
+        error = ExceptionGroup("of a nursery", [OSError("the other half"), error])
+
+    async def load(lease: object, destination: object) -> list[object]:
+        if how == "raised":
+            raise error
+        return [LOADED, Failed(error), LOADED, LOADED]
+
+    places["a"].load = load  # type: ignore[method-assign,assignment]
+    async with places.open(on_load_failure="retry") as engine:
+        async with await engine.lookup(keys) as hit:
+            buffers, destination = room(len(hit))
+            with pytest.raises((Unproven, ExceptionGroup)) as caught:
+                await engine.load(hit, destination)
+            assert holds(caught.value, Unproven)
+            assert buffers == [bytes(len(one)) for one in buffers]  # nothing of the tier behind
+        assert places["b"].statistics().loaded == 0

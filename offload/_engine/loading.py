@@ -14,6 +14,7 @@ import trio
 
 from backends.abc import LOADED, Destination, Failed, Key, Missed, Outcome, Unproven
 from backends.pages import Pages
+from maru.exception_groups import holds
 
 from .._errors import OffloadError
 from .finding import Place, find
@@ -105,9 +106,11 @@ class Loading:
             answers = list(await run.tier.load(run.lease, destination))
             if len(answers) != run.blocks:
                 raise RuntimeError(f"{run.tier!r} answered {len(answers)} outcomes for {run.blocks} blocks")
-        except Unproven:
-            raise
+            if answers.count(LOADED) < run.blocks:
+                _raise_unproven(answers)
         except Exception as error:
+            if holds(error, Unproven):  # a copy may still write into these places: nobody else's bytes belong there
+                raise
             return [Failed(error)] * run.blocks
         return answers
 
@@ -139,6 +142,13 @@ class Loading:
         finally:
             await let_go(runs)
         return outcomes, origins
+
+
+def _raise_unproven(answers: Sequence[Outcome]) -> None:
+    """Raise what says that the copy of a block may still be going on, also where a tier answers that for one block alone."""
+    for answer in answers:
+        if isinstance(answer, Failed) and holds(answer.error, Unproven):
+            raise answer.error
 
 
 def _gaps(answers: Sequence[Outcome]) -> list[range]:

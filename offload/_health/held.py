@@ -9,6 +9,7 @@ from typing import Any, TypeVarTuple
 import trio
 
 from backends.abc import Key, Outcome, ReadLease, Reservation, Source
+from maru.exception_groups import holds
 
 from .breaker import Call, Verdict
 from .faults import describe, judge_exception, judge_outcomes
@@ -116,12 +117,13 @@ class GuardedReservation(_Held):
             outcomes = await self._transfer(witness.as_source, guards)
             verdict, cause = judge_outcomes(witness.not_to_blame(outcomes))
             return outcomes
-        except trio.Cancelled:
-            verdict, cause = _FAULT, "no end of a copy within its time"
-            raise
         except Exception as error:
             if not witness.is_to_blame(error):
                 verdict, cause = judge_exception(error), describe(error)
+            raise
+        except BaseException as error:
+            if holds(error, trio.Cancelled):  # alone, or in a group where the tier copies in a nursery
+                verdict, cause = _FAULT, "no end of a copy within its time"
             raise
         finally:
             gate.leave(turn, Call.STORE, verdict, cause)

@@ -12,6 +12,7 @@ from typing import Any
 
 from backends.abc import Destination, Failed, Outcome, Source
 from backends.pages import Pages
+from maru.exception_groups import leaves
 
 
 class _Witness:
@@ -19,7 +20,7 @@ class _Witness:
 
     def __init__(self, place: Any) -> None:
         self._place = place
-        self._error: BaseException | None = None
+        self._errors: list[BaseException] = []  # several, where a tier copies in several tasks
 
     def __repr__(self) -> str:
         return repr(self._place)
@@ -40,21 +41,25 @@ class _Witness:
         try:
             return self._place.views(*guards)  # type: ignore[no-any-return]
         except BaseException as error:
-            self._error = error
+            self._errors.append(error)
             raise
 
     def is_to_blame(self, error: BaseException) -> bool:
-        """Whether this error, or what led to it, is the place's own."""
+        """Whether this error, or what led to it, is the place's own. Of a group, whether all that is in it is."""
+        return bool(self._errors) and all([self._has_led_to(leaf) for leaf in leaves(error)])
+
+    def _has_led_to(self, error: BaseException) -> bool:
+        own = [leaf for one in self._errors for leaf in leaves(one)]
         seen: BaseException | None = error
-        while seen is not None and self._error is not None:
-            if seen is self._error:
+        while seen is not None:
+            if any(leaf is one for leaf in leaves(seen) for one in own):
                 return True
             seen = seen.__cause__ or seen.__context__
         return False
 
     def not_to_blame(self, outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
         """Those outcomes that are not failures of the place's own."""
-        if self._error is None:
+        if not self._errors:
             return outcomes
         return [one for one in outcomes if not (isinstance(one, Failed) and self.is_to_blame(one.error))]
 
@@ -75,7 +80,7 @@ class SourceWitness(_Witness):
         try:
             self._place.copy_out(guards, pages)
         except BaseException as error:
-            self._error = error
+            self._errors.append(error)
             raise
 
 
@@ -98,5 +103,5 @@ class DestinationWitness(_Witness):
         try:
             self._place.copy_in(start, pages)
         except BaseException as error:
-            self._error = error
+            self._errors.append(error)
             raise

@@ -9,8 +9,9 @@ What a slot does with a batch, in this order:
    way to ask for less, the rest asks again, without leaving the slot. A destination that is broken rejects the batch at once.
    Where loads go first (:mod:`offload._precedence`) a batch that had to wait for room stands back for them, with its room.
 2. Commit, without a checkpoint: sweep, claim, upgrade, give back the room of what dropped out, and only then settle that.
-3. Copy, shielded, bounded by ``transfer_timeout``. Outcomes or an ordinary exception prove that the copy is over; a timeout
-   or :class:`backends.abc.Unproven` does not, and what it touched is quarantined.
+3. Copy, shielded, bounded by ``transfer_timeout``. Outcomes or an ordinary exception prove that the copy is over, unless
+   there is an :class:`backends.abc.Unproven` in them. Nothing else does, neither a timeout nor Ctrl-C, alone or in a group, and
+   what the copy touched is quarantined.
 4. Release what the copy held, then settle.
 """
 
@@ -36,7 +37,7 @@ from backends.abc import (
     TransferExecutor,
     Unproven,
 )
-from maru.exception_groups import holds
+from maru.exception_groups import holds, leaves
 
 from .._config import PipelineConfig
 from .._container import FlatBlocks, Holder, OffloadBatch, OffloadContainer
@@ -364,6 +365,8 @@ class Slot:
         cause: BaseException | None = None
         try:
             outcomes = list(await reservation.transfer(stage.source, flat.guards))
+            if (cause := _unproven_among(outcomes)) is not None:
+                outcomes = None
         except TierUnavailable as error:  # it broke since it granted room, and nothing was copied
             outcomes = [Failed(error)] * len(flat.keys)
         except Exception as error:
@@ -371,11 +374,13 @@ class Slot:
                 cause = error
             else:
                 outcomes = _all_failed(flat, f"the copy failed: {error!r}", error)
-        except trio.Cancelled:
-            raise
         except BaseException as error:
-            outcomes = _all_failed(flat, f"the copy was torn down: {error!r}", error)
-            raise
+            # Its time is over, or Ctrl-C: alone or in a group, it left the copy, perhaps with a thread that still writes.
+            leaving = _leaving(error)
+            if leaving is None or not _only_cancelled(error):
+                cause = error
+            if leaving is not None:
+                raise leaving from leaving.__cause__
         finally:
             self.copying = None
             if hooks.xfer_end:
@@ -423,6 +428,30 @@ class Slot:
         else:
             _sort_out(flat, outcomes)
         stage.finish(flat.containers)
+
+
+def _unproven_among(outcomes: Sequence[Outcome]) -> BaseException | None:
+    """The error of a block whose copy may still be going on, if there is one."""
+    if outcomes.count(STORED) == len(outcomes):
+        return None
+    errors = [outcome.error for outcome in outcomes if isinstance(outcome, Failed)]
+    return next((error for error in errors if holds(error, Unproven)), None)
+
+
+def _leaving(error: BaseException) -> BaseException | None:
+    """What of an executor's exception goes on past the slot.
+
+    None of it that is ordinary: beside a Cancelled in a group it would end the pipeline. And no Cancelled that nobody has asked
+    for: an executor that awaits a task of its own may raise what ended that.
+    """
+    rest = error.split(Exception)[1] if isinstance(error, BaseExceptionGroup) else error
+    assert rest is not None  # an ordinary group is an Exception
+    cancelled = trio.current_effective_deadline() == -math.inf
+    return rest if cancelled or not _only_cancelled(rest) else None
+
+
+def _only_cancelled(error: BaseException) -> bool:
+    return all(isinstance(leaf, trio.Cancelled) for leaf in leaves(error))
 
 
 def _fail_where_short(batch: OffloadBatch, granted: Sequence[Key]) -> None:

@@ -208,11 +208,11 @@ class Bridge:
             answer.add_done_callback(given_up)
             try:
                 value = await call(*args)
-            except trio.Cancelled:
-                answer.cancel()
-                raise
             except Exception as error:
                 _settle(answer.set_exception, error)
+            except BaseException:  # cancelled, alone or in a group
+                answer.cancel()
+                raise
             else:
                 _settle(answer.set_result, value)
 
