@@ -10,6 +10,7 @@ import atexit
 import logging
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections import deque
@@ -20,7 +21,7 @@ from typing import Any, Generic, TypeVar
 
 import trio
 
-from backends.abc import Blocks, Source
+from backends.abc import Blocks, Deletion, Source
 
 from ._container import OffloadContainer
 from ._crossing import Bell, Crossing, EngineClosed, EngineCrashed, EngineForked, WaitTimeout
@@ -36,6 +37,9 @@ T = TypeVar("T")
 _log = logging.getLogger("offload.from_thread")
 
 _UNPROVEN = "a load was ended and has not come to its end: its destination may still be written to"
+
+_TIERS_SHARE = 0.9
+"""How much of the time that a thread waits for an answer of the tiers is theirs. The rest is for the way back to the thread."""
 
 LEAVE_TIMEOUT = 10.0
 """How long what ran out of time is waited for once more, in seconds, where its end matters."""
@@ -352,11 +356,16 @@ class EngineThread(Crossing):
         """Wait for the end of what was taken in."""
         await self.engine.drain()
 
-    async def lookup(self, keys: list[bytes], tenant: str) -> Hit:
-        """Look up, and remember what is pinned."""
-        hit = await self.engine.lookup(keys, tenant=tenant)
+    async def lookup(self, keys: list[bytes], tenant: str, by: float) -> Hit:
+        """Look up, and remember what is pinned. The answer comes before ``by`` (`time.monotonic`), when the thread gives up."""
+        hit = await self.engine.lookup(keys, tenant=tenant, within=_within(by))
         self.hits[hit] = None
         return hit
+
+    async def delete(self, keys: list[bytes], by: float) -> list[Deletion]:
+        """Delete, behind the hits that were let go of before; the answer comes before ``by``."""
+        await self.released()
+        return await self.engine.delete(keys, within=_within(by))
 
     def release(self, hit: Hit) -> None:
         """On the trio thread: let go of a hit, in a task of its own. At the end, whoever ends it does."""
@@ -457,6 +466,11 @@ class EngineThread(Crossing):
             question = self._questions.popitem()[0]
             question.error = error if question.to_the_end or self.refusal is None else self.refusal()
             question.answer()
+
+
+def _within(by: float) -> float:
+    """Seconds that the tiers have, where a thread waits until then on its own clock."""
+    return max(0.0, by - time.monotonic()) * _TIERS_SHARE
 
 
 def _crashed(crash: BaseException) -> EngineCrashed:

@@ -20,6 +20,7 @@ import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from time import monotonic
 from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, TypeVarTuple
 
 import attrs
@@ -261,13 +262,21 @@ class Engine:
     def lookup(self, keys: Sequence[Key], timeout: float | None = None, *, tenant: str = "") -> Hit:
         """Find the longest prefix of ``keys`` over all tiers and pin it: ``with engine.lookup(keys) as hit``.
 
-        ``tenant`` is whose they are, for tiers that must know.
+        Each tier has ``lookup_timeout`` for its part, and all of them together a little less than ``timeout``. One that is
+        silent is named in :attr:`Hit.unavailable`, and its breaker counts a fault: what the others have is the answer.
+
+        Args:
+            keys: what is wanted, in order.
+            timeout: how long to wait, in seconds.
+            tenant: whose they are, for tiers that must know.
 
         Raises:
-            WaitTimeout: no answer yet, which is no miss. What is found later is let go.
+            WaitTimeout: the engine's thread itself did not answer, which is no miss. What is found later is let go.
         """
         thread = self._thread
-        return Hit(thread, self._ask(thread.lookup, list(keys), tenant, timeout=timeout, dispose=thread.release))
+        by = monotonic() + thread.seconds(timeout)
+        pinned = self._ask(thread.lookup, list(keys), tenant, by, timeout=timeout, dispose=thread.release)
+        return Hit(thread, pinned)
 
     def load(
         self,
@@ -297,10 +306,13 @@ class Engine:
     def delete(self, keys: Sequence[Key], timeout: float | None = None) -> list[Deletion]:
         """Forget these keys in all tiers; one answer per key, as from :meth:`offload.Engine.delete`.
 
+        All tiers together have a little less than ``timeout``; of one that is silent nobody knows (``UNAVAILABLE``).
+
         Raises:
-            WaitTimeout: no answer yet. Some tiers may have forgotten.
+            WaitTimeout: the engine's thread itself did not answer. Some tiers may have forgotten.
         """
-        return self._ask(self._delete, list(keys), timeout=timeout)
+        by = monotonic() + self._thread.seconds(timeout)
+        return self._ask(self._thread.delete, list(keys), by, timeout=timeout)
 
     def explain(
         self,
@@ -356,10 +368,6 @@ class Engine:
             raise ValueError(f"{hit!r} was released")
         return await self._thread.engine.load(hit._pinned, destination, promote=promote)
 
-    async def _delete(self, keys: list[Key]) -> list[Deletion]:
-        await self._thread.released()
-        return await self._thread.engine.delete(keys)
-
     async def _explain(self, what: Key | Sequence[Key] | Sequence[int], options: Mapping[str, Any]) -> Explanation:
         return await self._thread.engine.explain(what, **options)
 
@@ -384,7 +392,8 @@ class Hit:
     Attributes:
         keys: what was found, from the first key asked for to the last before the first that no tier has.
         runs: where it lies, in order: the name of a tier, and how many blocks are read from it.
-        unavailable: tiers that were left out because they raised, by name. Not a miss: they may well have the blocks.
+        unavailable: tiers that were left out because they raised or were silent, by name. Not a miss: they may well have the
+            blocks.
     """
 
     __slots__ = ("__weakref__", "_pinned", "_thread", "keys", "runs", "unavailable")

@@ -252,6 +252,13 @@ class EngineConfig:
     promotion_blocks: int = _knob.count(
         256, 1, 65_536, "Blocks on their way up at once. Each takes a block of host memory until it has arrived."
     )
+    lookup_timeout: float = _knob.patience(
+        3.0,
+        0.001,
+        86_400.0,
+        "How long a tier may take for its part of a lookup before it goes on without, and that is a fault of the tier. Longer "
+        "than the page store's client waits for an answer, so that it says itself what is wrong. inf: as long as call_timeout.",
+    )
     store_patience: float = _knob.seconds(
         1.0,
         0.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from types import MappingProxyType
 
 import attrs
@@ -23,6 +24,7 @@ from .._spilling import Spilling
 from ..abc import PreconditionLike
 from .carrying import Carrying
 from .config import EngineConfig, OnLoadFailure
+from .deadlines import SharedTime
 from .explaining import History, Witnesses, asked
 from .finding import Place, find
 from .hits import Hit
@@ -84,6 +86,7 @@ class Engine:
         self.pipelines: Sequence[Pipeline] = [route.pipeline for route in parts.routes]
         self.on_load_failure: OnLoadFailure = config.on_load_failure
         self.promote: bool | str = config.promote
+        self._lookup_timeout = config.lookup_timeout
         self._guards = parts.guards
         self._places: list[Place] = list(parts.guards.items())
         self._routes = parts.routes
@@ -148,20 +151,27 @@ class Engine:
 
     # --- back -----------------------------------------------------------------------------------------------------
 
-    async def lookup(self, keys: Sequence[Key], *, tenant: str = "") -> Hit:
+    async def lookup(self, keys: Sequence[Key], *, tenant: str = "", within: float = inf) -> Hit:
         """Find the longest prefix of ``keys`` over all tiers, each block in the fastest tier that has it, and pin it.
 
-        The prefix may change between tiers any number of times. A tier that raises is left out and named in
-        :attr:`Hit.unavailable`. Cancelled, nothing is pinned. Whoever gets the hit releases it:
-        ``async with await engine.lookup(keys) as hit``.
+        The prefix may change between tiers any number of times. A tier that raises, or does not answer within
+        ``lookup_timeout``, is left out and named in :attr:`Hit.unavailable`: the prefix that was found without it is the
+        answer, and its breaker counts a fault. Cancelled, nothing is pinned, and nothing is said of any tier. Whoever gets the
+        hit releases it: ``async with await engine.lookup(keys) as hit``.
 
         Args:
             keys: what is wanted, in order.
             tenant: whose they are, for tiers that must know, until the hit is released.
+            within: seconds for all tiers together; they share it, so it lowers ``lookup_timeout`` for each. Unlike a cancel
+                scope around the call it ends in an answer.
+
+        Raises:
+            ValueError: ``within`` is negative, or no number.
         """
+        within = _checked(within)
         end = self._carrying.carry(keys, tenant)
         try:
-            runs, unavailable = await find(self._places, keys)
+            runs, unavailable = await find(self._places, keys, lookup_timeout=self._lookup_timeout, within=within)
         except BaseException:
             end()
             raise
@@ -201,7 +211,8 @@ class Engine:
             raise BlockSizeError(self, self.source.block_bytes, destination.block_bytes)
         up = self.promote if promote is None else promote
         self._promoter.check(up)
-        loading = Loading(hit.keys, destination, self._places, self._counts, self.on_load_failure == "retry")
+        retry = self._lookup_timeout if self.on_load_failure == "retry" else None
+        loading = Loading(hit.keys, destination, self._places, self._counts, retry)
         runs = hit._begin_load()
         try:
             with self._precedence.loading():
@@ -221,18 +232,27 @@ class Engine:
         await hit._release()
         await trio.lowlevel.checkpoint()
 
-    async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
+    async def delete(self, keys: Sequence[Key], *, within: float = inf) -> list[Deletion]:
         """Forget these keys in all tiers, the fastest first.
 
         Each answer speaks for all tiers: ``PINNED`` where one of them holds the block (it stays there, and has gone
         from the others), else ``UNAVAILABLE`` where one could not be asked, or deletes nothing, and so may have it still,
         else ``DELETED`` where one had it, else ``MISSING``. A tier that raises is logged, and the others go on. Cancelled,
         some tiers may have forgotten. What is on its way to a tier is not there yet, and so arrives.
+
+        Args:
+            keys: what is to be forgotten.
+            within: seconds for all tiers together, which share it. One that is silent for its share is at fault, and its answer
+                is ``UNAVAILABLE``.
+
+        Raises:
+            ValueError: ``within`` is negative, or no number.
         """
+        time = SharedTime(inf, trio.current_time() + _checked(within), len(self._places))
         answers = [Deletion.MISSING] * len(keys)
         for name, tier in self._places:
             try:
-                told = await tier.delete(keys)
+                told = await tier.delete(keys, within=time.left(name, trio.current_time()))
                 if len(told) != len(keys):
                     raise RuntimeError(f"{tier!r} answered {len(told)} deletions for {len(keys)} keys")
             except Exception as error:
@@ -332,6 +352,12 @@ class Engine:
             f"to = {to!r}: no route leads there from {blocks.source!r}, only {there}; declare one: "
             f"routes=[offload.Route({to!r}, source='source')]"
         )
+
+
+def _checked(within: float) -> float:
+    if not within >= 0:
+        raise ValueError(f"within = {within!r}: must be seconds, at least 0")
+    return within
 
 
 _DELETED = Deletion.DELETED

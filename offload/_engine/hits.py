@@ -56,7 +56,7 @@ class Hit:
         self.keys: Sequence[Key] = keys
         """What was found, from the first key asked for to the last before the first that no tier has."""
         self.unavailable: Mapping[str, Exception] = unavailable
-        """Tiers that were left out because they raised, by name. Not a miss: they may well have the blocks."""
+        """Tiers that were left out because they raised or were silent, by name. Not a miss: they may well have the blocks."""
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from inspect import iscoroutinefunction
+from math import inf
 from typing import Any, Final
 
 from backends.abc import (
@@ -96,14 +97,18 @@ class Guard:
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
-    async def pin(self, keys: Sequence[Key]) -> ReadLease:
+    async def pin(self, keys: Sequence[Key], *, within: float = inf) -> ReadLease:
         """Hold the longest prefix of ``keys`` that is there. Cancelled, it holds nothing.
+
+        Args:
+            keys: what is wanted, in order.
+            within: seconds that lower ``call_timeout`` for this call.
 
         Raises:
             TierUnavailable: the tier is broken.
-            TierTooSlow: no answer within ``call_timeout``.
+            TierTooSlow: no answer within ``call_timeout``, or ``within``.
         """
-        lease = await self._gate.call(Call.ASK, self._config.call_timeout, self.unguarded.pin, keys)
+        lease = await self._gate.call(Call.ASK, min(within, self._config.call_timeout), self.unguarded.pin, keys)
         return GuardedLease(self._gate, lease)
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
@@ -126,15 +131,19 @@ class Guard:
         )
         return outcomes
 
-    async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
+    async def delete(self, keys: Sequence[Key], *, within: float = inf) -> list[Deletion]:
         """Forget these keys; a held one stays.
+
+        Args:
+            keys: what is to be forgotten.
+            within: seconds that lower ``call_timeout`` for this call.
 
         Raises:
             TierUnavailable: the tier is broken; nothing was forgotten.
-            TierTooSlow: no answer within ``call_timeout``; some may be forgotten.
+            TierTooSlow: no answer within ``call_timeout``, or ``within``; some may be forgotten.
         """
         answers: list[Deletion] = await self._gate.call(
-            Call.ASK, self._config.call_timeout, self.unguarded.delete, keys
+            Call.ASK, min(within, self._config.call_timeout), self.unguarded.delete, keys
         )
         return answers
 
@@ -213,15 +222,19 @@ class GuardedTier(Guard):
 class GuardedRemoteTier(Guard):
     """A guard of a :class:`~backends.abc.RemoteTier`, which keeps that contract."""
 
-    async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+    async def contains(self, keys: Sequence[Key], *, within: float = inf) -> AbstractSet[Key]:
         """Those of ``keys`` that could be found when it was asked.
+
+        Args:
+            keys: what is asked for.
+            within: seconds that lower ``call_timeout`` for this call.
 
         Raises:
             TierUnavailable: the tier is broken.
-            TierTooSlow: no answer within ``call_timeout``.
+            TierTooSlow: no answer within ``call_timeout``, or ``within``.
         """
         found: AbstractSet[Key] = await self._gate.call(
-            Call.ASK, self._config.call_timeout, self.unguarded.contains, keys
+            Call.ASK, min(within, self._config.call_timeout), self.unguarded.contains, keys
         )
         return found
 
