@@ -104,8 +104,9 @@ class ServerConfig:
     watermark_interval: float = _knob.seconds(
         0.1,
         0.01,
-        60.0,
-        "How often the watermarks and the leases are looked at. An owner fills about a GiB in that time.",
+        1.0,
+        "How often the watermarks and the leases are looked at. An owner fills about a GiB in that time. Who does not come to "
+        "look for twice as long stood still: that time counts for no lease.",
     )
     quota_instance_bytes: int = _knob.size(
         0, 0, 1 << 50, "Most bytes under keys of one instance; beyond, its own least recently used go. 0: no quota."

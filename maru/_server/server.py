@@ -6,7 +6,8 @@ Nothing in a step waits: memory is got and freed in tasks of their own, which en
 Rule 1. Nothing is acknowledged that is not in the journal (`committer`). While that cannot be written, no frame is read.
 Rule 2. A region's memory is freed once the journal says that the region is gone, and only then.
 Rule 3. The pool may stall: who waits for memory waits, and nobody else.
-Rule 4. Who ends the server waits for at most ``drain_timeout`` and ``linger``. Regions and journal stay; sockets and tasks
+Rule 4. Time that passes while nobody reads does not count (`served_time`).
+Rule 5. Who ends the server waits for at most ``drain_timeout`` and ``linger``. Regions and journal stay; sockets and tasks
         do not.
 """
 
@@ -34,12 +35,16 @@ from ..transport import SocketStatistics, TrioSocket, open_socket
 from .committer import Answer, Committer
 from .listening import DESCRIPTORS_NAME, addresses, socket_options, unlink_sockets
 from .resource_manager import ByClient, ResourceManager, ResourceManagerStatistics
+from .served_time import ServedTime
 from .service import Allocation, Fact, Service, ServiceStatistics
 from .storage import Storage, open_storage
 
 T = TypeVar("T")
 
 _log = logging.getLogger("maru.server")
+
+_LOOKS = 2
+"""Intervals of the timer that may pass between two looks at the clock: beyond, the server stood still."""
 
 
 @attrs.frozen
@@ -66,7 +71,8 @@ class MaruServer:
         """What clients connect to: ``tcp://127.0.0.1:5555``, ``ipc:///dev/shm/maru-0/maru.sock``."""
         self._storage, self._pool = storage, storage.pool
         self._began = trio.current_time()
-        storage.directory.restart(self._began)
+        self._time = ServedTime(trio.current_time, _LOOKS * config.watermark_interval)
+        storage.directory.restart(self._time.now())
         self._service = service = Service(
             config,
             storage.directory,
@@ -190,7 +196,7 @@ class MaruServer:
             messages = await receive()
             if not committer.writable:
                 await committer.wait_writable()
-            now = trio.current_time()
+            now = self._time.look()
             answers: list[Answer] = []
             for message in messages:
                 identity = message[0]
@@ -200,7 +206,7 @@ class MaruServer:
             self._step(answers)
 
     def _gone(self, identity: bytes) -> None:
-        self._service.disconnected(identity, trio.current_time())
+        self._service.disconnected(identity, self._time.now())
 
     # --- a step ---------------------------------------------------------------------------------------------------
 
@@ -226,11 +232,20 @@ class MaruServer:
 
     async def _tick(self) -> None:
         """What happens without being asked for: leases end, and watermarks are looked at."""
-        service = self._service
+        service, served = self._service, self._time
         while True:
             await trio.sleep(self.config.watermark_interval)
-            now = trio.current_time()
-            if now >= service.next_expiry():
+            await self._committer.wait_writable()  # until then nothing is read, so nobody is silent
+            away = served.away
+            now = served.look()
+            if served.away > away:
+                # What was said meanwhile lies in the sockets: it is read before the next tick ends anything.
+                _log.log(
+                    logging.WARNING if served.away - away > 1.0 else logging.DEBUG,
+                    "the server stood still for %.1f s: all leases last as much longer",
+                    served.away - away,
+                )
+            elif now >= service.next_expiry():
                 service.expire(now)
             if service.filled:
                 service.trim(now)
@@ -252,7 +267,7 @@ class MaruServer:
             if region is None:
                 answer = service.not_allocated(ticket, reason)
             else:
-                answer = service.allocated(ticket, region.region_id, region.offset, region.length, trio.current_time())
+                answer = service.allocated(ticket, region.region_id, region.offset, region.length, self._time.now())
             self._allocating -= 1
             self._step([] if answer is None else [answer])
             self._freed.unpark_all()
@@ -271,7 +286,7 @@ class MaruServer:
             except PoolFull:
                 if not self._freeing:  # or else there may be room in a moment
                     missing = length - self._pool.totals().free_bytes
-                    if not self._service.make_room(missing if missing > 0 else length, trio.current_time()):
+                    if not self._service.make_room(missing if missing > 0 else length, self._time.now()):
                         raise
             await self._committer.wait_writable()
             self._step()
@@ -318,6 +333,7 @@ class MaruServer:
                 "pid": os.getpid(),
                 "endpoints": ", ".join(self.endpoints),
                 "up for": trio.current_time() - self._began,
+                "stood still for": self._time.away,
             },
             "pool": {"kind": pool.kind, "path": pool.path, "home": pool.home, **attrs.asdict(pool.totals())},
         }
