@@ -15,6 +15,7 @@ from ._errors import NoAnswer as NoAnswer
 from ._errors import FateUnknown as FateUnknown
 from ._errors import ServerLost as ServerLost
 from ._errors import ServerRefused as ServerRefused
+from ._errors import UntrustedServer as UntrustedServer
 from ._errors import LeaseLost as LeaseLost
 from ._errors import Damaged as Damaged
 from ._errors import HandlerClosed as HandlerClosed

@@ -21,6 +21,7 @@ from ._wire.frames import MAX_FRAME_BYTES, MAX_KEY_BYTES, MAX_KEYS
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 JournalSync: TypeAlias = Literal["never", "second", "each"]
+Protocol: TypeAlias = Literal["auto", "own", "published"]
 
 C = TypeVar("C", bound=attrs.AttrsInstance)
 
@@ -266,6 +267,12 @@ class MaruConfig:
         _PATH,
         "The DAX device, or the file taken for one, that regions may lie in. Empty: in none; what is mapped is a file of "
         "this user, closed to others.",
+    )
+    protocol: Protocol = _knob.choice(
+        "auto",
+        Protocol,
+        "What is spoken: own, published, or auto: own, and published only over a Unix socket that a process of this user "
+        "serves in a directory closed to others. A published server names the files that are mapped and written.",
     )
     curve_key_file: str = _knob.text("", "a path", _PATH, "This client's CURVE key pair. Empty: no CURVE.")
     curve_server_key: str = _knob.text(

@@ -31,6 +31,13 @@ class ServerRefused(MaruError):
         """The server's word for the reason, for programs; empty from a published server."""
 
 
+class UntrustedServer(MaruError):
+    """Whoever answers as the server is not to be believed: another user's process, or one that was not asked for.
+
+    The caller must act: the text names the knob, its value, and the way out.
+    """
+
+
 class BadFrame(MaruError, ValueError):
     """The peer sent a frame whose header is unusable: nobody can tell what it answers."""
 

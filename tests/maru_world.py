@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -20,12 +21,13 @@ import trio
 
 from maru._client.copying import copy, copy_and_sum
 from maru._client.handler import MaruHandler
-from maru._client.operations import Alone, Call, Map, Standing, Start, Work, load, put
+from maru._client.operations import Alone, Call, Identify, Map, Standing, Start, Work, load, put
 from maru._client.operations import effects as effects
 from maru._config import MaruConfig, ServerConfig
 from maru._directory import Directory
 from maru._directory.limits import Limits
 from maru._errors import CannotMap, NoAnswer, ServerRefused
+from maru._peers import Listener
 from maru._server.service import Service
 from maru._wire import HEADER_BYTES, Code, ErrorReply, decode_reply, read_header, request
 from maru._wire.capability import verify
@@ -33,6 +35,8 @@ from maru._wire.frames import frame_of
 
 PAGE = 64
 SECRET = b"s" * 32
+OURS = Listener(frozenset({os.geteuid()}), is_private=True)
+"""Who listens, where nothing is said: a process of this user, at a Unix socket that nobody else can have put there."""
 
 
 @attrs.frozen
@@ -139,6 +143,7 @@ class Client:
         self.identity = name.encode()
         defaults = {"pool_size": 8 * PAGE, "chunk_size_bytes": PAGE, "eager_map": False, "checksums": True}
         self.s = Standing(MaruConfig(**{**defaults, **config}), name, lambda: world.now)
+        self.listener = OURS
         self.sequences = itertools.count(1)
         self.fates: list[str | None] = []
         self.fate: Callable[[Call], str | None] = lambda call: self.fates.pop(0) if self.fates else None
@@ -170,6 +175,8 @@ class Client:
             return None
         if isinstance(effect, Map):
             return self.map(effect)
+        if isinstance(effect, Identify):
+            return self.listener
         if isinstance(effect, Work):
             return effect.do()
         assert isinstance(effect, Alone)
@@ -415,6 +422,7 @@ class Joined:
         self.handler._open_socket = self._open
         self.handler._standing.clock = trio.current_time
         self.handler._driver.map = self._map
+        self.handler._driver.identify = self._identify
         self.world = world
         self.name = name
         self.socket: FakeSocket | None = None
@@ -434,6 +442,10 @@ class Joined:
             finally:
                 await self.socket.aclose()
                 nursery.cancel_scope.cancel()
+
+    async def _identify(self) -> Listener:
+        await trio.lowlevel.checkpoint()
+        return OURS
 
     async def _map(self, effect: Map) -> FakeSpan:
         await trio.sleep(0.001)

@@ -15,17 +15,25 @@ UID = 65_534
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
+_BECOME = f"""
+import os
+
+def become_other_user():
+    os.setgroups([])
+    os.setresgid({UID}, {UID}, {UID})
+    os.setresuid({UID}, {UID}, {UID})
+"""
+
 
 @contextmanager
-def as_other_user(script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
-    """A Python process of that user, which has printed a line, and ends with the block: it is to wait at its input."""
-    command = [sys.executable, "-c", script, *map(str, args)]
-    with subprocess.Popen(
-        command, user=UID, group=UID, extra_groups=(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/"
-    ) as process:
-        assert process.stdin is not None
+def other_user(script: str, *args: object) -> Iterator[subprocess.Popen[str]]:
+    """A Python process that calls ``become_other_user()`` once it has imported what it needs: only root may read that.
+
+    It is killed when the block ends.
+    """
+    command = [sys.executable, "-c", _BECOME + script, *map(str, args)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:
-            process.stdin.close()
-            process.wait(60)
+            process.kill()

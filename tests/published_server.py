@@ -29,10 +29,11 @@ class PublishedServer:
     """The server, over two dicts, with a resource manager over ``directory``: one thread for both.
 
     As the published one it evicts nothing, checks no offset, forgets everything at its end, and answers what it does not
-    understand with sequence 0. Set :attr:`mute` and requests take effect, but nobody is answered.
+    understand with sequence 0. It listens in that directory, where our clients believe it, unless told otherwise; the directory
+    is closed to others. Set :attr:`mute` and requests take effect, but nobody is answered.
     """
 
-    def __init__(self, directory: Path, address: str = "tcp://127.0.0.1:*", capacity: int = 1 << 30):
+    def __init__(self, directory: Path, address: str = "", capacity: int = 1 << 30):
         self.mute = False
         self.asked: Counter[int] = Counter()
         """How often each code was asked for."""
@@ -47,7 +48,7 @@ class PublishedServer:
             self._context = undo.enter_context(zmq.Context())
             self._router = undo.enter_context(self._context.socket(zmq.ROUTER))
             self._router.setsockopt(zmq.LINGER, 0)
-            self._router.bind(address)
+            self._router.bind(address or f"ipc://{directory}/published.sock")
             self.address: str = self._router.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
             self._listener = undo.enter_context(socket.create_server(("127.0.0.1", 0)))
             self._listener.setblocking(False)

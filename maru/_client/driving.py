@@ -21,7 +21,8 @@ from .._wire import ErrorReply
 from ..transport import BlockingDealer
 from .fetching import fetch_region
 from .lines import Line, Lines
-from .operations import Alone, Call, Effect, Map, Operation, Standing, Start, Work
+from .operations import Alone, Call, Effect, Identify, Map, Operation, Standing, Start, Work
+from .reaching import identify
 
 T = TypeVar("T")
 
@@ -69,6 +70,8 @@ class Driver:
                 return self.run(effect.operation())
         if type(effect) is Start:
             return self._start(effect.call)
+        if type(effect) is Identify:
+            return identify(self.standing.config)
         assert type(effect) is Map
         s = self.standing
         return fetch_region(

@@ -20,13 +20,15 @@ from typing import Any, TypeVar
 import trio
 
 from .._errors import BadFrame, BadMessage, CannotMap, HandlerClosed, MaruError, NoAnswer, ServerRefused
+from .._peers import Listener
 from .._wire import HEADER_BYTES, ErrorReply, decode_reply, read_header, request
 from ..transport import Message, MessageSocket
 from . import operations as operations
 from .correlation import Correlation
 from .face import CallStatistics, beat_of
 from .fetching import fetch_region
-from .operations import Alone, Call, Effect, Map, Operation, Pin, Span, Standing, Start, Work
+from .operations import Alone, Call, Effect, Identify, Map, Operation, Pin, Span, Standing, Start, Work
+from .reaching import identify
 
 T = TypeVar("T")
 
@@ -120,8 +122,17 @@ class Driver:
                 return await self.run(effect.operation(), is_alone=True)
             async with self._alone:
                 return await self.run(effect.operation(), is_alone=True)
+        if type(effect) is Identify:
+            return await self.identify()
         assert type(effect) is Map
         return await self.map(effect)
+
+    async def identify(self) -> Listener:
+        """Who listens at the server's address, asked in a thread: a name may have to be looked up."""
+        try:
+            return await trio.to_thread.run_sync(identify, self.standing.config, abandon_on_cancel=True)
+        except RuntimeError as exc:  # there is no thread to be had
+            return Listener(unknown=str(exc))
 
     async def map(self, effect: Map) -> Span:
         """Map a region, in a thread."""

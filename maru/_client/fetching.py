@@ -12,8 +12,10 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from .._errors import BadMessage, CannotMap, NoAnswer, NotOwner, ServerLost
+from .._errors import BadMessage, CannotMap, NoAnswer, NotOwner, ServerLost, UntrustedServer
+from .._listeners import find_tcp_listener
 from .._memory.mapping import Mapping, map_region
+from .._peers import why_untrusted
 from .._pool.backing import region_file_name
 from .._pool.descriptors import DescriptorRequest, fetch_descriptor
 from .._wire.resource_manager import (
@@ -88,7 +90,11 @@ def check_access(access: RmAccessResponse, handle: Handle, device: str) -> None:
 
 
 def ask_for_access(rm_address: str, handle: Handle, timeout: float) -> RmAccessResponse:
-    """Where a region is, says the resource manager at ``host:port``."""
+    """Where a region is, says the resource manager at ``host:port``.
+
+    Raises:
+        UntrustedServer: it is another user's process. (Its answer is judged besides: see :func:`check_access`.)
+    """
     host, _, port = rm_address.rpartition(":")
     deadline = time.monotonic() + timeout
     shown = RmHandle(handle.region_id, handle.offset, handle.length, handle.auth_token)
@@ -98,10 +104,13 @@ def ask_for_access(rm_address: str, handle: Handle, timeout: float) -> RmAccessR
             connection.sendall(request)
             kind, length = read_rm_header(_receive(connection, HEADER_BYTES, deadline))
             answer = decode_rm_response(kind, _receive(connection, length, deadline))
+            why = why_untrusted(find_tcp_listener(host, int(port)), os.geteuid())
     except TimeoutError as exc:
         raise NoAnswer(f"the resource manager at {rm_address} did not answer within {timeout:g} s") from exc
     except OSError as exc:
         raise ServerLost(f"the resource manager at {rm_address}: {exc}") from exc
+    if why:
+        raise UntrustedServer(f"rm_address = {rm_address!r}: {why}. Start the resource manager as this user")
     if isinstance(answer, RmErrorResponse):
         raise CannotMap(f"region {handle.region_id}: {answer.message}")
     if not isinstance(answer, RmAccessResponse):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractAsyncContextManager
 
 from .._config import MaruConfig
+from .._listeners import find_listener
+from .._peers import Listener
 from ..transport import (
     BlockingDealer,
     CurveClient,
@@ -24,6 +26,11 @@ def open_dealer(config: MaruConfig, on_messages: OnMessages) -> AbstractAsyncCon
 def blocking_dealer(config: MaruConfig) -> BlockingDealer:
     """A blocking socket to the server."""
     return BlockingDealer(config.server_url, options_of(config))
+
+
+def identify(config: MaruConfig) -> Listener:
+    """Who listens at the server's address. Blocking, but briefly."""
+    return find_listener(config.server_url)
 
 
 def options_of(config: MaruConfig) -> SocketOptions:

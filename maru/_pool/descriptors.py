@@ -19,7 +19,6 @@ import logging
 import os
 import socket
 import stat
-import struct
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ import msgspec
 import trio
 
 from .._errors import BadMessage, CannotMap, HandlerClosed, NoAnswer, NotOwner, PoolUnusable, ServerLost, ServerRefused
+from .._listeners import peer_uid
 from .backing import RegionFile
 
 MAX_MESSAGE_BYTES: Final = 512
@@ -41,7 +41,6 @@ OPEN_TIME: Final = 10.0
 _BACKLOG: Final = 128
 _MAX_TEXT: Final = 256
 _BUSY = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 _log = logging.getLogger(__name__)
 
@@ -325,8 +324,7 @@ def _descriptors_in(attached: list[tuple[int, int, bytes]]) -> list[int]:
 
 def _is_ours(sock: socket.socket | trio.socket.SocketType) -> bool:
     """Whether the process at the other end is this user's."""
-    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return bool(uid == os.geteuid())
+    return peer_uid(sock) == os.geteuid()
 
 
 def _decode(message: bytes, kind: type[M]) -> M:

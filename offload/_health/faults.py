@@ -18,7 +18,7 @@ import trio
 
 from backends import DamagedBlock, PlaceClosed, StrayPath, Unproven
 from backends.abc import Failed, Outcome
-from maru import Damaged, LeaseLost, PoolFull, ServerRefused
+from maru import Damaged, LeaseLost, PoolFull, ServerRefused, UntrustedServer
 from maru.exception_groups import unwrap
 
 from .._errors import TierTooSlow, TierUnavailable
@@ -53,6 +53,7 @@ NOBODY_THERE: Final[Sequence[tuple[type[BaseException], bool]]] = (
     (StrayPath, True),  # a ValueError, but of a path that cannot be used now
     (OSError, True),  # NoAnswer, ServerLost, ConnectionError, a disk that is not mounted
     (ServerRefused, False),  # there is somebody, and he does not want us
+    (UntrustedServer, False),  # there is somebody, and we do not want him: a knob has to be set
     (PlaceClosed, False),  # a place that is opened once, as a plugin, does not come back
     (ValueError, False),  # ConfigError, BlockSizeError
     (TypeError, False),

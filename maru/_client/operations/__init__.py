@@ -14,6 +14,7 @@ from .deleting import delete as delete
 from .effects import Alone as Alone
 from .effects import Call as Call
 from .effects import Effect as Effect
+from .effects import Identify as Identify
 from .effects import Map as Map
 from .effects import Operation as Operation
 from .effects import Span as Span

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
-from ..._errors import BadMessage, MaruError, NoAnswer, ServerLost, ServerRefused
+from ..._errors import BadMessage, MaruError, NoAnswer, ServerLost, ServerRefused, UntrustedServer
+from ..._peers import Listener, may_be_published, why_untrusted
 from ..._wire import (
     BeatRequest,
     CloseRequest,
@@ -24,9 +25,9 @@ from ..._wire import (
     ReturnRequest,
     raw_scalar,
 )
-from .effects import Alone, Call, Map, Operation, Span
+from .effects import Alone, Call, Identify, Map, Operation, Span
 from .pinning import SESSION_GONE, claim_pins, give_back_pins, portions, retake_pins
-from .standing import Standing
+from .standing import Standing, is_own
 
 T = TypeVar("T")
 
@@ -95,24 +96,13 @@ def reattach(s: Standing) -> Operation[None]:
     """Greet the server, with the session that we have: nothing is taken for granted that its epoch may have ended."""
     if not s.unsettled:
         return
-    config = s.config
     sent_at = s.clock()
-    reply: HandshakeReply = yield Call(
-        Code.HANDSHAKE,
-        HandshakeRequest(
-            client_version=raw_scalar(VERSION),
-            instance_id=s.instance_id,
-            extensions=1,
-            session=s.token or None,
-            tenant=config.tenant or None,
-            lease=config.lease,
-            readonly=not config.pool_size,
-        ),
-    )
+    reply: HandshakeReply = yield Call(Code.HANDSHAKE, greeting(s))
     if not reply.success:
         raise ServerRefused("the handshake was refused")
     if reply.session is not None and not reply.lease > 0:
         raise BadMessage(f"{s!r}: a handshake with a lease of {reply.lease} s")
+    yield from check_server(s, reply)
     goes_on = s.shook_hands(reply, sent_at)
     s.unsettled = False
     try:
@@ -125,6 +115,51 @@ def reattach(s: Standing) -> Operation[None]:
     except BaseException:
         s.unsettled = True
         raise
+
+
+def greeting(s: Standing) -> HandshakeRequest:
+    """What a handshake says: nothing of ours, where the published protocol is to be spoken."""
+    config = s.config
+    if config.protocol == "published":
+        return HandshakeRequest()
+    return HandshakeRequest(
+        client_version=raw_scalar(VERSION),
+        instance_id=s.instance_id,
+        extensions=1,
+        session=s.token or None,
+        tenant=config.tenant or None,
+        lease=config.lease,
+        readonly=not config.pool_size,
+    )
+
+
+def check_server(s: Standing, reply: HandshakeReply) -> Operation[None]:
+    """Raise unless whoever has answered a handshake is to be believed. Nothing of its answer is before.
+
+    Asked after the answer, not before the question: whoever answers has a socket there now.
+
+    Raises:
+        UntrustedServer: another user's process has answered, or one that speaks a protocol that was not asked for.
+    """
+    config = s.config
+    listener = Listener(unknown="its key proves who it is")
+    if not config.curve_server_key:
+        listener = yield Identify()
+        why = why_untrusted(listener, s.uid)
+        if why:
+            raise UntrustedServer(
+                f"server_url = {config.server_url!r}: {why}. Start the server as this user, or give both sides keys "
+                "(curve_key_file, curve_server_key)"
+            )
+        s.doubt_server(listener.unknown)
+    if is_own(reply) or config.protocol == "published":
+        return
+    if config.protocol == "own" or not may_be_published(listener, s.uid):
+        raise UntrustedServer(
+            f"protocol = {config.protocol!r}: whoever answers at {config.server_url!r} speaks the published protocol only, "
+            "over which a server names the files that are mapped and written. Set protocol='published' if that is meant, "
+            "or server_url to the Unix socket of a server of this user"
+        )
 
 
 def check_regions(s: Standing) -> Operation[None]:
@@ -147,7 +182,8 @@ def look_after_silence(s: Standing) -> Operation[None]:
     if s.own or s.looked_after == unanswered:
         return
     reply: HandshakeReply = yield Call(Code.HANDSHAKE, HandshakeRequest())
-    if reply.codes:  # it is one of ours by now
+    yield from check_server(s, reply)
+    if reply.codes and s.config.protocol != "published":  # it is one of ours by now
         s.unsettled = True
         yield from reattach(s)
     else:

@@ -113,6 +113,12 @@ class Map:
         self.handle = handle
 
 
+class Identify:
+    """Find out who listens at the server's address: resumed with a :class:`~maru._peers.Listener`."""
+
+    __slots__ = ()
+
+
 class Work:
     """Do something long that touches no state of the client (a copy): resumed with what it returns."""
 
@@ -135,7 +141,7 @@ class Alone:
         self.operation = operation
 
 
-Effect: TypeAlias = Call | Start | Map | Work | Alone
+Effect: TypeAlias = Call | Start | Map | Work | Alone | Identify
 Operation: TypeAlias = Generator[Effect, Any, T]
 
-__all__ = ["Alone", "Call", "Effect", "Map", "Operation", "Reply", "Request", "Span", "Start", "Work"]
+__all__ = ["Alone", "Call", "Effect", "Identify", "Map", "Operation", "Reply", "Request", "Span", "Start", "Work"]

@@ -10,7 +10,9 @@ Rule 3. The lease counts from when the request that renewed it was sent: on this
 
 from __future__ import annotations
 
+import logging
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,12 +28,19 @@ from .effects import Call, Span
 from .pinned import Pin, Pinned
 from .turns import Turns
 
+_log = logging.getLogger(__name__)
+
 USED_CODES = frozenset(OWN_CODES) - {Code.DESCRIBE, Code.PINS}
 """Our own codes are used if the server lists all of these, and otherwise none. PINS came later, and is used if it is listed."""
 
 
 _PINNING = frozenset((int(Code.FIND), int(Code.UNPIN)))
 """What is of a turn."""
+
+
+def is_own(reply: HandshakeReply) -> bool:
+    """Whether a server that greets like this is one of ours, with all that is used of it."""
+    return reply.session is not None and set(reply.codes) >= USED_CODES
 
 
 @attrs.define(eq=False)
@@ -78,6 +87,7 @@ class Standing:
         self.config = config
         self.instance_id = instance_id
         self.clock = clock
+        self.uid = os.geteuid()
         self.salt = salt_of(config.tenant, config.namespace)
         self.is_closed = False
         # the server
@@ -93,6 +103,7 @@ class Standing:
         self.max_keys = 1
         self.rm_address = config.rm_address
         self.descriptors = ""
+        self.doubt = ""  # why nobody can tell whose the server is
         self.unsettled = True
         # regions
         self.pages = OwnedPages(config.chunk_size_bytes)
@@ -216,7 +227,7 @@ class Standing:
 
     def shook_hands(self, reply: HandshakeReply, sent_at: float) -> bool:
         """The server has greeted us. Whether this session goes on."""
-        own = reply.session is not None and set(reply.codes) >= USED_CODES
+        own = self.config.protocol != "published" and is_own(reply)
         goes_on = own and self.own and reply.resumed and reply.session == self.token
         if not goes_on and self.is_connected:
             self.lose_session()
@@ -240,6 +251,17 @@ class Standing:
         if not self.settles_pins:
             self.turns.forget()
         return goes_on
+
+    def doubt_server(self, why: str) -> None:
+        """Nobody can tell whose process the server is. Said once, and again if the reason changes."""
+        if why and why != self.doubt:
+            _log.warning(
+                "%r: whose process listens there cannot be checked (%s). Whoever does is believed; keys (curve_key_file, "
+                "curve_server_key) would prove who it is, and so would a Unix socket of this user",
+                self,
+                why,
+            )
+        self.doubt = why
 
     def _new_era(self) -> None:
         self.era += 1

@@ -1,0 +1,77 @@
+"""Asking the kernel who listens at an address. Blocking, but briefly; see :mod:`maru._peers` for what follows from it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from pathlib import Path
+from typing import Final, Protocol
+
+from ._peers import Listener, users_at
+
+_TABLES: Final = ("/proc/net/tcp", "/proc/net/tcp6")
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
+_CONNECT_TIME: Final = 1.0
+"""Seconds until a Unix socket counts as one that cannot be asked: its queue is full."""
+
+
+def find_listener(url: str) -> Listener:
+    """Who listens at ``tcp://host:port`` or ``ipc://path``. Never raises for what it finds."""
+    kind, _, where = url.partition("://")
+    if kind == "ipc":
+        return find_unix_listener(where)
+    host, _, port = where.rpartition(":")
+    return find_tcp_listener(host, int(port))
+
+
+def find_tcp_listener(host: str, port: int) -> Listener:
+    """Who listens at a TCP address, if that is of this host and of this network namespace."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        addresses = {socket.inet_pton(family, str(address[0]).partition("%")[0]) for family, *_, address in found}
+        users = users_at([_read(table) for table in _TABLES], addresses, port)
+    except (OSError, ValueError, IndexError) as exc:
+        return Listener(unknown=str(exc))
+    if not users:
+        return Listener(unknown="no socket is there that the kernel shows to this process")
+    return Listener(users)
+
+
+def find_unix_listener(path: str) -> Listener:
+    """Who listens at a Unix socket; ``@name`` for one without a file."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(_CONNECT_TIME)
+        try:
+            sock.connect("\0" + path[1:] if path.startswith("@") else path)
+            return Listener(frozenset({peer_uid(sock)}), is_private=_is_private(path))
+        except (OSError, ValueError) as exc:
+            return Listener(unknown=str(exc))
+
+
+class UnixSocket(Protocol):
+    """As much of a socket as is asked, of the standard library or of trio."""
+
+    def getsockopt(self, level: int, name: int, size: int, /) -> bytes: ...
+
+
+def peer_uid(sock: UnixSocket) -> int:
+    """The user of the process that made the other end of a Unix socket, or listens there."""
+    _, uid, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(uid)
+
+
+def _is_private(path: str) -> bool:
+    """Whether only this user and root can have put a socket there."""
+    if path.startswith("@"):
+        return False
+    status = os.stat(os.path.dirname(os.path.abspath(path)))
+    return status.st_uid in (os.geteuid(), 0) and not stat.S_IMODE(status.st_mode) & 0o022
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except FileNotFoundError:  # a kernel without IPv6
+        return ""
