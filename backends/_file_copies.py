@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import attrs
-import xxhash
 
 from ._blockfile import Directory, Refused, name_of, pack_header
+from ._copying import Bounce, StoreCopy
 from ._unproven import kept_if_unproven
-from .abc import Destination, Failed, Key, Missed, PaddedSource, Source
-from .pages import Pages, new_pages
-
-_BOUNCE_BYTES = 8 << 20
-"""Blocks that are not in host memory, or not to go there, pass through so much of it at a time."""
+from .abc import Destination, Failed, Key, Missed, PaddedSource
+from .pages import Pages
 
 
 @attrs.define(eq=False)
@@ -26,43 +23,32 @@ class Writing:
     checksums: bool
     fsync: bool
     litter: list[str]
-    expected: Sequence[int | None] | None = None
-    """The xxh3-64 of each block as it was stored where it comes from, where that is known."""
-    damaged: list[int] = attrs.Factory(list)
-    """Blocks that are not what was stored there, by position: a file's own checksum would make them believed."""
     abandoned: bool = False
 
-    def run(
-        self, source: Source, guards: Sequence[int], views: Pages | None, keys: Sequence[Key], names: Sequence[str]
-    ) -> dict[int, Exception]:
-        """Write the blocks one by one. What cannot be written fails alone; what cannot be read fails all."""
+    def run(self, copy: StoreCopy, keys: Sequence[Key], names: Sequence[str]) -> None:
+        """Write the blocks one by one. What is damaged or cannot be written fails alone; what cannot be read fails all."""
         with self.directory:
-            return self._run(source, guards, views, keys, names)
+            self._run(copy, keys, names)
 
-    def _run(
-        self, source: Source, guards: Sequence[int], views: Pages | None, keys: Sequence[Key], names: Sequence[str]
-    ) -> dict[int, Exception]:
+    def _run(self, copy: StoreCopy, keys: Sequence[Key], names: Sequence[str]) -> None:
         remove(self.directory, self.litter)
         now = time.time_ns()
-        failures: dict[int, Exception] = {}
-        used_bytes = source.used_bytes if isinstance(source, PaddedSource) else None
-        for start, pages in _portions(source, guards, views):
-            for at in range(start, start + len(pages)):
+        used_bytes = copy.source.used_bytes if isinstance(copy.source, PaddedSource) else None
+        for positions, pages in copy.portions():
+            for row, at in enumerate(positions):
                 if self.abandoned:
-                    return failures
-                page = pages[at - start]
-                digest = xxhash.xxh3_64_intdigest(page) if self.checksums else None
-                if self.expected is not None and self.expected[at] not in (None, digest):
-                    self.damaged.append(at)
+                    return
+                page = pages[row]
+                copy.verify([at], pages.part(row, row + 1))
+                if at in copy.failed:
                     continue
+                digest = copy.sums[at] if self.checksums else None
                 try:
                     self._write(keys[at], names[at], page, digest, now - at, used_bytes and used_bytes(page))
                 except OSError as exc:
-                    failures[at] = exc
+                    copy.failed[at] = exc
         if self.fsync:
-            bad = {*failures, *self.damaged}
-            self.directory.sync([name for at, name in enumerate(names) if at not in bad])
-        return failures
+            self.directory.sync([name for at, name in enumerate(names) if at not in copy.failed])
 
     def _write(
         self, key: Key, name: str, page: memoryview, digest: int | None, mtime_ns: int, used_bytes: int | None
@@ -93,15 +79,14 @@ class Reading:
             for at in range(n):
                 self._read(at, views[at])
             return
-        size = destination.block_bytes
-        step = max(1, _BOUNCE_BYTES // max(1, size))
-        bounce = new_pages(min(step, n), size)
-        with kept_if_unproven(bounce):
-            for start in range(0, n, step):
-                stop = min(n, start + step)
-                for at in range(start, stop):
-                    self._read(at, bounce[at - start])
-                destination.copy_in(start, bounce.part(0, stop - start))
+        bounce, start = Bounce(), 0
+        while start < n:
+            pages = bounce.portion(n - start, destination.block_bytes)
+            with kept_if_unproven(pages):
+                for at, page in enumerate(pages, start):
+                    self._read(at, page)
+                destination.copy_in(start, pages)
+            start += len(pages)
 
     def _read(self, at: int, page: memoryview) -> None:
         if at in self.bad:
@@ -119,19 +104,3 @@ def remove(directory: Directory, names: Sequence[str]) -> None:
     with directory:
         for name in names:
             directory.remove(name)
-
-
-def _portions(source: Source, guards: Sequence[int], views: Pages | None) -> Iterator[tuple[int, Pages]]:
-    """The source's blocks in host memory, as they are there or a few at a time."""
-    if views is not None:
-        yield 0, views
-        return
-    size = source.block_bytes
-    step = max(1, _BOUNCE_BYTES // max(1, size))
-    bounce = new_pages(min(step, len(guards)), size)
-    for start in range(0, len(guards), step):
-        part = guards[start : start + step]
-        pages = bounce.part(0, len(part))
-        with kept_if_unproven(bounce):
-            source.copy_out(part, pages)
-        yield start, pages

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from maru.exception_groups import holds
+
 from ._errors import Unproven
 
 _kept: list[object] = []
@@ -15,6 +17,7 @@ def kept_if_unproven(memory: object) -> Iterator[None]:
     """Around a copy that passes through ``memory``, which otherwise is given back with the last reference to it."""
     try:
         yield
-    except Unproven:
-        _kept.append(memory)
+    except BaseException as error:
+        if holds(error, Unproven):
+            _kept.append(memory)
         raise

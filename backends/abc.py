@@ -2,7 +2,7 @@
 
 Four contracts, each with one to five methods:
 
-* :class:`Source`: a pipeline reads blocks from it, in columns.
+* :class:`Source`: a pipeline reads blocks from it, in columns. A :class:`ChecksummedSource` knows what they sum up to.
 * :class:`TransferExecutor` and its :class:`Reservation`: a pipeline writes blocks into it.
 * :class:`Tier`: an executor that can be read back: looked up, pinned, loaded, deleted from. :class:`RemoteTier` is one that
   has to ask somebody what it contains.
@@ -26,6 +26,7 @@ import attrs
 
 from ._errors import BlockSizeError as BlockSizeError
 from ._errors import CapacityError as CapacityError
+from ._errors import DamagedBlock as DamagedBlock
 from ._errors import DuplicateKeys as DuplicateKeys
 from ._errors import Unproven as Unproven
 from .pages import Pages
@@ -151,7 +152,11 @@ class Source(Protocol):
         ...
 
     def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
-        """Copy each block into the page at the same position. Called in a worker thread; returns when it is over."""
+        """Copy each block into the page at the same position. Called in a worker thread; returns when it is over.
+
+        One that finds a block damaged while it copies raises :class:`DamagedBlock`; whoever copies then asks for the others,
+        one by one.
+        """
         ...
 
 
@@ -256,7 +261,9 @@ class Reservation(Protocol):
         """Copy the kept blocks (``guards`` in their order) and publish them. Called at most once, after the commit.
 
         Returns one outcome per block, in order; an ordinary exception means that all of them failed and that the copy
-        is over. A block is found by its key only once all of its bytes are there. Where nothing is to be waited for, it
+        is over. A block is found by its key only once all of its bytes are there. One that its source knows to be damaged
+        (:class:`ChecksummedSource`) is not stored: it has :class:`Failed` alone, with :class:`DamagedBlock`, and the source
+        forgets it. Where nothing is to be waited for, it
         may pass no checkpoint. The caller shields and bounds it: when it is cancelled all the same, it leaves at once,
         even with a copy still under way, and the caller quarantines it.
 
@@ -441,6 +448,30 @@ class TenantTier(Protocol):
 
         Whoever stores calls this before, and ends it when the copy is over; whoever reads, before the pin, and ends it when the
         lease is released. Where two tenants claim one key at the same time it is nobody's: a store fails, a load misses.
+        """
+        ...
+
+
+@runtime_checkable
+class ChecksummedSource(Source, Protocol):
+    """A source that knows what its blocks sum up to. Optional; told by having the methods.
+
+    Whoever copies its blocks compares what has arrived, and stores nothing that is damaged: with a checksum of its own it would
+    be believed from then on. So whatever stands between such a source and a place passes both methods on. A source that
+    verifies its blocks itself while :meth:`copy_out` runs, and raises :class:`DamagedBlock` there, needs neither.
+    """
+
+    def checksums_of(self, keys: Sequence[Key], guards: Sequence[int]) -> Sequence[int | None]:
+        """The xxh3-64 of each of these blocks as it was stored, ``None`` where that is not known. Never blocks.
+
+        One that no bytes have, as ``-1``, where a block is known to be damaged.
+        """
+        ...
+
+    def forget_damaged(self, keys: Sequence[Key], guards: Sequence[int]) -> None:
+        """These are not what was stored, as somebody found who has copied them: count them, and find them no more.
+
+        What lies under a key by then in another slot stays. Never blocks; before the guards are released.
         """
         ...
 

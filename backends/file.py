@@ -18,8 +18,10 @@ from collections.abc import Mapping, Sequence
 import trio
 
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
+from maru.exception_groups import holds
 
 from ._blockfile import MAX_KEY_BYTES, NAME, Directory, Refused, layout_digest, name_of, unpack_header
+from ._copying import StoreCopy
 from ._errors import BlockSizeError, DamagedBlock, PlaceClosed, Unproven
 from ._file_copies import Reading, Writing, remove
 from ._file_registry import FileRegistry
@@ -38,7 +40,6 @@ from .abc import (
 )
 from .pages import Pages
 from .pooled import PooledTier
-from .slots import SlotTier
 from .threads import run_in_thread, run_in_thread_to_the_end
 
 _OTHER_SIZE = Missed("size")
@@ -92,7 +93,7 @@ class FileTier(PooledTier[FileRegistry]):
         self._seen_bytes: int | None = None  # the first block's
         self._mixed = False
         self._layout = layout_digest(fingerprint)
-        self._suspects: list[tuple[Key, int, str]] = []  # found bad by a thread; the trio thread forgets them
+        self._suspects: dict[int, tuple[Key, str]] = {}  # found bad by a thread, and why; the trio thread forgets them
         self._loaded = 0
         self._missed: dict[str, int] = {"gone": 0, "torn": 0, "damaged": 0, "foreign": 0, "version": 0, "size": 0}
         self._open: Directory | None = Directory(os.fspath(directory))
@@ -154,7 +155,7 @@ class FileTier(PooledTier[FileRegistry]):
                 try:
                     directory.read(name_of(key, guard), self._layout, key, page, self.checksums)
                 except Refused as exc:
-                    self._suspects.append((key, guard, exc.reason))
+                    self._suspects[guard] = key, exc.reason
                     raise DamagedBlock(self, key, exc.reason) from None
 
     # --- TransferExecutor -----------------------------------------------------------------------------------------
@@ -163,18 +164,15 @@ class FileTier(PooledTier[FileRegistry]):
         self, source: Source, guards: Sequence[int], keys: Sequence[Key], slots: list[int]
     ) -> Mapping[int, Exception]:
         """Write blocks of a source to files. A block that cannot be written, on a full disk say, fails alone."""
-        directory, views = self._open_directory(), source.views(guards)
+        directory = self._open_directory()
         self._see(source.block_bytes)
         self.pool.keys.update(zip(slots, keys, strict=True))
         names = list(map(name_of, keys, slots))
-        expected = source.checksums_of(keys, guards) if self.checksums and isinstance(source, SlotTier) else None
-        job = Writing(directory, self._layout, self.checksums, self.fsync, self._litter(), expected)
+        copy = StoreCopy(source, keys, guards, summed=self.checksums)
+        job = Writing(directory, self._layout, self.checksums, self.fsync, self._litter())
         try:
-            failures = await run_in_thread(job.run, source, guards, views, keys, names)
-            if job.damaged:
-                assert isinstance(source, SlotTier)
-                failures |= source.forget_damaged([(at, keys[at], guards[at]) for at in job.damaged])
-            return failures
+            await run_in_thread(job.run, copy, keys, names)
+            return copy.settle()
         except BaseException:
             job.abandoned = True
             self.pool.litter += job.litter  # maybe it never began
@@ -210,9 +208,9 @@ class FileTier(PooledTier[FileRegistry]):
         work.bad = {at: _OTHER_SIZE for at, guard in enumerate(guards) if sizes[guard] != size}
         try:
             await run_in_thread_to_the_end(work.run, destination, destination.views())
-        except Unproven:
-            raise
         except Exception as exc:
+            if holds(exc, Unproven):
+                raise
             return [Failed(exc)] * len(guards)
         outcomes: list[Outcome] = [LOADED] * len(guards)
         for at, outcome in work.bad.items():
@@ -275,9 +273,12 @@ class FileTier(PooledTier[FileRegistry]):
 
     def _forget_suspects(self) -> None:
         while self._suspects:
-            key, number, reason = self._suspects.pop()
-            self._missed[reason] += 1
-            self.pool.forget((key,), (number,))
+            number, (key, reason) = self._suspects.popitem()
+            if self.pool.slots((key,)) == [
+                number
+            ]:  # not forgotten yet: it is read once more, by whoever wants its neighbours
+                self._missed[reason] += 1
+                self.pool.forget((key,), (number,))
 
     def _sweep(self) -> None:
         """Take in what the directory holds: rule 3."""

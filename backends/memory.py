@@ -103,7 +103,7 @@ class MemoryTier(SlotTier):
     Args:
         capacity_bytes: how much memory to take; what is left over behind the last whole block is not used.
         block_bytes: size of every block.
-        checksums: keep an xxh3-64 of each block and verify it at every load.
+        checksums: keep an xxh3-64 of each block, and verify it at every load and when it is copied elsewhere.
         eviction: decides who makes room; :class:`~maru.eviction.AdaptiveLRFU` unless given.
         pin_memory: register the memory with CUDA for DMA. ``None``: where torch is imported already and sees a device.
         populate: touch all of the memory now instead of at the first write of each page.

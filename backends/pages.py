@@ -45,6 +45,12 @@ class Pages:
         """The pages from ``start`` to ``stop`` (exclusive)."""
         return Pages(self.addresses[start:stop], self.page_bytes, self.owner)
 
+    def at(self, positions: Sequence[int]) -> Pages:
+        """The pages at these positions, in their order."""
+        if positions == range(len(self)):
+            return self
+        return Pages([self.addresses[position] for position in positions], self.page_bytes, self.owner)
+
 
 def pages_of(buffers: Sequence[Any]) -> Pages:
     """Pages over writable buffers (bytearray, mmap, memoryview, numpy array) of one common size.

@@ -19,8 +19,10 @@ from typing import Protocol, TypeVar, TypeVarTuple
 import trio
 
 from maru.eviction import EvictionPolicy
+from maru.exception_groups import holds
 
-from ._errors import BlockSizeError, CapacityError, DamagedBlock, Unproven
+from ._copying import StoreCopy, deliver, load_pages, places_of, unequal
+from ._errors import BlockSizeError, CapacityError, Unproven
 from ._in_place import INLINE_BYTES as INLINE_BYTES
 from ._in_place import PORTION_BYTES as PORTION_BYTES
 from ._in_place import CopiesInPlace
@@ -42,7 +44,7 @@ from .abc import (
     TierStatistics,
 )
 from .blocks import BlockPool
-from .pages import Pages, checksums, copy_and_sum, copy_pages, new_pages, pages_of
+from .pages import Pages, checksums, copy_pages, new_pages, pages_of
 from .pooled import REJECTED, PooledTier
 from .threads import run_in_thread, run_in_thread_to_the_end
 
@@ -80,8 +82,8 @@ class SlotTier(PooledTier[BlockPool]):
         capacity: how many slots of the storage are the tier's.
         storage: where their bytes are.
         first: the first of them.
-        checksums: keep an xxh3-64 of each block and verify it when the block is loaded. A block that the engine wrote
-            into the device itself has none until it has passed through host memory.
+        checksums: keep an xxh3-64 of each block, and verify it when it is loaded or copied elsewhere. A block that the engine
+            wrote into the device itself has none until it has passed through host memory.
         eviction: decides who makes room; LRU unless given.
     """
 
@@ -255,18 +257,10 @@ class SlotTier(PooledTier[BlockPool]):
             sums.get(guard) if slot == guard else -1 if self.pool.is_doomed(guard) else None for slot, guard in pairs
         ]
 
-    def forget_damaged(self, blocks: Sequence[tuple[int, Key, int]]) -> dict[int, Exception]:
-        """These are not what was stored, as somebody found who has copied them: count and forget them.
-
-        Args:
-            blocks: each with its position, its key and its guard.
-
-        Returns:
-            An error for each of them, by position.
-        """
-        self._missed["damaged"] += len(blocks)
-        self.pool.forget([key for _, key, _ in blocks], [guard for _, _, guard in blocks])
-        return {at: DamagedBlock(self, key, "damaged") for at, key, _ in blocks}
+    def forget_damaged(self, keys: Sequence[Key], guards: Sequence[int]) -> None:
+        """These are not what was stored, as somebody found who has copied them; see :class:`backends.abc.ChecksummedSource`."""
+        self._missed["damaged"] += len(keys)
+        self.pool.forget(keys, guards)
 
     # --- Tier -----------------------------------------------------------------------------------------------------
 
@@ -289,17 +283,17 @@ class SlotTier(PooledTier[BlockPool]):
         await trio.lowlevel.checkpoint()
         if not n:
             return []
-        here, there = self._storage.pages(guards), destination.views()
-        if there is not None and len(there) != n:
-            there = there.part(0, n)
+        here, summed = self._storage.pages(guards), self.checksums
         try:
-            if here is not None and there is not None and self._in_place.takes(n, self.block_bytes, self.inline_bytes):
-                sums = await self._in_place.copy(there, here, self.checksums)
+            if here is not None:
+                sums = await load_pages(
+                    here, destination, 0, summed, self._in_place, self.to_the_end, self.inline_bytes
+                )
             else:
-                sums = await self.to_the_end(_load, self._storage, guards, here, destination, there, self.checksums)
-        except Unproven:
-            raise
+                sums = await self.to_the_end(_load, self._storage, guards, destination, summed)
         except Exception as exc:
+            if holds(exc, Unproven):
+                raise
             return [Failed(exc)] * n
         bad = self._verify(lease.keys, guards, sums)
         self._loaded += n - len(bad)
@@ -347,25 +341,17 @@ class SlotTier(PooledTier[BlockPool]):
     ) -> Mapping[int, Exception]:
         """Copy blocks of a source into staged slots. Up to ``PORTION_BYTES`` in place, without a checkpoint.
 
-        A block that is not what was stored there fails alone: with a checksum of its own it would be believed here.
+        A block that is not what was stored in its source fails alone.
         """
-        expected = source.checksums_of(keys, guards) if self.checksums and isinstance(source, SlotTier) else None
-        there, here = source.views(guards), self._storage.pages(slots)
-        if (
-            there is not None
-            and here is not None
-            and self._in_place.takes(len(slots), self.block_bytes, self.inline_bytes)
-        ):
-            sums = await self._in_place.copy(here, there, self.checksums)
+        copy, here = StoreCopy(source, keys, guards, summed=self.checksums), self._storage.pages(slots)
+        if here is not None:
+            failures = await copy.into(here, self._in_place, self.off_thread, self.inline_bytes)
         else:
-            sums = await self.off_thread(_store, source, guards, there, self._storage, slots, here, self.checksums)
-        if sums is None:
-            return {}
-        self.note_checksums(slots, sums)
-        if expected is None or expected == sums:
-            return {}
-        assert isinstance(source, SlotTier)
-        return source.forget_damaged(_unequal(keys, guards, expected, sums))
+            await self.off_thread(_store, copy, self._storage, slots)
+            failures = copy.settle()
+        if self.checksums:
+            self.note_checksums(slots, copy.sums)
+        return failures
 
     def note_checksums(self, slots: Sequence[int], sums: Sequence[int]) -> None:
         """These are the checksums of what was just written to these slots."""
@@ -379,8 +365,10 @@ class SlotTier(PooledTier[BlockPool]):
         """Positions of the blocks that are not what was stored: counted, and no longer found."""
         if sums is None:
             return []
-        expected = list(map(self._sums.get, slots))
-        return [] if expected == sums else list(self.forget_damaged(_unequal(keys, slots, expected, sums)))
+        bad = unequal(list(map(self._sums.get, slots)), sums)
+        if bad:
+            self.forget_damaged([keys[at] for at in bad], [slots[at] for at in bad])
+        return bad
 
     def _check(self, keys: Sequence[Key], block_bytes: int) -> int:
         if block_bytes != self.block_bytes:
@@ -398,72 +386,24 @@ class SlotTier(PooledTier[BlockPool]):
         self._by_engine -= staged
 
 
-def _unequal(
-    keys: Sequence[Key], slots: Sequence[int], expected: Sequence[int | None], found: Sequence[int]
-) -> list[tuple[int, Key, int]]:
-    """The blocks whose checksum is known and another one, each with its position."""
-    pairs = enumerate(zip(expected, found, strict=True))
-    return [(at, keys[at], slots[at]) for at, (was, now) in pairs if was is not None and was != now]
+# What runs in a copy thread, where slots are not in host memory: their storage is asked to copy.
 
 
-# What runs in a copy thread. `there` and `here` are host pages where there are any; where there are none, the source or
-# destination is asked to copy.
+def _store(copy: StoreCopy, storage: Storage, slots: Sequence[int]) -> None:
+    for positions, pages in copy.portions():
+        with kept_if_unproven(pages):
+            storage.copy_in([slots[at] for at in positions], pages)
+        copy.verify(positions, pages)
 
 
-def _store(
-    source: Source,
-    guards: Sequence[int],
-    there: Pages | None,
-    storage: Storage,
-    slots: Sequence[int],
-    here: Pages | None,
-    summed: bool,
-) -> list[int] | None:
-    if here is not None:
-        if there is not None:
-            if summed:
-                return copy_and_sum(here, there)
-            copy_pages(here, there)
-            return None
-        with kept_if_unproven(here):
-            source.copy_out(guards, here)
-        return checksums(here) if summed else None
-    staged = there is None
-    if there is None:
-        there = new_pages(len(slots), storage.block_bytes)
-    with kept_if_unproven(there):
-        if staged:
-            source.copy_out(guards, there)
-        storage.copy_in(slots, there)
-    return checksums(there) if summed else None
-
-
-def _load(
-    storage: Storage,
-    slots: Sequence[int],
-    here: Pages | None,
-    destination: Destination,
-    there: Pages | None,
-    summed: bool,
-) -> list[int] | None:
-    if there is not None:
-        if here is not None:
-            if summed:
-                return copy_and_sum(there, here)
-            copy_pages(there, here)
-            return None
-        with kept_if_unproven(there):
-            storage.copy_out(slots, there)
-        return checksums(there) if summed else None
-    staged = here is None
-    if here is None:
-        here = new_pages(len(slots), storage.block_bytes)
+def _load(storage: Storage, slots: Sequence[int], destination: Destination, summed: bool) -> list[int] | None:
+    there = places_of(destination, 0, len(slots))
+    here = new_pages(len(slots), storage.block_bytes) if there is None else there
     with kept_if_unproven(here):
-        if staged:
-            storage.copy_out(slots, here)
-        sums = checksums(here) if summed else None
-        destination.copy_in(0, here)
-    return sums
+        storage.copy_out(slots, here)
+    if there is not None:
+        return checksums(there) if summed else None
+    return deliver(here, destination, 0, None, summed)
 
 
 class PagesDestination:

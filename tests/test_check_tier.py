@@ -6,6 +6,7 @@ import pytest
 import trio
 import trio.testing
 
+from backends._copying import StoreCopy
 from backends.abc import STORED, Deletion, Tier
 from backends.memory import MemoryTier
 from backends.pages import checksums, copy_pages, pages_of
@@ -151,7 +152,49 @@ class Optimist(PooledReservation):
             return [STORED] * len(guards)
 
 
+class BelievesItsSource(FakeTier):
+    """What MaruTier did: it sums up what has arrived, and asks nobody what it should have been."""
+
+    async def write(self, source, guards, keys, slots):
+        here, pages = self.views(slots), source.views(guards)
+        if pages is None:
+            source.copy_out(guards, here)
+        else:
+            copy_pages(here, pages)
+        self.note_checksums(slots, checksums(here))
+        return {}
+
+
+class DoesNotTellItsSource(FakeTier):
+    async def write(self, source, guards, keys, slots):
+        return await super().write(SilentSource(source), guards, keys, slots)
+
+
+class SilentSource:
+    """Stands between, and passes on one of two methods."""
+
+    def __init__(self, source):
+        self._source = source
+
+    def __getattr__(self, name):
+        return getattr(self._source, name)
+
+    def forget_damaged(self, keys, guards):
+        pass
+
+
+class FailsTheNeighboursOfADamagedBlock(FakeTier):
+    async def write(self, source, guards, keys, slots):
+        failures = await super().write(source, guards, keys, slots)
+        if failures and len(failures) < len(keys):
+            raise next(iter(failures.values()))
+        return failures
+
+
 FAULTS = [
+    BelievesItsSource,
+    DoesNotTellItsSource,
+    FailsTheNeighboursOfADamagedBlock,
     FindsWhatIsReserved,
     LosesRoomOnKeep,
     Overwrites,
@@ -199,19 +242,20 @@ class ScratchesBehindTheSource(MemoryTier):
 
     async def write(self, source, guards, keys, slots):
         here, pause = self.views(slots), 0.0 if source.views(guards) else 0.0001
+        copied = StoreCopy(source, keys, guards, summed=True)
 
         def copy():
             plain = pages_of([bytearray(self.block_bytes) for _ in slots])
-            source.copy_out(guards, plain)
+            copied.copy_to(plain)
             for _ in range(1000):
                 for page in here:
                     page[:] = bytes(self.block_bytes)
                 time.sleep(pause)
             copy_pages(here, plain)
-            return checksums(here)
 
-        self.note_checksums(slots, await self.off_thread(copy))
-        return {}
+        await self.off_thread(copy)
+        self.note_checksums(slots, copied.sums)
+        return copied.settle()
 
 
 async def test_what_a_cancelled_copy_may_still_write_to_is_not_used_again():

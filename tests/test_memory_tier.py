@@ -198,7 +198,7 @@ async def test_a_small_copy_is_made_in_place_and_a_large_one_in_a_thread(monkeyp
         used.append(threading.current_thread() is threading.main_thread())
         return real(destination, source)
 
-    monkeypatch.setattr("backends.slots.copy_and_sum", spy)
+    monkeypatch.setattr("backends._copying.copy_and_sum", spy)
     monkeypatch.setattr("backends._in_place.copy_and_sum", spy)
     for size in (PORTION_BYTES, PORTION_BYTES + 8):
         source, tier = MemoryTier(size, size), MemoryTier(size, size)

@@ -144,6 +144,23 @@ async def test_a_store_that_cannot_ask_what_is_there_stores_nothing(connector, s
         connector.answer()
 
 
+async def test_a_copy_that_was_cancelled_before_it_began_leaves_no_memory_in_quarantine(connector, source):
+    async with hosted(connector) as tier:
+        scope, views = trio.CancelScope(), source.views
+
+        def cancelling(guards):
+            scope.cancel()  # the plugin has been asked what is there; next is the copy
+            return
+
+        source.views = cancelling
+        with scope:
+            await store(tier, source)
+        assert scope.cancelled_caught
+        assert of_host(tier, "quarantined_bytes", "hidden_keys") == (0, 0)
+        source.views = views
+        assert await store(tier, source) == [STORED] * len(KEYS)
+
+
 async def test_without_an_answer_a_load_leaves_the_destination_alone(connector, source, mock_clock):
     async with hosted(connector, deadline=10) as tier:
         await store(tier, source)

@@ -4,6 +4,8 @@ import gc
 import weakref
 
 import pytest
+from damaged_places import DESTINATIONS, fill, opened
+from damaged_places import SIZE as SMALL
 
 from backends import Unproven
 from backends.abc import STORED
@@ -11,6 +13,7 @@ from backends.file import FileTier
 from backends.pages import copy_pages, new_pages
 from backends.slots import SlotTier
 from backends.testing import payload_of
+from maru.exception_groups import holds
 
 SIZE = 1 << 20
 KEYS = [b"a", b"b"]
@@ -52,8 +55,9 @@ class Place:
 
     block_bytes = SIZE
 
-    def __init__(self):
+    def __init__(self, grouped=False):
         self.unproven = False
+        self.grouped = grouped
         self.used = []
 
     def __len__(self):
@@ -79,7 +83,8 @@ class Place:
     def meet(self, pages):
         if self.unproven:
             self.used += pages.addresses
-            raise Unproven("it may still go on")
+            error = Unproven("it may still go on")
+            raise ExceptionGroup("of a nursery", [error]) if self.grouped else error
 
 
 def mapped(address):
@@ -112,26 +117,48 @@ async def load(tier, place):
 
 
 async def unproven(call, *arguments):
-    with pytest.raises(Unproven):
+    with pytest.raises((Unproven, ExceptionGroup)) as caught:
         await call(*arguments)
+    assert holds(caught.value, Unproven)
+    del caught
     gc.collect()
 
 
-async def test_what_a_source_may_still_write_to_stays(tier):
-    place = Place()
+@pytest.fixture(params=[False, True], ids=["alone", "in a group"])
+def grouped(request):
+    return request.param
+
+
+async def test_what_a_source_may_still_write_to_stays(tier, grouped):
+    place = Place(grouped)
     place.unproven = True
     await unproven(store, tier, place)
     assert len(place.used) == 2
     assert all(map(mapped, place.used))
 
 
-async def test_what_a_destination_may_still_read_stays(tier):
-    place = Place()
+async def test_what_a_destination_may_still_read_stays(tier, grouped):
+    place = Place(grouped)
     assert await store(tier, place) == [STORED] * 2
     place.unproven = True
     await unproven(load, tier, place)
     assert len(place.used) == 2
     assert all(map(mapped, place.used))
+
+
+@pytest.mark.parametrize("kind", DESTINATIONS)
+async def test_a_load_without_a_proven_end_is_no_failed_load(kind, grouped, tmp_path):
+    place = Small(grouped)
+    async with opened(kind, tmp_path) as tier:
+        await fill(tier, KEYS)
+        place.unproven = True
+        await unproven(load, tier, place)
+        place.unproven = False
+        await load(tier, place)
+
+
+class Small(Place):
+    block_bytes = SMALL
 
 
 @pytest.mark.parametrize("call", [store, load])

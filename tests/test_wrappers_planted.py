@@ -11,6 +11,7 @@ import test_wrappers_tier as tier
 import trio
 import xxhash
 
+from backends import _copying
 from backends.wrappers import UnknownTenant, _aes_gcm, _chain, _coding, _fp8, _pool, _source, _tenants, _tier
 
 # --- the faults ---------------------------------------------------------------------------------------------------
@@ -113,7 +114,11 @@ def what_was_refused_is_left_lying_there(patch):
 
 
 def sources_are_believed(patch):
-    patch.setattr(_coding.Encoding, "examine", lambda self, expected: {})
+    patch.setattr(_copying, "_known_checksums", lambda source, keys, guards: None)
+
+
+def anybody_is_encrypted_for(patch):
+    patch.setattr(_coding.Coder, "refusals", lambda self, contexts: {})
 
 
 def the_name_below_is_the_key(patch):
@@ -184,7 +189,7 @@ PLANTED: list[tuple[Finder, Finder, tuple[Any, ...]]] = [
         (),
     ),
     (sources_are_believed, tier.test_a_source_that_knows_its_block_to_be_damaged_fails_that_one_alone, ()),
-    (sources_are_believed, tier.test_a_tenant_without_a_secret_fails_alone, ()),
+    (anybody_is_encrypted_for, tier.test_a_tenant_without_a_secret_fails_alone, ()),
     (the_name_below_is_the_key, tier.test_blocks_of_two_chains_do_not_meet_in_one_place, ()),
     (a_scale_is_of_the_whole_block, codecs.test_rows_are_scaled_each_for_itself, ()),
     (values_are_cut_off_instead_of_rounded, codecs.test_it_is_what_plain_arithmetic_says, ("float16", 8)),

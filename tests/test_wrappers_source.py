@@ -251,7 +251,7 @@ class tier_held:
 def test_encoded_blocks_say_how_much_of_a_page_they_use():
     tier = memory(wrappers_of("zstd"))
     source = source_of(BLOCKS)
-    encoded = tier.encoding(source, source.upgrade(KEYS), KEYS).as_source()
+    encoded = tier.encoding(source, source.upgrade(KEYS), tier.contexts(KEYS)).as_source()
     assert isinstance(encoded, PaddedSource)
     assert encoded.block_bytes == tier.slot_bytes
     assert encoded.upgrade(tier.names([KEYS[2], KEYS[0]])) == [2, 0]

@@ -3,6 +3,7 @@
 What can end a transfer, and how each end is told:
 
 * The copy fails: all blocks failed, and every page is free once this is released.
+* A block is not what was stored in its source: it fails alone, and its page is free at once.
 * It is cancelled during the copy: it leaves at once. A thread may still write, so the pages stay with this reservation, which
   whoever quarantines it does not release. Forgotten, they are free again when the thread is over, not before.
 * The server says new, duplicate, refused, no quota: ``STORED``, ``DUPLICATE``, ``Rejected``. Those pages are free at once.
@@ -18,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..abc import BlockSizeError, Key, Outcome, Source
+from .._copying import StoreCopy
+from ..abc import BlockSizeError, Failed, Key, Outcome, Source
 from ..pages import Pages
 
 if TYPE_CHECKING:
@@ -79,8 +81,15 @@ class MaruReservation:
         self._used = True
         if batch is None or not keys:
             return []
-        sums = await tier.copy_in(source, guards, self.pages)
-        return await tier.register(keys, batch, sums)
+        copy = StoreCopy(source, keys, guards, summed=tier.checksums)
+        failed = await tier.copy_in(copy, self.pages)
+        if not failed:
+            return await tier.register(keys, batch, copy.sums)
+        good = [at for at in range(len(keys)) if at not in failed]
+        batch.keep(good)  # the copy is over: nobody writes into the others any more
+        sums = [copy.sums[at] for at in good] if copy.sums else ()
+        stored = iter(await tier.register([keys[at] for at in good], batch, sums) if good else ())
+        return [Failed(failed[at]) if at in failed else next(stored) for at in range(len(keys))]
 
     def release(self) -> None:
         """Give back the pages of what was not registered. Idempotent; never blocks, never raises."""

@@ -23,7 +23,9 @@ import trio
 
 from maru import AllocBatch, LeaseLost, MaruError, MaruHandler
 from maru import Stored as MaruStored
+from maru.exception_groups import holds
 
+from .._copying import StoreCopy, load_pages, unequal
 from .._errors import BackendError, BlockSizeError, CapacityError, Unproven
 from .._in_place import CopiesInPlace
 from .._visits import Visits
@@ -36,12 +38,10 @@ from ..abc import (
     Missed,
     Outcome,
     ReadLease,
-    Source,
     TierStatistics,
     WhenFull,
 )
-from ..pages import Pages, checksums, copy_and_sum, copy_pages
-from ..threads import run_in_thread, run_in_thread_to_the_end
+from ..pages import Pages
 from ._answers import deletions_of, outcomes_of
 from ._condemned import Condemned
 from ._lease import MaruLease
@@ -217,16 +217,15 @@ class MaruTier:
 
     # --- writing: what a reservation does -------------------------------------------------------------------------
 
-    async def copy_in(self, source: Source, guards: Sequence[int], pages: Pages) -> list[int] | None:
-        """Copy blocks of a source into pages; their sums, if wanted. Cancelled, it leaves at once, whatever a thread does."""
-        there = source.views(guards)
-        if there is not None and self._in_place.takes(len(pages), self.block_bytes):
-            return await self._in_place.copy(pages, there, self.checksums)
-        return await run_in_thread(_store, source, guards, there, pages, self.checksums)
+    async def copy_in(self, copy: StoreCopy, pages: Pages) -> dict[int, Exception]:
+        """Copy blocks into pages; what must not be stored. Cancelled, it leaves at once, whatever a thread does."""
+        return await copy.into(pages, self._in_place)
 
-    async def register(self, keys: Sequence[Key], batch: AllocBatch, sums: list[int] | None) -> list[Outcome]:
-        """One message for all pages of a batch. Afterwards none of them is the caller's."""
-        answers = await self.handler.store_pages([key.hex() for key in keys], batch, self.block_bytes, sums)
+    async def register(self, keys: Sequence[Key], batch: AllocBatch, sums: Sequence[int]) -> list[Outcome]:
+        """One message for all pages of a batch, with their sums if the handler is to know them. None is the caller's then."""
+        answers = await self.handler.store_pages(
+            [key.hex() for key in keys], batch, self.block_bytes, list(sums) if self.checksums else None
+        )
         self._stored += answers.count(MaruStored.NEW)
         self._duplicates += answers.count(MaruStored.DUPLICATE)
         outcomes = outcomes_of(self, keys, answers)
@@ -288,32 +287,24 @@ class MaruTier:
         summed = self.checksums and expected.count(None) < n
         try:
             lease.check()
-            sums = await self._copy_out(lease.pages, destination, summed)
+            sums = await load_pages(lease.pages, destination, 0, summed, self._in_place)
             lease.check()
-        except Unproven:
-            raise
         except LeaseLost:
             self._missed["lease"] += n
             return [Missed("lease")] * n
         except Exception as exc:
+            if holds(exc, Unproven):
+                raise
             return [Failed(exc)] * n
         outcomes: list[Outcome] = [LOADED] * n
-        if sums is not None and sums != expected:
-            for at, (was, now) in enumerate(zip(expected, sums, strict=True)):
-                if was is not None and was != now:
-                    outcomes[at] = Missed("damaged")
-                    self._missed["damaged"] += 1
-                    lease.forget((at,))
+        bad = [] if sums is None else unequal(expected, sums)
+        for at in bad:
+            outcomes[at] = Missed("damaged")
+        if bad:
+            self._missed["damaged"] += len(bad)
+            lease.forget(bad)
         self._loaded += outcomes.count(LOADED)
         return outcomes
-
-    async def _copy_out(self, here: Pages, destination: Destination, summed: bool) -> list[int] | None:
-        there = destination.views()
-        if there is not None and len(there) != len(here):
-            there = there.part(0, len(here))
-        if there is not None and self._in_place.takes(len(here), self.block_bytes):
-            return await self._in_place.copy(there, here, summed)
-        return await run_in_thread_to_the_end(_load, here, destination, there, summed)
 
     # --- deleting -------------------------------------------------------------------------------------------------
 
@@ -373,27 +364,3 @@ class MaruTier:
 
     def _returned(self) -> int:
         return self.handler.statistics().pages.returned
-
-
-# What runs in a copy thread.
-
-
-def _store(source: Source, guards: Sequence[int], there: Pages | None, here: Pages, summed: bool) -> list[int] | None:
-    if there is None:
-        source.copy_out(guards, here)
-        return checksums(here) if summed else None
-    if summed:
-        return copy_and_sum(here, there)
-    copy_pages(here, there)
-    return None
-
-
-def _load(here: Pages, destination: Destination, there: Pages | None, summed: bool) -> list[int] | None:
-    if there is not None:
-        if summed:
-            return copy_and_sum(there, here)
-        copy_pages(there, here)
-        return None
-    sums = checksums(here) if summed else None
-    destination.copy_in(0, here)
-    return sums

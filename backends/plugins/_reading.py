@@ -13,10 +13,13 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from itertools import takewhile
 
+from maru.exception_groups import holds
+
+from .._copying import load_pages, unequal
 from .._errors import Unproven
 from .._in_place import CopiesInPlace
 from ..abc import LOADED, Destination, Failed, Key, Missed, Outcome
-from ..pages import Pages, checksums, copy_and_sum, copy_pages
+from ..pages import Pages, checksums
 from ..threads import run_in_thread_to_the_end
 from ._core import Core
 from ._correlation import Kind, Operation
@@ -79,11 +82,11 @@ class Reading:
             bits = await self._get(names, run)
             try:
                 await self._deliver(asked, names, bits, run.pages, destination, outcomes)
-            except Unproven:
-                run.quarantine()
-                raise
-            except BaseException:
-                run.give_back()
+            except BaseException as error:
+                if holds(error, Unproven):
+                    run.quarantine()
+                else:
+                    run.give_back()
                 raise
             run.give_back()
             core.books.gone(name for name, bit in zip(names, bits, strict=True) if not bit)
@@ -150,28 +153,20 @@ class Reading:
         for first, last in _runs([at if bit else None for at, bit in zip(asked, bits, strict=True)]):
             part, start = here.part(first, last), asked[first]
             try:
-                sums = await self._copy(part, destination, start)
-            except Unproven:
-                raise
+                sums = await load_pages(part, destination, start, core.checksums, self._in_place)
             except Exception as exc:
+                if holds(exc, Unproven):
+                    raise
                 outcomes[start : start + len(part)] = [Failed(exc)] * len(part)
                 continue
-            for at, key in enumerate(keys[first:last]):
-                expected = core.books.sums.get(key) if core.checksums else None
-                if sums is None or expected is None:
-                    self.unverified += core.checksums
-                elif expected != sums[at]:
-                    outcomes[start + at] = Missed("damaged")
-                    core.books.gone((key,))
-                    core.hidden.damaged(key, expected)
-
-    async def _copy(self, here: Pages, destination: Destination, start: int) -> list[int] | None:
-        summed, there = self._core.checksums, destination.views()
-        if there is not None:
-            there = there.part(start, start + len(here))
-            if self._in_place.takes(len(here), self._core.block_bytes):
-                return await self._in_place.copy(there, here, summed)
-        return await run_in_thread_to_the_end(_load, here, destination, start, there, summed)
+            expected = [core.books.sums.get(key) if core.checksums else None for key in keys[first:last]]
+            self.unverified += expected.count(None) * core.checksums
+            for at in [] if sums is None else unequal(expected, sums):
+                key, right = keys[first + at], expected[at]
+                assert right is not None
+                outcomes[start + at] = Missed("damaged")
+                core.books.gone((key,))
+                core.hidden.damaged(key, right)
 
 
 def _runs(positions: Sequence[int | None]) -> list[tuple[int, int]]:
@@ -185,15 +180,3 @@ def _runs(positions: Sequence[int | None]) -> list[tuple[int, int]]:
         else:
             runs.append((at, at + 1))
     return runs
-
-
-def _load(here: Pages, destination: Destination, start: int, there: Pages | None, summed: bool) -> list[int] | None:
-    """In a copy thread."""
-    if there is not None:
-        if summed:
-            return copy_and_sum(there, here)
-        copy_pages(there, here)
-        return None
-    sums = checksums(here) if summed else None
-    destination.copy_in(start, here)
-    return sums

@@ -17,11 +17,12 @@ from collections.abc import Set as AbstractSet
 
 import trio
 
+from maru.exception_groups import holds
+
+from .._copying import StoreCopy
 from .._errors import Unproven
 from .._in_place import CopiesInPlace
 from ..abc import DUPLICATE, STORED, Failed, Key, Outcome, Rejected, Source
-from ..pages import Pages, checksums, copy_and_sum, copy_pages
-from ..slots import SlotTier
 from ..threads import run_in_thread
 from ._core import Core
 from ._correlation import Kind, Operation
@@ -90,18 +91,15 @@ class Storing:
         if not new:
             return
         run = core.staging.take(len(new))
-        sums = await self._fill(run, source, [guards[at] for at in new])
-        rows = list(range(len(new)))
-        damaged = self._damaged_at(source, [keys[at] for at in new], [guards[at] for at in new], sums)
-        if damaged:
-            for row, error in damaged.items():
-                outcomes[new[row]] = Failed(error)
-            rows = [row for row in rows if row not in damaged]
-            if not rows:
-                run.give_back()
-                return
-            new = [new[row] for row in rows]
-            sums = None if sums is None else [sums[row] for row in rows]
+        copy = StoreCopy(source, [keys[at] for at in new], [guards[at] for at in new], summed=core.checksums)
+        failed = await self._fill(run, copy)
+        for row, error in failed.items():
+            outcomes[new[row]] = Failed(error)
+        rows = [row for row in range(len(new)) if row not in failed]
+        if not rows:
+            run.give_back()
+            return
+        new = [new[row] for row in rows]
         names = [keys[at] for at in new]
         try:
             bits = await self._set(names, run, rows)
@@ -113,44 +111,30 @@ class Storing:
         good = [key for key, bit in zip(names, bits, strict=True) if bit]
         core.hidden.stored(good)
         core.hidden.bad(key for key, bit in zip(names, bits, strict=True) if not bit)
-        if sums is not None:
-            core.books.sums.update((key, value) for key, value, bit in zip(names, sums, bits, strict=True) if bit)
+        if core.checksums:
+            core.books.sums.update(
+                (key, copy.sums[row]) for key, row, bit in zip(names, rows, bits, strict=True) if bit
+            )
         for at, bit in zip(new, bits, strict=True):
             if not bit:
                 outcomes[at] = Failed(PluginFault(f"{core.name} did not store {keys[at].hex()}"))
 
-    async def _fill(self, run: Run, source: Source, guards: Sequence[int]) -> list[int] | None:
-        """Copy blocks of a source; their sums, if wanted. Cancelled, it leaves at once, whatever a thread does."""
-        summed, size = self._core.checksums, self._core.block_bytes
-        there = source.views(guards)
+    async def _fill(self, run: Run, copy: StoreCopy) -> dict[int, Exception]:
+        """Copy blocks of a source; what must not be stored. Cancelled, it leaves at once, whatever a thread does."""
         filling = _Filling()
         try:
-            if there is not None and self._in_place.takes(len(guards), size):
-                filling.is_over = True
-                return await self._in_place.copy(run.pages, there, summed)
-            return await run_in_thread(filling.run, source, guards, there, run.pages, summed)
-        except Unproven:
-            run.quarantine()
-            raise
-        except Exception:
-            run.give_back()
-            raise
-        except BaseException:
-            run.quarantine(lambda: filling.is_over)
-            filling.lost = run
-            if filling.is_over:  # meanwhile, or since nothing was under way
+            return await copy.into(run.pages, self._in_place, filling.off_thread)
+        except BaseException as error:
+            if holds(error, Unproven):
+                run.quarantine()
+            elif isinstance(error, Exception):
                 run.give_back()
+            else:
+                run.quarantine(lambda: filling.is_over)
+                filling.lost = run
+                if filling.is_over:  # meanwhile, or since nothing was under way
+                    run.give_back()
             raise
-
-    def _damaged_at(
-        self, source: Source, keys: Sequence[Key], guards: Sequence[int], sums: Sequence[int] | None
-    ) -> dict[int, Exception]:
-        """Blocks that are not what was stored where they come from: with a new checksum they would be believed here."""
-        if sums is None or not isinstance(source, SlotTier):
-            return {}
-        known = enumerate(zip(source.checksums_of(keys, guards), sums, strict=True))
-        bad = [(row, keys[row], guards[row]) for row, (was, now) in known if was is not None and was != now]
-        return source.forget_damaged(bad) if bad else {}
 
     async def _set(self, keys: Sequence[Key], run: Run, rows: Sequence[int]) -> list[bool]:
         core = self._core
@@ -184,20 +168,18 @@ class _Filling:
     """A copy in a thread that nobody may wait for any more."""
 
     def __init__(self) -> None:
-        self.is_over = False
+        self.is_over = True
         self.lost: Run | None = None
 
-    def run(
-        self, source: Source, guards: Sequence[int], there: Pages | None, here: Pages, summed: bool
-    ) -> list[int] | None:
+    async def off_thread(self, fn: Callable[..., object], *args: object) -> object:
+        """Run a copy; cancelled, leave at once. Cancelled before it began, none is under way."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self.is_over = False
+        return await run_in_thread(self._run, fn, *args)
+
+    def _run(self, fn: Callable[..., object], *args: object) -> object:
         try:
-            if there is None:
-                source.copy_out(guards, here)
-                return checksums(here) if summed else None
-            if summed:
-                return copy_and_sum(here, there)
-            copy_pages(here, there)
-            return None
+            return fn(*args)
         finally:
             self.is_over = True
             if self.lost is not None:

@@ -12,13 +12,14 @@ Rule 3. A block that is known not to be what was stored where it comes from is n
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import attrs
 
-from .._errors import BackendError, DamagedBlock
-from ..abc import Destination, Key, Source
-from ..pages import Pages, checksums
+from .._copying import StoreCopy
+from .._errors import BackendError
+from ..abc import Destination, Key
+from ..pages import Pages
 from ._chain import Chain, seals
 from ._contract import Context, Damaged
 from ._pool import Pool
@@ -38,6 +39,12 @@ class Coder:
         between = max(chain.bounds[1:-1], default=0)
         self.staging: Pool[Scratch] = Pool(lambda: Scratch(between))
         self.seals: bool = seals(chain.wrappers[-1])
+
+    def refusals(self, contexts: Sequence[Context]) -> dict[int, Exception]:
+        """Which of these blocks cannot be encrypted, by position, and why."""
+        last = self.chain.wrappers[-1]
+        refused = {at: last.refusal(context) for at, context in enumerate(contexts)}  # type: ignore[attr-defined]
+        return {at: refusal for at, refusal in refused.items() if refusal is not None}
 
     def encode(self, context: Context, plain: memoryview, page: memoryview, scratch: Scratch) -> int:
         """Make of a plain block what is stored, header and all, at the beginning of a page. Returns how long it is."""
@@ -77,83 +84,36 @@ class Encoding:
     """
 
     coder: Coder
-    source: Source
-    guards: Sequence[int]
-    views: Pages | None
-    """Where the plain blocks lie, if in host memory."""
+    copy: StoreCopy
+    """The plain blocks, with what their source knows of them."""
     contexts: Sequence[Context]
-    plain_bytes: int = 0
-    """Bytes that were encoded."""
-    stored_bytes: int = 0
-    """Bytes they became, headers included."""
+    plain_bytes: dict[int, int] = attrs.Factory(dict)
+    """How long each block was that has been encoded, by position."""
+    stored_bytes: dict[int, int] = attrs.Factory(dict)
+    """What each has become, header included."""
 
     def as_source(self) -> EncodedSource:
         """What the tier below copies from."""
         return EncodedSource(self)
 
-    def part(self, positions: Sequence[int]) -> Encoding:
-        """Only these blocks."""
-        return Encoding(
-            self.coder,
-            self.source,
-            [self.guards[at] for at in positions],
-            _chosen(self.views, positions),
-            [self.contexts[at] for at in positions],
-        )
-
-    def examine(self, expected: Sequence[int | None] | None) -> dict[int, Exception]:
-        """Which of the blocks are not to be encoded, by position, and why. In a copy thread.
-
-        Args:
-            expected: the xxh3-64 of each block where it comes from, where that is known: rule 3.
-        """
-        refused: dict[int, Exception] = {}
-        last = self.coder.chain.wrappers[-1]
-        if self.coder.seals:
-            for at, context in enumerate(self.contexts):
-                refusal = last.refusal(context)  # type: ignore[attr-defined]
-                if refusal is not None:
-                    refused[at] = refusal
-        known = [at for at, digest in enumerate(expected or ()) if digest is not None and at not in refused]
-        if known and expected is not None:
-            with self.coder.staging.take() as scratch:
-                for positions, pages in self._plain(known, scratch):
-                    for at, digest in zip(positions, checksums(pages), strict=True):
-                        if digest != expected[at]:
-                            refused[at] = DamagedBlock(self.source, self.contexts[at].key, "damaged")
-        return refused
-
-    @staticmethod
-    def is_damaged(refusal: Exception) -> bool:
-        """Whether a block was refused for not being what was stored where it comes from."""
-        return isinstance(refusal, DamagedBlock)
-
     def encode(self, positions: Sequence[int], pages: Pages) -> None:
-        """Encode blocks into pages. In a copy thread."""
+        """Encode blocks into pages. In a copy thread.
+
+        Raises:
+            DamagedBlock: rule 3. The others can be asked for once more.
+        """
         coder, slot, at = self.coder, pages.page_bytes, 0
         with coder.staging.take() as scratch:
-            for portion, plain in self._plain(positions, scratch):
+            for portion, plain in self.copy.portions(positions, scratch):
+                self.copy.verify(portion, plain)
                 for position, block in zip(portion, plain, strict=True):
+                    if position in self.copy.failed:
+                        raise self.copy.failed[position]
                     used = coder.encode(self.contexts[position], block, pages[at], scratch)
                     ctypes.memset(pages.addresses[at] + used, 0, slot - used)
-                    self.plain_bytes += block.nbytes
-                    self.stored_bytes += used
+                    self.plain_bytes[position] = block.nbytes
+                    self.stored_bytes[position] = used
                     at += 1
-
-    def _plain(self, positions: Sequence[int], scratch: Scratch) -> Iterator[tuple[Sequence[int], Pages]]:
-        """These blocks in host memory, as they lie there or a few at a time."""
-        if self.views is not None:
-            views = _chosen(self.views, positions)
-            assert views is not None
-            yield positions, views
-            return
-        size, start = self.source.block_bytes, 0
-        while start < len(positions):
-            pages = scratch.portion(len(positions) - start, size)
-            portion = positions[start : start + len(pages)]
-            self.source.copy_out([self.guards[at] for at in portion], pages)
-            yield portion, pages
-            start += len(portion)
 
 
 class EncodedSource:
@@ -163,7 +123,7 @@ class EncodedSource:
         self._encoding = encoding
 
     def __repr__(self) -> str:
-        return f"<{self._encoding.source!r} through {self._encoding.coder.chain!r}>"
+        return f"<{self._encoding.copy.source!r} through {self._encoding.coder.chain!r}>"
 
     @property
     def block_bytes(self) -> int:
@@ -261,12 +221,3 @@ class Refused(Exception):
         super().__init__(at, why)
         self.at = at
         self.why = why
-
-
-def _chosen(pages: Pages | None, positions: Sequence[int]) -> Pages | None:
-    """The pages at these positions."""
-    if pages is None:
-        return None
-    if list(positions) == list(range(len(pages))):
-        return pages
-    return Pages([pages.addresses[at] for at in positions], pages.page_bytes, pages.owner)

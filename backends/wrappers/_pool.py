@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, Generic, TypeVar
 
+from maru.exception_groups import holds
+
 from .._errors import Unproven
 from .._unproven import kept_if_unproven
 
@@ -40,10 +42,9 @@ class Pool(Generic[T]):
         try:
             with kept_if_unproven(thing):
                 yield thing
-        except Unproven:
-            raise
-        except BaseException:
-            self._give_back(thing)
+        except BaseException as error:
+            if not holds(error, Unproven):
+                self._give_back(thing)
             raise
         self._give_back(thing)
 

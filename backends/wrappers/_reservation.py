@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..abc import Failed, Key, Outcome, Reservation, Source
-from ..slots import SlotTier
 
 if TYPE_CHECKING:
     from ._coding import Encoding
+    from ._contract import Context
     from ._tier import WrappedPlace
 
 
@@ -51,37 +51,34 @@ class WrappedReservation:
             raise ValueError(f"a transfer takes one guard per kept block, once: {len(guards)} guards for {self!r}")
         tier.check_size(source.block_bytes)
         self._used = True
-        encoding = tier.encoding(source, guards, keys)
-        refused = await self._examine(encoding, keys)
+        contexts = tier.contexts(keys)
+        refused = await self._refused(contexts)
         if not refused:
-            return await self._store(encoding)
+            return await self._store(tier.encoding(source, guards, contexts))
         good = [at for at in range(len(keys)) if at not in refused]
         self._inner.keep(tier.names([keys[at] for at in good]))
-        stored = iter(await self._store(encoding.part(good)) if good else ())
+        encoding = tier.encoding(source, [guards[at] for at in good], [contexts[at] for at in good])
+        stored = iter(await self._store(encoding) if good else ())
         return [Failed(refused[at]) if at in refused else next(stored) for at in range(len(keys))]
 
     def release(self) -> None:
         """Give back the room of what was not published. Idempotent; never blocks, never raises."""
         self._inner.release()
 
-    async def _examine(self, encoding: Encoding, keys: Sequence[Key]) -> dict[int, Exception]:
-        """Which blocks must not be encoded; their source forgets those that are not what was stored in it."""
-        tier, source = self._tier, encoding.source
-        of_slots = source if isinstance(source, SlotTier) and source.checksums else None
-        expected = of_slots.checksums_of(keys, encoding.guards) if of_slots is not None else None
-        if expected is not None and expected.count(None) == len(expected):
-            expected = None
-        if expected is None and not encoding.coder.seals:
+    async def _refused(self, contexts: Sequence[Context]) -> dict[int, Exception]:
+        """Which blocks cannot be encrypted, since nobody knows whose they are."""
+        tier = self._tier
+        if not tier.coder.seals:
             return {}
-        refused: dict[int, Exception] = await tier.off_thread(encoding.examine, expected)
-        if of_slots is not None:
-            damaged = [(at, keys[at], encoding.guards[at]) for at in refused if encoding.is_damaged(refused[at])]
-            if damaged:
-                refused |= of_slots.forget_damaged(damaged)
+        refused: dict[int, Exception] = await tier.off_thread(tier.coder.refusals, contexts)
         return refused
 
     async def _store(self, encoding: Encoding) -> list[Outcome]:
-        positions = range(len(encoding.guards))
-        outcomes = list(await self._inner.transfer(encoding.as_source(), positions))
+        try:
+            outcomes = list(await self._inner.transfer(encoding.as_source(), range(len(encoding.contexts))))
+        except Exception:
+            encoding.copy.settle()
+            raise
+        encoding.copy.settle()
         self._tier.stored(encoding, outcomes)
         return outcomes

@@ -34,7 +34,9 @@ class WrappedSourceTier(WrappedTier):
         """Not to be called: see :func:`wrap`."""
         super().__init__(*args)
         self._guarded: dict[int, _Guarded] = {}
-        self._suspects: list[tuple[Context, int, Damaged]] = []  # found by a thread; the trio thread forgets them
+        self._suspects: dict[
+            int, tuple[Context, Damaged]
+        ] = {}  # guard -> found by a thread; the trio thread forgets it
 
     def weak(self, keys: Sequence[Key]) -> WeakBlocks:
         """These blocks without a hold: what is gone by the time of the commit is reported as evicted."""
@@ -98,18 +100,21 @@ class WrappedSourceTier(WrappedTier):
             while done < n:
                 stored = scratch.portion(n - done, self.slot_bytes)
                 end = done + len(stored)
-                self.inner.copy_out(guards[done:end], stored)
+                try:
+                    self.inner.copy_out(guards[done:end], stored)
+                except DamagedBlock as exc:  # the tier below has found it, and forgets it itself
+                    raise DamagedBlock(self, self.chain.key(exc.key), exc.reason) from None
                 try:
                     decode_pages(self.coder, contexts[done:end], stored, pages.part(done, end), scratch)
                 except Refused as exc:
                     context, guard = contexts[done + exc.at], guards[done + exc.at]
-                    self._suspects.append((context, guard, exc.why))
+                    self._suspects[guard] = context, exc.why
                     raise DamagedBlock(self, context.key, exc.why.reason) from None
                 done = end
 
     def _settle(self) -> None:
         while self._suspects:  # before their guards are released: what is forgotten is what was read
-            context, guard, error = self._suspects.pop()
+            guard, (context, error) = self._suspects.popitem()
             self._counters.miss(error.reason)
             if not error.keep:
                 self._forget_held([context], [guard])

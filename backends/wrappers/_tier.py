@@ -23,6 +23,7 @@ from typing import Any
 
 import attrs
 
+from .._copying import StoreCopy
 from .._errors import BlockSizeError
 from .._unproven import kept_if_unproven
 from ..abc import (
@@ -199,16 +200,21 @@ class WrappedPlace:
 
     # --- writing: what a reservation does -------------------------------------------------------------------------
 
-    def encoding(self, source: Source, guards: Sequence[int], keys: Sequence[Key]) -> Encoding:
-        """What is to be encoded; whose each block is, is decided here."""
-        return Encoding(self.coder, source, guards, source.views(guards), [self.context(key) for key in keys])
+    def contexts(self, keys: Sequence[Key]) -> list[Context]:
+        """What the chain is told of these blocks, as things are: whose each is, is decided here."""
+        return [self.context(key) for key in keys]
+
+    def encoding(self, source: Source, guards: Sequence[int], contexts: Sequence[Context]) -> Encoding:
+        """What is to be encoded."""
+        copy = StoreCopy(source, [context.key for context in contexts], guards, summed=False)
+        return Encoding(self.coder, copy, contexts)
 
     def stored(self, encoding: Encoding, outcomes: list[Outcome]) -> None:
         """A copy is over: count it. A duplicate of what is condemned is none; the store may be tried again."""
         counters = self._counters
         counters.encoded += outcomes.count(STORED)
-        counters.plain_bytes += encoding.plain_bytes
-        counters.stored_bytes += encoding.stored_bytes
+        counters.plain_bytes += sum(encoding.plain_bytes.values())
+        counters.stored_bytes += sum(encoding.stored_bytes.values())
         if self._condemned:
             self._condemned.judge([context.key for context in encoding.contexts], outcomes)
 
@@ -216,7 +222,7 @@ class WrappedPlace:
 
     async def pin(self, keys: Sequence[Key]) -> WrappedLease:
         """Hold the longest prefix of ``keys`` that is there. Whose they are is decided now. Cancelled, it holds nothing."""
-        contexts = [self.context(key) for key in keys]
+        contexts = self.contexts(keys)
         await self.bury()
         keys = self._condemned.before(keys) if self._condemned else keys
         inner = await self.inner.pin(self.names(keys))

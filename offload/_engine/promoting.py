@@ -25,8 +25,7 @@ import attrs
 import trio
 
 from backends.abc import EVICTED, LOADED, Key, RemoteTier, Tier, WeakBlocks
-from backends.pages import Pages, copy_pages, new_pages
-from backends.slots import PagesDestination
+from backends.pages import Pages, copy_and_sum, copy_pages, new_pages
 
 from .._config import BatchConfig, PipelineConfig
 from .._container import OffloadContainer
@@ -61,13 +60,53 @@ def promotion_config(config: PipelineConfig, blocks: int) -> PipelineConfig:
     )
 
 
+class Arrivals:
+    """Fresh host memory to read blocks into: a destination that sums up what arrives, in the thread that copies it."""
+
+    def __init__(self, n: int, block_bytes: int) -> None:
+        self._pages = new_pages(n, block_bytes)
+        self._sums = [0] * n
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __getitem__(self, at: int) -> StagedBlock:
+        return StagedBlock(self._pages.part(at, at + 1), self._sums[at])
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every place, in bytes."""
+        return self._pages.page_bytes
+
+    def views(self) -> None:
+        """Not told: whoever reads has to say what arrives."""
+        return
+
+    def copy_in(self, start: int, pages: Pages) -> None:
+        """Copy pages into the places from ``start`` on."""
+        stop = start + len(pages)
+        self._sums[start:stop] = copy_and_sum(self._pages.part(start, stop), pages)
+
+
+@attrs.frozen
+class StagedBlock:
+    """A block that has been read."""
+
+    page: Pages
+    checksum: int
+    """The xxh3-64 of what has arrived there."""
+
+
 class Staging:
-    """Host memory with blocks that have been read and wait to be written: a source. What is not there was gone."""
+    """Host memory with blocks that have been read and wait to be written: a source. What is not there was gone.
+
+    A :class:`~backends.abc.ChecksummedSource`: what changes while it waits is not written.
+    """
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
-        self._there: dict[Key, Pages] = {}
-        self._held: dict[int, Pages] = {}
+        self._there: dict[Key, StagedBlock] = {}
+        self._held: dict[int, StagedBlock] = {}
         self._guards = 0
 
     def __repr__(self) -> str:
@@ -78,9 +117,9 @@ class Staging:
         """Size of every block, in bytes."""
         return self._block_bytes
 
-    def put(self, key: Key, page: Pages) -> None:
-        """This block has been read: one page."""
-        self._there[key] = page
+    def put(self, key: Key, block: StagedBlock) -> None:
+        """This block has been read."""
+        self._there[key] = block
 
     def forget(self, keys: Sequence[Key]) -> None:
         """These have been written, or will not be. What a copy still reads stays until that lets go of it."""
@@ -95,12 +134,12 @@ class Staging:
         """A guard for each block that has been read."""
         guards: list[int] = []
         for key in keys:
-            page = self._there.get(key)
-            if page is None:
+            block = self._there.get(key)
+            if block is None:
                 guards.append(EVICTED)
             else:
                 self._guards += 1
-                self._held[self._guards] = page
+                self._held[self._guards] = block
                 guards.append(self._guards)
         return guards
 
@@ -111,12 +150,20 @@ class Staging:
 
     def views(self, guards: Sequence[int]) -> Pages:
         """Where these blocks lie."""
-        pages = [self._held[guard] for guard in guards]
+        pages = [self._held[guard].page for guard in guards]
         return Pages([page.addresses[0] for page in pages], self._block_bytes, pages)
 
     def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
         """Copy blocks to pages of their size. Called in a copy thread."""
         copy_pages(pages, self.views(guards))
+
+    def checksums_of(self, keys: Sequence[Key], guards: Sequence[int]) -> list[int | None]:
+        """What each of these blocks summed up to when it had been read."""
+        return [self._held[guard].checksum for guard in guards]
+
+    def forget_damaged(self, keys: Sequence[Key], guards: Sequence[int]) -> None:
+        """These have changed since they were read."""
+        self.forget(keys)
 
 
 @attrs.define(eq=False)
@@ -216,11 +263,11 @@ class _Reading:
         assert self.handle is not None
         keys, staging = self.handle.passed_blocks, self.ascent.staging
         async with self.ascent.turns, await self.tier.pin(keys) as lease:
-            pages = new_pages(len(lease.keys), staging.block_bytes)
-            outcomes = await self.tier.load(lease, PagesDestination(pages))
+            arrivals = Arrivals(len(lease.keys), staging.block_bytes)
+            outcomes = await self.tier.load(lease, arrivals)
             for at, (key, outcome) in enumerate(zip(lease.keys, outcomes, strict=True)):
                 if outcome == LOADED:
-                    staging.put(key, pages.part(at, at + 1))
+                    staging.put(key, arrivals[at])
 
 
 @attrs.define(eq=False)

@@ -1,8 +1,8 @@
 """Whose fault is it? A copy has two ends, and an error of the other one is none of the tier's.
 
 A tier's copy calls its source, or its destination, and lets their errors through as its own. So a guarded tier is given a
-stand-in that notes them. It passes for the real one (``isinstance`` asks ``__class__``), since places that know each other's
-kind take over checksums.
+stand-in that notes them. It passes on all else that the real one has, checksums above all
+(:class:`backends.abc.ChecksummedSource`), and passes for it (``isinstance`` asks ``__class__``).
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ _PROMISES: Final[tuple[Callable[[Case], Awaitable[None]], ...]] = (
     reading.a_damaged_block_is_a_miss,
     storing.a_failing_source_leaves_nothing,
     storing.a_block_that_cannot_be_stored_fails,
+    storing.what_a_source_knows_to_be_damaged_is_not_stored,
     reading.a_failing_destination_leaves_all,
     storing.a_cancelled_store_leaves_nothing,
     reading.a_cancelled_load_leaves_when_it_is_over,

@@ -6,10 +6,10 @@ import threading
 
 import trio
 
-from ...abc import DUPLICATE, STORED, Failed
+from ...abc import DUPLICATE, STORED, DamagedBlock, Failed, Outcome
 from ...threads import wait_abandoned
 from .._fake import payload_of
-from ._trying import BLOCKS, Bytes, Case, must
+from ._trying import BLOCKS, Bytes, Case, KnownBytes, must
 
 
 async def stores_and_loads(case: Case) -> None:
@@ -94,6 +94,31 @@ async def a_failing_source_leaves_nothing(case: Case) -> None:
     must(await case.contains(keys) == set(), "what failed is not found")
     must(await case.room() == BLOCKS, "what failed takes no room")
     await case.fill(3)
+
+
+async def what_a_source_knows_to_be_damaged_is_not_stored(case: Case) -> None:
+    for name, in_host in (("here", True), ("there", False)):
+        keys, room = case.keys(4, name), await case.room()
+        bad, good = keys[1], [keys[0], *keys[2:]]
+        source = KnownBytes(case.block_bytes, [bad], in_host=in_host)
+        try:
+            outcomes = await case.store(keys, source=source)
+        except DamagedBlock as error:
+            outcomes = [Failed(error)] * len(keys)
+        must(len(outcomes) == 4 and _is_damaged(outcomes[1]), "what is damaged has Failed with DamagedBlock", outcomes)
+        must(outcomes[:1] + outcomes[2:] == [STORED] * 3, "it fails alone", outcomes)
+        must(source.forgotten == [bad], "its source is told, once, to forget it", source.forgotten)
+        must(await case.contains(keys) == set(good), "what failed is not found")
+        must(await case.room() == room - 3, "what failed takes no room")
+        await case.holds(good)
+        outcomes = await case.store([bad], source=KnownBytes(case.block_bytes, [bad], in_host=in_host))
+        must(list(map(_is_damaged, outcomes)) == [True], "where all are damaged nothing is stored", outcomes)
+        must(await case.store([bad]) == [STORED], "it can be stored once its bytes are right")
+        await case.holds(keys)
+
+
+def _is_damaged(outcome: Outcome) -> bool:
+    return isinstance(outcome, Failed) and isinstance(outcome.error, DamagedBlock)
 
 
 async def a_cancelled_store_leaves_nothing(case: Case) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import attrs
 import trio
 import trio.testing
+import xxhash
 
 from ...abc import LOADED, STORED, Capabilities, Deletion, Key, Missed, Outcome, Reservation, WhenFull
 from ...pages import Pages, copy_pages, pages_of
@@ -69,6 +70,30 @@ class Bytes:
             copy_pages(pages, pages_of([self.buffers[guard] for guard in guards]))
         finally:
             self.copied.set()
+
+
+class KnownBytes(Bytes):
+    """A :class:`~backends.abc.ChecksummedSource` of the same blocks, of which some have one bit flipped."""
+
+    def __init__(self, block_bytes: int, damaged: Sequence[Key] = (), *, in_host: bool = True) -> None:
+        super().__init__(block_bytes, in_host=in_host)
+        self.damaged = damaged
+        self.forgotten: list[Key] = []
+
+    def upgrade(self, keys: Sequence[Key]) -> list[int]:
+        guards = super().upgrade(keys)
+        for key, guard in zip(keys, guards, strict=True):
+            self.buffers[guard][-1] ^= key in self.damaged
+        return guards
+
+    def checksums_of(self, keys: Sequence[Key], guards: Sequence[int]) -> list[int | None]:
+        return [xxhash.xxh3_64_intdigest(payload_of(self.keys[guard], self.block_bytes)) for guard in guards]
+
+    def forget_damaged(self, keys: Sequence[Key], guards: Sequence[int]) -> None:
+        must(
+            [self.keys[guard] for guard in guards] == list(keys), "a source is told keys and their guards", keys, guards
+        )
+        self.forgotten += keys
 
 
 class Places:
@@ -158,11 +183,18 @@ class Case:
                     await trio.sleep(0.001)
         must(holds(), promise, *details)
 
-    async def store(self, keys: Sequence[Key], when_full: WhenFull = "fail", *, in_host: bool = True) -> list[Outcome]:
+    async def store(
+        self,
+        keys: Sequence[Key],
+        when_full: WhenFull = "fail",
+        *,
+        in_host: bool = True,
+        source: Bytes | None = None,
+    ) -> list[Outcome]:
         """Store these, for which there must be room."""
         reservation = await self.reserve(keys, when_full)
         must(list(reservation.granted) == list(keys), "there must be room for", keys, reservation.granted)
-        source = Bytes(self.block_bytes, in_host=in_host)
+        source = Bytes(self.block_bytes, in_host=in_host) if source is None else source
         try:
             return list(await reservation.transfer(source, source.upgrade(keys)))
         finally:

@@ -1,0 +1,251 @@
+"""Copies between a source, the pages of a place, and a destination; every tier copies with what is here.
+
+A place sums up what has arrived, and believes it from then on. So what arrives is compared with what its source knows of it,
+before it can be found: else damage would be copied on, and verify for ever.
+
+Rule 1. What a source knows (:class:`backends.abc.ChecksummedSource`) is asked on the trio thread before the copy, compared
+        where the copy is made, and what was found is told to the source on the trio thread, when the copy is over.
+Rule 2. A damaged block fails alone. Where the source finds it itself, and raises for all that it was to copy, it is asked for
+        the others once more, one by one.
+Rule 3. Compared is what has arrived, not what lay there: a bit that flips on the way is found as well.
+Rule 4. Memory that a copy passes through, and whose end is not proven, stays: see :mod:`backends._unproven`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any, Final, TypeAlias
+
+from maru.exception_groups import holds, leaves
+
+from ._errors import DamagedBlock, Unproven
+from ._in_place import INLINE_BYTES, CopiesInPlace
+from ._unproven import kept_if_unproven
+from .abc import Destination, Key, Source
+from .pages import Pages, checksums, copy_and_sum, copy_pages, new_pages
+from .threads import run_in_thread, run_in_thread_to_the_end
+
+BOUNCE_BYTES: Final = 8 << 20
+"""Blocks that are not in host memory, or not to go there, pass through so much of it at a time; one that is larger, alone."""
+
+RunInThread: TypeAlias = Callable[..., Awaitable[Any]]
+"""``await run(fn, *args)``: how a tier has work done in a copy thread."""
+
+
+class Bounce:
+    """Host memory that blocks pass through, a few at a time. Used by one thread at a time; made when it is first needed."""
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self._most_bytes = BOUNCE_BYTES if most_bytes is None else most_bytes
+        self._portions: dict[int, Pages] = {}
+
+    def portion(self, n: int, page_bytes: int) -> Pages:
+        """Pages of this size, as many of ``n`` as are to be staged at once."""
+        n = min(n, max(1, self._most_bytes // max(1, page_bytes)))
+        pages = self._portions.get(page_bytes)
+        if pages is None or len(pages) < n:
+            pages = self._portions[page_bytes] = new_pages(n, page_bytes)
+        return pages.part(0, n)
+
+
+def unequal(expected: Sequence[int | None], found: Sequence[int | None]) -> list[int]:
+    """The positions at which a checksum is known, and another one was found."""
+    if expected == found:
+        return []
+    pairs = enumerate(zip(expected, found, strict=True))
+    return [at for at, (was, now) in pairs if was is not None and was != now]
+
+
+# --- in ---------------------------------------------------------------------------------------------------------------
+
+
+class StoreCopy:
+    """Blocks of a source on their way into a place. Made on the trio thread, for one transfer.
+
+    Args:
+        source: where they are.
+        keys: what they are called.
+        guards: what the source holds them by.
+        summed: whether the place keeps checksums of its own. What the source knows is compared in either case.
+    """
+
+    __slots__ = ("_different", "_expected", "_keys", "_summed", "failed", "guards", "source", "sums", "views")
+
+    def __init__(self, source: Source, keys: Sequence[Key], guards: Sequence[int], *, summed: bool) -> None:
+        self.source: Source = source
+        self.guards: Sequence[int] = guards
+        self.views: Pages | None = source.views(guards)
+        """Where the blocks lie, if in host memory."""
+        self.sums: list[int] = []
+        """The xxh3-64 of each block that has arrived, by position, once the copy is over. Empty where nobody wanted any."""
+        self.failed: dict[int, Exception] = {}
+        """Blocks that must not be stored, by position, each with its error; grows while the copy is made."""
+        self._keys = keys
+        self._expected = _known_checksums(source, keys, guards)
+        self._summed = summed or self._expected is not None
+        self._different: list[int] = []  # of these, the ones that the source does not know of
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    # --- the whole of it, into pages of a place -------------------------------------------------------------------
+
+    async def into(
+        self,
+        pages: Pages,
+        in_place: CopiesInPlace,
+        run: RunInThread = run_in_thread,
+        inline_bytes: int = INLINE_BYTES,
+    ) -> dict[int, Exception]:
+        """Copy all blocks into pages, in place or in a thread. Cancelled, it leaves at once, whatever a thread does.
+
+        Returns:
+            What must not be stored; the source has forgotten it.
+        """
+        views = self.views
+        if views is not None and in_place.takes(len(pages), pages.page_bytes, inline_bytes):
+            self._compare(range(len(self)), await in_place.copy(pages, views, self._summed))
+        else:
+            await run(self.copy_to, pages)
+        return self.settle()
+
+    def copy_to(self, pages: Pages) -> None:
+        """Copy all blocks into pages. In a copy thread."""
+        everything = range(len(self))
+        if self.views is not None:
+            self._compare(everything, _copied(pages, self.views, self._summed))
+        else:
+            self._have_copied(everything, pages)
+            self.verify(everything, pages)
+
+    # --- a part of it at a time -----------------------------------------------------------------------------------
+
+    def portions(
+        self, positions: Sequence[int] | None = None, bounce: Bounce | None = None
+    ) -> Iterator[tuple[Sequence[int], Pages]]:
+        """The blocks at these positions in host memory: as they lie there, or a few at a time. In a copy thread.
+
+        Not verified yet. Whoever takes them has each verified before he publishes it, and leaves out what is in :attr:`failed`.
+        """
+        wanted = range(len(self)) if positions is None else positions
+        if self.views is not None:
+            yield wanted, self.views.at(wanted)
+            return
+        bounce, start = Bounce() if bounce is None else bounce, 0
+        while start < len(wanted):
+            pages = bounce.portion(len(wanted) - start, self.source.block_bytes)
+            portion = wanted[start : start + len(pages)]
+            self._have_copied(portion, pages)
+            yield portion, pages
+            start += len(portion)
+
+    def verify(self, positions: Sequence[int], pages: Pages) -> None:
+        """Compare what has arrived of these blocks with what their source knows. Where it was copied."""
+        if self._summed:
+            self._compare(positions, checksums(pages))
+
+    # --- the end of it --------------------------------------------------------------------------------------------
+
+    def settle(self) -> dict[int, Exception]:
+        """The copy is over: have the source forget what was found damaged. On the trio thread; a second time it does nothing.
+
+        Returns:
+            What must not be stored, by position, each with its error.
+        """
+        different, self._different = self._different, []
+        if different:
+            source: Any = self.source  # it has told what they sum up to
+            source.forget_damaged([self._keys[at] for at in different], [self.guards[at] for at in different])
+        return self.failed
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _have_copied(self, positions: Sequence[int], pages: Pages) -> None:
+        """Have the source copy these blocks: rule 2."""
+        try:
+            with kept_if_unproven(pages):
+                self.source.copy_out([self.guards[at] for at in positions], pages)
+            return
+        except Exception as error:
+            damaged = [leaf for leaf in leaves(error) if isinstance(leaf, DamagedBlock)]
+            if not damaged or holds(error, Unproven):
+                raise
+        if len(positions) == 1:
+            self.failed[positions[0]] = damaged[0]
+            return
+        for row, at in enumerate(positions):
+            self._have_copied([at], pages.part(row, row + 1))
+
+    def _compare(self, positions: Sequence[int], found: list[int] | None) -> None:
+        if found is None:
+            return
+        expected = self._expected
+        if positions == range(len(self)):
+            self.sums = found
+        else:
+            self.sums = self.sums or [0] * len(self)
+            for at, value in zip(positions, found, strict=True):
+                self.sums[at] = value
+            expected = None if expected is None else [expected[at] for at in positions]
+        for row in () if expected is None else unequal(expected, found):
+            at = positions[row]
+            if at not in self.failed:
+                self.failed[at] = DamagedBlock(self.source, self._keys[at], "damaged")
+                self._different.append(at)
+
+
+def _known_checksums(source: Source, keys: Sequence[Key], guards: Sequence[int]) -> Sequence[int | None] | None:
+    """What a :class:`~backends.abc.ChecksummedSource` knows of these blocks; ``None`` if that is nothing."""
+    # Told by having the method: `isinstance` of a protocol costs as much as the copy of a small batch.
+    ask: Callable[..., Sequence[int | None]] | None = getattr(source, "checksums_of", None)
+    expected = None if ask is None else ask(keys, guards)
+    return None if expected is None or expected.count(None) == len(expected) else expected
+
+
+# --- out --------------------------------------------------------------------------------------------------------------
+
+
+async def load_pages(
+    pages: Pages,
+    destination: Destination,
+    start: int,
+    summed: bool,
+    in_place: CopiesInPlace,
+    run: RunInThread = run_in_thread_to_the_end,
+    inline_bytes: int = INLINE_BYTES,
+) -> list[int] | None:
+    """Copy pages of a place into the places of a destination from ``start`` on, in place or in a thread.
+
+    Cancelled, it leaves when the copy is over.
+
+    Returns:
+        The xxh3-64 of each block, if wanted.
+    """
+    there = places_of(destination, start, len(pages))
+    if there is not None and in_place.takes(len(pages), pages.page_bytes, inline_bytes):
+        return await in_place.copy(there, pages, summed)
+    sums: list[int] | None = await run(deliver, pages, destination, start, there, summed)
+    return sums
+
+
+def places_of(destination: Destination, start: int, n: int) -> Pages | None:
+    """So many places of a destination from ``start`` on, if they are host memory."""
+    there = destination.views()
+    return there if there is None or len(there) == n else there.part(start, start + n)
+
+
+def deliver(pages: Pages, destination: Destination, start: int, there: Pages | None, summed: bool) -> list[int] | None:
+    """Copy pages into ``there``, or have the destination copy them. In a copy thread. Returns their sums, if wanted."""
+    if there is not None:
+        return _copied(there, pages, summed)
+    sums = checksums(pages) if summed else None
+    with kept_if_unproven(pages):
+        destination.copy_in(start, pages)
+    return sums
+
+
+def _copied(destination: Pages, source: Pages, summed: bool) -> list[int] | None:
+    if summed:
+        return copy_and_sum(destination, source)
+    copy_pages(destination, source)
+    return None
