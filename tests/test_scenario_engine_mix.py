@@ -209,6 +209,12 @@ def a_prefix_goes_on_behind_a_gap(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(loading_module, "_leading", lambda outcomes: outcomes.count(LOADED))
 
 
+@plant("I7", first=138)
+def what_a_copy_may_still_write_to_is_loaded_into(patch: pytest.MonkeyPatch) -> None:
+    """As it was, where a tier says so in a group."""
+    patch.setattr(loading_module, "holds", isinstance)
+
+
 @plant("bytes")
 def two_blocks_on_their_way_up_are_taken_for_each_other(patch: pytest.MonkeyPatch) -> None:
     views = Staging.views

@@ -7,6 +7,7 @@ Some change nothing that can be seen. They are listed at the end, each with its 
 
 import logging
 import math
+import sys
 from collections import Counter
 from functools import cache
 
@@ -14,7 +15,7 @@ import pytest
 import trio
 
 import offload._stages.transfer as transfer_module
-from backends.abc import EVICTED, STORED, StrongBlocks, Unproven
+from backends.abc import EVICTED, STORED, StrongBlocks
 from backends.blocks import Registry, _HeldKeys
 from backends.pooled import Lease, PooledReservation, PooledTier
 from backends.slots import SlotTier
@@ -570,12 +571,27 @@ def the_flush_interval_is_forgotten(patch):
 @plant("I9")
 def unproven_is_taken_for_failed(patch):
     """Quarantine is not entered, and what the copy touches is free."""
-    patch.setattr(transfer_module, "_unproven", lambda error: False)
+    patch.setattr(transfer_module, "holds", lambda error, kind: False)
 
 
 @plant("I9")
 def unproven_in_a_group_is_taken_for_failed(patch):
-    patch.setattr(transfer_module, "_unproven", lambda error: isinstance(error, Unproven))
+    patch.setattr(transfer_module, "holds", isinstance)
+
+
+@plant("I9", first=29)
+def a_copy_in_a_nursery_that_overruns_is_taken_for_over(patch):
+    """As it was: the slots are free, and an abandoned thread may still write there."""
+    give_up = Slot._give_up
+
+    def over(self, flat, reservation, cause):
+        if isinstance(sys.exception(), BaseExceptionGroup):
+            outcomes = transfer_module._all_failed(flat, "the copy was torn down", sys.exception())
+            self._over(flat, reservation, outcomes)
+        else:
+            give_up(self, flat, reservation, cause)
+
+    patch.setattr(Slot, "_give_up", over)
 
 
 @plant("S34")

@@ -265,10 +265,10 @@ class Fault(Part, frozen=True, kw_only=True):
         | cancel_host | the scope around the whole system is cancelled | |
         | shut_down | ``close_now`` | |
         | evict | keys leave a source | ``tier``, ``keys`` |
-        | unproven | copies end without anybody knowing how | ``tier``, ``for_ms``, ``grouped`` |
+        | unproven | copies end without anybody knowing how, and an engine's loads | ``tier``, ``for_ms``, ``grouped`` |
         | fail | copies raise; with ``keys``: these blocks fail, and only these | ``tier``, ``keys``, ``for_ms``, ``grouped`` |
         | stall | copies that begin wait until it is over | ``tier``, ``for_ms`` |
-        | drop | the end of a copy is never announced | ``tier``, ``for_ms`` |
+        | drop | the end of a copy is never announced | ``tier``, ``for_ms``, ``grouped`` |
         | delay | copies take ``ms`` more | ``tier``, ``ms``, ``for_ms`` |
         | duplicate | the end of a copy is announced twice | ``tier``, ``for_ms`` |
         | miscount | copies answer for ``by`` blocks too many, or, negative, too few | ``tier``, ``by``, ``for_ms`` |
@@ -304,7 +304,7 @@ class Fault(Part, frozen=True, kw_only=True):
     by: Annotated[int, Meta(ge=-65_536, le=65_536)] = 1
     """How many answers too many, or, negative, too few."""
     grouped: bool = False
-    """Whether what a copy raises comes in an exception group, as from one that copies in a nursery."""
+    """Whether what a copy raises comes in an exception group, as from one that copies in a nursery; of ``drop``, when left."""
     p: Share = 1.0
     """How likely it happens at all, drawn from the seed."""
 

@@ -12,7 +12,7 @@ from .complaints import Complaints, nearest, said
 USED_BY_FAULT: Final[Mapping[FaultKind, tuple[str, ...]]] = {
     "cancel": ("who", "times"), "abandon": ("who",), "cancel_waiter": ("who",), "cancel_host": (), "shut_down": (),
     "evict": ("tier", "keys"), "unproven": ("tier", "for_ms", "grouped"), "fail": ("tier", "keys", "for_ms", "grouped"),
-    "stall": ("tier", "for_ms"), "drop": ("tier", "for_ms"), "delay": ("tier", "ms", "for_ms"),
+    "stall": ("tier", "for_ms"), "drop": ("tier", "for_ms", "grouped"), "delay": ("tier", "ms", "for_ms"),
     "duplicate": ("tier", "for_ms"), "miscount": ("tier", "by", "for_ms"), "reorder": ("tier", "for_ms"),
     "torn": ("tier", "keys", "for_ms", "grouped"),
     "flip": ("tier", "keys"), "full": ("tier", "for_ms"), "peer_death": ("tier", "for_ms"), "clock": ("ms",),

@@ -232,7 +232,7 @@ class Faults:
             told["for_ms"] = 200
         if kind == "miscount":
             told["by"] = dice.pick([-2, -1, -1, 1, 3], *where, "by")
-        elif kind in ("unproven", "torn") or (kind == "fail" and not at_hook and "keys" not in told):
+        elif kind in ("unproven", "torn", "drop") or (kind == "fail" and not at_hook and "keys" not in told):
             told["grouped"] = dice.chance(0.5, *where, "grouped")
         return told
 

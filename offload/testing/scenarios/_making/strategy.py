@@ -193,7 +193,7 @@ _FIELDS: Final[dict[str, dict[str, st.SearchStrategy[Any]]]] = {
     "cancel": {"times": st.sampled_from([1, 1, 2])}, "cancel_waiter": {}, "abandon": {}, "evict": {"keys": _keys},
     "delay": {"ms": st.integers(1, 6), **_fors}, "stall": _fors, "duplicate": _fors, "reorder": _fors, "full": _fors,
     "fail": {"keys": _keys, **_fors}, "torn": {"keys": _keys, **_fors, "grouped": st.booleans()}, "flip": {"keys": _keys},
-    "miscount": {"by": st.sampled_from([-1, 1]), **_fors}, "drop": _fors,
+    "miscount": {"by": st.sampled_from([-1, 1]), **_fors}, "drop": {**_fors, "grouped": st.booleans()},
     "unproven": {**_fors, "grouped": st.booleans()}, "peer_death": _fors,
     "clock": {"ms": st.integers(1, 20)}, "shut_down": {}, "cancel_host": {},
 }  # fmt: skip

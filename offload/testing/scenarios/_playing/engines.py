@@ -20,9 +20,10 @@ import attrs
 import trio
 
 from backends import CapacityError, MissingKeys
-from backends.abc import Deletion, Destination, Failed, Key, Outcome, ReadLease
-from backends.pages import new_pages
+from backends.abc import Deletion, Destination, Failed, Key, Outcome, ReadLease, Unproven
+from backends.pages import Pages, new_pages
 from backends.slots import PagesDestination
+from maru.exception_groups import holds
 from offload import NO_WAIT, PipelineClosed, PipelineFull, open_engine
 from offload._config import BreakerConfig
 from offload._container import OffloadBatch, OffloadContainer
@@ -33,6 +34,7 @@ from offload.instruments import Every
 from .._contract import Refused, System, Ticket
 from .._files.knobs_of import config_of
 from .._program import TICK, EngineSpec
+from .._world.places import Unknown
 from .our_tiers import Tier
 from .ours import Ours
 
@@ -80,14 +82,42 @@ class Asked:
 
 
 class AskedTier(Asked, Tier):
-    """A tier of virtual time that is asked."""
+    """A tier of virtual time that is asked. While the end of its copies is unknown, that of its loads is, too."""
+
+    def __init__(self, place: Place, unproven: list[Pages]) -> None:
+        super().__init__(place)
+        self._unproven = unproven
+
+    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
+        """Ask, then load, unless the end of it is unknown.
+
+        Raises:
+            Unknown: it may still write to these places, now and later.
+            ExceptionGroup: of one of these.
+        """
+        views = destination.views()
+        if views is not None:
+            written = {address for pages in self._unproven for address in pages.addresses}
+            if not written.isdisjoint(views.addresses):
+                self.place.clashes.append(f"{self.name} loads to where a load without a proven end may still write")
+        window = self.place.window("unproven")
+        if window is None or views is None:
+            return await super().load(lease, destination)
+        window.line.fired = True
+        self._unproven.append(views)
+        error = Unknown(f"nobody knows how a load from {self.name} ended")
+        raise ExceptionGroup(f"a load from {self.name}", [error]) if window.grouped else error
 
 
 class VirtualParts(Ours):
     """What an engine of virtual time is made of."""
 
+    def __init__(self, world: VirtualWorld) -> None:
+        self._unproven: list[Pages] = []
+        super().__init__(world)
+
     def _tier(self, place: Place) -> Tier:
-        return AskedTier(place)
+        return AskedTier(place, self._unproven)
 
 
 class _Eye(Every):
@@ -172,7 +202,12 @@ class EngineSystem:
         """
         n = len(hit.keys)
         pages = new_pages(n, self._engine.source.block_bytes)
-        result = await self._engine.load(hit, PagesDestination(pages)) if n else None
+        try:
+            result = await self._engine.load(hit, PagesDestination(pages)) if n else None
+        except Exception as error:
+            if not holds(error, Unproven):
+                raise
+            raise ConnectionResetError(f"nobody knows what these places hold: {error!r}") from error
         loaded = result.loaded if result is not None else 0
         keys = hit.keys[:loaded]
         if self._engine.promote:

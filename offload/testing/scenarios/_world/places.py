@@ -235,7 +235,7 @@ class Place:
             self._break(flight)
             if "drop" in flight.met:
                 ended = "dropped"
-                await trio.sleep_forever()
+                await _never_end(in_tasks=flight.met["drop"].grouped)
             answer = await move(flight)
             failing = flight.failing()
             self.failed.update(dict.fromkeys(sorted(failing)))
@@ -293,6 +293,15 @@ class Place:
             raise Unknown(f"nobody knows how a copy into {self.name} ended")
         if "fail" in met and not met["fail"].keys:
             raise OSError(f"a copy into {self.name} failed")
+
+
+async def _never_end(*, in_tasks: bool) -> None:
+    """Sleep for ever; where it is in several tasks, whoever cancels it meets a group of Cancelled."""
+    if not in_tasks:
+        await trio.sleep_forever()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.sleep_forever)
+        await trio.sleep_forever()
 
 
 async def _until(time: float) -> None:
