@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 import xxhash
 
+from maru._forks import belongs_to, watch_forks
+
 from ._errors import PlaceClosed, PlaceInUse, StrayPath
 from .abc import Key
 
@@ -101,11 +103,16 @@ def name_of(key: Key, number: int) -> str:
 
 
 class Directory:
-    """An open, locked directory. Entered by each thread that works in it, so that it is not closed under one."""
+    """An open, locked directory. Entered by each thread that works in it, so that it is not closed under one.
+
+    It is this process's: a forked child has it closed.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.root = self.lock = -1
+        self._why_closed = f"the directory {path!r} was closed"
+        self._pid = os.getpid()
         self._mutex = threading.Lock()
         self._users = 0
         self._closing = False
@@ -120,11 +127,12 @@ class Directory:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as exc:
             raise PlaceInUse(f"{path!r} is in use by another tier, here or in another process") from exc
+        watch_forks(self, Directory._after_fork)
 
     def __enter__(self) -> None:
         with self._mutex:
             if self._closing:
-                raise PlaceClosed(f"the directory {self.path!r} was closed")
+                raise PlaceClosed(self._why_closed)
             self._users += 1
 
     def __exit__(self, *exc: object) -> None:
@@ -139,6 +147,13 @@ class Directory:
             self._closing = True
             if not self._users:
                 self._close()
+
+    def _after_fork(self) -> None:
+        """In a forked child: close it. The lock is the parent's alone, and its files are not written by two."""
+        self._mutex = threading.Lock()
+        self._why_closed = belongs_to(self._pid, f"the directory {self.path!r}")
+        self._closing = True
+        self._close()
 
     def _close(self) -> None:
         for fd in (self.lock, self.root):

@@ -274,9 +274,8 @@ class FileTier(PooledTier[FileRegistry]):
     def _forget_suspects(self) -> None:
         while self._suspects:
             number, (key, reason) = self._suspects.popitem()
-            if self.pool.slots((key,)) == [
-                number
-            ]:  # not forgotten yet: it is read once more, by whoever wants its neighbours
+            # Not forgotten yet: a damaged file is read once more by whoever wants its neighbours.
+            if self.pool.slots((key,)) == [number]:
                 self._missed[reason] += 1
                 self.pool.forget((key,), (number,))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -80,6 +81,7 @@ class _Run:
     """One mapping, unmapped with the last reference to this object."""
 
     def __init__(self, memory: mmap.mmap, pin: bool) -> None:
+        self._pid = os.getpid()
         self._cuda: Any = None
         self._export = ctypes.c_char.from_buffer(memory)  # keeps the mapping from being closed
         self.address = ctypes.addressof(self._export)
@@ -93,7 +95,7 @@ class _Run:
             self._cuda = cuda
 
     def __del__(self) -> None:
-        if self._cuda is not None:
+        if self._cuda is not None and os.getpid() == self._pid:  # CUDA does not survive a fork
             self._cuda.cudaHostUnregister(self.address)
 
 

@@ -71,10 +71,14 @@ def pages_of(buffers: Sequence[Any]) -> Pages:
 
 
 def new_pages(n: int, page_bytes: int) -> Pages:
-    """``n`` adjacent pages of fresh host memory, which is given back with the last reference to them."""
+    """``n`` adjacent pages of fresh host memory, which is given back with the last reference to them.
+
+    As any memory of a process, it is not shared with one that is forked off: each writes its own.
+    """
     if not n or not page_bytes:
         return Pages([0] * n, page_bytes, None)
-    run = pages_of([mmap.mmap(-1, n * page_bytes)])
+    # Private: what mmap makes without being told is shared with forked children.
+    run = pages_of([mmap.mmap(-1, n * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)])
     start = run.addresses[0]
     return Pages(range(start, start + n * page_bytes, page_bytes), page_bytes, run)
 

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -22,6 +21,7 @@ from typing import Any, Generic, TypeVar
 import trio
 
 from backends.abc import Blocks, Deletion, Source
+from maru._forks import belongs_to, watch_forks
 
 from ._container import OffloadContainer
 from ._crossing import Bell, Crossing, EngineClosed, EngineCrashed, EngineForked, WaitTimeout
@@ -142,7 +142,7 @@ class EngineThread(Crossing):
         except BaseException:
             self.thread = None
             raise
-        _alive.add(self)
+        watch_forks(self, EngineThread._after_fork)
         try:
             if not self._opened.wait(timeout):
                 raise WaitTimeout(f"the engine did not open within {timeout:g} s")
@@ -437,6 +437,13 @@ class EngineThread(Crossing):
         except Exception:
             _log.exception("an engine that was open at exit could not be closed")
 
+    def _after_fork(self) -> None:
+        """In a forked child: the threads are gone, they may hold locks for ever, and what can be rung rings in the parent."""
+        self.lock = threading.Lock()
+        self._poll_lock = threading.Lock()
+        self.mailbox.detach()
+        self.refuse_with(partial(EngineForked, belongs_to(self.pid, "the engine")))
+
     def _end(self, crash: BaseException | None) -> None:
         """The run is over. Nobody is let in from here on, so that all who are inside can be told, once and for all."""
         with self.lock:
@@ -477,21 +484,3 @@ def _crashed(crash: BaseException) -> EngineCrashed:
     error = EngineCrashed(f"the engine's thread ended: {crash!r}")
     error.__cause__ = crash
     return error
-
-
-# --- after a fork -------------------------------------------------------------------------------------------------
-
-_alive: weakref.WeakSet[EngineThread] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    """In the child: the threads are gone, locks may be held by them for ever, and what can be rung rings in the parent."""
-    for engine in list(_alive):
-        engine.lock = threading.Lock()
-        engine._poll_lock = threading.Lock()
-        engine.mailbox.detach()
-        told = f"the engine is of process {engine.pid}: open another one in this one"
-        engine.refuse_with(partial(EngineForked, told))
-
-
-os.register_at_fork(after_in_child=_after_fork)

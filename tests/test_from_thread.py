@@ -932,7 +932,7 @@ def test_a_forked_child_is_told_to_open_its_own() -> None:
             ticket.result,
             ticket.cancel,
         ):
-            with pytest.raises(from_thread.EngineForked, match=f"of process {os.getppid()}"):
+            with pytest.raises(from_thread.EngineForked, match=f"to process {os.getppid()}"):
                 call()
         ticket.request_cancel()
         hit.release()

@@ -39,5 +39,6 @@ from ._errors import PoolLost as PoolLost
 from ._errors import PoolTimeout as PoolTimeout
 from ._errors import PoolRefused as PoolRefused
 from ._errors import PoolClosed as PoolClosed
+from ._errors import PoolForked as PoolForked
 from ._errors import BlockFreed as BlockFreed
 from ._errors import PinnedPoolConfigError as PinnedPoolConfigError

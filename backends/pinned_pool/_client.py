@@ -5,7 +5,9 @@ carries ids only. From another host, or where it is asked for, bytes are streame
 
 Rule 1. Any thread. One request is on its way at a time; copies in mapped memory wait for nobody.
 Rule 2. No answer in time is an error, and the session goes on. What such a request took is given back when its answer comes.
-Rule 3. Once the connection is over, every call says so.
+Rule 3. Once the connection is over, every call says so. A server that sends what none of ours does has its connection ended.
+Rule 4. A session belongs to the process that began it. A forked child has its end of the connection closed at once: it cannot
+        disturb the session, nor keep it alive when its parent is killed.
 """
 
 from __future__ import annotations
@@ -22,10 +24,12 @@ from typing import Final, TypeVar
 import attrs
 
 from maru._errors import MaruError
+from maru._forks import belongs_to, watch_forks
 from maru._memory.mapping import Mapping, map_region
 from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
 
-from ._errors import PoolClosed, PoolLost, PoolRefused, PoolTimeout
+from ._errors import PoolClosed, PoolForked, PoolLost, PoolRefused, PoolTimeout
+from ._grants import Grants, Implausible, check_pool, check_welcome
 from ._line import Line
 from ._messages import (
     MAX_IDS,
@@ -103,16 +107,23 @@ class PinnedPoolClient:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._seq = 0
+        self._unanswered: deque[int] = deque()
+        """Numbers of requests whose answers have not come. A server answers them in this order."""
         self._late: deque[int] = deque()
         """Allocations that came when nobody waited for them any more."""
-        self._allocations: dict[int, Allocation] = {}
+        self._books = threading.Lock()
+        self._grants: Grants | None = None
+        """What this client's pool is divided into. Under the lock above."""
         self._info: PoolMemoryInfo | None = None
         self.mapping: Mapping | None = None
         """The pool here; None where it is not mapped."""
         self._closed = False
         self._line = Line(server, timeout)
+        watch_forks(self, PinnedPoolClient._after_fork)
         try:
             self._welcome = self._call(Welcome, Hello(0, VERSION, f"process {self._pid}"))
+            with self._judging():
+                check_welcome(self._welcome, VERSION)
         except PoolRefused as exc:
             self._line.close()
             raise PoolLost(f"{server}: {exc}") from exc
@@ -138,17 +149,23 @@ class PinnedPoolClient:
             if self.mapping is not None:
                 self.mapping.close()
 
+    def _after_fork(self) -> None:
+        """In a forked child: hang up here, and here only. Whoever had the lock is not in this process."""
+        self._line.close()
+        self._lock = threading.Lock()
+
     def check(self) -> None:
         """Raise unless the session is alive, as far as the kernel knows. Asks nobody; any thread.
 
         Raises:
-            PoolClosed: it was closed, or belongs to another process.
+            PoolClosed: it was closed.
+            PoolForked: it belongs to another process.
             PoolLost: the server has hung up.
         """
+        if os.getpid() != self._pid:
+            raise PoolForked(belongs_to(self._pid, f"the pool of {self.server}"))
         if self._closed:
             raise PoolClosed(f"the pool of {self.server} was closed")
-        if os.getpid() != self._pid:
-            raise PoolClosed(f"the pool of {self.server} belongs to process {self._pid}: make one after the fork")
         if not self._line.is_open:
             raise PoolLost(f"{self.server} has hung up: its blocks are gone")
 
@@ -173,10 +190,13 @@ class PinnedPoolClient:
         """
         patience = self._timeout + _SECONDS_PER_GIB * nbytes / (1 << 30)
         given = self._call(PoolAllocated, AllocatePoolMemory(0, nbytes), timeout=patience)
+        with self._judging():
+            check_pool(given, nbytes, self._welcome.chunk_bytes)
         why_not = self._map(given.nbytes)
         if why_not and self._wants_shared:
             self.check()  # a server that is gone is no server that hands out none
             raise PoolRefused(f"the pool of {self.server} cannot be mapped here: {why_not}")
+        self._grants = Grants(given.chunks, self._welcome.chunk_bytes)
         self._info = PoolMemoryInfo(
             given.nbytes,
             given.chunks,
@@ -195,21 +215,25 @@ class PinnedPoolClient:
         if isinstance(answer, PoolFull):
             return None
         assert isinstance(answer, Allocated)
-        try:
-            allocation = Allocation(answer.allocation_id, unpacked(answer.chunk_indices), nbytes)
-        except BadFrame as exc:
-            raise PoolLost(f"{self.server} is no pinned pool: {exc}") from exc
-        self._allocations[allocation.allocation_id] = allocation
-        return allocation
+        with self._judging(), self._books:
+            if self._grants is None:
+                raise Implausible("an allocation without a pool")
+            return self._grants.add(answer.allocation_id, unpacked(answer.chunk_indices), nbytes)
 
     def free_from_pool(self, allocation_ids: Iterable[int]) -> int:
         """Give allocations back; those that are not there are passed over. Returns how many were."""
+        self.check()
         ids, freed = list(allocation_ids), 0
         for start in range(0, len(ids), MAX_IDS):
             some = ids[start : start + MAX_IDS]
-            freed += self._call(Done, FreeFromPool(0, some)).count
-            for allocation_id in some:
-                self._allocations.pop(allocation_id, None)
+            with self._books:
+                if self._grants is not None:
+                    self._grants.discard(some)
+            count = self._call(Done, FreeFromPool(0, some)).count
+            with self._judging():
+                if count > len(some):
+                    raise Implausible(f"{count} allocations were freed of {len(some)}")
+            freed += count
         return freed
 
     def copy_to_pool(self, allocation_id: int, offset: int, data: bytes | bytearray | memoryview) -> None:
@@ -250,6 +274,10 @@ class PinnedPoolClient:
         """How full the pool is, as the server has it."""
         self._free_late()
         usage = self._call(UsageInfo, GetUsageInfo(0))
+        with self._judging():
+            if self._grants is None:
+                raise Implausible("the usage of no pool")
+            self._grants.check_usage(usage)
         return Usage(usage.active_allocations, usage.allocated_chunks, usage.free_chunks, usage.allocated_bytes)
 
     # --- the memory -------------------------------------------------------------------------------------------------
@@ -276,7 +304,8 @@ class PinnedPoolClient:
 
     def _runs(self, mapping: Mapping, allocation_id: int, offset: int, length: int) -> Iterator[tuple[memoryview, int]]:
         """Each run of these bytes in the mapped pool, and its place among them."""
-        allocation = self._allocations.get(allocation_id)
+        with self._books:
+            allocation = None if self._grants is None else self._grants.get(allocation_id)
         if allocation is None:
             raise PoolRefused(f"there is no allocation {allocation_id}")
         at = 0
@@ -294,10 +323,19 @@ class PinnedPoolClient:
         with self._turn(deadline):
             seq = self._send(request, _NOTHING, deadline)
             answer = self._receive(seq, None, deadline)
-        if not isinstance(answer, kind):
-            self._line.close()
-            raise PoolLost(f"{self.server} answered {type(request).__name__} with {type(answer).__name__}")
+        with self._judging():
+            if not isinstance(answer, kind):
+                raise Implausible(f"it answered {type(request).__name__} with {type(answer).__name__}")
         return answer
+
+    @contextlib.contextmanager
+    def _judging(self) -> Iterator[None]:
+        """Who sends what cannot be is believed no more."""
+        try:
+            yield
+        except (Implausible, BadFrame) as exc:
+            self._line.interrupt()  # not closed: another thread may be in there
+            raise PoolLost(f"{self.server} is no pinned pool: {exc}") from exc
 
     def _stream(self, entries: Iterator[tuple[Request, memoryview, memoryview | None]]) -> None:
         """Send requests with their bytes, a few ahead of their answers, whose bytes go where each entry says."""
@@ -326,23 +364,27 @@ class PinnedPoolClient:
         self._seq = seq = self._seq % _U32 + 1  # never 0: that is how the server answers what it cannot read
         request = type(request)(seq, *(getattr(request, name) for name in request.__struct_fields__[1:]))
         self._line.send(request, payload, deadline)
+        self._unanswered.append(seq)
         return seq
 
     def _receive(self, seq: int, into: memoryview | None, deadline: float) -> Answer:
         while True:
             answer, payload_bytes = self._line.receive(deadline)
-            if answer.seq == seq:
-                break
             if isinstance(answer, Refused) and not answer.seq:  # it did not understand us, and hangs up
                 self._line.close()
                 raise PoolLost(f"{self.server}: {answer.text}")
+            with self._judging():
+                if not self._unanswered or answer.seq != self._unanswered.popleft():
+                    raise Implausible(f"answer {answer.seq} is none to what was asked")
+            if answer.seq == seq:
+                break
             if isinstance(answer, Allocated):
                 self._late.append(answer.allocation_id)
             self._line.discard(payload_bytes, deadline)
         if into is not None and isinstance(answer, Done):
-            if payload_bytes != len(into):
-                self._line.close()
-                raise PoolLost(f"{self.server} sent {payload_bytes} bytes instead of {len(into)}")
+            with self._judging():
+                if payload_bytes != len(into):
+                    raise Implausible(f"{payload_bytes} bytes came instead of {len(into)}")
             self._line.read(into, deadline)
         else:
             self._line.discard(payload_bytes, deadline)

@@ -31,8 +31,12 @@ class PoolClosed(PinnedPoolError, PlaceClosed):
     """The caller uses a pool that it has closed."""
 
 
+class PoolForked(PoolClosed):
+    """The pool belongs to the process that this one was forked from. The caller makes one here."""
+
+
 class BlockFreed(PinnedPoolError):
-    """The caller uses a block that it has freed, or one in a process that was forked off."""
+    """The caller uses a block that it has freed."""
 
 
 class PinnedPoolConfigError(BackendError, KnobError):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable
 from typing import Final, Protocol
 
 import attrs
 
+from maru._forks import belongs_to
+
 from ._client import PinnedPoolClient
 from ._config import Pin
-from ._errors import PoolClosed, PoolRefused
+from ._errors import PoolClosed, PoolForked, PoolRefused
 from ._memory import PoolMemory
 from ._table import MAX_CHUNKS, Allocation, ChunkTable, Usage
 
@@ -115,6 +118,7 @@ class LocalKeeper:
         self._table = ChunkTable(chunks, chunk_bytes)
         self._table.open_pool(0, nbytes)
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self.nbytes: int = chunks * chunk_bytes
         self.chunk_bytes: int = chunk_bytes
         memory = PoolMemory(self.nbytes, pin)
@@ -132,6 +136,8 @@ class LocalKeeper:
         memory.close()  # its place keeps it
 
     def check(self) -> None:
+        if os.getpid() != self._pid:  # else both would hand out the same chunks
+            raise PoolForked(belongs_to(self._pid, "this pool"))
         if self.reach is None:
             raise PoolClosed("this pool was closed")
 

@@ -2,6 +2,8 @@
 
 Rule 1. What was begun to be sent is sent whole, or the connection is over: half a frame would spoil the next one.
 Rule 2. An answer that does not come in time may come later: what has arrived of it is kept, and the connection stays.
+Rule 3. What is there when the time is over is still taken, once: who was late may have been this process. So a peer that
+        sends a byte now and then does not prolong anything.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ class Line:
         return not poll.poll(0)
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close this process's end. Idempotent. The peer hears of it when no process has it open any more."""
         self._sock.close()
 
     def interrupt(self) -> None:
@@ -89,6 +91,8 @@ class Line:
                 at = max(0, sent - len(head))
                 self._sock.settimeout(_left(deadline))
                 sent += self._sock.sendmsg([head[sent:], payload[at:]])
+                if sent < total:
+                    _check_time(deadline)
         except TimeoutError as exc:
             if not sent:
                 raise PoolTimeout(f"{self.server} takes no requests") from exc
@@ -132,6 +136,8 @@ class Line:
                 if not n:
                     raise PoolLost(f"{self.server} has hung up")
                 view = view[n:]
+                if view:
+                    _check_time(deadline)
             whole = True
         except OSError as exc:
             raise PoolLost(f"{self.server} stopped in the middle of an answer: {exc}") from exc
@@ -149,8 +155,11 @@ class Line:
 
     def _gather(self, nbytes: int, deadline: float) -> None:
         """Have so many bytes of the next answer here."""
+        tried = False
         while len(self._came) < nbytes:
             try:
+                if tried:
+                    _check_time(deadline)
                 self._sock.settimeout(_left(deadline))
                 data = self._sock.recv(nbytes - len(self._came))
             except TimeoutError as exc:
@@ -162,6 +171,12 @@ class Line:
                 self.close()
                 raise PoolLost(f"{self.server} has hung up")
             self._came += data
+            tried = True
+
+
+def _check_time(deadline: float) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError("it comes too slowly")
 
 
 def _left(deadline: float) -> float:

@@ -28,6 +28,7 @@ import msgspec
 
 from .._config import MaruConfig
 from .._errors import HandlerClosed, MaruError, NoAnswer, ServerLost
+from .._forks import belongs_to, watch_forks
 from .._wire import Code
 from . import handling as handling
 from . import operations as operations
@@ -47,8 +48,6 @@ _log = logging.getLogger(__name__)
 
 JOIN_TIME = 0.5
 """Seconds that closing waits for the thread that renews the lease: it looks up several times in between."""
-
-_handlers: weakref.WeakSet[MaruHandler] = weakref.WeakSet()
 
 
 class Begin:
@@ -117,8 +116,9 @@ class MaruHandler(Face):
         self._is_forked = False
         self.begin: Begin = Begin(self)
         """The same calls, begun and not waited for."""
-        _handlers.add(self)
-        weakref.finalize(self, _close_lines, self._driver.lines, os.getpid())  # its sockets end with it
+        self._pid = os.getpid()
+        watch_forks(self, MaruHandler._after_fork)
+        weakref.finalize(self, _close_lines, self._driver.lines, self._pid)  # its sockets end with it
 
     # --- its life -------------------------------------------------------------------------------------------------
 
@@ -314,7 +314,14 @@ class MaruHandler(Face):
 
     def _check_process(self) -> None:
         if self._is_forked:
-            raise HandlerClosed(f"{self!r} belongs to the process that this one was forked from: make one here")
+            raise HandlerClosed(belongs_to(self._pid, repr(self)))
+
+    def _after_fork(self) -> None:
+        """In a forked child: whoever held a lock is not in this process, and its sockets are none here."""
+        self._is_forked = True
+        self._standing.is_connected = False  # so that every call looks why
+        self._lock = threading.RLock()
+        self._driver.after_fork(self._lock, belongs_to(self._pid, repr(self)))
 
     def _give_back(self, pin: Pin) -> None:
         """One user of a pin less. The server is told at once, and nobody waits for its answer."""
@@ -354,13 +361,3 @@ def _renew(handler_ref: weakref.ref[MaruHandler], stop: threading.Event, beat: f
 def _close_lines(lines: Lines, pid: int) -> None:
     if os.getpid() == pid:  # a forked child has copies of them, which are no sockets
         lines.close()
-
-
-def _after_fork() -> None:
-    for handler in list(_handlers):
-        handler._is_forked = True
-        handler._standing.is_connected = False  # so that every call looks why
-        handler._lock = threading.RLock()  # whoever held it is not in this process
-
-
-os.register_at_fork(after_in_child=_after_fork)

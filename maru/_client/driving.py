@@ -42,6 +42,12 @@ class Driver:
         """Operations that wait for an answer, and whose ticket was forgotten."""
         self.lines = Lines(connect, standing.config.max_inflight, lock, standing.heard_late, standing.gave_up)
 
+    def after_fork(self, lock: AbstractContextManager[object], why: str) -> None:
+        """In a forked child: nothing is sent and nothing is waited for any more; what was begun ends with this reason."""
+        self.lock = lock
+        self._alone = threading.RLock()
+        self.lines.after_fork(why)
+
     def run(self, operation: Operation[T], value: Any = None, error: BaseException | None = None) -> T:
         """Drive it to its end; one that was begun, on from there with what it waits for."""
         send, throw, lock = operation.send, operation.throw, self.lock

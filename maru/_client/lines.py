@@ -178,6 +178,7 @@ class Lines:
         self._given_back = threading.Condition(threading.Lock())
         self._sleepers = 0
         self.is_closed = False
+        self._why_closed = "the handler was closed"
 
     def take(self, deadline: float) -> Line:
         """A line that nobody uses: the one that was used last.
@@ -231,6 +232,13 @@ class Lines:
         with self._given_back:
             self._given_back.notify_all()
 
+    def after_fork(self, why: str) -> None:
+        """In a forked child: no line can be had any more, and none is closed: its socket is the parent's."""
+        self._given_back = threading.Condition(threading.Lock())
+        self._free.clear()
+        self._why_closed = why
+        self.is_closed = True
+
     def statistics(self) -> CallStatistics:
         """An immutable snapshot."""
         with self._given_back:
@@ -250,7 +258,7 @@ class Lines:
             try:
                 while True:
                     if self.is_closed:
-                        raise HandlerClosed("the handler was closed")
+                        raise HandlerClosed(self._why_closed)
                     with contextlib.suppress(IndexError, ValueError):
                         if that is None:
                             return self._free.pop()

@@ -8,6 +8,8 @@ Rule 1. There is no close. The memory is unmapped when the last object that refe
         point to nothing. What is to happen right before is said with :meth:`Memory.before_unmap`.
 Rule 2. What is mapped to be read cannot be written: its pages are read-only and its buffers, too. (From a descriptor that
         was opened to be read, it cannot be made writable either.)
+Rule 3. A forked child reads what its parent writes, and meets SIGSEGV where it would write into it. The file, with the locks on
+        it, is in use until both have unmapped it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._errors import CannotMap
+from .._forks import watch_forks
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -30,11 +33,11 @@ _TOUCH_BYTES = 1 << 20
 """So much is touched while holding the interpreter's lock, where the kernel cannot populate (before Linux 5.14)."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_mmap, _munmap, _madvise = _libc.mmap, _libc.munmap, _libc.madvise
+_mmap, _munmap, _madvise, _mprotect = _libc.mmap, _libc.munmap, _libc.madvise, _libc.mprotect
 _mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _mmap.restype = ctypes.c_void_p
 _munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_madvise.argtypes = _mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -72,6 +75,8 @@ class Memory:
                 self._kept = os.dup(fd)
             except OSError as exc:
                 raise CannotMap(f"no descriptor is left to keep a region with: {exc}") from exc
+        if write:
+            watch_forks(self, Memory._after_fork)
 
     def __repr__(self) -> str:
         return f"<Memory of {self.length} bytes at {self.address:#x}, {'writable' if self.writable else 'read-only'}>"
@@ -115,6 +120,10 @@ class Memory:
     def before_unmap(self, call: Callable[[], object]) -> None:
         """Have ``call`` called right before this is unmapped (in this process, not in one that was forked off)."""
         self._unpin = call
+
+    def _after_fork(self) -> None:
+        """In a forked child: the pages are the parent's to write."""
+        _mprotect(self.address, self.length, mmap.PROT_READ)
 
     def __del__(
         self,

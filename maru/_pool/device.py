@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from .._errors import CannotMap, PoolFull, PoolInUse, PoolUnusable
+from .._forks import watch_forks
 from .._memory.memory import Memory
 from .backing import (
     ALIGN_BYTES,
@@ -83,6 +84,7 @@ class Device:
         self._place = f"{self.path} in steps of {self.align}"
         self._taken: dict[int, tuple[int, int]] = {}
         self._in_use: list[tuple[int, int]] = []  # freed, and not free: somebody may still write there
+        watch_forks(self, Device.close)  # its lock is not the child's
 
     @property
     def total_bytes(self) -> int:

@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Iterable
 
 from .._errors import CannotMap, PoolUnusable
+from .._forks import watch_forks
 from .._memory.memory import Memory
 from .backing import (
     ALIGN_BYTES,
@@ -57,6 +58,7 @@ class Files(Ledger):
             self.close()
             raise
         super().__init__(capacity_bytes)
+        watch_forks(self, Files.close)  # its lock is not the child's
 
     def create(self, length: int, go_on: Callable[[], object]) -> RegionFile:
         with self.taking(length), full_is_an_answer(length):

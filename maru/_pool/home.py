@@ -25,6 +25,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from .._errors import PoolInUse, PoolUnusable
+from .._forks import watch_forks
 
 LOCK = "maru.lock"
 _POOL = "maru.pool"
@@ -87,6 +88,7 @@ class Home:
         except BaseException:
             self.close()
             raise
+        watch_forks(self, Home.close)  # its lock is not the child's
 
     def __repr__(self) -> str:
         return f"<Home {self.path!r}{'' if self.fd >= 0 else ' (closed)'}>"

@@ -1,0 +1,120 @@
+"""What a server has granted, and whether it can be: every number that it sends is judged here before it is used. Pure.
+
+A chunk's index becomes an address. An index behind the pool's end is a SIGSEGV, or somebody else's bytes; one that two blocks
+have is one block's bytes in the other.
+
+Rule 1. A pool is as large as was asked for, in whole chunks, and no larger.
+Rule 2. A block has exactly the chunks its bytes need, all of them in the pool, and shares none with another block.
+Rule 3. Whoever sends anything else is no pinned pool: nothing it says is used any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from ._messages import PoolAllocated, UsageInfo, Welcome
+from ._table import MAX_ALLOCATIONS, MAX_CHUNKS, Allocation
+
+MIN_CHUNK_BYTES: Final = 4096
+MAX_CHUNK_BYTES: Final = 1 << 30
+_PINNED: Final = frozenset({"cuda", "locked", "no"})
+
+
+class Implausible(ValueError):
+    """A server has sent what no server of ours sends; the text says what."""
+
+
+def check_welcome(welcome: Welcome, version: int) -> None:
+    """Raise unless this greeting can be of a server.
+
+    Raises:
+        Implausible: it cannot.
+    """
+    size, path = welcome.chunk_bytes, welcome.descriptors
+    if welcome.version != version:
+        raise Implausible(f"it speaks version {welcome.version}, not {version}")
+    if not MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES or size & (size - 1):
+        raise Implausible(f"a chunk of {size} bytes is no power of two from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
+    if path and (not path.startswith("/") or "\0" in path):
+        raise Implausible(f"{path!r} is no absolute path of a socket")
+
+
+def check_pool(pool: PoolAllocated, nbytes: int, chunk_bytes: int) -> None:
+    """Raise unless this is a pool of so many bytes, in whole chunks.
+
+    Raises:
+        Implausible: it is not.
+    """
+    chunks = -(-nbytes // chunk_bytes)
+    if not 0 < chunks <= MAX_CHUNKS or (pool.chunks, pool.nbytes) != (chunks, chunks * chunk_bytes):
+        raise Implausible(
+            f"{pool.chunks} chunks and {pool.nbytes} bytes for a pool of {nbytes} bytes in chunks of {chunk_bytes}"
+        )
+    if pool.pinned not in _PINNED:
+        raise Implausible(f"memory that is pinned {pool.pinned!r}")
+
+
+class Grants:
+    """The allocations of one pool, as far as its server has granted them. One thread at a time.
+
+    Args:
+        chunks: of the pool.
+        chunk_bytes: the size of one.
+    """
+
+    def __init__(self, chunks: int, chunk_bytes: int) -> None:
+        self.chunks: Final = chunks
+        self.chunk_bytes: Final = chunk_bytes
+        self._taken = bytearray(chunks)
+        self._allocations: dict[int, Allocation] = {}
+
+    def get(self, allocation_id: int) -> Allocation | None:
+        """An allocation that is there."""
+        return self._allocations.get(allocation_id)
+
+    def add(self, allocation_id: int, indices: Sequence[int], nbytes: int) -> Allocation:
+        """Take in what was granted for so many bytes.
+
+        Raises:
+            Implausible: no such chunks are in the pool, they are another allocation's, or the id is. Nothing was taken in.
+        """
+        if allocation_id in self._allocations:
+            raise Implausible(f"allocation {allocation_id} was granted twice")
+        wanted = -(-nbytes // self.chunk_bytes)
+        if len(indices) != wanted or len(set(indices)) != wanted:
+            raise Implausible(f"{len(set(indices))} chunks for {nbytes} bytes, which take {wanted}")
+        for index in indices:
+            if not 0 <= index < self.chunks:
+                raise Implausible(f"chunk {index} in a pool of {self.chunks}")
+            if self._taken[index]:
+                raise Implausible(f"chunk {index} was granted twice")
+        if len(self._allocations) >= MAX_ALLOCATIONS:
+            raise Implausible(f"more than {MAX_ALLOCATIONS} allocations")
+        for index in indices:
+            self._taken[index] = 1
+        allocation = self._allocations[allocation_id] = Allocation(allocation_id, indices, nbytes)
+        return allocation
+
+    def discard(self, allocation_ids: Iterable[int]) -> None:
+        """These are not used here any more. To be said before the server is told, who may grant their chunks anew at once."""
+        for allocation_id in allocation_ids:
+            allocation = self._allocations.pop(allocation_id, None)
+            for index in () if allocation is None else allocation.chunk_indices:
+                self._taken[index] = 0
+
+    def check_usage(self, usage: UsageInfo) -> None:
+        """Raise unless a pool of this size can be so full.
+
+        Raises:
+            Implausible: it cannot.
+        """
+        if (
+            usage.allocated_chunks + usage.free_chunks != self.chunks
+            or usage.allocated_bytes > usage.allocated_chunks * self.chunk_bytes
+            or usage.active_allocations > MAX_ALLOCATIONS
+        ):
+            raise Implausible(
+                f"{usage.allocated_chunks} chunks with {usage.allocated_bytes} bytes in use and {usage.free_chunks} free, "
+                f"in a pool of {self.chunks}"
+            )

@@ -1,0 +1,44 @@
+"""What a forked child does with what it inherited: it lets go of descriptors and locks, and disturbs nobody.
+
+A child has copies of all descriptors, of all memory and of one thread. So a connection ends for its peer only when both have
+closed it, a lock of a file (``flock``, open file description locks) is held until both have, and a lock of a thread that
+held it at that moment is held for ever.
+
+Rule 1. An object belongs to the process that made it. In a child its calls raise, and closing it there closes that child's own
+        descriptors: never ``shutdown``, never an unlock, no message, no file removed.
+Rule 2. What a child must do at once is done right after the fork. It takes no lock, raises nothing, and asks nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+
+_watched: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], object]]] = weakref.WeakKeyDictionary()
+
+
+def watch_forks(owner: T, let_go: Callable[[T], object]) -> None:
+    """Have ``let_go(owner)`` called in each child that is forked off while the owner is there.
+
+    Args:
+        owner: has something that a child is not to have. Held weakly.
+        let_go: refers to no owner; takes no lock and raises nothing.
+    """
+    _watched[owner] = let_go
+
+
+def belongs_to(pid: int, what: str) -> str:
+    """What to tell whoever uses in a forked child what process ``pid`` has made."""
+    return f"{what} belongs to process {pid}, which this one was forked from: make one here"
+
+
+def _after_fork() -> None:
+    for owner, let_go in list(_watched.items()):
+        let_go(owner)
+
+
+os.register_at_fork(after_in_child=_after_fork)
