@@ -16,6 +16,7 @@ from ._errors import DuplicateKeys as DuplicateKeys
 from ._errors import MissingKeys as MissingKeys
 from ._errors import PlaceClosed as PlaceClosed
 from ._errors import PlaceInUse as PlaceInUse
+from ._errors import RepeatedPlaces as RepeatedPlaces
 from ._errors import StrayPath as StrayPath
 from ._errors import Unproven as Unproven
 

@@ -18,11 +18,11 @@ from typing import Any, Final, TypeAlias
 
 from maru.exception_groups import holds, leaves
 
-from ._errors import DamagedBlock, Unproven
+from ._errors import BlockSizeError, DamagedBlock, Unproven
 from ._in_place import INLINE_BYTES, CopiesInPlace
 from ._unproven import kept_if_unproven
 from .abc import Destination, Key, Source
-from .pages import Pages, checksums, copy_and_sum, copy_pages, new_pages
+from .pages import Pages, check_apart, checksums, copy_and_sum, copy_pages, new_pages
 from .threads import run_in_thread, run_in_thread_to_the_end
 
 BOUNCE_BYTES: Final = 8 << 20
@@ -205,33 +205,47 @@ def _known_checksums(source: Source, keys: Sequence[Key], guards: Sequence[int])
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
+def places_for(place: object, n: int, block_bytes: int, destination: Destination) -> Pages | None:
+    """The first ``n`` places of a destination, if they are host memory. Checked before a byte is copied.
+
+    Raises:
+        BlockSizeError: they are of another size than this place's blocks.
+        ValueError: there are fewer.
+        RepeatedPlaces: two of them share memory.
+    """
+    if destination.block_bytes != block_bytes:
+        raise BlockSizeError(place, block_bytes, destination.block_bytes)
+    if len(destination) < n:
+        raise ValueError(f"{n} blocks do not fit into {len(destination)} places")
+    there = destination.views()
+    if there is not None and len(there) != n:
+        there = there.part(0, n)
+    check_apart(there)
+    return there
+
+
 async def load_pages(
     pages: Pages,
     destination: Destination,
-    start: int,
+    there: Pages | None,
     summed: bool,
     in_place: CopiesInPlace,
+    *,
+    start: int = 0,
     run: RunInThread = run_in_thread_to_the_end,
     inline_bytes: int = INLINE_BYTES,
 ) -> list[int] | None:
-    """Copy pages of a place into the places of a destination from ``start`` on, in place or in a thread.
+    """Copy pages of a place into ``there``, or have the destination copy them into its places from ``start`` on.
 
-    Cancelled, it leaves when the copy is over.
+    In place or in a thread. Cancelled, it leaves when the copy is over.
 
     Returns:
         The xxh3-64 of each block, if wanted.
     """
-    there = places_of(destination, start, len(pages))
     if there is not None and in_place.takes(len(pages), pages.page_bytes, inline_bytes):
         return await in_place.copy(there, pages, summed)
     sums: list[int] | None = await run(deliver, pages, destination, start, there, summed)
     return sums
-
-
-def places_of(destination: Destination, start: int, n: int) -> Pages | None:
-    """So many places of a destination from ``start`` on, if they are host memory."""
-    there = destination.views()
-    return there if there is None or len(there) == n else there.part(start, start + n)
 
 
 def deliver(pages: Pages, destination: Destination, start: int, there: Pages | None, summed: bool) -> list[int] | None:

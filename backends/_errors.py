@@ -37,6 +37,14 @@ class DuplicateKeys(BackendError, ValueError):
         self.keys: list[bytes] = list(keys)
 
 
+class RepeatedPlaces(BackendError, ValueError):
+    """The caller wants to load into places that share memory: one block would be written over another."""
+
+    def __init__(self, one: int, other: int) -> None:
+        super().__init__(f"places {one} and {other} share memory: each block is loaded into a place of its own")
+        self.places: tuple[int, int] = (one, other)
+
+
 class MissingKeys(BackendError, KeyError):
     """The caller wants to hold blocks that are not there."""
 

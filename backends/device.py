@@ -18,13 +18,15 @@ import itertools
 import math
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import index
 from typing import TYPE_CHECKING
 
 import attrs
 
 from maru.eviction import EvictionPolicy
 
+from ._errors import RepeatedPlaces
 from .abc import Destination, Key
 from .pages import Pages
 from .slots import SlotTier, Storage
@@ -286,6 +288,7 @@ class DeviceTier(SlotTier):
         eviction: decides which blocks of the pool make room; LRU unless given.
 
     Raises:
+        TypeError: ``layers`` is one tensor, or holds what is no tensor; the axis or the pool is of another type.
         ValueError: there is no such axis; the tensors differ in device or number of blocks; a tensor is empty or
             expanded; the pool is not within the blocks.
     """
@@ -299,10 +302,8 @@ class DeviceTier(SlotTier):
         checksums: bool = True,
         eviction: EvictionPolicy[Key] | None = None,
     ) -> None:
-        layers = list(layers)
-        if not layers:
-            raise ValueError("layers is empty, but a block is a slice of at least one tensor")
-        axes = [block_axis] * len(layers) if isinstance(block_axis, int) else list(block_axis)
+        layers = _checked(layers)
+        axes = _axes_of(block_axis, len(layers))
         layouts = [
             layout_of(layer.shape, layer.stride(), layer.element_size(), axis)
             for layer, axis in zip(layers, axes, strict=True)
@@ -315,6 +316,8 @@ class DeviceTier(SlotTier):
             raise ValueError(f"the tensors are on several devices: {sorted({str(layer.device) for layer in layers})}")
         self.n: int = layouts[0].n
         """How many blocks the tensors have, whoever owns them."""
+        if not isinstance(pool, range):
+            raise TypeError(f"pool is {pool!r}, but must be a range of block numbers, as range(64, 128)")
         if pool.step != 1 or (pool and not 0 <= pool.start < pool.stop <= self.n):
             raise ValueError(f"pool is {pool}, but must be a range within the {self.n} blocks")
         self.fingerprint: str = _fingerprint(layers, layouts, axes)
@@ -328,12 +331,15 @@ class DeviceTier(SlotTier):
         """Blocks of the engine's own as a place to load into.
 
         Raises:
-            ValueError: there is no such block, or one is named twice.
+            ValueError: there is no such block.
+            RepeatedPlaces: one is named twice.
         """
+        ids = list(map(index, ids))
         self._check_ids(ids)
         if len(set(ids)) != len(ids):
-            raise ValueError("a block cannot be loaded into twice at once")
-        return _Into(self._storage, list(ids))
+            other = next(at for at, number in enumerate(ids) if number in ids[:at])
+            raise RepeatedPlaces(ids.index(ids[other]), other)
+        return _Into(self._storage, ids)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         # The storage trusts these numbers with memory addresses.
@@ -360,6 +366,35 @@ class _Into:
 
     def copy_in(self, start: int, pages: Pages) -> None:
         self._storage.copy_in(self._ids[start : start + len(pages)], pages)
+
+
+def _checked(layers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, as a list; one tensor would pass for a list of its slices."""
+    import torch
+
+    if isinstance(layers, torch.Tensor):
+        raise TypeError("layers is one tensor, but must be a list of tensors: DeviceTier([tensor])")
+    try:
+        listed = list(layers)
+    except TypeError:
+        raise TypeError(f"layers is {layers!r:.80}, but must be a list of tensors") from None
+    for at, layer in enumerate(listed):
+        if not isinstance(layer, torch.Tensor):
+            raise TypeError(f"layers[{at}] is {type(layer).__name__}, and no torch.Tensor (torch.from_numpy makes one)")
+    if not listed:
+        raise ValueError("layers is empty, but a block is a slice of at least one tensor")
+    return listed
+
+
+def _axes_of(block_axis: int | Sequence[int], n: int) -> list[int]:
+    """The axis that counts blocks, of each of so many tensors."""
+    try:
+        axes = [block_axis] * n if isinstance(block_axis, int) else list(map(index, block_axis))
+    except TypeError:
+        raise TypeError(f"block_axis is {block_axis!r}, but must be a number, or one for each tensor") from None
+    if len(axes) != n:
+        raise ValueError(f"block_axis names {len(axes)} axes, but there are {n} tensors")
+    return axes
 
 
 def _fingerprint(layers: Sequence[torch.Tensor], layouts: Sequence[Layout], axes: Sequence[int]) -> str:

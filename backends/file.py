@@ -21,7 +21,7 @@ from maru.eviction import AdaptiveLRFU, EvictionPolicy
 from maru.exception_groups import holds
 
 from ._blockfile import MAX_KEY_BYTES, NAME, Directory, Refused, layout_digest, name_of, unpack_header
-from ._copying import StoreCopy
+from ._copying import StoreCopy, places_for
 from ._errors import BlockSizeError, DamagedBlock, PlaceClosed, Unproven
 from ._file_copies import Reading, Writing, remove
 from ._file_registry import FileRegistry
@@ -198,16 +198,16 @@ class FileTier(PooledTier[FileRegistry]):
 
         Raises:
             ValueError: the lease is not of this tier or was released, or the destination is too small.
+            RepeatedPlaces: two of its places share memory.
             Unproven: the destination says so.
         """
         guards, keys, directory = self._guards_of(lease), lease.keys, self._open_directory()
-        if len(destination) < len(guards):
-            raise ValueError(f"{len(guards)} blocks do not fit into {len(destination)} places")
+        there = places_for(self, len(guards), destination.block_bytes, destination)
         work = Reading(directory, self._layout, self.checksums, list(zip(keys, guards, strict=True)), {})
         sizes, size = self.pool.sizes, destination.block_bytes
         work.bad = {at: _OTHER_SIZE for at, guard in enumerate(guards) if sizes[guard] != size}
         try:
-            await run_in_thread_to_the_end(work.run, destination, destination.views())
+            await run_in_thread_to_the_end(work.run, destination, there)
         except Exception as exc:
             if holds(exc, Unproven):
                 raise

@@ -7,12 +7,15 @@ and the object that keeps the memory mapped. Copies run in C with the GIL releas
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
 import xxhash
+
+from ._errors import RepeatedPlaces
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -50,6 +53,23 @@ class Pages:
         if positions == range(len(self)):
             return self
         return Pages([self.addresses[position] for position in positions], self.page_bytes, self.owner)
+
+
+def check_apart(pages: Pages | None) -> None:
+    """Nothing may be written to two pages that share memory.
+
+    Raises:
+        RepeatedPlaces: two of them do; which.
+    """
+    if pages is None or not pages.page_bytes:
+        return
+    addresses, size = pages.addresses, pages.page_bytes
+    if isinstance(addresses, range) and abs(addresses.step) >= size:
+        return
+    order = sorted(range(len(addresses)), key=addresses.__getitem__)
+    for one, other in itertools.pairwise(order):
+        if addresses[other] - addresses[one] < size:
+            raise RepeatedPlaces(one, other)
 
 
 def pages_of(buffers: Sequence[Any]) -> Pages:

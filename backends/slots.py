@@ -14,14 +14,15 @@ What counts as a use, for the eviction policy: a pin, a get, a put, a register. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar, TypeVarTuple
+from operator import index
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import trio
 
 from maru.eviction import EvictionPolicy
 from maru.exception_groups import holds
 
-from ._copying import StoreCopy, deliver, load_pages, places_of, unequal
+from ._copying import StoreCopy, deliver, load_pages, places_for, unequal
 from ._errors import BlockSizeError, CapacityError, Unproven
 from ._in_place import INLINE_BYTES as INLINE_BYTES
 from ._in_place import PORTION_BYTES as PORTION_BYTES
@@ -44,7 +45,7 @@ from .abc import (
     TierStatistics,
 )
 from .blocks import BlockPool
-from .pages import Pages, checksums, copy_pages, new_pages, pages_of
+from .pages import Pages, check_apart, checksums, copy_pages, new_pages, pages_of
 from .pooled import REJECTED, PooledTier
 from .threads import run_in_thread, run_in_thread_to_the_end
 
@@ -132,8 +133,9 @@ class SlotTier(PooledTier[BlockPool]):
 
         They are not guarded here, and nothing releases them here.
         """
+        ids = list(map(index, ids))
         self._check_ids(ids)
-        return ExternalBlocks(self, keys, list(ids))
+        return ExternalBlocks(self, keys, ids)
 
     def put(self, key: Key, data: bytes | bytearray | memoryview) -> bool:
         """Register one block that an engine wrote. Evicts the least worthy block that nobody holds if it is full.
@@ -273,13 +275,11 @@ class SlotTier(PooledTier[BlockPool]):
         Raises:
             BlockSizeError: the destination has places of another size.
             ValueError: the lease is not of this tier or was released, or the destination is too small.
+            RepeatedPlaces: two of its places share memory.
             Unproven: the destination says so.
         """
         n, guards = len(lease.keys), self._guards_of(lease)
-        if destination.block_bytes != self.block_bytes:
-            raise BlockSizeError(self, self.block_bytes, destination.block_bytes)
-        if len(destination) < n:
-            raise ValueError(f"{n} blocks do not fit into {len(destination)} places")
+        there = places_for(self, n, self.block_bytes, destination)
         await trio.lowlevel.checkpoint()
         if not n:
             return []
@@ -287,10 +287,16 @@ class SlotTier(PooledTier[BlockPool]):
         try:
             if here is not None:
                 sums = await load_pages(
-                    here, destination, 0, summed, self._in_place, self.to_the_end, self.inline_bytes
+                    here,
+                    destination,
+                    there,
+                    summed,
+                    self._in_place,
+                    run=self.to_the_end,
+                    inline_bytes=self.inline_bytes,
                 )
             else:
-                sums = await self.to_the_end(_load, self._storage, guards, destination, summed)
+                sums = await self.to_the_end(_load, self._storage, guards, destination, there, summed)
         except Exception as exc:
             if holds(exc, Unproven):
                 raise
@@ -396,8 +402,9 @@ def _store(copy: StoreCopy, storage: Storage, slots: Sequence[int]) -> None:
         copy.verify(positions, pages)
 
 
-def _load(storage: Storage, slots: Sequence[int], destination: Destination, summed: bool) -> list[int] | None:
-    there = places_of(destination, 0, len(slots))
+def _load(
+    storage: Storage, slots: Sequence[int], destination: Destination, there: Pages | None, summed: bool
+) -> list[int] | None:
     here = new_pages(len(slots), storage.block_bytes) if there is None else there
     with kept_if_unproven(here):
         storage.copy_out(slots, here)
@@ -410,12 +417,19 @@ class PagesDestination:
     """Loads into host pages: a :class:`~backends.abc.Destination` over pages of the caller's."""
 
     def __init__(self, pages: Pages) -> None:
+        check_apart(pages)
         self._pages = pages
 
     @classmethod
     def over(cls, buffers: Iterable[object]) -> PagesDestination:
-        """Over writable buffers of one size, one per block."""
-        return cls(pages_of(list(buffers)))
+        """Over writable buffers of one size, one per block.
+
+        Raises:
+            TypeError: one buffer in place of a list, or what is no buffer.
+            ValueError: the buffers differ in size, or one of them is read-only.
+            RepeatedPlaces: two of them share memory.
+        """
+        return cls(pages_of(_listed(buffers)))
 
     @property
     def block_bytes(self) -> int:
@@ -432,3 +446,16 @@ class PagesDestination:
     def copy_in(self, start: int, pages: Pages) -> None:
         """Copy pages into the places from ``start`` on."""
         copy_pages(self._pages.part(start, start + len(pages)), pages)
+
+
+def _listed(buffers: Iterable[object]) -> list[Any]:
+    """A list of buffers, and not one buffer, of which each item would pass for one."""
+    if isinstance(buffers, str | bytes | bytearray) or getattr(buffers, "ndim", 2) < 2:
+        raise TypeError(f"a list of buffers, one for each block, is needed, not one {type(buffers).__name__}")
+    listed = list(buffers)
+    for at, buffer in enumerate(listed):
+        try:
+            memoryview(buffer)  # type: ignore[arg-type]
+        except TypeError:
+            raise TypeError(f"buffers[{at}] is {buffer!r:.80}, and no writable buffer") from None
+    return listed

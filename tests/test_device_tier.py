@@ -292,7 +292,7 @@ def test_numbers_that_are_no_blocks_never_reach_memory():
             tier.into(ids)
         with pytest.raises(ValueError, match="has no block"):
             tier.external(ids, [b"%d" % number for number in ids])
-    with pytest.raises(ValueError, match="twice"):
+    with pytest.raises(ValueError, match="share memory"):
         tier.into([1, 1])
 
 

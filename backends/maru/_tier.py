@@ -25,7 +25,7 @@ from maru import AllocBatch, LeaseLost, MaruError, MaruHandler
 from maru import Stored as MaruStored
 from maru.exception_groups import holds
 
-from .._copying import StoreCopy, load_pages, unequal
+from .._copying import StoreCopy, load_pages, places_for, unequal
 from .._errors import BackendError, BlockSizeError, CapacityError, Unproven
 from .._in_place import CopiesInPlace
 from .._visits import Visits
@@ -271,15 +271,13 @@ class MaruTier:
         Raises:
             BlockSizeError: the destination has places of another size.
             ValueError: the lease is not of this tier, or the destination is too small.
+            RepeatedPlaces: two of its places share memory.
             Unproven: the destination says so.
         """
         if not isinstance(lease, MaruLease) or lease.tier is not self:
             raise ValueError(f"{lease!r} does not hold blocks in {self!r}")
         n = len(lease.keys)
-        if destination.block_bytes != self.block_bytes:
-            raise BlockSizeError(self, self.block_bytes, destination.block_bytes)
-        if len(destination) < n:
-            raise ValueError(f"{n} blocks do not fit into {len(destination)} places")
+        there = places_for(self, n, self.block_bytes, destination)
         await trio.lowlevel.checkpoint()
         if not n:
             return []
@@ -287,7 +285,7 @@ class MaruTier:
         summed = self.checksums and expected.count(None) < n
         try:
             lease.check()
-            sums = await load_pages(lease.pages, destination, 0, summed, self._in_place)
+            sums = await load_pages(lease.pages, destination, there, summed, self._in_place)
             lease.check()
         except LeaseLost:
             self._missed["lease"] += n

@@ -18,6 +18,7 @@ import trio
 
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
+from .._copying import places_for
 from .._errors import BlockSizeError, CapacityError, PlaceClosed
 from .._visits import Visits
 from ..abc import (
@@ -279,12 +280,9 @@ class HostedTier:
         """
         if not isinstance(lease, HostedLease) or lease.tier is not self or not lease.is_held:
             raise ValueError(f"{lease!r} does not hold blocks in {self!r}")
-        if destination.block_bytes != self.block_bytes:
-            raise BlockSizeError(self, self.block_bytes, destination.block_bytes)
-        if len(destination) < len(lease.keys):
-            raise ValueError(f"{len(lease.keys)} blocks do not fit into {len(destination)} places")
+        there = places_for(self, len(lease.keys), self.block_bytes, destination)
         await trio.lowlevel.checkpoint()
-        return await self._reading.load(lease.keys, destination)
+        return await self._reading.load(lease.keys, destination, there)
 
     # --- deleting -------------------------------------------------------------------------------------------------
 

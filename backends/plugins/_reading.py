@@ -64,8 +64,8 @@ class Reading:
             self._core.books.gone(asked[n : n + 1])
         return keys[:n]
 
-    async def load(self, keys: Sequence[Key], destination: Destination) -> list[Outcome]:
-        """Copy these to ``destination``, position by position, and verify them.
+    async def load(self, keys: Sequence[Key], destination: Destination, there: Pages | None) -> list[Outcome]:
+        """Copy these to ``destination``, or to ``there`` if its places are host memory, position by position; verify them.
 
         Cancelled while the plugin is asked, it leaves at once; while the destination is written, once that is over.
 
@@ -81,7 +81,7 @@ class Reading:
             run = core.staging.take(len(asked))
             bits = await self._get(names, run)
             try:
-                await self._deliver(asked, names, bits, run.pages, destination, outcomes)
+                await self._deliver(asked, names, bits, run.pages, destination, there, outcomes)
             except BaseException as error:
                 if holds(error, Unproven):
                     run.quarantine()
@@ -143,6 +143,7 @@ class Reading:
         bits: Sequence[bool],
         here: Pages,
         destination: Destination,
+        there: Pages | None,
         outcomes: list[Outcome],
     ) -> None:
         """From the host's memory to the destination: runs of neighbours that have arrived."""
@@ -153,7 +154,8 @@ class Reading:
         for first, last in _runs([at if bit else None for at, bit in zip(asked, bits, strict=True)]):
             part, start = here.part(first, last), asked[first]
             try:
-                sums = await load_pages(part, destination, start, core.checksums, self._in_place)
+                places = None if there is None else there.part(start, start + len(part))
+                sums = await load_pages(part, destination, places, core.checksums, self._in_place, start=start)
             except Exception as exc:
                 if holds(exc, Unproven):
                     raise

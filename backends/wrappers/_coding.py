@@ -155,10 +155,12 @@ class EncodedSource:
 class Decoding:
     """Places for blocks on their way out: a :class:`~backends.abc.Destination` of encoded blocks."""
 
-    def __init__(self, coder: Coder, destination: Destination, contexts: Sequence[Context]) -> None:
+    def __init__(
+        self, coder: Coder, destination: Destination, there: Pages | None, contexts: Sequence[Context]
+    ) -> None:
         self._coder = coder
         self._destination = destination
-        self._there = destination.views()
+        self._there = there
         self._contexts = contexts
         self.bad: dict[int, Exception] = {}
         """Why a block could not be decoded, by position: :class:`Damaged`, or what went wrong here."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import attrs
 
-from .._copying import StoreCopy
+from .._copying import StoreCopy, places_for
 from .._errors import BlockSizeError
 from .._unproven import kept_if_unproven
 from ..abc import (
@@ -238,15 +238,13 @@ class WrappedPlace:
         Raises:
             BlockSizeError: the destination has places of another size.
             ValueError: the lease is not of this tier or was released, or the destination is too small.
+            RepeatedPlaces: two of its places share memory.
             Unproven: the destination says so.
         """
         if not isinstance(lease, WrappedLease) or lease.tier is not self:
             raise ValueError(f"{lease!r} does not hold blocks in {self!r}")
-        n = len(lease.keys)
-        self.check_size(destination.block_bytes)
-        if len(destination) < n:
-            raise ValueError(f"{n} blocks do not fit into {len(destination)} places")
-        decoding = Decoding(self.coder, destination, lease.contexts)
+        there = places_for(self, len(lease.keys), self.block_bytes, destination)
+        decoding = Decoding(self.coder, destination, there, lease.contexts)
         outcomes = list(await self.inner.load(lease.inner, decoding))
         counters = self._counters
         damaged: list[int] = []
@@ -306,7 +304,7 @@ class WrappedPlace:
     async def _is_other_now(self, context: Context) -> bool:
         """Read a condemned block once more; if it is gone, or something else, it is condemned no longer."""
         pages = new_pages(1, self.block_bytes)
-        decoding = Decoding(self.coder, PagesDestination(pages), [context])
+        decoding = Decoding(self.coder, PagesDestination(pages), pages, [context])
         async with await self.inner.pin(self.names([context.key])) as lease:
             outcome: Outcome = Missed("gone")
             if lease.keys:

@@ -11,6 +11,7 @@ import attrs
 import trio
 
 from backends.abc import Blocks, BlockSizeError, Deletion, Destination, Failed, Key, RemoteTier, Source, Tier
+from backends.pages import check_apart
 
 from .._explaining import Explanation
 from .._handle import TransferHandle
@@ -200,6 +201,7 @@ class Engine:
             LoadFailed: a block could not be loaded, and ``on_load_failure`` is ``fail``.
             BlockSizeError: the destination has places of another size.
             ValueError: the hit was released, the destination is too small, or no tier has the name in ``promote``.
+            RepeatedPlaces: two of its places share memory.
             Unproven: a copy may still be going on: ``destination`` must not be used again.
         """
         wanted = len(hit.keys)
@@ -209,6 +211,7 @@ class Engine:
             raise ValueError(f"{wanted} blocks do not fit into {len(destination)} places")
         if wanted and destination.block_bytes != self.source.block_bytes:
             raise BlockSizeError(self, self.source.block_bytes, destination.block_bytes)
+        check_apart(destination.views())  # each tier sees only its own places of it
         up = self.promote if promote is None else promote
         self._promoter.check(up)
         retry = self._lookup_timeout if self.on_load_failure == "retry" else None
