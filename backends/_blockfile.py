@@ -31,13 +31,12 @@ import xxhash
 from maru._forks import belongs_to, watch_forks
 
 from ._errors import PlaceClosed, PlaceInUse, StrayPath
-from .abc import Key
+from .abc import MAX_KEY_BYTES, Key
 
 # --- the format ---------------------------------------------------------------------------------------------------
 
 FORMAT_VERSION = 1
 HEADER_BYTES = 512
-MAX_KEY_BYTES = 440
 """What fits into a header. A key longer than ``_MAX_NAMED_BYTES`` is not spelled out in the file's name."""
 
 _MAGIC = b"\x8bkvblk\n\x1a"

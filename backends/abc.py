@@ -29,10 +29,15 @@ from ._errors import CapacityError as CapacityError
 from ._errors import DamagedBlock as DamagedBlock
 from ._errors import DuplicateKeys as DuplicateKeys
 from ._errors import Unproven as Unproven
+from ._keys import MAX_KEY_BYTES as MAX_KEY_BYTES
+from ._keys import check_keys as check_keys
+from ._keys import distinct_keys
 from .pages import Pages
 
 Key: TypeAlias = bytes
-"""A block's name: an opaque content hash with the tenant's salt already in it (see :func:`offload.block_key`)."""
+"""A block's name: an opaque content hash with the tenant's salt already in it (see :func:`offload.block_key`).
+
+At most ``MAX_KEY_BYTES`` long. Whoever takes keys from outside checks them, by :func:`check_keys`."""
 
 EVICTED = -1
 """The guard of a block that was no longer there when it was upgraded."""
@@ -42,14 +47,6 @@ WhenFull: TypeAlias = Literal["wait", "evict", "partial", "fail"]
 
 
 # --- blocks, as columns -------------------------------------------------------------------------------------------
-
-
-def _distinct(keys: Sequence[Key]) -> tuple[Key, ...]:
-    column = tuple(keys)
-    if len(set(column)) != len(column):
-        seen: set[Key] = set()
-        raise DuplicateKeys([key for key in column if key in seen or seen.add(key)])  # type: ignore[func-returns-value]
-    return column
 
 
 class Blocks:
@@ -64,9 +61,15 @@ class Blocks:
     __slots__ = ("__weakref__", "guards", "keys", "source")
 
     def __init__(self, source: Source, keys: Sequence[Key], guards: list[int] | None) -> None:
-        """Take the columns; ``keys`` must be all different (:class:`DuplicateKeys`)."""
+        """Take the columns.
+
+        Raises:
+            DuplicateKeys: the keys are not all different.
+            TypeError: one of them is not ``bytes``, or this is one key and not a sequence.
+            ValueError: one of them is longer than any tier takes; or there is not one guard for each.
+        """
         self.source: Source = source
-        self.keys: tuple[Key, ...] = _distinct(keys)
+        self.keys: tuple[Key, ...] = distinct_keys(keys)
         self.guards: list[int] | None = guards
         if guards is not None and len(guards) != len(self.keys):
             raise ValueError(f"{len(self.keys)} keys but {len(guards)} block ids")

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import trio
 
 from ._errors import BlockSizeError, MissingKeys
+from ._keys import check_keys
 from .abc import DUPLICATE, EVICTED, STORED, Failed, Key, Outcome, Rejected, Source, StrongBlocks, WeakBlocks, WhenFull
 from .blocks import Registry
 from .leaving import Listener, Spill
@@ -171,6 +172,7 @@ def hold_all(source: Source, keys: Sequence[Key]) -> StrongBlocks:
         MissingKeys: not all of them are there; none is held then.
         DuplicateKeys: a key is named twice; none is held then.
     """
+    check_keys(keys)
     guards = source.upgrade(keys)
     try:
         if EVICTED in guards:

@@ -27,6 +27,7 @@ from ._errors import BlockSizeError, CapacityError, Unproven
 from ._in_place import INLINE_BYTES as INLINE_BYTES
 from ._in_place import PORTION_BYTES as PORTION_BYTES
 from ._in_place import CopiesInPlace
+from ._keys import check_keys
 from ._unproven import kept_if_unproven
 from .abc import (
     DUPLICATE,
@@ -144,9 +145,12 @@ class SlotTier(PooledTier[BlockPool]):
             Whether it is new: ``False`` means that the key was there, and its bytes were left as they were.
 
         Raises:
+            TypeError: the key is not ``bytes``.
+            ValueError: the key is longer than any tier takes.
             BlockSizeError: ``data`` is not ``block_bytes`` long.
             CapacityError: every block is held, or the eviction policy does not admit this one.
         """
+        check_keys((key,))
         view = memoryview(data).cast("B")
         if view.nbytes != self.block_bytes:
             raise BlockSizeError(self, self.block_bytes, view.nbytes)

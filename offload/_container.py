@@ -70,6 +70,8 @@ class OffloadContainer:
     """When it became ready for a batch, on trio's clock, in seconds."""
     evaluated: bool = False
     """Whether the policies have answered."""
+    announced: bool = False
+    """Whether observers were told of its commit."""
     marked: bool = False
     """Whether ``keys`` are marked as pending at the destination on its behalf."""
     filtered: Mapping[Key, str] = _NOTHING
@@ -237,6 +239,9 @@ class OffloadBatch:
             held = guards
         else:
             guards, held = _guards_of(containers)
+        if len(guards) != len(keys):
+            source.release(held)
+            raise ValueError(f"{source!r} answered {len(guards)} guards for {len(keys)} blocks")
         if EVICTED in guards:
             keys, guards = _drop_evicted(containers, keys, guards)
         dropped: Sequence[Key] = ()

@@ -7,7 +7,6 @@ status is published, then those who wait are told. So whoever is told finds noth
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 
 import attrs
@@ -17,12 +16,12 @@ from backends.abc import Key
 
 from ._budget import Budget
 from ._container import OffloadContainer
+from ._containment import give_back
 from ._instruments import Hooks
 from ._lifecycle import Phase, Status
 from ._marks import PendingMarks
 
 _COMPLETE, _CANCELLED = Status.COMPLETE, Phase.CANCELLED
-_log = logging.getLogger("offload.pipeline")
 
 
 @attrs.define(eq=False)
@@ -101,16 +100,13 @@ class Settlement:
         """Give back what it holds, before the end (a chain has more to do) or at it. Idempotent."""
         blocks = container.blocks
         if blocks.guards is not None:
-            blocks.release()
+            give_back(blocks.release)
         if container.marked:
             container.marked = False
             self.marks.release(container.keys)
         if container.lease is not None:
             lease, container.lease = container.lease, None
-            try:
-                lease()
-            except Exception:
-                _log.exception("a policy's lease could not be given back; %r ends all the same", container)
+            give_back(lease)
 
     def _judge(self, container: OffloadContainer, size: int) -> Status:
         """How it ended, where that is not simply well; counts its blocks."""

@@ -31,6 +31,7 @@ from backends.leaving import Spill, SpillingTier
 from maru.exception_groups import holds
 
 from ._config import PipelineConfig
+from ._containment import give_back
 from ._errors import DestinationFull, DrainUnproven, PipelineClosed, TierUnavailable
 from ._handle import TransferHandle
 from ._lifecycle import Status
@@ -223,8 +224,8 @@ class Spilling:
             raise
         finally:
             why_not.update(dict.fromkeys(nobodys, _NOBODYS))
-            self._end(victims, why_not)
-            end()
+            give_back(self._end, victims, why_not)
+            give_back(end)
 
     async def _copy(self, keys: Sequence[Key], why_not: dict[Key, str]) -> None:
         """Have these blocks copied; what is below then is not in ``why_not`` any more.

@@ -25,7 +25,7 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, TypeVarTup
 
 import attrs
 
-from backends.abc import Blocks, Deletion, Destination, Key, Source
+from backends.abc import Blocks, Deletion, Destination, Key, Source, check_keys
 
 from ._config import BreakerConfig, PipelineConfig
 from ._crossing import EngineClosed as EngineClosed
@@ -273,6 +273,7 @@ class Engine:
         Raises:
             WaitTimeout: the engine's thread itself did not answer, which is no miss. What is found later is let go.
         """
+        check_keys(keys)
         thread = self._thread
         by = monotonic() + thread.seconds(timeout)
         pinned = self._ask(thread.lookup, list(keys), tenant, by, timeout=timeout, dispose=thread.release)
@@ -311,6 +312,7 @@ class Engine:
         Raises:
             WaitTimeout: the engine's thread itself did not answer. Some tiers may have forgotten.
         """
+        check_keys(keys)
         by = monotonic() + self._thread.seconds(timeout)
         return self._ask(self._thread.delete, list(keys), by, timeout=timeout)
 

@@ -193,3 +193,14 @@ def test_cancelled_at_every_step_what_was_reserved_can_be_given_back(case):
             assert k > 2
             return
     raise AssertionError("it never ended")
+
+
+@pytest.mark.parametrize("keys", [["text"], "text", b"key", [7], [bytes(441)]])
+async def test_what_is_no_key_is_refused_before_a_page_is_taken(autojump_clock, keys):
+    world = World()
+    async with open_site(world) as site:
+        for face in (MaruL1Dispatcher(site.l1), site.l1):
+            for call in (face.reserve_write, face.reserve_read, face.delete):
+                with pytest.raises((TypeError, ValueError), match="key"):
+                    await call(keys)
+        await at_rest(world, site)

@@ -10,7 +10,18 @@ from types import MappingProxyType
 import attrs
 import trio
 
-from backends.abc import Blocks, BlockSizeError, Deletion, Destination, Failed, Key, RemoteTier, Source, Tier
+from backends.abc import (
+    Blocks,
+    BlockSizeError,
+    Deletion,
+    Destination,
+    Failed,
+    Key,
+    RemoteTier,
+    Source,
+    Tier,
+    check_keys,
+)
 from backends.pages import check_apart
 
 from .._explaining import Explanation
@@ -167,8 +178,10 @@ class Engine:
                 scope around the call it ends in an answer.
 
         Raises:
-            ValueError: ``within`` is negative, or no number.
+            TypeError: a key is not ``bytes``, or this is one key and not a sequence.
+            ValueError: ``within`` is negative, or no number; or a key is longer than any tier takes.
         """
+        check_keys(keys)
         within = _checked(within)
         end = self._carrying.carry(keys, tenant)
         try:
@@ -249,8 +262,10 @@ class Engine:
                 is ``UNAVAILABLE``.
 
         Raises:
-            ValueError: ``within`` is negative, or no number.
+            TypeError: a key is not ``bytes``, or this is one key and not a sequence.
+            ValueError: ``within`` is negative, or no number; or a key is longer than any tier takes.
         """
+        check_keys(keys)
         time = SharedTime(inf, trio.current_time() + _checked(within), len(self._places))
         answers = [Deletion.MISSING] * len(keys)
         for name, tier in self._places:

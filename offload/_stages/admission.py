@@ -17,6 +17,7 @@ from backends.abc import Key
 from .._channel import CancellableChannel
 from .._config import PipelineConfig
 from .._container import OffloadContainer
+from .._containment import what_leaves
 from .._errors import PipelineClosed, PolicyFailed
 from .._instruments import Hooks
 from .._lifecycle import Status
@@ -114,6 +115,7 @@ class Admission:
     ) -> None:
         answer: Reasons | Leased = _NOTHING
         error: BaseException | None = None
+        leaving: BaseException | None = None
         try:
             if self.hooks.admission:
                 self.hooks.fire("admission", container)
@@ -124,17 +126,19 @@ class Admission:
             error = exc
         except BaseException as exc:
             error = exc
-            raise
+            leaving = what_leaves(exc)
+            if leaving is not None:
+                raise leaving from leaving.__cause__
         finally:
             # In a finally clause, since code behind the scope is skipped when an outer one is cancelled in the same tick.
             self.waiting -= 1
             turns.release()
             container.holder = None
-            if isinstance(error, Exception):
-                self._refuse(container, "error", error)
-            elif error is not None:  # not its own: the pipeline is being torn down
+            if leaving is not None:  # not its own: the pipeline is being torn down
                 container.abandon(PipelineClosed(f"the pipeline ended while a policy waited: {error!r}"))
                 self.settlement.settle(container)
+            elif error is not None:
+                self._refuse(container, "error", error)
             elif waiter.scope.cancelled_caught and container.walks_on:
                 late = trio.TooSlowError(f"policies took over {self.config.policy_timeout} s")
                 self._refuse(container, "timeout", late)
@@ -173,7 +177,7 @@ class Admission:
             container.move(_QUEUED)
         return True
 
-    def _refuse(self, container: OffloadContainer, reason: str, error: Exception) -> None:
+    def _refuse(self, container: OffloadContainer, reason: str, error: BaseException) -> None:
         """A policy broke: keep all blocks back for that reason, or fail the container, as configured."""
         if reason == "timeout":
             self.timeouts += 1

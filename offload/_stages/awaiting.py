@@ -16,6 +16,7 @@ import trio
 
 from .._config import PipelineConfig
 from .._container import OffloadContainer
+from .._containment import what_leaves
 from .._errors import PreconditionFailed
 from .._instruments import Hooks
 from .._settling import Settlement
@@ -131,7 +132,8 @@ class Awaiting:
             error = exc
         except BaseException as exc:
             error = exc
-            raise
+            if (leaving := what_leaves(exc)) is not None:
+                raise leaving from leaving.__cause__
         finally:
             # In a finally clause, since code behind the scope is skipped when an outer one is cancelled in the same tick.
             self._end(vigil)
@@ -172,7 +174,8 @@ class Awaiting:
             error = exc
         except BaseException as exc:
             error = exc
-            raise
+            if (leaving := what_leaves(exc)) is not None:
+                raise leaving from leaving.__cause__
         finally:
             # In a finally clause, since code behind the scope is skipped when an outer one is cancelled in the same tick.
             self.waiting -= 1

@@ -9,6 +9,7 @@ What a slot does with a batch, in this order:
    way to ask for less, the rest asks again, without leaving the slot. A destination that is broken rejects the batch at once.
    Where loads go first (:mod:`offload._precedence`) a batch that had to wait for room stands back for them, with its room.
 2. Commit, without a checkpoint: sweep, claim, upgrade, give back the room of what dropped out, and only then settle that.
+   What is raised meanwhile refuses the batch, and then each container of it for itself.
 3. Copy, shielded, bounded by ``transfer_timeout``. Outcomes or an ordinary exception prove that the copy is over, unless
    there is an :class:`backends.abc.Unproven` in them. Nothing else does, neither a timeout nor Ctrl-C, alone or in a group, and
    what the copy touched is quarantined.
@@ -17,6 +18,7 @@ What a slot does with a batch, in this order:
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -25,7 +27,6 @@ import trio
 
 from backends.abc import (
     STORED,
-    CapacityError,
     Duplicate,
     Failed,
     Key,
@@ -37,10 +38,11 @@ from backends.abc import (
     TransferExecutor,
     Unproven,
 )
-from maru.exception_groups import holds, leaves
+from maru.exception_groups import holds, unwrap
 
 from .._config import PipelineConfig
 from .._container import FlatBlocks, Holder, OffloadBatch, OffloadContainer
+from .._containment import give_back, only_cancelled, what_leaves
 from .._errors import (
     DestinationFull,
     DrainUnproven,
@@ -57,6 +59,7 @@ from .._settling import Settlement
 
 _TRANSFERRING = Status.TRANSFERRING
 _FAILED = Phase.FAILED
+_log = logging.getLogger("offload.pipeline")
 _IN_A_ROW = 4
 """Batches that a slot carries in one tick, where nothing makes it wait."""
 _GIVE_WAY = 3
@@ -112,6 +115,8 @@ class Slot:
     stage: Transfer
     copying: FlatBlocks | None = None
     """What is being copied."""
+    _block_bytes: int = 0
+    """The size of its blocks, asked of the source while it may still refuse the batch."""
     _reserving: trio.CancelScope | None = None
     """What it waits for room in, or stands back in: the only waits of a slot that a cancel may end."""
     _waiting: OffloadBatch | None = None
@@ -125,11 +130,19 @@ class Slot:
         if batch is None or self._reserving is None or self._reserving.cancel_called:
             return
         left = OffloadBatch([container for container in batch.containers if container.walks_on])
-        if left.containers and self.stage.destination.narrow(batch.keys, left.keys):
+        if left.containers and self._narrow(batch.keys, left.keys):
             batch.keep(left.containers, left.keys)
             self.stage.settlement.settle(container)
         else:
             self._reserving.cancel()
+
+    def _narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
+        """Have the destination wait for less. One that raises cannot do it; whoever cancels is not told of that."""
+        try:
+            return self.stage.destination.narrow(asked, keys)
+        except Exception:
+            _log.exception("%r could not be asked for less", self.stage.destination)
+            return False
 
     def cut_off_at(self, deadline: float) -> None:
         """Wait for nothing past this time."""
@@ -167,26 +180,30 @@ class Slot:
             await trio.lowlevel.checkpoint()
 
     async def _carry(self, batch: OffloadBatch) -> None:
-        """One batch, from its reservation to its end. However this is left, its containers have settled."""
+        """One batch, from its reservation to its end. However this is left, its containers have settled, or wait once more."""
         stage = self.stage
-        reservation = flat = None
-        try:
-            if stage.hooks.transfer:
-                stage.hooks.fire("transfer", batch)
-            reservation = await self._reserve(batch)
-            if reservation is not None:
-                flat = self._commit(batch, reservation)
-            elif batch.containers:
-                raise TypeError(f"{stage.destination!r} answered no reservation")
-        except Exception as error:  # the destination has broken a promise, and the batch has not been claimed
-            if reservation is not None:
-                reservation.release()
-            self._end(batch, error)
-        except BaseException as error:
-            self._end_all(batch, TransferFailed(f"the transfer stage ended: {error!r}"))
-            raise
-        if reservation is not None and flat is not None:
-            await self._copy(batch, flat, reservation)
+        if stage.hooks.transfer:
+            stage.hooks.fire("transfer", batch)
+        while batch.containers:
+            reservation = flat = None
+            try:
+                reservation = await self._reserve(batch)
+                if reservation is not None:
+                    flat = self._commit(batch, reservation)
+                elif batch.containers:
+                    raise TypeError(f"{stage.destination!r} answered no reservation")
+            except Exception as error:  # somebody has broken a promise: the source, or the destination
+                if reservation is not None:
+                    give_back(reservation.release)
+                self._one_by_one(batch, error)
+                continue
+            except BaseException as error:
+                self._end_all(batch, TransferFailed(f"the transfer stage ended: {error!r}"))
+                if (leaving := what_leaves(error)) is not None:
+                    raise leaving from leaving.__cause__
+            if reservation is not None and flat is not None:
+                await self._copy(batch, flat, reservation)
+            return
 
     # -- 1. reserve --------------------------------------------------------------------------------------------------
 
@@ -203,34 +220,26 @@ class Slot:
                 self._end(batch, PipelineClosed("the time to drain was over before its copy started"))
                 return None
             try:
+                self._block_bytes = stage.source.block_bytes
                 if deadline is None:
                     return stage.destination.reserve_nowait(
-                        batch.keys, stage.source.block_bytes, stage.config.on_destination_full
+                        batch.keys, self._block_bytes, stage.config.on_destination_full
                     )
                 reservation = await self._wait_for_room(batch, deadline)
                 if reservation is not None:
                     return await self._behind_loads(batch, reservation)
                 if all(container.walks_on for container in batch.containers):
                     self._end(batch, DestinationFull(f"no room within {stage.config.destination_timeout} s"))
-            except trio.WouldBlock as error:
-                if deadline is not None:
-                    self._end(batch, error)  # it was let wait, and will not
-                    return None
-                if stage.deference is not None:
-                    stage.deference.give_up(self)
-                deadline = min(trio.current_time() + stage.config.destination_timeout, stage.cutoff)
-            except CapacityError as error:
-                # Each container for itself: a neighbour's size is no reason to fail.
-                first, *others = batch.containers
-                if not others:
-                    self._end(batch, error)
-                for container in reversed(others):
-                    stage.put_back(container)
-                batch.keep([first] if others else [])
-            except TierUnavailable as error:
-                self._reject(batch, error)
             except Exception as error:
-                self._end(batch, error)
+                match unwrap(error):
+                    case TierUnavailable() as unavailable:
+                        self._reject(batch, unavailable)
+                    case trio.WouldBlock() if deadline is None:
+                        if stage.deference is not None:
+                            stage.deference.give_up(self)
+                        deadline = min(trio.current_time() + stage.config.destination_timeout, stage.cutoff)
+                    case alone:
+                        self._one_by_one(batch, alone)
 
     async def _wait_for_room(self, batch: OffloadBatch, deadline: float) -> Reservation | None:
         stage = self.stage
@@ -241,7 +250,7 @@ class Slot:
         try:
             with self._reserving:
                 reservation = await stage.destination.reserve(
-                    batch.keys, stage.source.block_bytes, stage.config.on_destination_full
+                    batch.keys, self._block_bytes, stage.config.on_destination_full
                 )
         finally:
             self._reserving = self._waiting = None
@@ -260,14 +269,14 @@ class Slot:
                     await stage.deference.stand_back(self)
                     return reservation
             except BaseException:
-                reservation.release()
+                give_back(reservation.release)
                 raise
             finally:
                 self._reserving = self._waiting = None
             swept = batch.sweep_cancelled()
             late = trio.current_time() >= stage.cutoff
             if late or not batch.containers:
-                reservation.release()
+                give_back(reservation.release)
             else:
                 reservation.keep(batch.keys)
             stage.settlement.settle_all(swept)
@@ -275,6 +284,19 @@ class Slot:
                 self._end(batch, PipelineClosed("the time to drain was over before its copy started"))
             if not batch.containers:
                 return None
+
+    def _one_by_one(self, batch: OffloadBatch, error: BaseException) -> None:
+        """The batch was refused. Each container for itself: what one makes a place raise is no reason for another to fail.
+
+        The first one stays in the batch, alone; a batch of one has failed.
+        """
+        first, *others = batch.containers
+        if not others:
+            self._end(batch, error)
+            return
+        for container in reversed(others):
+            self.stage.put_back(container)
+        batch.keep([first])
 
     def _reject(self, batch: OffloadBatch, error: TierUnavailable) -> None:
         """The destination is broken and takes nothing now: no failure of ours, but the end of each of these blocks."""
@@ -287,7 +309,7 @@ class Slot:
                 container.failed = dict.fromkeys(keys, error)
             self.stage.settlement.settle(container)
 
-    def _end(self, batch: OffloadBatch, error: Exception) -> None:
+    def _end(self, batch: OffloadBatch, error: BaseException) -> None:
         """Nothing was reserved, and nothing will be."""
         if not isinstance(error, OffloadError):
             cause, error = error, TransferFailed(f"the destination refused the batch: {error!r}")
@@ -317,29 +339,29 @@ class Slot:
             hooks.fire("sweep_claim_gap", batch)
         dropped += batch.claim()
         if hooks.post_claim:
-            hooks.fire("post_claim", list(batch.containers))
+            _announce(hooks, batch)
         committed, before = batch.containers, len(granted)
         flat = None
         try:
             flat = batch.upgrade(stage.source, granted if short else None)
             if len(flat.keys) < before:
                 reservation.keep(flat.keys)
-        except Exception as error:
+        except Exception:
             if flat is not None:
-                stage.source.release(flat.held)
-                stage.settlement.marks.release(flat.dropped)
-            reservation.release()
+                give_back(stage.source.release, flat.held)
+            give_back(reservation.release)
             for container in committed:  # its keys may be fewer by now than those that were marked on its behalf
                 container.keys = [key for key in container.blocks.keys if key not in container.filtered]
+                container.evicted, container.failed = (), {}
+            batch.keep(committed)
             stage.settlement.settle_all(dropped)
-            self._end(batch, error)
-            return None
+            raise
         if flat.dropped:
             # The mark of an evicted block goes now: whoever has the block again may store it.
             stage.settlement.marks.release(flat.dropped)
         batch.keep(flat.containers)
         if not flat.keys:
-            reservation.release()
+            give_back(reservation.release)
         if dropped:
             stage.settlement.settle_all(dropped)
         if len(flat.containers) < len(committed):
@@ -376,8 +398,8 @@ class Slot:
                 outcomes = _all_failed(flat, f"the copy failed: {error!r}", error)
         except BaseException as error:
             # Its time is over, or Ctrl-C: alone or in a group, it left the copy, perhaps with a thread that still writes.
-            leaving = _leaving(error)
-            if leaving is None or not _only_cancelled(error):
+            leaving = what_leaves(error)
+            if leaving is None or not only_cancelled(error):
                 cause = error
             if leaving is not None:
                 raise leaving from leaving.__cause__
@@ -396,13 +418,13 @@ class Slot:
         containers = flat.containers
         reason = f"the executor cannot tell: {cause!r}" if cause else "no end of the copy within its time"
 
-        def give_back() -> None:
-            stage.source.release(flat.held)
-            reservation.release()
+        def release() -> None:
+            give_back(stage.source.release, flat.held)
+            give_back(reservation.release)
             for container in containers:
                 stage.settlement.release(container)
 
-        entry = stage.quarantine.add(flat.keys, reason, trio.current_time(), give_back)
+        entry = stage.quarantine.add(flat.keys, reason, trio.current_time(), release)
         for container in containers:
             container.error = DrainUnproven(f"{reason}; {entry!r}")
             container.error.__cause__ = cause
@@ -413,13 +435,13 @@ class Slot:
 
     def _over(self, flat: FlatBlocks, reservation: Reservation, outcomes: Sequence[Outcome]) -> None:
         stage = self.stage
-        stage.source.release(flat.held)
-        reservation.release()
+        give_back(stage.source.release, flat.held)
+        give_back(reservation.release)
         if len(outcomes) != len(flat.keys):
             count = f"{len(outcomes)} outcomes for {len(flat.keys)} blocks"
             outcomes = _all_failed(flat, f"{stage.destination!r} answered {count}", None)
         stored = outcomes.count(STORED)
-        stage.copied_bytes += stored * stage.source.block_bytes
+        stage.copied_bytes += stored * self._block_bytes
         stage.settlement.marks.release(flat.keys)
         if stored == len(flat.keys):
             for container in flat.containers:
@@ -438,20 +460,13 @@ def _unproven_among(outcomes: Sequence[Outcome]) -> BaseException | None:
     return next((error for error in errors if holds(error, Unproven)), None)
 
 
-def _leaving(error: BaseException) -> BaseException | None:
-    """What of an executor's exception goes on past the slot.
-
-    None of it that is ordinary: beside a Cancelled in a group it would end the pipeline. And no Cancelled that nobody has asked
-    for: an executor that awaits a task of its own may raise what ended that.
-    """
-    rest = error.split(Exception)[1] if isinstance(error, BaseExceptionGroup) else error
-    assert rest is not None  # an ordinary group is an Exception
-    cancelled = trio.current_effective_deadline() == -math.inf
-    return rest if cancelled or not _only_cancelled(rest) else None
-
-
-def _only_cancelled(error: BaseException) -> bool:
-    return all(isinstance(leaf, trio.Cancelled) for leaf in leaves(error))
+def _announce(hooks: Hooks, batch: OffloadBatch) -> None:
+    """Say which containers are committed now; of those that were refused since and tried again, everybody knows."""
+    news = [container for container in batch.containers if not container.announced]
+    for container in news:
+        container.announced = True
+    if news:
+        hooks.fire("post_claim", news)
 
 
 def _fail_where_short(batch: OffloadBatch, granted: Sequence[Key]) -> None:

@@ -17,6 +17,7 @@ from itertools import takewhile
 import trio
 
 from ..._errors import MissingKeys
+from ..._keys import check_keys
 from ...abc import Deletion, Key, Outcome
 from ._layout import KVLayout
 from ._maru_l1 import MaruL1
@@ -63,6 +64,7 @@ class MaruL1Dispatcher:
 
     async def reserve_write(self, keys: Sequence[Key]) -> dict[Key, memoryview]:
         """:meth:`MaruL1.reserve_write`: a page for each key there is room for, and that is not being written already."""
+        check_keys(keys)
         reservation = await self.l1.reserve_write([key for key in keys if key not in self._writing])
         # Another task may have come first while the server was asked.
         taken = [key for key in reservation.keys if key in self._writing]

@@ -24,7 +24,8 @@ import trio
 
 from maru import FateUnknown, MaruConfig, MaruHandler
 
-from ..._errors import DuplicateKeys, Unproven
+from ..._errors import Unproven
+from ..._keys import check_keys, distinct_keys
 from ...abc import DUPLICATE, STORED, Deletion, Key, Outcome
 from ...pages import Pages, checksums
 from ...threads import run_in_thread_to_the_end
@@ -189,10 +190,12 @@ class MaruL1:
         Raises:
             NoLayout: see :meth:`register_kv_layout`.
             DuplicateKeys: a key is named twice.
+            TypeError: a key is not ``bytes``, or this is one key and not a sequence.
+            ValueError: a key is longer than any tier takes.
             maru.NoAnswer: the server was asked for room, and did not answer.
         """
         handler, size = self._home.the_handler(self), self._known_layout().block_bytes
-        keys = _distinct(keys)
+        keys = distinct_keys(keys)
         n = len(keys)
         handles = await handler.batch_alloc(n, size)
         while handles is None:
@@ -241,11 +244,13 @@ class MaruL1:
         Raises:
             NoLayout: see :meth:`register_kv_layout`.
             DuplicateKeys: a key is named twice.
+            TypeError: a key is not ``bytes``, or this is one key and not a sequence.
+            ValueError: a key is longer than any tier takes.
             maru.NoAnswer: the server did not answer: no miss. What it may have pinned is given back when its answer comes; if
                 that is lost for good, once the server is told what is held (:class:`maru.MaruHandler` does so by itself).
         """
         handler, size = self._home.the_handler(self), self._known_layout().block_bytes
-        keys = _distinct(keys)
+        keys = distinct_keys(keys)
         try:
             held = await handler.hold_pages([key.hex() for key in keys], partial=True)
         except BaseException:
@@ -275,6 +280,7 @@ class MaruL1:
             maru.NoAnswer: nobody knows which are gone.
         """
         handler = self._home.the_handler(self)
+        check_keys(keys)
         names = [key.hex() for key in keys]
         answers = await handler.batch_delete(names)
         deletions = await deletions_of(handler, names, answers)
@@ -367,10 +373,3 @@ class MaruL1:
             reservation.abort()
         for lease in list(self._reads.values()):
             lease.release_nowait()
-
-
-def _distinct(keys: Sequence[Key]) -> tuple[Key, ...]:
-    column = tuple(keys)
-    if len(set(column)) != len(column):
-        raise DuplicateKeys([key for key in dict.fromkeys(column) if column.count(key) > 1])
-    return column

@@ -1,0 +1,53 @@
+"""What a block may be called: bytes, of a length that every tier takes. One check, for every way in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ._errors import DuplicateKeys
+
+MAX_KEY_BYTES: Final = 440
+"""What fits into the header of a block's file, the smallest place that a key has in any tier."""
+
+
+def check_keys(keys: Sequence[bytes]) -> None:
+    """Raise where these are no keys.
+
+    Raises:
+        TypeError: one of them is not ``bytes``; or this is one key and not a sequence of keys.
+        ValueError: one of them is longer than ``MAX_KEY_BYTES``.
+    """
+    if isinstance(keys, bytes | bytearray | memoryview | str):
+        raise TypeError(f"keys = {_shown(keys)} is one key: a sequence of keys is wanted, as in [key]")
+    if not {*map(type, keys)} <= {bytes}:  # a subclass is one as well, and rare
+        for key in keys:
+            if not isinstance(key, bytes):
+                raise TypeError(
+                    f"the key {_shown(key)} is of type {type(key).__name__}: keys are bytes, as offload.block_key makes them"
+                )
+    if max(map(len, keys), default=0) > MAX_KEY_BYTES:
+        longest = max(map(len, keys))
+        raise ValueError(
+            f"a key of {longest} bytes: keys have at most {MAX_KEY_BYTES}; hash what is longer (offload.block_key)"
+        )
+
+
+def distinct_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
+    """These keys, checked.
+
+    Raises:
+        DuplicateKeys: one of them is named twice.
+        TypeError, ValueError: see :func:`check_keys`.
+    """
+    check_keys(keys)
+    column = tuple(keys)
+    if len(set(column)) != len(column):
+        seen: set[bytes] = set()
+        raise DuplicateKeys([key for key in column if key in seen or seen.add(key)])  # type: ignore[func-returns-value]
+    return column
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
