@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -327,18 +327,24 @@ class EngineThread(Crossing):
             self._nursery.start_soon(self._answer, question)
 
     async def _answer(self, question: Question[Any]) -> None:
+        value: Any = None
+        error: BaseException | None = None
         try:
             with question.scope:
-                question.value = await question.function()
-        except Exception as error:
-            question.error = error
+                value = await question.function()
+        except Exception as exc:
+            error = exc
         if question.scope.cancelled_caught:
-            question.error = WaitTimeout("it took too long, and was ended")
-        if question in self._questions:
-            del self._questions[question]
+            error = WaitTimeout("it took too long, and was ended")
+        # Taking it out is one step, and gives the right to answer: a close that ran out of time may answer all that is left.
+        mine = self._questions.pop(question, self) is None
+        if mine:
+            question.value, question.error = value, error
             question.answer()
-        if question.abandoned:
-            self._dispose(question)
+            if question.abandoned:
+                self._dispose(question)
+        elif question.dispose is not None and value is not None:
+            question.dispose(value)
 
     def _abandon(self, question: Question[Any]) -> None:
         if question.answered:
@@ -460,19 +466,26 @@ class EngineThread(Crossing):
 
     def _settle_all(self, error: OffloadError) -> None:
         """Settle whatever is left. Taking it out of its box gives the right to; another thread may come by at its end."""
-        letters = self.mailbox.letters
-        while letters:
-            letter = letters.popleft()
+        for letter in _emptied(self.mailbox.letters.popleft):
             if isinstance(letter, Ticket):
                 if threading.current_thread() is self.thread:
                     letter.blocks.release()
                 self._settle(letter, Status.FAILED, error)
-        while self._tickets:
-            self._settle(self._tickets.popitem()[1], Status.FAILED, error)
-        while self._questions:
-            question = self._questions.popitem()[0]
+        for _, ticket in _emptied(self._tickets.popitem):
+            self._settle(ticket, Status.FAILED, error)
+        for question, _ in _emptied(self._questions.popitem):
             question.error = error if question.to_the_end or self.refusal is None else self.refusal()
             question.answer()
+
+
+def _emptied(take: Callable[[], T]) -> Iterator[T]:
+    """What is taken out of a box until it is empty, while another thread may do the same."""
+    while True:
+        try:
+            taken = take()
+        except LookupError:
+            return
+        yield taken
 
 
 def _within(by: float) -> float:

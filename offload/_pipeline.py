@@ -161,17 +161,19 @@ class Pipeline:
             raise
         return [self._admit(blocks, awaited) for blocks, awaited in zip(many, checked, strict=True)]
 
+    @trio.lowlevel.enable_ki_protection
     async def enqueue(self, blocks: Blocks, *, precondition: PreconditionLike) -> TransferHandle:
         """Take in blocks, waiting for room in the budget if there is none; otherwise like :meth:`enqueue_nowait`.
 
         Who waits is served in order. Cancelled while waiting, nothing is left behind: strong blocks are released.
         """
-        size = len(blocks.keys)
+        taken, size = 0, len(blocks.keys)
         blocks.hand_over()
         try:
             await trio.lowlevel.checkpoint_if_cancelled()
             awaited = self._check(blocks, precondition)
             if self._budget.take_nowait(size):
+                taken = size
                 await trio.lowlevel.cancel_shielded_checkpoint()
             elif self._drops([blocks]):
                 await trio.lowlevel.cancel_shielded_checkpoint()
@@ -179,24 +181,32 @@ class Pipeline:
                 return self._overflow(blocks)
             else:
                 await self._budget.take(size)
+                taken = size
             if self._closed:
-                self._budget.give_back(size)
                 raise PipelineClosed(f"{self!r} closed meanwhile")
         except BaseException:
+            self._budget.give_back(taken)
             blocks.release()
             raise
         return self._admit(blocks, awaited)
 
+    @trio.lowlevel.enable_ki_protection
     async def enqueue_committed(self, blocks: Blocks) -> TransferHandle:
         """Take in blocks of a chain: like :meth:`enqueue`, but their gate is committed from the start."""
-        self._check(blocks, NO_WAIT)
-        if self._budget.take_nowait(len(blocks.keys)):
-            await trio.lowlevel.cancel_shielded_checkpoint()
-        else:
-            await self._budget.take(len(blocks.keys))
-        if self._closed:
-            self._budget.give_back(len(blocks.keys))
-            raise PipelineClosed(f"{self!r} closed meanwhile")
+        taken, size = 0, len(blocks.keys)
+        try:
+            self._check(blocks, NO_WAIT)
+            if self._budget.take_nowait(size):
+                taken = size
+                await trio.lowlevel.cancel_shielded_checkpoint()
+            else:
+                await self._budget.take(size)
+                taken = size
+            if self._closed:
+                raise PipelineClosed(f"{self!r} closed meanwhile")
+        except BaseException:
+            self._budget.give_back(taken)
+            raise
         return self._admit(blocks, None, Phase.COMMITTED)
 
     def _check(self, blocks: Blocks, precondition: PreconditionLike) -> Precondition | None:

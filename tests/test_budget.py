@@ -2,9 +2,10 @@
 
 import pytest
 import trio
+from invariants import open_world
 from trio.testing import wait_all_tasks_blocked
 
-from offload import PipelineClosed
+from offload import NO_WAIT, PipelineClosed
 from offload._budget import Budget
 
 
@@ -162,3 +163,25 @@ async def test_however_it_goes_the_sum_is_right(autojump_clock):
         for _ in range(300):
             nursery.start_soon(one)
     assert (budget.used, budget.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", ["weak", "strong"])
+async def test_ctrl_c_in_the_checkpoint_of_an_enqueue_gives_its_room_back(autojump_clock, monkeypatch, kind):
+    """The room was taken, and nobody is inside yet."""
+
+    async def interrupted():
+        raise KeyboardInterrupt
+
+    async with open_world(budget_blocks=8) as world:
+        blocks = world.blocks("a", 4, kind=kind)
+        with monkeypatch.context() as patch:
+            patch.setattr(trio.lowlevel, "cancel_shielded_checkpoint", interrupted)
+            for enqueue in (
+                lambda: world.pipeline.enqueue(blocks, precondition=NO_WAIT),
+                lambda: world.pipeline.enqueue_committed(world.blocks("b", 4)),
+            ):
+                with pytest.raises(KeyboardInterrupt):
+                    await enqueue()
+        assert world.pipeline.statistics().used_blocks == 0
+        assert (await world.stored("c", 8)).completed
+        assert world.at_rest() == {}

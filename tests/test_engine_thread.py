@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import pytest
 from engine_places import SIZE, keys_of, payloads, room
 
 from backends.abc import Key
 from backends.testing import FakeTier
-from offload import NO_WAIT, EngineConfig, PipelineConfig, Route, Status, from_thread
+from offload import NO_WAIT, DrainUnproven, EngineConfig, PipelineClosed, PipelineConfig, Route, Status, from_thread
+from offload._engine_thread import EngineThread, Question
 
 KEYS = keys_of(6)
 
@@ -85,3 +87,65 @@ def test_a_tenant_is_told_with_a_store_and_with_a_lookup() -> None:
         engine.delete([])  # behind the release
         assert engine.call(lambda: ward.open) == 0
     assert ward.tenants == ["s", "l"]
+
+
+# --- a close that ran out of time, and the thread that goes on ----------------------------------------------------
+
+
+def thread_of() -> EngineThread:
+    manager: Any = None  # it is never started
+    return EngineThread(source_with(KEYS), manager, budget_blocks=8, drops=False, timeout=1.0, close_timeout=1.0)
+
+
+def asked(thread: EngineThread, function: Callable[[], Awaitable[str]], disposed: list[str]) -> Question[str]:
+    question = Question(function, dispose=disposed.append, to_the_end=False)
+    thread._questions[question] = None
+    return question
+
+
+async def test_an_answer_behind_a_close_that_ran_out_of_time_is_let_go_of() -> None:
+    """It was a hit that stayed pinned, handed to a thread that had been told of an error."""
+    thread, disposed, error = thread_of(), list[str](), DrainUnproven("not ended")
+
+    async def late() -> str:
+        thread._settle_all(error)  # the other thread
+        return "a hit"
+
+    question = asked(thread, late, disposed)
+    await thread._answer(question)
+    assert disposed == ["a hit"]
+    assert question.value is None and isinstance(question.error, PipelineClosed)
+
+
+async def test_a_close_that_ran_out_of_time_and_an_answer_at_once_answer_once() -> None:
+    """The question was looked for, was taken out by the other thread, and its second removal ended the engine."""
+    thread, disposed = thread_of(), list[str]()
+
+    class Contested(dict[Any, None]):
+        def __contains__(self, key: object) -> bool:
+            found = super().__contains__(key)
+            thread._settle_all(DrainUnproven("not ended"))
+            return found
+
+    thread._questions = Contested()
+
+    async def answer() -> str:
+        return "a hit"
+
+    question = asked(thread, answer, disposed)
+    await thread._answer(question)
+    assert question.answered and question.waiter.acquire(blocking=False)
+    assert (question.value, disposed) in (("a hit", []), (None, ["a hit"]))
+
+
+def test_what_another_thread_empties_meanwhile_is_empty() -> None:
+    class Emptied(dict[Any, Any]):
+        def __bool__(self) -> bool:
+            return True
+
+        def __len__(self) -> int:
+            return 1
+
+    thread = thread_of()
+    thread._tickets, thread._questions = Emptied(), Emptied()
+    thread._settle_all(DrainUnproven("not ended"))
