@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .policies import PriorityPrefixFilter as PriorityPrefixFilter
     from .policies import AllOf as AllOf
     from .policies import AnyOf as AnyOf
+    from .policies import in_thread as in_thread
     from ._engine import open_engine as open_engine
     from ._engine import EngineConfig as EngineConfig
     from ._engine import Route as Route
@@ -92,6 +93,7 @@ _HOMES = {
     "PriorityPrefixFilter": ".policies",
     "AllOf": ".policies",
     "AnyOf": ".policies",
+    "in_thread": ".policies",
     "open_engine": "._engine",
     "EngineConfig": "._engine",
     "Route": "._engine",

@@ -79,7 +79,10 @@ class PipelineConfig:
 
     batch_config: BatchConfig = _knob.part(BatchConfig(), "When a batch leaves.")
     policy_timeout: float = _knob.seconds(
-        0.1, 0.001, 3_600.0, "How long all policies that wait may take over one container. One deadline costs 9 us."
+        0.1,
+        0.001,
+        3_600.0,
+        "How long policies that wait may take over one container; one that holds the loop for longer is counted.",
     )
     on_policy_error: OnPolicyError = _knob.choice(
         "filter",

@@ -289,6 +289,8 @@ class Pipeline:
             copied_bytes=transfer.copied_bytes,
             policy_errors=self._admission.errors,
             policy_timeouts=self._admission.timeouts,
+            policies_blocked=self._admission.blocked,
+            blocking_policy=self._admission.blocking,
             swept_late=self._swept_late,
             quarantined=len(transfer.quarantine),
             quarantined_total=transfer.quarantine.total,

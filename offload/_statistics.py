@@ -55,6 +55,10 @@ class PipelineStatistics:
     """Policies that raised."""
     policy_timeouts: int
     """Containers whose policies overran their time."""
+    policies_blocked: int
+    """Times that a plain policy held the loop for longer than ``policy_timeout``: see :func:`offload.in_thread`."""
+    blocking_policy: str
+    """The one that did so last; empty where none did."""
     swept_late: int
     """Cancelled containers that the safety net found; anything but 0 is a bug."""
     quarantined: int

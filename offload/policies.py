@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
+from time import perf_counter
 from types import MappingProxyType
 from typing import Final, Protocol, TypeAlias, cast, overload
 
@@ -19,6 +20,7 @@ import trio
 from xxhash import xxh3_64_intdigest
 
 from ._errors import TierUnavailable
+from ._policy_thread import ThreadedPolicy
 from .abc import AsyncPolicy, Key, Leased, Policy, Reasons
 
 AnyPolicy: TypeAlias = "Policy | AsyncPolicy"
@@ -250,6 +252,51 @@ def AnyOf(*policies: AnyPolicy) -> AnyPolicy:
     return _joined("AnyOf", _Rejects, policies)
 
 
+def in_thread(policy: Policy) -> AsyncPolicy:
+    """This policy, asked in a thread of its own: for one that blocks (a file, a database, a lock of somebody else's).
+
+    The loop goes on meanwhile, and ``policy_timeout`` holds for it as for any policy that waits. One call at a time. A call
+    that is out of time is left: the policy is not asked again before it has returned, and what it locked is given back.
+
+    Args:
+        policy: a plain one that may be called in any thread. Not one that asks a tier, which is the trio thread's.
+
+    Raises:
+        TypeError: it is no plain policy.
+    """
+    plain = as_policy(policy)
+    if isinstance(plain, AsyncPolicy):
+        raise TypeError(f"{policy!r} waits by itself: in_thread takes a plain policy")
+    return ThreadedPolicy(plain)
+
+
+def timed(policy: AnyPolicy, blocked: Callable[[Policy, float], None]) -> AnyPolicy:
+    """The same policy; each plain one in it tells ``blocked`` how long it held the loop, in seconds, each time it was asked."""
+    if isinstance(policy, _Joined | _AsyncJoined):
+        return policy.of_members(lambda member: timed(member, blocked))
+    return policy if isinstance(policy, AsyncPolicy) else _Timed(policy, blocked)
+
+
+class _Timed:
+    """A plain policy, and how long it takes: by the clock of the world, since one in virtual time does not see who blocks."""
+
+    __slots__ = ("_blocked", "_policy")
+
+    def __init__(self, policy: Policy, blocked: Callable[[Policy, float], None]) -> None:
+        self._policy = policy
+        self._blocked = blocked
+
+    def __repr__(self) -> str:
+        return repr(self._policy)
+
+    def __call__(self, keys: Sequence[Key]) -> Reasons | Leased:
+        began = perf_counter()
+        try:
+            return self._policy(keys)
+        finally:
+            self._blocked(self._policy, perf_counter() - began)
+
+
 def as_policy(policy: object) -> AnyPolicy:
     """The argument, if it can be a policy.
 
@@ -359,6 +406,10 @@ class _Joined:
         self._fold = fold
         self._policies = policies
 
+    def of_members(self, change: Callable[[AnyPolicy], AnyPolicy]) -> AnyPolicy:
+        """The same of other members."""
+        return _joined(self._name, self._fold, [change(policy) for policy in self._policies])
+
     def __repr__(self) -> str:
         return f"{self._name}({', '.join(map(repr, self._policies))})"
 
@@ -384,6 +435,10 @@ class _AsyncJoined(AsyncPolicy):
         self._policies = policies
 
     __repr__ = _Joined.__repr__
+
+    def of_members(self, change: Callable[[AnyPolicy], AnyPolicy]) -> AnyPolicy:
+        """The same of other members."""
+        return _joined(self._name, self._fold, [change(policy) for policy in self._policies])
 
     async def evaluate(self, keys: Sequence[Key]) -> Reasons | Leased:
         fold = self._fold(keys)

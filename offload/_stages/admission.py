@@ -7,6 +7,7 @@ gets a task and a deadline; so many of them may wait at once, and what waits beh
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 
 import attrs
@@ -24,10 +25,11 @@ from .._lifecycle import Status
 from .._settling import Settlement
 from .._waiting import Waiter
 from ..abc import AsyncPolicy, Leased, Policy, Reasons
-from ..policies import NOTHING_REJECTED, AllOf, as_policy, read_answer
+from ..policies import NOTHING_REJECTED, AllOf, as_policy, read_answer, timed
 
 _NOTHING = NOTHING_REJECTED
 _QUEUED = Status.QUEUED
+_log = logging.getLogger("offload.pipeline")
 _PER_TICK = 32
 """Containers let through in one tick: the scheduler costs some 5 us a tick, and others wait while a tick lasts."""
 _PER_HURRIED_TICK = 2
@@ -51,6 +53,10 @@ class Admission:
     """Policies that raised."""
     timeouts: int = 0
     """Containers whose policies overran ``policy_timeout``."""
+    blocked: int = 0
+    """Answers of plain policies that held the loop for longer than that."""
+    blocking: str = ""
+    """The policy that gave the latest of them."""
     _mark: Callable[[Sequence[Key]], Collection[Key]] = attrs.field(init=False)
     _policy: Policy | None = attrs.field(init=False, default=None)
     _async_policy: AsyncPolicy | None = attrs.field(init=False, default=None)
@@ -58,12 +64,29 @@ class Admission:
     def __attrs_post_init__(self) -> None:
         self.queue = CancellableChannel(self.settlement.settle)
         self._mark = self.settlement.marks.mark
-        policies = [as_policy(policy) for policy in self.policies]
+        policies = [timed(as_policy(policy), self._held_the_loop) for policy in self.policies]
         policy = policies[0] if len(policies) == 1 else AllOf(*policies) if policies else None
         if isinstance(policy, AsyncPolicy):
             self._async_policy = policy
         else:
             self._policy = policy
+
+    def _held_the_loop(self, policy: Policy, seconds: float) -> None:
+        """A plain policy has answered, and nothing ran meanwhile: no cancel, no deadline, no other pipeline."""
+        if seconds <= self.config.policy_timeout:
+            return
+        self.blocking = repr(policy)
+        # Once: a policy that blocks does so for each container.
+        level = logging.DEBUG if self.blocked else logging.WARNING
+        self.blocked += 1
+        _log.log(
+            level,
+            "the policy %s held the loop for %.3g s (policy_timeout = %g s): nothing else ran meanwhile; "
+            "offload.in_thread(policy) asks it elsewhere",
+            self.blocking,
+            seconds,
+            self.config.policy_timeout,
+        )
 
     async def run(self) -> None:
         """Drain the queue for ever."""

@@ -1,0 +1,104 @@
+"""A policy that blocks, asked in a thread: the loop goes on meanwhile, and ``policy_timeout`` holds for it.
+
+One call at a time, as on the trio thread, so that a policy need not be thread-safe. A call that is out of time is left: its
+thread ends by itself, what it locked by then is given back, and nobody asks again before that. So a policy that hangs costs one
+thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import threading
+from collections.abc import Sequence
+
+import trio
+
+from backends.abc import Key
+from backends.threads import run_in_thread
+
+from .abc import AsyncPolicy, Leased, Policy, Reasons
+
+_log = logging.getLogger("offload.pipeline")
+
+
+class ThreadedPolicy(AsyncPolicy):
+    """A policy that is asked in a thread. Made by :func:`offload.in_thread`."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._turn = trio.Semaphore(1)
+
+    def __repr__(self) -> str:
+        return f"in_thread({self._policy!r})"
+
+    async def evaluate(self, keys: Sequence[Key]) -> Reasons | Leased:
+        """What the policy answers. Cancelled, it leaves at once; a lock that the policy takes all the same is given back."""
+        await self._turn.acquire()
+        call = _Call(self._policy, keys, self._turn)
+        try:
+            answer = await run_in_thread(call.run)
+        except BaseException:
+            call.leave()
+            raise
+        self._turn.release()
+        return answer
+
+
+class _State(enum.Enum):
+    NEW, RUNNING, OVER = range(3)
+
+
+class _Call:
+    """One question, from both sides."""
+
+    def __init__(self, policy: Policy, keys: Sequence[Key], turn: trio.Semaphore) -> None:
+        self._policy = policy
+        self._keys = keys
+        self._turn = turn
+        self._token = trio.lowlevel.current_trio_token()
+        self._lock = threading.Lock()
+        self._state = _State.NEW
+        self._left = False
+        self._answer: Reasons | Leased | None = None
+
+    def run(self) -> Reasons | Leased:
+        """In the thread: ask. Whoever is left behind cleans up after itself, on the trio thread."""
+        if self._move(_State.RUNNING):
+            return {}
+        try:
+            self._answer = answer = self._policy(self._keys)
+            return answer
+        finally:
+            if self._move(_State.OVER):
+                try:
+                    self._token.run_sync_soon(self._clean_up)
+                except trio.RunFinishedError:  # nobody waits for a turn there any more
+                    self._give_back()
+
+    def _move(self, state: _State) -> bool:
+        """In the thread: go on to this state. Whether the call has been left."""
+        with self._lock:
+            if not self._left or state is _State.OVER:
+                self._state = state
+            return self._left
+
+    def leave(self) -> None:
+        """On the trio thread: nobody waits for the answer any more."""
+        with self._lock:
+            self._left = True
+            running = self._state is _State.RUNNING
+        if not running:
+            self._clean_up()
+
+    def _clean_up(self) -> None:
+        self._give_back()
+        self._turn.release()
+
+    def _give_back(self) -> None:
+        answer, self._answer = self._answer, None
+        if isinstance(answer, Leased):
+            try:
+                answer.release()
+            except Exception:
+                _log.exception("what %r has locked could not be given back", self._policy)
