@@ -83,10 +83,10 @@ class FileRegistry(Registry):
             self._evict((), 1)
         self.take(0)
 
-    def register(self, keys: Sequence[Key], slots: Sequence[int]) -> list[int]:
+    def register(self, keys: Sequence[Key], slots: Sequence[int], hold: list[int] | None = None) -> list[int]:
         """Written files become blocks."""
         self._unregistered.difference_update(slots)
-        return super().register(keys, slots)
+        return super().register(keys, slots, hold)
 
     def _evict_bytes(self, keys: Sequence[Key], size: int, refused: set[Key]) -> bool:
         """Evict until those of ``keys`` fit that the policy does not refuse, or will when what leaves has gone."""

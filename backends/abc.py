@@ -280,6 +280,19 @@ class Reservation(Protocol):
         ...
 
 
+@runtime_checkable
+class HoldingReservation(Protocol):
+    """A reservation that can hold what it stores, for whoever passes it on. Optional; of a tier that is a :class:`Source`."""
+
+    def hold(self) -> None:
+        """Before the transfer: hold each block that it stores, or finds stored, until :meth:`Reservation.release`.
+
+        What has just been stored may be evicted at once, for somebody who waits for room. Held, it is still there when the
+        transfer has returned, so that whoever called it can take guards of his own (:meth:`Source.upgrade`).
+        """
+        ...
+
+
 class TransferExecutor(Protocol):
     """A place blocks can be written to. All of it is called on the trio thread."""
 

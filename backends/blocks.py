@@ -233,8 +233,14 @@ class Registry(Line):
 
     # --- changing what is found -----------------------------------------------------------------------------------
 
-    def register(self, keys: Sequence[Key], slots: Sequence[int]) -> list[int]:
+    def register(self, keys: Sequence[Key], slots: Sequence[int], hold: list[int] | None = None) -> list[int]:
         """Staged slots become registered under their keys, which counts as a use. First writer wins.
+
+        Args:
+            keys: what they hold.
+            slots: one per key.
+            hold: grows by one guard for each key, where given. It is taken before whoever waits for room is served: what has
+                just been registered may be evicted for him at once.
 
         Returns:
             The positions of keys that were registered already: their slots are free again. Mostly empty.
@@ -246,11 +252,15 @@ class Registry(Line):
             before = len(slot_of)
             slot_of.update(zip(keys, slots))  # noqa: B905 - compared above
             if len(slot_of) - before == len(keys):
+                if hold is not None:
+                    hold += self.upgrade(keys)
                 self._registered(keys)
                 return []
             for key in keys:  # a key is named twice
                 slot_of.pop(key, None)
         duplicates = [at for at, key in enumerate(keys) if slot_of.setdefault(key, slots[at]) != slots[at]]
+        if hold is not None:
+            hold += self.upgrade(keys)
         twice = set(duplicates)
         self._duplicates += len(twice)
         self._registered([key for at, key in enumerate(keys) if at not in twice])

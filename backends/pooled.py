@@ -29,12 +29,13 @@ REJECTED = Rejected("not admitted")
 class PooledReservation:
     """Staged slots for some keys. Made by :meth:`PooledTier.reserve`."""
 
-    __slots__ = ("_slots", "_tier", "_used", "block_bytes", "granted")
+    __slots__ = ("_guards", "_slots", "_tier", "_used", "block_bytes", "granted")
 
     def __init__(self, tier: PooledTier[Any], keys: Sequence[Key], slots: list[int], block_bytes: int) -> None:
         self._tier = tier
         self.block_bytes: int = block_bytes
         self._slots = slots
+        self._guards: list[int] | None = None  # of what was stored, where that is held
         self._used = False
         self.granted: Sequence[Key] = keys
         """The keys there is room for."""
@@ -55,6 +56,10 @@ class PooledReservation:
             raise ValueError(f"{len(keys)} keys to keep, of which {len(kept)} were granted")
         self.granted, self._slots = keys, kept
         self._tier.pool.give_back(back)
+
+    def hold(self) -> None:
+        """Hold what the transfer stores or finds there until :meth:`release`; see :class:`backends.abc.HoldingReservation`."""
+        self._guards = []
 
     async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
         """Copy the blocks from ``source`` and register them; see :class:`backends.abc.Reservation`.
@@ -81,10 +86,13 @@ class PooledReservation:
         return outcomes
 
     def release(self) -> None:
-        """Give back the slots of what was not registered. Idempotent; never blocks, never raises."""
+        """Give back the slots of what was not registered, and what is held. Idempotent; never blocks, never raises."""
         slots, self._slots = self._slots, []
+        guards, self._guards = self._guards, None
         if slots:
             self._tier.pool.give_back(slots)
+        if guards:
+            self._tier.release(guards)
 
     async def _copy(self, source: Source, keys: Sequence[Key], guards: Sequence[int]) -> Mapping[int, Outcome]:
         """Copy into all slots and register them. Returns what became of the blocks that were not stored."""
@@ -92,10 +100,11 @@ class PooledReservation:
         failures = await tier.write(source, guards, keys, slots)
         self._slots = []
         if not failures:
-            return dict.fromkeys(tier.pool.register(keys, slots), DUPLICATE)
+            return dict.fromkeys(tier.pool.register(keys, slots, self._guards), DUPLICATE)
         good = [position for position in range(len(keys)) if position not in failures]
         outcomes: dict[int, Outcome] = {position: Failed(error) for position, error in failures.items()}
-        for at in tier.pool.register([keys[position] for position in good], [slots[position] for position in good]):
+        stored, into = [keys[position] for position in good], [slots[position] for position in good]
+        for at in tier.pool.register(stored, into, self._guards):
             outcomes[good[at]] = DUPLICATE
         tier.pool.give_back([slots[position] for position in failures])
         return outcomes
@@ -115,6 +124,8 @@ class PooledReservation:
             else:
                 outcomes.append(STORED)
                 positions.append(position)
+        if self._guards is not None:  # now: they may be gone when the copy of the others is over
+            self._guards += self._tier.upgrade([key for key in self.granted if key in present])
         keys = [self.granted[position] for position in positions]
         self._slots = [self._slots[position] for position in positions]
         self._tier.pool.note_duplicates(len(back))

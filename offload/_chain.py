@@ -1,12 +1,19 @@
-"""Chain: what one pipeline has stored is fed to the next ones, as weak blocks.
+"""Chain: what one pipeline has stored is fed to the next ones.
 
-The handle of the first enqueue is terminal only after all routes; any route that fails makes it FAILED. A chain never
-splits: behind the first commit a cancel changes nothing, so the containers of the routes enter with a committed gate. What
-the first copy held was released when it ended; a route's own pipeline holds its own.
+Rule 1. The handle of the first enqueue is terminal only after all routes; any route that fails makes it FAILED.
+Rule 2. A chain never splits: behind the first commit a cancel changes nothing, so the containers of the routes enter with a
+        committed gate.
+Rule 3. What was stored is held until it has been copied on, once for each route: from the tick in which it is registered (its
+        reservation holds it, :class:`backends.abc.HoldingReservation`) to the end of that route's copy, whose pipeline has
+        the guards. So it is not evicted between two tiers. What is gone all the same (a tier that cannot hold) has failed.
+Rule 4. A hold ends, whatever happens: a broken tier rejects the copy at once, a full one within ``destination_timeout``, and
+        the copy itself has ``transfer_timeout``. Copies wait for room below only, never for room above. So stores that wait
+        for what is held wait for something that ends, and they themselves for ``destination_timeout`` at most.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
@@ -14,14 +21,18 @@ from typing import Protocol
 import attrs
 import trio
 
-from backends.abc import Blocks, Key, WeakBlocks
+from backends.abc import EVICTED, Blocks, Key, Source, StrongBlocks
 
 from ._container import OffloadContainer
-from ._errors import DrainUnproven, PipelineClosed
+from ._containment import give_back
+from ._errors import DrainUnproven, PipelineClosed, TransferFailed
 from ._handle import TransferHandle
 from ._lifecycle import Status
+from ._marks import place_of
 from ._result import TransferResult
 from ._settling import Settlement
+
+_log = logging.getLogger("offload.pipeline")
 
 
 class Route(Protocol):
@@ -37,18 +48,13 @@ class Route(Protocol):
         ...
 
 
-class _Shelf(Protocol):
-    """A destination that is a source as well."""
-
-    def weak(self, keys: Sequence[Key]) -> WeakBlocks: ...
-
-
 @attrs.define(eq=False)
 class Chain:
     """The pipelines that lead on from one destination."""
 
     routes: Sequence[Route]
-    shelf: _Shelf
+    tier: Source
+    """The destination, which is a source as well."""
     settlement: Settlement
     following: int = 0
     """Containers whose routes are under way."""
@@ -61,6 +67,25 @@ class Chain:
             async with trio.open_nursery() as self._nursery:
                 task_status.started()
                 await trio.sleep_forever()
+
+    def hold(self, containers: Sequence[OffloadContainer]) -> None:
+        """Their first copy is over: hold what it has stored, for each route. To be followed in the same tick."""
+        for container in containers:
+            if container.completed:
+                container.onward = [self._held(container.completed) for _ in self.routes]
+
+    def _held(self, keys: Sequence[Key]) -> StrongBlocks:
+        """Those of these blocks that are there."""
+        place = place_of(self.tier)
+        try:
+            guards = place.upgrade(keys)
+        except Exception:
+            _log.exception("%r could not hold what it has stored, so it is not passed on", place)
+            guards = [EVICTED] * len(keys)
+        if EVICTED in guards:
+            keys = [key for key, guard in zip(keys, guards, strict=True) if guard != EVICTED]
+            guards = [guard for guard in guards if guard != EVICTED]
+        return StrongBlocks(place, keys, guards)
 
     def follow(self, containers: list[OffloadContainer]) -> None:
         """Their first copy is over: settle those that have nothing to pass on, follow the others."""
@@ -81,14 +106,17 @@ class Chain:
         self.following += 1
         try:
             async with trio.open_nursery() as nursery:
-                for route in self.routes:
-                    nursery.start_soon(self._walk, route, container, results)
+                onward, container.onward = container.onward, ()
+                for route, blocks in zip(self.routes, onward, strict=True):
+                    nursery.start_soon(self._walk, route, blocks, container, results)
         finally:
             self.following -= 1
             self._settle(container, results)
 
     def _settle(self, container: OffloadContainer, results: dict[str, TransferResult]) -> None:
         """Its end, from those of the routes; one that did not get there has failed."""
+        for blocks in container.onward:  # nobody took them
+            give_back(blocks.release)
         if container.completed:
             error = PipelineClosed("the chain ended before this route did")
             for route in self.routes:
@@ -97,13 +125,25 @@ class Chain:
             container.error = _worst([result for result in results.values() if result.status is Status.FAILED])
         self.settlement.settle(container)
 
-    async def _walk(self, route: Route, container: OffloadContainer, results: dict[str, TransferResult]) -> None:
+    async def _walk(
+        self, route: Route, blocks: StrongBlocks, container: OffloadContainer, results: dict[str, TransferResult]
+    ) -> None:
+        """One route, which has these blocks from now on."""
         try:
-            handle = await route.enqueue_committed(self.shelf.weak(container.completed))
+            handle = await route.enqueue_committed(blocks)
         except Exception as error:  # it has closed, or can never hold so many: this route fails, and nobody else
             results[route.name] = _failed(container.completed, error)
         else:
-            results[route.name] = await handle.wait()
+            results[route.name] = self._without(await handle.wait(), container.completed, blocks.keys)
+
+    def _without(self, result: TransferResult, stored: Sequence[Key], held: Sequence[Key]) -> TransferResult:
+        """The end of a route, on which what was gone has failed."""
+        gone = set(stored).difference(held).union(result.evicted)
+        if not gone:
+            return result
+        error = TransferFailed(f"gone from {self.tier!r} before it could be passed on")
+        failed = {**result.failed, **{key: error for key in stored if key in gone}}
+        return attrs.evolve(result, status=Status.FAILED, failed=failed, evicted=())
 
 
 _NONE: Mapping[str, TransferResult] = MappingProxyType({})

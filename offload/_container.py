@@ -29,7 +29,7 @@ from ._lifecycle import GATE, IllegalMove, Knock, Phase, Status
 if TYPE_CHECKING:
     from trio_util import AsyncValue
 
-    from backends.abc import Blocks
+    from backends.abc import Blocks, StrongBlocks
 
     from ._result import TransferResult
     from .abc import Precondition
@@ -86,6 +86,8 @@ class OffloadContainer:
     """Why the whole container failed."""
     lease: Callable[[], None] | None = None
     """What a policy locked on its behalf: gives it back."""
+    onward: Sequence[StrongBlocks] = ()
+    """What arrived, held at the destination once for each route of the chain; empty once the routes have them."""
     routes: Mapping[str, TransferResult] | None = None
     """What became of the blocks further down the chain, by pipeline."""
     confirmed: trio.Event | None = None

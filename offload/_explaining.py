@@ -1,13 +1,13 @@
 """Why a block is, or is not, where it was looked for: facts go in, an explanation comes out. Pure.
 
-What there is now is asked for when somebody wants to know. What was, nobody can ask for, so three records are kept, each of
-the last 65,536 blocks: which were evicted, which were deleted, and which were kept back from a store. Keeping them costs one
-note for a whole batch, whatever is in it; only an explanation reads them.
+What there is now is asked for when somebody wants to know. What was, nobody can ask for, so four records are kept, each of
+the last 65,536 blocks: which were evicted, which were deleted, which were kept back from a store, and whose store failed.
+Keeping them costs one note for a whole batch, whatever is in it; only an explanation reads them.
 
 What explains a block, the first of these that is true:
 
 1. It is in a tier.                              5. It was evicted from a tier, or dropped on its way below, or
-2. It is on its way.                                deleted, or kept back from a store: whatever came last.
+2. It is on its way.                                deleted, kept back from a store, or its store failed: whatever came last.
 3. A tier that may have it does not answer.      6. Nothing is known of it: never stored, or forgotten here.
 4. It is there under another key: the same
    tokens in another layout, or under another salt.
@@ -123,6 +123,12 @@ class Refusals(Record):
     __slots__ = ()
 
 
+class Failures(Record):
+    """The last blocks whose store failed: a broken tier, a full one, a copy that went wrong."""
+
+    __slots__ = ()
+
+
 # --- the facts --------------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +193,8 @@ class Facts:
     """When it was deleted, and from where; the latest first."""
     refused: Sequence[Event] = ()
     """When it was kept back from a store, and by whom; the latest first."""
+    failed: Sequence[Event] = ()
+    """When it could not be stored, where, and why; the latest first."""
 
 
 # --- the explanation --------------------------------------------------------------------------------------------------
@@ -203,6 +211,7 @@ class Cause(enum.Enum):
     EVICTED = "evicted"
     DELETED = "deleted"
     FILTERED = "filtered"
+    FAILED = "failed"
     UNKNOWN = "unknown"
 
 
@@ -279,13 +288,23 @@ def _judge(facts: Facts, now: float) -> tuple[Cause, str]:
 
 def _history(facts: Facts, now: float) -> list[tuple[Cause, str]]:
     """What came last, as a cause and in words; nothing if nothing is remembered."""
-    told = {Cause.EVICTED: facts.evicted, Cause.DELETED: facts.deleted, Cause.FILTERED: facts.refused}
+    told = {
+        Cause.EVICTED: facts.evicted,
+        Cause.DELETED: facts.deleted,
+        Cause.FILTERED: facts.refused,
+        Cause.FAILED: facts.failed,
+    }
     last = max((cause for cause in told if told[cause]), key=lambda cause: told[cause][0].when, default=None)
     if last is None:
         return []
+    failed = [f"not stored in {event.where} {_ago(now, event)} ({event.why})" for event in facts.failed[:1]]
+    if last is Cause.FAILED:
+        return [(last, failed[0])]
     how = "kept back" if last is Cause.FILTERED else last.value
     events = told[last][:1] if last is Cause.FILTERED else told[last]
-    return [(last, f"{how} {_and([_one(event, now) for event in events])}")]
+    text = f"{how} {_and([_one(event, now) for event in events])}"
+    # Why it was nowhere else when it went.
+    return [(last, "; ".join([text, *failed] if last is Cause.EVICTED else [text]))]
 
 
 def _one(event: Event, now: float) -> str:

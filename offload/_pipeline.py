@@ -102,6 +102,7 @@ class Pipeline:
             next_batch_nowait=hand_over.next_batch_nowait,
             put_back=batching.put_back,
             finish=finish,
+            hold=None if self._chain is None else self._chain.hold,
             deference=self._deference,
         )
         self._awaiting = Awaiting(config, settlement, hooks, forward=self._batching.step)
@@ -194,6 +195,7 @@ class Pipeline:
     async def enqueue_committed(self, blocks: Blocks) -> TransferHandle:
         """Take in blocks of a chain: like :meth:`enqueue`, but their gate is committed from the start."""
         taken, size = 0, len(blocks.keys)
+        blocks.hand_over()
         try:
             self._check(blocks, NO_WAIT)
             if self._budget.take_nowait(size):
@@ -206,6 +208,7 @@ class Pipeline:
                 raise PipelineClosed(f"{self!r} closed meanwhile")
         except BaseException:
             self._budget.give_back(taken)
+            blocks.release()
             raise
         return self._admit(blocks, None, Phase.COMMITTED)
 

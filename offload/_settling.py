@@ -55,8 +55,9 @@ class Settlement:
     hurried: int = 0
     """Tasks that wait for a cancellation to be confirmed. While there are any, the rooms do less in a tick: the scheduler
     must come round to them (who waits for a copy under way is among them, and costs the same)."""
-    refused: Callable[[Mapping[Key, str]], None] | None = None
-    """Is told what was kept back from a container, with the reasons, by who wants to explain it later. Must not raise."""
+    refused: Callable[[Mapping[Key, str], Mapping[Key, BaseException]], None] | None = None
+    """Is told what of a container was kept back, and what failed, with the reasons, by who wants to explain it later. Must not
+    raise."""
     _drains: list[_Drain] = attrs.Factory(list)
 
     def settle(self, container: OffloadContainer) -> None:
@@ -114,8 +115,6 @@ class Settlement:
             self.cancelled += 1
             self.blocks["returned"] += size
             return Status.CANCELLED
-        if container.filtered and self.refused is not None:
-            self.refused(container.filtered)
         ends = {
             "completed": len(container.completed),
             "filtered": len(container.filtered),
@@ -128,7 +127,10 @@ class Settlement:
         if container.phase is _CANCELLED:
             self.cancelled += 1
             return Status.CANCELLED
-        if container.phase is Phase.FAILED or container.failed or container.error is not None:
+        failed = container.phase is Phase.FAILED or container.failed or container.error is not None
+        if self.refused is not None and (failed or container.filtered):
+            self.refused(container.filtered, _failures(container))
+        if failed:
             self.failed += 1
             return Status.FAILED
         self.complete += 1
@@ -152,3 +154,11 @@ class Settlement:
             await drain.over.wait()
         finally:
             self._drains.remove(drain)
+
+
+def _failures(container: OffloadContainer) -> Mapping[Key, BaseException]:
+    """Its blocks that are not at the destination, and why, where that is not that they were kept back or gone."""
+    if container.error is None or container.completed:  # then it is of a route that leads on from there
+        return container.failed
+    ended = {*container.filtered, *container.evicted}
+    return {**{key: container.error for key in container.blocks.keys if key not in ended}, **container.failed}

@@ -300,7 +300,13 @@ async def test_what_was_dropped_on_its_way_down_and_why(autojump_clock):
         engine.tiers["disk"].faults.error = OSError("torn")
         await store(engine, [b"d"])
         await trio.sleep(2)
-        assert await told(engine, b"a") == [("evicted", "evicted from host 2 s ago (not copied to disk: failed)")]
+        assert await told(engine, b"a") == [
+            (
+                "evicted",
+                "evicted from host 2 s ago (not copied to disk: failed); "
+                "not stored in disk 2 s ago (TransferFailed: the copy failed: OSError('torn'))",
+            )
+        ]
 
 
 async def test_what_a_policy_kept_back(autojump_clock):

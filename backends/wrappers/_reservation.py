@@ -61,6 +61,12 @@ class WrappedReservation:
         stored = iter(await self._store(encoding) if good else ())
         return [Failed(refused[at]) if at in refused else next(stored) for at in range(len(keys))]
 
+    def hold(self) -> None:
+        """Hold what is stored until :meth:`release`, where the tier below can."""
+        hold = getattr(self._inner, "hold", None)
+        if hold is not None:
+            hold()
+
     def release(self) -> None:
         """Give back the room of what was not published. Idempotent; never blocks, never raises."""
         self._inner.release()

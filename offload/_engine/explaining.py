@@ -24,6 +24,7 @@ from .._explaining import (
     Elsewhere,
     Explanation,
     Facts,
+    Failures,
     InFlight,
     KeyMaker,
     Refusals,
@@ -31,6 +32,7 @@ from .._explaining import (
     allowed,
     explain,
 )
+from .._health.faults import describe
 from .._keys import BlockKey
 from .._lifecycle import Status
 from .._pipeline import Pipeline
@@ -38,12 +40,13 @@ from .finding import Place
 
 
 class History:
-    """What has happened to blocks: the last that were evicted, deleted, or kept back from a store."""
+    """What has happened to blocks: the last that were evicted, deleted, kept back from a store, or whose store failed."""
 
     def __init__(self) -> None:
         self.tombstones: Tombstones = Tombstones()
         self.deletions: Deletions = Deletions()
         self.refusals: Refusals = Refusals()
+        self.failures: Failures = Failures()
 
     def watch_tier(self, name: str, tier: object) -> Callable[[], None]:
         """Note what this place evicts, where it tells; returns what ends that."""
@@ -52,7 +55,7 @@ class History:
         return lambda: None
 
     def watch_pipeline(self, name: str, pipeline: Pipeline) -> None:
-        """Note what is kept back from this pipeline."""
+        """Note what is kept back from this pipeline, and what fails in it."""
         pipeline._settlement.refused = partial(self._refused, name)
 
     def dropped(self, name: str, to: str) -> Callable[[Sequence[Key], str], None]:
@@ -69,8 +72,12 @@ class History:
     def _evicted(self, name: str, keys: Sequence[Key]) -> None:
         self.tombstones.note(name, keys, trio.current_time())
 
-    def _refused(self, name: str, reasons: Mapping[Key, str]) -> None:
-        self.refusals.note(name, reasons, trio.current_time())
+    def _refused(self, name: str, reasons: Mapping[Key, str], failed: Mapping[Key, BaseException]) -> None:
+        now = trio.current_time()
+        if reasons:
+            self.refusals.note(name, reasons, now)
+        if failed:
+            self.failures.note(name, {key: describe(error) for key, error in failed.items()}, now)
 
 
 @attrs.frozen(eq=False)
@@ -96,8 +103,8 @@ class Witnesses:
         elsewhere = await self._elsewhere(missing, others)
         gone = [keys[at] for at in missing]
         history = self.history
-        evicted, deleted, refused = [
-            record.of(gone) for record in (history.tombstones, history.deletions, history.refusals)
+        evicted, deleted, refused, failed = [
+            record.of(gone) for record in (history.tombstones, history.deletions, history.refusals, history.failures)
         ]
         facts = [
             Facts(
@@ -109,6 +116,7 @@ class Witnesses:
                 evicted.get(key, ()),
                 deleted.get(key, ()),
                 refused.get(key, ()),
+                failed.get(key, ()),
             )
             for at, key in enumerate(keys)
         ]

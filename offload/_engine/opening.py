@@ -179,15 +179,18 @@ class _Opening:
         self, route: PlannedRoute, above: Any, feeds: Sequence[Pipeline], leaving: PipelineConfig | None
     ) -> AbstractAsyncContextManager[Pipeline]:
         said, tier = route.route, self.guards[route.to]
-        if leaving is not None and said.policies is None:
-            policies = [what_is_new(tier, leaving)]
+        knobs = leaving or said.pipeline or self.config.pipeline
+        if (
+            route.above != SOURCE and said.policies is None
+        ):  # a tier that does not say what it has in time keeps nothing back
+            policies = [what_is_new(tier, knobs)]
         else:
             policies = make_policies(said.policies, tier, route.name)
         return open_pipeline(
             above,
             tier,
             policies=policies,
-            config=leaving or said.pipeline or self.config.pipeline,
+            config=knobs,
             chain=feeds,
             instruments=[*self.instruments, self.carrying] if self.carrying else self.instruments,
             name=route.name,

@@ -83,6 +83,8 @@ class Transfer:
     """Takes a container back as the next one to go."""
     finish: Callable[[list[OffloadContainer]], None]
     """Where containers go once their copy is over."""
+    hold: Callable[[list[OffloadContainer]], None] | None = None
+    """Where they are passed on from the destination: holds there what arrived, while its reservation still holds it."""
     deference: Deference | None = None
     """How the slots stand back for loads, where they do. It stands before ``next_batch`` then."""
     quarantine: Quarantine = attrs.Factory(Quarantine)
@@ -386,6 +388,8 @@ class Slot:
         outcomes: Sequence[Outcome] | None = None
         cause: BaseException | None = None
         try:
+            if stage.hold is not None:
+                hold_until_released(reservation)
             outcomes = list(await reservation.transfer(stage.source, flat.guards))
             if (cause := _unproven_among(outcomes)) is not None:
                 outcomes = None
@@ -436,7 +440,6 @@ class Slot:
     def _over(self, flat: FlatBlocks, reservation: Reservation, outcomes: Sequence[Outcome]) -> None:
         stage = self.stage
         give_back(stage.source.release, flat.held)
-        give_back(reservation.release)
         if len(outcomes) != len(flat.keys):
             count = f"{len(outcomes)} outcomes for {len(flat.keys)} blocks"
             outcomes = _all_failed(flat, f"{stage.destination!r} answered {count}", None)
@@ -449,6 +452,9 @@ class Slot:
                 container.completed = container.keys
         else:
             _sort_out(flat, outcomes)
+        if stage.hold is not None:
+            stage.hold(flat.containers)
+        give_back(reservation.release)
         stage.finish(flat.containers)
 
 
@@ -467,6 +473,13 @@ def _announce(hooks: Hooks, batch: OffloadBatch) -> None:
         container.announced = True
     if news:
         hooks.fire("post_claim", news)
+
+
+def hold_until_released(reservation: Reservation) -> None:
+    """What is stored by it is held until it is released, where it can do that. Its guard has what it has."""
+    hold = getattr(reservation, "hold", None)
+    if hold is not None:
+        hold()
 
 
 def _fail_where_short(batch: OffloadBatch, granted: Sequence[Key]) -> None:

@@ -300,6 +300,9 @@ class Ledger:
                 allowed.update(seen.container.keys)
         for keys in self.reading.get(source, ()):
             allowed.update(keys)
+        for seen in self.seen.values():  # in the midst of a chain: held for those of its routes that are not over
+            if not seen.settled and seen.container.completed and destination_of(seen.pipeline) is source:
+                allowed.update(seen.container.completed)
         return allowed
 
     def _may_be_marked(self, destination: FakeTier) -> set[Key]:
