@@ -1041,6 +1041,24 @@ NAMES = keys_of(12)
 FATES = [None, None, None, "unsent", "lost", "cut", "late", "delayed"]
 
 
+def test_a_region_of_an_ended_session_that_is_only_read_is_not_adopted():
+    """It would be written by way of a read-only mapping, which ends the process."""
+    world = World()
+    client = Client(world)
+    client.run(connect(client.s))
+    client.put(["k"], [value_of("k")])
+    world.now += 20.0  # the lease is over
+    assert client.get(["k"]) == [
+        value_of("k")
+    ]  # by way of a new session: the region is an orphan, and mapped to be read
+    client.fate = lambda call: "unsent" if call.code == Code.REQUEST_ALLOC else None
+    with pytest.raises(NoAnswer):  # whether there is a region, which was asked for, is not known
+        client.run(allocate(client.s, 1))
+    client.fate = lambda call: None
+    assert client.run(allocate(client.s, 1))
+    assert [region.region_id for region in client.s.pages.regions] == [2]
+
+
 class Machine(RuleBasedStateMachine):
     """Two clients and a server, with losses, late arrivals, restarts and leases that end.
 
