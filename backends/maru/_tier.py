@@ -21,7 +21,7 @@ from typing import Final
 
 import trio
 
-from maru import AllocBatch, LeaseLost, MaruError, MaruHandler
+from maru import AllocBatch, LeaseLost, MaruError, MaruHandler, PoolFull
 from maru import Stored as MaruStored
 from maru.exception_groups import holds
 
@@ -144,7 +144,7 @@ class MaruTier:
 
         Raises:
             BlockSizeError: this tier holds blocks of another size.
-            CapacityError: without ``auto_expand``, its region could never hold so many.
+            CapacityError: its region, without ``auto_expand``, or the server's pool could never hold so many.
             maru.NoAnswer: the server did not answer.
         """
         self._check(keys, block_bytes, when_full)
@@ -185,7 +185,10 @@ class MaruTier:
                 patience = math.inf
                 if self._turns.is_first(turn):
                     patience = _ASK_AGAIN
-                    batch = await self.handler.alloc_pages(len(turn.keys), evict=evict)
+                    try:
+                        batch = await self.handler.alloc_pages(len(turn.keys), evict=evict)
+                    except PoolFull as exc:
+                        raise CapacityError(f"{self!r} cannot hold {len(turn.keys)} blocks: {exc}") from exc
                     if batch is not None:
                         wanted = turn.keys
                         if len(batch) > len(wanted):  # narrowed while the server was asked

@@ -187,14 +187,17 @@ class MaruHandler(Face):
     # --- storing --------------------------------------------------------------------------------------------------
 
     def alloc(self, size: int) -> AllocHandle | None:
-        """A page to fill with ``size`` bytes, at most ``chunk_size_bytes``; ``None`` if there is no room for it."""
+        """A page to fill with ``size`` bytes, at most ``chunk_size_bytes``; ``None`` if there is no room for it now."""
         return self._run("alloc", handling.alloc(self._standing, size))
 
     def batch_alloc(self, n: int, size: int | None = None) -> list[AllocHandle] | None:
         """``n`` pages to fill, neighbours where possible; ``None`` if there is no room for so many.
 
         Asks nobody while there are free pages. If not, the server evicts what this instance used least recently; then
-        another region is taken, if ``auto_expand`` is on.
+        another region is taken, if ``auto_expand`` is on, and as large a one as there is where ``pool_size`` asks for more.
+
+        Raises:
+            PoolFull: there never will be: the server's pool is smaller than that.
         """
         return self._run("batch_alloc", handling.batch_alloc(self._standing, n, size))
 

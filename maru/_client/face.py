@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import attrs
 
 from .._config import MaruConfig
-from .operations import Counters, Standing
+from .operations import Counters, Shortfall, Standing
 from .pages import PageStatistics
 from .views import MemoryInfo
 
@@ -45,6 +45,8 @@ class HandlerStatistics:
     """Keys it holds pinned."""
     regions: int
     """Mapped, its own and others'."""
+    shortfall: Shortfall | None = None
+    """The last region that the server had not so many bytes for; ``None`` if it had all that was asked for."""
 
 
 class Face:
@@ -163,6 +165,7 @@ class Face:
                 counters=attrs.evolve(standing.counters),
                 pinned=len(standing.pinned),
                 regions=len(standing.spans),
+                shortfall=standing.shortfall,
             )
 
 

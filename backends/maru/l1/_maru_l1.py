@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 import trio
 
-from maru import FateUnknown, MaruConfig, MaruHandler
+from maru import FateUnknown, MaruConfig, MaruHandler, PoolFull
 
 from ..._errors import Unproven
 from ..._keys import check_keys, distinct_keys
@@ -192,15 +192,21 @@ class MaruL1:
             DuplicateKeys: a key is named twice.
             TypeError: a key is not ``bytes``, or this is one key and not a sequence.
             ValueError: a key is longer than any tier takes.
+            maru.PoolFull: the server's pool is smaller than a page.
             maru.NoAnswer: the server was asked for room, and did not answer.
         """
         handler, size = self._home.the_handler(self), self._known_layout().block_bytes
         keys = distinct_keys(keys)
         n = len(keys)
-        handles = await handler.batch_alloc(n, size)
+        handles = None
         while handles is None:
-            n = max(0, min(n - 1, handler.free_pages))
-            handles = await handler.batch_alloc(n, size)
+            try:
+                handles = await handler.batch_alloc(n, size)
+            except PoolFull:
+                if not handler.get_owned_region_ids():  # not one page, now or ever
+                    raise
+            if handles is None:
+                n = max(0, min(n - 1, handler.free_pages))
         self._counts.refused += len(keys) - n
         reservation = WriteReservation(self, keys[:n], handles, keys[n:])
         self._opened_write(reservation)

@@ -32,6 +32,7 @@ from .reading import release as release
 from .reading import simply as simply
 from .reading import unpin as unpin
 from .standing import Counters as Counters
+from .standing import Shortfall as Shortfall
 from .standing import Standing as Standing
 from .storing import addresses as addresses
 from .storing import allocate as allocate

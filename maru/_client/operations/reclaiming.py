@@ -1,7 +1,7 @@
 """Operations: room for more pages. Pure.
 
 In this order: what is known to be free, what may turn out to be (LIMBO, returns that went astray), what the server can evict
-for us, another region. Whatever is left is the answer: full.
+for us, another region, or a smaller one. Whatever is left is the answer: full.
 """
 
 from __future__ import annotations
@@ -9,10 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..._errors import ServerRefused
-from ..._wire import AllocReply, AllocRequest, BeatRequest, Code, Handle, ListReply, ListRequest, ReclaimRequest
+from ..._pool.spans import ALIGN_BYTES
+from ..._wire import (
+    AllocReply,
+    AllocRequest,
+    BeatRequest,
+    Code,
+    Handle,
+    ListReply,
+    ListRequest,
+    ReclaimRequest,
+    UsageReply,
+)
 from .connecting import _map, remember, resolve_limbo
 from .effects import Call, Operation
-from .standing import Standing
+from .standing import Shortfall, Standing
 
 AHEAD = 64
 """A full owner reclaims at least a part in so many of its pages: else each store would ask for its few."""
@@ -86,18 +97,55 @@ def expand(s: Standing, n: int) -> Operation[None]:
         return
     size = (config.expand_size or config.pool_size) if held else config.pool_size
     size = max(size, (n - pages.free) * pages.page_bytes)
+    reply = yield from _request_region(s, size)
+    if reply.handle is None:
+        reason = reply.error
+        usage: UsageReply = yield Call(Code.GET_USAGE, None)
+        for less in smaller_sizes(size, usage.pool_total, usage.pool_free, pages.page_bytes, is_first=not held):
+            reply = yield from _request_region(s, less)
+            if reply.handle is not None:
+                break
+        granted = 0 if reply.handle is None else reply.handle.length
+        s.fell_short(Shortfall(size, granted, usage.pool_total, usage.pool_free, reason))
+    if reply.handle is not None:
+        yield from _own(s, reply.handle)
+        s.doubtful_alloc = False
+
+
+def _request_region(s: Standing, size: int) -> Operation[AllocReply]:
+    """Ask for a region. Answered with one, it is ours, and :attr:`Standing.doubtful_alloc` until it is used."""
     s.doubtful_alloc = s.own  # until the answer is there: a region that we do not know of may be ours
     reply: AllocReply = yield Call(
         Code.REQUEST_ALLOC,
         AllocRequest(s.instance_id, size, session=s.token or None),
-        patience=config.timeout_ms / 1e3 + size / RESERVED_PER_SECOND,
+        patience=s.config.timeout_ms / 1e3 + size / RESERVED_PER_SECOND,
     )
-    handle = reply.handle
-    if not reply.success or handle is None:
+    if not reply.success:
+        reply = AllocReply(False, None, reply.error)
+    if reply.handle is None:
         s.doubtful_alloc = False
-        return
-    yield from _own(s, handle)
-    s.doubtful_alloc = False
+    return reply
+
+
+def smaller_sizes(size: int, total: int, free: int, page_bytes: int, *, is_first: bool) -> Iterator[int]:
+    """What to ask for where a region of this size was refused, the largest first. Pure.
+
+    All that the pool has, since abandoned regions may go for it; all that is free. Who has no region yet can do nothing at
+    all, and so goes on with halves: what is free may lie in pieces, or be promised twice.
+
+    Args:
+        size: what was refused.
+        total: bytes of the pool, in all.
+        free: bytes of the pool that nobody has.
+        page_bytes: less is of no use.
+        is_first: whether it is to be the first region.
+    """
+    for less in sorted({most // ALIGN_BYTES * ALIGN_BYTES for most in (total, free)}, reverse=True):
+        if page_bytes <= less < size:
+            yield less
+            size = less
+    while is_first and (size := size // 2 // ALIGN_BYTES * ALIGN_BYTES) >= max(page_bytes, ALIGN_BYTES):
+        yield size
 
 
 def _adopt(s: Standing) -> Operation[None]:

@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 
 from ..._config import MaruConfig
-from ..._errors import HandlerClosed, LeaseLost
+from ..._errors import HandlerClosed, LeaseLost, PoolFull
 from ..._wire import OWN_CODES, Code, Handle, HandshakeReply, OwnReply, OwnRequest
 from ..page_states import PageState
 from ..pages import OwnedPages
@@ -50,6 +50,22 @@ class Former:
     span: Span
     pages: list[tuple[int, str, int]]
     """Offset, key and length of each page that was registered."""
+
+
+@attrs.frozen
+class Shortfall:
+    """A region that the server had not so many bytes for."""
+
+    wanted_bytes: int
+    """What was asked for: ``pool_size``, ``expand_size``, or what was needed at once."""
+    granted_bytes: int
+    """What was had instead; 0: nothing."""
+    pool_bytes: int
+    """What the server's pool has in all."""
+    free_bytes: int
+    """What of it nobody had."""
+    reason: str
+    """The server's."""
 
 
 @attrs.define
@@ -115,6 +131,7 @@ class Standing:
         self.forgotten: deque[int] = deque()
         """Allocated pages whose handle was forgotten: finalizers append, and the next call frees."""
         self.doubtful_alloc = False
+        self.shortfall: Shortfall | None = None
         self.on_region_added: Callable[[int], object] | None = None
         # keys
         self.pinned = Pinned()
@@ -325,6 +342,49 @@ class Standing:
         if self.pinned.dropped:
             self.pinned.collect(self.era)
 
+    # --- how much there is ----------------------------------------------------------------------------------------
+
+    def fell_short(self, shortfall: Shortfall) -> None:
+        """The server had less than was asked for. Said once; that a full pool has no further region is nothing to say."""
+        if self.shortfall is None and (shortfall.granted_bytes or not self.pages.regions):
+            _log.warning(
+                "%r: pool_size = %d: a region of %d bytes was refused (%s), and one of %d is used; the server has %d bytes, of "
+                "which %d were free. Set pool_size to what it has, or its capacity_bytes to more",
+                self,
+                self.config.pool_size,
+                shortfall.wanted_bytes,
+                shortfall.reason,
+                shortfall.granted_bytes,
+                shortfall.pool_bytes,
+                shortfall.free_bytes,
+            )
+        self.shortfall = shortfall
+
+    def check_size(self, n: int) -> None:
+        """Raise if so many pages can never be had at once, whatever becomes free.
+
+        Raises:
+            PoolFull: the server had less than was asked for, and its pool, or without ``auto_expand`` the region that it
+                gave, is smaller than that.
+        """
+        if self.shortfall is None:
+            return
+        owned = sum(region.pages for region in self.pages.regions)
+        page_bytes, config = self.pages.page_bytes, self.config
+        if owned and not config.auto_expand:
+            most, what = owned, f"its region, which is not expanded (auto_expand), has {owned * page_bytes} bytes"
+        else:
+            total = self.shortfall.pool_bytes
+            most, what = (
+                max(owned, total // page_bytes),
+                f"the server's pool (its capacity_bytes) has {total} bytes in all",
+            )
+        if n > most:
+            raise PoolFull(
+                f"{self!r}: pool_size = {config.pool_size}: {n} pages of {page_bytes} bytes are wanted at once, and {what}. "
+                "Store fewer at once, or give the server more"
+            )
+
     # --- losing ---------------------------------------------------------------------------------------------------
 
     def lose_region(self, region_id: int) -> None:
@@ -355,6 +415,7 @@ class Standing:
         self.spans.clear()  # the server may stand over another pool now, where the same numbers mean other regions
         self.handles.clear()
         self.page_of.clear()
+        self.shortfall = None
         self._attempt = 0
 
 

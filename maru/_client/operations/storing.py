@@ -63,13 +63,23 @@ _UNKNOWN = (PageEvent.DISPUTED, Stored.REFUSED)  # of a later server
 
 
 def allocate(s: Standing, n: int, *, evict: bool = True) -> Operation[list[int] | None]:
-    """``n`` pages; ``None`` if there is no room for so many. Asks nobody while there are free ones.
+    """``n`` pages; ``None`` if there is no room for so many now. Asks nobody while there are free ones.
 
     Args:
         s: the client.
         n: how many.
         evict: whether keys of ours may go for it.
+
+    Raises:
+        PoolFull: there never will be.
     """
+    pages = yield from _allocate(s, n, evict)
+    if pages is None:
+        s.check_size(n)
+    return pages
+
+
+def _allocate(s: Standing, n: int, evict: bool) -> Operation[list[int] | None]:
     s.check_open()
     if s.unsettled:
         yield from settle(s)
@@ -85,7 +95,7 @@ def allocate(s: Standing, n: int, *, evict: bool = True) -> Operation[list[int] 
 
 def allocate_most(s: Standing, n: int, *, evict: bool = True) -> Operation[list[int]]:
     """``n`` pages, or as many as there is room for."""
-    pages = yield from allocate(s, n, evict=evict)
+    pages = yield from _allocate(s, n, evict)
     while pages is None:
         n = min(n - 1, s.pages.free)
         pages = s.pages.allocate(n)
