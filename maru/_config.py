@@ -243,7 +243,9 @@ class MaruConfig:
     eager_map: bool = _knob.flag(True, "Map other owners' regions when connecting; otherwise when first read.")
     auto_expand: bool = _knob.flag(True, "Take another region when no page is free and none could be reclaimed.")
     expand_size: int = _knob.size(0, 0, _TIB, "Bytes of such a further region. 0: as many as pool_size.")
-    auto_connect: bool = _knob.flag(False, "Connect when first used, without a call of connect.")
+    auto_connect: bool = _knob.flag(
+        False, "Connect when first used: without a call of connect, or where a block of trio was entered."
+    )
     rm_address: str = _knob.text(
         "", "host:port, or empty", r"(\S+:[0-9]{1,5})?", "The resource manager of a published server; a handshake wins."
     )

@@ -108,7 +108,7 @@ class MaruTier:
 
     async def __aenter__(self) -> MaruTier:
         async with self._opening:
-            if self._visits.enter() and not self.handler.connected:
+            if self._visits.enter() and not self.handler.is_open:
                 try:
                     await self.handler.__aenter__()
                 except BaseException:

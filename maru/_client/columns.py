@@ -160,6 +160,8 @@ class HeldBatch:
 
 def alloc_pages_nowait(s: Standing, n: int) -> AllocBatch | None:
     """``n`` pages, if so many are known to be free."""
+    if not s.is_connected and s.config.auto_connect and not s.is_closed:
+        return None  # who asks the server connects
     s.check_open()
     if s.forgotten:
         s.collect()

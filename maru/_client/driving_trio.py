@@ -56,6 +56,7 @@ class Driver:
         self._released = trio.Event()
         self._keeping = trio.CancelScope(shield=True)
         self.connected = trio.Event()
+        self.connecting = trio.Lock()
 
     def use(self, socket: MessageSocket) -> None:
         """Talk over this socket from now on."""

@@ -64,6 +64,8 @@ class MaruHandler(Face):
     async def __aenter__(self) -> MaruHandler:
         """Connect, and map what others own, if so configured. After an attempt in vain, it may be tried again.
 
+        With ``auto_connect`` that is left to the first call that asks the server: whoever needs no answer needs no server.
+
         It may be opened again as well when it has been left, or has ended by an error: with a new session, and new regions.
         Everything that was had from it before stays void.
         """
@@ -104,8 +106,8 @@ class MaruHandler(Face):
                     driver.use(socket)
                     nursery.start_soon(driver.keep)
                     try:
-                        await driver.run(operations.connect(self._standing))
-                        driver.connected.set()
+                        if not self.config.auto_connect:
+                            await self._connect()
                         yield
                     except BaseException as exc:
                         if nursery.cancel_scope.cancel_called:  # a task of ours has failed
@@ -123,10 +125,27 @@ class MaruHandler(Face):
         finally:
             del error  # its traceback holds this frame
 
+    @property
+    def is_open(self) -> bool:
+        """Whether its block was entered, and is neither left nor over by an error. With ``auto_connect``, connected or not."""
+        return self._life is not None and not self._standing.is_closed
+
+    async def _connect(self) -> None:
+        """Greet the server, once for all who come at the same time. Cancelled, the next one does, or goes on from there."""
+        driver, standing = self._driver, self._standing
+        async with driver.connecting:
+            if driver.connected.is_set():
+                return
+            try:
+                await driver.run(operations.connect(standing))
+            finally:
+                if standing.is_connected:  # also where it was cancelled behind that: there is a lease to be renewed
+                    driver.connected.set()
+
     async def healthcheck(self) -> bool:
         """Whether the server answers now."""
         try:
-            await self._driver.run(operations.simply(self._standing, Code.HEARTBEAT))
+            await self._drive(operations.simply(self._standing, Code.HEARTBEAT))
         except (NoAnswer, ServerLost):
             return False
         return True
@@ -230,7 +249,7 @@ class MaruHandler(Face):
             evict: whether keys of this instance may go for it.
             partial: as many as there is room for, possibly none, instead of ``None``.
         """
-        return await self._driver.run(columns.alloc_pages(self._standing, n, evict, partial))
+        return await self._drive(columns.alloc_pages(self._standing, n, evict, partial))
 
     async def store_pages(
         self, keys: Sequence[str], batch: AllocBatch, size: int, checksums: list[int] | None
@@ -272,7 +291,7 @@ class MaruHandler(Face):
             keys: what to find.
             partial: end before the first whose region cannot be mapped here, instead of raising why.
         """
-        return await self._driver.run(columns.hold_pages(self._standing, keys, self._driver.give_back_all, partial))
+        return await self._drive(columns.hold_pages(self._standing, keys, self._driver.give_back_all, partial))
 
     async def delete_pages(self, keys: Sequence[str], generations: Sequence[int]) -> list[Deleted]:
         """Delete these keys as far as what was found there is there still, by :attr:`HeldBatch.generations`.
@@ -316,7 +335,7 @@ class MaruHandler(Face):
 
     async def get_stats(self) -> dict[str, Any]:
         """The server's statistics, as the published server has them."""
-        reply = await self._driver.run(operations.simply(self._standing, Code.GET_STATS))
+        reply = await self._drive(operations.simply(self._standing, Code.GET_STATS))
         stats: dict[str, Any] = msgspec.to_builtins(reply)
         return stats
 
@@ -326,11 +345,16 @@ class MaruHandler(Face):
 
     async def _run(self, what: str, operation: Operation[T]) -> T:
         if not self._reports:
-            return await self._driver.run(operation)
+            return await self._drive(operation)
         began = monotonic()
-        answer = await self._driver.run(operation)
+        answer = await self._drive(operation)
         self._observe(what, answer, monotonic() - began)
         return answer
+
+    async def _drive(self, operation: Operation[T]) -> T:
+        if self.config.auto_connect and self.is_open and not self._driver.connected.is_set():
+            await self._connect()
+        return await self._driver.run(operation)
 
 
 def open_handler(config: MaruConfig | None = None, **knobs: Any) -> MaruHandler:

@@ -303,10 +303,11 @@ def span_of(s: Standing, region_id: int, *, write: bool = False) -> Operation[Sp
 
 
 def _map(s: Standing, region_id: int, write: bool) -> Operation[Span]:
-    span = s.spans.get(region_id)
+    mapped = s.spans.get(region_id)
     # One that is mapped to be read was another owner's: whether it may be written, the server says.
-    if span is not None and (span.writable or not write):
-        return span
+    if mapped is not None and (mapped.writable or not write):
+        return mapped
+    span: Span
     if s.own and s.descriptors:
         reply = yield Call(Code.REGION, RegionRequest(s.token, s.pages.acknowledged, region_id, write))
         span = yield Map(region_id, reply.offset, reply.length, write=write, capability=reply.capability)
