@@ -28,6 +28,7 @@ from maru.exception_groups import holds
 from .._copying import StoreCopy, load_pages, places_for, unequal
 from .._errors import BackendError, BlockSizeError, CapacityError, Unproven
 from .._in_place import CopiesInPlace
+from .._keys import check_keys
 from .._visits import Visits
 from ..abc import (
     LOADED,
@@ -143,6 +144,7 @@ class MaruTier:
         itself, but a server may evict ahead of need (``high_watermark``).
 
         Raises:
+            TypeError, ValueError: these are no keys, or one is longer than the server takes.
             BlockSizeError: this tier holds blocks of another size.
             CapacityError: its region, without ``auto_expand``, or the server's pool could never hold so many.
             maru.NoAnswer: the server did not answer.
@@ -209,8 +211,15 @@ class MaruTier:
         return self.handler.config.auto_expand or not self.handler.get_owned_region_ids()
 
     def _check(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> None:
+        check_keys(keys)
         if block_bytes != self.block_bytes:
             raise BlockSizeError(self, self.block_bytes, block_bytes)
+        longest = max(map(len, keys), default=0)
+        if 2 * longest > self.handler.max_key_bytes:  # by its hexadecimal digits
+            raise ValueError(
+                f"{self!r} takes keys of at most {self.handler.max_key_bytes // 2} bytes, not of {longest}: "
+                "max_key_bytes of its server is for their digits and the handler's tenant and namespace"
+            )
         if when_full in ("wait", "evict") and not self.handler.config.auto_expand:
             room = self._capacity_bytes() // self.handler.config.chunk_size_bytes
             if len(keys) > room:

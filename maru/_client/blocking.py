@@ -37,6 +37,7 @@ from .copying import Buffer
 from .driving import Driver
 from .driving import Ticket as Ticket
 from .face import Face, HandlerStatistics, beat_of
+from .keys import list_keys
 from .lines import Lines
 from .operations import Operation, Pin
 from .reaching import blocking_dealer
@@ -80,11 +81,11 @@ class Begin:
 
     def batch_exists(self, keys: Iterable[str]) -> Ticket[list[bool]]:
         """See :meth:`MaruHandler.batch_exists`."""
-        return self._begin(operations.exist(self._standing, list(keys)))
+        return self._begin(operations.exist(self._standing, list_keys(keys)))
 
     def batch_pin(self, keys: Iterable[str]) -> Ticket[list[bool]]:
         """See :meth:`MaruHandler.batch_pin`."""
-        return self._begin(operations.pin(self._standing, list(keys)))
+        return self._begin(operations.pin(self._standing, list_keys(keys)))
 
     def delete(self, key: str) -> Ticket[Deleted]:
         """See :meth:`MaruHandler.delete`."""
@@ -252,7 +253,7 @@ class MaruHandler(Face):
 
     def batch_exists(self, keys: Iterable[str]) -> list[bool]:
         """Which of these keys are there now."""
-        return self._run("batch_exists", operations.exist(self._standing, list(keys)))
+        return self._run("batch_exists", operations.exist(self._standing, list_keys(keys)))
 
     def pin(self, key: str) -> bool:
         """Keep a key from being evicted and deleted until :meth:`unpin`, or the end of the session. Counted."""
@@ -260,7 +261,7 @@ class MaruHandler(Face):
 
     def batch_pin(self, keys: Iterable[str]) -> list[bool]:
         """Pin the first keys up to the first that is missing: from there on, False."""
-        return self._run("batch_pin", operations.pin(self._standing, list(keys)))
+        return self._run("batch_pin", operations.pin(self._standing, list_keys(keys)))
 
     def unpin(self, key: str) -> bool:
         """Undo one :meth:`pin`. False if there was none."""
@@ -268,7 +269,7 @@ class MaruHandler(Face):
 
     def batch_unpin(self, keys: Iterable[str]) -> list[bool]:
         """Undo one :meth:`pin` of each."""
-        return self._run("batch_unpin", operations.unpin(self._standing, list(keys)))
+        return self._run("batch_unpin", operations.unpin(self._standing, list_keys(keys)))
 
     # --- deleting -------------------------------------------------------------------------------------------------
 
@@ -278,7 +279,7 @@ class MaruHandler(Face):
 
     def batch_delete(self, keys: Iterable[str]) -> list[Deleted]:
         """:meth:`delete` for many keys."""
-        return self._run("batch_delete", operations.delete(self._standing, list(keys)))
+        return self._run("batch_delete", operations.delete(self._standing, list_keys(keys)))
 
     # --- watching -------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from .._errors import HandlerClosed, LeaseLost
 from .answers import Stored
+from .keys import list_keys
 from .operations import Operation, Pin, Standing, addresses, allocate, allocate_most, hold, hold_first, store_surely
 
 
@@ -179,7 +180,7 @@ def store_pages(
     s: Standing, keys: Sequence[str], batch: AllocBatch, size: int, checksums: list[int] | None
 ) -> Operation[list[Stored | None]]:
     """Register pages that are filled."""
-    keys = list(keys)
+    keys = list_keys(keys)
     if not 0 < size <= batch.page_bytes:
         raise ValueError(f"{size} bytes do not fit a page, which has chunk_size_bytes, {batch.page_bytes}")
     s.check_open()
@@ -192,9 +193,9 @@ def hold_pages(
 ) -> Operation[HeldBatch]:
     """What lies under the first of these keys up to the first that is missing; ``partial``, or cannot be mapped."""
     if not partial:
-        pins = yield from hold(s, list(keys), prefix=True)
+        pins = yield from hold(s, list_keys(keys), prefix=True)
         return HeldBatch(s, [pin for pin in pins if pin is not None], give_back)
-    first, behind, unresolved = yield from hold_first(s, list(keys))
+    first, behind, unresolved = yield from hold_first(s, list_keys(keys))
     if behind:
         give_back(behind)
     return HeldBatch(s, first, give_back, unresolved)

@@ -90,6 +90,11 @@ class Face:
         """Who owns its regions."""
         return self._instance_id
 
+    @property
+    def max_key_bytes(self) -> int:
+        """Bytes of a key in UTF-8 at most: what the server takes, less the salt of tenant and namespace."""
+        return self._standing.max_key_bytes - len(self._standing.salt.encode())
+
     def get_chunk_size(self) -> int:
         """Bytes of a page."""
         return self.config.chunk_size_bytes

@@ -32,6 +32,7 @@ from .columns import AllocBatch, HeldBatch
 from .copying import Buffer
 from .driving_trio import Driver
 from .face import Face, HandlerStatistics
+from .keys import list_keys
 from .operations import Operation
 from .reaching import open_dealer
 from .views import AllocHandle, MemoryInfo
@@ -217,7 +218,7 @@ class MaruHandler(Face):
 
     async def batch_exists(self, keys: Iterable[str]) -> list[bool]:
         """Which of these keys are there now."""
-        return await self._run("batch_exists", operations.exist(self._standing, list(keys)))
+        return await self._run("batch_exists", operations.exist(self._standing, list_keys(keys)))
 
     async def pin(self, key: str) -> bool:
         """Keep a key from being evicted and deleted until :meth:`unpin`, or the end of the session. Counted."""
@@ -225,7 +226,7 @@ class MaruHandler(Face):
 
     async def batch_pin(self, keys: Iterable[str]) -> list[bool]:
         """Pin the first keys up to the first that is missing: from there on, False."""
-        return await self._run("batch_pin", operations.pin(self._standing, list(keys)))
+        return await self._run("batch_pin", operations.pin(self._standing, list_keys(keys)))
 
     async def unpin(self, key: str) -> bool:
         """Undo one :meth:`pin`. False if there was none."""
@@ -233,7 +234,7 @@ class MaruHandler(Face):
 
     async def batch_unpin(self, keys: Iterable[str]) -> list[bool]:
         """Undo one :meth:`pin` of each."""
-        return await self._run("batch_unpin", operations.unpin(self._standing, list(keys)))
+        return await self._run("batch_unpin", operations.unpin(self._standing, list_keys(keys)))
 
     # --- many at once, in columns ---------------------------------------------------------------------------------
 
@@ -299,7 +300,9 @@ class MaruHandler(Face):
         What was stored anew meanwhile, by whomever, stays, and is ``MISSING``. A published server, and one of ours that is
         older than this question, do not tell: there, whatever lies under the key goes.
         """
-        return await self._run("batch_delete", operations.delete(self._standing, list(keys), generations))
+        if len(keys) != len(generations):
+            raise ValueError(f"{len(keys)} keys, and {len(generations)} generations")
+        return await self._run("batch_delete", operations.delete(self._standing, list_keys(keys), generations))
 
     def collect(self) -> None:
         """Let go of what was forgotten or cut off, now: pages are free, the server is told of pins. Waits for nobody."""
@@ -329,7 +332,7 @@ class MaruHandler(Face):
 
     async def batch_delete(self, keys: Iterable[str]) -> list[Deleted]:
         """:meth:`delete` for many keys."""
-        return await self._run("batch_delete", operations.delete(self._standing, list(keys)))
+        return await self._run("batch_delete", operations.delete(self._standing, list_keys(keys)))
 
     # --- watching -------------------------------------------------------------------------------------------------
 

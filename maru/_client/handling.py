@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from .answers import Deleted, Loaded, Stored
 from .copying import Buffer, Places, copy, copy_and_sum, sums
+from .keys import list_keys
 from .operations import Operation, Pin, Standing, Work, allocate, delete, hold, load, pin, put, store, unpin
 from .views import AllocHandle, MemoryInfo
 
@@ -45,7 +46,7 @@ def free(s: Standing, handles: Iterable[AllocHandle]) -> None:
 
 def batch_store(s: Standing, keys: Iterable[str], handles: Iterable[AllocHandle]) -> Operation[list[Stored]]:
     """Register filled pages."""
-    keys, handles = list(keys), list(handles)
+    keys, handles = list_keys(keys), list(handles)
     if len(keys) != len(handles) or len({id(handle) for handle in handles}) != len(handles):
         raise ValueError(f"{len(keys)} keys, and {len(handles)} handles, which must all be different")
     if not keys:
@@ -63,7 +64,7 @@ def batch_store(s: Standing, keys: Iterable[str], handles: Iterable[AllocHandle]
 
 def batch_put(s: Standing, keys: Iterable[str], buffers: Sequence[Buffer]) -> Operation[list[Stored]]:
     """Copy buffers into pages and register them."""
-    keys = list(keys)
+    keys = list_keys(keys)
     with Places(buffers, write=False) as places:
         at, sizes = places.addresses, places.sizes
         _check(keys, sizes, s.pages.page_bytes)
@@ -93,14 +94,14 @@ def batch_retrieve(
     s: Standing, keys: Iterable[str], give_back: Callable[[Pin], object]
 ) -> Operation[list[MemoryInfo | None]]:
     """What lies under these keys, pinned."""
-    keys = list(keys)
+    keys = list_keys(keys)
     pins = yield from hold(s, keys)
     return [None if one is None else MemoryInfo(s, key, one, give_back) for key, one in zip(keys, pins, strict=True)]
 
 
 def batch_get_into(s: Standing, keys: Iterable[str], buffers: Sequence[Buffer]) -> Operation[list[Loaded]]:
     """Copy what lies under these keys into buffers."""
-    keys = list(keys)
+    keys = list_keys(keys)
     with Places(buffers, write=True) as places:
         to, sizes = places.addresses, places.sizes
         _check(keys, sizes, None)

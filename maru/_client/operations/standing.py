@@ -21,7 +21,7 @@ import attrs
 
 from ..._config import MaruConfig
 from ..._errors import HandlerClosed, LeaseLost, PoolFull
-from ..._wire import OWN_CODES, Code, Handle, HandshakeReply, OwnReply, OwnRequest
+from ..._wire import MAX_KEY_BYTES, OWN_CODES, Code, Handle, HandshakeReply, OwnReply, OwnRequest
 from ..page_states import PageState
 from ..pages import OwnedPages
 from .effects import Call, Span
@@ -117,6 +117,7 @@ class Standing:
         self.lease = math.inf
         self.deadline = -math.inf
         self.max_keys = 1
+        self.max_key_bytes = MAX_KEY_BYTES
         self.rm_address = config.rm_address
         self.descriptors = ""
         self.doubt = ""  # why nobody can tell whose the server is
@@ -257,6 +258,7 @@ class Standing:
         self.rm_address = reply.rm_address or self.config.rm_address
         self.descriptors = reply.descriptors
         self.max_keys = max(1, min(reply.max_keys, 1024 if not own else reply.max_keys))
+        self.max_key_bytes = reply.max_key_bytes
         if own:
             assert reply.session is not None
             self.token = reply.session

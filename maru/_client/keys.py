@@ -1,0 +1,37 @@
+"""What a key is for a client: a text that a message can carry. Checked where it comes in, before anything is taken for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def list_keys(keys: Iterable[str]) -> list[str]:
+    """These keys, as a list.
+
+    Raises:
+        TypeError: one of them is no text; or this is one key, and not several.
+        ValueError: one of them is not Unicode: half a surrogate pair.
+    """
+    if isinstance(keys, str | bytes | bytearray | memoryview):
+        raise TypeError(f"keys = {_shown(keys)} is one key: several are wanted, as in [key]")
+    keys = list(keys)
+    if not {*map(type, keys)} <= {str}:  # a subclass is one as well, and rare
+        for key in keys:
+            if not isinstance(key, str):
+                raise TypeError(
+                    f"the key {_shown(key)} is of type {type(key).__name__}: keys of the page store are texts (key.hex())"
+                )
+    if not "".join(keys).isascii():
+        for key in keys:
+            try:
+                key.encode()
+            except UnicodeEncodeError as exc:
+                raise ValueError(
+                    f"the key {_shown(key)} is no Unicode, so no message can carry it: {exc.reason}"
+                ) from exc
+    return keys
+
+
+def _shown(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
