@@ -6,6 +6,7 @@ The server is the real one, memory and all; its answers are exchanged on their w
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import threading
@@ -19,9 +20,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from maru_processes import PATIENCE, within
+from other_user import UID, needs_root, other_user
 from pinned_pools import CHUNK, address_of, server_in_thread
 
-from backends.pinned_pool import PinnedPoolClient, PinnedPoolError, PinnedPoolServer, PoolLost, PoolTimeout
+from backends.pinned_pool import (
+    PinnedPoolClient,
+    PinnedPoolError,
+    PinnedPoolServer,
+    PoolLost,
+    PoolTimeout,
+    PoolUntrusted,
+)
+from backends.pinned_pool import _line as line_module
 from backends.pinned_pool._grants import Grants, Implausible
 from backends.pinned_pool._messages import (
     HEADER,
@@ -38,6 +48,7 @@ from backends.pinned_pool._messages import (
     packed,
 )
 from backends.pinned_pool._session import Session
+from maru._peers import Listener
 
 MIB = 1 << 20
 CHUNKS = MIB // CHUNK
@@ -252,6 +263,60 @@ def test_what_is_taken_in_has_its_chunks_for_itself(steps: list[tuple[str, int, 
             with pytest.raises(Implausible):
                 grants.add(name, indices, nbytes)
     assert all((found := grants.get(name)) and found.chunk_indices == indices for name, indices in held.items())
+
+
+# --- another user's server --------------------------------------------------------------------------------------------
+
+SQUATTER = """
+import socket, sys
+become_other_user()
+with socket.create_server(("127.0.0.1", 0)) as listening:
+    print(listening.getsockname()[1], flush=True)
+    while True:
+        peer, _ = listening.accept()
+        with peer:
+            print(peer.recv(100) or "nothing", flush=True)
+"""
+
+
+@needs_root
+def test_another_users_server_is_told_nothing() -> None:
+    with other_user(SQUATTER) as squatter:
+        assert squatter.stdout is not None
+        address = f"127.0.0.1:{squatter.stdout.readline().strip()}"
+        for shared in (None, True, False):
+            with pytest.raises(PoolUntrusted, match=rf"user {UID}.*server_uid"):
+                PinnedPoolClient(address, timeout=PATIENCE, shared_memory=shared)
+            assert squatter.stdout.readline() == "nothing\n"
+        with pytest.raises(PoolLost):  # who is meant is talked to
+            PinnedPoolClient(address, timeout=PATIENCE, server_uid=UID)
+        assert "process" in squatter.stdout.readline()
+
+
+@pytest.mark.parametrize(
+    ("listener", "trusted"),
+    [
+        (Listener(frozenset({os.geteuid()})), True),
+        (Listener(frozenset({0})), True),
+        (Listener(frozenset({77})), False),
+        (Listener(frozenset({os.geteuid(), 77})), False),
+        (Listener(unknown="no socket is there"), True),
+    ],
+    ids=["ours", "root's", "another's", "both", "unknown"],
+)
+def test_who_listens_decides_before_anything_is_sent(
+    liar: Liar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, listener: Listener, trusted: bool
+) -> None:
+    liar.lie = lambda answer: answer
+    monkeypatch.setattr(line_module, "find_tcp_listener", lambda host, port: listener)
+    if trusted:
+        PinnedPoolClient(liar.address, timeout=PATIENCE).close()
+    else:
+        with pytest.raises(PoolUntrusted, match="served by user 77"):
+            PinnedPoolClient(liar.address, timeout=PATIENCE)
+        if listener.uids == {77}:
+            PinnedPoolClient(liar.address, timeout=PATIENCE, server_uid=77).close()
+    assert ("cannot be told" in caplog.text) is bool(listener.unknown)
 
 
 # --- a server that takes its time -------------------------------------------------------------------------------------

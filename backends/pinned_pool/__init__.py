@@ -35,6 +35,7 @@ from ._table import Allocation as Allocation
 from ._table import Usage as Usage
 from ._errors import PinnedPoolError as PinnedPoolError
 from ._errors import PoolUnreachable as PoolUnreachable
+from ._errors import PoolUntrusted as PoolUntrusted
 from ._errors import PoolLost as PoolLost
 from ._errors import PoolTimeout as PoolTimeout
 from ._errors import PoolRefused as PoolRefused

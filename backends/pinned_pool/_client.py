@@ -91,15 +91,22 @@ class PinnedPoolClient:
         server: ``host:port``.
         timeout: seconds to wait for an answer.
         shared_memory: whether to map the pool: None where that can be, True or else fail, False never.
+        server_uid: the user whose server is meant; this process's by default. Root's is believed as well.
 
     Raises:
         PoolUnreachable: there is no server.
+        PoolUntrusted: on this host, another user's process listens there. Nothing was sent.
         PoolTimeout: it does not answer.
         PoolLost: what answers there is no pinned pool.
     """
 
     def __init__(
-        self, server: str = "127.0.0.1:8073", *, timeout: float = 10.0, shared_memory: bool | None = None
+        self,
+        server: str = "127.0.0.1:8073",
+        *,
+        timeout: float = 10.0,
+        shared_memory: bool | None = None,
+        server_uid: int | None = None,
     ) -> None:
         self.server: Final = server
         self._timeout = timeout
@@ -118,7 +125,7 @@ class PinnedPoolClient:
         self.mapping: Mapping | None = None
         """The pool here; None where it is not mapped."""
         self._closed = False
-        self._line = Line(server, timeout)
+        self._line = Line(server, timeout, os.geteuid() if server_uid is None else server_uid)
         watch_forks(self, PinnedPoolClient._after_fork)
         try:
             self._welcome = self._call(Welcome, Hello(0, VERSION, f"process {self._pid}"))
@@ -297,8 +304,8 @@ class PinnedPoolClient:
             finally:
                 os.close(fd)
         except (MaruError, OSError) as exc:
-            # Another host has no such socket, another user may not enter, another server does not know the token.
-            _log.info("the pool of %s is not mapped, bytes go through the socket: %s", self.server, exc)
+            # Another host has no such socket, root's may not be entered, another server does not know the token.
+            _log.warning("the pool of %s is not mapped, bytes go through the socket: %s", self.server, exc)
             return str(exc)
         return ""
 

@@ -15,6 +15,10 @@ class PoolUnreachable(PinnedPoolError):
     """There is no server, or what answers there is none. Somebody must start it; nothing was taken."""
 
 
+class PoolUntrusted(PinnedPoolError):
+    """Another user's process listens there. The caller starts a server of its own, or says whose it means (``server_uid``)."""
+
+
 class PoolLost(PinnedPoolError):
     """The connection is over: the server has ended, or has hung up. The pool and all its blocks are gone with it."""
 

@@ -77,8 +77,10 @@ class Keeper(Protocol):
 class RemoteKeeper:
     """A server keeps them."""
 
-    def __init__(self, server: str, nbytes: int, timeout: float, shared_memory: bool | None) -> None:
-        client = PinnedPoolClient(server, timeout=timeout, shared_memory=shared_memory)
+    def __init__(
+        self, server: str, nbytes: int, timeout: float, shared_memory: bool | None, server_uid: int | None
+    ) -> None:
+        client = PinnedPoolClient(server, timeout=timeout, shared_memory=shared_memory, server_uid=server_uid)
         self._client: Final = client
         try:
             info = client.allocate_pool_memory(nbytes)

@@ -8,15 +8,22 @@ Rule 3. What is there when the time is over is still taken, once: who was late m
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
 import time
+from ipaddress import ip_address
 from typing import Final
 
-from ._errors import PoolLost, PoolTimeout, PoolUnreachable
+from maru._listeners import find_tcp_listener
+from maru._peers import why_untrusted
+
+from ._errors import PoolLost, PoolTimeout, PoolUnreachable, PoolUntrusted
 from ._messages import HEADER, Answer, BadFrame, Request, decode_answer, encode, lengths
 
 _DISCARD_BYTES: Final = 64 << 10
+
+_log = logging.getLogger(__name__)
 
 
 def parse_address(server: str) -> tuple[str, int]:
@@ -37,13 +44,15 @@ class Line:
     Args:
         server: ``host:port``.
         timeout: seconds to wait for it to be there.
+        uid: the user whose server is meant, besides root's.
 
     Raises:
+        PoolUntrusted: another user's process listens there. Nothing was sent.
         PoolUnreachable: nobody listens there.
         PoolTimeout: nobody answers there.
     """
 
-    def __init__(self, server: str, timeout: float) -> None:
+    def __init__(self, server: str, timeout: float, uid: int) -> None:
         self.server: Final = server
         address = parse_address(server)
         try:
@@ -52,7 +61,12 @@ class Line:
             raise PoolTimeout(f"no pinned pool at {server} answered within {timeout:g} s") from exc
         except OSError as exc:
             raise PoolUnreachable(f"there is no pinned pool at {server}: {exc}") from exc
-        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self._check_peer(uid)
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except BaseException:
+            self._sock.close()
+            raise
         self._came = bytearray()
         """Of the next answer."""
 
@@ -152,6 +166,25 @@ class Line:
             n = min(nbytes, len(scratch))
             self.read(scratch[:n], deadline)
             nbytes -= n
+
+    def _check_peer(self, uid: int) -> None:
+        """Raise where another user's process is at the other end, as far as the kernel tells.
+
+        Asked once there is a connection: who listens may have changed until then.
+        """
+        try:
+            host, port = self._sock.getpeername()[:2]
+        except OSError as exc:
+            raise PoolLost(f"{self.server} has hung up: {exc}") from exc
+        listener = find_tcp_listener(host, port)
+        if why_untrusted(listener, uid):
+            other = min(listener.uids - {uid, 0})
+            raise PoolUntrusted(
+                f"{self.server} is served by user {other}, not by user {uid}: start a server of your own, or say "
+                f"server_uid = {other} if that one is meant"
+            )
+        if listener.unknown and ip_address(host.partition("%")[0]).is_loopback:
+            _log.warning("whose process listens at %s cannot be told: %s", self.server, listener.unknown)
 
     def _gather(self, nbytes: int, deadline: float) -> None:
         """Have so many bytes of the next answer here."""

@@ -134,9 +134,11 @@ class ServerPinnedMemoryPool(MemoryPool):
         server: ``host:port``.
         timeout: seconds to wait for an answer of the server.
         shared_memory: None to map the memory where that can be, True to insist, False to have all bytes go through the socket.
+        server_uid: the user whose server is meant; this process's by default. Root's is believed as well.
 
     Raises:
         PoolUnreachable: there is no server.
+        PoolUntrusted: on this host, another user's process listens there. Nothing was sent.
         PoolTimeout: it does not answer.
         PoolRefused: so much is not left there.
     """
@@ -152,8 +154,9 @@ class ServerPinnedMemoryPool(MemoryPool):
         server: str = "127.0.0.1:8073",
         timeout: float = 10.0,
         shared_memory: bool | None = None,
+        server_uid: int | None = None,
     ) -> None:
-        keeper = RemoteKeeper(server, _bytes(pool_size), timeout, shared_memory)
+        keeper = RemoteKeeper(server, _bytes(pool_size), timeout, shared_memory, server_uid)
         super().__init__(keeper, dtype, device)
 
 
