@@ -5,7 +5,7 @@
     DIRECTORY/3f/KEY.NUMBER.kv.tmp      a block that is being written
 
 KEY is the key in hexadecimal, NUMBER one that is never used again, so that a block that was evicted and stored anew is
-another file, and nothing that is still to be removed can hit it.
+another file, and nothing that is still to be removed can hit it. The directory is this user's alone.
 
 Rule 1. A name that ends in ``.kv`` is given only to a file that is complete, by a rename. (Without ``fsync`` a crash of
         the machine may still leave one with holes; the checksums find that.)
@@ -29,6 +29,7 @@ from typing import NamedTuple
 import xxhash
 
 from maru._forks import belongs_to, watch_forks
+from maru._private_directory import open_private_directory
 
 from ._errors import PlaceClosed, PlaceInUse, StrayPath
 from .abc import MAX_KEY_BYTES, Key
@@ -47,7 +48,11 @@ assert _HEADER.size + _SUM.size == HEADER_BYTES
 
 _MAX_NAMED_BYTES = 100
 _SHARD = re.compile(r"[0-9a-f]{2}")
-NAME = re.compile(r"([0-9a-f]*|long-[0-9a-f]{64})\.([0-9a-f]+)\.kv(\.tmp)?")
+NAME = re.compile(r"([0-9a-f]*|long-[0-9a-f]{64})\.([0-9a-f]{1,15})\.kv(\.tmp)?")
+"""Of a number so long that no tier has given it, a file is not ours."""
+MAX_FOUND_NUMBER = 1 << 56
+"""New files are numbered on from the largest that was found up to here. One beyond is a block all the same, but what comes
+behind it could become too long for a name: 2**56 stores are more than there will be."""
 
 
 class Refused(Exception):
@@ -115,9 +120,9 @@ class Directory:
         self._mutex = threading.Lock()
         self._users = 0
         self._closing = False
+        self._durable: set[str] = set()  # shards whose entry in the root is
+        self.root, _ = open_private_directory(path, StrayPath, purpose="a directory of blocks")
         try:
-            os.makedirs(path, mode=0o700, exist_ok=True)
-            self.root = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             self.lock = os.open("offload.lock", flags, 0o600, dir_fd=self.root)
         except OSError as exc:
@@ -239,13 +244,19 @@ class Directory:
             os.unlink(name, dir_fd=self.root)
 
     def sync(self, names: Sequence[str]) -> None:
-        """Make renames durable."""
-        for shard in {name[:2] for name in names}:
+        """Make renames durable, and the shards that they are in."""
+        shards = {name[:2] for name in names}
+        for shard in shards:
             fd = os.open(shard, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.root)
             try:
                 os.fsync(fd)
             finally:
                 os.close(fd)
+        if (
+            not shards <= self._durable
+        ):  # made since, by whatever thread, or found: then nobody may have synced it before
+            os.fsync(self.root)
+            self._durable |= shards
 
     def _create(self, name: str) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW

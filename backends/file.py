@@ -20,7 +20,7 @@ import trio
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
 from maru.exception_groups import holds
 
-from ._blockfile import NAME, Directory, Refused, layout_digest, name_of, unpack_header
+from ._blockfile import MAX_FOUND_NUMBER, MAX_KEY_BYTES, NAME, Directory, Refused, layout_digest, name_of, unpack_header
 from ._copying import StoreCopy, places_for
 from ._errors import BlockSizeError, DamagedBlock, PlaceClosed, Unproven
 from ._file_copies import Reading, Writing, remove
@@ -54,7 +54,8 @@ class FileTier(PooledTier[FileRegistry]):
     each file's header, so it takes as long as there are files; an empty directory costs nothing.
 
     Args:
-        directory: made if it is missing, readable by nobody else.
+        directory: made if it is missing, in a directory that is there; it is this user's, and nobody else may enter it. One
+            that is empty is closed to others.
         capacity_bytes: how many bytes of blocks to keep. A file takes a header of 512 bytes on top, and what the file
             system rounds up.
         fingerprint: says what the bytes mean: model, dtype, layout. Blocks written under another one are not found.
@@ -66,7 +67,8 @@ class FileTier(PooledTier[FileRegistry]):
 
     Raises:
         ValueError: a size that is not positive.
-        StrayPath: the directory cannot be made or opened.
+        StrayPath: the directory cannot be made or opened, its parent is missing (is the disk mounted?), it is another
+            user's, or others may enter it.
         PlaceInUse: another tier owns it.
     """
 
@@ -289,7 +291,8 @@ class FileTier(PooledTier[FileRegistry]):
             match = NAME.fullmatch(name, pos=len("3f/"))
             assert match is not None
             number = int(match[2], 16)
-            pool.next_number = max(pool.next_number, number + 1)
+            if number <= MAX_FOUND_NUMBER:
+                pool.next_number = max(pool.next_number, number + 1)
             if match[3]:
                 directory.remove(name)
                 continue

@@ -116,9 +116,9 @@ async def opened(kind: str, directory: Path, blocks: int = 8, block_bytes: int =
         yield tier
 
 
-async def store(tier: Any, source: Any, keys: list[Key]) -> list[Any]:
+async def store(tier: Any, source: Any, keys: list[Key], block_bytes: int | None = None) -> list[Any]:
     """Copy blocks of a source into a tier, as a pipeline does."""
-    reservation = await tier.reserve(keys, tier.block_bytes, "fail")
+    reservation = await tier.reserve(keys, tier.block_bytes if block_bytes is None else block_bytes, "fail")
     guards = source.upgrade(keys)
     try:
         assert list(reservation.granted) == keys

@@ -220,7 +220,8 @@ async def test_a_temporary_of_a_crash_between_write_and_rename_is_swept(director
 
 
 def test_names_that_are_not_ours_are_left_alone(directory):
-    (directory / "ab").mkdir(parents=True)
+    directory.mkdir(mode=0o700)
+    (directory / "ab").mkdir()
     (directory / "ab" / "directory.1.kv").mkdir()
     strange = [directory / "ab" / "notes.txt", directory / "ab" / "UPPER.1.kv", directory / "readme", directory / "zz"]
     for path in strange:

@@ -56,6 +56,7 @@ def test_where_all_is_well_nothing_is_to_be_done():
 CASES = [
     ("pool directory", {"directory": PathFact("/p", exists=False)}, "ok"),
     ("pool directory", {"directory": PathFact("/p", ours=False)}, "fail"),
+    ("pool directory", {"directory": PathFact("/p/q", exists=False, has_parent=False)}, "fail"),
     ("pool directory", {"directory": PathFact("/p", mode=0o755)}, "fail"),
     ("pool directory", {"directory": PathFact("/p", mode=0o701)}, "fail"),
     # A container gives /dev/shm 64 MiB unless told otherwise.
@@ -98,6 +99,7 @@ def test_a_trouble_says_what_to_do():
     assert finding("file descriptors", descriptors=1_024).way_out == "ulimit -n 2320"
     assert "LimitNOFILE=2320" in finding("file descriptors", descriptors=1_024, most_descriptors=2_000).way_out
     assert "chmod 700 /p" in finding("pool directory", directory=PathFact("/p", mode=0o755)).way_out
+    assert "mkdir -p /p" in finding("pool directory", directory=PathFact("/p/q", False, has_parent=False)).way_out
     assert "--ulimit memlock=-1" in finding("locked memory", memlock_bytes=64 << 10).way_out
 
 

@@ -181,7 +181,9 @@ async def test_views_are_read_only_and_say_when_they_mean_nothing_any_more() -> 
         await lease.release()
         with pytest.raises(LeaseLost):
             lease.check()
-        assert await tier.load(lease, PagesDestination.over([bytearray(BLOCK)] * 2)) == [Missed("lease")] * 2
+        assert (
+            await tier.load(lease, PagesDestination.over([bytearray(BLOCK) for _ in range(2)])) == [Missed("lease")] * 2
+        )
         assert bytes(view) == payload_of(keys[0], BLOCK)  # still mapped
 
 
@@ -196,7 +198,7 @@ async def test_it_says_what_it_refuses() -> None:
         await store(tier, keys)
         async with await tier.pin(keys) as lease:
             with pytest.raises(BlockSizeError):
-                await tier.load(lease, PagesDestination.over([bytearray(8)] * 2))
+                await tier.load(lease, PagesDestination.over([bytearray(8) for _ in range(2)]))
             with pytest.raises(ValueError, match="do not fit"):
                 await tier.load(lease, PagesDestination.over([bytearray(BLOCK)]))
         reservation = await tier.reserve(keys_of(1, "n"), BLOCK, "fail")

@@ -586,7 +586,7 @@ async def test_leases_and_destinations_must_fit(connector, source):
         await store(tier, source)
         lease = await tier.pin(KEYS)
         with pytest.raises(ValueError, match="does not hold blocks in"):
-            await other.load(lease, PagesDestination.over([bytearray(SIZE)] * 3))
+            await other.load(lease, PagesDestination.over([bytearray(SIZE) for _ in range(3)]))
         with pytest.raises(ValueError, match="do not fit into 2 places"):
             await tier.load(lease, PagesDestination.over([bytearray(SIZE) for _ in range(2)]))
         with pytest.raises(backends.BlockSizeError):

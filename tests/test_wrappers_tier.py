@@ -205,7 +205,7 @@ async def test_arguments_are_checked_as_a_tier_does():
             await result
     lease = await tier.pin(KEYS)
     with pytest.raises(ValueError, match="does not hold blocks in"):
-        await other.load(lease, PagesDestination.over([bytearray(64)] * 4))
+        await other.load(lease, PagesDestination.over([bytearray(64) for _ in range(4)]))
     with pytest.raises(ValueError, match="does not hold blocks in"):
         await tier.load(lease.inner, PagesDestination.over([bytearray(64) for _ in KEYS]))
     with pytest.raises(BlockSizeError):

@@ -7,6 +7,7 @@ says what was found, what is needed, and the way out.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import PurePath
 from typing import Final, Literal, TypeAlias
 
 import attrs
@@ -63,6 +64,8 @@ class PathFact:
     """Whether it belongs to this user."""
     mode: int = 0o700
     """Permission bits."""
+    has_parent: bool = True
+    """Whether the directory that it lies in, or would be made in, is there."""
 
 
 @attrs.frozen
@@ -149,6 +152,10 @@ def worst(findings: Iterable[Finding]) -> Verdict:
 
 def _directory(fact: PathFact) -> Finding:
     name, needed = "pool directory", "ours, mode 0700"
+    if not fact.exists and not fact.has_parent:
+        parent = PurePath(fact.path).parent
+        found = f"{fact.path} is not there, nor is {parent}"
+        return Finding(name, "fail", found, needed, f"mount its disk, or mkdir -p {parent}")
     if not fact.exists:
         return Finding(name, "ok", f"{fact.path} is not there yet", needed)
     if not fact.ours:

@@ -107,7 +107,7 @@ def _path_fact(path: str) -> PathFact:
     try:
         status = os.stat(path)
     except OSError:
-        return PathFact(path, exists=False)
+        return PathFact(path, exists=False, has_parent=os.path.isdir(os.path.dirname(os.path.abspath(path))))
     return PathFact(path, True, status.st_uid == os.geteuid(), stat.S_IMODE(status.st_mode))
 
 

@@ -26,6 +26,7 @@ import msgspec
 
 from .._errors import PoolInUse, PoolUnusable
 from .._forks import watch_forks
+from .._private_directory import open_private_directory
 
 LOCK = "maru.lock"
 _POOL = "maru.pool"
@@ -205,28 +206,9 @@ def open_private(path: str | os.PathLike[str]) -> tuple[int, str]:
     """Open a directory that is ours alone, made if need be. Returns its descriptor and its real path.
 
     Raises:
-        PoolUnusable: it cannot be made, is not ours, or others may enter it.
+        PoolUnusable: its parent is missing, it cannot be made, is not ours, or others may enter it.
     """
-    path = os.path.abspath(path)
-    try:
-        _make(path)
-        if os.lstat(path).st_uid != os.geteuid():  # a link that somebody laid out for us is not ours either
-            raise PoolUnusable(f"{path!r} belongs to another user: choose another directory")
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as exc:
-        raise PoolUnusable(f"{path!r} cannot be used as the directory of a pool: {exc}") from exc
-    try:
-        status = os.fstat(fd)
-        if status.st_uid != os.geteuid():
-            raise PoolUnusable(f"{path!r} belongs to another user: choose another directory")
-        if status.st_mode & 0o077:
-            if os.listdir(fd):  # somebody uses it for something else
-                raise PoolUnusable(f"others may enter {path!r}: choose another directory, or chmod 700 {path}")
-            os.fchmod(fd, 0o700)
-        return fd, os.path.realpath(path)
-    except BaseException:
-        os.close(fd)
-        raise
+    return open_private_directory(path, PoolUnusable, purpose="the directory of a pool")
 
 
 def lock(directory: int, path: str) -> int:
@@ -269,16 +251,6 @@ def _is_alive(process: str) -> bool:
     except (ValueError, OverflowError, OSError):
         return True
     return True
-
-
-def _make(path: str) -> None:
-    missing = []
-    while not os.path.lexists(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for directory in reversed(missing):
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(directory, 0o700)  # makedirs gives the mode to the last one only
 
 
 def _far_above() -> int:

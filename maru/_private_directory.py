@@ -1,0 +1,70 @@
+"""A directory that is one user's alone: where pools, their sockets and the files of blocks lie.
+
+Rule 1. It belongs to this user, and nobody else may enter it; what others could have put there is not believed. One that is
+        empty is closed to them, unless it is everybody's, as ``/tmp``; one that is not, somebody may need as it is.
+Rule 2. Only the last component of a path is made. Where its parent is missing, a disk is not mounted, or the path is a slip of
+        the pen; in either case the blocks would fill another disk.
+Rule 3. What was made is durable, as far as its parent may be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable
+
+
+def open_private_directory(
+    path: str | os.PathLike[str], refuse: Callable[[str], Exception], *, purpose: str
+) -> tuple[int, str]:
+    """Open a directory that is ours alone, made if need be. Returns its descriptor and its real path.
+
+    Args:
+        path: the directory; relative to the working directory, as long as this call takes.
+        refuse: makes the exception for a text that says what is wrong, and the way out.
+        purpose: what it is for, in words: "the directory of a pool".
+
+    Raises:
+        Exception: what ``refuse`` has made: its parent is missing, it cannot be made or opened, is not ours, or others may
+            enter it.
+    """
+    path = os.path.abspath(path)
+    try:
+        _make(path, refuse)
+        if os.lstat(path).st_uid != os.geteuid():  # a link that somebody laid out for us is not ours either
+            raise refuse(f"{path!r} belongs to another user: choose another directory")
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as exc:
+        raise refuse(f"{path!r} cannot be used as {purpose}: {exc}") from exc
+    try:
+        status = os.fstat(fd)
+        if status.st_uid != os.geteuid():
+            raise refuse(f"{path!r} belongs to another user: choose another directory")
+        if status.st_mode & 0o077:
+            if os.listdir(fd) or status.st_mode & stat.S_ISVTX:  # in use, or everybody's, as /tmp
+                raise refuse(f"others may enter {path!r}: choose another directory, or chmod 700 {path}")
+            os.fchmod(fd, 0o700)
+        return fd, os.path.realpath(path)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _make(path: str, refuse: Callable[[str], Exception]) -> None:
+    if os.path.lexists(path):
+        return
+    parent = os.path.dirname(path)
+    if not os.path.lexists(parent):
+        raise refuse(
+            f"there is no directory {parent!r} for {path!r} to be made in: is its disk mounted? "
+            f"If the path is right, make it first: mkdir -p {parent}"
+        )
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    with contextlib.suppress(OSError):
+        fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
