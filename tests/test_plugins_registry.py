@@ -337,11 +337,11 @@ def test_what_a_class_itself_names_must_be_there(module):
 @pytest.mark.parametrize(
     ("host", "words"),
     [
-        ({"deadlin": 3}, "a host has no deadlin: it has capacity_bytes, "),
+        ({"deadlin": 3}, "deadlin = 3: there is no such parameter; did you mean deadline?"),
         ({"deadline": -1}, "deadline is -1"),
         ({"max_capacity_gb": -1}, "max_capacity_gb is -1"),
         ({"max_capacity_gb": 1, "capacity_bytes": 1}, "say the same"),
-        ({"capacity_bytes": "much"}, "capacity_bytes is 'much', but must be a size"),
+        ({"capacity_bytes": "much"}, "capacity_bytes = 'much': must be a size"),
     ],
     ids=str,
 )
@@ -408,12 +408,39 @@ def test_an_unknown_name_says_what_there_is_and_where_it_was_looked_for():
         ({"type": "file"}, PluginTypeError, "missing a required argument: 'directory'"),
         ({"type": "plugin"}, ValueError, "lacks module_path and class_name"),
         ({"type": "native_plugin", "module_path": "x"}, ValueError, "lacks class_name"),
+        ({"type": "memory", "capacity_byte": 3}, ValueError, "did you mean capacity_bytes?"),
+        ({"type": "memory", "block_bytes": 3}, ValueError, "block_bytes = 3: is said already"),
+        ({"type": "file", "directory": "/nowhere", "fsnc": True}, ValueError, "did you mean fsync?"),
+        ({"type": "file", "directory": 3}, ValueError, "directory = 3: must be a path"),
+        ({"type": "maru", "pool_siz": 3}, ValueError, "did you mean pool_size?"),
+        ({"type": "maru", "pool_size_gb": "4"}, ValueError, "must be a number of GiB"),
+        ({"type": "maru", "pool_size_gb": float("inf")}, ValueError, "must be a number of GiB"),
+        ({"type": "maru", "pool_size_gb": 1, "pool_size": 1}, ValueError, "says the same as pool_size"),
+        (
+            {
+                "type": "native_plugin",
+                "module_path": "plugin_peers",
+                "class_name": "ThreadConnector",
+                "most_unanswerd": 1,
+            },
+            ValueError,
+            "did you mean most_unanswered?",
+        ),
+        ({"type": "backends.memory:MemoryTier", "capacity": 1}, ValueError, "did you mean capacity_bytes?"),
     ],
     ids=str,
 )
 def test_what_is_no_specification(spec, error, words):
     with pytest.raises(error, match=words):
         make_tier(spec, block_bytes=SIZE)
+
+
+def test_the_documented_names_of_the_page_stores_adapter_are_taken():
+    spec = {"type": "maru", "server_url": "tcp://127.0.0.1:1", "pool_size_gb": 1.5, "chunk_size_bytes": 4096}
+    tier = make_tier({**spec, "instance_id": "me", "timeout_ms": 500}, block_bytes=SIZE)
+    config = tier.handler.config
+    assert (config.pool_size, config.chunk_size_bytes, config.timeout_ms) == (3 << 29, 4096, 500)
+    assert (config.server_url, config.instance_id) == ("tcp://127.0.0.1:1", "me")
 
 
 def test_nothing_is_imported_that_was_not_asked_for():

@@ -20,6 +20,7 @@ from ._errors import PluginClassError as PluginClassError
 from ._errors import PluginFault as PluginFault
 from ._errors import PluginModuleError as PluginModuleError
 from ._errors import PluginTypeError as PluginTypeError
+from ._errors import TierParameterError as TierParameterError
 from ._errors import UnknownTier as UnknownTier
 
 if TYPE_CHECKING:

@@ -6,6 +6,8 @@ import math
 
 import attrs
 
+from .finding import check_names
+
 
 def _seconds(instance: object, attribute: attrs.Attribute[float], value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -60,10 +62,8 @@ def host_config(knobs: dict[str, object]) -> HostConfig:
     """From a specification.
 
     Raises:
-        ValueError: a knob that there is not, or a value that makes no sense.
+        TierParameterError: there is no such knob.
+        ValueError: a value that makes no sense.
     """
-    known = [field.name for field in attrs.fields(HostConfig)]
-    unknown = sorted(set(knobs) - set(known))
-    if unknown:
-        raise ValueError(f"a host has no {', '.join(unknown)}: it has {', '.join(known)}")
+    check_names("the host of a plugin", knobs, [field.name for field in attrs.fields(HostConfig)])
     return HostConfig(**knobs)  # type: ignore[arg-type]

@@ -32,6 +32,24 @@ class PluginTypeError(BackendError, TypeError):
     """What was found is not what was looked for, or cannot be called as a plugin is called."""
 
 
+class TierParameterError(PluginTypeError, ValueError):
+    """A parameter of a tier is missing, unknown or wrong.
+
+    Attributes:
+        tier: the kind of tier.
+        parameter: which one.
+        value: what was said; ``None`` where nothing was.
+        why: what it must be, or which name was perhaps meant.
+    """
+
+    def __init__(self, tier: str, parameter: str, value: object, why: str) -> None:
+        super().__init__(f"{tier}: {parameter} = {value!r}: {why}")
+        self.tier: str = tier
+        self.parameter: str = parameter
+        self.value: object = value
+        self.why: str = why
+
+
 class UnknownTier(BackendError, LookupError):
     """No kind of tier has this name. The text says which there are, and where they were looked for."""
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ._builtin import BUILTIN
 from ._builtin import TierFactory as TierFactory
-from ._errors import PluginTypeError, UnknownTier
+from ._errors import PluginTypeError, TierParameterError, UnknownTier
 from ._python import adopt
-from .finding import check_call, find_module, find_name
+from .finding import check_call, check_names, find_module, find_name, parameters_of
 
 if TYPE_CHECKING:
     from ..abc import RemoteTier, Tier
@@ -66,7 +66,7 @@ def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> Tier | Remo
     ========================  ================================================================================
     ``memory``                ``capacity_bytes`` (256 MiB), and those of :class:`~backends.memory.MemoryTier`
     ``file``                  ``directory``, ``capacity_bytes`` (1 GiB), and those of :class:`~backends.file.FileTier`
-    ``maru``                  the knobs of a client: ``server_url``, ``tenant``, ...
+    ``maru``                  the knobs of a client: ``server_url``, ``tenant``, ...; also ``pool_size_gb``, as LMCache says it
     ``plugin``                ``module_path``, ``class_name``, ``adapter_params``, ``config_class_name``, and those of the host
     ``native_plugin``         the same without ``config_class_name``
     ``module:attribute``      whatever that takes
@@ -82,7 +82,8 @@ def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> Tier | Remo
         PluginModuleError: a module cannot be imported; an :class:`ImportError`.
         PluginClassError: a module has no such name; an :class:`AttributeError`.
         PluginTypeError: what was found is no tier, nor can be made one; a :class:`TypeError`.
-        ValueError: parameters are missing, unknown or wrong.
+        TierParameterError: a parameter is missing, unknown (then it names the one that was perhaps meant) or wrong; a
+            :class:`ValueError`, as is what else a tier says of its parameters.
     """
     name, parameters = _read(spec)
     factory = _find(name)
@@ -93,6 +94,11 @@ def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> Tier | Remo
         factory = find_name(find_module(module_path), attribute, f"the tier {name!r}")
     if not callable(factory):
         raise PluginTypeError(f"the tier {name!r} is {factory!r}, which cannot be called")
+    if "block_bytes" in parameters:
+        raise TierParameterError(
+            name, "block_bytes", parameters["block_bytes"], f"is said already: it is {block_bytes}"
+        )
+    check_names(name, parameters, parameters_of(factory))
     check_call(factory, name, block_bytes=block_bytes, **parameters)
     made = factory(block_bytes=block_bytes, **parameters)
     return adopt(made, name, block_bytes)

@@ -10,13 +10,14 @@ Rule 3. A plugin is called with what its signature takes. What versions add (``b
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from ._errors import PluginClassError, PluginModuleError, PluginTypeError
+from ._errors import PluginClassError, PluginModuleError, PluginTypeError, TierParameterError
 
 
 def find_module(module_path: str) -> ModuleType:
@@ -111,6 +112,31 @@ def accepted(fn: Callable[..., object], offered: Mapping[str, Any], *, by_any: b
     by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = {parameter.name for parameter in parameters if parameter.kind in by_name}
     return {name: value for name, value in offered.items() if name in names}
+
+
+def parameters_of(fn: Callable[..., object]) -> set[str] | None:
+    """What can be given to it by name; ``None`` where nobody knows, or it takes any name."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return {parameter.name for parameter in parameters if parameter.kind in by_name}
+
+
+def check_names(what: str, given: Mapping[str, object], known: Collection[str] | None) -> None:
+    """Whether there are parameters of all these names.
+
+    Raises:
+        TierParameterError: there is none of this name; says which was perhaps meant.
+    """
+    for name in given:
+        if known is not None and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            why = f"did you mean {near[0]}?" if near else f"only {', '.join(sorted(known))}"
+            raise TierParameterError(what, name, given[name], f"there is no such parameter; {why}")
 
 
 def check_call(fn: Callable[..., object], what: str, *args: object, **kwargs: object) -> None:
