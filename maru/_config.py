@@ -169,10 +169,23 @@ class ServerConfig:
         256, 1, 65_536, "Requests of one client that wait for memory at once. Four times what published clients send."
     )
     high_water_mark: int = _knob.count(
-        4_096,
+        256,
         64,
         1 << 20,
-        "Messages that ZeroMQ queues for one client each way. Replies beyond are dropped, and counted.",
+        "Replies that ZeroMQ queues for one client: four times what it has under way. Those beyond are dropped, and counted.",
+    )
+    max_unread_bytes: int = _knob.size(
+        64 << 20,
+        64 << 10,
+        1 << 40,
+        "Bytes of replies that wait for one client. Whoever has more and does not read is hung up on. What a client of ours "
+        "has under way is less: at most 28 MiB.",
+    )
+    max_unread_bytes_together: int = _knob.size(
+        256 << 20, 1 << 20, 1 << 40, "The same for all clients together. Who has the most goes first."
+    )
+    max_regions: int = _knob.count(
+        16_384, 1, 65_536, "Regions in all: a list of them is a message of about a MiB. Further ones are no room."
     )
     max_connections: int = _knob.count(1_000, 1, 1 << 16, "Connections at once to the resource manager, one task each.")
     linger: float = _knob.seconds(0.2, 0.0, 10.0, "How long replies may still leave after the socket was closed.")

@@ -12,6 +12,7 @@ import itertools
 import os
 import random
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
@@ -232,6 +233,25 @@ class Client(ABC):
                         self.unpin(pinned.pop())
                     elif self.pin(key) == [True]:
                         pinned.append(key)
+
+    # --- how long it takes ----------------------------------------------------------------------------------------
+
+    def go_round(self, times: int) -> list[float]:
+        """Store, look, and delete, so often, with a rest in between: how long each round took, in seconds."""
+        took = []
+        for number in range(times):
+            began = time.perf_counter()
+            key = f"round {number}"
+            assert self.put([key]) == ["NEW"]
+            assert self.get([key]) == ["right"]
+            assert self.delete([key]) == ["DELETED"]
+            took.append(time.perf_counter() - began)
+            time.sleep(0.002)
+        return took
+
+    def sessions_lost(self) -> int:
+        """How often it had to begin anew."""
+        return self.handler.statistics().counters.sessions_lost
 
     # --- the rest -------------------------------------------------------------------------------------------------
 

@@ -385,6 +385,27 @@ def test_a_key_that_a_published_client_looked_up_is_not_evicted_for_a_while(pool
         assert owner.exist("k 0") == [False]
 
 
+@pytest.mark.parametrize("face", FACES)
+def test_what_a_published_client_reads_stays_for_its_grace_when_our_server_is_killed(pool, face):
+    """The owner is back at once. The reader says nothing, and reads on."""
+    with (
+        Server(pool, "--v1-read-grace", "1000", "--high-watermark", "1.0", skips=True) as server,
+        client(face, server.tcp, lease=3600.0) as owner,
+        PublishedOwner(server.tcp, "reader", region=0) as reader,
+    ):
+        owner.put(keys_of("k"))
+        found = reader.ask(Ask.LOOKUP_KV, key="k 0")
+        view = reader.map(found["handle"])
+        server.restart()
+        eventually(lambda: owner.exist("k 0") == [True])
+        owner.beat()
+        assert "NEW" not in owner.put(keys_of("a", 7))
+        assert owner.delete(["k 0"]) == ["PROTECTED"]
+        assert view[found["kv_offset"] : found["kv_offset"] + SIZE] == payload("k 0", SIZE)
+        server.skip(1001.0)
+        eventually(lambda: owner.put(keys_of(f"{time.monotonic()}")) == ["NEW"] * PAGES)
+
+
 def test_a_key_that_a_killed_published_client_pinned_is_free_after_its_grace(pool):
     with (
         Server(pool, "--v1-read-grace", "10", skips=True) as server,

@@ -15,6 +15,7 @@ from maru._directory.records import (
     Acknowledged,
     Deleted,
     Fenced,
+    ReadUnpinned,
     RegionAdded,
     RegionDropped,
     RegionReturned,
@@ -1073,7 +1074,10 @@ def test_after_a_restart_nothing_goes_until_every_session_has_shaken_hands():
         assert world.store(a, "z") == [PINNED]
         assert world.store(a, "z", first=1) == [QUOTA]
         assert world.quiet(world.now)
-    world.store(c, "w", region=3)  # the published owner is back as well
+    world.store(c, "w", region=3)  # the published owner: that may have been sent before the restart
+    assert world.quiet(world.now)
+    world.now += 11.0  # what a published session has left, with the grace
+    world.renew(a, world.now)
     assert not world.quiet(world.now)
     assert world.make_room(1, world.now) == [2]
     assert world.trim(a, world.now) == 1
@@ -1129,6 +1133,48 @@ def test_the_quiet_time_wakes_nobody_for_published_sessions_that_never_come_back
     assert world.expire(world.now + 4.0) == [1]
     assert not world.quiet(world.now + 4.0)
     assert world.make_room(1, world.now + 4.0) == [1]
+
+
+@pytest.mark.parametrize("how", ["find", "pin"])
+def test_what_a_published_client_was_reading_stays_for_its_grace_after_a_restart(how):
+    """Whoever owns it may be back at once; the reader says nothing, and reads on."""
+    world = World(Limits(v1_read_grace=30.0, high_watermark=0.0, low_watermark=0.0))
+    a = world.session(region=1)
+    world.store(a, "xy")
+    getattr(world, how)(world.connection(), "x")
+    for again in (world.restarted(Directory.load(world.dump(), world.limits)), world.restarted()):
+        again.attach(a, again.now)
+        assert again.reclaim(a, 1) == 0
+        assert again.trim(a, again.now) == 0
+        assert again.delete(a, "x") == [PROTECTED]
+        assert again.make_room(1, again.now) == []
+        assert again.quiet(again.now + 29.9)
+        again.now += 30.0
+        assert not again.quiet(again.now)
+        assert again.delete(a, "x") == [DELETED]
+
+
+def test_a_pool_that_no_published_client_has_read_is_quiet_no_longer_than_its_own_clients_need():
+    world = World(Limits(v1_read_grace=30.0))
+    a = world.session(region=1)
+    world.store(a, "xy")
+    world.find(world.connection(), "q")  # it found nothing, so it reads nothing
+    world.find(a, "x")
+    world = world.restarted()
+    world.attach(a, world.now)
+    assert not world.quiet(world.now)
+
+
+def test_that_a_pool_was_read_by_published_clients_is_written_down_once():
+    world = World()
+    a = world.session(region=1)
+    world.store(a, "xy")
+    world.take_records()
+    reader = world.connection()
+    for _ in range(3):
+        world.find(reader, "x")
+        world.pin(reader, "y")
+    assert world.take_records() == [ReadUnpinned()]
 
 
 # --- records, image -----------------------------------------------------------------------------------------------
@@ -1276,6 +1322,7 @@ def calls_in(what):
 def test_the_cost_of_a_request_does_not_grow_with_the_keys_there_are():
     world = World(Limits(instance_quotas={"i": 500_032 * PAGE}))
     a, c = world.session("i", region=1, pages=600_000), world.connection()
+    world.directory._changes.read_unpinned()  # once in the life of a pool
     costs = []
     for stored in range(0, 500_032, 64):
         keys = [f"key {number}" for number in range(stored, stored + 64)]

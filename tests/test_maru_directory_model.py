@@ -97,6 +97,8 @@ class Model:
     reads: list = attrs.field(factory=list)  # (key, when), by published connections
     away: list = attrs.field(factory=list)
     quiet_until: float = 0.0
+    quiet_surely_until: float = 0.0
+    read_unpinned: bool = False
     generation: int = 0
     last_session: int = 0
     dropped: list = attrs.field(factory=list)
@@ -122,7 +124,7 @@ class Model:
         return any(pinned == key for _, pinned in self.pins + self.earlier)
 
     def quiet(self, now):
-        return bool(self.away) and now < self.quiet_until
+        return now < self.quiet_surely_until or (bool(self.away) and now < self.quiet_until)
 
     def held(self, key, now):
         grace = LIMITS.v1_read_grace
@@ -266,7 +268,6 @@ class Model:
         if connection not in session.connections:
             session.connections.append(connection)
         session.deadline = None
-        self.back(session)
 
     def own(self, region, session):
         if region in self.abandoned:
@@ -406,6 +407,7 @@ class Model:
         if by < 0:
             for key in found:
                 self.reads.append((key, now))
+                self.read_unpinned = True
                 self.entry(key).region.read_until = now + LIMITS.v1_read_grace
         if pin:
             self.take_pins(by, found)
@@ -413,6 +415,7 @@ class Model:
 
     def take_pins(self, by, keys):
         self.pins += [(by, key) for key in keys]
+        self.read_unpinned |= by < 0 and bool(keys)
         if keys and by not in self.holders:
             self.holders.append(by)
 
@@ -537,8 +540,10 @@ class Model:
             session.sent = session.acknowledged
         for region in self.regions:
             region.read_until = 0.0
-        self.away = list(self.sessions)
-        self.quiet_until = max((session.deadline for session in self.sessions), default=now)
+        self.away = [session for session in self.sessions if not session.published]
+        self.quiet_until = max((session.deadline for session in self.away), default=now)
+        cannot_say = [session.deadline for session in self.sessions if session.published]
+        self.quiet_surely_until = max([now, *cannot_say, now + LIMITS.v1_read_grace * self.read_unpinned])
 
 
 def payload_columns(code, payload):
@@ -593,7 +598,8 @@ def recounted(directory):
             assert count > 0
             counts[key] = counts.get(key, 0) + count
     assert counts == pinned
-    assert pins._turns.keys() <= state.sessions.keys() | pins._earlier.keys() | pins._of.keys()
+    departed = directory._guards._departed._until.keys()  # what they pinned may be lost with its region before that
+    assert pins._turns.keys() <= state.sessions.keys() | departed
     assert pinned.keys() <= state.located.keys()
 
 

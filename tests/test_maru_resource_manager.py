@@ -243,6 +243,61 @@ async def test_regions_allocated_another_way_are_found_here_and_freed_only_by_th
         assert await client.free(mine, "broken") == -errno.EIO
 
 
+async def test_a_region_is_freed_with_the_connection_that_asked_for_it(tmp_path):
+    async with an_endpoint(tmp_path / "pool") as manager:
+        mine, other = await manager.connect(), await manager.connect()
+        kept, given_back = (await mine.allocate()).handle, (await mine.allocate()).handle
+        others = (await other.allocate(client_id=OTHER)).handle
+        assert await other.free(given_back, ME) == 0  # its client may say so over any connection
+        await trio.aclose_forcefully(mine.stream)
+        await until(lambda: region_files(manager.pool.home) == {f"maru_{others.region_id}.dat"})
+        assert (await other.access(kept)).status == -errno.ENOENT
+        assert (await other.access(others)).status == 0
+        assert manager.pool.totals().regions == 1
+
+
+async def test_a_region_that_was_not_asked_for_here_outlives_who_mapped_it(tmp_path):
+    async with an_endpoint(tmp_path / "pool") as manager:
+        region = await manager.pool.allocate(MIB2)
+        token = auth_token(manager.pool.secret, region.region_id, region.length)
+        client = await manager.connect()
+        assert not (await client.access(RmHandle(region.region_id, region.offset, region.length, token))).status
+        await trio.aclose_forcefully(client.stream)
+        await until(lambda: manager.statistics().connections == 0)
+        assert manager.pool.totals().regions == 1
+
+
+async def test_who_has_a_region_may_be_silent_for_ever(tmp_path, autojump_clock):
+    async with an_endpoint(tmp_path / "pool", idle=100) as manager:
+        client = await manager.connect()
+        handle = (await client.allocate()).handle
+        with trio.move_on_after(100_000):
+            await client.stream.receive_some()
+            raise AssertionError("it was hung up on")
+        assert await client.free(handle) == 0
+        began = trio.current_time()
+        assert not await client.stream.receive_some()
+        assert trio.current_time() - began == pytest.approx(100, abs=1)
+
+
+async def test_a_server_that_ends_while_a_connection_gives_back_leaves_nothing_running(tmp_path):
+    """Cancelled there, what was not freed yet is removed by the next start: nobody lists it."""
+    began = trio.Event()
+    with trio.fail_after(60):
+        async with an_endpoint(tmp_path / "pool") as manager:
+            client = await manager.connect()
+            await client.allocate()
+
+            async def free(client_id, region_id):
+                began.set()
+                await trio.sleep_forever()
+
+            manager._regions.free = free
+            await trio.aclose_forcefully(client.stream)
+            await began.wait()
+            manager.cancel()
+
+
 # --- connections --------------------------------------------------------------------------------------------------
 
 

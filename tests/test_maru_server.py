@@ -279,6 +279,22 @@ async def test_the_resource_manager_gives_regions_and_takes_them_back_from_who_g
         await in_thread(talk)
 
 
+async def test_there_are_only_so_many_regions_and_the_refusal_names_the_knob(pool):
+    async with serving(pool, max_regions=2) as server:
+
+        def talk():
+            with dial(server) as client:
+                client.region()
+                client.region()
+                answer = client.ask(Code.REQUEST_ALLOC, AllocRequest("theirs", REGION))
+                assert not answer.success
+                assert "2 regions" in answer.error and "max_regions" in answer.error
+                with PublishedRmClient(server.rm_address) as rm:
+                    assert rm.alloc(REGION).status < 0
+
+        await in_thread(talk)
+
+
 async def test_with_curve_only_known_clients_come_in(pool, tmp_path):
     server_pair, friend, stranger = new_key_pair(), new_key_pair(), new_key_pair()
     save_key_pair(tmp_path / "server.key", server_pair)

@@ -13,9 +13,11 @@ from maru._config import ServerConfig
 from maru._directory import Directory, Limits
 from maru._directory.records import Deleted, Fenced, Registered, decode
 from maru._journal.registrations import recorded_columns
-from maru._server.peers import Word
+from maru._server.peers import MAX_ANSWER_BYTES, Word
+from maru._server.reports import INTERVAL, MAX_CLIENTS, MAX_OPERATIONS
 from maru._server.service import Service
 from maru._wire import (
+    MAX_KEYS,
     OWN_CODES,
     AllocRequest,
     BatchRegisterRequest,
@@ -132,8 +134,8 @@ class World:
     def find(self, token, keys, pin=False, prefix=False, ack=0, peer=b"ours"):
         return self.send(peer, Code.FIND, FindRequest(token, ack, keys, pin, prefix))
 
-    def beat(self, token, ack=0, peer=b"ours"):
-        return self.send(peer, Code.BEAT, BeatRequest(token, ack))
+    def beat(self, token, ack=0, peer=b"ours", epoch=0):
+        return self.send(peer, Code.BEAT, BeatRequest(token, ack, epoch))
 
     def register(self, peer, key, region, offset=0, length=PAGE):
         return self.send(peer, Code.REGISTER_KV, RegisterRequest(key, region, offset, length))
@@ -500,6 +502,7 @@ def test_reports_are_told_per_client_and_together_and_intervals_begin_anew(world
     assert get.avg_latency_us == pytest.approx(8 / 3)
     assert (get.interval_count, get.interval_min_us, get.interval_max_us) == (3, 2.0, 4.0)
     assert clients["_all"].operations["put"].count == 1
+    world.now += INTERVAL
     later = world.send(b"a", Code.GET_STATS).stats_manager.clients["c"].operations["get"]
     assert (later.count, later.interval_count, later.interval_avg_us, later.interval_min_us) == (3, 0, 0.0, 0.0)
 
@@ -508,12 +511,81 @@ def test_reports_that_cannot_be_are_left_out_and_the_table_is_bounded(world):
     entries = [report(latency=bad) for bad in (math.nan, math.inf, -1.0)] + [report(size=-1)]
     assert world.send(b"a", Code.REPORT_STATS, ReportRequest(entries)).success
     assert set(world.send(b"a", Code.GET_STATS).stats_manager.clients) == {"_all"}
-    for number in range(1100):
+    for number in range(100):
         world.send(b"a", Code.REPORT_STATS, ReportRequest([report(f"client {number}", f"op {number}")]))
+    world.now += INTERVAL
     clients = world.send(b"a", Code.GET_STATS).stats_manager.clients
-    assert len(clients) == 1 + 1024
-    assert "client 0" not in clients and "client 1099" in clients
-    assert len(clients["_all"].operations) == 32
+    assert len(clients) == 1 + MAX_CLIENTS
+    assert "client 0" not in clients and "client 99" in clients
+    assert len(clients["_all"].operations) == MAX_OPERATIONS
+
+
+def test_what_is_counted_here_is_told_as_it_is_now(world):
+    region = world.alloc(b"a")
+    for number in range(3):
+        world.register(b"a", f"k{number}", region, number * PAGE)
+        assert world.send(b"a", Code.GET_STATS).kv_manager.total_entries == number + 1
+
+
+def test_published_clients_respect_the_number_of_sessions():
+    world = World(ServerConfig(max_sessions=2))
+    for number in range(2):
+        world.alloc(b"a", f"instance {number}")
+    for peer in (b"a", b"b"):
+        refusal = world.send(peer, Code.REQUEST_ALLOC, AllocRequest("one more", REGION))
+        assert not refusal.success and refusal.handle is None
+        assert "2 sessions" in refusal.error and "max_sessions" in refusal.error
+    assert world.service.take_allocations() == []
+    world.alloc(b"a", "instance 1")  # who is there goes on
+    world.alloc(b"b", "instance 1")
+    assert refused(world.shake(b"c"), Word.TOO_MANY)
+    assert world.service.directory.statistics().sessions == 2
+
+
+def test_who_comes_while_the_pool_is_asked_does_not_exceed_the_number_of_sessions():
+    world = World(ServerConfig(max_sessions=2))
+    for number in range(3):
+        assert world.send(b"a", Code.REQUEST_ALLOC, AllocRequest(f"instance {number}", REGION)) is None
+    answers = []
+    for number, allocation in enumerate(world.service.take_allocations(), 1):
+        _, frame = world.service.allocated(allocation.ticket, number, 0, REGION, world.now)
+        answers.append(decode_reply(Code.REQUEST_ALLOC, body_of(frame, read_header(frame))).success)
+    assert answers == [True, True, False]
+    assert world.service.take_dropped() == [3]
+
+
+def test_no_answer_is_larger_than_is_said():
+    """docs/page-store.md and SECURITY.md count with it."""
+    world = World(limits=Limits(max_entries=1 << 20))
+    token, _ = world.ours()
+    most = [f"{number:04}" for number in range(MAX_KEYS)]
+    sizes = []
+
+    def ask(code, message):
+        sizes.append(len(world.service.handle(b"ours", request(code, 1, message), world.now)))
+
+    far = (1 << 62) - MAX_KEYS
+    world.service.place(far, 0, far)
+    world.service.directory._changes.add_region(far, far, world.service.directory._state.sessions[1])
+    offsets = [far // 2 + at for at in range(MAX_KEYS)]
+    ask(Code.STORE, StoreRequest(token, 0, 1, far, most, offsets, 1, [2**64 - 1] * MAX_KEYS))
+    ask(Code.FIND, FindRequest(token, 0, most, True, False))
+    ask(Code.BATCH_LOOKUP_KV, KeysRequest(most))
+    ask(Code.BATCH_EXISTS_KV, KeysRequest(most))
+    ask(Code.UNPIN, UnpinRequest(token, 0, most))
+    for region_id in range(2, world.config.max_regions + 1):
+        world.service.place(region_id, far, far)
+        world.service.directory._changes.add_region(region_id, far, world.service.directory._state.sessions[1])
+    ask(Code.LIST_ALLOCATIONS, ListRequest())
+    for number in range(1100):
+        session = world.service.directory._changes.open_session(
+            b"", f"{number:04}" + "\N{SNOWMAN}" * 252, "", True, 1.0
+        )
+        world.service.directory._changes.add_region(10**6 + number, 1, session)
+    ask(Code.GET_USAGE, None)
+    ask(Code.DROP, DropRequest(token, 0, 1, most))
+    ask(Code.BEAT, BeatRequest(token, 0))
+    assert MAX_ANSWER_BYTES / 2 < max(sizes) <= MAX_ANSWER_BYTES, sizes
 
 
 def test_usage_is_told_per_instance(world):
@@ -988,7 +1060,7 @@ def test_a_restart_finds_sessions_regions_and_keys_again(world):
     *_, generations, checksums = found.columns()
     assert (found.found, generations, checksums) == ([0], tuple(stored.generations[:1]), (1,))
     assert found.epoch == EPOCH + 1
-    assert world.beat(token, peer=b"ours2").returns.offsets == [PAGE]
+    assert world.beat(token, peer=b"ours2", epoch=EPOCH + 1).returns.offsets == [PAGE]
 
 
 def test_after_a_restart_nothing_goes_until_every_session_has_heard_the_new_epoch(world):
@@ -997,7 +1069,7 @@ def test_after_a_restart_nothing_goes_until_every_session_has_heard_the_new_epoc
     reader = world.shake(b"reader", lease=30.0).session
     world.restart()
     world.shake(b"ours2", session=token)
-    world.beat(token, peer=b"ours2")
+    world.beat(token, peer=b"ours2", epoch=EPOCH + 1)
     drop = DropRequest(token, 0, 1, ["a"])
     assert world.send(b"ours2", Code.DROP, drop).answers == [DropAnswer.PROTECTED]
     answer = world.send(b"ours2", Code.RECLAIM, ReclaimRequest(token, 0, 2, 1))
@@ -1005,9 +1077,29 @@ def test_after_a_restart_nothing_goes_until_every_session_has_heard_the_new_epoc
     world.shake(b"reader2", session=reader)  # the answer may not have arrived yet: it may still read
     drop = DropRequest(token, 0, 3, ["a"])
     assert world.send(b"ours2", Code.DROP, drop).answers == [DropAnswer.PROTECTED]
-    world.beat(reader, peer=b"reader2")
+    world.beat(reader, peer=b"reader2", epoch=EPOCH + 1)
     drop = DropRequest(token, 0, 4, ["a"])
     assert world.send(b"ours2", Code.DROP, drop).answers == [DropAnswer.DELETED]
+
+
+def test_a_message_from_before_the_restart_does_not_say_that_its_sender_knows_of_it(world):
+    """It may come behind the handshake: a client has several sockets, and ZeroMQ keeps what could not leave."""
+    token, region = world.ours()
+    world.store(token, region, ["a"])
+    reader = world.shake(b"reader", lease=30.0).session
+    world.find(reader, ["a"], pin=True, peer=b"reader")
+    world.restart()
+    for one in (token, reader):
+        world.shake(b"again", session=one)
+    world.beat(token, epoch=EPOCH + 1)
+    world.find(reader, ["a"], peer=b"reader2")
+    world.beat(reader, peer=b"reader2")  # of a client that knows nothing of epochs
+    world.beat(reader, peer=b"reader2", epoch=EPOCH)
+    drop = DropRequest(token, 0, 1, ["a"])
+    assert world.send(b"ours", Code.DROP, drop).answers == [DropAnswer.PROTECTED]
+    world.beat(reader, peer=b"reader2", epoch=EPOCH + 1)
+    drop = DropRequest(token, 0, 2, ["a"])
+    assert world.send(b"ours", Code.DROP, drop).answers == [DropAnswer.DELETED]
 
 
 def test_after_a_restart_a_session_that_does_not_come_back_holds_nobody_up_for_longer_than_its_lease(world):
@@ -1018,7 +1110,7 @@ def test_after_a_restart_a_session_that_does_not_come_back_holds_nobody_up_for_l
     for _ in range(11):
         world.shake(b"ours2", session=token)
         world.service.expire(world.now)
-        assert world.beat(token, peer=b"ours2").lease > 0
+        assert world.beat(token, peer=b"ours2", epoch=EPOCH + 1).lease > 0
         world.now += 3.0
     drop = DropRequest(token, 0, 1, ["a"])
     assert world.send(b"ours2", Code.DROP, drop).answers == [DropAnswer.DELETED]

@@ -13,6 +13,7 @@ from .records import (
     AnyRecord,
     Deleted,
     Fenced,
+    ReadUnpinned,
     RegionAdded,
     RegionDropped,
     RegionReturned,
@@ -122,6 +123,12 @@ class Changes:
         if self.state.acknowledge(number, upto):
             self.records.append(Acknowledged(number, self.state.sessions[number].outbox.acknowledged))
 
+    def read_unpinned(self) -> None:
+        """A published client reads: the next start has to know."""
+        if not self.state.read_unpinned:
+            self.state.read_unpinned = True
+            self.records.append(ReadUnpinned())
+
     def again(self, record: AnyRecord, decode: Callable[[int, bytes], Columns]) -> None:
         """What this record says happens again, without a record."""
         state = self.state
@@ -145,3 +152,5 @@ class Changes:
                 state.open_session(number, token, instance_id, tenant, published, lease)
             case SessionEnded(number):
                 state.end_session(number)
+            case ReadUnpinned():
+                state.read_unpinned = True

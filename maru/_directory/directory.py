@@ -8,7 +8,8 @@ Rule 1. Nobody else's time or randomness: each method is told ``now`` (seconds; 
 Rule 2. What happens is recorded (`maru._directory.records`) before the answer is given, and in the order in which it happens.
 Rule 3. A pinned key stays. A lease counts at the server until its end and ``lease_grace``, whatever ends it: a reader
         stops using its views by its own clock. After a restart, when nobody knows the pins, all keys count as pinned
-        until every session is back, and has thereby said that it dropped its views, or until the longest lease is over.
+        until every session has said the new epoch, and thereby that it dropped its views, or until the longest lease is
+        over. Who cannot say it, as published clients, has all of that time.
 Rule 4. While a published owner lives, nothing of its goes unless it asks for that itself: it would not learn of it.
         What a published connection has looked up is not evicted for a while: it reads without pins.
 Rule 5. What room costs, the one pays who needs it: its own least recently used keys go, then those that share its quota.
@@ -70,7 +71,7 @@ class Directory:
         self._published = Published(self._changes, self._guards, self._leases, limits)
         self._evictor = Evictor(self._changes, self._guards, self._counters)
         self._registrar = Registrar(self._changes, limits, self._guards, self._evictor, self._counters)
-        self._reader = Reader(state, self._guards, self._counters)
+        self._reader = Reader(self._changes, self._guards, self._counters)
         self._remover = Remover(self._changes, limits, self._guards, self._evictor, self._counters)
 
     def __len__(self) -> int:
@@ -116,7 +117,7 @@ class Directory:
         return self._state.tokens.get(token)
 
     def attach(self, session_id: int, now: float) -> None:
-        """It has shaken hands again, and dropped the views of an earlier epoch. Its lease starts anew."""
+        """It has said our epoch, so it uses nothing any more that it knew from an earlier one. Its lease starts anew."""
         self.renew(session_id, now)
         self._guards.back(session_id)
 
@@ -163,6 +164,15 @@ class Directory:
         """It is gone. Its pins count for ``v1_read_grace`` more; a session that it leaves alone has its lease left."""
         self._published.disconnect(connection, now)
 
+    @property
+    def session_count(self) -> int:
+        """Sessions there are, of ours and published ones."""
+        return len(self._state.sessions)
+
+    def is_there(self, instance_id: str) -> bool:
+        """Whether a published connection that says this name joins a session that there is."""
+        return self._published.find(instance_id) is not None
+
     # --- restart --------------------------------------------------------------------------------------------------
 
     def apply(self, record: AnyRecord, decode: Callable[[int, bytes], Columns]) -> None:
@@ -193,13 +203,21 @@ class Directory:
         return directory
 
     def restart(self, now: float) -> None:
-        """After load and replay, once: all leases start anew, and it is quiet until every session is back or over."""
-        self._state.dropped.clear()
-        sessions = self._state.sessions.values()
-        for session in sessions:
-            self._leases.set(session.number, now + session.lease + self._limits.lease_grace)
-        longest = max((session.lease for session in sessions), default=0.0)
-        self._guards.begin_quiet(self._state.sessions, now + longest + self._limits.lease_grace)
+        """After load and replay, once: all leases start anew, and it is quiet.
+
+        Until every session of ours is back or over. Published clients cannot say that they are back: their sessions are waited
+        for until they would be over, and where some have read, what they read stays for ``v1_read_grace``.
+        """
+        state, limits = self._state, self._limits
+        state.dropped.clear()
+        ends = {session.number: now + session.lease + limits.lease_grace for session in state.sessions.values()}
+        for number, end in ends.items():
+            self._leases.set(number, end)
+        ours = {number: end for number, end in ends.items() if not state.sessions[number].published}
+        surely = [end for number, end in ends.items() if number not in ours]
+        if state.read_unpinned:
+            surely.append(now + limits.v1_read_grace)
+        self._guards.begin_quiet(ours, surely=max(surely, default=now))
 
     def quiet(self, now: float) -> bool:
         """Whether nothing may be evicted, deleted or handed back yet, since old views may be in use."""

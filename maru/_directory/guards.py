@@ -6,7 +6,7 @@ None of this is found again after a restart; the quiet time stands in for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Container, Iterable, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 
 from .limits import Limits
 from .pins import Held, Pins, ReadGrace
@@ -25,8 +25,8 @@ class Guards:
         self._grace = ReadGrace(limits.v1_read_grace)
         self._v1_read_grace = limits.v1_read_grace
         self._departed = Leases()  # holders that are gone, and whose pins count on
-        self._quiet_until = -math.inf
-        self._away: set[int] = set()  # sessions from before the restart that have not come back
+        self._quiet_until = self._surely_quiet_until = -math.inf
+        self._away: set[int] = set()  # sessions of ours from before the restart that have not come back
 
     # --- pins -----------------------------------------------------------------------------------------------------
 
@@ -103,10 +103,11 @@ class Guards:
 
     # --- quiet time -----------------------------------------------------------------------------------------------
 
-    def begin_quiet(self, sessions: Iterable[int], until: float) -> None:
-        """It is quiet until all these sessions have come back, at most until then."""
-        self._away.update(sessions)
-        self._quiet_until = until
+    def begin_quiet(self, ends: Mapping[int, float], surely: float) -> None:
+        """It is quiet until all these sessions have come back or have ended; and ``surely`` until then, whoever comes back."""
+        self._away.update(ends)
+        self._quiet_until = max(ends.values(), default=-math.inf)
+        self._surely_quiet_until = surely
 
     def back(self, number: int) -> None:
         """This session has come back and knows of the restart; or it never will."""
@@ -114,4 +115,4 @@ class Guards:
 
     def quiet(self, now: float) -> bool:
         """Whether old views may be in use that nobody here knows of."""
-        return bool(self._away) and now < self._quiet_until
+        return now < self._surely_quiet_until or (bool(self._away) and now < self._quiet_until)

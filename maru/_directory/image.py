@@ -74,6 +74,7 @@ class DirectoryImage(msgspec.Struct, array_like=True, gc=False):
     generations: list[int]
     checksums: list[int | None]
     attempts: Runs
+    read_unpinned: bool = False
 
 
 def dump(state: State) -> DirectoryImage:
@@ -122,6 +123,7 @@ def dump(state: State) -> DirectoryImage:
         [location.generation for location in locations],
         [location.checksum for location in locations],
         _runs([location.attempt for location in locations]),
+        state.read_unpinned,
     )
 
 
@@ -138,6 +140,7 @@ def load(image: DirectoryImage, limits: Limits, eviction: Callable[[], EvictionP
         session.fences = Fences(limits.max_fences, one.fences, one.fence_floor)
     state.last_session = image.last_session
     state.generation = image.generation
+    state.read_unpinned = image.read_unpinned
     keys, offsets = image.keys, image.offsets
     locations = map(
         Location,

@@ -52,13 +52,17 @@ class Published:
         same name knows nothing of the regions of the one before, and would keep them from going for ever.
         """
         joined = self.connections[connection]
-        account = self._state.instances.get(instance_id)
-        living = () if account is None else account.sessions.values()
-        session = next((one for one in living if one.connections), None)
+        session = self.find(instance_id)
         if session is None:
             session = self._changes.open_session(b"", instance_id, "", True, self._limits.published_lease)
         self._belongs(connection, joined, session)
         return session
+
+    def find(self, instance_id: str) -> Session | None:
+        """The session that a connection of this instance joins, if it is there."""
+        account = self._state.instances.get(instance_id)
+        living = () if account is None else account.sessions.values()
+        return next((one for one in living if one.connections), None)
 
     def join_owners(self, connection: int, regions: int | Sequence[int]) -> None:
         """This connection writes in these regions, so it belongs to their owners, as far as they are published ones.
@@ -79,4 +83,3 @@ class Published:
         joined.add(session.number)
         session.connections.add(connection)
         self._leases.discard(session.number)
-        self._guards.back(session.number)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from .changes import Changes
 from .counts import Counters
 from .guards import Guards
 from .locations import Location
-from .state import State
 
 
 class Reader:
     """Finds keys and pins them, on behalf of who asks. Registers nothing, and removes nothing."""
 
-    def __init__(self, state: State, guards: Guards, counters: Counters) -> None:
-        self._state = state
-        self._located = state.located
+    def __init__(self, changes: Changes, guards: Guards, counters: Counters) -> None:
+        self._changes = changes
+        self._state = changes.state
+        self._located = changes.state.located
         self._guards = guards
         self._counters = counters
 
@@ -38,6 +39,7 @@ class Reader:
         self._counters.found += len(locations)
         region_ids = self._state.use(keys, locations)
         if by < 0:
+            self._changes.read_unpinned()
             self._guards.note_read(keys, region_ids, now)
         if pin:
             self._guards.hold(by, keys, region_ids)
@@ -58,5 +60,7 @@ class Reader:
                 there[length:] = [False] * (len(there) - length)
             else:
                 found = [key for key in keys if key in self._located]
+        if by < 0 and found:
+            self._changes.read_unpinned()  # its pins have no lease either
         self._guards.hold(by, found, {self._located[key].region_id for key in found})
         return there

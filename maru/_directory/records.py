@@ -89,6 +89,13 @@ class Acknowledged(Record, frozen=True, tag=9):
     number: int
 
 
+class ReadUnpinned(Record, frozen=True, tag=10):
+    """A published client has read in this pool: it does so without a lease, and after a restart nobody says that it stopped.
+
+    Written once in the life of a pool.
+    """
+
+
 AnyRecord: TypeAlias = (
     SessionOpened
     | SessionEnded
@@ -99,6 +106,7 @@ AnyRecord: TypeAlias = (
     | Deleted
     | Fenced
     | Acknowledged
+    | ReadUnpinned
 )
 
 _encoder = msgspec.msgpack.Encoder()

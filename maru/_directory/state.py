@@ -41,6 +41,8 @@ class State:
         """The last one given."""
         self.last_session = 0
         """The highest number given."""
+        self.read_unpinned = False
+        """Published clients have read here: after a restart they may still do, and nobody says so."""
         self.used_bytes = 0
         self.allocated_bytes = 0
         self.dropped: list[int] = []

@@ -15,6 +15,8 @@ IPC_NAME: Final = "maru.sock"
 """The Unix socket of the protocol, in the runtime directory."""
 DESCRIPTORS_NAME: Final = "descriptors.sock"
 """The Unix socket that hands out regions, beside it."""
+_UNREAD_HERE: Final = 64
+"""Messages of one client that wait to be read; beyond, it waits. As many as a client has under way."""
 _LONGEST_PATH: Final = 107
 """Bytes of a Unix socket's name."""
 
@@ -45,7 +47,9 @@ def socket_options(config: ServerConfig) -> SocketOptions:
     """
     return SocketOptions(
         send_high_water_mark=config.high_water_mark,
-        receive_high_water_mark=config.high_water_mark,
+        receive_high_water_mark=_UNREAD_HERE,
+        max_unread_bytes=config.max_unread_bytes,
+        max_unread_bytes_together=config.max_unread_bytes_together,
         max_message_bytes=config.max_message_bytes,
         linger=config.linger,
         curve=_curve(config),

@@ -8,8 +8,12 @@ directory numbers them, and knows which of them belong together by the instance_
 from __future__ import annotations
 
 import enum
+from typing import Final
 
 import attrs
+
+MAX_ANSWER_BYTES: Final = 3 << 19
+"""No answer is larger. The largest are BATCH_LOOKUP_KV of ``max_keys`` and LIST_ALLOCATIONS of ``max_regions``."""
 
 
 class Word(enum.StrEnum):

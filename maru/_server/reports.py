@@ -1,8 +1,10 @@
 """What clients have reported of their operations (REPORT_STATS), as GET_STATS tells it. Pure.
 
-Rule 1. Reporting costs the same however much was reported before, and asking costs nothing per key.
+Rule 1. Reporting costs the same however much was reported before, and asking costs nothing per key. However often it is asked
+        for, the table is encoded once in ``INTERVAL``.
 Rule 2. Names come from outside, so the table is bounded: beyond ``MAX_CLIENTS`` whoever was silent for the longest goes,
-        and of a client's operations the first ``MAX_OPERATIONS`` are told apart.
+        of a client's operations the first ``MAX_OPERATIONS`` are told apart, and names are cut at ``MAX_NAME_BYTES``. All of it
+        takes ``MAX_BYTES`` at most.
 Rule 3. A number that cannot be (negative, infinite, none) is no report.
 """
 
@@ -14,17 +16,26 @@ from collections.abc import Iterable
 from typing import Final
 
 import attrs
+import msgspec
 
 from .._wire import ClientStats, OperationStats, ReportEntry, StatsManagerStats
 
-MAX_CLIENTS: Final = 1024
-"""A few kB each."""
-MAX_OPERATIONS: Final = 32
+MAX_CLIENTS: Final = 64
+"""A few kB each, in every answer."""
+MAX_OPERATIONS: Final = 16
 """Published clients have a dozen."""
+MAX_NAME_BYTES: Final = 128
+"""A host's name and a number."""
+MAX_BYTES: Final = 512 << 10
+"""Of the table, encoded: 65 clients, 16 operations each, at some 400 bytes an operation with its name."""
+INTERVAL: Final = 0.25
+"""Seconds for which an answer stands."""
 _MOST_BYTES: Final = (1 << 63) - 1
 """Sums stop here: what is more cannot be said in an answer."""
 _LONGEST: Final = 1e15
 """Microseconds. Thirty years are no latency, and sums of what is shorter stay finite."""
+_NEVER: Final = -math.inf
+_encode: Final = msgspec.msgpack.Encoder().encode
 ALL: Final = "_all"
 """The name under which all clients together are told."""
 
@@ -94,29 +105,43 @@ class Reports:
         self._max_clients, self._max_operations = max_clients, max_operations
         self._all: dict[str, _Operation] = {}
         self._clients: OrderedDict[str, dict[str, _Operation]] = OrderedDict()
+        self._told = msgspec.Raw()
+        self._told_at = _NEVER
+        self.encoded = 0
+        """How often the table was encoded."""
 
     def add(self, entries: Iterable[ReportEntry]) -> None:
         """Note what a client says it did."""
         for entry in entries:
             if not (0 <= entry.latency_us < _LONGEST and 0 <= entry.size <= _MOST_BYTES):
                 continue
-            operations = self._clients.get(entry.client_id)
+            client, name = _cut(entry.client_id), _cut(entry.op_type)
+            operations = self._clients.get(client)
             if operations is None:
-                operations = self._clients[entry.client_id] = {}
+                operations = self._clients[client] = {}
                 if len(self._clients) > self._max_clients:
                     self._clients.popitem(last=False)
             else:
-                self._clients.move_to_end(entry.client_id)
+                self._clients.move_to_end(client)
             for table in (operations, self._all):
-                operation = table.get(entry.op_type)
+                operation = table.get(name)
                 if operation is None:
                     if len(table) >= self._max_operations:
                         continue
-                    operation = table[entry.op_type] = _Operation()
+                    operation = table[name] = _Operation()
                 operation.add(entry)
 
-    def tell(self) -> StatsManagerStats:
-        """The figures of each client and of all together. Every interval begins anew."""
+    def tell(self, now: float) -> msgspec.Raw:
+        """The figures of each client and of all together, encoded: those of now, or of up to ``INTERVAL`` ago.
+
+        With those of now, every interval that clients are told of begins anew.
+        """
+        if now >= self._told_at + INTERVAL:
+            self._told, self._told_at = msgspec.Raw(_encode(self._tell())), now
+            self.encoded += 1
+        return self._told
+
+    def _tell(self) -> StatsManagerStats:
         tables = {ALL: self._all, **self._clients}
         return StatsManagerStats(
             {
@@ -124,3 +149,9 @@ class Reports:
                 for client, table in tables.items()
             }
         )
+
+
+def _cut(name: str) -> str:
+    if len(name) * 4 <= MAX_NAME_BYTES:  # what a character takes at most
+        return name
+    return name.encode()[:MAX_NAME_BYTES].decode(errors="ignore")

@@ -3,10 +3,11 @@
 Rule 1. One task per connection, one request at a time on each: what a connection waits for, no other one waits for.
 Rule 2. Nothing is believed that a peer says of a region: the handle must be the one it was given, token included, and only
         who allocated a region frees it. (A *client id* is what the peer says it is: that stops mistakes, not lies.)
-Rule 3. A region whose answer did not leave is freed again: nobody knows of it.
+Rule 3. A region that was asked for here belongs to its connection, which is its lease: it is freed with it. One whose answer
+        did not leave is freed at once: nobody knows of it.
 Rule 4. A bad frame costs its sender an ERROR_RESP. One of which nobody knows where it ends costs its connection.
 Rule 5. Connections, what they say, and how long they take to say it are bounded. Silence between two requests is not a
-        fault, and is allowed for long: published clients keep a connection open.
+        fault, and is allowed for long: published clients keep a connection open. Whoever has a region may be silent for ever.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol, assert_never
 
@@ -176,18 +178,29 @@ class ResourceManager:
             self._refused += 1
             return
         self._connections += 1
+        leased: dict[int, str] = {}
         try:
-            await self._talk(_Reader(stream), stream)
+            await self._talk(_Reader(stream), stream, leased)
         except (trio.BrokenResourceError, trio.ClosedResourceError, _Over):
             pass
         except Exception:  # ours, and not to be paid by the other connections
             _log.exception("a connection to the resource manager has failed")
         finally:
             self._connections -= 1
+            await self._release(leased)
 
-    async def _talk(self, reader: _Reader, stream: trio.SocketStream) -> None:
+    async def _release(self, leased: dict[int, str]) -> None:
+        """Free what was asked for over a connection that has ended. Cancelled, it is the next start that removes it."""
+        for region_id, client_id in leased.items():
+            try:
+                await self._regions.free(client_id, region_id)
+            except MaruError as exc:
+                _log.warning("region %d of a connection that has ended is not freed: %s", region_id, exc)
+
+    async def _talk(self, reader: _Reader, stream: trio.SocketStream, leased: dict[int, str]) -> None:
+        """Answer what comes; ``leased`` is kept: the regions of this connection, and who asked for them."""
         while True:
-            with trio.move_on_after(self._idle):
+            with trio.move_on_after(math.inf if leased else self._idle):
                 await reader.wait()
             if not reader.ready:
                 return
@@ -208,9 +221,9 @@ class ResourceManager:
                 return
             else:
                 self._requests += 1
-                await self._answer(request, stream)
+                await self._answer(request, stream, leased)
 
-    async def _answer(self, request: RmRequest, stream: trio.SocketStream) -> None:
+    async def _answer(self, request: RmRequest, stream: trio.SocketStream, leased: dict[int, str]) -> None:
         match request:
             case RmAllocRequest():
                 response = await self._allocate_while_there(request, stream)
@@ -222,8 +235,13 @@ class ResourceManager:
                     if not sent and not response.status:
                         with trio.move_on_after(_UNDO_TIME, shield=True):
                             await self._regions.free(request.client_id, response.handle.region_id)
+                if not response.status:
+                    leased[response.handle.region_id] = request.client_id
             case RmFreeRequest():
-                await self._send(stream, RmFreeResponse(await self._free(request)))
+                status = await self._free(request)
+                if not status:
+                    leased.pop(request.handle.region_id, None)
+                await self._send(stream, RmFreeResponse(status))
             case RmAccessRequest():
                 await self._send(stream, self._access(request))
             case RmStatsRequest():

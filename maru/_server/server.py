@@ -19,7 +19,7 @@ import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import attrs
 import trio
@@ -43,8 +43,14 @@ T = TypeVar("T")
 
 _log = logging.getLogger("maru.server")
 
-_LOOKS = 2
+_LOOKS: Final = 2
 """Intervals of the timer that may pass between two looks at the clock: beyond, the server stood still."""
+_BATCH: Final = 64
+"""Frames that are read at once."""
+_FEW: Final = 8
+"""Behind large ones: whoever asks next waits for all that was read before."""
+_STEP_BYTES: Final = 256 << 10
+"""Asked and answered in a step. What this takes is what a sign of life of somebody else waits for, some milliseconds."""
 
 
 @attrs.frozen
@@ -190,19 +196,31 @@ class MaruServer:
         self._nursery.cancel_scope.cancel()
 
     async def _read(self) -> None:
-        """The loop: frames come, and a step answers them."""
+        """The loop: frames come, and steps answer them. Between two steps all other tasks have their turn."""
         handle, receive, committer = self._service.handle, self._router.receive_batch, self._committer
+        most = _BATCH
         while True:
-            messages = await receive()
+            messages = await receive(most)
+            most = _BATCH
             if not committer.writable:
                 await committer.wait_writable()
             now = self._time.look()
             answers: list[Answer] = []
+            size = 0
             for message in messages:
-                identity = message[0]
-                answer = handle(identity, message[-1], now)
+                if size > _STEP_BYTES:
+                    self._step(answers)
+                    answers, size, most = [], 0, _FEW
+                    await trio.lowlevel.checkpoint()
+                    if not committer.writable:
+                        await committer.wait_writable()
+                    now = self._time.look()
+                identity, frame = message[0], message[-1]
+                size += len(frame)
+                answer = handle(identity, frame, now)
                 if answer is not None:
                     answers.append((identity, answer))
+                    size += len(answer)
             self._step(answers)
 
     def _gone(self, identity: bytes) -> None:
@@ -282,6 +300,10 @@ class MaruServer:
         """
         while True:
             try:
+                if self._pool.totals().regions >= self.config.max_regions:
+                    raise PoolFull(
+                        f"there are {self.config.max_regions} regions already, as many as max_regions allows"
+                    )
                 return await self._pool.allocate(length)
             except PoolFull:
                 if not self._freeing:  # or else there may be room in a moment

@@ -190,8 +190,6 @@ class Service:
         self.facts: Callable[[], Facts] = dict
         """What the shell has to add to a description of the server."""
         self.reports = Reports()
-        self.returning: set[int] = set()
-        """Sessions from before the restart that shook hands, and have not shown yet that they know of it."""
         self.filled: dict[int, None] = {}
         """Sessions that have stored since the watermarks were looked at."""
         self.stopping = False
@@ -271,9 +269,6 @@ class Service:
         self.directory.renew(session_id, now)
         if peer.session != session_id:
             peer.session = session_id
-        if self.returning and session_id in self.returning:
-            self.returning.remove(session_id)
-            self.directory.attach(session_id, now)
         return session_id
 
     def open_session(self, peer: Peer, message: HandshakeRequest, now: float) -> tuple[bytes, bool, float]:
@@ -282,8 +277,8 @@ class Service:
         session_id = None if token is None else directory.session_of(token)
         resumed = session_id is not None
         if session_id is None:
-            if directory.statistics().sessions >= config.max_sessions:
-                raise Refused(Word.TOO_MANY, f"there are {config.max_sessions} sessions already")
+            if directory.session_count >= config.max_sessions:
+                raise Refused(Word.TOO_MANY, self.too_many_sessions)
             lease = config.session_lease if message.lease is None else message.lease
             if not 0 < lease < math.inf:
                 raise Refused(Word.MALFORMED, f"a lease cannot be {lease}")
@@ -294,12 +289,22 @@ class Service:
             self.note(INFO, f"session {session_id} of {instance_id!r} has begun")
         else:
             directory.renew(session_id, now)
-            # It is back once it speaks after having heard our epoch: until then it may read what it saw before the restart.
-            self.returning.add(session_id)
             self.note(INFO, f"session {session_id} is back")
         assert token is not None
         peer.session = session_id
         return token, resumed, directory.remaining(session_id, now)
+
+    @property
+    def too_many_sessions(self) -> str:
+        """Why there is no further one."""
+        return (
+            f"there are {self.config.max_sessions} sessions already; max_sessions of the server says how many it keeps"
+        )
+
+    def has_standing(self, instance_id: str) -> bool:
+        """Whether a published client that says this name has a session, or may have one more."""
+        directory = self.directory
+        return directory.session_count < self.config.max_sessions or directory.is_there(instance_id)
 
     def end_session(self, session_id: int, now: float) -> None:
         """It has closed, or misbehaved."""
@@ -307,7 +312,6 @@ class Service:
         self._ended(session_id)
 
     def _ended(self, session_id: int) -> None:
-        self.returning.discard(session_id)
         self.filled.pop(session_id, None)
         for peer in self._peers.values():
             if peer.session == session_id:
@@ -351,6 +355,9 @@ class Service:
             return peer.identity, error_reply(
                 header.code, header.sequence, "this session has ended", Word.NO_SESSION, self.epoch, header.flags
             )
+        if token is None and by < 0 and not self.has_standing(instance_id):  # others came while the pool was asked
+            self._unowned.append(region_id)
+            return peer.identity, v1.alloc_reply(self, header, None, self.too_many_sessions)
         self.place(region_id, offset, length)
         directory.add_region(by, region_id, length, instance_id=instance_id)
         self.note(INFO, f"region {region_id} of {length} bytes belongs to {instance_id!r}")

@@ -126,6 +126,9 @@ def resolve(service: Service, peer: Peer, header: Header, message: ResolveReques
 def beat(service: Service, peer: Peer, header: Header, message: BeatRequest, payload: bytes, now: float) -> bytes:
     """Alive. What was handed back and is not acknowledged comes again: its answer may have been lost."""
     session_id = _enter(service, peer, message, now)
+    if message.epoch == service.epoch:
+        # It has heard of us. Any other message, and a handshake too, may have left before it knew that there was a restart.
+        service.directory.attach(session_id, now)
     pending = service.directory.pending(session_id, now, resend=True)
     lease = service.directory.remaining(session_id, now)
     return reply(header.code, header.sequence, BeatReply(service.epoch, pending, lease), header.flags)

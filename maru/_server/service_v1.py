@@ -9,7 +9,7 @@ session's, and REQUEST_ALLOC, RETURN_ALLOC and LIST_ALLOCATIONS name the session
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, cast
 
 from .._directory.locations import GivenBack
 from .._journal.registrations import columns_of
@@ -40,6 +40,7 @@ from .._wire import (
     ReportRequest,
     ResultsReply,
     ReturnRequest,
+    StatsManagerStats,
     StatsReply,
     SuccessReply,
     UsageReply,
@@ -53,6 +54,8 @@ from .peers import Peer, Refused, Word
 if TYPE_CHECKING:
     from .service import Service
 
+_MAX_INSTANCES: Final = 1_024
+"""In one answer to GET_USAGE, which is then at most about a MiB."""
 _NEW, _DUPLICATE = int(StoreStatus.NEW), int(StoreStatus.DUPLICATE)
 _REASONS = {
     StoreStatus.PINNED: "its offset holds another key, which is pinned or may be",
@@ -75,6 +78,8 @@ def request_alloc(
         service.session_of(peer, token, now)
     if message.size <= 0:
         return alloc_reply(service, header, None, f"a region cannot have {message.size} bytes")
+    if token is None and not peer.session and not service.has_standing(message.instance_id):
+        return alloc_reply(service, header, None, service.too_many_sessions)
     service.allocate(peer, header, message.size, message.instance_id, token)
     return None
 
@@ -234,7 +239,7 @@ def get_stats(service: Service, peer: Peer, header: Header, message: EmptyReques
     answer = StatsReply(
         KvManagerStats(there.entries, there.used_bytes),
         AllocationManagerStats(there.regions, there.allocated_bytes, there.sessions),
-        service.reports.tell(),
+        cast("StatsManagerStats", service.reports.tell(now)),  # encoded, which goes into the answer as it is
         service.epoch,
     )
     return reply(header.code, header.sequence, answer, header.flags)
@@ -257,7 +262,7 @@ def get_usage(service: Service, peer: Peer, header: Header, message: EmptyReques
     """What each instance has of the pool."""
     instances = [
         InstanceUsage(usage.instance_id, usage.regions, usage.allocated_bytes, usage.used_bytes)
-        for usage in service.directory.usage()[:MAX_REGIONS]
+        for usage in service.directory.usage()[:_MAX_INSTANCES]
     ]
     total, free = service.totals()
     return reply(header.code, header.sequence, UsageReply(instances, total, free, service.epoch), header.flags)

@@ -263,6 +263,9 @@ class ResolveReply(OwnReply, frozen=True):
 class BeatRequest(OwnRequest, frozen=True):
     """A sign of life; returns that were not acknowledged come again."""
 
+    epoch: int = 0
+    """Of the server that its sender has heard last: whatever it knew from an earlier one it does not use any more."""
+
 
 class BeatReply(OwnReply, frozen=True):
     """Alive, and this long from now."""

@@ -34,6 +34,17 @@ class SocketOptions:
         16 << 20, 64, 256 << 20, "Largest frame. Whoever sends a larger one is disconnected, and it never gets here."
     )
     """Largest frame. Whoever sends a larger one is disconnected, and it never gets here."""
+    max_unread_bytes: int = _knob.size(
+        64 << 20, 4 << 10, 1 << 40, "At a ROUTER that tracks its peers: what may wait for one that does not read."
+    )
+    """Bytes that may wait for one peer of a ROUTER with ``on_gone``; beyond, whoever does not read is hung up on."""
+    max_unread_bytes_together: int = _knob.size(
+        256 << 20,
+        4 << 10,
+        1 << 40,
+        "The same for all peers: beyond, those that do not read go, who has the most first.",
+    )
+    """The same for all of its peers together; who has the most goes first."""
     max_frames: int = _knob.count(16, 2, 1_024, "Frames of a message; one with more is dropped and counted.")
     """Frames of a message; one with more is dropped and counted."""
     linger: float = _knob.seconds(

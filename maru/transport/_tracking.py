@@ -5,7 +5,14 @@ The joining itself is in `peers`; here are the socket and the task around it.
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
+import struct
+import termios
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
 
 import trio
 import zmq
@@ -13,6 +20,8 @@ import zmq
 from ._frames import NOW, Message, Port
 from ._monitor import Link, LinkEvent, Monitor
 from ._peers import Peers
+
+_INT: Final = struct.Struct("i")
 
 
 class Tracker:
@@ -23,6 +32,7 @@ class Tracker:
     ) -> None:
         self.peers = Peers()
         self.gone = 0
+        self._inodes: dict[bytes, int] = {}  # of each known peer's connection: its descriptor may be used again
         self._port = port
         self._on_gone, self._on_link = on_gone, on_link
         self._monitor = Monitor(port, self._note)
@@ -46,15 +56,38 @@ class Tracker:
         if not self.peers.is_settled(peer):
             # Every frame says over which descriptor it came; looked up only where that is not known.
             self._monitor.read()
-            self.peers.heard(peer, _descriptor_of(frame))
+            descriptor = _descriptor_of(frame)
+            self.peers.heard(peer, descriptor)
+            if peer in self.peers.known:
+                self._inodes[peer] = _inode_of(descriptor)
         return message
 
     def emptied(self) -> None:
         """The socket was seen empty: tell who is gone."""
         for peer in self.peers.emptied():
             self.gone += 1
+            self._inodes.pop(peer, None)
             if self._on_gone is not None:
                 self._on_gone(peer)
+
+    def has_read_all(self, peer: bytes) -> bool:
+        """Whether the kernel has nothing more for this peer. Of one whose connection is not known, it is not believed."""
+        descriptor = self.peers.known.get(peer, -1)
+        try:
+            (waiting,) = _INT.unpack(fcntl.ioctl(descriptor, termios.TIOCOUTQ, _INT.pack(0)))
+        except (OSError, ValueError):
+            return False
+        return not waiting and _inode_of(descriptor) == self._inodes.get(peer)
+
+    def hang_up(self, peer: bytes) -> bool:
+        """End this peer's connection; whether it is known. ZeroMQ has no call for it, but sees it as if the peer had gone."""
+        with suppress(OSError, ValueError):
+            descriptor = os.dup(self.peers.known.get(peer, -1))
+            with socket.socket(fileno=descriptor) as connection:
+                if _inode_of(descriptor) == self._inodes.get(peer):  # or else it is another one's by now
+                    connection.shutdown(socket.SHUT_RDWR)
+                    return True
+        return False
 
     async def run(self, look: Callable[[], None]) -> None:
         """Tell of connections until closed.
@@ -96,4 +129,12 @@ def _descriptor_of(frame: zmq.Frame) -> int:
     try:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
+        return -1
+
+
+def _inode_of(descriptor: int) -> int:
+    """What tells a connection from the next one under the same descriptor; -1 where there is none."""
+    try:
+        return os.fstat(descriptor).st_ino
+    except OSError:
         return -1

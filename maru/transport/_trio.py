@@ -5,7 +5,8 @@ Rule 1. A message goes out whole or not at all, and comes in whole. A cancelled 
 Rule 2. The socket is read by whoever leads (`_waiting`), for all. Whoever calls it while the leader sleeps looks whether
         that swallowed the leader's signal.
 Rule 3. Waiting senders go in turn, and nobody passes them: at a ROUTER those to one peer, else all.
-Rule 4. Nothing is queued here: what is not wanted yet waits in ZeroMQ, whose queues are bounded.
+Rule 4. Nothing is queued here: what is not wanted yet waits in ZeroMQ, whose queues are bounded in messages, and at a ROUTER
+        that tracks its peers in bytes as well: who meets that bound and does not read is hung up on.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ._keys import CurveServer
 from ._monitor import LinkEvent
 from ._options import SocketOptions
 from ._tracking import Tracker
+from ._unread import Unread
 from ._waiting import Expected, Queued, Waiter, Watch
 from ._zap import Doorkeeper
 
@@ -78,6 +80,10 @@ class SocketStatistics:
     """Peers that are gone."""
     refused: int
     """Connections whose CURVE key was not let in."""
+    unread_bytes: int
+    """That may wait for peers, at most; counted only where ``on_gone`` was given."""
+    hung_up: int
+    """Peers that did not read, and met a bound."""
     sleeps: int
     """How often somebody slept at the descriptor."""
     kicks: int
@@ -103,11 +109,19 @@ class TrioSocket:
         self.options: SocketOptions = options
         self._port = port = Port(kind, options)
         self._raw_events = port.get
-        self._tracker = None if on_gone is None and on_link is None else Tracker(port, on_gone, on_link)
+        self._on_gone = on_gone
+        gone = None if on_gone is None else self._forget
+        self._tracker = None if on_gone is None and on_link is None else Tracker(port, gone, on_link)
         self._read: Callable[[], Message] = port.read
         if on_gone is not None and self._tracker is not None:
             self._read = self._tracker.read
         self._write = port.write
+        self._unread: Unread | None = None
+        if on_gone is not None and self._tracker is not None:
+            self._unread = Unread(
+                options.send_high_water_mark, options.max_unread_bytes, options.max_unread_bytes_together
+            )
+            self._write = self._write_within
         self._watch = Watch(port.descriptor, self._drain, self._take, options.glance)
         self._on_messages = on_messages
         self._doorkeeper: Doorkeeper | None = None
@@ -117,6 +131,7 @@ class TrioSocket:
         self._senders: deque[_Sender] = deque()
         self._releasing, self._released = False, trio.Event()
         self._sent = self._received = self._batches = self._unreachable = self._dropped = 0
+        self._hung_up = 0
 
     def __repr__(self) -> str:
         state = "closed" if self._watch.closed else ", ".join(self.endpoints) or "open"
@@ -290,6 +305,8 @@ class TrioSocket:
             peers=0 if tracker is None else len(tracker.peers),
             gone=0 if tracker is None else tracker.gone,
             refused=0 if self._doorkeeper is None else self._doorkeeper.refused,
+            unread_bytes=0 if self._unread is None else self._unread.total,
+            hung_up=self._hung_up,
             sleeps=watch.sleeps,
             kicks=watch.kicks,
             glances=watch.glances,
@@ -404,6 +421,42 @@ class TrioSocket:
             sender.finish()
             left = True
         return left
+
+    # --- a router's bounds ----------------------------------------------------------------------------------------
+
+    def _write_within(self, frames: Sequence[bytes]) -> bool:
+        """Send one message, if so many bytes more may wait for that peer. Raises as ``write`` of the port."""
+        assert self._unread is not None and self._tracker is not None
+        unread = self._unread
+        size = sum(map(len, frames))
+        peer = frames[0]
+        if peer not in self._tracker.peers.known:
+            return (
+                False  # it is gone; or ZeroMQ does not say over which connection it came, so nothing could be bounded
+            )
+        for other in unread.crowd_out(peer, size):
+            self._judge(other)
+            if not unread.crowd_out(peer, size):
+                break
+        reachable = self._port.write(frames)
+        if reachable:
+            unread.sent(peer, size)
+        else:
+            unread.forget(peer)
+        return reachable
+
+    def _judge(self, peer: bytes) -> None:
+        """It meets a bound: if it has not read all, it is hung up on."""
+        assert self._unread is not None and self._tracker is not None
+        if not self._tracker.has_read_all(peer):
+            self._hung_up += self._tracker.hang_up(peer)
+        self._unread.forget(peer)
+
+    def _forget(self, peer: bytes) -> None:
+        """This peer is gone."""
+        assert self._unread is not None and self._on_gone is not None
+        self._unread.forget(peer)
+        self._on_gone(peer)
 
     # --- touching the socket while another task sleeps at it ------------------------------------------------------
 

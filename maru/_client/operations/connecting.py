@@ -108,7 +108,7 @@ def reattach(s: Standing) -> Operation[None]:
     try:
         if goes_on:
             yield from check_regions(s)
-            yield Call(Code.BEAT, BeatRequest(s.token, s.pages.acknowledged))
+            yield Call(Code.BEAT, BeatRequest(s.token, s.pages.acknowledged, s.epoch))
             yield from resolve_limbo(s)
         if s.own:
             yield from retake_pins(s)
@@ -211,7 +211,7 @@ def beat(s: Standing) -> Operation[None]:
 def _beat(s: Standing) -> Operation[None]:
     try:
         if s.own:
-            yield Call(Code.BEAT, BeatRequest(s.token, s.pages.acknowledged))
+            yield Call(Code.BEAT, BeatRequest(s.token, s.pages.acknowledged, s.epoch))
         else:
             yield Call(Code.HEARTBEAT, None)
     except (NoAnswer, ServerLost):

@@ -66,7 +66,7 @@ def _steps(s: Standing, n: int, evict: bool) -> Iterator[Operation[None]]:
 
 def _catch_up(s: Standing) -> Operation[None]:
     """A BEAT brings every return that was not acknowledged."""
-    yield Call(Code.BEAT, BeatRequest(s.token, s.pages.acknowledged))
+    yield Call(Code.BEAT, BeatRequest(s.token, s.pages.acknowledged, s.epoch))
 
 
 def _reclaim(s: Standing, n: int) -> Operation[None]:
