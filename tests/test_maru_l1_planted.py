@@ -416,6 +416,7 @@ def test_it_is_found(fault, test, arguments, monkeypatch, tmp_path):
     given = {**arguments, "autojump_clock": None, "tmp_path": tmp_path}
     if "device" in inspect.signature(test).parameters:
         given["device"] = tmp_path / "device"
+        given["device"].touch(0o600)
         given["device"].write_bytes(bytes(2 * spans.MIB2))
     wanted = {name: given[name] for name in inspect.signature(test).parameters}
     with pytest.raises(BaseException) as found:
