@@ -20,7 +20,7 @@ import trio
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
 from maru.exception_groups import holds
 
-from ._blockfile import MAX_FOUND_NUMBER, MAX_KEY_BYTES, NAME, Directory, Refused, layout_digest, name_of, unpack_header
+from ._blockfile import MAX_FOUND_NUMBER, NAME, Directory, Refused, layout_digest, name_of, unpack_header
 from ._copying import StoreCopy, places_for
 from ._errors import BlockSizeError, DamagedBlock, PlaceClosed, Unproven
 from ._file_copies import Reading, Writing, remove

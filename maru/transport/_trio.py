@@ -431,9 +431,8 @@ class TrioSocket:
         size = sum(map(len, frames))
         peer = frames[0]
         if peer not in self._tracker.peers.known:
-            return (
-                False  # it is gone; or ZeroMQ does not say over which connection it came, so nothing could be bounded
-            )
+            # It is gone; or ZeroMQ does not say over which connection it came, so nothing could be bounded.
+            return False
         for other in unread.crowd_out(peer, size):
             self._judge(other)
             if not unread.crowd_out(peer, size):
