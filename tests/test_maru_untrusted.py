@@ -18,6 +18,7 @@ from other_user import UID, needs_root, other_user
 from published import PublishedServer
 from published_wire import Ipc, long, short
 
+from maru._client.answers import Loaded
 from maru._client.operations import beat, connect
 from maru._errors import CannotMap, UntrustedServer
 from maru._listeners import find_listener, find_tcp_listener, find_unix_listener
@@ -201,6 +202,20 @@ def test_who_takes_the_port_later_is_refused_when_he_is_greeted():
     one.listener = OURS
     one.run(beat(one.s))
     assert one.s.own and not one.s.unsettled
+
+
+def test_who_takes_a_published_servers_port_is_refused_at_the_next_sign_of_life():
+    """It has no epoch that would tell, and if no answer was missing, nobody has looked."""
+    one = Client(PublishedWorld(), protocol="published", checksums=False)
+    one.run(connect(one.s))
+    one.listener = FOREIGN
+    for _ in range(2):
+        with pytest.raises(UntrustedServer):
+            one.run(beat(one.s))
+    with pytest.raises(UntrustedServer):
+        one.get(["k"])
+    one.listener = TCP
+    assert one.get(["k"]) == [Loaded.MISSING]
 
 
 async def test_cancelled_while_it_asks_who_listens_it_believes_nobody(autojump_clock):

@@ -142,16 +142,7 @@ def check_server(s: Standing, reply: HandshakeReply) -> Operation[None]:
         UntrustedServer: another user's process has answered, or one that speaks a protocol that was not asked for.
     """
     config = s.config
-    listener = Listener(unknown="its key proves who it is")
-    if not config.curve_server_key:
-        listener = yield Identify()
-        why = why_untrusted(listener, s.uid)
-        if why:
-            raise UntrustedServer(
-                f"server_url = {config.server_url!r}: {why}. Start the server as this user, or give both sides keys "
-                "(curve_key_file, curve_server_key)"
-            )
-        s.doubt_server(listener.unknown)
+    listener = yield from check_listener(s)
     if is_own(reply) or config.protocol == "published":
         return
     if config.protocol == "own" or not may_be_published(listener, s.uid):
@@ -160,6 +151,27 @@ def check_server(s: Standing, reply: HandshakeReply) -> Operation[None]:
             "over which a server names the files that are mapped and written. Set protocol='published' if that is meant, "
             "or server_url to the Unix socket of a server of this user"
         )
+
+
+def check_listener(s: Standing) -> Operation[Listener]:
+    """Who listens at the server's address, unless it is known by its key.
+
+    Raises:
+        UntrustedServer: another user's process does. Whatever is asked next begins with a handshake.
+    """
+    config = s.config
+    if config.curve_server_key:
+        return Listener(unknown="its key proves who it is")
+    listener: Listener = yield Identify()
+    why = why_untrusted(listener, s.uid)
+    if why:
+        s.unsettled = True
+        raise UntrustedServer(
+            f"server_url = {config.server_url!r}: {why}. Start the server as this user, or give both sides keys "
+            "(curve_key_file, curve_server_key)"
+        )
+    s.doubt_server(listener.unknown)
+    return listener
 
 
 def check_regions(s: Standing) -> Operation[None]:
@@ -218,6 +230,7 @@ def _beat(s: Standing) -> Operation[None]:
         s.unsettled = True  # it may be another server by now, and know no BEAT: every one knows a handshake
         raise
     if not s.own:
+        yield from check_listener(s)  # no epoch tells that it is another one
         yield Alone(partial(check_regions, s))
     elif s.pages.limbo:
         yield Alone(partial(resolve_limbo, s))
