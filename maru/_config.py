@@ -31,7 +31,26 @@ _ANY = r"(?s).*"
 _PATH = r"[^\x00]*"
 _QUOTA = r"[^=]+=\s*[0-9]{1,18}\s*([KMGTkmgt]([iI]?[bB])?)?"
 
+IPC_NAME: Final = "maru.sock"
+"""The Unix socket of the protocol, in the runtime directory."""
+
+HOW_TO_REACH: Final = (
+    "start a server (maru-server; for TCP: maru-server --host 127.0.0.1), or say where it is (--server or server_url, or "
+    "MARU_CLIENT__SERVER_URL)"
+)
+"""What to do where no server is found."""
+
 _knob: Final = Knobs("MARU", ConfigError)
+
+
+def default_pool_path() -> str:
+    """Where a server keeps its pool, and its sockets, where nothing else is said: one for each user."""
+    return f"/dev/shm/maru-{os.getuid()}"
+
+
+def default_server_url() -> str:
+    """Where a client looks for its server, where nothing else is said."""
+    return f"ipc://{default_pool_path()}/{IPC_NAME}"
 
 
 @attrs.frozen
@@ -40,13 +59,19 @@ class ServerConfig:
 
     # where it listens
     host: str = _knob.text(
-        "127.0.0.1",
+        "",
         "a host name or an address, or empty",
         r"[\w.:%\[\]*-]*",
-        "Where published clients expect it. Empty: no TCP. Any host but this one needs curve_key_file, or insecure.",
+        "Where to listen for TCP. Empty: nowhere. Published clients expect 127.0.0.1; who may enter there are this user's "
+        "processes. Any host but this one needs CURVE keys, or insecure.",
     )
-    port: int = _knob.count(5555, 0, 65_535, "Where published clients expect it. 0: any free one, told when ready.")
-    ipc: bool = _knob.flag(True, "Also listen on a Unix socket in runtime_dir, which only this user can reach.")
+    port: int = _knob.count(
+        5555,
+        0,
+        65_535,
+        "The port, where there is a host: published clients expect this one. 0: any free one, told when ready.",
+    )
+    ipc: bool = _knob.flag(True, "Listen on a Unix socket in runtime_dir, which only this user can reach.")
     runtime_dir: str = _knob.text(
         "",
         "a path",
@@ -55,18 +80,23 @@ class ServerConfig:
         "97 bytes, since a Unix socket's name has 107.",
     )
     rm_address: str = _knob.text(
-        "127.0.0.1:0",
-        "host:port, or empty",
-        r"(?:[\w.%-]+|\[[\w.:%]+\]):[0-9]{1,5}|",
-        "Where the resource manager that published clients map regions through listens; 0: any free port, told at "
-        "handshake. Empty: none. It knows no keys: any host but this one needs insecure.",
+        "auto",
+        "host:port, auto, or empty",
+        r"(?:[\w.%-]+|\[[\w.:%]+\]):[0-9]{1,5}|auto|",
+        "Where the resource manager that published clients map regions through listens, over TCP; port 0: any free one, told "
+        "at handshake. auto: 127.0.0.1:0 where there is a host, otherwise nowhere, as empty says. It knows no keys: any host "
+        "but this one needs insecure.",
     )
     # who may come in
     curve_key_file: str = _knob.text(
         "", "a path", _PATH, "The server's CURVE key pair. Empty: no CURVE, so loopback and Unix sockets only."
     )
     curve_clients_file: str = _knob.text(
-        "", "a path", _PATH, "Public keys of the clients that may come in, one a line. Empty: any that has a key."
+        "",
+        "a path",
+        _PATH,
+        "Public keys of the clients that may come in, one a line. Empty: any that knows the server's, which over TCP needs "
+        "insecure.",
     )
     insecure: bool = _knob.flag(
         False, "Listen beyond this host without CURVE: whoever reaches the port may read, drop and map. Warns."
@@ -187,7 +217,13 @@ class ServerConfig:
     max_regions: int = _knob.count(
         16_384, 1, 65_536, "Regions in all: a list of them is a message of about a MiB. Further ones are no room."
     )
-    max_connections: int = _knob.count(1_000, 1, 1 << 16, "Connections at once to the resource manager, one task each.")
+    max_connections: int = _knob.count(
+        1_000,
+        1,
+        1 << 16,
+        "Connections at once over TCP, and as many to the resource manager; fewer where the process may not have four times as "
+        "many descriptors.",
+    )
     linger: float = _knob.seconds(0.2, 0.0, 10.0, "How long replies may still leave after the socket was closed.")
     drain_timeout: float = _knob.seconds(
         0.5, 0.0, 60.0, "How long SIGTERM waits for what is being allocated. With linger it stays below a second."
@@ -206,11 +242,22 @@ class ServerConfig:
             )
         if not self.host and not self.ipc:
             raise ConfigError("host", self.host, "must not be empty without ipc: nobody could reach the server")
+        if self.curve_clients_file and not self.curve_key_file:
+            raise ConfigError(
+                "curve_clients_file", self.curve_clients_file, "needs curve_key_file: without it, anybody may come in"
+            )
         if self.insecure:
             return
         if not is_loopback(self.host) and not self.curve_key_file:
             raise ConfigError(
                 "host", self.host, "must be of this host (127.0.0.1), unless curve_key_file or insecure is set"
+            )
+        if self.host and self.curve_key_file and not self.curve_clients_file:
+            raise ConfigError(
+                "curve_clients_file",
+                self.curve_clients_file,
+                "must name the clients that may come in over TCP, unless insecure is set: without it, whoever knows the "
+                "server's public key may, and can end the server",
             )
         if not is_loopback(self.rm_host):
             raise ConfigError("rm_address", self.rm_address, "must be of this host (127.0.0.1), unless insecure is set")
@@ -225,14 +272,25 @@ class ServerConfig:
         return first, second
 
     @property
+    def relayed(self) -> bool:
+        """Whether TCP is listened to without keys: then a process of its own takes the connections."""
+        return bool(self.host) and not self.curve_key_file
+
+    @property
     def rm_host(self) -> str:
-        """The host of ``rm_address``; empty where there is none."""
-        return self.rm_address.rpartition(":")[0].strip("[]")
+        """The host of the resource manager; empty where there is none."""
+        return self._rm_place.rpartition(":")[0].strip("[]")
 
     @property
     def rm_port(self) -> int:
-        """The port of ``rm_address``."""
-        return int(self.rm_address.rpartition(":")[2] or 0)
+        """The port of the resource manager."""
+        return int(self._rm_place.rpartition(":")[2] or 0)
+
+    @property
+    def _rm_place(self) -> str:
+        if self.rm_address == "auto":
+            return "127.0.0.1:0" if self.host else ""
+        return self.rm_address
 
 
 @attrs.frozen
@@ -243,10 +301,12 @@ class MaruConfig:
     """
 
     server_url: str = _knob.text(
-        "tcp://localhost:5555",
-        "tcp://host:port or ipc://path",
+        "",
+        "tcp://host:port or ipc://path, or empty",
         r"(tcp://[^\x00\s]+:[0-9]{1,5}|ipc://[^\x00]+)",
-        "Where the server is.",
+        "Where the server is. Empty: the Unix socket of this user's server, ipc:///dev/shm/maru-UID/maru.sock. A published "
+        "deployment says tcp://localhost:5555.",
+        default_server_url,
     )
     instance_id: str = _knob.text("", "a text", _ANY, "Who owns the regions. Empty: a new random name at each connect.")
     pool_size: int = _knob.size(100 << 20, 0, _TIB, "Bytes of the first region. 0: only read, and own none.")

@@ -90,14 +90,17 @@ class Knobs:
         """Yes or no."""
         return self._field(default, "true or false", lambda value: isinstance(value, bool), reason)
 
-    def text(self, default: str, bound: str, pattern: str, reason: str) -> Any:
-        """A text that matches a pattern as a whole; ``bound`` says in words which. ``None`` is the empty text."""
+    def text(self, default: str, bound: str, pattern: str, reason: str, empty: Callable[[], str] = lambda: "") -> Any:
+        """A text that matches a pattern as a whole; ``bound`` says in words which. ``None`` is the empty text.
+
+        What the empty text stands for where the program runs, if that is another one, ``empty`` says.
+        """
         matches = re.compile(pattern).fullmatch
 
         def holds(value: object) -> bool:
             return isinstance(value, str) and matches(value) is not None
 
-        return self._field(default, bound, holds, reason, lambda value: "" if value is None else value)
+        return self._field(default, bound, holds, reason, lambda value: empty() if value in (None, "") else value)
 
     def texts(self, default: tuple[str, ...], bound: str, pattern: str, reason: str) -> Any:
         """Any number of such texts, as a list or separated by commas."""

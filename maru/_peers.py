@@ -61,7 +61,7 @@ def users_at(tables: Iterable[str], addresses: Iterable[bytes], port: int) -> fr
         addresses: packed, of IPv4 or IPv6.
         port: theirs.
     """
-    exact = {_hexadecimal(form) for address in addresses for form in _forms(address)}
+    exact = {hexadecimal(form) for address in addresses for form in forms_of(address)}
     found: set[int] = set()
     for table in tables:
         for line in table.splitlines()[1:]:
@@ -74,10 +74,11 @@ def users_at(tables: Iterable[str], addresses: Iterable[bytes], port: int) -> fr
     return frozenset(found)
 
 
-def _forms(address: bytes) -> tuple[bytes, ...]:
+def forms_of(address: bytes) -> tuple[bytes, ...]:
+    """An address, and of one of IPv4 how it looks to a socket of IPv6."""
     return (address, _MAPPED + address) if len(address) == 4 else (address,)
 
 
-def _hexadecimal(address: bytes) -> str:
+def hexadecimal(address: bytes) -> str:
     """An address as the kernel prints it: words of four bytes, each in this machine's order."""
     return "".join(f"{word:08X}" for word in struct.unpack(f"={len(address) // 4}I", address))

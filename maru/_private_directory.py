@@ -30,8 +30,32 @@ def open_private_directory(
             enter it.
     """
     path = os.path.abspath(path)
+    _make(path, refuse, purpose)
+    fd, status = _open_ours(path, refuse, purpose)
     try:
-        _make(path, refuse)
+        if status.st_mode & 0o077:
+            os.fchmod(fd, 0o700)
+        return fd, os.path.realpath(path)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def check_private_directory(path: str | os.PathLike[str], refuse: Callable[[str], Exception], *, purpose: str) -> None:
+    """Raise what :func:`open_private_directory` would. Nothing is left of a directory that had to be made to find out."""
+    path = os.path.abspath(path)
+    is_there = os.path.lexists(path)
+    _make(path, refuse, purpose)
+    try:
+        os.close(_open_ours(path, refuse, purpose)[0])
+    finally:
+        if not is_there:
+            os.rmdir(path)
+
+
+def _open_ours(path: str, refuse: Callable[[str], Exception], purpose: str) -> tuple[int, os.stat_result]:
+    """A descriptor of a directory that is ours, and is closed to others or may be."""
+    try:
         if os.lstat(path).st_uid != os.geteuid():  # a link that somebody laid out for us is not ours either
             raise refuse(f"{path!r} belongs to another user: choose another directory")
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -41,17 +65,17 @@ def open_private_directory(
         status = os.fstat(fd)
         if status.st_uid != os.geteuid():
             raise refuse(f"{path!r} belongs to another user: choose another directory")
-        if status.st_mode & 0o077:
-            if os.listdir(fd) or status.st_mode & stat.S_ISVTX:  # in use, or everybody's, as /tmp
-                raise refuse(f"others may enter {path!r}: choose another directory, or chmod 700 {path}")
-            os.fchmod(fd, 0o700)
-        return fd, os.path.realpath(path)
+        if status.st_mode & 0o077 and (
+            os.listdir(fd) or status.st_mode & stat.S_ISVTX
+        ):  # in use, or everybody's, as /tmp
+            raise refuse(f"others may enter {path!r}: choose another directory, or chmod 700 {path}")
+        return fd, status
     except BaseException:
         os.close(fd)
         raise
 
 
-def _make(path: str, refuse: Callable[[str], Exception]) -> None:
+def _make(path: str, refuse: Callable[[str], Exception], purpose: str) -> None:
     if os.path.lexists(path):
         return
     parent = os.path.dirname(path)
@@ -60,8 +84,11 @@ def _make(path: str, refuse: Callable[[str], Exception]) -> None:
             f"there is no directory {parent!r} for {path!r} to be made in: is its disk mounted? "
             f"If the path is right, make it first: mkdir -p {parent}"
         )
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path, 0o700)
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    except OSError as exc:
+        raise refuse(f"{path!r} cannot be used as {purpose}: {exc}") from exc
     with contextlib.suppress(OSError):
         fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -60,8 +60,8 @@ def _metavar(knob: Knob) -> str:
 def _command(ctx: click.Context, /, config_file: str | None, print_config: bool, **values: object) -> None:
     """Serve a pool of shared memory to the clients of this host.
 
-    By default the pool is a directory in /dev/shm, and the server listens on 127.0.0.1:5555 and on a Unix socket in
-    the pool's directory.
+    By default the pool is a directory in /dev/shm, and the server listens on a Unix socket in the pool's directory, which
+    only this user can reach. Published clients want TCP as well: --host 127.0.0.1.
     """
     options = {
         f"{_PREFIX}{name}": (f"--{name.replace('_', '-')}", _lowered(name, value))

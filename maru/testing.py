@@ -1,7 +1,6 @@
 """For tests of what is built on the page store: a server in this process, and a wire that loses what it is told to.
 
-Both are the real thing: a :class:`~maru.MaruServer` with a pool of its own, and sockets on loopback between it and its
-clients::
+Both are the real thing: a :class:`~maru.MaruServer` with a pool of its own, and sockets between it and its clients::
 
     async with open_test_server() as server, open_lossy_wire(server.endpoints[0]) as wire:
         async with MaruHandler(server_url=wire.endpoint, timeout_ms=100) as handler:
@@ -35,7 +34,7 @@ _MOST_HELD: Final = 4_096
 async def open_test_server(**knobs: Any) -> AsyncIterator[MaruServer]:
     """A server in this trio run, with a pool of its own that is removed afterwards.
 
-    It listens on loopback, at a port that is free, and has 64 MiB in memory.
+    It listens on its Unix socket, and has 64 MiB in memory. With ``host="127.0.0.1"`` it has a port as well, any that is free.
 
     Args:
         knobs: those of :class:`~maru.ServerConfig` that are to be set otherwise. With ``pool_path``, the pool stays.
@@ -167,13 +166,21 @@ class LossyWire:
 
 @asynccontextmanager
 async def open_lossy_wire(server: str) -> AsyncIterator[LossyWire]:
-    """A relay on loopback to a server, for as long as the ``async with`` block lasts; what it holds then is lost.
+    """A relay to a server, for as long as the ``async with`` block lasts; what it holds then is lost.
 
     Args:
-        server: the server's endpoint, ``tcp://127.0.0.1:5555`` or ``ipc://...``. It cannot want CURVE.
+        server: the server's endpoint, ``ipc://...`` or ``tcp://127.0.0.1:5555``. It cannot want CURVE.
     """
+    # In a directory of its own: a stranger at a port could end this process (SECURITY.md).
+    with tempfile.TemporaryDirectory(prefix="maru-wire-") as path:
+        async with _open_wire(path, server) as wire:
+            yield wire
+
+
+@asynccontextmanager
+async def _open_wire(path: str, server: str) -> AsyncIterator[LossyWire]:
     came: BaseException | None = None
-    async with open_socket("router", bind=["tcp://127.0.0.1:*"]) as front, trio.open_nursery() as nursery:
+    async with open_socket("router", bind=[f"ipc://{path}/wire"]) as front, trio.open_nursery() as nursery:
         wire = LossyWire(front, server, nursery)
         nursery.start_soon(wire._carry)
         try:

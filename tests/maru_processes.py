@@ -42,6 +42,9 @@ PATIENCE = 60.0
 nothing where it happens, and a machine that is busy with ten other things does not miss it."""
 DESCRIBE = 0x49
 
+TCP = ("--host", "127.0.0.1")
+"""A server of a test listens on its Unix socket alone, as all do, unless it is told this."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -390,7 +393,7 @@ class Server:
         assert line, f"no server: {self.log()}"
         self.ready = json.loads(line)
         self.starts += 1
-        self._ports = [self.tcp.rpartition(":")[2], self.ready["rm_address"] or ""]
+        self._ports[1] = self.ready["rm_address"] or ""
 
     @property
     def process(self) -> Child | _Command:
@@ -399,6 +402,7 @@ class Server:
 
     @property
     def tcp(self) -> str:
+        """Of a server that was told to listen there: ``Server(pool, *TCP)``."""
         return self._endpoint("tcp:")
 
     @property
@@ -406,8 +410,9 @@ class Server:
         return self._endpoint("ipc:")
 
     def _endpoint(self, kind: str) -> str:
-        [address] = [address for address in self.ready["endpoints"] if address.startswith(kind)]
-        return address
+        found = [address for address in self.ready["endpoints"] if address.startswith(kind)]
+        assert len(found) == 1, f"the server listens at {self.ready['endpoints']}; for TCP say Server(pool, *TCP)"
+        return found[0]
 
     def kill(self) -> None:
         self._hang_up()
@@ -442,7 +447,7 @@ class Server:
         """What the server says of itself: over one connection, so that whoever asks often does not keep it busy with that."""
         with self._one_asks:
             if self._asking is None:
-                self._asking = PublishedClient(self.tcp, timeout=PATIENCE)
+                self._asking = PublishedClient(self.ipc, timeout=PATIENCE)
             return self._asking.ask(DESCRIBE)["sections"][section]
 
     def _hang_up(self) -> None:

@@ -40,3 +40,10 @@ def skip(path: str) -> None:
             return super().now() + struct.unpack("d", ahead)[0]
 
     server.ServedTime = Skipping
+
+
+def limit(descriptors: str) -> None:
+    """This process may have so many descriptors, and no more."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(descriptors), int(descriptors)))

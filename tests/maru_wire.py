@@ -48,11 +48,10 @@ class Link:
 
 
 class Wire:
-    """Relays to ``target`` (``tcp://host:port``). A context manager; the thread ends with it."""
+    """Relays to ``target`` (``tcp://host:port`` or ``ipc://path``). A context manager; the thread ends with it."""
 
     def __init__(self, target: str):
-        host, _, port = target.removeprefix("tcp://").rpartition(":")
-        self._target = host, int(port)
+        self._target = target
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.links: list[Link] = []
@@ -118,12 +117,13 @@ class Wire:
     def _accept(self) -> None:
         client, _ = self._listener.accept()
         try:
-            server = socket.create_connection(self._target, PATIENCE)
+            server = _connect(self._target)
         except OSError:
             client.close()
             return
         for end in (client, server):
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if end.family != socket.AF_UNIX:
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.links.append(Link(client, server))
 
     def _relay(self, link: Link, end: socket.socket) -> None:
@@ -140,3 +140,18 @@ class Wire:
             self.links.remove(link)
         link.client.close()
         link.server.close()
+
+
+def _connect(target: str) -> socket.socket:
+    kind, _, where = target.partition("://")
+    if kind == "tcp":
+        host, _, port = where.rpartition(":")
+        return socket.create_connection((host, int(port)), PATIENCE)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(PATIENCE)
+    try:
+        connection.connect(where)
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -150,7 +150,7 @@ def page_store() -> Iterator[Server]:
 
 @pytest.mark.parametrize("line", console_lines("maru"))
 def test_page_store_command_runs(line: str, page_store: Server, tmp_path: Path) -> None:
-    environ = {**os.environ, "MARU_CLIENT__SERVER_URL": page_store.tcp}
+    environ = {**os.environ, "MARU_CLIENT__SERVER_URL": page_store.ipc}
     line = line.replace("maru", f"{shlex.quote(sys.executable)} -m maru", 1)
     done = subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"

@@ -34,7 +34,7 @@ def besiege(pool: Path, acts: int, rounds: int, seed: int) -> tuple[float, float
     dice = random.Random(seed)
     with (
         Server(pool, *options) as server,
-        PublishedOwner(server.tcp, "theirs") as owner,
+        PublishedOwner(server.ipc, "theirs") as owner,
         Actor(BE, "blocking", server.ipc, {"lease": LEASE}) as good,
         Attacker(server.ipc) as known,
     ):

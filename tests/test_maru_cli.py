@@ -125,9 +125,9 @@ def test_unknown_command_is_an_error() -> None:
 
 
 def test_describe_says_what_server_it_is(server: Server, engine: MaruHandler) -> None:
-    said = told("describe", "--server", server.tcp)
+    said = told("describe", "--server", server.ipc)
     assert {name: said[name] for name in ("address", "published", "epoch", "rm_address")} == {
-        "address": server.tcp,
+        "address": server.ipc,
         "published": False,
         "epoch": server.ready["epoch"],
         "rm_address": server.ready["rm_address"],
@@ -147,20 +147,20 @@ def test_describe_says_what_server_it_is(server: Server, engine: MaruHandler) ->
 
 
 def test_describe_is_readable(server: Server, engine: MaruHandler) -> None:
-    page = maru("describe", "--server", server.tcp)
-    assert page.startswith(f"{server.tcp} is a maru server\n")
+    page = maru("describe", "--server", server.ipc)
+    assert page.startswith(f"{server.ipc} is a maru server\n")
     for words in (str(server.ready["epoch"]), "64.0 MiB", f"ipc://{server.pool}/maru.sock", "STORE FIND", "max keys"):
         assert words in page, words
 
 
 def test_looking_opens_no_session_and_is_no_use_of_a_key(server: Server, engine: MaruHandler) -> None:
     before = server.facts()
-    maru("describe", "--server", server.tcp)
-    maru("ping", "-n", "1", "--server", server.tcp)
-    maru("query", "first", "--server", server.tcp)
-    maru("query", "missing", "--server", server.tcp, exit_code=1)
-    maru("usage", "--server", server.tcp)
-    maru("doctor", "--server", server.tcp)
+    maru("describe", "--server", server.ipc)
+    maru("ping", "-n", "1", "--server", server.ipc)
+    maru("query", "first", "--server", server.ipc)
+    maru("query", "missing", "--server", server.ipc, exit_code=1)
+    maru("usage", "--server", server.ipc)
+    maru("doctor", "--server", server.ipc)
     assert server.facts() == before  # sessions, connections, found, missed, and all else
 
 
@@ -217,21 +217,21 @@ def test_ping_counts_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_query_says_where_a_key_lies_and_who_holds_it(server: Server, engine: MaruHandler) -> None:
     with engine.retrieve("second") as info:
         assert info is not None
-        said = told("query", "second", "--server", server.tcp)
+        said = told("query", "second", "--server", server.ipc)
         assert (said["region_id"], said["offset"], said["length"]) == (info.region_id, info.offset, info.length)
         assert said["generation"] == info.generation
         assert said["pins"] == 1
-    first = told("query", "first", "--server", server.tcp)
+    first = told("query", "first", "--server", server.ipc)
     assert (first["key"], first["found"], first["owner"], first["published"]) == ("first", True, "engine-0", False)
     assert first["pins"] == 1 and first["session"] > 0
     assert isinstance(first["checksum"], int)
-    page = maru("query", "first", "--server", server.tcp)
+    page = maru("query", "first", "--server", server.ipc)
     assert "engine-0" in page and "1 pin" in page and "64.0 KiB" in page
 
 
 def test_query_of_a_missing_key_says_so_and_fails(server: Server) -> None:
-    assert maru("query", "nowhere", "--server", server.tcp, exit_code=1) == "'nowhere' is not there\n"
-    said = told("query", "nowhere", "--server", server.tcp, exit_code=1)
+    assert maru("query", "nowhere", "--server", server.ipc, exit_code=1) == "'nowhere' is not there\n"
+    said = told("query", "nowhere", "--server", server.ipc, exit_code=1)
     assert said["found"] is False and said["region_id"] is None
 
 
@@ -240,23 +240,23 @@ def test_query_asks_under_the_names_of_its_namespace(server: Server) -> None:
         server_url=server.ipc, namespace="llama bf16", pool_size=2 << 20, chunk_size_bytes=PAGE
     ) as handler:
         assert all(handler.batch_put(["salted"], [b"x"]))
-        maru("query", "salted", "--server", server.tcp, exit_code=1)
-        said = told("query", "salted", "--server", server.tcp, MARU_CLIENT__NAMESPACE="llama bf16")
+        maru("query", "salted", "--server", server.ipc, exit_code=1)
+        said = told("query", "salted", "--server", server.ipc, MARU_CLIENT__NAMESPACE="llama bf16")
         assert (said["key"], said["length"]) == ("salted", 1)
 
 
 def test_query_tells_an_orphan_and_a_published_owner(server: Server) -> None:
     with MaruHandler(server_url=server.ipc, instance_id="gone", pool_size=2 << 20, chunk_size_bytes=PAGE) as handler:
         assert all(handler.batch_put(["left"], [b"x"]))
-    said = told("query", "left", "--server", server.tcp)
+    said = told("query", "left", "--server", server.ipc)
     assert (said["owner"], said["session"]) == ("gone", 0)
-    assert "its session is over" in maru("query", "left", "--server", server.tcp)
-    with PublishedClient(server.tcp) as client:
+    assert "its session is over" in maru("query", "left", "--server", server.ipc)
+    with PublishedClient(server.ipc) as client:
         region = client.ask(Ask.REQUEST_ALLOC, instance_id="theirs", size=1 << 21)["handle"]["region_id"]
         client.ask(Ask.REGISTER_KV, key="old", region_id=region, kv_offset=0, kv_length=10)
-        said = told("query", "old", "--server", server.tcp)
+        said = told("query", "old", "--server", server.ipc)
         assert (said["owner"], said["published"], said["checksum"]) == ("theirs", True, None)
-        assert "(a published client)" in maru("query", "old", "--server", server.tcp)
+        assert "(a published client)" in maru("query", "old", "--server", server.ipc)
         client.ask(Ask.DELETE_KV, key="old")
         client.ask(Ask.RETURN_ALLOC, instance_id="theirs", region_id=region)
 
@@ -265,12 +265,12 @@ def test_query_tells_an_orphan_and_a_published_owner(server: Server) -> None:
 
 
 def test_usage_has_a_row_for_each_instance(server: Server, engine: MaruHandler) -> None:
-    said = told("usage", "--server", server.tcp)
+    said = told("usage", "--server", server.ipc)
     assert said["pool_total_bytes"] == 64 << 20
     [mine] = [one for one in said["instances"] if one["instance_id"] == "engine-0"]
     assert mine == {"instance_id": "engine-0", "regions": 1, "allocated_bytes": 4 << 20, "used_bytes": PAGE + 1_000}
     assert said["pool_free_bytes"] <= (64 - 4) << 20
-    [row] = [line.split() for line in maru("usage", "--server", server.tcp).splitlines() if line.startswith("engine-0")]
+    [row] = [line.split() for line in maru("usage", "--server", server.ipc).splitlines() if line.startswith("engine-0")]
     assert row[1:4] == ["1", "4.0", "MiB"] and row[-1] == "2%"
 
 
@@ -294,8 +294,8 @@ def test_tables_fit_into_80_columns_and_into_a_pipe(
 ) -> None:
     with MaruHandler(server_url=server.ipc, instance_id=LONG_NAME, pool_size=2 << 20, chunk_size_bytes=PAGE) as handler:
         assert all(handler.batch_put([LONG_NAME], [b"x"]))
-        narrow = maru(*command, "--server", server.tcp, columns=80)
-        piped = maru(*command, "--server", server.tcp)
+        narrow = maru(*command, "--server", server.ipc, columns=80)
+        piped = maru(*command, "--server", server.ipc)
     assert max(map(len, narrow.splitlines())) <= 80
     for page in (narrow, piped):
         assert all(line == line.rstrip() for line in page.splitlines())
@@ -315,13 +315,13 @@ def test_top_tells_what_happened_between_two_looks(
 ) -> None:
     def work(seconds: float) -> None:
         engine.batch_put([f"{time.monotonic()}"], [b"x" * 100])
-        with PublishedClient(server.tcp) as client:
+        with PublishedClient(server.ipc) as client:
             client.ask(Ask.LOOKUP_KV, key="no such key")
             entry = {"client_id": "c", "op_type": "store", "result": "none", "size": 1 << 20, "latency_us": 500.0}
             client.ask(Ask.REPORT_STATS, entries=[entry, entry])
 
     monkeypatch.setattr(top.time, "sleep", work)
-    said = told("top", "--once", "--server", server.tcp)
+    said = told("top", "--once", "--server", server.ipc)
     happened = {name: round(rate * said["seconds"]) for name, rate in said["per_second"].items()}
     assert (happened["registered"], happened["missed"], happened["evicted"]) == (1, 1, 0)
     assert happened["requests"] >= 3
@@ -332,7 +332,7 @@ def test_top_tells_what_happened_between_two_looks(
     assert round(store["bytes_per_second"] * said["seconds"]) == 2 << 20
     assert (store["average_latency"], store["hit_rate"]) == (pytest.approx(500e-6), None)
     assert said["now"]["pinned"] == 1 and said["restarted"] is False
-    page = maru("top", "--once", "--server", server.tcp)
+    page = maru("top", "--once", "--server", server.ipc)
     assert "as clients report" in page and "500 us" in page and "engine-0" in page
 
 
@@ -366,7 +366,7 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
 
 
 def test_top_prints_an_object_a_line_until_it_is_interrupted(server: Server) -> None:
-    command = ("top", "--json", "--interval", "0.1", "--server", server.tcp)
+    command = ("top", "--json", "--interval", "0.1", "--server", server.ipc)
     with start(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         try:
             assert running.stdout is not None and running.stderr is not None
@@ -384,7 +384,7 @@ def test_top_prints_an_object_a_line_until_it_is_interrupted(server: Server) -> 
 def test_top_draws_a_screen_and_ends_on_a_key(server: Server, engine: MaruHandler, end: bytes) -> None:
     ours, theirs = pty.openpty()
     environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
-    command = ("top", "--interval", "0.1", "--server", server.tcp)
+    command = ("top", "--interval", "0.1", "--server", server.ipc)
     # A session with this terminal as its own, so that its Ctrl-C is a signal.
     program = (
         "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from maru.cli import main; main(prog_name='maru')"
@@ -430,8 +430,8 @@ def test_top_ends_with_words_when_the_server_goes(monkeypatch: pytest.MonkeyPatc
             asking.gives_up()
 
         monkeypatch.setattr(top.time, "sleep", kill)
-        said = complaint("top", "--json", "--timeout", "30", "--server", running.tcp)
-        assert said.startswith(f"Error: {running.tcp} does not answer within 30 s: nobody listens there")
+        said = complaint("top", "--json", "--timeout", "30", "--server", running.ipc)
+        assert said.startswith(f"Error: {running.ipc} does not answer within 30 s: nobody listens there")
         assert "Traceback" not in said
 
 
@@ -482,17 +482,21 @@ def test_where_nobody_answers_it_says_so_and_what_to_check(command: tuple[str, .
 
 def test_a_stopped_server_is_told_from_one_that_is_not_there() -> None:
     with temporary_pool() as pool, Server(pool) as running, running.stopped():
-        for address in (running.tcp, running.ipc):
+        for address in (running.ipc, running.ipc):
             said = complaint("ping", "--server", address, "--timeout", "0.1")
             assert "something listens there" in said and "stopped" in said and "CURVE" in said
-        asked = told("doctor", "--server", running.tcp, "--timeout", "0.1", "--pool-path", str(pool))["findings"][0]
+        asked, start, *_ = told(
+            "doctor", "--server", running.ipc, "--timeout", "0.1", "--pool-path", str(pool), exit_code=1
+        )["findings"]
         assert (asked["name"], asked["verdict"]) == ("server", "warn")
         assert "stopped" in asked["way_out"]
+        assert (start["name"], start["verdict"]) == ("start: pool", "fail")
+        assert str(running.process.pid) in start["found"]
 
 
 def test_a_refusal_is_told_in_the_words_of_the_server(server: Server) -> None:
-    said = complaint("query", "k" * 3_000, "--server", server.tcp)
-    assert said.startswith(f"Error: {server.tcp} refuses: DESCRIBE:")
+    said = complaint("query", "k" * 3_000, "--server", server.ipc)
+    assert said.startswith(f"Error: {server.ipc} refuses: DESCRIBE:")
 
 
 def test_a_server_with_keys_is_reached_with_keys_only(tmp_path: Path) -> None:
@@ -505,8 +509,8 @@ def test_a_server_with_keys_is_reached_with_keys_only(tmp_path: Path) -> None:
         f'[client]\ncurve_key_file = "{tmp_path}/client.key"\ncurve_server_key = "{pairs["server"].public.decode()}"\n'
     )
     with temporary_pool() as pool, Server(pool, "--curve-key-file", str(tmp_path / "server.key")) as running:
-        assert told("ping", "-n", "1", "--config", str(config), "--server", running.tcp)["lost"] == 0
-        assert "CURVE" in complaint("ping", "--timeout", "0.2", "--server", running.tcp)
+        assert told("ping", "-n", "1", "--config", str(config), "--server", running.ipc)["lost"] == 0
+        assert "CURVE" in complaint("ping", "--timeout", "0.2", "--server", running.ipc)
 
 
 def test_knobs_that_cannot_be_are_told_with_option_variable_or_line(tmp_path: Path) -> None:
@@ -524,11 +528,11 @@ def test_knobs_that_cannot_be_are_told_with_option_variable_or_line(tmp_path: Pa
 
 
 def test_the_variable_and_the_file_say_where_the_server_is(server: Server, tmp_path: Path) -> None:
-    assert told("usage", MARU_CLIENT__SERVER_URL=server.tcp)["address"] == server.tcp
+    assert told("usage", MARU_CLIENT__SERVER_URL=server.ipc)["address"] == server.ipc
     file = tmp_path / "maru.toml"
     file.write_text(f"[client]\nserver_url = '{server.ipc}'\n[server]\nport = 1\n")
     assert told("usage", "--config", str(file))["address"] == server.ipc
-    assert told("usage", "--config", str(file), "--server", server.tcp)["address"] == server.tcp
+    assert told("usage", "--config", str(file), "--server", server.ipc)["address"] == server.ipc
 
 
 # --- doctor -------------------------------------------------------------------------------------------------------
@@ -561,25 +565,26 @@ def test_doctor_fails_where_something_will_fail_and_says_the_way_out(alone: tupl
 
 def test_doctor_finds_a_directory_that_others_may_enter(tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o755)
+    (tmp_path / "somebody's").touch()
     page = maru("doctor", "--server", NOBODY, "--timeout", "0.1", "--pool-path", str(tmp_path), exit_code=1)
     assert f"chmod 700 {tmp_path}" in " ".join(page.split())
 
 
 def test_doctor_examines_the_pool_of_the_server_that_answers(server: Server) -> None:
-    said = told("doctor", "--server", server.tcp)
+    said = told("doctor", "--server", server.ipc)
     assert said["path"] == str(server.pool)
     findings = {one["name"]: one for one in said["findings"]}
     assert findings["server"]["verdict"] == "ok"
     assert findings["space for regions"]["needed"] == "64.0 MiB"
     assert {"socket maru.sock", "socket descriptors.sock"} <= set(findings)
     assert "locked memory" not in findings
-    assert "locked memory" in {one["name"] for one in told("doctor", "--pin", "--server", server.tcp)["findings"]}
+    assert "locked memory" in {one["name"] for one in told("doctor", "--pin", "--server", server.ipc)["findings"]}
 
 
 def test_doctor_finds_a_socket_that_others_may_use() -> None:
     with temporary_pool() as pool, Server(pool) as running:
         os.chmod(pool / "descriptors.sock", 0o666)
-        findings = {one["name"]: one for one in told("doctor", "--server", running.tcp, exit_code=1)["findings"]}
+        findings = {one["name"]: one for one in told("doctor", "--server", running.ipc, exit_code=1)["findings"]}
         assert findings["socket descriptors.sock"]["verdict"] == "fail"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from maru_actors import BE_PUBLISHED, FACES, PAGES, REGION, SIZE, PublishedOwner, client
-from maru_processes import Actor, Server, eventually, payload, temporary_pool
+from maru_processes import TCP, Actor, Server, eventually, payload, temporary_pool
 from published import PublishedAsyncClient, PublishedClient, PublishedRmClient, PublishedServer
 from published_wire import HEADER, Ask
 
@@ -67,7 +67,7 @@ def place(request, tmp_path):
         with PublishedServer(tmp_path) as theirs:
             yield theirs.address
         return
-    with temporary_pool() as path, Server(path) as ours:
+    with temporary_pool() as path, Server(path, *TCP) as ours:
         yield ours.tcp
 
 
@@ -141,7 +141,7 @@ def test_a_published_client_is_served_with_every_message_of_the_table(place, kin
 
 
 def test_a_published_client_with_many_requests_in_flight_gets_each_answer(pool):
-    with Server(pool) as server, PublishedAsyncClient(server.tcp) as many, PublishedOwner(server.tcp, "o") as owner:
+    with Server(pool) as server, PublishedAsyncClient(server.ipc) as many, PublishedOwner(server.ipc, "o") as owner:
         for key in keys_of("k"):
             owner.put(key)
         asked = [(key, many.submit(Ask.EXISTS_KV, key=key)) for key in [*keys_of("k"), *keys_of("x")] * 40]
@@ -150,7 +150,7 @@ def test_a_published_client_with_many_requests_in_flight_gets_each_answer(pool):
 
 def test_extra_fields_are_there_and_disturb_nobody(pool):
     """What our server adds, and what a client may send that nobody knows."""
-    with Server(pool) as server, PublishedOwner(server.tcp, "o") as owner:
+    with Server(pool) as server, PublishedOwner(server.ipc, "o") as owner:
         owner.put("k")
         hello = owner.ask(Ask.HANDSHAKE, something="unknown")
         assert {"success", "rm_address", "epoch", "codes"} <= set(hello) and hello["session"] is None
@@ -164,7 +164,7 @@ def test_flags_are_echoed_and_what_lies_behind_the_payload_is_ignored(pool):
 
     with Server(pool) as server, zmq.Context() as context, context.socket(zmq.REQ) as sock:
         sock.linger, sock.rcvtimeo = 0, 5_000
-        sock.connect(server.tcp)
+        sock.connect(server.ipc)
         body = msgspec.msgpack.encode({"key": "k"})
         for flags in (0, 1, 2, 4, 8, 15):
             sock.send(HEADER.pack(0xCF00, 1, Ask.EXISTS_KV, flags, 0, 0, 0, 77 + flags, len(body)) + body + b"tail")
@@ -178,7 +178,7 @@ def test_the_embedded_resource_manager_is_one_and_needs_no_root(pool):
     with (
         Server(pool, "--capacity-bytes", "8MiB") as server,
         PublishedRmClient(server.ready["rm_address"]) as rm,
-        PublishedOwner(server.tcp, "o") as owner,
+        PublishedOwner(server.ipc, "o") as owner,
     ):
         [there] = rm.stats()
         assert (there.total, there.free, there.dax_type, there.align) == (8 << 20, 6 << 20, 1, 2 << 20)
@@ -289,7 +289,7 @@ def test_what_either_stores_the_other_reads(place, face):
 
 
 def test_pages_of_ours_that_a_published_client_deletes_come_back(pool, face):
-    with Server(pool) as server, client(face, server.tcp) as owner, PublishedOwner(server.tcp, "x", region=0) as other:
+    with Server(pool) as server, client(face, server.ipc) as owner, PublishedOwner(server.ipc, "x", region=0) as other:
         for _ in range(4):
             assert owner.put(keys_of("k")) == ["NEW"] * PAGES
             assert all(other.ask(Ask.DELETE_KV, key=key)["success"] for key in keys_of("k"))
@@ -304,7 +304,7 @@ RULES = ("--session-lease", "10", "--capacity-bytes", "4MiB")
 
 def test_silence_does_not_end_a_published_client_and_its_connection_does(pool):
     with Server(pool, *RULES, "--v1-read-grace", "0", skips=True) as server:
-        with PublishedOwner(server.tcp, "theirs") as owner, PublishedClient(server.tcp) as raw:
+        with PublishedOwner(server.ipc, "theirs") as owner, PublishedClient(server.ipc) as raw:
             owner.put("k")
             raw.ask(Ask.HANDSHAKE, instance_id="one of ours that is silent", extensions=1)
             assert server.facts()["sessions"] == 2
@@ -318,7 +318,7 @@ def test_silence_does_not_end_a_published_client_and_its_connection_does(pool):
         eventually(lambda: server.facts()["sessions"] == 0)
         facts = server.facts()
         assert (facts["abandoned"], facts["entries"]) == (1, 2)
-        with client("blocking", server.tcp, pool_size=2 * REGION) as successor:
+        with client("blocking", server.ipc, pool_size=2 * REGION) as successor:
             eventually(lambda: successor.put(["m"]) == ["NEW"])
             assert successor.exist("k", "l", "m") == [False, False, True]
 
@@ -327,7 +327,7 @@ def test_a_published_client_that_makes_its_socket_anew_is_the_same_client(pool):
     """Its REQ socket is a new one after each timeout: another connection, from which it goes on in its region."""
     with (
         Server(pool) as server,
-        PublishedOwner(server.tcp, "theirs") as owner,
+        PublishedOwner(server.ipc, "theirs") as owner,
     ):
         owner.put("k")
         with server.stopped(), owner.impatient(), pytest.raises(TimeoutError):
@@ -342,9 +342,9 @@ def test_a_published_client_that_makes_its_socket_anew_is_the_same_client(pool):
 def test_keys_of_a_connected_published_owner_are_neither_evicted_nor_deleted_by_others(pool, face):
     with (
         Server(pool, *RULES, "--v1-read-grace", "0", skips=True) as server,
-        PublishedOwner(server.tcp, "theirs") as owner,
-        client(face, server.tcp, lease=60.0) as other,
-        PublishedOwner(server.tcp, "another", region=0) as another,
+        PublishedOwner(server.ipc, "theirs") as owner,
+        client(face, server.ipc, lease=60.0) as other,
+        PublishedOwner(server.ipc, "another", region=0) as another,
     ):
         for key in keys_of("k"):
             assert owner.put(key)
@@ -353,7 +353,7 @@ def test_keys_of_a_connected_published_owner_are_neither_evicted_nor_deleted_by_
         assert answer["success"] is False and "protected" in answer["error"]
         assert other.put(keys_of("o")) == ["NEW"] * PAGES
         assert other.put(keys_of("p")) == ["NEW"] * PAGES  # what is evicted is its own
-        with client(face, server.tcp) as third:
+        with client(face, server.ipc) as third:
             assert third.put(["x"]) == ["FULL"]
         assert other.exist(*keys_of("k")) == [True] * PAGES
         assert owner.ask(Ask.DELETE_KV, key="k 0")["success"]  # it may itself
@@ -368,8 +368,8 @@ def test_a_key_that_a_published_client_looked_up_is_not_evicted_for_a_while(pool
     """It reads without a pin, and would not learn of it."""
     with (
         Server(pool, "--v1-read-grace", "10", "--high-watermark", "1.0", skips=True) as server,
-        client(face, server.tcp, lease=60.0) as owner,
-        PublishedOwner(server.tcp, "reader", region=0) as reader,
+        client(face, server.ipc, lease=60.0) as owner,
+        PublishedOwner(server.ipc, "reader", region=0) as reader,
     ):
         owner.put(keys_of("k"))
         assert reader.get(["k 0"]) == ["right"]
@@ -390,8 +390,8 @@ def test_what_a_published_client_reads_stays_for_its_grace_when_our_server_is_ki
     """The owner is back at once. The reader says nothing, and reads on."""
     with (
         Server(pool, "--v1-read-grace", "1000", "--high-watermark", "1.0", skips=True) as server,
-        client(face, server.tcp, lease=3600.0) as owner,
-        PublishedOwner(server.tcp, "reader", region=0) as reader,
+        client(face, server.ipc, lease=3600.0) as owner,
+        PublishedOwner(server.ipc, "reader", region=0) as reader,
     ):
         owner.put(keys_of("k"))
         found = reader.ask(Ask.LOOKUP_KV, key="k 0")
@@ -409,8 +409,8 @@ def test_what_a_published_client_reads_stays_for_its_grace_when_our_server_is_ki
 def test_a_key_that_a_killed_published_client_pinned_is_free_after_its_grace(pool):
     with (
         Server(pool, "--v1-read-grace", "10", skips=True) as server,
-        client("blocking", server.tcp, lease=60.0) as owner,
-        Actor(BE_PUBLISHED, server.tcp, "victim") as victim,
+        client("blocking", server.ipc, lease=60.0) as owner,
+        Actor(BE_PUBLISHED, server.ipc, "victim") as victim,
     ):
         owner.put(["k"])
         assert victim.ask("pin", "k")
@@ -423,7 +423,7 @@ def test_a_key_that_a_killed_published_client_pinned_is_free_after_its_grace(poo
 
 
 def test_a_published_client_goes_on_after_a_restart_of_our_server(pool):
-    with Server(pool) as server, PublishedOwner(server.tcp, "theirs") as owner:
+    with Server(pool) as server, PublishedOwner(server.ipc, "theirs") as owner:
         owner.put("k")
         server.restart()
         with owner.impatient():

@@ -1,6 +1,7 @@
 """The knobs of a server and of a client. What loading does in general is tested in test_config; here what is maru's own."""
 
 import math
+import os
 import subprocess
 import sys
 
@@ -17,6 +18,9 @@ from offload import ConfigError as OffloadConfigError
 EVERY = [*knobs(ServerConfig, section="server"), *knobs(MaruConfig, section="client")]
 
 
+KEYS = {"curve_key_file": "key", "curve_clients_file": "clients"}
+
+
 def refused(make, *args, **kwargs):
     with pytest.raises(ConfigError) as error:
         make(*args, **kwargs)
@@ -26,14 +30,27 @@ def refused(make, *args, **kwargs):
 # --- the knobs ----------------------------------------------------------------------------------------------------
 
 
+def test_by_default_nothing_is_said_over_tcp():
+    server, client = ServerConfig(), MaruConfig()
+    assert (server.host, server.rm_host, server.relayed) == ("", "", False)
+    assert client.server_url == f"ipc:///dev/shm/maru-{os.getuid()}/maru.sock"
+    assert MaruConfig(server_url="") == MaruConfig(server_url=None) == client
+
+
+def test_where_there_is_a_host_it_is_relayed_unless_it_has_keys():
+    asked = ServerConfig(host="127.0.0.1")
+    assert (asked.relayed, asked.rm_host, asked.rm_port) == (True, "127.0.0.1", 0)
+    assert ServerConfig(host="127.0.0.1", rm_address="").rm_host == ""
+    assert not ServerConfig(host="127.0.0.1", curve_key_file="key", curve_clients_file="clients").relayed
+
+
 def test_defaults_are_those_that_published_clients_expect():
     server = ServerConfig()
-    assert (server.host, server.port, server.v1_read_grace) == ("127.0.0.1", 5555, 30.0)
+    assert (server.port, server.v1_read_grace) == (5555, 30.0)
     client = MaruConfig()
     assert (
         attrs.asdict(client).items()
         >= {
-            "server_url": "tcp://localhost:5555",
             "pool_size": 100 << 20,
             "chunk_size_bytes": 1 << 20,
             "timeout_ms": 2000,
@@ -157,16 +174,24 @@ def test_this_host_may_be_listened_on_without_keys(host):
 def test_any_other_host_needs_keys_or_insecure(host):
     assert not is_loopback(host)
     assert "curve_key_file or insecure" in refused(ServerConfig, host=host)
-    assert ServerConfig(host=host, curve_key_file="key").host == host
+    assert ServerConfig(host=host, curve_key_file="key", curve_clients_file="clients").host == host
     assert ServerConfig(host=host, insecure=True).host == host
 
 
 def test_the_resource_manager_needs_insecure_since_it_knows_no_keys():
     assert "insecure" in refused(ServerConfig, rm_address="0.0.0.0:1")
-    assert "insecure" in refused(ServerConfig, rm_address="0.0.0.0:1", host="0.0.0.0", curve_key_file="key")
+    assert "insecure" in refused(ServerConfig, rm_address="0.0.0.0:1", host="0.0.0.0", **KEYS)
     config = ServerConfig(rm_address="0.0.0.0:1", insecure=True)
     assert (config.rm_host, config.rm_port) == ("0.0.0.0", 1)
     assert (ServerConfig(rm_address="[::1]:9").rm_host, ServerConfig(rm_address="").rm_host) == ("::1", "")
+
+
+def test_who_may_come_in_is_named_where_keys_decide():
+    assert "needs curve_key_file" in refused(ServerConfig, curve_clients_file="clients")
+    for host in ("127.0.0.1", "0.0.0.0"):
+        assert "must name the clients" in refused(ServerConfig, host=host, curve_key_file="key")
+        assert ServerConfig(host=host, curve_key_file="key", insecure=True).host == host
+    assert not ServerConfig(curve_key_file="key").host  # whoever reaches the Unix socket is this user anyway
 
 
 def test_a_server_that_nobody_could_reach_is_refused():

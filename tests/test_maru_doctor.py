@@ -59,6 +59,7 @@ CASES = [
     ("pool directory", {"directory": PathFact("/p/q", exists=False, has_parent=False)}, "fail"),
     ("pool directory", {"directory": PathFact("/p", mode=0o755)}, "fail"),
     ("pool directory", {"directory": PathFact("/p", mode=0o701)}, "fail"),
+    ("pool directory", {"directory": PathFact("/p", mode=0o755, empty=True)}, "ok"),
     # A container gives /dev/shm 64 MiB unless told otherwise.
     ("space for regions", {"free_bytes": 64 << 20}, "fail"),
     ("space for regions", {"free_bytes": 10 * GIB - 1}, "fail"),

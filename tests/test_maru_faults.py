@@ -60,8 +60,8 @@ def unanswered(call: Callable[[], Any]) -> None:
 def test_fault_1_a_store_that_timed_out_shows_nobody_another_keys_bytes(pool, face):
     with (
         Server(pool) as server,
-        client(face, server.tcp) as owner,
-        client("blocking", server.tcp, pool_size=0) as reader,
+        client(face, server.ipc) as owner,
+        client("blocking", server.ipc, pool_size=0) as reader,
     ):
         assert owner.put(["warm"]) == ["NEW"]
         everything = ["warm"]
@@ -90,9 +90,9 @@ def test_fault_1_a_store_that_arrives_after_its_page_was_reused_is_refused(pool)
     """Two connections, and what was sent over one of them comes last: then a page is used again, and the old STORE arrives."""
     with (
         Server(pool) as server,
-        Wire(server.tcp) as wire,
+        Wire(server.ipc) as wire,
         client("blocking", wire.address, lease=60.0, checksums=False) as owner,
-        client("blocking", server.tcp, pool_size=0, checksums=False) as reader,
+        client("blocking", server.ipc, pool_size=0, checksums=False) as reader,
     ):
         assert owner.put(["warm"]) == ["NEW"]
         [first] = wire.links
@@ -173,9 +173,9 @@ def test_fault_1_what_a_published_server_did_not_answer_is_never_used_again(tmp_
 def test_fault_2_a_view_under_a_pin_does_not_change_whatever_others_do(pool, face):
     with (
         Server(pool) as server,
-        client("blocking", server.tcp) as owner,
-        client(face, server.tcp, pool_size=0) as reader,
-        client("blocking", server.tcp, pool_size=0) as stranger,
+        client("blocking", server.ipc) as owner,
+        client(face, server.ipc, pool_size=0) as reader,
+        client("blocking", server.ipc, pool_size=0) as stranger,
     ):
         owner.put(["k"])
         assert reader.hold("k") == [True]
@@ -201,8 +201,8 @@ def test_fault_2_a_view_under_a_pin_does_not_change_whatever_others_do(pool, fac
 def test_fault_2_a_reader_that_was_stopped_for_longer_than_its_lease_knows_that_its_view_is_lost(pool, face):
     with (
         Server(pool, "--lease-grace", "0.1") as server,
-        client("blocking", server.tcp) as owner,
-        Actor(BE, face, server.tcp, {"pool_size": 0, "lease": 0.25}) as reader,
+        client("blocking", server.ipc) as owner,
+        Actor(BE, face, server.ipc, {"pool_size": 0, "lease": 0.25}) as reader,
     ):
         owner.put(["k"])
         assert reader.ask("hold", "k") == [True]
@@ -216,8 +216,8 @@ def test_fault_2_a_reader_that_was_stopped_for_longer_than_its_lease_knows_that_
 def test_fault_2_bytes_that_are_not_what_was_stored_are_not_handed_out(pool, face):
     with (
         Server(pool) as server,
-        client("blocking", server.tcp) as owner,
-        client(face, server.tcp, pool_size=0) as reader,
+        client("blocking", server.ipc) as owner,
+        client(face, server.ipc, pool_size=0) as reader,
     ):
         owner.put(["a", "b"])
         reader.hold("a")
@@ -236,8 +236,8 @@ def test_fault_2_bytes_that_are_not_what_was_stored_are_not_handed_out(pool, fac
 def test_fault_3_a_reader_can_write_nothing(pool, face):
     with (
         Server(pool) as server,
-        client("blocking", server.tcp) as owner,
-        client(face, server.tcp, pool_size=0) as reader,
+        client("blocking", server.ipc) as owner,
+        client(face, server.ipc, pool_size=0) as reader,
     ):
         owner.put(["k"])
         reader.hold("k")
@@ -248,7 +248,7 @@ def test_fault_3_a_reader_can_write_nothing(pool, face):
         assert reader.handler.get_buffer_view(info.region_id, 0, 10).readonly
         with pytest.raises((TypeError, ValueError)):
             (ctypes.c_char * 10).from_buffer(view)
-        with PublishedClient(server.tcp) as raw:
+        with PublishedClient(server.ipc) as raw:
             session = raw.ask(Ask.HANDSHAKE, instance_id="another", extensions=1)["session"]
         answer = raw_ask(server, Code.REGION, RegionRequest(session, 0, info.region_id, True))
         assert isinstance(answer, dict) and answer["code"] == "refused", answer
@@ -261,7 +261,7 @@ def raw_ask(server: Server, code: int, message: Any) -> Any:
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         socket.linger = 0
         socket.rcvtimeo = 5000
-        socket.connect(server.tcp)
+        socket.connect(server.ipc)
         socket.send(request(code, 1, message))
         return msgspec.msgpack.decode(socket.recv()[16:])
 
@@ -270,8 +270,8 @@ def raw_ask(server: Server, code: int, message: Any) -> Any:
 def test_fault_3_a_reader_that_writes_all_the_same_dies_of_it(pool, face):
     with (
         Server(pool) as server,
-        client("blocking", server.tcp) as owner,
-        Actor(BE, face, server.tcp, {"pool_size": 0}) as reader,
+        client("blocking", server.ipc) as owner,
+        Actor(BE, face, server.ipc, {"pool_size": 0}) as reader,
     ):
         owner.put(["k"])
         reader.ask("hold", "k")
@@ -286,8 +286,8 @@ def test_fault_3_a_reader_that_writes_all_the_same_dies_of_it(pool, face):
 def test_fault_4_what_others_delete_is_stored_again_and_no_page_is_lost(pool, face):
     with (
         Server(pool) as server,
-        client(face, server.tcp) as owner,
-        client("blocking", server.tcp, pool_size=0) as stranger,
+        client(face, server.ipc) as owner,
+        client("blocking", server.ipc, pool_size=0) as stranger,
     ):
         keys = keys_of("k")
         for _ in range(5):
@@ -302,7 +302,7 @@ def test_fault_4_what_others_delete_is_stored_again_and_no_page_is_lost(pool, fa
 
 
 def test_fault_5_keys_that_are_named_twice_or_there_already_cost_no_page(pool, face):
-    with Server(pool) as server, client(face, server.tcp) as owner, client("blocking", server.tcp) as other:
+    with Server(pool) as server, client(face, server.ipc) as owner, client("blocking", server.ipc) as other:
         other.put(["theirs"])
         for number in range(4):
             assert owner.put([f"k{number}"] * 5) == ["NEW"] + ["DUPLICATE"] * 4
@@ -316,7 +316,7 @@ def test_fault_5_keys_that_are_named_twice_or_there_already_cost_no_page(pool, f
 
 
 def test_fault_6_a_batch_that_timed_out_says_so_and_leaks_no_page(pool, face):
-    with Server(pool) as server, client(face, server.tcp) as owner:
+    with Server(pool) as server, client(face, server.ipc) as owner:
         owner.put(["warm"])
         for number in range(2):
             keys = keys_of(f"{number}", 7)
@@ -350,7 +350,7 @@ def test_fault_7_whatever_is_not_answered_is_no_answer(pool, face):
         "batch_put": (["new"], [b"bytes"]),
         "get_stats": (),
     }
-    with Server(pool) as server, client(face, server.tcp) as owner:
+    with Server(pool) as server, client(face, server.ipc) as owner:
         owner.put(["there", "other"])
         assert owner.call("healthcheck")
         with server.stopped(), owner.impatient(0.04):
@@ -365,7 +365,7 @@ def test_fault_7_whatever_is_not_answered_is_no_answer(pool, face):
 @pytest.mark.parametrize(("face", "at_once"), [("trio", 40), pytest.param("blocking", 1, marks=pytest.mark.long)])
 def test_fault_7_whoever_asks_a_server_that_is_away_for_long_is_not_kept_for_ever(pool, face, at_once):
     """What is sent to nobody waits in a queue, until that is full. Sending then waits no longer than for an answer."""
-    with Server(pool) as server, client(face, server.tcp, lease=60.0) as owner:
+    with Server(pool) as server, client(face, server.ipc, lease=60.0) as owner:
         assert owner.put(["k"]) == ["NEW"]
         server.kill()
         outcomes: list[Any] = []
@@ -395,8 +395,8 @@ def _answered(call: Callable[[], Any]) -> Any:
 def test_fault_7_a_pin_whose_answer_was_lost_is_given_back(pool, face):
     with (
         Server(pool) as server,
-        client("blocking", server.tcp) as owner,
-        client(face, server.tcp, pool_size=0, lease=60.0) as reader,
+        client("blocking", server.ipc) as owner,
+        client(face, server.ipc, pool_size=0, lease=60.0) as reader,
     ):
         keys = keys_of("k")
         owner.put(keys)
@@ -416,8 +416,8 @@ def test_fault_7_a_pin_whose_answer_was_lost_is_given_back(pool, face):
 def test_fault_7_a_pin_of_whoever_never_speaks_again_ends_with_its_lease(pool, face):
     with (
         Server(pool, skips=True) as server,
-        Wire(server.tcp) as wire,
-        client("blocking", server.tcp, lease=60.0) as owner,
+        Wire(server.ipc) as wire,
+        client("blocking", server.ipc, lease=60.0) as owner,
         Actor(BE, face, wire.address, {"pool_size": 0, "lease": 10.0}) as reader,
     ):
         owner.put(["k"])
@@ -441,8 +441,8 @@ def test_fault_7_a_pin_of_whoever_never_speaks_again_ends_with_its_lease(pool, f
 def test_fault_8_a_restart_keeps_every_key_and_stores_go_on_for_real(pool, face):
     with (
         Server(pool) as server,
-        client(face, server.tcp) as owner,
-        client("blocking", server.tcp, pool_size=0) as reader,
+        client(face, server.ipc) as owner,
+        client("blocking", server.ipc, pool_size=0) as reader,
     ):
         keys = keys_of("k", 5)
         owner.put(keys)
@@ -465,8 +465,8 @@ def test_fault_8_a_server_that_has_forgotten_everything_is_told_again_and_no_sto
     """Without a journal. What was stored is registered again by its owner; until then it is a miss."""
     with (
         Server(pool, "--no-journal") as server,
-        client(face, server.tcp) as owner,
-        client("blocking", server.tcp, pool_size=0) as reader,
+        client(face, server.ipc) as owner,
+        client("blocking", server.ipc, pool_size=0) as reader,
     ):
         keys = keys_of("k", 5)
         owner.put(keys)
@@ -482,8 +482,8 @@ def test_fault_8_a_server_that_has_forgotten_everything_is_told_again_and_no_sto
 def test_fault_8_a_view_outlives_a_restart_or_says_that_it_did_not(pool, face):
     with (
         Server(pool) as server,
-        client("blocking", server.tcp) as owner,
-        client(face, server.tcp, pool_size=0) as reader,
+        client("blocking", server.ipc) as owner,
+        client(face, server.ipc, pool_size=0) as reader,
     ):
         owner.put(["k"])
         reader.hold("k")
@@ -504,8 +504,8 @@ def test_fault_8_a_view_outlives_a_restart_or_says_that_it_did_not(pool, face):
 def test_fault_9_pins_and_regions_of_a_killed_client_go_with_its_lease(pool, face):
     with (
         Server(pool, "--capacity-bytes", "4MiB", skips=True) as server,
-        client("blocking", server.tcp, lease=60.0) as owner,
-        Actor(BE, face, server.tcp, {"lease": 10.0}) as victim,
+        client("blocking", server.ipc, lease=60.0) as owner,
+        Actor(BE, face, server.ipc, {"lease": 10.0}) as victim,
     ):
         assert owner.put(["k"]) == victim.ask("put", ["v"]) == ["NEW"]
         assert victim.ask("pin", "k") == victim.ask("hold", "v") == [True]
@@ -518,7 +518,7 @@ def test_fault_9_pins_and_regions_of_a_killed_client_go_with_its_lease(pool, fac
         assert (facts["pinned"], facts["regions"], facts["abandoned"]) == (0, 2, 1)
         assert owner.get(["v"]) == ["right"]  # what it has left is of use as long as there is room
         assert owner.delete(["k"]) == ["DELETED"]
-        with client("blocking", server.tcp) as successor:
+        with client("blocking", server.ipc) as successor:
             assert successor.put(["w"]) == ["NEW"]  # and then it makes room
             assert successor.exist("v", "w") == [False, True]
             assert len(server.region_files()) == 2
@@ -527,12 +527,12 @@ def test_fault_9_pins_and_regions_of_a_killed_client_go_with_its_lease(pool, fac
 def test_fault_9_a_killed_published_client_leaves_nothing_behind_but_for_its_grace(pool):
     with (
         Server(pool, "--v1-read-grace", "0.2", "--capacity-bytes", "4MiB", skips=True) as server,
-        Actor(BE_PUBLISHED, server.tcp, "victim") as victim,
-        client("blocking", server.tcp, lease=60.0) as other,
+        Actor(BE_PUBLISHED, server.ipc, "victim") as victim,
+        client("blocking", server.ipc, lease=60.0) as other,
     ):
         assert victim.ask("put", "v") is True
         assert victim.ask("pin", "v") is True
-        with PublishedClient(server.tcp) as raw:
+        with PublishedClient(server.ipc) as raw:
             raw.ask(Ask.HANDSHAKE, instance_id="one of ours that is silent", extensions=1)
             assert server.facts()["sessions"] == 3
             server.skip(20.0)  # more than a lease of silence
@@ -545,7 +545,7 @@ def test_fault_9_a_killed_published_client_leaves_nothing_behind_but_for_its_gra
         server.skip(20.0)
         eventually(lambda: server.facts()["sessions"] == 1 and server.facts()["pinned"] == 0)
         assert other.get(["v"]) == ["right"]
-        with client("blocking", server.tcp) as successor:
+        with client("blocking", server.ipc) as successor:
             eventually(lambda: successor.put(["w"]) == ["NEW"])
 
 
@@ -556,9 +556,9 @@ def test_fault_10_a_stalled_pool_stalls_who_waits_for_memory_and_nobody_else(poo
     gate = pool.parent / "stalled"
     with (
         Server(pool, setup=f"maru_setups:stall:{gate}") as server,
-        client(face, server.tcp) as other,
-        client("blocking", server.tcp, pool_size=0) as reader,
-        client("blocking", server.tcp) as waiting,
+        client(face, server.ipc) as other,
+        client("blocking", server.ipc, pool_size=0) as reader,
+        client("blocking", server.ipc) as waiting,
     ):
         other.put(["k"])
         gate.touch()
@@ -577,9 +577,9 @@ def test_fault_10_a_stalled_pool_stalls_who_waits_for_memory_and_nobody_else(poo
             assert other.put([f"{number}"]) == ["NEW"]
             assert reader.get(["k", f"{number}"])[1] == "right"
         assert waiting.call("healthcheck")  # over another connection of the same client
-        with client(face, server.tcp, pool_size=0) as newcomer:  # who maps what is there already
+        with client(face, server.ipc, pool_size=0) as newcomer:  # who maps what is there already
             assert newcomer.get(["19"]) == ["right"]
-        with PublishedOwner(server.tcp, "theirs", region=0) as published:
+        with PublishedOwner(server.ipc, "theirs", region=0) as published:
             assert published.get(["19"]) == ["right"]
         assert not outcome
         gate.unlink()
@@ -593,7 +593,7 @@ def test_fault_10_a_stalled_pool_stalls_who_waits_for_memory_and_nobody_else(poo
 @pytest.mark.parametrize("how", ["running", "stopped", "killed"])
 def test_fault_11_close_ends_soon_whatever_the_server_does(pool, face, how):
     with Server(pool) as server:
-        closing = client(face, server.tcp)
+        closing = client(face, server.ipc)
         closing.put(["k", "l"])
         closing.hold("k")
         [view] = [view for _, view in closing.held["k"]]
@@ -673,7 +673,7 @@ def test_fault_11_a_process_that_never_closed_ends_all_the_same(pool, end):
     with Server(pool, "--min-lease", "0.1", "--lease-grace", "0.1") as server:
         program = PROGRAM.format(module="_client.blocking", region=REGION, page=PAGE, main=ENDS[end])
         done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", program, server.tcp], capture_output=True, text=True, timeout=PATIENCE
+            [sys.executable, "-W", "error", "-c", program, server.ipc], capture_output=True, text=True, timeout=PATIENCE
         )
         assert (done.returncode, done.stdout.strip().splitlines()[-1:]) == (0, ["the end"]), done.stderr
         assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr, done.stderr
@@ -692,7 +692,7 @@ def test_fault_11_a_process_ends_while_its_server_is_stopped(pool):
                     page=PAGE,
                     main="kept = use(MaruHandler(**knobs)); print('here', flush=True); sys.stdin.read()",
                 ),
-                server.tcp,
+                server.ipc,
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -725,7 +725,7 @@ def test_fault_12_a_torn_journal_costs_at_most_what_was_never_acknowledged(pool)
             _put_back(pool, {**kept, live: whole[:end]})
             server.start()
             survive = 6 if end == len(whole) else 5
-            with client("blocking", server.tcp, pool_size=0) as reader:
+            with client("blocking", server.ipc, pool_size=0) as reader:
                 assert reader.get(keys) == ["right"] * survive + ["missing"] * (6 - survive), end
             server.kill()
 
@@ -751,7 +751,7 @@ def test_fault_12_a_damaged_journal_stops_no_start_and_nothing_wrong_is_found(po
             for name, content in region_files.items():
                 (pool / name).write_bytes(content)
             server.start()
-            with client("blocking", server.tcp) as owner:
+            with client("blocking", server.ipc) as owner:
                 assert set(owner.get(keys)) <= {"right", "missing"}
                 assert owner.put(["new"]) == ["NEW"]
                 assert owner.get(["new"]) == ["right"]
@@ -763,7 +763,7 @@ def test_fault_12_a_damaged_journal_stops_no_start_and_nothing_wrong_is_found(po
 def _six_keys(server: Server) -> list[str]:
     """Stored one by one, and then the server is killed: before the owner's farewell, which would be a record too."""
     keys = keys_of("k", 6)
-    with client("blocking", server.tcp) as owner:
+    with client("blocking", server.ipc) as owner:
         for key in keys:
             assert owner.put([key]) == ["NEW"]
         server.kill()
@@ -864,8 +864,8 @@ class _Raw:
 def test_fault_13_what_statistics_say_is_as_long_for_many_keys_as_for_few(pool):
     with (
         Server(pool) as server,
-        client("blocking", server.tcp, chunk_size_bytes=256, checksums=False) as owner,
-        PublishedClient(server.tcp) as raw,
+        client("blocking", server.ipc, chunk_size_bytes=256, checksums=False) as owner,
+        PublishedClient(server.ipc) as raw,
     ):
         lengths = []
         for number in (10, 5000):
@@ -883,8 +883,8 @@ def test_fault_13_what_statistics_say_is_as_long_for_many_keys_as_for_few(pool):
 def test_fault_14_a_full_owner_evicts_what_was_used_least_recently_and_never_what_is_pinned(pool, face):
     with (
         Server(pool, "--high-watermark", "1.0", "--low-watermark", "1.0") as server,
-        client(face, server.tcp) as owner,
-        client("blocking", server.tcp, pool_size=0) as reader,
+        client(face, server.ipc) as owner,
+        client("blocking", server.ipc, pool_size=0) as reader,
     ):
         keys = keys_of("k")
         for key in keys:
@@ -906,15 +906,15 @@ def test_fault_14_a_full_owner_evicts_what_was_used_least_recently_and_never_wha
 def test_fault_14_watermarks_and_quotas_evict_ahead_of_need(pool, face):
     with (
         Server(pool, "--high-watermark", "0.6", "--low-watermark", "0.3", "--watermark-interval", "0.02") as server,
-        client(face, server.tcp) as owner,
+        client(face, server.ipc) as owner,
     ):
         owner.put(keys_of("k"), PAGE)
         eventually(lambda: server.facts()["entries"] == 2)
         assert owner.exist(*keys_of("k")).count(True) == 2
     with (
         Server(pool / "q", "--instance-quotas", f"modest={3 * SIZE}") as server,
-        client(face, server.tcp, instance_id="modest") as modest,
-        client(face, server.tcp) as other,
+        client(face, server.ipc, instance_id="modest") as modest,
+        client(face, server.ipc) as other,
     ):
         for key in keys_of("k"):
             assert modest.put([key]) == other.put([f"o{key}"]) == ["NEW"]
@@ -974,8 +974,8 @@ def shared():
     with (
         temporary_pool() as path,
         Server(path) as server,
-        PublishedOwner(server.tcp, "a") as owner,
-        PublishedOwner(server.tcp, "b") as other,
+        PublishedOwner(server.ipc, "a") as owner,
+        PublishedOwner(server.ipc, "b") as other,
     ):
         yield server, owner, other
 
@@ -986,8 +986,8 @@ def shared():
 def test_fault_16_a_store_is_one_request_whatever_becomes_of_it(pool, face):
     with (
         Server(pool) as server,
-        client(face, server.tcp, chunk_size_bytes=4096, lease=60.0) as owner,
-        client("blocking", server.tcp, pool_size=0, lease=60.0) as reader,
+        client(face, server.ipc, chunk_size_bytes=4096, lease=60.0) as owner,
+        client("blocking", server.ipc, pool_size=0, lease=60.0) as reader,
     ):
         owner.put(["warm"])
         reader.hold("warm")
@@ -1014,7 +1014,7 @@ def test_fault_16_a_store_is_one_request_whatever_becomes_of_it(pool, face):
 
 
 def test_fault_17_a_key_costs_one_page_and_nothing_else(pool, face):
-    with Server(pool) as server, client(face, server.tcp) as owner:
+    with Server(pool) as server, client(face, server.ipc) as owner:
         assert owner.put(keys_of("k")) == ["NEW"] * PAGES
         facts = server.facts()
         assert (facts["entries"], facts["used_bytes"]) == (PAGES, PAGES * SIZE)
@@ -1033,16 +1033,16 @@ def test_fault_17_equal_keys_of_two_models_or_tenants_never_meet(pool, face):
     ]
     with Server(pool) as server:
         for namespace, tenant in names:
-            with client(face, server.tcp, namespace=namespace, tenant=tenant) as one:
+            with client(face, server.ipc, namespace=namespace, tenant=tenant) as one:
                 assert one.exist("k") == [False]
                 own = f"{namespace}/{tenant}".encode().ljust(SIZE)
                 assert one.call("batch_put", ["k"], [own])[0].name == "NEW"
         for namespace, tenant in names:
-            with client(face, server.tcp, namespace=namespace, tenant=tenant, pool_size=0) as one:
+            with client(face, server.ipc, namespace=namespace, tenant=tenant, pool_size=0) as one:
                 buffer = bytearray(SIZE)
                 assert one.call("batch_get_into", ["k"], [buffer])[0].name == "LOADED"
                 assert buffer.rstrip() == f"{namespace}/{tenant}".encode()
-        with client(face, server.tcp, pool_size=0) as bare:
+        with client(face, server.ipc, pool_size=0) as bare:
             bare.delete(["k"])
         assert server.facts()["entries"] == len(names) - 1
 
@@ -1063,12 +1063,12 @@ def test_fault_18_sigterm_ends_the_server_within_a_second(pool, load):
 
 def _sigterm(pool: Path, load: str) -> float:
     """How long it takes to end, after which it is whole when it is started again."""
-    with Server(pool) as server, client("blocking", server.tcp) as owner:
+    with Server(pool) as server, client("blocking", server.ipc) as owner:
         owner.put(["k"])
         stop = threading.Event()
 
         def work() -> None:
-            with BlockingClient(server.tcp) as busy, busy.impatient(0.3):
+            with BlockingClient(server.ipc) as busy, busy.impatient(0.3):
                 number = 0
                 while not stop.is_set():
                     number += 1
@@ -1107,7 +1107,7 @@ def _flood(server: Server) -> Callable[[], None]:
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.linger, socket.rcvhwm = 0, 10
-    socket.connect(server.tcp)
+    socket.connect(server.ipc)
     frame = request(Code.GET_STATS, 1, None)
     for _ in range(20_000):
         try:
@@ -1126,8 +1126,8 @@ def test_fault_18_sigterm_ends_a_server_whose_pool_is_stalled(pool):
     gate = pool.parent / "stalled"
     with (
         Server(pool, setup=f"maru_setups:stall:{gate}") as server,
-        client("blocking", server.tcp) as owner,
-        client("blocking", server.tcp) as waiting,
+        client("blocking", server.ipc) as owner,
+        client("blocking", server.ipc) as waiting,
     ):
         owner.put(["k"])
         gate.touch()

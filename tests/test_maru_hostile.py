@@ -20,7 +20,7 @@ import pytest
 import wire_vectors
 import zmq
 from maru_actors import FACES, REGION, PublishedOwner, client
-from maru_processes import PATIENCE, Server, eventually, temporary_pool
+from maru_processes import PATIENCE, TCP, Server, eventually, temporary_pool
 from mutations import Mutations
 from published import PublishedClient, PublishedRmClient
 from published_wire import IPC_HEADER, IPC_MAGIC, Ask, Ipc
@@ -154,7 +154,7 @@ class Good:
 
     def _run(self) -> None:
         try:
-            with client(self._face, self._server.tcp, lease=60.0) as good:
+            with client(self._face, self._server.ipc, lease=60.0) as good:
                 self._handler = good.handler
                 good.put(["pinned"])
                 good.hold("pinned")
@@ -248,7 +248,7 @@ def throw(server: Server, region_id: int, n: int, seed: int) -> int:
     answers = 0
     dice = random.Random(seed)
     for batch in range(n // 1000):
-        with Attacker(server.tcp, sndhwm=5_000, rcvhwm=5_000) as known, Attacker(server.tcp) as unknown:
+        with Attacker(server.ipc, sndhwm=5_000, rcvhwm=5_000) as known, Attacker(server.ipc) as unknown:
             good = corpus(known, region_id)
             frames = Mutations(good, seed + batch)
             for at in range(1000):
@@ -278,7 +278,7 @@ def throw(server: Server, region_id: int, n: int, seed: int) -> int:
 def assert_fuzz(pool: Path, n: int) -> None:
     options = ["--max-entries", "2000", "--max-sessions", "300", "--session-lease", "0.3", "--max-lease", "30"]
     options += ["--capacity-bytes", "16MiB", "--lease-grace", "0.05", "--v1-read-grace", "0.1", "--log-level", "error"]
-    with Server(pool, *options, skips=True) as server, PublishedOwner(server.tcp, "theirs") as owner:
+    with Server(pool, *options, skips=True) as server, PublishedOwner(server.ipc, "theirs") as owner:
         with Good(server) as good:
             throw(server, owner.handle["region_id"], max(3_000, n // 10), seed=1)
             before = server.process.private_bytes()
@@ -316,7 +316,7 @@ def test_a_million_mutated_frames_harm_nobody(pool):
 @pytest.mark.parametrize("checksum", [-1, -(2**63)])
 def test_a_checksum_that_cannot_be_one_is_refused(pool, checksum):
     """Found by the fuzz: the answer to a FIND of it could not be packed, and the server ended."""
-    with Server(pool) as server, Good(server), Attacker(server.tcp) as attacker:
+    with Server(pool) as server, Good(server), Attacker(server.ipc) as attacker:
         session = attacker.session()
         region = attacker.ask(Code.REQUEST_ALLOC, AllocRequest("attacker", REGION, session)).handle.region_id
         stored = attacker.ask(Code.STORE, StoreRequest(session, 0, 1, region, ["k"], [0], 100, [checksum]))
@@ -352,7 +352,7 @@ def test_mutated_frames_at_the_resource_manager_and_the_descriptors_harm_nobody(
 
 def test_reports_that_add_up_to_more_than_can_be_said_harm_nobody(pool):
     """Found by the fuzz: the answer to GET_STATS could not be encoded, and the server ended."""
-    with Server(pool) as server, Good(server), PublishedClient(server.tcp) as raw:
+    with Server(pool) as server, Good(server), PublishedClient(server.ipc) as raw:
         report = {"client_id": "c", "op_type": "store", "result": "hit"}
         possible = [(2**63 - 1, 1e14), (2**63 - 1, 1e14), (2**63 - 1, 1.0)]
         impossible = [
@@ -378,7 +378,7 @@ def test_an_oversized_frame_costs_its_connection_and_no_memory(pool):
     with Server(pool, "--max-message-bytes", "64KiB") as server, Good(server):
         before = server.process.private_bytes()
         for _ in range(10):
-            with Attacker(server.tcp) as attacker:
+            with Attacker(server.ipc) as attacker:
                 assert attacker.ask(Code.HEARTBEAT)
                 attacker.socket.send_multipart([b"", b"x" * (8 << 20)])
                 attacker.socket.setsockopt(zmq.RCVTIMEO, 30)
@@ -389,7 +389,7 @@ def test_an_oversized_frame_costs_its_connection_and_no_memory(pool):
 
 def test_lengths_that_lie_cost_an_error_and_no_memory(pool):
     head = struct.Struct("!HBBBBBBII")
-    with Server(pool) as server, Good(server), Attacker(server.tcp) as attacker:
+    with Server(pool) as server, Good(server), Attacker(server.ipc) as attacker:
         attacker.ask(Code.HEARTBEAT)
         before = server.process.private_bytes()
         lies = [
@@ -410,7 +410,7 @@ def test_lengths_that_lie_cost_an_error_and_no_memory(pool):
 
 
 def test_an_invalid_header_costs_its_sender_the_session_and_nobody_else(pool):
-    with Server(pool) as server, Good(server), Attacker(server.tcp) as bad, Attacker(server.tcp) as other:
+    with Server(pool) as server, Good(server), Attacker(server.ipc) as bad, Attacker(server.ipc) as other:
         mine, theirs = bad.session(), other.session()
         assert bad.ask(Code.BEAT, BeatRequest(mine, 0)).lease > 0
         bad.send(b"\xcf\x00\x02" + bytes(20))
@@ -427,7 +427,7 @@ def test_an_invalid_header_costs_its_sender_the_session_and_nobody_else(pool):
 def test_who_asks_and_never_reads_costs_neither_memory_nor_anybody_else(pool):
     with Server(pool, "--high-water-mark", "64") as server, Good(server) as good:
         before = server.process.private_bytes()
-        flooders = [Attacker(server.tcp, rcvhwm=1, sndhwm=100, rcvbuf=4096) for _ in range(4)]
+        flooders = [Attacker(server.ipc, rcvhwm=1, sndhwm=100, rcvbuf=4096) for _ in range(4)]
         try:
             frame = request(Code.DESCRIBE, 1, None)
             asked = 0
@@ -447,7 +447,7 @@ def test_who_asks_and_never_reads_costs_neither_memory_nor_anybody_else(pool):
 
 
 def test_connections_that_are_half_open_keep_nobody_out(pool):
-    with Server(pool) as server, Good(server):
+    with Server(pool, *TCP) as server, Good(server):
         before = server.process.descriptors()
         port = int(server.tcp.rpartition(":")[2])
         with contextlib.ExitStack() as stack:
@@ -458,7 +458,7 @@ def test_connections_that_are_half_open_keep_nobody_out(pool):
                 host, _, rm_port = server.ready["rm_address"].rpartition(":")
                 peer = stack.enter_context(socket.create_connection((host, int(rm_port)), PATIENCE))
                 peer.sendall(IPC_HEADER.pack(IPC_MAGIC, 2, Ipc.ALLOC_REQ, 100))
-            eventually(lambda: server.process.descriptors() > before + 100)
+            eventually(lambda: server.process.descriptors() > before + 40)
             with client("blocking", server.tcp, pool_size=0) as newcomer:
                 assert newcomer.exist("pinned") == [True]
             with PublishedRmClient(server.ready["rm_address"]) as rm:
@@ -468,7 +468,7 @@ def test_connections_that_are_half_open_keep_nobody_out(pool):
 
 @pytest.mark.long
 def test_who_never_says_who_he_is_is_hung_up_on(pool):
-    with Server(pool) as server:
+    with Server(pool, *TCP) as server:
         port = int(server.tcp.rpartition(":")[2])
         for sent in (b"", GREETING[:20], GREETING):
             with socket.create_connection(("127.0.0.1", port), PATIENCE) as peer:
@@ -479,7 +479,7 @@ def test_who_never_says_who_he_is_is_hung_up_on(pool):
 
 
 def test_a_thousand_connections_that_come_and_go_leave_nothing_behind(pool):
-    with Server(pool, "--log-level", "error") as server, Good(server) as good:
+    with Server(pool, *TCP, "--log-level", "error") as server, Good(server) as good:
         port = int(server.tcp.rpartition(":")[2])
         host, _, rm_port = server.ready["rm_address"].rpartition(":")
 
@@ -516,7 +516,7 @@ def test_a_thousand_connections_that_come_and_go_leave_nothing_behind(pool):
 
 
 def test_a_capability_is_good_for_its_region_its_epoch_and_its_session_only(pool):
-    with Server(pool) as server, Attacker(server.tcp) as one, Attacker(server.tcp) as two:
+    with Server(pool) as server, Attacker(server.ipc) as one, Attacker(server.ipc) as two:
         mine, theirs = one.session(), two.session()
         region = one.ask(Code.REQUEST_ALLOC, AllocRequest("one", REGION, mine)).handle
         other = two.ask(Code.REQUEST_ALLOC, AllocRequest("two", REGION, theirs)).handle
@@ -619,7 +619,7 @@ def keys(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.parametrize("face", FACES)
 def test_with_curve_friends_come_in_and_nobody_else(pool, keys, face):
     options = ("--curve-key-file", keys["server"], "--curve-clients-file", keys["clients"])
-    with Server(pool, *options) as server:
+    with Server(pool, *TCP, *options) as server:
         right = {"curve_key_file": keys["friend"], "curve_server_key": keys["public"]}
         for address in (server.tcp, server.ipc):
             with (
@@ -639,7 +639,7 @@ def test_with_curve_friends_come_in_and_nobody_else(pool, keys, face):
                 client(face, server.tcp, timeout_ms=150, **knobs)
         with PublishedClient(server.tcp, timeout=0.15) as published, pytest.raises(TimeoutError):
             published.ask(Ask.HANDSHAKE)
-        with client(face, server.tcp, **right) as owner:
+        with client(face, server.ipc, **right) as owner:
             assert owner.put(["l"]) == ["NEW"]
 
 
@@ -665,7 +665,7 @@ def test_with_curve_what_goes_over_the_wire_shows_no_key(pool, keys):
         ),
     ):
         seen.clear()
-        with Server(pool, *options) as server, Listening(server.tcp) as wire:
+        with Server(pool, *options) as server, Listening(server.ipc) as wire:
             with client("blocking", wire.address, **knobs) as owner:
                 assert owner.put([secret])[0] in ("NEW", "DUPLICATE")
             assert (secret.encode() in seen) is (not options)

@@ -17,7 +17,7 @@ import time
 import pytest
 from maru_actors import BE, FACES, PublishedOwner, client
 from maru_load import Load, Reader
-from maru_processes import PATIENCE, Actor, Server, eventually, temporary_pool
+from maru_processes import PATIENCE, TCP, Actor, Server, eventually, temporary_pool
 from published import PublishedClient
 from published_wire import Ask
 
@@ -37,7 +37,7 @@ def assert_no_stale_file(server: Server) -> None:
     """Exactly the regions that the server lists are there, and nothing that nobody knows."""
 
     def agree() -> bool:
-        with PublishedClient(server.tcp) as raw:
+        with PublishedClient(server.ipc) as raw:
             listed = raw.ask(Ask.LIST_ALLOCATIONS)["allocations"]
         return server.region_files() == {f"maru_{handle['region_id']}.dat" for handle in listed}
 
@@ -50,7 +50,8 @@ def kill_under_load(server: Server, cycles: int, seed: int, *, check_every: int)
     """Kill and start again so often, and look every now and then. How long each start took."""
     dice = random.Random(seed)
     waited = []
-    with Load(server.tcp, server.ipc, seed) as load:
+    published = server.tcp if TCP[0] in server.options else server.ipc
+    with Load(published, server.ipc, seed) as load:
         load.go()
         for cycle in range(1, cycles + 1):
             time.sleep(dice.uniform(0.05, 0.13))  # of these, clients wait TIMEOUT for the server of before
@@ -70,7 +71,7 @@ def kill_under_load(server: Server, cycles: int, seed: int, *, check_every: int)
             assert not load.findings, f"in cycle {cycle} with seed {seed}: {load.findings[:10]}"
         with load.at_rest():  # and a client that was not there says the same
             everything = [key for worker in load.workers for key in getattr(worker, "kept", ())]
-            with client("blocking", server.tcp, pool_size=0) as auditor:
+            with client("blocking", server.ipc, pool_size=0) as auditor:
                 assert set(auditor.get(everything, 1024)) == {"right"}
             assert len(everything) > 100
         print(f"\n{cycles} times kill -9: {load}")
@@ -99,7 +100,7 @@ def test_a_server_killed_50_times_under_load_loses_nothing_and_says_nothing_wron
 @pytest.mark.long
 @pytest.mark.parametrize("sync", ["never", "each"])
 def test_a_server_killed_500_times_under_load_loses_nothing_and_says_nothing_wrong(pool, sync):
-    with Server(pool, *SOON, "--segment-bytes", "64KiB", "--journal-sync", sync, skips=True) as server:
+    with Server(pool, *TCP, *SOON, "--segment-bytes", "64KiB", "--journal-sync", sync, skips=True) as server:
         show(kill_under_load(server, 500 if sync == "never" else 100, seed=11, check_every=5))
 
 
@@ -107,12 +108,12 @@ def test_a_server_killed_500_times_under_load_loses_nothing_and_says_nothing_wro
 def test_clients_killed_in_turn_leave_orphans_that_are_read_and_then_make_room(pool, face):
     """Three regions fit. Each client owns one, is killed in the middle of a store, and is succeeded by the next."""
     options = ("--capacity-bytes", "6MiB", "--v1-read-grace", "0.0")
-    with Server(pool, *options, skips=True) as server, client("blocking", server.tcp, lease=60.0) as survivor:
+    with Server(pool, *options, skips=True) as server, client("blocking", server.ipc, lease=60.0) as survivor:
         survivor.put(["mine"])
         for number in range(4):
             keys = [f"{number} {at}" for at in range(6)]
             in_the_middle = [f"{number} in the middle {at}" for at in range(2)]  # with more, it would evict its own
-            with Actor(BE, face, server.tcp, {"lease": 10.0}) as victim:
+            with Actor(BE, face, server.ipc, {"lease": 10.0}) as victim:
                 assert eventually(lambda keys=keys, victim=victim: victim.ask("put", keys) == ["NEW"] * 6)
                 assert victim.ask("hold", keys[0]) == victim.ask("pin", "mine") == [True]
                 victim.tell("put", in_the_middle)
@@ -137,8 +138,8 @@ def test_server_and_clients_killed_together_leave_what_was_acknowledged(pool):
     with Server(pool, *options, skips=True) as server:
         for number, faces in enumerate((("trio", "blocking"), ("blocking", "trio"))):
             with (
-                Actor(BE, faces[0], server.tcp, {"lease": 10.0}) as one,
-                Actor(BE, faces[1], server.tcp, {"lease": 10.0}) as two,
+                Actor(BE, faces[0], server.ipc, {"lease": 10.0}) as one,
+                Actor(BE, faces[1], server.ipc, {"lease": 10.0}) as two,
             ):
                 eventually(lambda one=one, number=number: one.ask("put", [f"{number} one"]) == ["NEW"])
                 eventually(lambda two=two, number=number: two.ask("put", [f"{number} two"]) == ["NEW"])
@@ -146,7 +147,7 @@ def test_server_and_clients_killed_together_leave_what_was_acknowledged(pool):
                 one.kill()
                 two.kill()
             server.start()
-            with client("blocking", server.tcp, pool_size=0) as reader:
+            with client("blocking", server.ipc, pool_size=0) as reader:
                 assert reader.get([f"{number} one", f"{number} two"]) == ["right"] * 2
             assert server.facts()["sessions"] == 2
             server.skip(20.0)
@@ -170,7 +171,7 @@ time.sleep(0.3)
 
 def test_a_server_starts_although_a_child_of_the_killed_one_has_the_lock_for_a_moment_longer(pool):
     """Killed while it starts a compaction, between fork and exec: seen once in some thousand kills."""
-    with Server(pool) as server, client("blocking", server.tcp) as owner:
+    with Server(pool) as server, client("blocking", server.ipc) as owner:
         owner.put(["k"])
         server.kill()
         # It says that it has the lock, dies, and leaves a child that has it, too.
@@ -185,7 +186,7 @@ def test_a_server_starts_although_a_child_of_the_killed_one_has_the_lock_for_a_m
 
 def fill(server: Server, keys: int) -> PublishedOwner:
     """So many keys, by a published client, whose bytes nobody looks at."""
-    owner = PublishedOwner(server.tcp, "filler", region=keys * 64)
+    owner = PublishedOwner(server.ipc, "filler", region=keys * 64)
     numbers = iter(range(keys))
     while some := list(itertools.islice(numbers, 4096)):
         entries = [
@@ -202,7 +203,7 @@ def start_again(server: Server, keys: int, times: int) -> list[float]:
         server.kill()
         began = time.monotonic()
         server.start()
-        with PublishedClient(server.tcp) as raw:
+        with PublishedClient(server.ipc) as raw:
             assert raw.ask(Ask.EXISTS_KV, key=f"{keys - 1:064x}")["exists"]
         waited.append(time.monotonic() - began)
         assert server.ready["keys"] == keys

@@ -52,7 +52,7 @@ def kill_some(server: Server, dice: random.Random, number: int, notes: Path) -> 
     with contextlib.ExitStack() as stack:
         victims = []
         for at, name in enumerate(names):
-            actor = stack.enter_context(Actor(BE, FACES[at % 2], server.tcp, {"lease": LEASE}))
+            actor = stack.enter_context(Actor(BE, FACES[at % 2], server.ipc, {"lease": LEASE}))
             actor.tell("toil", name, dice.randrange(1 << 30), names, str(notes / name))
             victims.append((dice.uniform(0.0, 0.5), actor))
         # On a busy machine they take their time, and who is killed before it has done anything leaves nothing.
@@ -102,7 +102,7 @@ def kill_clients(pool: Path, notes: Path, rounds: int, seed: int) -> float:
     with (
         Server(pool, *options, skips=True) as server,
         Good(server) as good,
-        client("blocking", server.tcp, pool_size=0, lease=60.0) as auditor,
+        client("blocking", server.ipc, pool_size=0, lease=60.0) as auditor,
     ):
         free = server.facts("pool")["free_bytes"]
         acknowledged = 0

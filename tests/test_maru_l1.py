@@ -515,7 +515,7 @@ trio.run(main, *json.loads(sys.argv[1]))
 async def test_of_an_owner_that_is_killed_what_it_committed_is_read_and_the_rest_is_nowhere() -> None:
     keys = keys_of(6)
     with temporary_pool() as pool, Server(pool, skips=True) as server:
-        url = server.tcp
+        url = server.ipc
         job = json.dumps([url, BLOCK, [key.hex() for key in keys]])
         done = await trio.run_process([sys.executable, "-c", _OWNER, job], check=False)
         assert done.returncode == -signal.SIGKILL

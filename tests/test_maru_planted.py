@@ -307,8 +307,8 @@ def run(test: Callable[..., Any], given: dict[str, Any], arguments: dict[str, An
     if "shared" in wanted:
         with (
             Server(given["pool"]) as server,
-            maru_actors.PublishedOwner(server.tcp, "a") as owner,
-            maru_actors.PublishedOwner(server.tcp, "b") as other,
+            maru_actors.PublishedOwner(server.ipc, "a") as owner,
+            maru_actors.PublishedOwner(server.ipc, "b") as other,
         ):
             test((server, owner, other), **arguments)
     elif "served" in wanted:

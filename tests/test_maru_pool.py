@@ -399,6 +399,9 @@ async def test_a_directory_that_is_not_ours_alone_is_refused(tmp_path, monkeypat
         await open_pool(shared / "somebody's" / "below", MIB2)
     with pytest.raises(PoolUnusable, match="there is no device"):
         await open_pool("/dev/dax99.9", MIB2)
+    with pytest.raises(PoolUnusable, match=f"'{tmp_path}/nowhere' is no directory. Is the name right"):
+        await open_pool(tmp_path / "nowhere" / "pool", MIB2)
+    assert not (tmp_path / "nowhere").exists()
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: 12345)
         with pytest.raises(PoolUnusable, match="belongs to another user"):
@@ -407,6 +410,10 @@ async def test_a_directory_that_is_not_ours_alone_is_refused(tmp_path, monkeypat
 
 async def test_regions_may_lie_elsewhere_than_what_outlives_the_server(tmp_path):
     home, where = tmp_path / "home", tmp_path / "regions"
+    with pytest.raises(PoolUnusable, match=f"there is no device '{where}'"):  # a name that was typed wrong
+        await open_pool(where, MIB2, home=home)
+    assert os.listdir(tmp_path) == []
+    where.mkdir(mode=0o700)
     async with a_pool(where, home=home) as pool:
         region = await pool.allocate(1)
         assert (pool.home, pool.path) == (str(home), str(where))

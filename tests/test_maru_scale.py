@@ -22,7 +22,7 @@ def assert_scale(keys: int, owners: int) -> None:
     knobs = {"pool_size": each * SIZE, "chunk_size_bytes": SIZE, "timeout_ms": 60_000, "lease": 60.0}
     options = ("--capacity-bytes", "1GiB", "--high-watermark", "1.0", "--max-lease", "60")
     sizes = {}
-    with temporary_pool() as pool, Server(pool, *options) as server, PublishedClient(server.tcp, timeout=60) as raw:
+    with temporary_pool() as pool, Server(pool, *options) as server, PublishedClient(server.ipc, timeout=60) as raw:
 
         def answers() -> list[int]:
             """How long the answers are that tell of all keys together."""
@@ -33,7 +33,7 @@ def assert_scale(keys: int, owners: int) -> None:
         clients = []
         try:
             for owner in range(owners):
-                clients.append(client(("blocking", "trio")[owner % 2], server.tcp, **knobs))
+                clients.append(client(("blocking", "trio")[owner % 2], server.ipc, **knobs))
                 for start in range(owner * each, (owner + 1) * each, BATCH):
                     some = names[start : min(start + BATCH, (owner + 1) * each)]
                     assert set(clients[-1].put(some, SIZE)) == {"NEW"}
@@ -46,7 +46,7 @@ def assert_scale(keys: int, owners: int) -> None:
             assert all(abs(one - other) < 300 for one, other in zip(few, many, strict=True)), sizes
             dice = random.Random(1)
             sample = dice.sample(names[: each * owners], min(keys, 20_000))
-            with client("trio", server.tcp, **{**knobs, "pool_size": 0}) as reader:
+            with client("trio", server.ipc, **{**knobs, "pool_size": 0}) as reader:
                 began = time.monotonic()
                 for start in range(0, len(sample), BATCH):
                     some = sample[start : start + BATCH]

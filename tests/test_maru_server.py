@@ -134,7 +134,7 @@ async def serving(pool, **kwargs):
             yield server
 
 
-def dial(server, transport="tcp", **kwargs):
+def dial(server, transport="ipc", **kwargs):
     [address] = [endpoint for endpoint in server.endpoints if endpoint.startswith(transport)]
     return Client(address, **kwargs)
 
@@ -150,7 +150,7 @@ async def eventually(holds):
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
 async def test_both_endpoints_answer(pool, transport):
-    async with serving(pool) as server:
+    async with serving(pool, host="127.0.0.1") as server:
 
         def talk():
             with dial(server, transport) as client:
@@ -166,16 +166,23 @@ async def test_both_endpoints_answer(pool, transport):
         await in_thread(talk)
 
 
+async def test_nothing_listens_for_tcp_unless_it_is_asked_for(pool):
+    async with serving(pool) as server:
+        assert server.endpoints == (f"ipc://{pool}/maru.sock",)
+        assert server.rm_address == "" and server.statistics().relay is None
+
+
 async def test_either_endpoint_can_be_switched_off(pool):
-    async with serving(pool, host="") as server:
-        assert [endpoint.partition(":")[0] for endpoint in server.endpoints] == ["ipc"]
-    async with serving(pool, ipc=False, rm_address="") as server:
+    async with serving(pool, host="127.0.0.1", ipc=False, rm_address="") as server:
         assert [endpoint.partition(":")[0] for endpoint in server.endpoints] == ["tcp"]
         assert server.rm_address == ""
+    async with serving(pool, rm_address="127.0.0.1:0") as server:
+        assert [endpoint.partition(":")[0] for endpoint in server.endpoints] == ["ipc"]
+        assert server.rm_address.startswith("127.0.0.1:")
 
 
 async def test_published_clients_share_pages_through_the_embedded_resource_manager(pool):
-    async with serving(pool) as server:
+    async with serving(pool, host="127.0.0.1") as server:
         [address] = [endpoint for endpoint in server.endpoints if endpoint.startswith("tcp")]
 
         def talk():
@@ -265,7 +272,7 @@ async def test_a_full_pool_is_an_answer_and_orphans_make_room(pool):
 
 
 async def test_the_resource_manager_gives_regions_and_takes_them_back_from_who_got_them(pool):
-    async with serving(pool, capacity_bytes=REGION) as server:
+    async with serving(pool, rm_address="127.0.0.1:0", capacity_bytes=REGION) as server:
 
         def talk():
             with PublishedRmClient(server.rm_address) as one, PublishedRmClient(server.rm_address, "host:2") as two:
@@ -280,7 +287,7 @@ async def test_the_resource_manager_gives_regions_and_takes_them_back_from_who_g
 
 
 async def test_there_are_only_so_many_regions_and_the_refusal_names_the_knob(pool):
-    async with serving(pool, max_regions=2) as server:
+    async with serving(pool, max_regions=2, rm_address="127.0.0.1:0") as server:
 
         def talk():
             with dial(server) as client:
@@ -295,15 +302,15 @@ async def test_there_are_only_so_many_regions_and_the_refusal_names_the_knob(poo
         await in_thread(talk)
 
 
-async def test_with_curve_only_known_clients_come_in(pool, tmp_path):
+async def test_with_curve_only_known_clients_come_in(pool, tmp_path, caplog):
     server_pair, friend, stranger = new_key_pair(), new_key_pair(), new_key_pair()
     save_key_pair(tmp_path / "server.key", server_pair)
     (tmp_path / "clients").write_bytes(friend.public + b"  # a friend\n")
     keys = {"curve_key_file": str(tmp_path / "server.key"), "curve_clients_file": str(tmp_path / "clients")}
-    async with serving(pool, **keys) as server:
+    async with serving(pool, host="127.0.0.1", **keys) as server:
 
         def talk(pair):
-            with dial(server, connect=False) as client:
+            with dial(server, "tcp", connect=False) as client:
                 client.socket.curve_serverkey = server_pair.public
                 if pair is not None:
                     client.socket.curve_publickey, client.socket.curve_secretkey = pair.public, pair.secret
@@ -318,17 +325,21 @@ async def test_with_curve_only_known_clients_come_in(pool, tmp_path):
                 plain.send(Code.HEARTBEAT)
                 with pytest.raises(zmq.Again):
                     plain.receive()
-            with dial(server, connect=False, timeout=0.2) as client:
+            before = server.statistics().socket.refused
+            with dial(server, "tcp", connect=False, timeout=0.2) as client:
                 client.socket.curve_serverkey = server_pair.public
                 client.socket.curve_publickey, client.socket.curve_secretkey = stranger.public, stranger.secret
                 client.socket.connect(client.address)
                 client.send(Code.HEARTBEAT)
-                eventually_blocking(lambda: server.statistics().socket.refused)
+                eventually_blocking(lambda: server.statistics().socket.refused > before)
                 with pytest.raises(zmq.Again):
                     client.receive()
 
-        await in_thread(knock)
+        for _ in range(2):
+            await in_thread(knock)
         assert await in_thread(talk, friend) == server.epoch
+        [said] = [record.getMessage() for record in caplog.records if "CURVE" in record.getMessage()]  # once
+        assert stranger.public.decode() in said and "is not on the list" in said
 
 
 async def test_insecure_is_said(pool, caplog):
@@ -370,7 +381,7 @@ async def test_a_silent_session_ends_with_its_lease(pool):
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
 async def test_a_published_owner_ends_with_its_connection_and_not_with_its_silence(pool, transport):
-    async with serving(pool, session_lease=0.1, min_lease=0.1) as server:
+    async with serving(pool, host="127.0.0.1", session_lease=0.1, min_lease=0.1) as server:
 
         def connect():
             client = dial(server, transport)
@@ -402,7 +413,7 @@ async def test_an_allowed_shutdown_asks_the_server_to_end(pool):
 
 
 async def test_leaving_the_block_leaves_files_and_no_sockets(pool):
-    async with serving(pool) as server:
+    async with serving(pool, host="127.0.0.1") as server:
 
         def talk():
             with dial(server) as client:
@@ -412,6 +423,7 @@ async def test_leaving_the_block_leaves_files_and_no_sockets(pool):
         await in_thread(talk)
         assert {path.name for path in pool.iterdir() if stat.S_ISSOCK(path.stat().st_mode)} == {
             "maru.sock",
+            "tcp.sock",
             "descriptors.sock",
         }
         for path in pool.iterdir():
@@ -456,7 +468,7 @@ async def test_a_pool_has_one_server(pool):
 
 async def test_a_port_that_is_taken_is_an_os_error_and_the_pool_is_free_again(pool):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError):
-        async with serving(pool, port=taken.getsockname()[1]):
+        async with serving(pool, host="127.0.0.1", port=taken.getsockname()[1]):
             pass
     async with serving(pool):
         pass
@@ -466,8 +478,9 @@ async def test_a_path_that_no_socket_fits_into_is_said(tmp_path):
     with pytest.raises(ConfigError, match="runtime_dir"):
         async with serving(tmp_path / ("x" * 100)):
             pass
-    async with serving(tmp_path / ("x" * 100), ipc=False):
-        pass
+    with pytest.raises(ConfigError, match="runtime_dir"):
+        async with serving(tmp_path / ("x" * 100), ipc=False, host="127.0.0.1"):  # what is relayed goes over one, too
+            pass
 
 
 # --- what goes wrong ----------------------------------------------------------------------------------------------
@@ -529,7 +542,7 @@ ZMTP_1 = b"\x01\x00" + b"\x01\x01" + b"\x05\x00abcd"
     ids=["http", "ff", "00", "zmtp1", "much zmtp1", "random"],
 )
 async def test_garbage_at_the_port_disturbs_nobody(pool, garbage):
-    async with serving(pool) as server:
+    async with serving(pool, host="127.0.0.1") as server:
 
         def talk():
             port = int(server.endpoints[0].rpartition(":")[2])
@@ -841,7 +854,7 @@ async def test_a_device_holds_the_regions_where_one_is_named(pool, tmp_path):
     device.touch(0o600)
     device.write_bytes(bytes(8 * MIB))
     for again in (False, True):
-        async with serving(pool, dax_path=str(device), capacity_bytes=0) as server:
+        async with serving(pool, rm_address="127.0.0.1:0", dax_path=str(device), capacity_bytes=0) as server:
 
             def talk(again=again, server=server):
                 with dial(server) as client, PublishedRmClient(server.rm_address) as rm:
@@ -868,8 +881,8 @@ class Process:
     ready: dict
 
     @property
-    def tcp(self):
-        return self.ready["endpoints"][0]
+    def ipc(self):
+        return self.ready["endpoints"][-1]
 
 
 @contextlib.contextmanager
@@ -886,7 +899,7 @@ def command(pool, *options, **kwargs):
 
 
 def test_sigterm_ends_the_command_and_leaves_no_sockets(pool):
-    with command(pool) as running, Client(running.tcp) as client:
+    with command(pool) as running, Client(running.ipc) as client:
         region = client.region()
         assert client.register("k", region.region_id).is_new
         assert running.ready["event"] == "ready"
@@ -907,7 +920,7 @@ def test_sigterm_ends_the_command_and_leaves_no_sockets(pool):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_command_within_a_second(pool, number):
     """Where nobody else computes."""
-    with command(pool) as running, Client(running.tcp) as client:
+    with command(pool) as running, Client(running.ipc) as client:
         assert client.register("k", client.region().region_id).is_new
         began = time.monotonic()
         running.process.send_signal(number)
@@ -917,7 +930,7 @@ def test_a_signal_ends_the_command_within_a_second(pool, number):
 
 def test_kill_minus_nine_loses_nothing_that_was_acknowledged(pool):
     keys = [f"key {number}" for number in range(3000)]
-    with command(pool) as running, Client(running.tcp) as client:
+    with command(pool) as running, Client(running.ipc) as client:
         region = client.region().region_id
         for start in range(0, len(keys), 100):
             entries = [
@@ -928,7 +941,7 @@ def test_kill_minus_nine_loses_nothing_that_was_acknowledged(pool):
         first = running.ready["epoch"]
         running.process.kill()
         running.process.wait()
-    with command(pool) as running, Client(running.tcp) as client:
+    with command(pool) as running, Client(running.ipc) as client:
         assert running.ready["keys"] == len(keys)
         assert running.ready["epoch"] != first
         entries = client.ask(Code.BATCH_LOOKUP_KV, KeysRequest(keys)).entries
@@ -937,7 +950,7 @@ def test_kill_minus_nine_loses_nothing_that_was_acknowledged(pool):
 
 
 def test_the_command_ends_when_it_is_asked_to_and_may_be(pool):
-    with command(pool, "--allow-shutdown") as running, Client(running.tcp) as client:
+    with command(pool, "--allow-shutdown") as running, Client(running.ipc) as client:
         assert client.ask(Code.SHUTDOWN).success
         assert running.process.wait(PATIENCE) == 0
 
@@ -974,7 +987,7 @@ def run_command(*arguments, **kwargs):
 
 def test_a_second_command_on_the_same_pool_says_who_has_it(pool):
     with command(pool) as running:
-        done = run_command("--port", "0", "--pool-path", str(pool))
+        done = run_command("--pool-path", str(pool))
         assert done.returncode == 1
         assert str(running.process.pid) in done.stderr
         assert "Traceback" not in done.stderr
@@ -992,7 +1005,7 @@ def test_help_shows_every_knob():
 
 def test_the_configuration_is_printed_as_a_file_that_gives_it_again(tmp_path):
     first = run_command(
-        "--print-config", "--port", "7", "--log-level", "INFO", "--tenant-quotas", "a=1GiB,b=2", "--no-ipc"
+        "--print-config", "--port", "7", "--log-level", "INFO", "--tenant-quotas", "a=1GiB,b=2", "--no-journal"
     )
     assert first.returncode == 0
     path = tmp_path / "maru.toml"

@@ -46,8 +46,8 @@ def place(at: Mapped, address: int) -> tuple[Any, int]:
 @pytest.mark.parametrize("face", FACES)
 def test_a_readers_view_is_the_writers_memory(served, face):
     with (
-        BlockingClient(served.tcp) as owner,
-        Actor(BE, face, served.tcp, {"pool_size": 0}) as reader,
+        BlockingClient(served.ipc) as owner,
+        Actor(BE, face, served.ipc, {"pool_size": 0}) as reader,
     ):
         [handle] = owner.fill(["k"])
         written_at = handle.address
@@ -71,8 +71,8 @@ def test_neither_storing_nor_reading_takes_memory_of_its_own(served, face):
     """64 MiB of pages are written by one process and held by another, of which neither becomes larger."""
     knobs = {"pool_size": 32 << 20, "chunk_size_bytes": 1 << 20, "checksums": False}
     with (
-        Actor(BE, face, served.tcp, knobs) as owner,
-        Actor(BE, face, served.tcp, {**knobs, "pool_size": 0}) as reader,
+        Actor(BE, face, served.ipc, knobs) as owner,
+        Actor(BE, face, served.ipc, {**knobs, "pool_size": 0}) as reader,
     ):
         owner.ask("put", ["warm"])
         reader.ask("hold", "warm")
@@ -89,7 +89,7 @@ def test_neither_storing_nor_reading_takes_memory_of_its_own(served, face):
 @pytest.mark.parametrize(("way", "end"), [("assign", "TypeError"), ("scribble", None), ("protect", "PermissionError")])
 def test_a_reader_cannot_write(served, face, way, end):
     """In Python it is an exception; past Python the kernel ends it; and it cannot make its mapping writable."""
-    with BlockingClient(served.tcp) as owner, Actor(BE, face, served.tcp, {"pool_size": 0}) as reader:
+    with BlockingClient(served.ipc) as owner, Actor(BE, face, served.ipc, {"pool_size": 0}) as reader:
         owner.put(["k"])
         reader.ask("hold", "k")
         if end is None:
@@ -105,7 +105,7 @@ def test_a_reader_cannot_write(served, face, way, end):
 
 @pytest.mark.parametrize("face", FACES)
 def test_an_owner_writes_its_own_region_and_maps_it_once(served, face):
-    with Actor(BE, face, served.tcp, {}) as owner:
+    with Actor(BE, face, served.ipc, {}) as owner:
         owner.ask("put", ["k"])
         owner.ask("hold", "k")
         address = owner.ask("address", "k")
@@ -122,8 +122,8 @@ def test_an_owner_writes_its_own_region_and_maps_it_once(served, face):
 @pytest.mark.parametrize("face", FACES)
 def test_a_readers_view_of_a_dead_owners_page_stays(served, face):
     """Even once the region is gone: its memory goes with the last who has it mapped."""
-    with Actor(BE, face, served.tcp, {"pool_size": 0}) as reader:
-        with BlockingClient(served.tcp) as owner:
+    with Actor(BE, face, served.ipc, {"pool_size": 0}) as reader:
+        with BlockingClient(served.ipc) as owner:
             owner.put(["k"])
             reader.ask("hold", "k")
         (region,) = served.region_files()

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeVar
 import attrs
 import click
 
-from .._config import MaruConfig, client_config
+from .._config import HOW_TO_REACH, MaruConfig, client_config
 from .._errors import BadFrame, BadMessage, ConfigError, NoAnswer, ServerRefused
 from .._wire import (
     HEADER_BYTES,
@@ -72,7 +72,7 @@ def server_options(function: Callable[..., None]) -> Callable[..., None]:
             click.option(
                 "--server",
                 metavar="URL",
-                help="tcp://host:port or ipc://path.  [default: MARU_CLIENT__SERVER_URL, or tcp://localhost:5555]",
+                help="tcp://host:port or ipc://path.  [default: MARU_CLIENT__SERVER_URL, or this user's Unix socket]",
             ),
             click.option(
                 "--timeout",
@@ -204,7 +204,6 @@ class Silence(NamedTuple):
 def look(address: str) -> Silence:
     """What is at an address that does not answer."""
     scheme, _, place = address.partition("://")
-    elsewhere = "or say where it is: --server, or MARU_CLIENT__SERVER_URL"
     try:
         if scheme == "ipc":
             with socket.socket(socket.AF_UNIX) as probe:
@@ -215,13 +214,13 @@ def look(address: str) -> Silence:
             with socket.create_connection((host.strip("[]"), int(port)), _LOOK):
                 pass
     except FileNotFoundError:
-        return Silence(True, f"there is no such socket. Start a server (maru-server), {elsewhere}")
+        return Silence(True, f"there is no such socket; {HOW_TO_REACH}")
     except ConnectionRefusedError:
-        return Silence(True, f"nobody listens there. Start a server (maru-server), {elsewhere}")
+        return Silence(True, f"nobody listens there; {HOW_TO_REACH}")
     except PermissionError:
         return Silence(False, "this user may not open that socket: it belongs to whoever runs the server")
     except (OSError, OverflowError) as error:  # a port beyond 65,535 is an overflow
-        return Silence(False, f"{getattr(error, 'strerror', None) or error}. Check the address, {elsewhere}")
+        return Silence(False, f"{getattr(error, 'strerror', None) or error}. Check the address; or {HOW_TO_REACH}")
     return Silence(
         False,
         "something listens there. Is it a page store, is it stopped (its process shows state T), and does it want CURVE "

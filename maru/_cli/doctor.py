@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import attrs
 import click
 
-from .._config import ServerConfig, is_loopback, server_config
+from .._config import ServerConfig, default_pool_path, is_loopback, server_config
 from .._errors import ConfigError, NoAnswer, ServerRefused
 from .._pool.doctor import Facts, Finding, Wanted, examine, worst
 from .._pool.facts import read_facts
@@ -64,7 +65,8 @@ def command(wish: Wish, pin: bool, **options: str | None) -> None:
         connections=config.max_connections,
         curve=bool(config.curve_key_file),
     )
-    findings = [asked, *examine(facts, wanted)]
+    is_served = description is not None and _is_same(place.home, description.sections.get("pool", {}).get("home"))
+    findings = [asked, *_refused(config, is_served), *examine(facts, wanted)]
     verdict = worst(findings)
     if wish.as_json:
         every = [attrs.asdict(finding) for finding in findings]
@@ -96,6 +98,24 @@ def _ask(wish: Wish) -> tuple[Finding, Description | None]:
     return Finding(name, "ok", f"{wish.address} is {description.kind}", needed), description
 
 
+def _refused(config: ServerConfig, is_served: bool) -> list[Finding]:
+    """Why a server would not start. Where none would be, that is one finding."""
+    import trio
+
+    from .._server.starting import refusals
+
+    found = trio.run(functools.partial(refusals, config, is_served=is_served))
+    needed = "a configuration that a server starts with"
+    if not found:
+        return [Finding("start", "ok", "nothing keeps a server from starting", needed)]
+    return [Finding(refusal.what, "fail", refusal.text, needed, refusal.way_out) for refusal in found]
+
+
+def _is_same(path: str, other: object) -> bool:
+    """Whether a server that runs has said that this is its place."""
+    return isinstance(other, str) and os.path.realpath(path) == os.path.realpath(other)
+
+
 def _is_near(address: str) -> bool:
     scheme, _, rest = address.partition("://")
     return scheme == "ipc" or is_loopback(rest.rpartition(":")[0])
@@ -109,11 +129,11 @@ def _place_of(pool: Mapping[str, object]) -> Place | None:
 
 def _place_in(config: ServerConfig) -> Place:
     """Where the pool of a server with this configuration would lie."""
-    home = config.pool_path or f"/dev/shm/maru-{os.getuid()}"
+    home = config.pool_path or default_pool_path()
     where = config.dax_path or home
     if where == "memfd":
         return Place("memfd", where, home)
-    is_device = (os.path.exists(where) and not os.path.isdir(where)) or where.startswith("/dev/dax")
+    is_device = bool(config.dax_path) and not os.path.isdir(where)
     return Place("device" if is_device else "files", where, home)
 
 

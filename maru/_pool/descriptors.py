@@ -229,15 +229,25 @@ class DescriptorServer:
             await peer.sendmsg([msgspec.msgpack.encode(reply)], attached)
 
 
+def check_socket(path: str) -> None:
+    """See that nothing else than a socket has this path.
+
+    Raises:
+        PoolUnusable: something has.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise PoolUnusable(f"{path!r} is there, and is no socket")
+
+
 def _listen(path: str) -> socket.socket:
     directory = os.path.dirname(os.path.abspath(path))
     try:
         status = os.stat(directory)
         if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise PoolUnusable(f"others may enter {directory!r}: a socket there needs its directory to have mode 0700")
+        check_socket(path)
         with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                raise PoolUnusable(f"{path!r} is there, and is no socket")
             os.unlink(path)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:

@@ -56,21 +56,9 @@ class Device:
         self._zero = zero
         self._mutex = threading.Lock()
         self.path = os.path.realpath(path)
+        self._fd, self._spans = open_device(self.path, capacity_bytes)
+        self.align = self._spans.align
         try:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as exc:
-            raise PoolUnusable(f"{self.path!r} cannot be opened: {exc}") from exc
-        try:
-            try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another server may have another home
-            except BlockingIOError:
-                raise PoolInUse(f"{self.path!r} is in use by another server") from None
-            size, self.align = device_facts(self._fd)
-            if capacity_bytes is not None:
-                size = min(size, capacity_bytes)
-            self._spans = Spans(size, self.align)
-            if not self._spans.total_bytes:
-                raise PoolUnusable(f"{self.path!r} has no {self.align} bytes to give")
             if stat.S_ISREG(os.fstat(self._fd).st_mode):
                 try:
                     reserve(self._fd, 0, self._spans.total_bytes)
@@ -195,6 +183,32 @@ class Device:
             go_on()
             part = Memory(self._fd, offset + start, min(step, length - start), write=True)
             ctypes.memset(part.address, 0, part.length)
+
+
+def open_device(path: str, capacity_bytes: int | None) -> tuple[int, Spans]:
+    """A locked descriptor of a device, or of a file, and what it has to give.
+
+    Raises:
+        PoolInUse: another server has it.
+        PoolUnusable: it cannot be used.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as exc:
+        raise PoolUnusable(f"{path!r} cannot be opened: {exc}") from exc
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another server may have another home
+        except BlockingIOError:
+            raise PoolInUse(f"{path!r} is in use by another server") from None
+        size, align = device_facts(fd)
+        spans = Spans(size if capacity_bytes is None else min(size, capacity_bytes), align)
+        if not spans.total_bytes:
+            raise PoolUnusable(f"{path!r} has no {align} bytes to give")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, spans
 
 
 def device_facts(fd: int) -> tuple[int, int]:

@@ -66,6 +66,8 @@ class PathFact:
     """Permission bits."""
     has_parent: bool = True
     """Whether the directory that it lies in, or would be made in, is there."""
+    empty: bool = False
+    """Whether it is a directory with nothing in it: then a server closes it to others."""
 
 
 @attrs.frozen
@@ -160,6 +162,8 @@ def _directory(fact: PathFact) -> Finding:
         return Finding(name, "ok", f"{fact.path} is not there yet", needed)
     if not fact.ours:
         return Finding(name, "fail", f"{fact.path} belongs to another user", needed, "choose another directory")
+    if fact.mode & 0o077 and fact.empty:
+        return Finding(name, "ok", f"{fact.path} has mode {fact.mode:04o}, and is empty: a server closes it", needed)
     if fact.mode & 0o077:
         found = f"{fact.path} has mode {fact.mode:04o}"
         shared = fact.mode & 0o1000  # as /tmp has it: not to be closed to the others

@@ -13,7 +13,7 @@ from .._errors import MaruError
 from .._memory.memory import can_populate
 from .device import device_facts
 from .doctor import DeviceFact, Facts, PathFact, PoolFact
-from .home import LOCK
+from .home import LOCK, locked_inodes
 
 
 def read_facts(
@@ -71,17 +71,6 @@ def file_system_of(path: str, mounts: str) -> str:
     return kind
 
 
-def locked_inodes(locks: str) -> dict[int, int]:
-    """Inode -> process of each flock in ``/proc/locks``. To ask by locking would be in the way of a server that starts."""
-    found = {}
-    for line in locks.splitlines():
-        words = line.split()
-        if len(words) >= 6 and words[1] == "FLOCK":
-            with contextlib.suppress(ValueError):
-                found[int(words[5].rpartition(":")[2])] = int(words[4])
-    return found
-
-
 def _pools_beside(path: str, locks: str) -> Iterator[PoolFact]:
     locked = locked_inodes(locks)
     with contextlib.suppress(OSError), os.scandir(os.path.dirname(path)) as entries:
@@ -108,7 +97,11 @@ def _path_fact(path: str) -> PathFact:
         status = os.stat(path)
     except OSError:
         return PathFact(path, exists=False, has_parent=os.path.isdir(os.path.dirname(os.path.abspath(path))))
-    return PathFact(path, True, status.st_uid == os.geteuid(), stat.S_IMODE(status.st_mode))
+    empty = False
+    if stat.S_ISDIR(status.st_mode):
+        with contextlib.suppress(OSError):
+            empty = not os.listdir(path)
+    return PathFact(path, True, status.st_uid == os.geteuid(), stat.S_IMODE(status.st_mode), empty=empty)
 
 
 def _device_fact(path: str) -> DeviceFact:

@@ -26,7 +26,7 @@ import msgspec
 
 from .._errors import PoolInUse, PoolUnusable
 from .._forks import watch_forks
-from .._private_directory import open_private_directory
+from .._private_directory import check_private_directory, open_private_directory
 
 LOCK = "maru.lock"
 _POOL = "maru.pool"
@@ -147,35 +147,19 @@ class Home:
     # --- below ----------------------------------------------------------------------------------------------------
 
     def _read_identity(self) -> _Identity:
-        identity = self._read(_POOL, _Identity)
+        identity = _read(self.fd, self.path, _POOL, _Identity)
         if identity is None:
             identity = _Identity(_FORMAT, secrets.token_bytes(_ID_BYTES), secrets.token_bytes(_SECRET_BYTES))
             self._write(_POOL, identity)
-        if identity.format != _FORMAT or len(identity.pool_id) != _ID_BYTES or len(identity.secret) != _SECRET_BYTES:
-            raise PoolUnusable(f"{self.path}/{_POOL} is of format {identity.format}, not {_FORMAT}")
-        return identity
+        return _checked(identity, self.path)
 
     def _read_state(self, is_new: bool) -> _State:
-        state = self._read(_STATE, _State)
+        state = _read(self.fd, self.path, _STATE, _State)
         if state is None:
             # Lost, unless it never was: nobody knows which ids were used, and what is found has to be verified.
             state = _State(1, self._boot_id, "", {}) if is_new else _State(_far_above(), "", "", {})
             self._write(_STATE, state)
         return state
-
-    def _read(self, name: str, kind: type[S]) -> S | None:
-        """What is in this file, or None where it is not there or damaged."""
-        try:
-            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.fd)
-        except FileNotFoundError:
-            return None
-        with open(fd, "rb") as file:
-            content = file.read()
-        try:
-            return msgspec.json.decode(content, type=kind)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
-            _log.warning("%s/%s is damaged (%s), and is written anew", self.path, name, exc)
-            return None
 
     def _change(self, **changes: object) -> None:
         changed = msgspec.structs.replace(self._state, **changes)
@@ -211,6 +195,56 @@ def open_private(path: str | os.PathLike[str]) -> tuple[int, str]:
     return open_private_directory(path, PoolUnusable, purpose="the directory of a pool")
 
 
+def check_private(path: str | os.PathLike[str]) -> None:
+    """Raise what :func:`open_private` would. Nothing is left of a directory that had to be made to find out."""
+    check_private_directory(path, PoolUnusable, purpose="the directory of a pool")
+
+
+def in_use(path: str, process: str) -> PoolInUse:
+    """What is said to whoever comes second."""
+    return PoolInUse(f"{path!r} is in use by another server, process {process}")
+
+
+def holder_of(path: str | os.PathLike[str]) -> str:
+    """The process that holds the lock of a directory, as it says itself; empty where nobody does. Takes no lock."""
+    lock_path = os.path.join(path, LOCK)
+    with contextlib.suppress(OSError):
+        inode = os.stat(lock_path).st_ino
+        with (
+            open("/proc/locks", encoding="ascii") as locks,
+            open(lock_path, encoding="ascii", errors="replace") as file,
+        ):
+            if inode in locked_inodes(locks.read()):
+                return file.read(32).strip() or "unknown"
+    return ""
+
+
+def locked_inodes(locks: str) -> dict[int, int]:
+    """Inode -> process of each flock in ``/proc/locks``. To ask by locking would be in the way of a server that starts."""
+    found = {}
+    for line in locks.splitlines():
+        words = line.split()
+        if len(words) >= 6 and words[1] == "FLOCK":
+            with contextlib.suppress(ValueError):
+                found[int(words[5].rpartition(":")[2])] = int(words[4])
+    return found
+
+
+def identity_of(path: str | os.PathLike[str]) -> bytes | None:
+    """The id of the pool in a directory; None where there is none, or one that is damaged and will be made anew.
+
+    Raises:
+        PoolUnusable: it is of another format.
+        OSError: it cannot be read.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        identity = _read(fd, os.fspath(path), _POOL, _Identity)
+    finally:
+        os.close(fd)
+    return None if identity is None else _checked(identity, os.fspath(path)).pool_id
+
+
 def lock(directory: int, path: str) -> int:
     """Lock a directory until the returned descriptor is closed.
 
@@ -224,7 +258,7 @@ def lock(directory: int, path: str) -> int:
             holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
             # A server that was killed while it started a process: between fork and exec, that one has the lock still.
             if _is_alive(holder) or time.monotonic() > deadline:
-                raise PoolInUse(f"{path!r} is in use by another server, process {holder}")
+                raise in_use(path, holder)
             time.sleep(0.005)
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"%d\n" % os.getpid(), 0)
@@ -251,6 +285,27 @@ def _is_alive(process: str) -> bool:
     except (ValueError, OverflowError, OSError):
         return True
     return True
+
+
+def _checked(identity: _Identity, path: str) -> _Identity:
+    if identity.format != _FORMAT or len(identity.pool_id) != _ID_BYTES or len(identity.secret) != _SECRET_BYTES:
+        raise PoolUnusable(f"{path}/{_POOL} is of format {identity.format}, not {_FORMAT}")
+    return identity
+
+
+def _read(directory: int, path: str, name: str, kind: type[S]) -> S | None:
+    """What is in this file, or None where it is not there or damaged."""
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
+    except FileNotFoundError:
+        return None
+    with open(fd, "rb") as file:
+        content = file.read()
+    try:
+        return msgspec.json.decode(content, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        _log.warning("%s/%s is damaged (%s), and is written anew", path, name, exc)
+        return None
 
 
 def _far_above() -> int:

@@ -10,9 +10,9 @@ Rule 3. Closing gives nothing up but what is under way: regions outlive the serv
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import stat
 from collections.abc import Iterable
 from types import TracebackType
 
@@ -24,9 +24,9 @@ from .backing import ALIGN_BYTES as ALIGN_BYTES
 from .backing import Adoption as Adoption
 from .backing import Backing, Kind, Reserve
 from .backing import RegionFile as RegionFile
-from .device import Device
+from .device import Device, open_device
 from .files import Files, Memfds
-from .home import Home
+from .home import Home, check_private, holder_of, identity_of, in_use
 from .threads import Workers
 
 MEMFD = "memfd"
@@ -245,7 +245,8 @@ async def open_pool(
     Cancelled, nothing stays open.
 
     Args:
-        where: a directory (made with mode 0700), ``"memfd"``, or a DAX device. A plain file is taken for a device.
+        where: a directory, ``"memfd"``, or a DAX device. A plain file is taken for a device. A directory that is the home as
+            well is made if need be, with mode 0700; anything else must be there.
         capacity_bytes: what regions may take together. None: all of a device; elsewhere nine tenths of what is free now.
         home: the directory of what outlives the server. By default ``where``, which must be a directory then.
         threads: how many allocations and removals may be under way at once, and how many openings.
@@ -278,14 +279,12 @@ def open_backing(
 ) -> tuple[Home, Backing]:
     """As :func:`open_pool`, blocking: what a :class:`Pool` is made of."""
     where = os.fspath(where)
-    a_device = where != MEMFD and _is_device(where)
-    if home is None and (a_device or where == MEMFD):
-        raise PoolUnusable(f"{where!r} cannot keep what outlives the server: name a directory for that")
+    kind = kind_of(where, home)
     at_home = Home(where if home is None else home)
     try:
-        if where == MEMFD:
+        if kind == "memfd":
             return at_home, Memfds(at_home, capacity_bytes, reserve)
-        if a_device:
+        if kind == "device":
             return at_home, Device(at_home, where, capacity_bytes, reserve)
         return at_home, Files(at_home, where, capacity_bytes, reserve)
     except BaseException:
@@ -293,10 +292,43 @@ def open_backing(
         raise
 
 
-def _is_device(path: str) -> bool:
-    try:
-        return not stat.S_ISDIR(os.stat(path).st_mode)
-    except FileNotFoundError:
-        if path.startswith("/dev/dax"):
-            raise PoolUnusable(f"there is no device {path!r}") from None
-        return False
+def check_pool(where: str, capacity_bytes: int | None, *, home: str) -> None:
+    """Raise what opening a pool would; take no lock but a device's for a moment, and make nothing.
+
+    Raises:
+        PoolInUse: another server has it.
+        PoolUnusable: it cannot be used.
+    """
+    kind = kind_of(where, home)
+    for directory in dict.fromkeys((home, where) if kind == "files" else (home,)):
+        check_private(directory)
+        process = holder_of(directory)
+        if process:
+            raise in_use(os.path.realpath(directory), process)
+    with contextlib.suppress(FileNotFoundError):
+        identity_of(home)
+    if kind == "device":
+        os.close(open_device(os.path.realpath(where), capacity_bytes)[0])
+
+
+def kind_of(where: str, home: str | os.PathLike[str] | None) -> Kind:
+    """What regions would be made of.
+
+    Raises:
+        PoolUnusable: there is nothing of this name. Only the home is made: any other place is one that is there.
+    """
+    if where == MEMFD:
+        kind: Kind = "memfd"
+    elif os.path.isdir(where):
+        return "files"
+    elif os.path.exists(where):
+        kind = "device"
+    elif (home is None or where == os.fspath(home)) and not where.startswith("/dev/dax"):
+        return "files"
+    else:
+        raise PoolUnusable(
+            f"there is no device {where!r}: dax_path names a device, a file or a directory that is there"
+        )
+    if home is None:
+        raise PoolUnusable(f"{where!r} cannot keep what outlives the server: name a directory for that")
+    return kind

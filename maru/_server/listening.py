@@ -7,35 +7,56 @@ import os
 from collections.abc import Iterable
 from typing import Final
 
-from .._config import ServerConfig
+from .._config import IPC_NAME, ServerConfig
 from .._errors import ConfigError
 from ..transport import CurveServer, SocketOptions, load_key_pair, load_public_keys
 
-IPC_NAME: Final = "maru.sock"
-"""The Unix socket of the protocol, in the runtime directory."""
+RELAYED_NAME: Final = "tcp.sock"
+"""The Unix socket, in the runtime directory, to which connections without keys are relayed."""
 DESCRIPTORS_NAME: Final = "descriptors.sock"
 """The Unix socket that hands out regions, beside it."""
 _UNREAD_HERE: Final = 64
 """Messages of one client that wait to be read; beyond, it waits. As many as a client has under way."""
 _LONGEST_PATH: Final = 107
 """Bytes of a Unix socket's name."""
+_OWN_DESCRIPTORS: Final = 320
+"""Of the server itself: files, eventfds, and those who ask for regions."""
 
 
 def addresses(config: ServerConfig, runtime: str) -> list[str]:
-    """Where to listen.
+    """Where the server's socket listens. At TCP itself with keys only: without, nobody may meet it who could end it.
 
     Raises:
-        ConfigError: the name of the Unix socket would be too long.
+        ConfigError: the name of a Unix socket would be too long.
     """
     found = []
-    if config.host:
+    if config.host and not config.relayed:
         found.append(f"tcp://{config.host}:{config.port or '*'}")
     if config.ipc:
-        path = f"{runtime}/{IPC_NAME}"
-        if len(os.fsencode(path)) > _LONGEST_PATH:
-            raise ConfigError("runtime_dir", runtime, f"must be shorter: {path} has over {_LONGEST_PATH} bytes")
-        found.append(f"ipc://{path}")
+        found.append(_unix_address(runtime, IPC_NAME))
+    if config.relayed:
+        found.append(_unix_address(runtime, RELAYED_NAME))
     return found
+
+
+def connections_of(config: ServerConfig, descriptors: int) -> int:
+    """How many connections over TCP are taken, and as many to the resource manager.
+
+    ZeroMQ ends the process where it cannot accept a connection for want of a descriptor. So what others can take is a part
+    of what there is: a quarter for relayed connections, a quarter for the resource manager.
+
+    Args:
+        config: the knobs.
+        descriptors: how many this process may have open.
+    """
+    return max(1, min(config.max_connections, (descriptors - _OWN_DESCRIPTORS) // 4))
+
+
+def _unix_address(runtime: str, name: str) -> str:
+    path = f"{runtime}/{name}"
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise ConfigError("runtime_dir", runtime, f"must be shorter: {path} has over {_LONGEST_PATH} bytes")
+    return f"ipc://{path}"
 
 
 def socket_options(config: ServerConfig) -> SocketOptions:

@@ -6,14 +6,14 @@ Rule 2. Nothing is believed that a peer says of a region: the handle must be the
 Rule 3. A region that was asked for here belongs to its connection, which is its lease: it is freed with it. One whose answer
         did not leave is freed at once: nobody knows of it.
 Rule 4. A bad frame costs its sender an ERROR_RESP. One of which nobody knows where it ends costs its connection.
-Rule 5. Connections, what they say, and how long they take to say it are bounded. Silence between two requests is not a
-        fault, and is allowed for long: published clients keep a connection open. Whoever has a region may be silent for ever.
+Rule 5. Who comes in is this user's, or root's. Connections, what they say, and how long they take to say it are bounded.
+        Silence between two requests is not a fault, and is allowed for long: published clients keep a connection open.
+        Whoever has a region may be silent for ever.
 """
 
 from __future__ import annotations
 
 import errno
-import ipaddress
 import logging
 import math
 from collections.abc import Awaitable, Callable
@@ -24,6 +24,7 @@ import trio
 
 from .._errors import BadFrame, BadMessage, HandlerClosed, MaruError, NotOwner, PoolFull, PoolUnusable
 from .._pool.pool import Pool, RegionFile
+from .._relay.lookup import FindUser, may_enter
 from .._wire.capability import auth_token, verify_auth_token
 from .._wire.resource_manager import (
     HEADER_BYTES,
@@ -45,6 +46,7 @@ from .._wire.resource_manager import (
     encode_rm,
     read_rm_header,
 )
+from .tcp import address_of, is_loopback, open_listener
 
 MAX_CONNECTIONS: Final = 1_000
 """Each is a task and a descriptor; a host has some hundred processes that map regions."""
@@ -115,6 +117,8 @@ class ResourceManagerStatistics:
     """Answered."""
     bad: int
     """Frames that were no requests."""
+    strangers: int
+    """Connections closed at once, being of other users."""
 
 
 class ResourceManager:
@@ -128,13 +132,25 @@ class ResourceManager:
         max_connections: int = MAX_CONNECTIONS,
         idle: float = IDLE,
         frame_time: float = FRAME_TIME,
+        find_user: FindUser | None = None,
     ) -> None:
+        """Serve one pool.
+
+        Args:
+            pool: the pool.
+            regions: who keeps account of them.
+            max_connections: at once.
+            idle: how long a connection may be silent between two requests.
+            frame_time: from the first byte of a request to its last, and for its answer to leave.
+            find_user: whose process is at the other end of a connection; None: anybody may come in.
+        """
         self._pool = pool
         self._regions = regions
         self._max_connections = max_connections
         self._idle = idle
         self._frame_time = frame_time
-        self._connections = self._refused = self._requests = self._bad = 0
+        self._find_user = find_user
+        self._connections = self._refused = self._requests = self._bad = self._strangers = 0
 
     async def run(
         self,
@@ -155,21 +171,16 @@ class ResourceManager:
             ValueError: the host is not of the loopback interface.
             OSError: it cannot listen there.
         """
-        listener, *others = await trio.open_tcp_listeners(port, host=host)
-        for other in others:  # `localhost` may be two addresses; with any port, they would have two ports
-            await other.aclose()
-        async with listener:
-            bound_host, bound_port = listener.socket.getsockname()[:2]
-            if not insecure and not ipaddress.ip_address(bound_host).is_loopback:
+        async with await open_listener(host, port) as listener:
+            if not insecure and not is_loopback(listener):
                 raise ValueError(f"{host!r} is reached from other hosts, and the resource manager knows no keys")
-            shown = f"[{bound_host}]" if ":" in bound_host else bound_host
             async with trio.open_nursery() as nursery:
-                task_status.started(f"{shown}:{bound_port}")
+                task_status.started(address_of(listener))
                 await trio.serve_listeners(self._serve, [listener], handler_nursery=nursery)
 
     def statistics(self) -> ResourceManagerStatistics:
         """An immutable snapshot."""
-        return ResourceManagerStatistics(self._connections, self._refused, self._requests, self._bad)
+        return ResourceManagerStatistics(self._connections, self._refused, self._requests, self._bad, self._strangers)
 
     # --- a connection ---------------------------------------------------------------------------------------------
 
@@ -180,8 +191,11 @@ class ResourceManager:
         self._connections += 1
         leased: dict[int, str] = {}
         try:
-            await self._talk(_Reader(stream), stream, leased)
-        except (trio.BrokenResourceError, trio.ClosedResourceError, _Over):
+            if self._find_user is None or may_enter(await self._find_user(stream)):
+                await self._talk(_Reader(stream), stream, leased)
+            else:
+                self._strangers += 1
+        except (OSError, trio.BrokenResourceError, trio.ClosedResourceError, _Over):
             pass
         except Exception:  # ours, and not to be paid by the other connections
             _log.exception("a connection to the resource manager has failed")

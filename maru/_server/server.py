@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import resource
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -31,9 +32,11 @@ from .._journal.journal import JournalStatistics
 from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorStatistics
 from .._pool.home import open_private
 from .._pool.pool import RegionFile, Totals
+from .._relay.lookup import Users, tells_users
 from ..transport import SocketStatistics, TrioSocket, open_socket
 from .committer import Answer, Committer
-from .listening import DESCRIPTORS_NAME, addresses, socket_options, unlink_sockets
+from .listening import DESCRIPTORS_NAME, RELAYED_NAME, addresses, connections_of, socket_options, unlink_sockets
+from .relaying import RelayKeeper, RelayStatistics
 from .resource_manager import ByClient, ResourceManager, ResourceManagerStatistics
 from .served_time import ServedTime
 from .service import Allocation, Fact, Service, ServiceStatistics
@@ -62,6 +65,8 @@ class ServerStatistics:
     journal: JournalStatistics | None
     """None where nothing is written down."""
     resource_manager: ResourceManagerStatistics
+    relay: RelayStatistics | None
+    """Of TCP connections without keys; None where there are none."""
     descriptors: DescriptorStatistics
     socket: SocketStatistics
     unread_answers: int
@@ -74,7 +79,7 @@ class MaruServer:
     def __init__(self, config: ServerConfig, storage: Storage) -> None:
         self.config = config
         self.endpoints: tuple[str, ...] = ()
-        """What clients connect to: ``tcp://127.0.0.1:5555``, ``ipc:///dev/shm/maru-0/maru.sock``."""
+        """What clients connect to: ``ipc:///dev/shm/maru-0/maru.sock``, and before it what was asked for over TCP."""
         self._storage, self._pool = storage, storage.pool
         self._began = trio.current_time()
         self._time = ServedTime(trio.current_time, _LOOKS * config.watermark_interval)
@@ -94,9 +99,15 @@ class MaruServer:
             assert region is not None, "the pool and the directory agree"
             service.place(region_id, region.offset, region.length)
         self._committer = Committer(storage.journal, config.journal_sync, self._send)
+        self._most_connections = connections_of(config, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        self._users = None if config.insecure or not tells_users() else Users()
         self._resource_manager = ResourceManager(
-            storage.pool, ByClient(self._make_region, storage.pool.free), max_connections=config.max_connections
+            storage.pool,
+            ByClient(self._make_region, storage.pool.free),
+            max_connections=self._most_connections,
+            find_user=None if self._users is None else self._users.find,
         )
+        self._relay: RelayKeeper | None = None
         self._descriptors = DescriptorServer(storage.pool, self._permits)
         self._nursery: trio.Nursery
         self._router: TrioSocket
@@ -135,6 +146,7 @@ class MaruServer:
             self._pool.totals(),
             None if journal is None else journal.statistics(),
             self._resource_manager.statistics(),
+            None if self._relay is None else self._relay.statistics(),
             self._descriptors.statistics(),
             self._router.statistics(),
             self._unread,
@@ -157,27 +169,53 @@ class MaruServer:
             async with open_socket(
                 "router", bind=addresses(config, runtime), options=socket_options(config), on_gone=self._gone
             ) as self._router:
-                self.endpoints = self._router.endpoints
+                relayed = f"ipc://{runtime}/{RELAYED_NAME}"
+                self.endpoints = tuple(one for one in self._router.endpoints if one != relayed)
                 await self._run_tasks(runtime, task_status)
         finally:
-            unlink_sockets(self.endpoints)
+            unlink_sockets([*self.endpoints, f"ipc://{runtime}/{RELAYED_NAME}"])
 
     async def _run_tasks(self, runtime: str, task_status: trio.TaskStatus[None]) -> None:
         config, journal = self.config, self._storage.journal
         async with trio.open_nursery() as self._nursery:
             nursery = self._nursery
-            if config.rm_address:
+            if self._users is not None:
+                nursery.start_soon(self._users.run)
+            if config.rm_host:
                 self._service.rm_address = await nursery.start(self._run_resource_manager)
+            if config.relayed:
+                self._relay = RelayKeeper(
+                    f"{runtime}/{RELAYED_NAME}", most=self._most_connections, anybody=config.insecure
+                )
+                tcp = await nursery.start(self._relay.run, config.host, config.port)
+                self.endpoints = (tcp, *self.endpoints)
+            self._warn()
             self._service.descriptors = await nursery.start(self._descriptors.run, f"{runtime}/{DESCRIPTORS_NAME}")
             if journal is not None:
                 nursery.start_soon(self._committer.run)
                 nursery.start_soon(keep_compacted, journal, self._storage.directory)
             nursery.start_soon(self._tick)
-            if config.insecure:
-                _log.warning("insecure: whoever reaches %s may read, drop and map", ", ".join(self.endpoints))
             task_status.started()
             with self._reading:
                 await self._read()
+
+    def _warn(self) -> None:
+        """Of what whoever runs the server should know from the start."""
+        config, everywhere = self.config, ", ".join(self.endpoints)
+        if config.insecure:
+            _log.warning("insecure: whoever reaches %s may read, drop and map", everywhere)
+        if not (config.relayed or config.rm_host):
+            return
+        if self._users is None and not config.insecure:
+            _log.warning(
+                "the kernel does not tell whose connections are whose: every user of this host may use %s", everywhere
+            )
+        if self._most_connections < config.max_connections:
+            _log.warning(
+                "max_connections = %d: at most %d over TCP, and as many to the resource manager, since this process may have "
+                "no more descriptors; raise `ulimit -n`",
+                config.max_connections, self._most_connections,
+            )  # fmt: skip
 
     async def _run_resource_manager(self, *, task_status: trio.TaskStatus[str]) -> None:
         config = self.config
@@ -359,6 +397,8 @@ class MaruServer:
             },
             "pool": {"kind": pool.kind, "path": pool.path, "home": pool.home, **attrs.asdict(pool.totals())},
         }
+        if self._relay is not None:
+            sections["relay"] = attrs.asdict(self._relay.statistics())
         if journal is not None:
             sections["journal"] = {"sync": self.config.journal_sync, **attrs.asdict(journal.statistics())}
         return sections

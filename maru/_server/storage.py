@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -17,7 +16,7 @@ from typing import Final
 import attrs
 import trio
 
-from .._config import ServerConfig
+from .._config import ServerConfig, default_pool_path
 from .._directory import Directory
 from .._directory.lazy_order import LazyOrder
 from .._directory.limits import Limits
@@ -58,7 +57,7 @@ async def open_storage(config: ServerConfig) -> AsyncIterator[Storage]:
         JournalFailed: the journal cannot be read or written.
     """
     limits = limits_of(config)
-    home = config.pool_path or f"/dev/shm/maru-{os.getuid()}"
+    home = config.pool_path or default_pool_path()
     async with await open_pool(config.dax_path or home, config.capacity_bytes or None, home=home) as pool:
         recovered = journal = None
         order = LazyOrder()

@@ -110,7 +110,18 @@ class Server(Child):
 
     def __init__(self, home: str, capacity_bytes: int) -> None:
         super().__init__(
-            [*SERVER, "--pool-path", home, "--port", "0", "--capacity-bytes", str(capacity_bytes), "--json"]
+            [
+                *SERVER,
+                "--pool-path",
+                home,
+                "--host",
+                "127.0.0.1",
+                "--port",
+                "0",
+                "--capacity-bytes",
+                str(capacity_bytes),
+                "--json",
+            ]
         )
         tcp, ipc = self.ready["endpoints"]
         self.addresses: dict[str, str] = {"tcp": tcp, "ipc": ipc}

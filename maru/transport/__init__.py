@@ -34,6 +34,7 @@ from ._trio import SocketKind as SocketKind
 from ._trio import SocketStatistics as SocketStatistics
 from ._waiting import Expected as Expected
 from ._frames import Message as Message
+from ._frames import check_free as check_free
 from ._options import SocketOptions as SocketOptions
 from ._monitor import Link as Link
 from ._monitor import LinkEvent as LinkEvent

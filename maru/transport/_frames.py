@@ -87,11 +87,11 @@ class Port:
     def _bind(self, address: str) -> None:
         path = address.removeprefix("ipc://")
         if path != address:
-            _check_free(path)
+            check_free(path)
         try:
             self.raw.bind(address)
         except zmq.ZMQError as exc:
-            raise OSError(exc.errno, f"cannot listen at {address}: {exc.strerror}") from exc
+            raise OSError(exc.errno, f"cannot listen at {address}: {zmq.strerror(exc.errno or 0)}") from exc
         if path != address and not path.startswith("@"):
             # Until here it has the mode that the umask gives: only a private directory keeps others out at once.
             os.chmod(path, stat.S_IRUSR | stat.S_IWUSR)
@@ -190,8 +190,12 @@ def _inode(path: str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _check_free(path: str) -> None:
-    """ZeroMQ removes whatever file has this name; so see that nobody listens there, and that it is a socket."""
+def check_free(path: str) -> None:
+    """See that nobody listens at a Unix socket, and that it is one: ZeroMQ removes whatever file has this name.
+
+    Raises:
+        OSError: somebody does, or it is something else.
+    """
     name = "\0" + path[1:] if path.startswith("@") else path
     try:
         if not path.startswith("@") and not stat.S_ISSOCK(os.lstat(path).st_mode):

@@ -6,6 +6,7 @@ a handshake that waits longer than ``handshake_timeout`` is dropped and tried ag
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from typing import Final
 
@@ -19,6 +20,11 @@ from ._options import SocketOptions
 _ADDRESS: Final = "inproc://zeromq.zap.01"
 _DOMAIN: Final = b"maru"
 _REQUEST_FRAMES: Final = 9
+_KEY_BYTES: Final = 32
+_LOG_INTERVAL: Final = 10.0
+"""Seconds between two lines about whoever was not let in: he may try again as often as he likes."""
+
+_log = logging.getLogger(__name__)
 
 
 class Doorkeeper:
@@ -32,6 +38,7 @@ class Doorkeeper:
         self._port = Port("router", SocketOptions(), port.context)
         self._port.raw.bind(_ADDRESS)
         self.refused = 0
+        self._said_at = -_LOG_INTERVAL
 
     def close(self) -> None:
         """Answer no more."""
@@ -57,9 +64,22 @@ class Doorkeeper:
                 return
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
-        asker, delimiter, version, request_id, _domain, _address, _identity, mechanism, key = request[:_REQUEST_FRAMES]
+        asker, delimiter, version, request_id, _domain, address, _identity, mechanism, key = request[:_REQUEST_FRAMES]
         user = self._keys.get(key) if mechanism == b"CURVE" else None
         if user is None:
             self.refused += 1
+            self._say(address, key)
             return [asker, delimiter, version, request_id, b"400", b"this key is not on the list", b"", b""]
         return [asker, delimiter, version, request_id, b"200", b"OK", user, b""]
+
+    def _say(self, address: bytes, key: bytes) -> None:
+        """Whom to look for, or to put on the list."""
+        now = trio.current_time()
+        if now - self._said_at < _LOG_INTERVAL:
+            return
+        self._said_at = now
+        shown = z85.encode(key).decode() if len(key) == _KEY_BYTES else "none"
+        _log.warning(
+            "%d CURVE clients were refused until now, the last one from %s: its public key, %s, is not on the list",
+            self.refused, address.decode(errors="replace") or "a Unix socket", shown,
+        )  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
+from ..._config import HOW_TO_REACH
 from ..._errors import BadMessage, MaruError, NoAnswer, ServerLost, ServerRefused, UntrustedServer
 from ..._peers import Listener, may_be_published, why_untrusted
 from ..._wire import (
@@ -87,7 +88,10 @@ def alone(operation: Callable[[], Operation[T]]) -> Operation[T]:
 
 def connect(s: Standing) -> Operation[None]:
     """Greet the server and, if so configured, map what others own."""
-    yield Alone(partial(reattach, s))
+    try:
+        yield Alone(partial(reattach, s))
+    except NoAnswer as exc:
+        raise NoAnswer(f"{exc}. Nobody answers at {s.config.server_url}: {HOW_TO_REACH}") from exc
     if s.config.eager_map:
         yield from map_others(s)
 

@@ -1,0 +1,84 @@
+"""The relay's process, started by the server: ``python -m maru._relay LISTENER SERVER MOST PARENT ANYBODY``.
+
+It ends with its parent, however that one ends: the kernel says so of its pidfd. (A parent-death signal would come when the
+*thread* ends that has started this; a pipe may live on in a process that the parent has forked.) What it has counted it writes
+to its standard output, one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import socket
+import sys
+from typing import Final
+
+import attrs
+import trio
+
+from .lookup import Users, tells_users
+from .relay import MAX_NEWCOMERS, Counts, Relay
+
+_OWN_DESCRIPTORS: Final = 32
+_INTERVAL: Final = 1.0
+"""Between two reports, in seconds."""
+_OUTPUT: Final = 1
+
+
+async def serve(listening: int, server: str, most: int, parent: int, anybody: bool) -> None:
+    """Relay until the parent has ended.
+
+    Args:
+        listening: the descriptor of a TCP socket that listens.
+        server: the server's Unix socket.
+        most: connections at once.
+        parent: the server's process.
+        anybody: whether every user may come in.
+    """
+    try:
+        alive = os.pidfd_open(parent)
+    except ProcessLookupError:
+        return
+    if os.getppid() != parent:  # it had ended, and another process has its number
+        return
+    users = Users()
+    relay = Relay(
+        server,
+        most=min(most, (_descriptors() - MAX_NEWCOMERS - _OWN_DESCRIPTORS) // 2),
+        find_user=None if anybody or not tells_users() else users.find,
+    )
+    listener = trio.SocketListener(trio.socket.from_stdlib_socket(socket.socket(fileno=listening)))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(users.run)
+        nursery.start_soon(_report, relay.counts)
+        nursery.start_soon(relay.run, listener)
+        await trio.lowlevel.wait_readable(alive)
+        os._exit(0)  # nobody is left to relay to, and a successor of the server wants the port
+
+
+def _descriptors() -> int:
+    """How many this process may have open: as many as it can get."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
+
+
+async def _report(counts: Counts) -> None:
+    """Say what was counted, whenever that has changed."""
+    os.set_blocking(_OUTPUT, False)  # a server that stands still is not waited for
+    said: Counts | None = None
+    while True:
+        if counts != said:
+            with contextlib.suppress(OSError):
+                os.write(_OUTPUT, json.dumps(attrs.asdict(counts)).encode() + b"\n")
+            said = attrs.evolve(counts)
+        await trio.sleep(_INTERVAL)
+
+
+if __name__ == "__main__":
+    _listening, _server, _most, _parent, _anybody = sys.argv[1:]
+    trio.run(serve, int(_listening), _server, int(_most), int(_parent), _anybody == "anybody")

@@ -1,0 +1,235 @@
+"""The relay: it takes TCP connections, and joins each to one of its own to the server's Unix socket.
+
+Rule 1. The server's socket meets nobody before his handshake is over, and nothing that he said in it (`handshake`).
+Rule 2. A connection to the server lives exactly as long as the one it was made for: the server takes it for its peer's life.
+Rule 3. What a connection costs is bounded: a handshake by its bytes and its time, the rest by one piece in each direction.
+        Who does not read is not read from. How many there are is bounded, too (`places`).
+Rule 4. On this host only the server's own user is let in, and root. A stranger could learn keys, and take memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Final
+
+import attrs
+import trio
+
+from .handshake import BadHandshake, Handshake, Introduction, greeting, ready
+from .lookup import FindUser, may_enter
+from .places import Newcomers, Places
+
+PIECE_BYTES: Final = 32 << 10
+"""Read at once, and written before more is read."""
+HANDSHAKE_TIME: Final = 5.0
+"""From the first byte to a connection with the server: what ZeroMQ itself allows."""
+MAX_NEWCOMERS: Final = 256
+"""Connections whose handshake is not over."""
+_RETRY: Final = 0.01
+"""Until the server's backlog is looked at again."""
+_KEEPALIVE: Final = 30
+"""Seconds of silence after which TCP looks whether the other host is there."""
+_CLIENTS: Final = frozenset({b"REQ", b"DEALER"})
+_SERVERS: Final = frozenset({b"ROUTER"})
+_BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, OSError)
+
+_log = logging.getLogger(__name__)
+
+
+@attrs.define
+class Counts:
+    """What became of connections, since the relay was started."""
+
+    relayed: int = 0
+    """Joined to the server."""
+    malformed: int = 0
+    """No handshake, or none that ended in time."""
+    strangers: int = 0
+    """Other users' processes."""
+    crowded: int = 0
+    """Too many."""
+    unserved: int = 0
+    """The server did not take them in time."""
+    failed: int = 0
+    """By a fault of the relay."""
+
+
+class Relay:
+    """Takes connections for one server.
+
+    Args:
+        server: its Unix socket.
+        most: connections at once; a peer has at most half of them.
+        find_user: whose process a peer is; None where anybody may come in.
+    """
+
+    def __init__(
+        self,
+        server: str,
+        *,
+        most: int,
+        find_user: FindUser | None,
+        most_newcomers: int = MAX_NEWCOMERS,
+        handshake_time: float = HANDSHAKE_TIME,
+    ) -> None:
+        self.counts = Counts()
+        self._server = server
+        self._find_user = find_user
+        self._places = Places(most)
+        self._newcomers: Newcomers[trio.CancelScope] = Newcomers(most_newcomers)
+        self._handshake_time = handshake_time
+
+    async def run(self, listener: trio.SocketListener) -> None:
+        """Take connections until cancelled: then all of them end."""
+        await trio.serve_listeners(self._serve, [listener])
+
+    # --- one connection -------------------------------------------------------------------------------------------
+
+    async def _serve(self, stream: trio.SocketStream) -> None:
+        try:
+            async with stream:
+                peer = await self._introduce(stream)
+                if peer is not None:
+                    await self._join(stream, *peer)
+        except BadHandshake:
+            self.counts.malformed += 1
+        except _BROKEN:
+            pass
+        except Exception:  # ours, and not to be paid by the other connections
+            self.counts.failed += 1
+            if self.counts.failed == 1:
+                _log.exception("a connection has failed")
+
+    async def _introduce(self, stream: trio.SocketStream) -> tuple[Introduction, Hashable] | None:
+        """What a peer says of itself, and who it is; None for whom nobody waits any more, or who may not come in.
+
+        Raises:
+            BadHandshake: it said something else, or not all of it in time.
+        """
+        with trio.CancelScope(deadline=trio.current_time() + self._handshake_time) as scope:
+            oldest = self._newcomers.admit(scope)
+            if oldest is not None:
+                oldest.cancel()
+            try:
+                _keep_alive(stream)
+                await stream.send_all(greeting())
+                introduction = await _read_handshake(stream, _CLIENTS)
+                peer = await self._identify(stream)
+            finally:
+                self._newcomers.release(scope)
+            if peer is None:
+                self.counts.strangers += 1
+                return None
+            return introduction, peer
+        raise BadHandshake("it took too long")
+
+    async def _identify(self, stream: trio.SocketStream) -> Hashable | None:
+        """Who a peer counts as: a user of this host, or another host; None for a user who may not come in."""
+        if self._find_user is None:
+            host: str = stream.socket.getpeername()[0]
+            return host
+        user = await self._find_user(stream)
+        return user if may_enter(user) else None
+
+    async def _join(self, stream: trio.SocketStream, introduction: Introduction, peer: Hashable) -> None:
+        """Relay, for as long as both ends are there."""
+        if not self._places.take(peer):
+            self.counts.crowded += 1
+            return
+        try:
+            server = await self._connect(introduction)
+            if server is None:
+                self.counts.unserved += 1
+                return
+            async with server[0]:
+                self.counts.relayed += 1
+                await _relay(stream, introduction.rest, *server)
+        except (BadHandshake, *_BROKEN):
+            pass
+        finally:
+            self._places.give_back(peer)
+
+    async def _connect(self, introduction: Introduction) -> tuple[trio.SocketStream, bytes] | None:
+        """A connection to the server with the handshake behind it, and what came behind that; None if it took too long.
+
+        Raises:
+            OSError: there is no server.
+            BadHandshake: whoever listens there is none.
+        """
+        with trio.move_on_after(self._handshake_time):
+            stream = await _open_unix(self._server)
+            try:
+                # One after the other: ZeroMQ stumbles where a message comes in one piece with the handshake.
+                await stream.send_all(greeting(introduction.minor) + ready(introduction.socket_type))
+                return stream, (await _read_handshake(stream, _SERVERS)).rest
+            except BaseException:
+                trio.lowlevel.notify_closing(stream.socket)
+                stream.socket.close()
+                raise
+        return None
+
+
+# --- streams ------------------------------------------------------------------------------------------------------
+
+
+async def _read_handshake(stream: trio.SocketStream, socket_types: frozenset[bytes]) -> Introduction:
+    handshake = Handshake(socket_types)
+    while True:
+        data = await stream.receive_some(PIECE_BYTES)
+        if not data:
+            raise BadHandshake("it has gone")
+        introduction = handshake.receive(data)
+        if introduction is not None:
+            return introduction
+
+
+async def _open_unix(path: str) -> trio.SocketStream:
+    """A connection to a Unix socket, waiting while its backlog is full: to trio that would look like a connection.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        while True:
+            await trio.lowlevel.checkpoint()
+            try:
+                sock.connect(path)
+            except BlockingIOError:
+                await trio.sleep(_RETRY)
+            else:
+                return trio.SocketStream(trio.socket.from_stdlib_socket(sock))
+    except BaseException:
+        sock.close()
+        raise
+
+
+async def _relay(peer: trio.SocketStream, said: bytes, server: trio.SocketStream, answered: bytes) -> None:
+    """Carry bytes both ways until either end is gone."""
+    async with trio.open_nursery() as nursery:
+        gone = nursery.cancel_scope.cancel
+        nursery.start_soon(_carry, peer, server, said, gone)
+        nursery.start_soon(partial(_carry, server, peer, ready(b"ROUTER") + answered, gone))
+
+
+async def _carry(source: trio.SocketStream, sink: trio.SocketStream, data: bytes, gone: Callable[[], None]) -> None:
+    try:
+        if data:
+            await sink.send_all(data)
+        while data := await source.receive_some(PIECE_BYTES):
+            await sink.send_all(data)
+    except _BROKEN:
+        pass
+    gone()
+
+
+def _keep_alive(stream: trio.SocketStream) -> None:
+    """So that a host which is gone without a word does not keep its place."""
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE // 4)
+    stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)

@@ -1,0 +1,115 @@
+"""Why a server with this configuration would not start, found without starting it: what ``maru doctor`` asks.
+
+Rule 1. Each check calls what the server calls, or raises what it raises: both say the same words.
+Rule 2. Nothing is changed. A directory that had to be made to find out, a port, a device's lock are let go at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+import trio
+
+from .._config import ServerConfig, default_pool_path
+from .._directory.lazy_order import LazyOrder
+from .._errors import MaruError
+from .._journal.replay import replay
+from .._pool.descriptors import check_socket
+from .._pool.home import check_private, identity_of
+from .._pool.pool import check_pool
+from ..transport import check_free
+from .listening import DESCRIPTORS_NAME, addresses, socket_options
+from .storage import limits_of
+from .tcp import open_listener
+
+
+class Refusal(NamedTuple):
+    """Why a server would not start."""
+
+    what: str
+    """What it is about."""
+    text: str
+    """What the server would say."""
+    way_out: str
+    """What to do about it."""
+
+
+async def refusals(config: ServerConfig, *, is_served: bool = False) -> list[Refusal]:
+    """Everything for which a server with this configuration would end at once; in the order in which it would find it.
+
+    Args:
+        config: valid in itself.
+        is_served: a server has this pool already. Then only what does not change while one runs is looked at.
+    """
+    found = []
+    for what, check, way_out in _CHECKS:
+        if is_served and check is not _check_keys:
+            continue
+        try:
+            await check(config)
+        except (MaruError, OSError) as exc:
+            found.append(Refusal(what, str(exc), way_out))
+    return found
+
+
+def _home(config: ServerConfig) -> str:
+    return config.pool_path or default_pool_path()
+
+
+async def _check_pool(config: ServerConfig) -> None:
+    def check() -> None:
+        check_pool(config.dax_path or _home(config), config.capacity_bytes or None, home=_home(config))
+
+    await trio.to_thread.run_sync(check)
+
+
+async def _check_journal(config: ServerConfig) -> None:
+    home = _home(config)
+
+    def check() -> None:
+        if config.journal and os.path.isdir(home) and (pool_id := identity_of(home)) is not None:
+            replay(os.path.realpath(home), pool_id, limits_of(config), LazyOrder().policy)
+
+    await trio.to_thread.run_sync(check)
+
+
+async def _check_keys(config: ServerConfig) -> None:
+    await trio.lowlevel.checkpoint()
+    socket_options(config)
+
+
+async def _check_sockets(config: ServerConfig) -> None:
+    def check() -> None:
+        runtime = os.path.realpath(config.runtime_dir or _home(config))
+        if config.runtime_dir:
+            check_private(runtime)
+        for place in addresses(config, runtime):
+            if place.startswith("ipc://"):
+                check_free(place.removeprefix("ipc://"))
+        check_socket(f"{runtime}/{DESCRIPTORS_NAME}")
+
+    await trio.to_thread.run_sync(check)
+
+
+async def _check_tcp(config: ServerConfig) -> None:
+    await trio.lowlevel.checkpoint()
+    if config.host:
+        await (await open_listener(config.host, config.port)).aclose()
+
+
+async def _check_resource_manager(config: ServerConfig) -> None:
+    await trio.lowlevel.checkpoint()
+    if config.rm_host:
+        await (await open_listener(config.rm_host, config.rm_port)).aclose()
+
+
+_CHECKS: tuple[tuple[str, Callable[[ServerConfig], Awaitable[None]], str], ...] = (
+    ("start: pool", _check_pool, "correct pool_path or dax_path, or end the server that has it"),
+    ("start: journal", _check_journal, "another pool_path, or what it says"),
+    ("start: keys", _check_keys, "correct curve_key_file and curve_clients_file"),
+    ("start: sockets", _check_sockets, "another runtime_dir, or end the server that has it"),
+    ("start: TCP", _check_tcp, "another port or host, or end the process that has it"),
+    ("start: resource manager", _check_resource_manager, "another rm_address, or port 0 in it"),
+)

@@ -1,0 +1,221 @@
+"""What is read of a peer before the server meets it, how many there may be, and whose they are. Pure."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maru._relay.handshake import MAX_READY_BYTES, BadHandshake, Handshake, Introduction, greeting, ready
+from maru._relay.lookup import may_enter
+from maru._relay.places import Newcomers, Places
+from maru._relay.users import TABLES, connections, user_of
+
+CLIENTS = {b"REQ", b"DEALER"}
+
+
+def command(name: bytes, *properties: tuple[bytes, bytes], long: bool = False) -> bytes:
+    body = bytes([len(name)]) + name
+    for key, value in properties:
+        body += bytes([len(key)]) + key + struct.pack(">I", len(value)) + value
+    return (b"\x06" + struct.pack(">Q", len(body)) if long else b"\x04" + bytes([len(body)])) + body
+
+
+def read(data: bytes, step: int = 0) -> Introduction | None:
+    """Handed over whole, or in steps."""
+    handshake = Handshake(CLIENTS)
+    found = None
+    for start in range(0, len(data), step or len(data) or 1):
+        assert found is None, "there was more than it needed"
+        found = handshake.receive(data[start : start + (step or len(data))])
+    return found
+
+
+DEALER = (b"Socket-Type", b"DEALER")
+GOOD = greeting() + command(b"READY", DEALER, (b"Identity", b"\0\1\2\3\4"))
+
+
+# --- handshakes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_handshake_is_read_byte_by_byte_as_it_is_whole():
+    assert read(GOOD) == read(GOOD, 1) == Introduction(b"DEALER", 1, b"")
+    for cut in range(len(GOOD)):
+        assert read(GOOD[:cut]) is None
+        assert read(GOOD[:cut], 1) is None
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        (greeting(0) + command(b"READY", DEALER), Introduction(b"DEALER", 0, b"")),
+        (greeting(9) + command(b"READY", DEALER), Introduction(b"DEALER", 1, b"")),
+        (b"\xff" * 9 + b"\x7f\x04\x00" + greeting()[12:] + command(b"READY", DEALER), Introduction(b"DEALER", 1, b"")),
+        (greeting() + command(b"READY", (b"socket-type", b"REQ")), Introduction(b"REQ", 1, b"")),
+        (greeting() + command(b"READY", (b"X-Any", b"x" * 300), DEALER, long=True), Introduction(b"DEALER", 1, b"")),
+        (GOOD + b"\x00\x01x", Introduction(b"DEALER", 1, b"\x00\x01x")),
+    ],
+)
+def test_what_zmtp_3_allows_is_taken(said, found):
+    assert read(said) == found
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"G",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\0" * 64,
+        b"\xff" * 1000,
+        b"\x01\x00" + b"\x01\x01" + b"\x05\x00abcd",
+        greeting()[:10] + b"\x00",
+        greeting()[:10] + b"\x01",
+        greeting()[:10] + b"\x02",
+        greeting()[:12] + b"CURVE".ljust(20, b"\0"),
+        greeting()[:12] + b"NULLX".ljust(20, b"\0"),
+        greeting() + b"\x00",
+        greeting() + b"\x05",
+        greeting() + command(b"ERROR"),
+        greeting() + command(b"PING", DEALER),
+        greeting() + command(b"READY"),
+        greeting() + command(b"READY", DEALER, DEALER),
+        greeting() + command(b"READY", (b"Socket-Type", b"ROUTER")),
+        greeting() + command(b"READY", (b"Socket-Type", b"PUB")),
+        greeting() + command(b"READY", (b"Socket-Type", b"")),
+        greeting() + b"\x04\x00",
+        greeting() + b"\x04\x01\x09",
+        greeting() + b"\x04\x07\x05READY\x01",
+        greeting() + b"\x04\x08\x05READY\x01x",
+        greeting() + b"\x04\x0d\x05READY\x01x\xff\xff\xff\xffy",
+        greeting() + b"\x06" + struct.pack(">Q", MAX_READY_BYTES + 1),
+        greeting() + b"\x06" + b"\xff" * 8,
+    ],
+)
+def test_anything_else_is_refused_as_soon_as_it_is_seen(said):
+    with pytest.raises(BadHandshake):
+        read(said)
+    with pytest.raises(BadHandshake):
+        read(said, 1)
+
+
+def test_nothing_that_a_peer_said_is_said_again():
+    for kind in (b"DEALER", b"REQ", b"ROUTER"):
+        said = ready(kind)
+        assert said == command(b"READY", (b"Socket-Type", kind), (b"Identity", b""))
+    assert len(greeting()) == 64
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(1, 50), max_size=20))
+def test_whatever_comes_is_a_handshake_is_not_one_yet_or_is_refused(tail, cuts):
+    """And the same, however it is cut."""
+
+    def outcome(pieces: list[bytes]) -> object:
+        handshake = Handshake(CLIENTS)
+        for number, piece in enumerate(pieces):
+            try:
+                found = handshake.receive(piece)
+            except BadHandshake:
+                return "refused"
+            if found is not None:
+                return found.socket_type, found.minor, found.rest + b"".join(pieces[number + 1 :])
+        return None
+
+    for said in (tail, greeting() + tail, greeting() + command(b"READY") + tail, GOOD[: len(tail)] + tail):
+        pieces, rest = [], said
+        for cut in cuts:
+            pieces.append(rest[:cut])
+            rest = rest[cut:]
+        assert outcome([*pieces, rest]) == outcome([said])
+
+
+@given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
+def test_no_byte_of_a_handshake_can_be_changed_into_a_fault(at, by):
+    changed = bytearray(GOOD)
+    changed[at] ^= by
+    try:
+        found = read(bytes(changed))
+    except BadHandshake:
+        return
+    assert found is None or found.socket_type in CLIENTS
+
+
+# --- places -------------------------------------------------------------------------------------------------------
+
+
+def test_one_peer_has_at_most_half_of_the_places():
+    places = Places(10)
+    assert [places.take("a") for _ in range(6)] == [True] * 5 + [False]
+    assert [places.take(name) for name in "bcdefg"] == [True] * 5 + [False]
+    assert len(places) == 10
+    for name in "aaaaabcdef":
+        places.give_back(name)
+    assert len(places) == 0 and places.take("a")
+
+
+def test_a_single_place_is_one():
+    places = Places(1)
+    assert places.take("a") and not places.take("b")
+
+
+def test_the_oldest_newcomer_goes_where_there_are_too_many():
+    newcomers: Newcomers[str] = Newcomers(2)
+    assert (newcomers.admit("a"), newcomers.admit("b")) == (None, None)
+    assert newcomers.admit("c") == "a"
+    newcomers.release("a")  # which it is told, and is of no use
+    newcomers.release("b")
+    assert newcomers.admit("d") is None and len(newcomers) == 2
+
+
+# --- users --------------------------------------------------------------------------------------------------------
+
+TABLE = b"""  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:15B3 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1000        0 625 1 0 100 0 0 10 0
+   1: 0100007F:A000 0100007F:15B3 01 00000000:00000000 00:00000000 00000000  1001        0 626 1 0 20 4 30 10 -1
+   2: 0100007F:15B3 0100007F:A000 01 00000000:00000000 00:00000000 00000000  1000        0 627 1 0 20 4 30 10 -1
+   3: 0100007F:A001 0100007F:15B3 04 00000000:00000000 01:00000000 00000000     0        0 0 1 0 20 4 30 10 -1
+   4: 0100007F:A002 0100007F:15B3 01 00000000:00000000 00:00000000 00000000     0        0 0 1 0 20 4 30 10 -1
+   5: 0100007F:A003 0100007F:15B3 06 00000000:00000000 03:0000176E 00000000     0        0 0 3 0
+"""
+TABLE_6 = b"""  sl  local_address                         remote_address                        st tx_queue rx_queue and so on
+   0: 0000000000000000FFFF00000100007F:A004 0000000000000000FFFF00000100007F:15B3 01 00000000:00000000 00:0 0  1002  0 626 2 0
+   1: 00000000000000000000000001000000:A005 00000000000000000000000001000000:15B3 01 00000000:00000000 00:0 0  1003  0 627 2 0
+"""
+
+
+def test_the_other_end_of_a_connection_is_found_and_not_our_own():
+    table = connections([TABLE, TABLE_6])
+    here = "127.0.0.1", 0x15B3
+    assert user_of(table, here, ("127.0.0.1", 0xA000)) == 1001
+    assert user_of(table, here, ("127.0.0.1", 0xA004)) == 1002  # a socket of IPv6 at the other end
+    assert user_of(table, ("::1", 0x15B3), ("::1", 0xA005)) == 1003
+
+
+@pytest.mark.parametrize("port", [0xA001, 0xA002, 0xA003, 0xA009])
+def test_who_has_closed_a_connection_is_not_taken_for_root(port):
+    assert user_of(connections([TABLE]), ("127.0.0.1", 0x15B3), ("127.0.0.1", port)) is None
+
+
+def test_who_may_enter():
+    assert may_enter(os.geteuid()) and may_enter(0)
+    assert not may_enter(None) and not may_enter(os.geteuid() + 1)
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_the_kernel_tells_of_a_real_connection(family):
+    host = "127.0.0.1" if family == socket.AF_INET else "::1"
+    try:
+        listener = socket.create_server((host, 0), family=family)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with listener, socket.create_connection(listener.getsockname()[:2]) as ours:
+        theirs, _ = listener.accept()
+        with theirs:
+            ends = theirs.getsockname()[:2], theirs.getpeername()[:2]
+            assert user_of(connections(Path(path).read_bytes() for path in TABLES), *ends) == os.geteuid()
+            ours.close()
+            assert user_of(connections(Path(path).read_bytes() for path in TABLES), *ends) is None
