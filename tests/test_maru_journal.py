@@ -180,6 +180,13 @@ def test_the_journal_of_another_pool_is_refused():
         unpack_header("journal", data, "/pool/journal.1", POOL, 1)
 
 
+def test_a_file_with_a_number_too_long_for_a_segment_is_none(tmp_path):
+    for name in ("journal.1", "journal." + "9" * 200, "snapshot." + "1" * 30, "snapshot.2"):
+        (tmp_path / name).write_bytes(b"")
+    listing = list_files(str(tmp_path))
+    assert (listing.segments, listing.snapshots, listing.last) == ([1], [2], 2)
+
+
 def test_a_boot_has_an_id():
     assert len(current_boot_id()) == 16
     assert current_boot_id() == current_boot_id()

@@ -56,6 +56,20 @@ async def test_a_region_is_reserved_to_the_last_byte_zero_and_rounded_up(tmp_pat
             await pool.allocate(0)
 
 
+@pytest.mark.parametrize("digits", ["9" * 19, "9" * 18, f"{2**63 - 1}"])
+async def test_a_file_with_an_id_that_nobody_gave_is_swept_and_loses_no_later_region(tmp_path, digits):
+    async with a_pool(tmp_path / "pool"):
+        pass
+    (tmp_path / "pool" / f"maru_{digits}.dat").write_bytes(b"")
+    async with a_pool(tmp_path / "pool") as pool:
+        assert pool.adoption.swept == 1
+        region = await pool.allocate(1)
+        assert region.region_id < 10**17
+    async with a_pool(tmp_path / "pool", regions=[(region.region_id, region.length)]) as pool:
+        assert [one.region_id for one in pool.adoption.adopted] == [region.region_id]
+        assert (await pool.allocate(1)).region_id > region.region_id
+
+
 async def test_a_full_pool_says_so_until_something_is_freed(tmp_path):
     async with a_pool(tmp_path / "pool", capacity_bytes=3 * MIB2) as pool:
         first = await pool.allocate(2 * MIB2)

@@ -168,8 +168,8 @@ def read_frames(data: memoryview, begin: int = HEADER_BYTES) -> Frames:
 
 _LOCK: Final = "compaction.lock"
 _PIECE: Final = 1 << 20
-_NAME = re.compile(r"(journal|snapshot)\.([1-9][0-9]*)")
-_LEFTOVER = re.compile(r"snapshot\.[1-9][0-9]*(\.server)?\.tmp")
+_NAME = re.compile(r"(journal|snapshot)\.([1-9][0-9]{0,17})")  # what comes behind a longer number may fit into no name
+_LEFTOVER = re.compile(r"snapshot\.[1-9][0-9]{0,17}(\.server)?\.tmp")
 
 
 class Listing(NamedTuple):

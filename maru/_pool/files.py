@@ -28,6 +28,9 @@ from .backing import (
 from .home import Home, lock, open_private
 
 _NAME = re.compile(r"maru_([0-9]{1,19})\.dat(\.tmp)?")
+_MAX_STRAY_ID = 10**17
+"""New regions are numbered on from the largest file that was found up to here: ids are microseconds, and have 16 digits. Behind
+a larger one, which nobody has given, they would become too long for a name."""
 
 
 class Files(Ledger):
@@ -97,7 +100,8 @@ class Files(Ledger):
     def adopt(self, regions: Iterable[tuple[int, int]]) -> Adoption:
         found = dict(self._scan())
         wanted = dict(regions)
-        self._home.saw([*wanted, *(int(match[1]) for name in found if (match := _NAME.fullmatch(name)))])
+        strays = [int(match[1]) for name in found if (match := _NAME.fullmatch(name))]
+        self._home.saw([*wanted, *(region_id for region_id in strays if region_id <= _MAX_STRAY_ID)])
         adopted: list[RegionFile] = []
         missing: list[int] = []
         short: list[int] = []
