@@ -41,7 +41,7 @@ from .abc import (
 )
 from .pages import Pages
 from .pooled import PooledTier
-from .threads import run_in_thread, run_in_thread_to_the_end
+from .threads import run_in_thread, run_in_thread_or_leave, run_in_thread_to_the_end
 
 _OTHER_SIZE = Missed("size")
 """The block is as it was stored, and not as large as the place it is to go to. It stays."""
@@ -202,7 +202,7 @@ class FileTier(PooledTier[FileRegistry]):
         Raises:
             ValueError: the lease is not of this tier or was released, or the destination is too small.
             RepeatedPlaces: two of its places share memory.
-            Unproven: the destination says so.
+            Unproven: the destination says so; or, within :func:`backends.threads.leave_after`, the disk did not answer in time.
         """
         guards, keys, directory = self._guards_of(lease), lease.keys, self._open_directory()
         there = places_for(self, len(guards), destination.block_bytes, destination)
@@ -210,7 +210,7 @@ class FileTier(PooledTier[FileRegistry]):
         sizes, size = self.pool.sizes, destination.block_bytes
         work.bad = {at: _OTHER_SIZE for at, guard in enumerate(guards) if sizes[guard] != size}
         try:
-            await run_in_thread_to_the_end(work.run, destination, there)
+            await run_in_thread_or_leave(work.run, destination, there)
         except Exception as exc:
             if holds(exc, Unproven):
                 raise

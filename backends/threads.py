@@ -16,16 +16,22 @@ Not a pool with a limit: whoever hands work over bounds it (a pipeline by its tr
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, TypeVar, TypeVarTuple
 
 import attrs
 import trio
+
+from ._errors import Unproven
+from ._unproven import kept_if_unproven as kept_if_unproven
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -226,6 +232,64 @@ async def run_in_thread_to_the_end(fn: Callable[[*Ts], T], *args: *Ts) -> T:
         raise interrupted
     await trio.lowlevel.checkpoint_if_cancelled()
     return result
+
+
+_patience: ContextVar[float] = ContextVar("backends.threads.patience", default=math.inf)
+
+
+@contextmanager
+def leave_after(seconds: float) -> Iterator[None]:
+    """Within this, :func:`run_in_thread_or_leave` waits only so many seconds for the end, once it is cancelled.
+
+    For whoever reads into memory of its own, and keeps that where it is told :class:`~backends.Unproven`.
+    """
+    token = _patience.set(seconds)
+    try:
+        yield
+    finally:
+        _patience.reset(token)
+
+
+@trio.lowlevel.enable_ki_protection
+async def run_in_thread_or_leave(fn: Callable[[*Ts], T], *args: *Ts) -> T:
+    """Like :func:`run_in_thread_to_the_end`, but within :func:`leave_after` a cancel bounds how long it waits for that end.
+
+    For a function that may hang, as one that reads a file does, and that keeps alive by itself what it touches.
+
+    Raises:
+        Unproven: it was cancelled, and then left: ``fn`` goes on in an abandoned thread.
+    """
+    patience = _patience.get()
+    if patience == math.inf:
+        return await run_in_thread_to_the_end(fn, *args)
+    await trio.lowlevel.checkpoint_if_cancelled()
+    threads = _threads()
+    thread = threads.hand_over(fn, args)
+    interrupted: BaseException | None = None
+    try:
+        await thread.over()
+    except BaseException as interruption:
+        interrupted = interruption
+        if not await _over_within(thread, patience):
+            threads.abandon(thread)
+            raise Unproven(f"a copy went on for {patience:g} s after it was cancelled, and was left") from interruption
+    threads.take_back(thread)
+    result: T = thread.result()
+    if interrupted is not None:
+        raise interrupted
+    return result
+
+
+async def _over_within(thread: _CopyThread, seconds: float) -> bool:
+    """Whether the function ends within so many seconds, whoever interrupts that."""
+    with trio.CancelScope(shield=True, deadline=trio.current_time() + seconds):
+        while True:
+            try:
+                await thread.over()
+                return True
+            except KeyboardInterrupt:  # a shield does not keep it out, and this is bounded
+                continue
+    return False
 
 
 async def wait_abandoned() -> None:

@@ -1,5 +1,6 @@
 """Copy threads: joined when nobody keeps them, left at once by a cancelled wait, and never a descriptor too many."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -10,8 +11,16 @@ import trio
 import trio.testing
 from held_by_process import open_descriptors
 
-from backends import threads
-from backends.threads import keep_threads, run_in_thread, run_in_thread_to_the_end, thread_statistics, wait_abandoned
+from backends import Unproven, threads
+from backends.threads import (
+    keep_threads,
+    leave_after,
+    run_in_thread,
+    run_in_thread_or_leave,
+    run_in_thread_to_the_end,
+    thread_statistics,
+    wait_abandoned,
+)
 
 
 def copy_threads():
@@ -245,3 +254,73 @@ def test_each_run_has_threads_of_its_own():
             return thread_statistics().started
 
     assert [trio.run(main), trio.run(main)] == [1, 1]
+
+
+# --- left, after a while ------------------------------------------------------------------------------------------
+
+
+async def test_who_may_leave_waits_for_the_end_for_a_while_and_then_leaves(autojump_clock):
+    go = threading.Event()
+    before = thread_statistics().abandoned
+    began = trio.current_time()
+    told = pytest.raises(Unproven, match="for 2 s after it was cancelled")
+    with trio.move_on_after(1.0) as scope, leave_after(2.0), told:
+        await run_in_thread_or_leave(go.wait, 5)
+    assert scope.cancel_called and trio.current_time() - began == 3.0
+    assert thread_statistics().abandoned == before + 1
+    go.set()
+    await wait_abandoned()
+
+
+async def test_who_may_leave_stays_where_the_end_comes_in_time():
+    go, began = threading.Event(), threading.Event()
+    ended = []
+
+    def work():
+        began.set()
+        ended.append(go.wait(60))
+
+    async with keep_threads(), trio.open_nursery() as nursery:
+
+        async def ask():
+            with leave_after(60.0):
+                await run_in_thread_or_leave(work)
+
+        nursery.start_soon(ask)
+        assert await trio.to_thread.run_sync(began.wait, 60)
+        nursery.cancel_scope.cancel()
+        go.set()
+    assert ended == [True]
+    assert thread_statistics().busy == 0
+
+
+@pytest.mark.parametrize("patience", [None, 1.0])
+async def test_who_may_leave_gets_what_it_asked_for(patience):
+    def fail():
+        raise ValueError("no")
+
+    with leave_after(patience) if patience else contextlib.nullcontext():
+        assert await run_in_thread_or_leave(lambda: 7) == 7
+        with pytest.raises(ValueError, match="no"):
+            await run_in_thread_or_leave(fail)
+    with trio.CancelScope() as scope, leave_after(1.0):
+        scope.cancel()
+        await run_in_thread_or_leave(fail)  # nothing is called
+    assert scope.cancelled_caught
+
+
+async def test_ctrl_c_while_it_waits_for_the_end_is_told_once_it_is_over(monkeypatch):
+    go = threading.Event()
+    over, calls = threads._CopyThread.over, []
+
+    async def interrupted(self):
+        calls.append(self)
+        if len(calls) < 3:
+            raise KeyboardInterrupt
+        go.set()
+        await over(self)
+
+    monkeypatch.setattr(threads._CopyThread, "over", interrupted)
+    with pytest.raises(KeyboardInterrupt), leave_after(60.0):
+        await run_in_thread_or_leave(go.wait, 5)
+    assert len(calls) == 3 and thread_statistics().busy == 0

@@ -26,6 +26,7 @@ import trio
 
 from backends.abc import EVICTED, LOADED, Key, RemoteTier, Tier, WeakBlocks
 from backends.pages import Pages, copy_and_sum, copy_pages, new_pages
+from backends.threads import kept_if_unproven, leave_after
 
 from .._config import BatchConfig, PipelineConfig
 from .._container import OffloadContainer
@@ -259,12 +260,16 @@ class _Reading:
     handle: TransferHandle | None = None
 
     async def __call__(self) -> None:
-        """Read what is wanted into host memory. Cancelled, no copy is under way any more, and nothing is pinned."""
+        """Read what is wanted into host memory. Cancelled, nothing is pinned, and no copy is under way any more.
+
+        But for one of a disk that hangs: that is left ``drain_timeout`` later, and the memory it reads into is kept.
+        """
         assert self.handle is not None
         keys, staging = self.handle.passed_blocks, self.ascent.staging
         async with self.ascent.turns, await self.tier.pin(keys) as lease:
             arrivals = Arrivals(len(lease.keys), staging.block_bytes)
-            outcomes = await self.tier.load(lease, arrivals)
+            with leave_after(self.ascent.pipeline.config.drain_timeout), kept_if_unproven(arrivals):
+                outcomes = await self.tier.load(lease, arrivals)
             for at, (key, outcome) in enumerate(zip(lease.keys, outcomes, strict=True)):
                 if outcome == LOADED:
                     staging.put(key, arrivals[at])
