@@ -16,6 +16,8 @@ import attrs
 from backends.abc import Key as Key
 
 if TYPE_CHECKING:
+    import trio
+
     from ._container import OffloadBatch, OffloadContainer
 
 Reasons: TypeAlias = Mapping[Key, str]
@@ -70,7 +72,17 @@ class Precondition(ABC):
         return False
 
 
-PreconditionLike: TypeAlias = "Precondition | Callable[[], Awaitable[object]] | object"
+class DeviceEvent(Protocol):
+    """An event of a device, such as a ``torch.cuda.Event``: told by having these methods."""
+
+    def query(self) -> bool:
+        """Whether it has happened. Never blocks."""
+
+    def synchronize(self) -> object:
+        """Block until it has happened. Not called: it is only by this that one is known."""
+
+
+PreconditionLike: TypeAlias = "Precondition | trio.Event | DeviceEvent | Callable[[], Awaitable[object]]"
 """What ``precondition=`` takes: ``NO_WAIT``, a trio, thread or CUDA event, an async callable, or a Precondition."""
 
 

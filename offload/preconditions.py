@@ -41,7 +41,7 @@ NO_WAIT: Final = _NoWait()
 """The bytes may be read now. It must be said, since forgetting the forward pass corrupts data without an error."""
 
 
-def as_precondition(value: PreconditionLike) -> Precondition:
+def as_precondition(value: object) -> Precondition:
     """What ``precondition=`` takes, as a :class:`~offload.abc.Precondition`.
 
     Raises:
