@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args
@@ -350,16 +351,42 @@ def _excerpt(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-_HEADER: Final = re.compile(r"\s*\[\s*([\w.\s\"'-]+?)\s*\]")
+_HEADER: Final = re.compile(r"\s*(\[\[?)\s*([\w.\s\"'-]+?)\s*\]")
 _PAIR: Final = re.compile(r"\s*([\w.\s\"'-]+?)\s*=")
 
 
+@attrs.frozen
+class Origin:
+    """Where a table was read from: for errors about what is in it, which are found later."""
+
+    name: str
+    """The file, or ``TOML``."""
+    text: str = attrs.field(repr=False)
+    section: str
+    """The path of the table."""
+
+    def place(self, knob: str) -> str:
+        """Where this is set, as errors say it: ``(kv.toml, line 7)``. Of what is missing, where its table begins."""
+        line = _line_of(self.text, f"{self.section}.{knob}".rstrip(".").split("."))
+        return f"({self.name}, line {line})" if line is not None else f"({self.name})"
+
+
 def _line_of(text: str, path: list[str]) -> int | None:
-    """Where a name is set. ``None`` where that is hard to tell (an inline table): an error reads well without."""
+    """Where a name is set, or else the innermost table around it: it is missing, or stands in an inline table."""
+    exactly = _line_at(text, path)
+    return exactly if exactly is not None or len(path) < 2 else _line_of(text, path[:-1])
+
+
+def _line_at(text: str, path: list[str]) -> int | None:
     table: list[str] = []
+    lists: Counter[str] = Counter()
     for number, line in enumerate(text.splitlines(), start=1):
         if header := _HEADER.match(line):
-            here = table = _split(header[1])
+            here = table = _split(header[2])
+            if len(header[1]) == 2:  # one more of a list of tables
+                *_, last = table
+                table[-1] = f"{last}[{lists[header[2]]}]"
+                lists[header[2]] += 1
         elif pair := _PAIR.match(line):
             here = table + _split(pair[1])
         else:

@@ -128,7 +128,10 @@ def test_every_knob_is_listed_with_its_bound_and_its_reason() -> None:
         ("[engine]\nroutes = 7", "engine.routes = 7: must be a list of Route"),
         ("[[engine.routes]]\nsource = 'source'", r"engine.routes\[0\].to = None: must be the name of a tier"),
         ("[[engine.routes]]\nto = 'x'", r"engine.routes\[0\].to = 'x': must be the name of a place: there is none"),
-        ("[[engine.routes]]\nto = 'x'\n[engine.tiers]\nhost = 'memory'", r"engine.routes\[0\].to = 'x': .*: host$"),
+        (
+            "[[engine.routes]]\nto = 'x'\n[engine.tiers]\nhost = 'memory'",
+            r"engine.routes\[0\].to = 'x': .*: host \(TOML, line 2\)$",
+        ),
         (
             "[[engine.routes]]\nto = 'host'\nsource = 'y'\n[engine.tiers]\nhost = 'memory'",
             r"engine.routes\[0\].source = 'y': must be the name of a place: source, host",
@@ -359,3 +362,104 @@ def test_what_cannot_be_opened_is_refused_at_once(
 ) -> None:
     with pytest.raises(kind, match=complaint):
         open_engine(*arguments, **options)
+
+
+# --- what a file says of a tier, and cannot be ------------------------------------------------------------------------
+
+TABLE = """
+[engine]
+promote = true
+
+[engine.tiers.host]
+type = "memory"
+%s
+
+[[engine.routes]]
+to = "host"
+%s
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "knob", "why"),
+    [
+        ("capacty_bytes = 4096", ".capacty_bytes = 4096", "did you mean capacity_bytes? (TOML, line 7)"),
+        (
+            'capacity_bytes = "1 parsec"',
+            ".capacity_bytes = '1 parsec'",
+            "such as 4096, '64KiB' or '1GiB' (TOML, line 7)",
+        ),
+        ("capacity_bytes = 5", " = 'memory'", "must be at least block_bytes, which is 64 (TOML, line 5)"),
+        ('wrappers = ["zst"]', ".wrappers = 'zst'", "one of zstd, fp8, or module:attribute (TOML, line 7)"),
+        ('wrappers = [{ type = "zstd", lvel = 3 }]', ".wrappers.lvel = 3", "did you mean level? (TOML, line 7)"),
+    ],
+)
+async def test_an_error_of_making_a_tier_says_where_the_file_says_it(said: str, knob: str, why: str) -> None:
+    config = EngineConfig.from_toml(TABLE % (said, ""), environ={})
+    with pytest.raises(ConfigError) as caught:
+        async with open_engine(FakeTier(64, SIZE), config):
+            raise AssertionError("it opened")
+    assert str(caught.value).startswith(f"engine.tiers.host{knob}") and str(caught.value).endswith(why)
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        (TABLE.replace('"memory"', '"memry"') % ("", ""), "engine.tiers.host.type = 'memry': .*line 6"),
+        (TABLE.replace('type = "memory"', "typ = 3") % ("", ""), "engine.tiers.host.type = None: .*line 5"),
+        (TABLE % ("", "policis = []"), "engine.routes\\[0\\].policis = .*did you mean policies.*line 11"),
+        (TABLE % ("", '[[engine.routes]]\nto = "hst"'), "engine.routes\\[1\\].to = 'hst': .*line 12"),
+        (
+            TABLE.replace("tiers.host", "tiers.source") % ("", ""),
+            "engine.tiers = 'source': must be another name: .*line",
+        ),
+        (
+            '[engine]\ntiers = { host = { type = "maru", timeout_ms = 0 } }',
+            "engine.tiers.host.timeout_ms = 0: .*line 2",
+        ),
+    ],
+)
+async def test_an_error_says_the_line_also_of_what_is_missing_in_a_list_or_inline(text: str, where: str) -> None:
+    with pytest.raises(ConfigError, match=where):
+        async with open_engine(FakeTier(64, SIZE), EngineConfig.from_toml(text, environ={})):
+            raise AssertionError("it opened")
+
+
+async def test_a_file_names_itself_in_an_error_of_making_a_tier(tmp_path: Path) -> None:
+    path = tmp_path / "kv.toml"
+    path.write_text(TABLE % ("evicton = 1", ""))
+    with pytest.raises(
+        ConfigError, match=r"engine.tiers.host.evicton = 1: .*did you mean eviction\? \(.*kv.toml, line 7\)"
+    ):
+        async with open_engine(FakeTier(64, SIZE), EngineConfig.from_toml(path, environ={})):
+            raise AssertionError("it opened")
+
+
+# --- names of tiers that are somebody else's --------------------------------------------------------------------------
+
+
+def test_no_tier_is_called_as_the_source_is() -> None:
+    with pytest.raises(ConfigError, match="tiers = 'source': must be another name"):
+        EngineConfig(tiers={"host": FakeTier(64, SIZE), "source": FakeTier(64, SIZE)})
+
+
+async def test_a_tier_that_calls_itself_source_gets_a_number() -> None:
+    class Named(FakeTier):
+        name = "source"
+
+    async with open_engine(FakeTier(64, SIZE), [Named(64, SIZE)]) as engine:
+        assert list(engine.tiers) == ["source-2"]
+
+
+@pytest.mark.parametrize(
+    ("names", "route", "clash"),
+    [
+        (["a", "b", "source-b"], Route("b", source="source"), "'source-b': .* the route from source to b is"),
+        (["a", "b", "a-c", "c"], Route("c", source="a"), "'a-c': .* the route from a to c is called so"),
+    ],
+)
+async def test_no_tier_is_called_as_a_route_is(names: list[str], route: Route, clash: str) -> None:
+    tiers = {name: FakeTier(64, SIZE) for name in names}
+    with pytest.raises(ConfigError, match=clash):
+        async with open_engine(FakeTier(64, SIZE), tiers, routes=[route]):
+            raise AssertionError("it opened")

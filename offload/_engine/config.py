@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import attrs
 
 from backends.abc import RemoteTier, Source, Tier
-from maru._knobs import Knob, Knobs
+from maru._knobs import Knob, Knobs, Origin
 
 from .._config import BreakerConfig, PipelineConfig
 from .._errors import ConfigError
@@ -59,6 +60,15 @@ def _told(default: object, bound: str, reason: str, check: Callable[..., None], 
     return attrs.field(
         default=default, converter=converter, validator=check, metadata={"bound": bound, "reason": reason}
     )
+
+
+class TierTable(dict[str, Any]):
+    """How to make a tier, as a file says it; knows where, for errors of making it."""
+
+    def __init__(self, table: Mapping[str, Any], origin: Origin) -> None:
+        super().__init__(table)
+        self.origin: Origin = origin
+        """Where it stands."""
 
 
 # --- routes -------------------------------------------------------------------------------------------------------
@@ -144,6 +154,10 @@ def _check_tiers(instance: object, attribute: attrs.Attribute[Any], value: objec
     for name, tier in value.items():
         if not isinstance(name, str) or not name:
             raise ConfigError("tiers", name, "must be a name")
+        if name == SOURCE:
+            raise ConfigError(
+                "tiers", name, "must be another name: routes call the place so that an engine stores from"
+            )
         _check_place(f"tiers.{name}", tier, "pin")
 
 
@@ -327,7 +341,16 @@ class EngineConfig:
             ConfigError: not TOML, an unknown name, or a value that cannot be; with file and line, or the variable.
             OSError: the file cannot be read.
         """
-        return _knob.load(cls, source, section=section, others=others, environ=environ)
+        config = _knob.load(cls, source, section=section, others=others, environ=environ)
+        name, text = (
+            ("TOML", source) if isinstance(source, str) else (os.fspath(source), Path(source).read_text("utf-8"))
+        )
+
+        def located(path: str, table: Any) -> Any:
+            return TierTable(table, Origin(str(name), text, f"{section}.{path}")) if type(table) is dict else table
+
+        tables = {tier: located(f"tiers.{tier}", table) for tier, table in config.tiers.items()}
+        return attrs.evolve(config, source=located("source", config.source), tiers=tables)
 
 
 def engine_knobs() -> tuple[Knob, ...]:

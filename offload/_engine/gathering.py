@@ -11,7 +11,7 @@ from backends.abc import BlockSizeError, Source
 from .._config import BreakerConfig, PipelineConfig
 from .._errors import ConfigError
 from ..abc import AsyncPolicy, Policy
-from .config import Chain, EngineConfig, OnEnterFailure, OnLoadFailure, Route, TierLike
+from .config import SOURCE, Chain, EngineConfig, OnEnterFailure, OnLoadFailure, Route, TierLike
 
 
 def gather(
@@ -99,7 +99,7 @@ def _named(tiers: Sequence[TierLike]) -> dict[str, TierLike]:
     for tier in tiers:
         name = stem = _name_of(tier)
         number = 1
-        while name in named:
+        while name in named or name == SOURCE:
             number += 1
             name = f"{stem}-{number}"
         named[name] = tier

@@ -8,11 +8,12 @@ from typing import Any, Final
 
 from backends.abc import RemoteTier, Source, Tier
 from backends.closing import close_beside
+from maru._errors import KnobError
 
 from .._errors import ConfigError
 from ..abc import AsyncPolicy, Policy
 from ..policies import FrequencyFilter, PassAll, PresenceFilter, RemotePresenceFilter, as_policy
-from .config import EngineConfig, PolicyLike, TierLike
+from .config import EngineConfig, PolicyLike, TierLike, TierTable
 
 _POLICIES: Final[Mapping[str, Any]] = {"presence": PresenceFilter, "pass_all": PassAll, "frequency": FrequencyFilter}
 
@@ -41,6 +42,7 @@ def make_tier(name: str, tier: TierLike, block_bytes: int) -> Tier | RemoteTier:
     """A tier that is only named, made; any other as it is.
 
     Raises:
+        ConfigError: it is of a file, and what is said of it there cannot be.
         Exception: whatever making it raises, with a note that says of what.
     """
     if not isinstance(tier, str | Mapping):
@@ -53,7 +55,26 @@ def make_tier(name: str, tier: TierLike, block_bytes: int) -> Tier | RemoteTier:
         return make(tier, block_bytes=block_bytes)
     except Exception as error:
         error.add_note(f"while making {name} of an engine, for blocks of {block_bytes} bytes")
+        if isinstance(tier, TierTable) and (misfit := _misfit(name, tier, error)) is not None:
+            raise misfit from error
         raise
+
+
+def _misfit(name: str, table: TierTable, error: Exception) -> ConfigError | None:
+    """An error of making a tier of what a file says, as one that says where. ``None`` where that is not to blame."""
+    from backends.plugins import TierParameterError, UnknownTier
+
+    knob, value, why = "", table.get("type"), str(error)
+    if isinstance(error, TierParameterError):
+        knob, value, why = error.parameter, error.value, error.why
+    elif isinstance(error, KnobError):
+        knob, value, why = error.knob.removeprefix(f"{name}."), error.value, error.bound
+    elif isinstance(error, UnknownTier):
+        knob = "type"
+    elif type(error) not in (ValueError, TypeError):  # whatever is more particular is somebody's to know
+        return None
+    path = ".".join(filter(None, (table.origin.section, knob)))
+    return ConfigError(path, value, f"{why} {table.origin.place(knob)}")
 
 
 def _wrapped(
@@ -90,7 +111,16 @@ def _wrapper(wrapper: Any, knob: str) -> Any:
 
     parameters = dict(wrapper) if isinstance(wrapper, Mapping) else {"type": wrapper}
     found = _found(str(parameters.pop("type", "")), knob, {"zstd": wrappers.Zstd, "fp8": wrappers.Fp8}, "a wrapper")
-    return found if hasattr(found, "encode") and not isinstance(found, type) else found(**parameters)
+    if hasattr(found, "encode") and not isinstance(found, type):
+        return found
+    from backends.plugins import TierParameterError
+    from backends.plugins.finding import check_names, parameters_of
+
+    try:
+        check_names("wrapper", parameters, parameters_of(found))
+    except TierParameterError as error:
+        raise ConfigError(f"{knob}.{error.parameter}", error.value, error.why) from None
+    return found(**parameters)
 
 
 def is_source(place: object) -> bool:

@@ -43,7 +43,7 @@ def plan(tiers: Sequence[str], sources: Collection[str], routes: Sequence[Route]
         chain: what feeds one tier from another.
 
     Raises:
-        ConfigError: a route leads up, starts where nothing can be read from, or is named twice.
+        ConfigError: a route leads up, starts where nothing can be read from, is named twice, or is called as a tier is.
     """
     said = _by_ends(tiers, sources, routes)
     wanted = {(SOURCE, tiers[0]): Route(tiers[0])}
@@ -56,7 +56,18 @@ def plan(tiers: Sequence[str], sources: Collection[str], routes: Sequence[Route]
     order = {name: at for at, name in enumerate([SOURCE, *tiers])}
     ends = sorted(wanted, key=lambda ends: (order[ends[1]], order[ends[0]]))
     names = {end: end[1] if end[0] == _above(tiers, sources, end[1]) else f"{end[0]}-{end[1]}" for end in ends}
+    _check_distinct(names)
     return [PlannedRoute(names[end], end[1], end[0], wanted[end], _fed(end, wanted[end], names, chain)) for end in ends]
+
+
+def _check_distinct(names: Mapping[tuple[str, str], str]) -> None:
+    """A route that does not start where one does by default is called by both of its ends: no tier may be called so."""
+    called: dict[str, tuple[str, str]] = {}
+    for end, name in names.items():
+        other = called.setdefault(name, end)
+        if other != end:
+            above, to = max(end, other, key=lambda one: one[1] != name)
+            raise ConfigError("tiers", name, f"must be another name: the route from {above} to {to} is called so")
 
 
 def _fed(end: tuple[str, str], route: Route, names: Mapping[tuple[str, str], str], chain: Chain) -> tuple[str, ...]:
