@@ -23,10 +23,13 @@ from click.testing import CliRunner
 
 import offload._engine.engine as engine_module
 import offload._engine.loading as loading_module
-from backends.abc import LOADED
+from backends.abc import LOADED, WeakBlocks
+from offload._chain import Chain
 from offload._engine import Engine, Hit
 from offload._engine.loading import Loading
 from offload._engine.promoting import Staging
+from offload._health.guarded_tier import Guard
+from offload._marks import place_of
 from offload._scenario._asking import line
 from offload.cli import main
 from offload.testing.scenarios._files.checking import check
@@ -137,7 +140,7 @@ def test_a_mix_is_asked_for_by_name_and_so_is_what_goes_wrong_in_it(
 
 def test_what_is_found_in_an_engine_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
     nobody_is_shown_what_a_promotion_left_in_quarantine(monkeypatch)
-    small = shrink(generate_engine(25), 25, play=play, budget=60.0)
+    small = shrink(generate_engine(33), 33, play=play, budget=60.0)
     assert len(small.step) + len(small.fault) < 6
     assert small.engine is not None and len(small.engine.tiers) == 2
     assert read_text(to_toml(small)) == small
@@ -170,8 +173,8 @@ plant("model", first=29)(breaker_faults.a_breaker_never_tries_again)
 def a_tier_that_could_not_be_asked_is_not_told_of(patch: pytest.MonkeyPatch) -> None:
     find = engine_module.find
 
-    async def silent(*args: Any) -> Any:
-        runs, _ = await find(*args)
+    async def silent(*args: Any, **options: Any) -> Any:
+        runs, _ = await find(*args, **options)
         return runs, {}
 
     patch.setattr(engine_module, "find", silent)
@@ -233,6 +236,25 @@ def nobody_is_shown_what_a_promotion_left_in_quarantine(patch: pytest.MonkeyPatc
     patch.setattr(
         Engine, "quarantine", property(lambda self: [entry for one in self.pipelines for entry in one.quarantine])
     )
+
+
+@plant("I5")
+def a_chain_holds_nothing_and_calls_it_complete(patch: pytest.MonkeyPatch) -> None:
+    """As it was: what a small tier evicts before it has gone on is nowhere."""
+
+    def hold(self: Chain, containers: Any) -> None:
+        for container in containers:
+            container.onward = [WeakBlocks(place_of(self.tier), container.completed, None) for _ in self.routes]
+
+    patch.setattr(Chain, "hold", hold)
+    patch.setattr(Chain, "_without", lambda self, result, *_: result)
+
+
+@plant("model")
+def a_silent_tier_is_waited_for_longer_than_the_lookup_has(patch: pytest.MonkeyPatch) -> None:
+    """As it was: each call has the deadline of its breaker, whatever the caller's."""
+    pin = Guard.pin
+    patch.setattr(Guard, "pin", lambda self, keys, within: pin(self, keys))
 
 
 @cache

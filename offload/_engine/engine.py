@@ -227,8 +227,8 @@ class Engine:
         check_apart(destination.views())  # each tier sees only its own places of it
         up = self.promote if promote is None else promote
         self._promoter.check(up)
-        retry = self._lookup_timeout if self.on_load_failure == "retry" else None
-        loading = Loading(hit.keys, destination, self._places, self._counts, retry)
+        retry = self.on_load_failure == "retry"
+        loading = Loading(hit.keys, destination, self._places, self._counts, retry, self._lookup_timeout)
         runs = hit._begin_load()
         try:
             with self._precedence.loading():

@@ -54,8 +54,9 @@ class Loading:
     places: Sequence[Place]
     """The tiers, the fastest first."""
     counts: Counts
-    retry: float | None
-    """Where what does not come is looked for once more: the ``lookup_timeout`` of that."""
+    retry: bool
+    lookup_timeout: float
+    """How long each tier may take where what does not come is looked for once more."""
     outcomes: list[Outcome] = attrs.Factory(list)
     """One for each block that was tried."""
     origins: list[int] = attrs.Factory(list)
@@ -72,7 +73,7 @@ class Loading:
             answers, origins = await self._read(run, len(self.outcomes))
             self.outcomes += answers
             self.origins += origins
-            if self.retry is not None:
+            if self.retry:
                 self.counts.recovered += sum([origin != run.speed for origin in origins])
             if answers.count(LOADED) < run.blocks:
                 break
@@ -95,8 +96,8 @@ class Loading:
         bad = run.blocks - answers.count(LOADED)
         if bad:
             count(self.counts.load_faults, run.name, bad)
-            if self.retry is not None:
-                await self._mend(self.retry, run.speed + 1, start, answers, origins)
+            if self.retry:
+                await self._mend(run.speed + 1, start, answers, origins)
         return answers, origins
 
     async def _load(self, run: Run, start: int) -> list[Outcome]:
@@ -115,24 +116,20 @@ class Loading:
             return [Failed(error)] * run.blocks
         return answers
 
-    async def _mend(
-        self, lookup_timeout: float, behind: int, start: int, answers: list[Outcome], origins: list[int]
-    ) -> None:
+    async def _mend(self, behind: int, start: int, answers: list[Outcome], origins: list[int]) -> None:
         """Fill the gaps of a run, one after the other, up to the first that stays."""
         for gap in _gaps(answers):
-            found, origin = await self._search(lookup_timeout, behind, start + gap.start, start + gap.stop)
+            found, origin = await self._search(behind, start + gap.start, start + gap.stop)
             mended = next((at for at, outcome in enumerate(found) if outcome != LOADED), len(found))
             answers[gap.start : gap.start + mended] = found[:mended]
             origins[gap.start : gap.start + mended] = origin[:mended]
             if mended < len(gap):
                 return
 
-    async def _search(
-        self, lookup_timeout: float, behind: int, start: int, stop: int
-    ) -> tuple[list[Outcome], list[int]]:
+    async def _search(self, behind: int, start: int, stop: int) -> tuple[list[Outcome], list[int]]:
         """Look for some neighbouring blocks in the slower tiers, and load as many as come into their places."""
         self.counts.retried += stop - start
-        runs, unavailable = await find(self.places, self.keys[start:stop], behind, lookup_timeout=lookup_timeout)
+        runs, unavailable = await find(self.places, self.keys[start:stop], behind, lookup_timeout=self.lookup_timeout)
         outcomes: list[Outcome] = []
         origins: list[int] = []
         try:

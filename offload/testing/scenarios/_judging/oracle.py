@@ -172,7 +172,9 @@ class Oracle:
             return
         began = min([self._gone.get((tier, key), 0) for key in keys], default=0)
         self.taken_away(tier, keys)
+        engine = self._world.scenario.engine  # each of its tiers holds what the next one does not have yet
         source = any(spec.source == tier for spec in self._world.pipelines.values())
+        source = source or (engine is not None and tier in engine.tiers[:-1])
         for key in keys:
             held = source or self._on_the_way[tier].get(key) or any(key in load.keys for load in self._loads)
             held = held or before.get(key) or self._last_asked.get((tier, key), 0) > began

@@ -2,7 +2,11 @@
 
 The engine is :func:`offload.open_engine`'s, with its breakers, its lookups over all tiers and its promotions; the tiers are
 those that our pipelines are played with, in virtual time and for real. No ledger looks into it: it is judged as any system is,
-by what its tickets, its loads and its tiers show, and by what it holds at rest.
+by what its tickets, loads and tiers show, and by what it holds at rest. Two rules are its own:
+
+Rule 1. A store that is complete has a good end on each of its routes: each block that the first tier took is in the next one,
+        or was kept back from it with a reason.
+Rule 2. A lookup has patience (:func:`patience_of`), and is over by then: no silent tier keeps what the others have.
 
 What a tier of virtual time meets is met by whatever is asked of it, not only by copies: a dead peer raises, and one that stands
 still answers when it is over. A page store is asked over its socket, and needs nobody to pretend that.
@@ -10,11 +14,12 @@ still answers when it is over. A page store is asked over its socket, and needs 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import trio
@@ -29,6 +34,7 @@ from offload._config import BreakerConfig
 from offload._container import OffloadBatch, OffloadContainer
 from offload._engine import Engine, Hit
 from offload._health import HealthState
+from offload._lifecycle import Status
 from offload.instruments import Every
 
 from .._contract import Refused, System, Ticket
@@ -42,6 +48,9 @@ if TYPE_CHECKING:
     from .._contract import World
     from .._world.places import Place
     from .._world.world import VirtualWorld
+
+
+_SHORT_MS: Final = 12
 
 
 class Asked:
@@ -128,6 +137,8 @@ class _Eye(Every):
 
     def saw(self, hook: str, subject: OffloadContainer | OffloadBatch | Sequence[OffloadContainer]) -> None:
         if isinstance(subject, OffloadContainer):
+            if hook == "settled" and subject.status is Status.COMPLETE and subject.routes:
+                self._all_went_on(subject)
             containers: Sequence[OffloadContainer] = [subject]
         else:
             containers = subject.containers if isinstance(subject, OffloadBatch) else subject
@@ -136,14 +147,25 @@ class _Eye(Every):
         if labels:
             self._parts.world.hook(hook, labels, "")
 
+    def _all_went_on(self, container: OffloadContainer) -> None:
+        """Rule 1."""
+        for name, route in (container.routes or {}).items():
+            lost = set(container.completed).difference(route.completed, route.filtered)
+            if lost:
+                told = ", ".join(sorted(key.decode(errors="backslashreplace") for key in lost))
+                self._parts.world.wrong(
+                    "I5", f"{container!r} is complete, and on its route to {name} {told} went nowhere"
+                )
+
 
 class EngineSystem:
     """An engine, behind the contract."""
 
-    def __init__(self, parts: Ours, engine: Engine) -> None:
+    def __init__(self, parts: Ours, engine: Engine, patience: float) -> None:
         self._parts = parts
         self._engine = engine
         self._world = parts.world
+        self._patience = patience
 
     def __repr__(self) -> str:
         return f"<{self._engine!r} under test>"
@@ -174,7 +196,7 @@ class EngineSystem:
         found: dict[Key, bytes | None] = dict.fromkeys(keys)
         todo = list(keys)
         while todo:
-            async with await self._engine.lookup(todo) as hit:
+            async with await self._lookup(todo) as hit:
                 loaded = await self._read(hit, len(todo))
             found.update(loaded)
             todo = todo[len(loaded) + 1 :]
@@ -191,8 +213,17 @@ class EngineSystem:
             async with self._parts.hold(tier, keys) as read:
                 yield read
             return
-        async with await self._engine.lookup(keys) as hit:
+        async with await self._lookup(keys) as hit:
             yield lambda: self._read(hit, len(keys))
+
+    async def _lookup(self, keys: Sequence[Key]) -> Hit:
+        """Rule 2."""
+        began = trio.current_time()
+        hit = await self._engine.lookup(keys, within=self._patience)
+        took, jumps = trio.current_time() - began, self._world.jumps
+        if took > self._patience + TICK / 2 and not any(began <= to and since <= began + took for since, to in jumps):
+            self._world.wrong("model", f"a lookup with patience for {self._patience:g} s took {took:g} s")
+        return hit
 
     async def _read(self, hit: Hit, wanted: int) -> dict[Key, bytes]:
         """What of a hit can be loaded.
@@ -281,9 +312,14 @@ def breaker_of(spec: EngineSpec) -> BreakerConfig:
     )
 
 
+def patience_of(spec: EngineSpec) -> float:
+    """How long whoever looks up waits, in seconds: for each tier as long as for a call, and no longer than a short stall."""
+    return min(spec.call_ms, _SHORT_MS) * len(spec.tiers) * TICK
+
+
 @asynccontextmanager
-async def opened_engine(parts: Ours) -> AsyncIterator[EngineSystem]:
-    """An engine over these tiers, those that the scenario names."""
+async def opened_engine(parts: Ours, patience: float = math.inf) -> AsyncIterator[EngineSystem]:
+    """An engine over these tiers, those that the scenario names. On the wall nobody's patience is measured."""
     world = parts.world
     spec = world.scenario.engine
     assert spec is not None
@@ -298,12 +334,13 @@ async def opened_engine(parts: Ours) -> AsyncIterator[EngineSystem]:
         on_load_failure=spec.on_load_failure,
         breaker=breaker_of(spec),
     ) as engine:
-        yield EngineSystem(parts, engine)
+        yield EngineSystem(parts, engine, patience)
 
 
 @asynccontextmanager
 async def open_our_engine(world: World) -> AsyncIterator[System]:
     """The engine of a scenario, in virtual time."""
     virtual: VirtualWorld = world  # type: ignore[assignment]
-    async with opened_engine(VirtualParts(virtual)) as system:
+    assert virtual.scenario.engine is not None
+    async with opened_engine(VirtualParts(virtual), patience_of(virtual.scenario.engine)) as system:
         yield system
