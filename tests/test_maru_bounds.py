@@ -114,6 +114,18 @@ async def test_who_does_not_read_is_hung_up_on_at_its_bound(address):
             await eventually(lambda: not socket._tracker.peers.known or socket._look() or gone)
 
 
+async def test_where_nobody_can_be_hung_up_on_the_answer_is_refused(address, monkeypatch):
+    """It takes a descriptor."""
+    async with router(address) as (socket, _):
+        monkeypatch.setattr(socket._tracker, "hang_up", lambda peer: False)
+        with deaf(socket.endpoints[0]), trio.fail_after(60):
+            peer = await peer_of(socket)
+            with pytest.raises(trio.WouldBlock):
+                for _ in range(1000):
+                    socket.send_nowait([peer, b"", PIECE])
+            assert socket.statistics().unread_bytes <= 4 * MIB
+
+
 async def test_who_reads_gets_all_of_it_however_much_that_is(address):
     async with router(address) as (socket, _):
         with Attacker(socket.endpoints[0]) as peer, trio.fail_after(60):

@@ -13,7 +13,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 
+import maru_load
 import pytest
 from maru_actors import BE, FACES, PublishedOwner, client
 from maru_load import Load, Reader
@@ -46,8 +49,32 @@ def assert_no_stale_file(server: Server) -> None:
     assert not unknown
 
 
-def kill_under_load(server: Server, cycles: int, seed: int, *, check_every: int) -> list[float]:
-    """Kill and start again so often, and look every now and then. How long each start took."""
+def stand_still(server: Server, seconds: float) -> None:
+    """For so long; 0: not at all."""
+    if seconds:
+        with server.stopped():
+            time.sleep(seconds)
+
+
+def kill_under_load(
+    server: Server,
+    cycles: int,
+    seed: int,
+    *,
+    check_every: int,
+    stopped: float = 0.0,
+    quiet: Callable[[], object] | None = None,
+) -> list[float]:
+    """Kill and start again so often, and look every now and then. How long each start took.
+
+    Args:
+        server: with published clients, of short grace: they cannot say that they are back.
+        cycles: how often.
+        seed: of how long it is left alone.
+        check_every: so many cycles.
+        stopped: seconds for which it stands still, before each kill and after each start.
+        quiet: to be called when it has been started, and the quiet time shall be over.
+    """
     dice = random.Random(seed)
     waited = []
     published = server.tcp if TCP[0] in server.options else server.ipc
@@ -60,12 +87,14 @@ def kill_under_load(server: Server, cycles: int, seed: int, *, check_every: int)
             load.wait(
                 lambda cycle=cycle: all(reader.views > cycle for reader in load.workers if isinstance(reader, Reader))
             )
+            stand_still(server, stopped)
             server.restart()
             waited.append(server.waited)
+            stand_still(server, stopped)
             if cycle % check_every == 0 or cycle == cycles:
                 time.sleep(0.05)
                 with load.at_rest():
-                    server.skip(12.0)  # the published client cannot say that it is back
+                    (quiet or partial(server.skip, 12.0))()
                     load.check()
                     assert_no_stale_file(server)
             assert not load.findings, f"in cycle {cycle} with seed {seed}: {load.findings[:10]}"
@@ -73,7 +102,7 @@ def kill_under_load(server: Server, cycles: int, seed: int, *, check_every: int)
             everything = [key for worker in load.workers for key in getattr(worker, "kept", ())]
             with client("blocking", server.ipc, pool_size=0) as auditor:
                 assert set(auditor.get(everything, 1024)) == {"right"}
-            assert len(everything) > 100
+            assert len(everything) > min(100, 2 * cycles)
         print(f"\n{cycles} times kill -9: {load}")
         readers = [worker for worker in load.workers if isinstance(worker, Reader)]
         assert all(worker.cut_off or worker in readers for worker in load.workers), f"a kill must hit somebody: {load}"
@@ -102,6 +131,16 @@ def test_a_server_killed_50_times_under_load_loses_nothing_and_says_nothing_wron
 def test_a_server_killed_500_times_under_load_loses_nothing_and_says_nothing_wrong(pool, sync):
     with Server(pool, *TCP, *SOON, "--segment-bytes", "64KiB", "--journal-sync", sync, skips=True) as server:
         show(kill_under_load(server, 500 if sync == "never" else 100, seed=11, check_every=5))
+
+
+@pytest.mark.long
+def test_a_server_stopped_and_killed_in_turn_under_load_ends_nobodys_session(pool, monkeypatch):
+    """It stands still for longer than a lease and the grace, before it is killed and when it has just come up."""
+    monkeypatch.setitem(maru_load.PATIENT, "lease", 2.0)
+    options = ("--segment-bytes", "64KiB", "--session-lease", "1.0", "--v1-read-grace", "1.0")
+    with Server(pool, *options) as server:
+        kill_under_load(server, 6, seed=13, check_every=3, stopped=3.5, quiet=partial(time.sleep, 2.5))
+    assert "silent for its lease" not in server.text
 
 
 @pytest.mark.parametrize("face", FACES)

@@ -433,10 +433,9 @@ class TrioSocket:
         if peer not in self._tracker.peers.known:
             # It is gone; or ZeroMQ does not say over which connection it came, so nothing could be bounded.
             return False
-        for other in unread.crowd_out(peer, size):
-            self._judge(other)
-            if not unread.crowd_out(peer, size):
-                break
+        crowd = unread.crowd_out(peer, size)
+        if crowd:
+            self._make_room(crowd, peer, size)
         reachable = self._port.write(frames)
         if reachable:
             unread.sent(peer, size)
@@ -444,12 +443,19 @@ class TrioSocket:
             unread.forget(peer)
         return reachable
 
-    def _judge(self, peer: bytes) -> None:
-        """It meets a bound: if it has not read all, it is hung up on."""
-        assert self._unread is not None and self._tracker is not None
-        if not self._tracker.has_read_all(peer):
-            self._hung_up += self._tracker.hang_up(peer)
-        self._unread.forget(peer)
+    def _make_room(self, crowd: list[bytes], peer: bytes, size: int) -> None:
+        """Look at these: who has not read all is hung up on. Raises :exc:`zmq.Again` where that is not enough."""
+        unread, tracker = self._unread, self._tracker
+        assert unread is not None and tracker is not None
+        for other in crowd:
+            if tracker.has_read_all(other):
+                unread.forget(other)
+            elif tracker.hang_up(other):
+                self._hung_up += 1
+                unread.forget(other)
+            if not unread.crowd_out(peer, size):
+                return
+        raise zmq.Again  # there are no descriptors left to hang up with
 
     def _forget(self, peer: bytes) -> None:
         """This peer is gone."""
