@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tomllib
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from maru._cli import doctor, ping, top
 from maru._cli._asking import Wish
 from maru._cli._rates import Sample, rates
 from maru._config import MaruConfig
+from maru._server.reports import INTERVAL
 from maru._wire import OWN_CODES, Code, InstanceUsage, OperationStats
 from maru.blocking import MaruHandler
 from maru.cli import main
@@ -319,6 +321,7 @@ def test_top_tells_what_happened_between_two_looks(
             client.ask(Ask.LOOKUP_KV, key="no such key")
             entry = {"client_id": "c", "op_type": "store", "result": "none", "size": 1 << 20, "latency_us": 500.0}
             client.ask(Ask.REPORT_STATS, entries=[entry, entry])
+        threading.Event().wait(INTERVAL)  # for which a table of reports stands
 
     monkeypatch.setattr(top.time, "sleep", work)
     said = told("top", "--once", "--server", server.ipc)
