@@ -1,14 +1,81 @@
-"""A command line whose commands are imported when they are used, so that ``--help`` is quick and touches nothing heavy."""
+"""A command line whose commands are imported when they are used, so that ``--help`` is quick and touches nothing heavy.
+
+However it is ended, and whatever it raises: :mod:`maru._ending`.
+"""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+import os
+import resource
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 import click
 
+from ._ending import EnvironmentFault, ending, lacking
 
-class Commands(click.Group):
+LEAST_DESCRIPTORS: Final = 128
+"""Files that must be allowed to be open at once: a page store, its clients, the interpreter, and twice as much to spare."""
+
+
+class Program(click.Command):
+    """A command that is a program: it ends in one of the ways there are."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run it, and leave.
+
+        Raises:
+            SystemExit: always, unless it is not ``standalone_mode``.
+        """
+        name = prog_name or os.path.basename(sys.argv[0])
+        completing = complete_var or f"_{name}_COMPLETE".replace("-", "_").replace(".", "_").upper()
+        if not standalone_mode or completing in os.environ:
+            extra |= {"standalone_mode": standalone_mode, "windows_expand_args": windows_expand_args}
+            return super().main(args, prog_name, complete_var, **extra)
+        with ending(name):
+            try:
+                with self.make_context(name, list(sys.argv[1:] if args is None else args), **extra) as context:
+                    self.invoke(context)
+            except click.exceptions.Exit as left:
+                sys.exit(left.exit_code)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Do what it does, where there is enough for that.
+
+        Raises:
+            EnvironmentFault: there is not.
+        """
+        check_descriptors()
+        return super().invoke(ctx)
+
+
+def check_descriptors() -> None:
+    """Have as many files open as may be needed, if this process may.
+
+    Raises:
+        EnvironmentFault: it may have too few for anything. ZeroMQ does not raise then: it ends the process.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < LEAST_DESCRIPTORS <= hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (LEAST_DESCRIPTORS, hard))
+    elif soft < LEAST_DESCRIPTORS:
+        raise EnvironmentFault(
+            f"this process may have {soft} files open at once, and needs {LEAST_DESCRIPTORS}: raise `ulimit -n`"
+        )
+
+
+class Commands(Program, click.Group):
     """A group whose commands are imported when they are asked for.
 
     Attributes:
@@ -27,7 +94,7 @@ class Commands(click.Group):
         """Import one command.
 
         Raises:
-            click.ClickException: it needs a package that is not installed.
+            EnvironmentFault: it needs a package that is not installed.
         """
         if cmd_name not in self.places:
             return super().get_command(ctx, cmd_name)
@@ -35,7 +102,7 @@ class Commands(click.Group):
         try:
             command = getattr(importlib.import_module(module), attribute)
         except ModuleNotFoundError as error:
-            raise click.ClickException(_missing(f"{ctx.command_path} {cmd_name}", module, error)) from error
+            raise EnvironmentFault(_missing(f"{ctx.command_path} {cmd_name}", module, error)) from error
         assert isinstance(command, click.Command), f"{module}:{attribute} is no command"
         return command
 
@@ -45,9 +112,72 @@ class Commands(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in self.places.items()])
 
 
+def output_file(text: str) -> str:
+    """A file that will be written when a command has done its work. Whether it can be is found out before.
+
+    Raises:
+        click.BadParameter: it cannot.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise click.BadParameter(f"{text} is a directory: say which file in it")
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"{text}: there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise click.BadParameter(f"{text}: this user may not write there")
+    return text
+
+
+def output_directory(text: str) -> str:
+    """A directory that will be made once there is something to be put there. Whether it can be is found out before.
+
+    Raises:
+        click.BadParameter: it cannot.
+    """
+    there = Path(os.path.abspath(text))
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise click.BadParameter(f"{text}: {there} is no directory")
+    if not os.access(there, os.W_OK):
+        raise click.BadParameter(f"{text}: this user may not write in {there}")
+    return text
+
+
+def write_output(place: str, text: str) -> None:
+    """Write what is asked for as an :func:`output_file`.
+
+    Raises:
+        EnvironmentFault: it cannot be written, and could a moment ago.
+    """
+    try:
+        Path(place).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentFault(f"{place}: cannot be written: {error.strerror or error}") from error
+
+
+def given(*names: str) -> list[str]:
+    """Which of these parameters of the command that runs were on its command line, as they are written there."""
+    context = click.get_current_context()
+    return [
+        max(parameter.opts, key=len)
+        for parameter in context.command.params
+        if parameter.name in names
+        and context.get_parameter_source(parameter.name) is click.core.ParameterSource.COMMANDLINE
+    ]
+
+
+def refuse(names: Iterable[str], because: str) -> None:
+    """Refuse options that are on the command line and would be ignored.
+
+    Raises:
+        click.UsageError: one of them is; the text says it, and why.
+    """
+    for option in given(*names):
+        raise click.UsageError(f"{option} {because}")
+
+
 def _missing(typed: str, module: str, error: ModuleNotFoundError) -> str:
     if error.name is None or module == error.name or module.startswith(f"{error.name}."):
         return f"`{typed}` is not part of this installation: there is no module {module}"
-    if error.name.partition(".")[0] in ("torch", "numpy"):
-        return f"`{typed}` needs {error.name}: pip install 'trio-offload[torch]'"
-    return f"`{typed}` needs the package {error.name}, which is not installed"
+    return f"`{typed}`: {lacking(error.name)}"

@@ -14,7 +14,9 @@ from typing import Any
 import attrs
 import click
 
+from ._commands import Program
 from ._config import ServerConfig, knobs, server_config
+from ._ending import ExitCode
 from ._errors import ConfigError, MaruError
 from ._knobs import Knob, as_size
 from .exception_groups import leaves
@@ -102,7 +104,7 @@ def run(config: ServerConfig) -> int:
         failures = leaves(group)
     for failure in failures:
         click.echo(f"maru-server: {failure}", err=True)
-    return 1 if failures else 0
+    return ExitCode.ENVIRONMENT if failures else ExitCode.DONE
 
 
 def _as_toml(config: ServerConfig) -> str:
@@ -114,7 +116,7 @@ def _as_toml(config: ServerConfig) -> str:
     return "\n".join(["[server]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())])
 
 
-main: click.Command = click.Command(
+main: click.Command = Program(
     "maru-server",
     callback=_command,
     help=_command.__doc__,

@@ -1,23 +1,30 @@
 """All eviction policies over one trace, at several capacities, beside the most hits that were possible.
 
-Each pair of policy and capacity is a simulation of its own, by :func:`offload._what_if.simulate`, in a process of its own where
-there are several processors: they share nothing but the trace.
+Each pair of policy and capacity is a simulation of its own, by :func:`offload._what_if.simulate`. Where there are several
+processors, as many processes take one after the other: they share nothing but the trace, get it over their standard input, and
+end with that, whoever closes it.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import attrs
+import msgspec
+import trio
 
 from backends.abc import Key
 from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU, EvictionPolicy, WTinyLFU
+from maru.exception_groups import raise_unwrapped
 
+from ._errors import OffloadError
 from ._optimum import most_hits
 from ._what_if import simulate
 
@@ -38,6 +45,14 @@ LIMIT: Final = "Belady"
 
 SHARES: Final = (0.01, 0.05, 0.1, 0.25, 0.5)
 """The capacities, unless others are asked for: of the trace's different blocks."""
+
+
+Task: TypeAlias = tuple[str, int]
+"""One simulation: of which policy, or the limit, and at which capacity."""
+
+
+class ComparisonFailed(OffloadError, OSError):
+    """A process that simulated has ended by itself: the system killed it, or it had too little memory."""
 
 
 @attrs.frozen
@@ -86,24 +101,28 @@ def compare(
         capacities: in blocks.
         progress: told how many simulations are done, after each; there are ``simulations(capacities)``.
         processes: how many to use; as many as there are processors unless given. With 1, none but this one.
+
+    Raises:
+        ComparisonFailed: one of them has ended by itself.
+        KeyboardInterrupt: none of them is left.
     """
     capacities = sorted(set(capacities))
     tasks = [(name, capacity) for capacity in reversed(capacities) for name in [LIMIT, *POLICIES]]
     processes = processes or len(os.sched_getaffinity(0))
-    hits: dict[tuple[str, int], int] = {}
     if processes == 1:
+        hits = {}
         for done, task in enumerate(tasks, 1):
             hits[task] = _hits(requests, *task)
             progress(done)
     else:
-        # Spawned, since a fork of a process that has threads may hang.
-        with ProcessPoolExecutor(
-            min(processes, len(tasks)), mp_context=get_context("spawn"), initializer=_remember, initargs=(requests,)
-        ) as pool:
-            running: dict[Future[int], tuple[str, int]] = {pool.submit(_hits_of, *task): task for task in tasks}
-            for done, future in enumerate(as_completed(running), 1):
-                hits[running[future]] = future.result()
-                progress(done)
+        hits = trio.run(
+            _share_out,
+            msgspec.msgpack.encode(requests),
+            tasks,
+            min(processes, len(tasks)),
+            progress,
+            restrict_keyboard_interrupt_to_checkpoints=True,
+        )
     blocks = sum(map(len, requests))
     rates = {task: found / (blocks or 1) for task, found in hits.items()}
     return Comparison(
@@ -127,15 +146,70 @@ def _hits(requests: Sequence[Sequence[Key]], name: str, capacity: int) -> int:
     return simulate(requests, [capacity], eviction=[POLICIES[name]])
 
 
-# --- in a process of its own --------------------------------------------------------------------------------------
+# --- processes ----------------------------------------------------------------------------------------------------
 
-_requests: Sequence[Sequence[Key]] = ()
-
-
-def _remember(requests: Sequence[Sequence[Key]]) -> None:
-    global _requests
-    _requests = requests
+_LENGTH: Final = 8
+"""Bytes of the number that says how long the trace is."""
 
 
-def _hits_of(name: str, capacity: int) -> int:
-    return _hits(_requests, name, capacity)
+async def _share_out(
+    trace: bytes, tasks: Sequence[Task], processes: int, progress: Callable[[int], None]
+) -> dict[Task, int]:
+    """Have every task done by one of so many processes. Cancelled, none of them is left."""
+    hits: dict[Task, int] = {}
+    left = deque(tasks)
+
+    async def work() -> None:
+        async with trio.open_nursery() as nursery:
+            process: trio.Process = await nursery.start(
+                partial(
+                    trio.run_process,
+                    [sys.executable, "-c", f"from {__name__} import serve; serve()"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    check=False,
+                    deliver_cancel=_kill,
+                    process_group=0,  # an interrupt from the keyboard is for whoever started it
+                )
+            )
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                await process.stdin.send_all(len(trace).to_bytes(_LENGTH) + trace)
+                while left:
+                    task = left.popleft()
+                    await process.stdin.send_all(msgspec.json.encode(task) + b"\n")
+                    hits[task] = int(await _line(process.stdout))
+                    progress(len(hits))
+                await process.stdin.aclose()
+            except trio.BrokenResourceError as error:
+                status = await process.wait()
+                raise ComparisonFailed(f"a process of the comparison ended by itself, with status {status}") from error
+
+    with raise_unwrapped():
+        async with trio.open_nursery() as nursery:
+            for _ in range(processes):
+                nursery.start_soon(work)
+    return hits
+
+
+async def _line(stream: trio.abc.ReceiveStream) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        part = await stream.receive_some()
+        if not part:
+            raise trio.BrokenResourceError("it has closed its output")
+        line += part
+    return line
+
+
+async def _kill(process: trio.Process) -> None:
+    process.kill()
+
+
+def serve() -> None:
+    """What such a process does, until its standard input ends."""
+    asked, answers = sys.stdin.buffer, sys.stdout
+    nbytes = int.from_bytes(asked.read(_LENGTH))
+    requests = msgspec.msgpack.decode(asked.read(nbytes), type=list[tuple[bytes, ...]])
+    for line in asked:
+        print(_hits(requests, *msgspec.json.decode(line, type=tuple[str, int])), file=answers, flush=True)

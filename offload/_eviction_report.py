@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from maru._console import show as print_parts
 from maru.eviction import AdaptiveLRFU
 
 from ._chart import Axis, Line, line_chart, round_ticks
 from ._errors import OffloadError
 from ._eviction_comparison import LIMIT, SHARES, Comparison
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 _DEFAULT = AdaptiveLRFU.__name__
 
@@ -36,13 +41,12 @@ def capacities_of(text: str | None, unique: int) -> list[int]:
             raise CapacityUnclear(
                 f"{part.strip()!r}: a capacity of at least one block, such as 5% (of the different blocks) or 4096 (blocks)"
             )
-        capacities.add(blocks)
+        capacities.add(min(blocks, unique))  # nobody holds more
     return sorted(capacities)
 
 
 def show(comparison: Comparison, title: str) -> None:
     """Print the table: hit rates with the best marked, then how far each is from the limit."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold")
@@ -51,19 +55,25 @@ def show(comparison: Comparison, title: str) -> None:
         table.add_column(f"{_percent(share)}\n{capacity:,}", justify="right")
     best = [comparison.best(at) for at in range(len(comparison.capacities))]
     for name, rates in comparison.hit_rates.items():
-        cells = [f"[bold]* {rate:.4f}[/]" if name in best[at] else f"{rate:.4f}" for at, rate in enumerate(rates)]
+        cells = [_cell(rate, name in best[at]) for at, rate in enumerate(rates)]
         table.add_row(_said(name), *cells)
     table.add_row(f"{LIMIT} (limit)", *(f"{rate:.4f}" for rate in comparison.limit), end_section=True)
     table.add_row(f"behind {LIMIT}", style="bold")
     for name, rates in comparison.hit_rates.items():
         behind = [limit - rate for limit, rate in zip(comparison.limit, rates, strict=True)]
-        cells = [f"[bold]* {each:.4f}[/]" if name in best[at] else f"{each:.4f}" for at, each in enumerate(behind)]
+        cells = [_cell(each, name in best[at]) for at, each in enumerate(behind)]
         table.add_row(_said(name), *cells)
     table.caption = (
         f"{comparison.requests:,} requests, {comparison.blocks:,} blocks, {comparison.unique_blocks:,} different"
     )
     table.caption_justify = "left"
-    Console().print(table)
+    print_parts(table)
+
+
+def _cell(rate: float, best: bool) -> Text:
+    from rich.text import Text
+
+    return Text(f"* {rate:.4f}", "bold") if best else Text(f"{rate:.4f}")
 
 
 def picture(comparison: Comparison, trace: str) -> str:

@@ -9,21 +9,24 @@ every loaded block can be compared in full, whoever stored it and when.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from time import perf_counter
 
 import attrs
 
-from backends.abc import Key, RemoteTier, Tier
+from backends.abc import CapacityError, Key, RemoteTier, Tier
 from backends.memory import HostPages, MemoryTier
 from backends.slots import PagesDestination
 from backends.testing import payload_of
 
 from ._config import BatchConfig, PipelineConfig
 from ._engine import Engine, open_engine
+from ._errors import DestinationFull
 from ._keys import block_key
 from ._lifecycle import Status
+from ._result import TransferResult
 from ._trace import Request
 from .abc import AsyncPolicy, Policy
 from .preconditions import NO_WAIT
@@ -101,6 +104,8 @@ class Played:
     """From which tier how many blocks of its prefix were read, in order."""
     kept_back: Sequence[Key] = ()
     """Of the blocks that a policy kept back, those that were not there already."""
+    failures: Mapping[str, int] = attrs.field(factory=dict)
+    """Blocks that could not be stored since something failed, in any tier, by what that was. No room is no failure."""
 
     @property
     def time(self) -> float:
@@ -168,7 +173,36 @@ class Replayer:
             began=began,
             runs=runs,
             kept_back=[key for key, reason in answer.filtered.items() if reason != "present"] if filtered else (),
+            failures=_failures_of(answer, len(missing)) if answer.status is Status.FAILED else {},
         )
+
+
+def _failures_of(answer: TransferResult, blocks: int) -> Counter[str]:
+    """How many of the blocks failed, here or further down the chain, by what the system said of it."""
+    errors = list(answer.failed.values())
+    failures: Counter[str] = Counter()
+    for route in answer.routes.values():
+        failures.update(_failures_of(route, len(answer.completed)))
+    if answer.error is not None and not errors and not answer.routes:
+        errors = [answer.error] * blocks  # the container as a whole
+    failures.update(
+        [
+            _said_of(error)
+            for error in errors
+            if not isinstance(error, DestinationFull) and not isinstance(error.__cause__, CapacityError)
+        ]
+    )
+    return failures
+
+
+def _said_of(error: BaseException) -> str:
+    """In the words of the system, where it was an error of that; otherwise its kind."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__
+    return type(error).__name__
 
 
 @asynccontextmanager

@@ -24,7 +24,7 @@ from ._errors import OffloadError
 _GZIP = b"\x1f\x8b"
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-_Millis = Annotated[float, msgspec.Meta(ge=0)]
+_Millis = Annotated[float, msgspec.Meta(ge=0, le=1e15)]  # some 30,000 years
 
 
 class Request(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -34,11 +35,17 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 import trio
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
+
+from maru._commands import output_directory
+from maru._console import console
+from maru._ending import EnvironmentFault, lacking
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from maru import MaruServer
 
 QUESTIONS = {
@@ -55,7 +62,7 @@ PROCESS_TIMEOUT = 300.0
 """How long one engine process may take, in seconds. A healthy one takes some ten."""
 
 
-class DemoFailed(click.ClickException):
+class DemoFailed(EnvironmentFault):
     """An engine process did not come to its end."""
 
 
@@ -93,41 +100,38 @@ class Options:
 )
 @click.option(
     "--keep",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=output_directory,
     metavar="DIR",
     help="Work in this directory and leave it; by default a temporary one, which is removed.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object, and nothing else.")
 def command(
-    document_bytes: int, answer_tokens: int, damage: int, checksums: bool, keep: Path | None, as_json: bool
+    document_bytes: int, answer_tokens: int, damage: int, checksums: bool, keep: str | None, as_json: bool
 ) -> None:
     """Offload the KV cache of a small model, find it again, and verify every token.
 
     Exits with 1 if a token, a bit of KV, a confirmation or a page is not what and where it should be.
     """
-    options = Options(document_bytes, answer_tokens, damage, checksums, keep)
-    console = Console(stderr=True, quiet=as_json)
-    try:
-        report = trio.run(run, options, console)
-    except BaseExceptionGroup as group:
-        if group.split(KeyboardInterrupt)[1] is None:
-            raise click.Abort from None
-        raise
+    options = Options(document_bytes, answer_tokens, damage, checksums, Path(keep) if keep else None)
+    if importlib.util.find_spec("torch") is None:
+        raise EnvironmentFault(lacking("torch"))
+    sheet = console(stderr=True, quiet=as_json)
+    report = trio.run(run, options, sheet, restrict_keyboard_interrupt_to_checkpoints=True)
     if as_json:
         click.echo(json.dumps(report, indent=2))
     else:
-        show(report, Console())
+        show(report, console())
     if not report["verified"]:
         sys.exit(1)
 
 
-async def run(options: Options, console: Console) -> dict[str, Any]:
+async def run(options: Options, sheet: Console) -> dict[str, Any]:
     """Run the three processes and judge what they say."""
     start = time.perf_counter()
     with _directory(options.keep) as directory:
         text, source = document(options.document_bytes)
         (directory / "document.txt").write_bytes(text)
-        with _progress(console) as bars:
+        with _progress(sheet) as bars:
             async with page_store(options.keep and directory / "pool") as server:
                 a = await _engine_process("a", directory, server, options, bars)
                 damaged = damage(server, options.damage, a["block_bytes"])
@@ -229,7 +233,7 @@ async def _engine_process(
     with trio.move_on_after(PROCESS_TIMEOUT) as scope:
         async with trio.open_nursery() as nursery:  # leaving it, in whatever way, ends the process
             process: trio.Process = await nursery.start(
-                partial(trio.run_process, command, stdout=subprocess.PIPE, check=False)
+                partial(trio.run_process, command, stdout=subprocess.PIPE, check=False, process_group=0)
             )
             async for line in _lines(process):
                 event: dict[str, Any] = json.loads(line)
@@ -345,45 +349,46 @@ class _Bars:
 
 
 @contextlib.contextmanager
-def _progress(console: Console) -> Iterator[_Bars]:
+def _progress(sheet: Console) -> Iterator[_Bars]:
     columns = (
         TextColumn("{task.description:34}"),
         BarColumn(),
         TextColumn("{task.completed:>6.0f} of {task.total:.0f}"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=sheet, disable=not sheet.is_terminal) as progress:
         yield _Bars(progress)
 
 
-def show(report: dict[str, Any], console: Console) -> None:
+def show(report: dict[str, Any], sheet: Console) -> None:
     """The tables."""
     a, b, c = report["a"], report["b"], report["c"]
     size = a["block_bytes"]
-    console.print(
+    sheet.print(
         f"\nA document of {report['document']['bytes']:,} tokens ({report['document']['source']}), "
         f"in blocks of {size // 1024} KiB.\n"
     )
-    console.print(_answers(report))
+    sheet.print(_answers(report))
     table = Table("", "A: computes and stores", "B: finds and loads", title="What moved", title_justify="left")
     for row in zip(_figures(a, size), _figures(b, size), strict=True):
         table.add_row(row[0][0], row[0][1], row[1][1])
-    console.print(table)
+    sheet.print(table)
     cancel = c["cancel"]
     held = report["page_store"]
-    console.print(
+    sheet.print(
         f"\nThe page store held {held['keys']:,} pages, {_bytes(held['bytes'])}: B loaded from {a['stored_blocks']:,} that "
         "A had written, and kept no copy."
     )
-    console.print(
+    sheet.print(
         f"\nC cancelled {cancel['asked']} of {cancel['stores']} stores: {cancel['confirmed']} confirmed, of which "
         f"{cancel['cancelled']} in time and {cancel['too_late']} after the commit, when the copy drains."
         f"\nAt rest: {', '.join(f'{name} {count}' for name, count in c['at_rest'].items())}.\n"
     )
     for check, holds in report["checks"].items():
-        console.print(f"[green]yes[/]  {check}" if holds else f"[bold red]NO[/]   {check}")
-    verdict = "[bold green]verified[/]" if report["verified"] else "[bold red]NOT VERIFIED[/]"
-    console.print(f"\n{verdict} in {report['seconds']:.1f} s")
+        word = Text("yes  ", "green") if holds else Text("NO   ", "bold red")
+        sheet.print(word.append(check, "none"))
+    verdict = Text("\nverified", "bold green") if report["verified"] else Text("\nNOT VERIFIED", "bold red")
+    sheet.print(verdict.append(f" in {report['seconds']:.1f} s", "none"))
 
 
 def _answers(report: dict[str, Any]) -> Table:

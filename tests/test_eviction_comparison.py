@@ -141,6 +141,14 @@ def test_the_picture_has_a_line_for_each_policy_and_says_its_units() -> None:
         assert outside not in drawn
 
 
+def test_the_picture_needs_nothing_that_only_browsers_know() -> None:
+    drawn = picture(compare(TRACE, [10, 30, 90], processes=1), "talks & more")
+    published = Path(__file__).parents[1] / "docs" / "_static" / "eviction.svg"
+    for text in (drawn, published.read_text()):
+        assert "var(" not in text
+        assert "<style>" in text and ".paper{fill:#ffffff}" in text
+
+
 def test_names_in_the_picture_do_not_overlap_and_end_inside_it() -> None:
     equal = [Line(f"a rather long name {number}", [0.5]) for number in range(9)]
     root = ElementTree.fromstring(
@@ -195,8 +203,8 @@ def test_the_command_prints_json(trace_file: Path) -> None:
     [
         (["--compare-eviction", "--capacities", "much"], "such as 5%"),
         (["--compare-eviction", "--picture", "out.png"], "must end in .svg"),
-        (["--capacities", "5%"], "go with --compare-eviction"),
-        (["--picture", "out.svg"], "go with --compare-eviction"),
+        (["--capacities", "5%"], "goes with --compare-eviction"),
+        (["--picture", "out.svg"], "goes with --compare-eviction"),
     ],
 )
 def test_what_cannot_be_done_is_said(trace_file: Path, args: list[str], complaint: str) -> None:

@@ -102,7 +102,7 @@ def test_port_in_use_is_said() -> None:
     with ServerProcess() as process:
         command = [sys.executable, "-m", "offload", "pinned-pool", "--port", str(process.ready["port"])]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-        assert done.returncode == 1
+        assert done.returncode == 3
         assert done.stderr.startswith("offload pinned-pool: nobody can listen at 127.0.0.1")
         assert "Traceback" not in done.stderr
 

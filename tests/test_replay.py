@@ -487,7 +487,7 @@ def test_a_malformed_trace_ends_the_command(tmp_path: Path) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text('{"timestamp": 0}\n')
     done = invoke(path)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "line 1: input_length: missing" in " ".join(done.output.split())
 
 

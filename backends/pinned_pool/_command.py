@@ -12,6 +12,7 @@ from pathlib import Path
 import attrs
 import click
 
+from maru._ending import ExitCode
 from maru._knobs import as_size
 from maru.exception_groups import leaves
 
@@ -80,7 +81,7 @@ def run(config: PinnedPoolConfig) -> int:
         failures = leaves(group)
     for failure in failures:
         click.echo(f"offload pinned-pool: {failure}", err=True)
-    return 1 if failures else 0
+    return ExitCode.ENVIRONMENT if failures else ExitCode.DONE
 
 
 async def _serve(config: PinnedPoolConfig) -> None:

@@ -19,6 +19,7 @@ import attrs
 import click
 
 from .._config import HOW_TO_REACH, MaruConfig, client_config
+from .._ending import BadInput, EnvironmentFault
 from .._errors import BadFrame, BadMessage, ConfigError, NoAnswer, ServerRefused
 from .._wire import (
     HEADER_BYTES,
@@ -36,6 +37,8 @@ from .._wire import (
 
 T = TypeVar("T", bound=Reply)
 
+_LONGEST = 86_400
+"""Seconds that an answer may take at most: no wait is without an end."""
 _LOOK = 0.5
 """Seconds for finding out why nobody answers."""
 
@@ -57,6 +60,17 @@ class Wish:
         return self.config.server_url
 
 
+def _seconds(text: str) -> float:
+    """A time that has an end."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _LONGEST:
+        raise click.BadParameter(f"{text!r}: more than 0 seconds, and at most {_LONGEST:,}")
+    return seconds
+
+
 def server_options(function: Callable[..., None]) -> Callable[..., None]:
     """``--server``, ``--timeout``, ``--config`` and ``--json``, given to it as a :class:`Wish`."""
 
@@ -76,7 +90,7 @@ def server_options(function: Callable[..., None]) -> Callable[..., None]:
             ),
             click.option(
                 "--timeout",
-                type=click.FloatRange(0, min_open=True),
+                type=_seconds,
                 metavar="SECONDS",
                 help="How long to wait for an answer.  [default: MARU_CLIENT__TIMEOUT_MS, or 2]",
             ),
@@ -176,13 +190,13 @@ def connected(wish: Wish) -> Iterator[Server]:
     try:
         server = Server(wish)
     except (ConfigError, OSError, ValueError) as error:
-        raise click.ClickException(f"{wish.address}: {error}") from error
+        raise BadInput(f"{wish.address}: {error}") from error
     try:
         yield server
     except NoAnswer as error:
-        raise click.ClickException(unanswered(wish)) from error
+        raise EnvironmentFault(unanswered(wish)) from error
     except ServerRefused as error:
-        raise click.ClickException(f"{wish.address} refuses: {error}") from error
+        raise EnvironmentFault(f"{wish.address} refuses: {error}") from error
     finally:
         server.close()
 

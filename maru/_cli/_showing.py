@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import sys
 from typing import TYPE_CHECKING
 
-import click
+from .._console import print_json as print_json
+from .._console import show as show
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
     from rich.progress_bar import ProgressBar
 
-_UNREAD = 160
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
-
-
-def print_json(answer: object) -> None:
-    """One object."""
-    click.echo(json.dumps(answer, indent=2))
-
-
-def console() -> Console:
-    """Where tables go. Looks for markup nowhere: names come from outside.
-
-    Where nobody reads along and nobody said how wide it should be, a path should rather be in one line than in 80 columns.
-    """
-    from rich.console import Console
-
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNREAD
-    return Console(markup=False, highlight=False, width=width)
-
-
-def show(*parts: RenderableType) -> None:
-    """Print tables and lines; in a pipe, without the blanks that fill a line."""
-    sheet = console()
-    with sheet.capture() as captured:
-        for part in parts:
-            sheet.print(part)
-    for line in captured.get().splitlines():
-        click.echo(line.rstrip() if not sheet.is_terminal else line)
 
 
 def size(count: float) -> str:

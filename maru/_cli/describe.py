@@ -8,6 +8,7 @@ from typing import TypeAlias
 import attrs
 import click
 
+from .._console import identifier
 from .._wire import OWN_CODES, Code, StatsReply, UsageReply
 from ._asking import Server, Wish, connected, server_options
 from ._showing import duration, print_json, show, size
@@ -15,7 +16,7 @@ from ._showing import duration, print_json, show, size
 Fact: TypeAlias = bool | int | float | str | None
 
 _SECONDS = {"up for", "session_lease", "max_lease", "v1_read_grace"}
-_IDENTIFIERS = {"epoch", "pid", "generation", "segment"}
+_IDENTIFIERS = {"pid", "generation", "segment"}
 
 
 @attrs.frozen
@@ -47,7 +48,7 @@ def command(wish: Wish) -> None:
     with connected(wish) as server:
         description = describe(server)
     if wish.as_json:
-        print_json(attrs.asdict(description))
+        print_json({**attrs.asdict(description), "epoch": identifier(description.epoch)})
     else:
         _show(description)
 
@@ -96,7 +97,7 @@ def _sections(description: Description) -> Iterator[tuple[str, Mapping[str, Fact
     order = ("version", "up for", "pid")
     server = {name: mine.pop(name) for name in order if name in mine}
     if description.epoch is not None:
-        server["epoch"] = description.epoch
+        server["epoch"] = identifier(description.epoch)
     server["resource manager"] = description.rm_address
     server.update(mine)
     server["codes of ours"] = " ".join(description.codes)

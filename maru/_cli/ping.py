@@ -8,6 +8,8 @@ from time import perf_counter
 
 import click
 
+from .._console import identifier
+from .._ending import CheckFailed
 from .._errors import NoAnswer
 from .._wire import Code, HeartbeatReply
 from ._asking import Wish, connected, look, server_options
@@ -19,7 +21,7 @@ from ._showing import duration, plural, print_json
 @click.option("-n", "--count", type=click.IntRange(1), default=10, show_default=True, help="Round trips.")
 @click.option(
     "--interval",
-    type=click.FloatRange(0),
+    type=click.FloatRange(0, 3_600),
     default=0.1,
     show_default=True,
     metavar="SECONDS",
@@ -28,7 +30,8 @@ from ._showing import duration, plural, print_json
 def command(wish: Wish, count: int, interval: float) -> None:
     """Measure round trips, with a HEARTBEAT each.
 
-    The first one, which connects, does not count. Exit code 1 when there is no answer, or one is lost.
+    The first one, which connects, does not count. Exit code 1 when an answer is lost; 3, as of every
+    command, when nobody answers at all.
     """
     times: list[float] = []
     with connected(wish) as server:
@@ -45,12 +48,14 @@ def command(wish: Wish, count: int, interval: float) -> None:
     lost = count - len(times)
     figures = _figures(times) if times else {}
     if wish.as_json:
-        print_json({"address": wish.address, "epoch": epoch or None, "sent": count, "lost": lost, **figures})
+        print_json(
+            {"address": wish.address, "epoch": identifier(epoch or None), "sent": count, "lost": lost, **figures}
+        )
     else:
         click.echo(f"{wish.address}: {plural(count, 'round trip')}, {lost} lost")
         click.echo(", ".join(f"{name} {duration(figure)}" for name, figure in figures.items()))
     if lost:
-        raise click.ClickException(
+        raise CheckFailed(
             f"{wish.address} did not answer {lost} of {count} within {wish.timeout:g} s: {look(wish.address).text}"
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import attrs
 import click
 
+from .._console import identifier
 from .._wire import Code, KeyRequest, ListReply, ListRequest, LookupReply, UsageReply
 from ._asking import Server, Wish, connected, server_options
 from ._showing import plural, print_json, show, size
@@ -55,7 +56,7 @@ def command(wish: Wish, key: str) -> None:
         else:
             there = _looked_up(server, key, name)
     if wish.as_json:
-        print_json(attrs.asdict(there))
+        print_json({**attrs.asdict(there), "checksum": identifier(there.checksum)})
     elif there.found:
         _show(there)
     else:
@@ -109,7 +110,7 @@ def _show(there: Whereabouts) -> None:
         table.add_row("generation", not_told)
     else:
         table.add_row("generation", str(there.generation))
-        table.add_row("checksum", "none" if there.checksum is None else f"{there.checksum:#018x}")
+        table.add_row("checksum", identifier(there.checksum) or "none")
     owner = there.owner or "nobody that is listed"
     if there.published:
         owner += " (a published client)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import select
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 import attrs
 import click
 
+from .._console import console, identifier
 from .._errors import NoAnswer
 from .._wire import Code, StatsReply, UsageReply
 from ._asking import Server, Wish, connected, server_options, unanswered
@@ -48,7 +48,7 @@ def command(wish: Wish, interval: float, once: bool) -> None:
     With --json, one object a line. Each look includes GET_STATS, which begins the server's reporting intervals anew for
     whoever else watches them.
     """
-    with connected(wish) as server, contextlib.suppress(KeyboardInterrupt):
+    with connected(wish) as server:
         before = look(server)
         if once:
             time.sleep(interval)
@@ -110,7 +110,7 @@ def look(server: Server) -> Sample:
 def _as_json(wish: Wish, sample: Sample, rate: Rates) -> dict[str, object]:
     return {
         "address": wish.address,
-        "epoch": sample.epoch,
+        "epoch": identifier(sample.epoch),
         "up_for": sample.up_for,
         "seconds": rate.seconds,
         "restarted": rate.restarted,
@@ -129,10 +129,10 @@ def _as_json(wish: Wish, sample: Sample, rate: Rates) -> dict[str, object]:
 
 def _live(wish: Wish, server: Server, before: Sample, interval: float) -> None:
     """A screen that is drawn anew at each look, until somebody has seen enough."""
-    from rich.console import Console, Group
+    from rich.console import Group
     from rich.live import Live
 
-    sheet = Console(markup=False, highlight=False)
+    sheet = console()
     trouble = ""
     rate = Rates(0.0, True, {}, {}, {})
     with _keys() as pressed, Live(console=sheet, screen=True, auto_refresh=False) as screen:

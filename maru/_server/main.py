@@ -16,6 +16,7 @@ import msgspec
 import trio
 
 from .._config import ServerConfig
+from .._console import identifier
 from .server import MaruServer, open_server
 
 _log = logging.getLogger("maru.server")
@@ -91,7 +92,7 @@ def ready_line(server: MaruServer) -> str:
         "rm_address": server.rm_address,
         "descriptors": server.descriptors_path,
         "pid": os.getpid(),
-        "epoch": server.epoch,
+        "epoch": identifier(server.epoch),
         "keys": directory.entries,
         "regions": directory.regions,
         "start": round(_age(), 3),

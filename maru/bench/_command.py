@@ -46,12 +46,7 @@ def all_(as_json: bool, repeat: int, quick: bool) -> None:
 
 
 def _run(benches: Sequence[str], as_json: bool, repeat: int, quick: bool) -> None:
-    from ._processes import BenchFailed
-
-    try:
-        run("maru bench", {name: _bench(name) for name in benches}, as_json=as_json, repeat=repeat, quick=quick)
-    except BenchFailed as exc:
-        raise click.ClickException(str(exc)) from exc
+    run("maru bench", {name: _bench(name) for name in benches}, as_json=as_json, repeat=repeat, quick=quick)
 
 
 def _bench(name: str) -> Bench:

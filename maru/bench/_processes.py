@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Final, Self
 
+from .._ending import EnvironmentFault
+
 PATIENCE: Final = 30.0
 """Seconds until something has gone wrong: a start, an end, or an answer."""
 SERVER: Final = ("-c", "from maru.server_cli import main; main()")
@@ -30,7 +32,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
-class BenchFailed(Exception):
+class BenchFailed(EnvironmentFault):
     """What was to be measured did not answer. Nothing is measured."""
 
 
@@ -45,6 +47,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=self._said,
             env=environment(),
+            process_group=0,  # an interrupt from the keyboard is for this process, which ends it
         )
         try:
             self.ready: dict[str, Any] = json.loads(self._line())

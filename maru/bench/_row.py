@@ -13,6 +13,7 @@ import attrs
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from rich.text import Text
 
 Json: TypeAlias = "str | float | bool | None"
 
@@ -94,12 +95,10 @@ def table_of(rows: Iterable[Row], title: str) -> Table:
 
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for heading in ("figure", "value", "unit", "beside it", "", "ratio", "noise", "goal", ""):
-        table.add_column(heading, justify="right" if heading in ("value", "ratio", "noise") else "left")
+        right = heading in ("value", "ratio", "noise")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=heading == "figure")
     table.columns[4].justify = "right"
     for row in rows:
-        met = {True: "[green]met[/]", False: "[red]missed[/]", None: ""}[row.met]
-        if row.value is None:
-            met = "[yellow]not measured[/]"
         table.add_row(
             row.name,
             _figure(row.value),
@@ -109,9 +108,37 @@ def table_of(rows: Iterable[Row], title: str) -> Table:
             _figure(row.ratio),
             "" if row.noise is None else f"{row.noise:.0%}",
             "" if row.goal is None else str(row.goal),
-            met,
+            _met(row),
         )
     return table
+
+
+def _met(row: Row) -> Text:
+    from rich.text import Text
+
+    if row.value is None:
+        return Text("not measured", "yellow")
+    return {True: Text("met", "green"), False: Text("missed", "red"), None: Text("")}[row.met]
+
+
+def lines_of(rows: Iterable[Row], title: str) -> Iterator[Text]:
+    """For people whose terminal is too narrow for the table: the name of each in a line of its own, whole."""
+    from rich.text import Text
+
+    yield Text(title, "bold")
+    for row in rows:
+        yield Text(row.name)
+        words = [f"{_figure(row.value)} {row.unit}"] if row.value is not None else []
+        if row.limit_name is not None and row.limit_value is not None:
+            words.append(f"{row.limit_name} {_figure(row.limit_value)}")
+        if row.ratio is not None:
+            words.append(f"ratio {_figure(row.ratio)}")
+        if row.noise is not None:
+            words.append(f"noise {row.noise:.0%}")
+        if row.goal is not None:
+            words.append(f"goal {row.goal}")
+        figures = Text(", ".join(words) + " " if words else "")
+        yield Text("    ").append_text(figures).append_text(_met(row))
 
 
 def _figure(value: float | None) -> str:

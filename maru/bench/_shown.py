@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import click
 
+from .._console import console, show
 from ._measure import Effort
-from ._row import Row, noise_of, table_of
+from ._row import Row, lines_of, noise_of, table_of
 
 Bench: TypeAlias = Callable[[Effort], Iterable[Row]]
 """Measures, and yields rows. What it needs beyond the standard library it imports when it is called."""
-
-_AGAIN: Final = 0.01
-"""Seconds after which a signal that could not be heeded is sent again."""
 
 
 def shared_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -59,8 +53,7 @@ def run(program: str, benches: Mapping[str, Bench], *, as_json: bool, repeat: in
         )
     every: list[Row] = []
     for name, bench in benches.items():
-        with _leaving_on_sigterm():
-            rows = list(_rows_of(bench, effort))
+        rows = list(_rows_of(bench, effort))
         every += rows
         if not as_json:
             _show(rows, f"{program} {name}")
@@ -70,31 +63,6 @@ def run(program: str, benches: Mapping[str, Bench], *, as_json: bool, repeat: in
         click.echo(json.dumps([line.as_json() for row in every for line in (row, *noise_of(row))], indent=2))
 
 
-@contextmanager
-def _leaving_on_sigterm() -> Iterator[None]:
-    """SIGTERM unwinds, and so takes along what a bench has started. In another thread than the main one, as it was."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """Unwind. What is raised in a finalizer is lost, so there the signal is sent again, until that is over."""
-    while frame is not None:
-        if frame.f_code.co_name == "__del__":
-            again = threading.Timer(_AGAIN, os.kill, (os.getpid(), number))
-            again.daemon = True
-            again.start()
-            return
-        frame = frame.f_back
-    sys.exit(128 + number)
-
-
 def _rows_of(bench: Bench, effort: Effort) -> Iterator[Row]:
     try:
         yield from bench(effort)
@@ -102,19 +70,24 @@ def _rows_of(bench: Bench, effort: Effort) -> Iterator[Row]:
         effort.progress("")
 
 
-def _show(rows: Sequence[Row], title: str) -> None:
-    from rich.console import Console
+_WIDE = 140
+"""Columns that the table needs, so that no name is cut."""
 
-    # Where nobody reads along, the width is that of the table.
-    Console(width=None if sys.stdout.isatty() else 160).print(table_of(rows, title))
+
+def _show(rows: Sequence[Row], title: str) -> None:
+    if console().width >= _WIDE:
+        show(table_of(rows, title))
+    else:
+        show(*lines_of(rows, title))
 
 
 def _progress_line() -> Callable[[str], None]:
     """One line on a terminal. Written between repetitions: a progress bar with a thread of its own would be measured too."""
     visible = sys.stderr.isatty()
+    width = console(stderr=True).width if visible else 0
 
-    def show(text: str) -> None:
+    def told(text: str) -> None:
         if visible:
-            click.echo(f"\r\x1b[K{text}", err=True, nl=False)
+            click.echo(f"\r\x1b[K{text[: width - 1]}", err=True, nl=False)
 
-    return show
+    return told

@@ -8,11 +8,14 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 import trio
+
+from backends import BackendError
+from maru._commands import given, output_file, refuse, write_output
+from maru._ending import BadInput, EnvironmentFault, ExitCode
 
 from .._errors import OffloadError
 from .._trace import read_trace
@@ -22,10 +25,17 @@ from .naming import specs_of
 from .options import ReplayError, ReplayOptions
 from .playing import replay
 from .showing import progressing, show
-from .sizes import capacity_of, factors_of, size_of, speed_of
+from .sizes import capacity_of, factors_of, size_of, size_text, speed_of, svg_file
 
 if TYPE_CHECKING:
     from ..testing.scenarios._program import Scenario
+
+
+_OF_BYTES = (
+    *("tiers", "capacities", "block_bytes", "policy", "speed", "laps", "rename", "skip_idle", "checksums", "what_if"),
+    "record",
+)
+"""Options that --compare-eviction has nothing to do with."""
 
 
 @click.command(name="replay", short_help="Replay a request trace.")
@@ -55,7 +65,7 @@ if TYPE_CHECKING:
     metavar="pass-all|presence|frequency:N",
     help="What may be stored: all that was missed, what is not there, or what was missed more than N times, too.",
 )
-@click.option("--limit", type=click.IntRange(1), help="Play only so many requests.")
+@click.option("--limit", type=click.IntRange(1, 1 << 40), help="Play only so many requests.")
 @click.option(
     "--speed",
     type=speed_of,
@@ -65,7 +75,11 @@ if TYPE_CHECKING:
     help="The pace: the trace's own, N times as fast, or as fast as possible.",
 )
 @click.option(
-    "--laps", type=click.IntRange(1), default=1, show_default=True, help="Play it so often, one lap after another."
+    "--laps",
+    type=click.IntRange(1, 1_000_000),
+    default=1,
+    show_default=True,
+    help="Play it so often, one lap after another.",
 )
 @click.option(
     "--rename",
@@ -84,7 +98,7 @@ if TYPE_CHECKING:
 @click.option("--what-if", type=factors_of, default=None, metavar="2x,4x", help="Hit rates at other capacities.")
 @click.option(
     "--record",
-    type=click.Path(dir_okay=False),
+    type=output_file,
     metavar="OUT.scenario.toml",
     help="Write down what was done as a scenario, for `offload scenario run`.",
 )
@@ -102,7 +116,7 @@ if TYPE_CHECKING:
 @click.option(
     "--picture",
     "picture_file",
-    type=click.Path(dir_okay=False, writable=True),
+    type=svg_file,
     metavar="OUT.svg",
     help="Where --compare-eviction draws hit rate against capacity.",
 )
@@ -131,10 +145,16 @@ def command(
     TRACE has a JSON object per line, as Mooncake publishes them (timestamp, input_length, output_length, hash_ids), and
     may be compressed by gzip. For each request the longest prefix is looked up and loaded, and what is missing is
     stored. Every loaded block is compared with what was stored; a difference ends with exit code 1. So does a block that is
-    held or missing when laps are over.
+    held or missing when laps are over. Exit code 3 says that blocks could not be stored, 2 that there was room for none.
     """
-    if (compared or picture_file) and not compare_eviction:
-        raise click.UsageError("--capacities and --picture go with --compare-eviction")
+    if compare_eviction:
+        refuse(_OF_BYTES, "is about moving bytes, which --compare-eviction does not")
+    else:
+        refuse(("compared", "picture_file"), "goes with --compare-eviction")
+    if laps == 1:
+        refuse(("rename",), "is of laps: say how many, with --laps")
+    if skip_idle and speed == math.inf and given("speed"):
+        raise click.UsageError("--skip-idle: with --speed max there is nothing between two requests to skip")
     try:
         if compare_eviction:
             _compare_eviction(trace, limit, compared, picture_file, as_json)
@@ -158,9 +178,21 @@ def command(
         with progressing(laps * len(requests)) as progress:
             write = None if record is None else partial(_write, record)
             clock = SkippingClock() if skips else None
-            report = trio.run(replay, requests, options, progress, write, name, clock, clock=clock)
-    except (OffloadError, ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from error
+            report = trio.run(
+                replay,
+                requests,
+                options,
+                progress,
+                write,
+                name,
+                clock,
+                clock=clock,
+                restrict_keyboard_interrupt_to_checkpoints=True,
+            )
+    except BackendError as error:
+        raise EnvironmentFault(str(error)) from error
+    except (OffloadError, ValueError) as error:
+        raise (EnvironmentFault if isinstance(error, OSError) else BadInput)(str(error)) from error
     if as_json:
         click.echo(json.dumps(report.as_json(), indent=2))
     else:
@@ -171,11 +203,23 @@ def command(
         click.echo(f"offload replay: {report.wrong} loaded blocks were not what had been stored", err=True)
     for what, left in report.left_over.items():
         click.echo(f"offload replay: at rest, {what}: {left} blocks", err=True)
+    for reason, blocks in report.failures.items():
+        click.echo(f"offload replay: {blocks} blocks were not stored: {reason}", err=True)
+    full = report.dropped and not report.stored and not report.failures
+    if full:
+        holds = size_text(next(iter(report.tiers.values())).capacity_bytes)
+        click.echo(
+            f"offload replay: nothing was stored: the first tier holds {holds}: give it more --capacity", err=True
+        )
     if report.wrong or report.left_over:
-        sys.exit(1)
+        sys.exit(ExitCode.CHECK_FAILED)
+    if report.failures:
+        sys.exit(ExitCode.ENVIRONMENT)
+    if full:
+        sys.exit(ExitCode.USAGE)
 
 
 def _write(path: str, scenario: Scenario) -> None:
     from ..testing.scenarios._files.writing import to_toml
 
-    Path(path).write_text(to_toml(scenario))
+    write_output(path, to_toml(scenario))

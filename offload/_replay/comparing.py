@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 
 import click
+
+from maru._commands import write_output
 
 from .._eviction_comparison import compare, simulations
 from .._eviction_report import capacities_of, picture, show
@@ -22,10 +23,8 @@ def compare_eviction(
     """Compare, and print what came of it.
 
     Raises:
-        ReplayError: the picture is none that can be drawn, or the trace has no block.
+        ReplayError: the trace has no block.
     """
-    if picture_file is not None and not picture_file.lower().endswith(".svg"):
-        raise ReplayError(f"{picture_file}: a picture is SVG, so its name must end in .svg")
     requests = read_trace(trace, limit)
     names = TraceKeys()
     keys = [names.of(request) for request in requests]
@@ -35,7 +34,7 @@ def compare_eviction(
     with progressing(simulations(capacities), "simulating") as progress:
         comparison = compare(keys, capacities, progress)
     if picture_file is not None:
-        Path(picture_file).write_text(picture(comparison, os.path.basename(trace)), encoding="utf-8")
+        write_output(picture_file, picture(comparison, os.path.basename(trace)))
     if as_json:
         click.echo(json.dumps(comparison.as_json(), indent=2))
     else:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import trio
 
@@ -53,6 +53,7 @@ async def replay(
         ReplayError: the options do not go together, or there is too little memory; to be recorded, the tiers must be empty.
     """
     laps = Laps(requests, options.laps, options.rename)
+    _check_pace(laps, options)
     unique = laps.unique_blocks
     simulated = {f"{factor:g}x": _what_if(laps, options, factor) for factor in options.what_if}
     _check_recordable(record is not None, options)
@@ -97,6 +98,20 @@ class _Pace:
             await self._clock.skip_to(due)
         else:
             await trio.sleep_until(due)
+
+
+_LONGEST: Final = 366 * 86_400
+"""Seconds that a replay may take, or skip, at most: beyond, a timestamp is wrong rather than patience endless."""
+
+
+def _check_pace(laps: Laps, options: ReplayOptions) -> None:
+    seconds = laps.laps * laps.period / 1e3 / options.speed
+    if not seconds <= _LONGEST:
+        last = max(laps.requests, key=lambda request: request.timestamp)
+        raise ReplayError(
+            f"at this speed it takes {seconds / 86_400:,.3g} days, and {_LONGEST / 86_400:g} is the most. Is the timestamp "
+            f"{last.timestamp:g} right, in milliseconds? Otherwise say --speed max"
+        )
 
 
 async def _play_lap(
@@ -174,6 +189,7 @@ def _report(
         evicted=first.evicted,
         filtered=tally.filtered,
         dropped=tally.dropped,
+        failures=dict(tally.failures),
         bytes=moved * options.block_bytes,
         lookup=tally.lookup,
         load=tally.load,
@@ -191,7 +207,8 @@ def _report(
 
 
 def _what_if(laps: Laps, options: ReplayOptions, factor: float) -> float:
-    capacities = [spec.blocks(options.block_bytes, laps.unique_blocks, factor) for spec in options.tiers]
+    unique = max(1, laps.unique_blocks)  # nobody holds more
+    capacities = [min(spec.blocks(options.block_bytes, unique, factor), unique) for spec in options.tiers]
     if 0 in capacities:
         raise ReplayError(f"what-if {factor:g}x: a tier would hold less than one block")
     hits = simulate(

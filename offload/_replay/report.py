@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,8 @@ class ReplayReport:
     """Blocks that the policy kept out of it."""
     dropped: int
     """Blocks that were to be stored and were not: no room, or an error."""
+    failures: Mapping[str, int]
+    """Blocks that could not be stored since something failed, in any tier, by what that was. Fails the command."""
     bytes: int
     """Bytes stored in tiers and loaded from them, in all."""
     lookup: Percentiles
@@ -104,6 +107,7 @@ class Tally:
         self.filtered: int = 0
         self.dropped: int = 0
         self.cache_time: float = 0.0
+        self.failures: Counter[str] = Counter()
         self._lookups, self._loads, self._stores, self._all = (array("d", [0.0]) * most for _ in range(4))
         self._loaded = self._stored = 0
 
@@ -124,6 +128,7 @@ class Tally:
         self.filtered += played.filtered
         self.dropped += played.dropped
         self.cache_time += played.time
+        self.failures.update(played.failures)
 
     @property
     def lookup(self) -> Percentiles:

@@ -7,6 +7,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from maru._console import console
+from maru._console import show as print_parts
+
 from .report import Percentiles, ReplayReport
 from .sizes import size_text
 
@@ -17,11 +20,10 @@ def progressing(steps: int, what: str = "replaying") -> Iterator[Callable[[int],
     if not sys.stderr.isatty():
         yield lambda done: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=steps)
 
         def told(done: int) -> None:
@@ -33,7 +35,6 @@ def progressing(steps: int, what: str = "replaying") -> Iterator[Callable[[int],
 
 def show(report: ReplayReport, trace: str) -> None:
     """Print a report."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(
@@ -43,15 +44,15 @@ def show(report: ReplayReport, trace: str) -> None:
     table.add_column(justify="right")
     for name, value in _lines(report):
         table.add_row(name, value)
-    console = Console()
-    console.print(table)
+    parts = [table]
     if len(report.tiers) > 1:
         tiers = Table(
             "tier", "blocks", "stored", "loaded", "evicted", title="tiers", title_justify="left", title_style="bold"
         )
         for name, tier in report.tiers.items():
             tiers.add_row(name, *(f"{n:,}" for n in (tier.blocks, tier.stored, tier.loaded, tier.evicted)))
-        console.print(tiers)
+        parts.append(tiers)
+    print_parts(*parts)
 
 
 def _lines(report: ReplayReport) -> Iterator[tuple[str, str]]:
@@ -66,6 +67,8 @@ def _lines(report: ReplayReport) -> Iterator[tuple[str, str]]:
     if report.filtered:
         yield "filtered", f"{report.filtered:,}"
     yield "dropped", f"{report.dropped:,}"
+    for reason, blocks in report.failures.items():
+        yield f"not stored: {reason}", f"{blocks:,}"
     for reason, blocks in report.load_failures.items():
         yield f"not loaded: {reason}", f"{blocks:,}"
     yield "compared, wrong", f"{report.wrong:,}"

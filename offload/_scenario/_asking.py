@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import attrs
 import click
 
+from maru._commands import given
+from maru._ending import BadInput as BadInput
 from offload.testing.scenarios._program import Scenario
 
 if TYPE_CHECKING:
@@ -20,12 +22,6 @@ if TYPE_CHECKING:
     from offload.testing.scenarios._many.probing import Fuzzing, Probe
 
 SUFFIX = ".scenario.toml"
-
-
-class BadInput(click.ClickException):
-    """It cannot be done, and whoever asked can change that."""
-
-    exit_code = 2
 
 
 def seed_range(text: str) -> range:
@@ -99,6 +95,11 @@ def processes_for(runs: int | None, asked: int | None, *, here_below: int = 0) -
     if runs is None:
         return cores()
     return 0 if runs < here_below else max(1, min(cores(), runs // 50))
+
+
+def here_below(runs: int) -> int:
+    """Below how many runs they are made in this process: none, where a watchdog was asked for, which can only end another."""
+    return 0 if given("watchdog") else runs
 
 
 # --- files and systems --------------------------------------------------------------------------------------------
@@ -211,14 +212,6 @@ def fuzzing(system: str) -> Fuzzing:
     from offload.testing.scenarios._many.probing import Fuzzing
 
     return Fuzzing(system, probed(system).seams, probed(system).hooks)
-
-
-def write(place: str, text: str) -> None:
-    """A file."""
-    try:
-        Path(place).write_text(text)
-    except OSError as error:
-        raise BadInput(f"{place}: cannot be written: {error.strerror or error}") from error
 
 
 # --- the line that repeats a run ----------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import click
-
-from maru._cli._showing import console
 from maru._cli._showing import duration as duration
 from maru._cli._showing import plural as plural
-from maru._cli._showing import print_json as print_json
+from maru._console import console
+from maru._console import print_json as print_json
+from maru._console import show as show
+from maru._ending import Interruption
 from offload.testing.scenarios._many.summing import Complaint, Played, Summary
 
 if TYPE_CHECKING:
@@ -21,31 +21,18 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-_STYLES = {"ok": "green", "WRONG": "bold red", "COMPLETE": "green", "CANCELLED": "yellow", "FAILED": "red"}
+_STYLES = {
+    "ok": "green",
+    "interrupted": "yellow",
+    "WRONG": "bold red",
+    "COMPLETE": "green",
+    "CANCELLED": "yellow",
+    "FAILED": "red",
+}
 SHOWN = 10
 """Runs that went wrong and are shown; more say the same."""
 _RULES = 5
 """Violations of one run that are shown: those behind them are mostly consequences."""
-
-
-def show(*parts: RenderableType) -> None:
-    """Print tables and lines; in a pipe, without the blanks that fill a line.
-
-    A line is never broken: that is for the terminal to do, so that a command can be copied from it as one.
-    """
-    sheet = console()
-    with sheet.capture() as captured:
-        for part in parts:
-            sheet.print(part, soft_wrap=not is_table(part))
-    for line in captured.get().splitlines():
-        click.echo(line.rstrip() if not sheet.is_terminal else line)
-
-
-def is_table(part: RenderableType) -> bool:
-    """Whether it needs to know how wide it may be."""
-    from rich.text import Text
-
-    return not isinstance(part, (str, Text))
 
 
 def virtual(ms: float) -> str:
@@ -60,9 +47,14 @@ def counted(counts: Mapping[str, int]) -> str:
     return ", ".join([f"{name} {count:,}" for name, count in counts.items()]) or "none"
 
 
-def verdict(good: bool) -> str:
-    """One word."""
-    return "ok" if good else "WRONG"
+def verdict(good: bool, interrupted: bool = False) -> str:
+    """One word. Nothing is ok that was not looked at to its end."""
+    return "WRONG" if not good else "interrupted" if interrupted else "ok"
+
+
+def interruption_as_dict(good: bool, interruption: Interruption) -> dict[str, bool]:
+    """The same for machines."""
+    return {"good": good and not interruption.came, "interrupted": interruption.came}
 
 
 def styled(word: str) -> Text:
@@ -133,10 +125,8 @@ def progressing(
         quiet: show none.
         seconds: how long it goes on, where the number of runs is not known.
     """
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    sheet = console(stderr=True)
+    if quiet or not sheet.is_terminal:
         yield lambda run: None
         return
     from time import monotonic
@@ -145,7 +135,7 @@ def progressing(
 
     columns = [BarColumn(), MofNCompleteColumn() if total is not None else TextColumn("{task.fields[runs]:,} runs")]
     with Progress(
-        *columns, TimeElapsedColumn(), TextColumn("{task.fields[wrong]}"), console=console, transient=True
+        *columns, TimeElapsedColumn(), TextColumn("{task.fields[wrong]}"), console=sheet, transient=True
     ) as bar:
         task = bar.add_task("", total=total if total is not None else seconds, wrong="", runs=0)
         began, runs, wrong = monotonic(), 0, 0

@@ -14,6 +14,8 @@ import attrs
 import click
 import msgspec
 
+from maru._commands import output_directory, write_output
+from maru._ending import ExitCode, until_interrupted
 from offload.testing.scenarios._contract import SEAMS
 from offload.testing.scenarios._many.aside import Aside
 from offload.testing.scenarios._many.exploring import variant, variants_of
@@ -25,7 +27,7 @@ from offload.testing.scenarios._program import Scenario
 from offload.testing.scenarios._report import Report, Violation
 from offload.testing.scenarios._shrinking.shrinking import NotBroken, shrink
 
-from ._asking import SUFFIX, BadInput, check_system, json_option, line, processes_option, seconds_of, told, write
+from ._asking import SUFFIX, BadInput, check_system, json_option, line, processes_option, seconds_of, told
 from ._showing import columns, duration, grid, in_short, plural, print_json, progressing, show, styled, verdict
 
 if TYPE_CHECKING:
@@ -45,7 +47,12 @@ _SHRINKING = 5.0
     "--for", "seconds", type=seconds_of, metavar="TIME", default="40s", show_default=True, help="To spend in all."
 )
 @click.option(
-    "--keep", metavar="DIR", default="scenario-check", show_default=True, help="Where what goes wrong is saved."
+    "--keep",
+    type=output_directory,
+    metavar="DIR",
+    default="scenario-check",
+    show_default=True,
+    help="Where what goes wrong is saved.",
 )
 @processes_option
 @json_option
@@ -59,23 +66,20 @@ def command(system: str, seconds: float, keep: str, processes: int | None, as_js
     began = perf_counter()
     deadline = monotonic() + seconds
     judge = _Judge(system, keep, processes or min(cores(), 4))
-    with told(), progressing(None, quiet=as_json, seconds=seconds) as progress:
-        try:
-            judge.probe()
-            if judge.opened:
-                judge.keep_promises(progress)
-                judge.play_random(deadline, progress)
-        except KeyboardInterrupt:
-            judge.interrupted = True
+    with told(), progressing(None, quiet=as_json, seconds=seconds) as progress, until_interrupted() as interruption:
+        judge.probe()
+        if judge.opened:
+            judge.keep_promises(progress)
+            judge.play_random(deadline, progress)
+    judge.interrupted = interruption.came
     took = perf_counter() - began
     if as_json:
         print_json(judge.as_dict(took))
     else:
         show(*judge.for_people(took))
+    interruption.go_on()
     if not judge.good:
-        sys.exit(1)
-    if judge.interrupted:
-        sys.exit(130)
+        sys.exit(ExitCode.CHECK_FAILED)
 
 
 @attrs.define
@@ -207,7 +211,7 @@ class _Judge:
             Path(self._keep).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BadInput(f"--keep {self._keep}: {error.strerror or error}") from error
-        write(place, to_toml(scenario))
+        write_output(place, to_toml(scenario))
         return place
 
     # -- telling -------------------------------------------------------------------------------------------------------
@@ -268,12 +272,12 @@ class _Judge:
                 yield "Seams that it lacks. A cache that has one"
                 yield grid(lacking, indent=2)
         wrong = [one for one in self._verdicts if one.word == "WRONG"]
-        stopped = ", interrupted" if self.interrupted else ""
-        if not self.opened:
+        kept = sum(one.word == "ok" for one in self._verdicts)
+        if not self.opened and not self.interrupted:
             yield f"WRONG: {self._system} stores nothing; all else would say the same"
         yield (
-            f"{verdict(not wrong)}: {self._system}: {plural(sum(one.word == 'ok' for one in self._verdicts), 'promise')} kept, "
-            f"{len(wrong)} broken, {plural(self._summary.seeds, 'run')} in {duration(seconds)}{stopped}"
+            f"{verdict(not wrong, self.interrupted)}: {self._system}: {plural(kept, 'promise')} kept, "
+            f"{len(wrong)} broken, {plural(self._summary.seeds, 'run')} in {duration(seconds)}"
         )
 
 

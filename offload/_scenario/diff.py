@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from maru._ending import ExitCode
 from offload.testing.scenarios._many.diffing import SAVED, Parting, Trace, TraceError, load, part, trace_of
 
 from ._asking import BadInput, check_system, json_option, one_file, system_option, told
@@ -46,7 +47,7 @@ def command(files: tuple[str, ...], seeds: tuple[int, ...], system: str, as_json
     else:
         show(*_for_people(left, right, parting))
     if parting is not None:
-        sys.exit(1)
+        sys.exit(ExitCode.CHECK_FAILED)
 
 
 def _trace(place: str, seed: int | None, system: str) -> Trace:
@@ -56,6 +57,8 @@ def _trace(place: str, seed: int | None, system: str) -> Trace:
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{place}: cannot be read: {error}") from error
     if text.startswith(SAVED) or path.suffix == ".trace":
+        if seed is not None:
+            raise BadInput(f"{place} is a saved trace, of the seed it was played with: leave out --seed")
         try:
             return load(text, place)
         except TraceError as error:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from maru._commands import output_file, refuse, write_output
+from maru._ending import ExitCode, until_interrupted
 from offload.instruments import HOOKS
 from offload.testing.scenarios._many.exploring import (
     ACTIONS,
@@ -30,6 +32,7 @@ from ._asking import (
     BadInput,
     File,
     check_system,
+    here_below,
     json_option,
     line,
     one_file,
@@ -38,9 +41,19 @@ from ._asking import (
     system_option,
     told,
     watchdog_option,
-    write,
 )
-from ._showing import columns, counted, duration, plural, print_json, progressing, show, verdict, wrongs
+from ._showing import (
+    columns,
+    counted,
+    duration,
+    interruption_as_dict,
+    plural,
+    print_json,
+    progressing,
+    show,
+    verdict,
+    wrongs,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -71,7 +84,7 @@ def _actions_of(text: str) -> tuple[Action, ...]:
 )
 @click.option("--pairs", is_flag=True, help="Every two cancels of different containers as well.")
 @click.option("--only", metavar="SPOT", help="One of them again: ACTION@HOOK:CONTAINER:VISIT, two with + between them.")
-@click.option("--save", metavar="FILE", help="With --only: save it as a scenario file.")
+@click.option("--save", type=output_file, metavar="FILE", help="With --only: save it as a scenario file.")
 @system_option
 @processes_option
 @watchdog_option
@@ -96,6 +109,8 @@ def command(
     check_system(system)
     if save is not None and only is None:
         raise click.UsageError("--save is for --only: name one spot")
+    if only is not None:
+        refuse(("actions", "pairs"), "says what to explore, and --only what to explore of that: leave out one of them")
     found = one_file(file, system)
     used_seed = found.scenario.seed if seed is None else seed
     with told():
@@ -107,19 +122,17 @@ def command(
     if save is not None:
         from offload.testing.scenarios._files.writing import to_toml
 
-        write(save, to_toml(variant(found.scenario, variants[0])))
-    used = processes_for(len(variants), processes, here_below=_HERE_BELOW)
-    summary, explored, interrupted = Summary(), Explored(), False
+        write_output(save, to_toml(variant(found.scenario, variants[0])))
+    used = processes_for(len(variants), processes, here_below=here_below(_HERE_BELOW))
+    summary, explored = Summary(), Explored()
     make = Exploring(found.scenario, used_seed, variants, found.base, system)
     began = perf_counter()
     with told(), progressing(len(variants), quiet=as_json) as progress:
         stream = play_many(make, range(len(variants)), processes=used, watchdog=watchdog, progress=progress, keep=True)
-        try:
+        with until_interrupted() as interruption:
             for spots, run in zip(variants, stream, strict=False):
                 summary.add(run, _repeat(found, used_seed, spots, system))
                 explored.add(spots, run)
-        except KeyboardInterrupt:
-            interrupted = True
     took = perf_counter() - began
     hooks = sorted({moment.name for moment in base.moments if moment.kind == "hook"})
     if as_json:
@@ -131,18 +144,17 @@ def command(
             "last_seed": used_seed,
             "variants": summary.seeds,
             "base_violations": [{"rule": one.rule, "text": one.text} for one in base.violations],
-            "interrupted": interrupted,
+            **interruption_as_dict(summary.good, interruption),
         }
         document["table"] = {action: _table_as_dict(table) for action, table in explored.tables.items()}
         print_json(document)
     else:
-        show(*_for_people(found, summary, explored, took, interrupted=interrupted))
+        show(*_for_people(found, summary, explored, took, interrupted=interruption.came))
         if base.violations:
             click.echo(f"note: the scenario goes wrong by itself with seed {used_seed}: {base.violations[0].rule}")
+    interruption.go_on()
     if not summary.good:
-        sys.exit(1)
-    if interrupted:
-        sys.exit(130)
+        sys.exit(ExitCode.CHECK_FAILED)
 
 
 def _repeat(file: File, seed: int, spots: Spots, system: str) -> str:
@@ -182,9 +194,8 @@ def _for_people(
         yield "nothing to explore: no hook was visited"
     if not summary.good:
         yield from wrongs(summary.complaints)
-    stopped = ", interrupted" if interrupted else ""
     yield (
-        f"{verdict(summary.good)}: {file.scenario.name}: {plural(summary.seeds, 'variant')}{stopped}, "
+        f"{verdict(summary.good, interrupted)}: {file.scenario.name}: {plural(summary.seeds, 'variant')}, "
         f"{summary.wrong:,} wrong, in {duration(seconds)}"
     )
 

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 
 import click
 
+from maru._commands import output_directory, write_output
+from maru._ending import EnvironmentFault, ExitCode, until_interrupted
 from offload.testing.scenarios._many.many import Make, Playing, play_many
 from offload.testing.scenarios._many.reachable import reachable
 from offload.testing.scenarios._many.summing import Summary
 from offload.testing.scenarios._report import Report
 
 from ._asking import (
-    BadInput,
     check_mix,
     check_system,
     fuzzing,
@@ -34,9 +35,19 @@ from ._asking import (
     system_option,
     told,
     watchdog_option,
-    write,
 )
-from ._showing import columns, grid, plural, print_json, progressing, show, totals, wrongs
+from ._showing import (
+    columns,
+    grid,
+    interruption_as_dict,
+    plural,
+    print_json,
+    progressing,
+    show,
+    totals,
+    verdict,
+    wrongs,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -59,7 +70,12 @@ _KEPT = 100
 @system_option
 @processes_option
 @watchdog_option
-@click.option("--keep", metavar="DIR", help="Save every program that goes wrong there, as a scenario file.")
+@click.option(
+    "--keep",
+    type=output_directory,
+    metavar="DIR",
+    help="Save every program that goes wrong there, as a scenario file.",
+)
 @json_option
 def command(
     seeds: range | None,
@@ -81,7 +97,7 @@ def command(
     total = len(chosen) if seconds is None else None
     used = processes_for(total, processes)
     make: Make = fuzzing(system) if system else Playing(mix=mix)
-    summary, interrupted, saved = Summary(), False, list[str]()
+    summary, saved = Summary(), list[str]()
     began = perf_counter()
     with told(), progressing(total, quiet=as_json, seconds=seconds) as progress:
         stream = play_many(
@@ -91,27 +107,24 @@ def command(
             watchdog=watchdog,
             progress=progress,
         )
-        try:
+        with until_interrupted() as interruption:
             for run in stream:
                 summary.add(
                     run, line("fuzz", "--seeds", seeds_text(range(run.seed, run.seed + 1)), system=system, mix=mix)
                 )
                 if keep is not None and run.violations and len(saved) < _KEPT:
                     saved.append(_save(keep, run.seed, run.report, system, mix))
-        except KeyboardInterrupt:
-            interrupted = True
     took = perf_counter() - began
     known = reachable(system, probed(system).hooks) if system else reachable(mix=mix)
     if as_json:
-        print_json({**summary.as_dict(took, known), "saved": saved, "interrupted": interrupted})
+        print_json({**summary.as_dict(took, known), "saved": saved, **interruption_as_dict(summary.good, interruption)})
     else:
-        show(*_for_people(summary, took, used, known, interrupted=interrupted, system=system, mix=mix))
+        show(*_for_people(summary, took, used, known, interrupted=interruption.came, system=system, mix=mix))
         if saved:
             click.echo(f"saved {plural(len(saved), 'program')} in {keep}")
+    interruption.go_on()
     if not summary.good:
-        sys.exit(1)
-    if interrupted:
-        sys.exit(130)
+        sys.exit(ExitCode.CHECK_FAILED)
 
 
 def _until(deadline: float, seeds: range, *, endless: bool) -> Iterator[int]:
@@ -127,9 +140,9 @@ def _save(directory: str, seed: int, report: Report | None, system: str, mix: Mi
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInput(f"--keep {directory}: {error.strerror or error}") from error
+        raise EnvironmentFault(f"--keep {directory}: {error.strerror or error}") from error
     place = str(Path(directory) / f"seed-{seed}.scenario.toml")
-    write(place, to_toml(report.scenario if report is not None else program_of(seed, system, mix)))
+    write_output(place, to_toml(report.scenario if report is not None else program_of(seed, system, mix)))
     return place
 
 
@@ -155,7 +168,7 @@ def _for_people(
         ]
     )
     if summary.good:
-        yield f"ok: nothing was wrong in {plural(summary.seeds, 'seed')}"
+        yield f"{verdict(True, interrupted)}: nothing was wrong in {plural(summary.seeds, 'seed')}"
         return
     rules = columns("Violations", "rule", "of these")
     for rule, count in summary.by_rule.most_common():

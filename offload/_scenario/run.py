@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
+from maru._commands import output_file, refuse, write_output
+from maru._ending import ExitCode, until_interrupted
 from offload.testing.scenarios._many.junit import Case, Suite, to_junit
 from offload.testing.scenarios._many.many import Playing, play_many
 from offload.testing.scenarios._many.reachable import reachable
@@ -21,6 +23,7 @@ from ._asking import (
     File,
     check_system,
     files_in,
+    here_below,
     json_option,
     line,
     processes_for,
@@ -29,7 +32,6 @@ from ._asking import (
     system_option,
     told,
     watchdog_option,
-    write,
 )
 from ._showing import (
     columns,
@@ -61,10 +63,19 @@ _HERE_BELOW = 40
 @system_option
 @processes_option
 @watchdog_option
-@click.option("--timeline", metavar="OUT.html", help="Draw the run: containers against time. Of one run.")
-@click.option("--trace", metavar="OUT.json", help="Write the run for Perfetto (ui.perfetto.dev). Of one run.")
-@click.option("--save-trace", metavar="OUT.trace", help="Write its trace, for `offload scenario diff`. Of one run.")
-@click.option("--junit", metavar="OUT.xml", help="Write the verdicts as CI systems read them.")
+@click.option(
+    "--timeline", type=output_file, metavar="OUT.html", help="Draw the run: containers against time. Of one run."
+)
+@click.option(
+    "--trace", type=output_file, metavar="OUT.json", help="Write the run for Perfetto (ui.perfetto.dev). Of one run."
+)
+@click.option(
+    "--save-trace",
+    type=output_file,
+    metavar="OUT.trace",
+    help="Write its trace, for `offload scenario diff`. Of one run.",
+)
+@click.option("--junit", type=output_file, metavar="OUT.xml", help="Write the verdicts as CI systems read them.")
 @click.option("--real", is_flag=True, help="With real components and the clock on the wall, instead of virtual time.")
 @click.option(
     "--pace",
@@ -96,6 +107,10 @@ def command(
     """
     if seed is not None and seeds is not None:
         raise click.UsageError("--seed and --seeds exclude each other")
+    if real:
+        refuse(("processes", "watchdog"), "is for virtual time: with --real, one run follows another in this process")
+    else:
+        refuse(("pace",), "is for --real: virtual time has none")
     check_system(system)
     found, left_out = _playable(files_in(files, system, real=real), real=real)
     wish = _Wish(tuple(found), seed if seed is not None else seeds, system, real, pace)
@@ -103,7 +118,7 @@ def command(
     pictures = {option: place for option, place in outputs.items() if place is not None}
     if pictures and len(wish) != 1:
         raise BadInput(f"{next(iter(pictures))} is of one run, and this is {len(wish):,}: name one file and one --seed")
-    used = 0 if pictures or real else processes_for(len(wish), processes, here_below=_HERE_BELOW)
+    used = 0 if real else processes_for(len(wish), processes, here_below=here_below(_HERE_BELOW))
     runs = _Runs(wish, left_out, keep_report=bool(pictures))
     with told():
         wish.warm()
@@ -112,27 +127,26 @@ def command(
         stream = play_many(
             wish, range(len(wish)), processes=used, watchdog=watchdog, progress=progress, keep=bool(pictures)
         )
-        try:
+        with until_interrupted() as interruption:
             for number, run in enumerate(stream):
                 runs.add(number, run)
-        except KeyboardInterrupt:
-            runs.interrupted = True
+    runs.interrupted = interruption.came
     seconds = perf_counter() - began
     for option, place in pictures.items():
-        assert runs.report is not None
-        write(place, _picture(option, runs.report, wish.repeat(0)))
+        if runs.report is None:  # it was interrupted
+            break
+        write_output(place, _picture(option, runs.report, wish.repeat(0)))
     if junit is not None:
-        write(junit, to_junit(runs.suites()))
+        write_output(junit, to_junit(runs.suites()))
     if as_json:
         print_json(runs.as_dict(seconds))
     else:
         show(*runs.for_people(seconds, used))
-        for place in pictures.values():
+        for place in pictures.values() if runs.report is not None else ():
             click.echo(f"wrote {place}")
+    interruption.go_on()
     if not runs.total.good:
-        sys.exit(1)
-    if runs.interrupted:
-        sys.exit(130)
+        sys.exit(ExitCode.CHECK_FAILED)
 
 
 def _playable(files: Sequence[File], *, real: bool) -> tuple[list[File], list[tuple[File, str]]]:
@@ -268,6 +282,7 @@ class _Runs:
         ]
         return {
             **self.total.as_dict(seconds, reachable(self._wish.system)),
+            "good": self.total.good and not self.interrupted,
             "files": each,
             "left_out": [{"file": str(file.path), "why": why} for file, why in self._left_out],
             "interrupted": self.interrupted,

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import click
 import msgspec
 
+from maru._commands import refuse
 from offload.testing.scenarios._names import expand
 from offload.testing.scenarios._program import (
     After,
@@ -36,6 +37,8 @@ _NOT_KNOBS = {"source", "to", "policies", "chain"}
 @json_option
 def command(file: str, steps: bool, seed: int | None, as_json: bool) -> None:
     """Show a scenario's program: where blocks live, what is done, what goes wrong, and what must hold."""
+    if not steps:
+        refuse(("seed",), "is of the load, which --steps writes out")
     found = one_file(file)
     scenario = found.scenario
     if steps:

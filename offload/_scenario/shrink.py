@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from maru._commands import output_file, write_output
+from maru._console import console
 from offload.testing.scenarios._many.aside import PATIENCE, Aside
 from offload.testing.scenarios._program import Scenario
 from offload.testing.scenarios._shrinking.shrinking import BUDGET, NotBroken, Play, Progress, shrink
@@ -28,7 +30,6 @@ from ._asking import (
     seconds_of,
     system_option,
     told,
-    write,
 )
 from ._showing import duration, grid, plural, print_json, show
 
@@ -43,7 +44,12 @@ if TYPE_CHECKING:
 )
 @mix_option
 @click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Instead of the file's own.")
-@click.option("--out", metavar="FILE", help="Where the small program goes.  [default: regression-N.scenario.toml]")
+@click.option(
+    "--out",
+    type=output_file,
+    metavar="FILE",
+    help="Where the small program goes.  [default: regression-N.scenario.toml]",
+)
 @click.option(
     "--budget",
     type=seconds_of,
@@ -84,6 +90,7 @@ def command(
     check_mix(mix, system)
     check_system(system)
     large, used, base = _chosen(file, fuzz_seed, seed, system, mix)
+    place = out if out is not None else output_file(f"regression-{used}{SUFFIX}")
     began = perf_counter()
     with told(), _progressing(quiet=as_json) as progress, Aside(system, base, patience=watchdog) as play:
         try:
@@ -94,9 +101,8 @@ def command(
         before = play(large, used)
     from offload.testing.scenarios._files.writing import to_toml
 
-    place = out if out is not None else f"regression-{used}{SUFFIX}"
     text = to_toml(small)
-    write(place, text)
+    write_output(place, text)
     took = perf_counter() - began
     steps, faults = len(before.scenario.step), len(before.scenario.fault)
     repeat = line("run", place, system=system)
@@ -154,13 +160,11 @@ def _chosen(
 @contextmanager
 def _progressing(*, quiet: bool) -> Iterator[Callable[[Progress], object] | None]:
     """How small it has become, on the error stream, where somebody sees it."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    sheet = console(stderr=True)
+    if quiet or not sheet.is_terminal:
         yield None
         return
-    with console.status("shrinking") as status:
+    with sheet.status("shrinking") as status:
 
         def saw(so_far: Progress) -> None:
             left = f"{plural(so_far.steps, 'step')} and {plural(so_far.faults, 'fault')} left"

@@ -8,9 +8,12 @@ from typing import Any, Final, cast
 
 import click
 
+from maru._ending import BadInput
 from maru.bench._measure import Effort
 from maru.bench._row import Row
 from maru.bench._shown import Bench, run, shared_options
+
+from .._trace import TraceError
 
 BENCHES: Final = ("pipeline", "copy", "enqueue", "cancel", "replay", "pinned-pool", "wrappers")
 
@@ -92,7 +95,16 @@ def all_(as_json: bool, repeat: int, quick: bool, trace: str | None) -> None:
 
 
 def _run(benches: Sequence[str], as_json: bool, repeat: int, quick: bool, trace: str | None = None) -> None:
-    run("offload bench", {name: _bench(name, trace) for name in benches}, as_json=as_json, repeat=repeat, quick=quick)
+    try:
+        run(
+            "offload bench",
+            {name: _bench(name, trace) for name in benches},
+            as_json=as_json,
+            repeat=repeat,
+            quick=quick,
+        )
+    except TraceError as error:
+        raise BadInput(str(error)) from error
 
 
 def _bench(name: str, trace: str | None) -> Bench:

@@ -43,6 +43,8 @@ def rows(effort: Effort) -> Iterator[Row]:
 def _figures(name: str, modules: str) -> Figures:
     # -I: the working directory is not a place to import from.
     program = _PROGRAM.format(modules=modules)
-    done = subprocess.run([sys.executable, "-I", "-c", program], check=True, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program], check=True, capture_output=True, text=True, process_group=0
+    )
     seconds, resident = done.stdout.split()
     return {f"{name}.time": float(seconds), f"{name}.memory": float(resident)}

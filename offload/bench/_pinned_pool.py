@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import json
-import subprocess
-import sys
+import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Final
 
 from maru.bench._measure import Effort, Sample, in_turn, noisiest
+from maru.bench._processes import Child
 from maru.bench._row import Goal, Row
 
 if TYPE_CHECKING:
@@ -163,13 +162,8 @@ def _allocations(pool: MemoryPool, effort: Effort) -> Row:
 @contextmanager
 def _server() -> Iterator[str]:
     """A server in a process of its own; says where."""
-    with tempfile.TemporaryDirectory(prefix="pp-") as directory:
-        command = [sys.executable, "-m", "offload", "pinned-pool", "--json", "--port", "0", "--pool-memory-size", "512"]
+    with tempfile.TemporaryDirectory(prefix=f"pp-{os.getpid()}-") as directory:
+        command = ["-m", "offload", "pinned-pool", "--json", "--port", "0", "--pool-memory-size", "512"]
         command += ["--runtime-dir", directory, "--log-level", "error"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stdout is not None
-                ready = json.loads(process.stdout.readline())
-                yield f"{ready['host']}:{ready['port']}"
-            finally:
-                process.terminate()
+        with Child(command) as process:
+            yield f"{process.ready['host']}:{process.ready['port']}"

@@ -283,7 +283,7 @@ async def _on_disk(blocks: _Blocks, chain: str) -> float:
     """Bytes that the files of a batch take, for each plain byte. Headers and what the file system rounds up included."""
     wrappers = _wrappers(chain)
     with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="offload-bench-"))
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"offload-bench-{os.getpid()}-"))
         below = FileTier(directory, 2 * blocks.nbytes + _BLOCKS * 4096)
         stack.callback(below.close)
         await _put(wrap(below, *wrappers, block_bytes=blocks.block_bytes), blocks)

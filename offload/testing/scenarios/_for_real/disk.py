@@ -110,7 +110,12 @@ def _mounted(nbytes: int) -> int:
             command = [sys.executable, "-S", "-E", "-c", _HELPER, str(theirs.fileno()), place, str(nbytes)]
             try:
                 done = subprocess.run(
-                    command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=_HELPER_TIME
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    capture_output=True,
+                    text=True,
+                    timeout=_HELPER_TIME,
+                    process_group=0,
                 )
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise NoDisk(f"no mount namespace can be had: {error}") from error

@@ -83,7 +83,9 @@ class Child:
                 str(theirs.fileno()),
                 world.workdir,
             ]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0
+            )
         self.wire = Wire(ours)
         self.wire.send(msgspec.json.encode(scenario), world.seed, planted, pace)
         try:

@@ -90,13 +90,19 @@ def play_real(
     check_real(scenario, ours=factory is None)
     limited = msgspec.structs.replace(scenario, limit_ms=_limit(scenario))
     clock = WallClock(pace)
-    with tempfile.TemporaryDirectory(prefix="offload-real-", dir=workdir) as directory:
+    with tempfile.TemporaryDirectory(prefix=f"offload-real-{os.getpid()}-", dir=workdir) as directory:
         world = RealWorld(limited, seed, clock, directory)
         rest = Rest()
         with contextlib.ExitStack() as stack:
             stack.callback(world.close_down)
             try:
-                rest = trio.run(live, world, _system_for(world, factory, stack), clock=clock)
+                rest = trio.run(
+                    live,
+                    world,
+                    _system_for(world, factory, stack),
+                    clock=clock,
+                    restrict_keyboard_interrupt_to_checkpoints=True,
+                )
             except BaseException as error:
                 if holds(error, KeyboardInterrupt):
                     raise

@@ -1,0 +1,55 @@
+"""How commands print: for machines one JSON document, for people lines and tables. The one place that makes a console.
+
+Rule 1. What is printed is printed as it is: no markup and no emoji is looked for in it, since names come from outside. Colours
+        come as :class:`rich.text.Text`.
+Rule 2. A line is never broken: that is for the terminal to do, so that a command can be copied from it as one.
+Rule 3. A number that names something (an epoch, a session, a checksum) is hexadecimal text in JSON, since it may have 64 bits,
+        of which many readers keep 53. What counts or measures is a number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+_UNREAD = 160
+
+
+def console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """Where people read.
+
+    Where nobody reads along and nobody said how wide it should be, a path should rather be in one line than in 80 columns.
+    """
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else _UNREAD
+    return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False, width=width)
+
+
+def show(*parts: RenderableType) -> None:
+    """Print tables and lines; in a pipe, without the blanks that fill a line."""
+    from rich.text import Text
+
+    sheet = console()
+    with sheet.capture() as captured:
+        for part in parts:
+            sheet.print(part, soft_wrap=isinstance(part, str | Text))
+    for line in captured.get().splitlines():
+        click.echo(line if sheet.is_terminal else line.rstrip())
+
+
+def print_json(answer: object) -> None:
+    """One document."""
+    click.echo(json.dumps(answer, indent=2))
+
+
+def identifier(number: int | None) -> str | None:
+    """A number that names something, as JSON has it: see Rule 3."""
+    return None if number is None else f"{number:#018x}"

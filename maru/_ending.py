@@ -1,0 +1,273 @@
+"""How every command ends: with one exit code for each cause, one line that says it, and nothing left running.
+
+    0      done
+    1      a check failed: what was looked at is not as it must be
+    2      usage or configuration: what was asked for cannot be
+    3      the environment: a disk, a server, a package, memory or descriptors that are not there
+    70     a fault of the program itself: the one end with a traceback
+    129, 130, 141, 143    SIGHUP, SIGINT, SIGPIPE, SIGTERM: 128 and the signal's number
+
+Rule 1. SIGTERM and SIGHUP unwind as SIGINT does, in whatever way Python, or trio, treats that: all that a command cleans up
+        behind itself is cleaned up behind a ``with`` or a ``finally``. What is ignored where the command starts (``nohup``)
+        stays ignored. While it unwinds, another SIGTERM or SIGHUP changes nothing; a second SIGINT still interrupts.
+Rule 2. Processes that it has started end with it. Whoever started one ends it; one that is left all the same is killed here,
+        with all below it.
+Rule 3. Whoever stopped reading the output has seen enough: SIGPIPE's code, without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from enum import IntEnum
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import click
+
+from .exception_groups import holds, leaves
+
+_AGAIN: Final = 0.01
+"""Seconds after which a signal that could not be heeded is sent again."""
+
+
+class ExitCode(IntEnum):
+    """What the exit code of a command means. One that a signal ended has 128 and the number of the signal."""
+
+    DONE = 0
+    CHECK_FAILED = 1
+    USAGE = 2
+    ENVIRONMENT = 3
+    OUR_FAULT = 70
+
+
+class CheckFailed(click.ClickException):
+    """What was looked at is not as it must be."""
+
+    exit_code = ExitCode.CHECK_FAILED
+
+
+class BadInput(click.ClickException):
+    """What was asked for cannot be, and whoever asked can change that."""
+
+    exit_code = ExitCode.USAGE
+
+
+class EnvironmentFault(click.ClickException):
+    """What was asked for can be, but not here, or not now: a disk, a server, a package, memory."""
+
+    exit_code = ExitCode.ENVIRONMENT
+
+
+@contextlib.contextmanager
+def ending(program: str) -> Iterator[None]:
+    """Around all that a command does: whatever it raises becomes a line and an exit code.
+
+    Raises:
+        SystemExit: however the block ends, unless it raises SystemExit itself.
+    """
+    before = set(_below(os.getpid()))
+    code = int(ExitCode.DONE)
+    with _unwinding_signals() as received:
+        try:
+            try:
+                yield
+            finally:
+                _flush()
+        except SystemExit as left:
+            code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        except BaseException as error:
+            code = _say(program, error, received)
+        if received:
+            code = 128 + received[0]
+        if code > 128:
+            _kill(set(_below(os.getpid())) - before)
+    raise SystemExit(code)
+
+
+class Interruption:
+    """Whether a block was interrupted. Made by :func:`until_interrupted`."""
+
+    def __init__(self) -> None:
+        self.came: bool = False
+
+    def go_on(self) -> None:
+        """End the command with it, once what there is has been shown.
+
+        Raises:
+            KeyboardInterrupt: it came.
+        """
+        if self.came:
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def until_interrupted() -> Iterator[Interruption]:
+    """A block that may be interrupted, and yet there is something to show of it: the rest of the command goes on."""
+    interruption = Interruption()
+    try:
+        yield interruption
+    except BaseException as error:
+        if not interrupted(error):
+            raise
+        interruption.came = True
+
+
+def _say(program: str, error: BaseException, received: list[int]) -> int:
+    """Write the line that belongs to an error. The exit code."""
+    if interrupted(error):
+        number = signal.Signals(received[0] if received else signal.SIGINT)
+        _write(f"{program}: ended by {number.name}")
+        return 128 + number
+    every = [_as_said(one) for one in leaves(error)]
+    said = every[0]
+    if None in every or said is None:
+        _write("".join(traceback.format_exception(error)) + f"{program}: this is a fault of the program itself")
+        return ExitCode.OUR_FAULT
+    if isinstance(said, BrokenPipeError):
+        return 128 + signal.SIGPIPE
+    with contextlib.suppress(OSError):
+        said.show()
+    return ExitCode.USAGE if isinstance(said, click.FileError) else said.exit_code
+
+
+def interrupted(error: BaseException) -> bool:
+    """Whether it is an interrupt, or what one left behind: an error that was raised while it unwound."""
+    if holds(error, (KeyboardInterrupt, click.Abort)):
+        return True
+    return (
+        error.__context__ is not None and not isinstance(error, click.ClickException) and interrupted(error.__context__)
+    )
+
+
+def _as_said(error: BaseException) -> click.ClickException | BrokenPipeError | None:
+    """The same as a person is told it. None for what nobody foresaw."""
+    if isinstance(error, click.ClickException):
+        return error
+    if isinstance(error, OSError):
+        where = error.filename
+        if where is None and _is_of_output(error):
+            _forget_output()
+            if isinstance(error, BrokenPipeError):
+                return error
+            where = "standard output"
+        text = error.strerror or str(error) or type(error).__name__
+        return EnvironmentFault(text if where is None else f"{os.fsdecode(where)}: {text}")
+    if isinstance(error, MemoryError):
+        return EnvironmentFault(f"there is not enough memory{f': {error}' if str(error) else ''}")
+    if isinstance(error, ModuleNotFoundError) and error.name is not None and _is_foreign(error.name):
+        return EnvironmentFault(lacking(error.name))
+    return None
+
+
+_EXTRAS: Final = {"torch": "torch", "numpy": "torch", "zstandard": "zstd", "cryptography": "aes"}
+
+
+def _is_foreign(name: str) -> bool:
+    return name.partition(".")[0] not in ("offload", "backends", "maru")
+
+
+def lacking(name: str) -> str:
+    """That a package is not there, and what would bring it."""
+    package = name.partition(".")[0]
+    if package in _EXTRAS:
+        return f"the package {package} is not installed: pip install 'trio-offload[{_EXTRAS[package]}]'"
+    return f"the package {package} is not installed"
+
+
+# --- output -------------------------------------------------------------------------------------------------------
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError):
+        click.echo(text, err=True)
+
+
+_WRITERS: Final = frozenset({"click.utils", "rich.console", __name__})
+"""Modules that write to it."""
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether it was raised by a write to the standard output: they name no file, but come from one of these."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals["__name__"] in _WRITERS
+
+
+def _flush() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _forget_output() -> None:
+    """What could not be written is not tried again when the interpreter ends, which would complain in its own way."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+# --- signals ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _unwinding_signals() -> Iterator[list[int]]:
+    """SIGTERM and SIGHUP do what SIGINT does. The numbers of those that came. Nothing in another thread than the main one."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def heed(number: int, frame: FrameType | None) -> None:
+        if _finalizing(frame):  # what is raised there is lost
+            again = threading.Timer(_AGAIN, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+            return
+        received.append(number)
+        interrupt: Any = signal.getsignal(signal.SIGINT)
+        if len(received) == 1:
+            # Where SIGINT is ignored, as behind `&` in a script, these are not.
+            (interrupt if callable(interrupt) else signal.default_int_handler)(signal.SIGINT, frame)
+
+    heeded = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL]
+    for number in heeded:
+        signal.signal(number, heed)
+    try:
+        yield received
+    finally:
+        for number in heeded:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _finalizing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
+# --- processes ----------------------------------------------------------------------------------------------------
+
+
+def _below(parent: int) -> Iterator[int]:
+    """The processes that it has started, and those below them."""
+    for children in Path(f"/proc/{parent}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for pid in map(int, children.read_text().split()):
+                yield pid
+                yield from _below(pid)
+
+
+def _kill(processes: set[int]) -> None:
+    for pid in processes:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
