@@ -195,18 +195,25 @@ def _text(px: float, py: float, text: str, kind: str) -> str:
 
 
 def _style() -> str:
-    colours = "".join(f".c{n}{{--c:{light}}}" for n, (light, _) in enumerate(_COLOURS))
-    dark = "".join(f".c{n}{{--c:{dark}}}" for n, (_, dark) in enumerate(_COLOURS))
+    """Its rules. No variables: what draws pictures outside of browsers knows none, and would paint all of it black."""
+    light = _colours("#ffffff", "#1c2127", "#57606a", "#e3e7ec", [light for light, _ in _COLOURS])
+    dark = _colours("#14171b", "#e8ebee", "#a3adb8", "#2b3138", [dark for _, dark in _COLOURS])
     return (
-        "svg{--paper:#ffffff;--ink:#1c2127;--soft:#57606a;--grid:#e3e7ec;font:14px system-ui,sans-serif}"
-        f".limit{{--c:var(--soft)}}{colours}"
-        "@media(prefers-color-scheme:dark){svg{--paper:#14171b;--ink:#e8ebee;--soft:#a3adb8;--grid:#2b3138}"
-        f"{dark}}}"
-        ".paper{fill:var(--paper)}text{fill:var(--ink)}.title{font-size:17px;font-weight:600}"
-        ".soft,.tick{fill:var(--soft);font-size:13px}.label{fill:var(--ink)}"
+        "svg{font:14px system-ui,sans-serif}.title{font-size:17px;font-weight:600}.soft,.tick{font-size:13px}"
         ".middle{text-anchor:middle}.end{text-anchor:end}"
-        ".grid{stroke:var(--grid)}.axis{stroke:var(--soft)}"
-        ".line{fill:none;stroke:var(--c);stroke-width:1.8;stroke-linejoin:round}.main .line{stroke-width:3.4}"
-        ".limit .line{stroke-dasharray:6 5}.leader{fill:none;stroke:var(--c);opacity:.65}"
-        ".mark{fill:var(--c);stroke:var(--paper);stroke-width:1.2}.name{fill:var(--c)}.main .name{font-weight:700}"
+        ".line{fill:none;stroke-width:1.8;stroke-linejoin:round}.main .line{stroke-width:3.4}"
+        ".limit .line{stroke-dasharray:6 5}.leader{fill:none;opacity:.65}.mark{stroke-width:1.2}.main .name{font-weight:700}"
+        f"{light}@media(prefers-color-scheme:dark){{{dark}}}"
+    )
+
+
+def _colours(paper: str, ink: str, soft: str, grid: str, lines: Sequence[str]) -> str:
+    kinds = {"limit": soft, **{f"c{n}": colour for n, colour in enumerate(lines)}}
+    return (
+        f".paper{{fill:{paper}}}text{{fill:{ink}}}.soft,.tick{{fill:{soft}}}.grid{{stroke:{grid}}}.axis{{stroke:{soft}}}"
+        f".mark{{stroke:{paper}}}"
+        + "".join(
+            f".{kind} .line,.{kind} .leader{{stroke:{colour}}}.{kind} .mark,.{kind} .name{{fill:{colour}}}"
+            for kind, colour in kinds.items()
+        )
     )
