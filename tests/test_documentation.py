@@ -119,6 +119,12 @@ def console_lines(command: str) -> list[object]:
     return lines
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_imports_nothing_private(page: Path) -> None:
+    private = re.compile(r"^\s*(?:from|import) +(?:offload|backends|maru)[\w.]*\._\w+", re.MULTILINE)
+    assert not private.findall(page.read_text())
+
+
 @pytest.mark.parametrize(("block", "program"), python_programs())
 def test_python_block_runs(block: Block, program: str, tmp_path: Path) -> None:
     file = tmp_path / f"{block.page.stem}.py"
