@@ -141,7 +141,7 @@ def test_a_unix_socket_is_private_where_only_its_user_can_have_put_it(tmp_path):
 def test_a_server_of_another_user_is_refused_in_every_protocol(world, protocol):
     one = Client(world(), protocol=protocol)
     one.listener = FOREIGN
-    with pytest.raises(UntrustedServer, match=f"server_url = 'tcp://.*user {ME + 1}.*curve_key_file"):
+    with pytest.raises(UntrustedServer, match=f"server_url = 'ipc://.*user {ME + 1}.*curve_key_file"):
         one.run(connect(one.s))
     assert not one.s.is_connected and one.s.unsettled and not one.s.token
 
