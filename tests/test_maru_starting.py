@@ -79,7 +79,7 @@ def case(said: str) -> Callable[[Callable[[Path], Iterator[dict[str, object]]]],
     return note
 
 
-@case("is no directory. Is the name right, and is it mounted?")
+@case("there is no directory")
 def a_pool_whose_parent_is_not_there(place):
     yield {"pool_path": str(place / "mount" / "pool")}
 
