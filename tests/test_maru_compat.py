@@ -156,7 +156,7 @@ def test_extra_fields_are_there_and_disturb_nobody(pool):
         assert {"success", "rm_address", "epoch", "codes"} <= set(hello) and hello["session"] is None
         assert owner.ask(Ask.EXISTS_KV, key="k", more=[1, {"deep": b"bytes"}])["exists"]
         found = owner.ask(Ask.LOOKUP_KV, key="k")
-        assert found["generation"] > 0 and "checksum" in found and found["epoch"] == server.ready["epoch"]
+        assert found["generation"] > 0 and "checksum" in found and found["epoch"] == int(server.ready["epoch"], 16)
 
 
 def test_flags_are_echoed_and_what_lies_behind_the_payload_is_ignored(pool):
@@ -423,7 +423,7 @@ def test_a_key_that_a_killed_published_client_pinned_is_free_after_its_grace(poo
 
 
 def test_a_published_client_goes_on_after_a_restart_of_our_server(pool):
-    with Server(pool) as server, PublishedOwner(server.ipc, "theirs") as owner:
+    with Server(pool, skips=True) as server, PublishedOwner(server.ipc, "theirs") as owner:
         owner.put("k")
         server.restart()
         with owner.impatient():
@@ -431,7 +431,9 @@ def test_a_published_client_goes_on_after_a_restart_of_our_server(pool):
         assert owner.get(["k"]) == ["right"]
         assert owner.put("l") is True
         assert owner.get(["k", "l"]) == ["right"] * 2
-        assert owner.ask(Ask.DELETE_KV, key="k")["success"]
+        assert not owner.ask(Ask.DELETE_KV, key="k")["success"]  # in quiet time: somebody may be reading it
+        server.skip(60)
+        eventually(lambda: owner.ask(Ask.DELETE_KV, key="k")["success"])
 
 
 def _answered(owner: PublishedOwner) -> bool:
