@@ -446,7 +446,7 @@ async def test_a_source_that_cannot_be_read_fails_all_and_leaves_no_file(directo
 def small_disk(directory):
     """A file system of 64 KiB, where this process may mount one."""
     directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(directory)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", str(directory)]
     if os.getuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("cannot mount a small file system")
     yield directory
