@@ -133,6 +133,11 @@ class Directory:
             raise PlaceInUse(f"{path!r} is in use by another tier, here or in another process") from exc
         watch_forks(self, Directory._after_fork)
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether it is another process's, which this one was forked from."""
+        return os.getpid() != self._pid
+
     def __enter__(self) -> None:
         with self._mutex:
             if self._closing:

@@ -117,11 +117,12 @@ class FileTier(PooledTier[FileRegistry]):
     def close(self) -> None:
         """Remove what nobody wants any more and let go of the directory, once no thread works in it. Idempotent.
 
-        Using the tier afterwards raises :class:`~backends.PlaceClosed`.
+        Using the tier afterwards raises :class:`~backends.PlaceClosed`. In a forked child it touches no file.
         """
         directory, self._open = self._open, None
         if directory is not None:
-            remove(directory, self._litter())
+            if not directory.is_inherited:  # else the files are the parent's, and so is what it does not want any more
+                remove(directory, self._litter())
             directory.close()
 
     # --- Source ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ Both are the real thing: a :class:`~maru.MaruServer` with a pool of its own, and
 from __future__ import annotations
 
 import enum
-import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -21,11 +20,13 @@ import trio
 
 from ._config import ServerConfig
 from ._errors import BadFrame
+from ._pool.placement import find_place
 from ._server.server import MaruServer, open_server
 from ._wire import REPLY, read_header
 from ._wire import Code as Code
 from .transport import TrioSocket, open_socket
 
+_CAPACITY_BYTES: Final = 64 << 20
 _MOST_HELD: Final = 4_096
 """Messages that a wire keeps back; what would be more is lost."""
 
@@ -39,9 +40,10 @@ async def open_test_server(**knobs: Any) -> AsyncIterator[MaruServer]:
     Args:
         knobs: those of :class:`~maru.ServerConfig` that are to be set otherwise. With ``pool_path``, the pool stays.
     """
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="maru-test-", dir=memory, ignore_cleanup_errors=True) as path:
-        defaults = {"port": 0, "capacity_bytes": 64 << 20, "pool_path": path}
+    nbytes = knobs.get("capacity_bytes") or _CAPACITY_BYTES
+    parent = None if "pool_path" in knobs else find_place(nbytes).parent
+    with tempfile.TemporaryDirectory(prefix="maru-test-", dir=parent, ignore_cleanup_errors=True) as path:
+        defaults = {"port": 0, "capacity_bytes": _CAPACITY_BYTES, "pool_path": path}
         async with open_server(ServerConfig(**{**defaults, **knobs})) as server:
             yield server
 

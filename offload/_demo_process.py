@@ -35,8 +35,6 @@ from .testing.reference_engine import Sequence as Generation
 
 CHUNK_TOKENS = 256
 """What a forward pass of a prefill computes."""
-_SPARE = 1.25
-"""So much more memory than blocks: the page store evicts ahead of need from a region that is nearly full."""
 _BLOCKS_IN_A_STORE = 4  # in the run that cancels: small ones, so that there are many
 
 
@@ -58,6 +56,8 @@ class Job:
     """Tokens to generate."""
     checksums: bool
     """Whether tiers verify what they load."""
+    region_bytes: int
+    """What A and B each take of the page store."""
 
 
 @attrs.frozen
@@ -116,11 +116,10 @@ class Server:
 
     def in_shared_pages(self) -> MaruTier:
         """Pages of shared memory, which other processes read in place. The engine opens it, in its own thread."""
-        config, size = self.model.config, self.model.block_bytes
         self.handler = MaruHandler(
             server_url=self.job.store,
-            chunk_size_bytes=size,
-            pool_size=int(_SPARE * config.num_blocks * size),
+            chunk_size_bytes=self.model.block_bytes,
+            pool_size=self.job.region_bytes,
             namespace=self.fingerprint,
             checksums=self.job.checksums,
         )

@@ -55,8 +55,13 @@ QUESTIONS = {
 }
 _WORTH_A_RATE = 1 << 20  # bytes: what takes less time says more about the clock than about the copy
 
-_POOL_BYTES = 1 << 30
-"""What the page store may take. It takes what the document's blocks need."""
+_BLOCK_TOKENS, _BLOCK_BYTES = 16, 64 << 10
+"""Of the model. Its module imports torch, which takes seconds."""
+_SPARE = 1.25
+"""So much more memory than blocks: the page store evicts ahead of need from a region that is nearly full."""
+_REGION_STEP = 2 << 20
+_SHARING = 2
+"""Engine processes that have a region each."""
 
 PROCESS_TIMEOUT = 300.0
 """How long one engine process may take, in seconds. A healthy one takes some ten."""
@@ -131,8 +136,11 @@ async def run(options: Options, sheet: Console) -> dict[str, Any]:
     with _directory(options.keep) as directory:
         text, source = document(options.document_bytes)
         (directory / "document.txt").write_bytes(text)
+        region = region_bytes(options)
+        pool = directory / "pool" if options.keep else None
+        home = place_of(pool, _SHARING * region, sheet)
         with _progress(sheet) as bars:
-            async with page_store(options.keep and directory / "pool") as server:
+            async with page_store(home, _SHARING * region, pool) as server:
                 a = await _engine_process("a", directory, server, options, bars)
                 damaged = damage(server, options.damage, a["block_bytes"])
                 b = await _engine_process("b", directory, server, options, bars)
@@ -226,6 +234,7 @@ async def _engine_process(
         "questions": QUESTIONS[role],
         "answer_tokens": options.answer_tokens,
         "checksums": options.checksums,
+        "region_bytes": region_bytes(options),
     }
     command = [sys.executable, "-m", "offload._demo_process", json.dumps(job)]
     outcome: dict[str, Any] | None = None
@@ -259,19 +268,44 @@ async def _lines(process: trio.Process) -> AsyncIterator[bytes]:
             yield line
 
 
+def region_bytes(options: Options) -> int:
+    """Memory for the blocks of one engine process, those of the same prompts computed anew beside them."""
+    longest = max(len(question) for questions in QUESTIONS.values() for question in questions)
+    blocks = -(-(options.document_bytes + longest + options.answer_tokens) // _BLOCK_TOKENS)
+    nbytes = int(_SPARE * (2 * blocks + 8) * _BLOCK_BYTES)
+    return -(-nbytes // _REGION_STEP) * _REGION_STEP
+
+
+def place_of(pool: Path | None, nbytes: int, sheet: Console) -> str:
+    """The directory for what is temporary. Says so where a pool is not in memory.
+
+    Raises:
+        DemoFailed: there is no room for a pool anywhere.
+    """
+    from maru._errors import PoolUnusable
+    from maru._pool.placement import find_place
+
+    try:
+        place = find_place(nbytes, [str(pool.parent)] if pool else ())
+    except PoolUnusable as error:
+        raise DemoFailed(str(error)) from error
+    if place.note:
+        sheet.print(place.note, soft_wrap=True)
+    return place.parent if pool is None else tempfile.gettempdir()
+
+
 @contextlib.asynccontextmanager
-async def page_store(pool: Path | None = None) -> AsyncIterator[MaruServer]:
-    """A page store in this process, over a temporary pool in shared memory, or one that stays."""
+async def page_store(parent: str, nbytes: int, pool: Path | None = None) -> AsyncIterator[MaruServer]:
+    """A page store in this process, over a temporary pool in a directory, or over one that stays."""
     from maru import ServerConfig, open_server
 
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix=f"offload-demo-{os.getpid()}-", dir=memory) as home:
+    with tempfile.TemporaryDirectory(prefix=f"offload-demo-{os.getpid()}-", dir=parent) as home:
         config = ServerConfig(
             host="",  # a Unix socket is enough
             rm_address="",
             runtime_dir=home,
             pool_path=str(pool or home),
-            capacity_bytes=_POOL_BYTES,
+            capacity_bytes=nbytes,
             log_level="error",
         )
         async with open_server(config) as server:

@@ -335,3 +335,37 @@ def test_what_a_handler_has_begun_is_not_waited_for_in_a_forked_child(tmp_path: 
             assert handler.exists("k")
             handler.close()
         """)
+
+
+# --- at random points -------------------------------------------------------------------------------------------------
+
+KINDS = ["pool", "server", "handler", "engine"]
+
+
+def play(kind: str, seed: int, steps: int) -> None:
+    """A program of its own that two threads play, and that forks between its steps: see ``forking_program.py``."""
+    command = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-W", "ignore::ResourceWarning"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).with_name("forking_program.py")), kind, str(seed), str(steps)],
+        capture_output=True,
+        text=True,
+        timeout=10 * PATIENCE,
+        env={**environment(), "OMP_NUM_THREADS": "1"},
+    )
+    assert (done.stdout.partition(" forks, ")[2], done.stderr, done.returncode) == ("and all is well\n", "", 0), (
+        kind,
+        seed,
+        done.stderr,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_that_forks_now_and_then_does_what_it_did(kind: str) -> None:
+    play(kind, 0, 12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_that_fork_at_random_points_do_what_they_did(kind: str, seed: int) -> None:
+    play(kind, seed, 200)

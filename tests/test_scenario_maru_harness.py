@@ -45,7 +45,7 @@ def good(scenario: Scenario) -> Report:
 
 
 def test_a_server_is_killed_stopped_started_and_ends_by_itself() -> None:
-    store = PageStore("--capacity-bytes", "4MiB")
+    store = PageStore(4 << 20)
     try:
         endpoint = store.endpoint
         assert store.alive and endpoint.startswith("ipc:///")
@@ -67,7 +67,7 @@ def test_a_server_is_killed_stopped_started_and_ends_by_itself() -> None:
 def test_a_server_that_does_not_come_up_says_why_and_leaves_nothing() -> None:
     before = left_behind()
     with pytest.raises(NoPageStore, match="no-such-option"):
-        PageStore("--no-such-option")
+        PageStore(4 << 20, "--no-such-option")
     assert left_behind() == before
 
 

@@ -4,7 +4,8 @@ Each pool is a file of its own, not a part of one that all clients map: so no cl
 and the memory of a client that was stopped while its session ended is never somebody else's meanwhile. It is freed
 when the last process that maps it lets go.
 
-Rule 1. All its pages are there before anybody is told of it: where there is no memory, that is an error here, no SIGBUS later.
+Rule 1. All its pages are there before anybody is told of it: where there is no memory, that is an error here, no SIGBUS later,
+        and no end of whatever process the kernel picks: what it has left is asked first.
 Rule 2. The file can neither shrink nor grow (it is sealed): no client can take pages from under the server.
 Rule 3. Where memory cannot be pinned, it is used all the same, and what is in the way is said.
 """
@@ -24,6 +25,7 @@ from typing import Final
 from maru._errors import CannotMap
 from maru._memory.memory import Memory
 from maru._memory.pinning import Pinning, find_pinning
+from maru._pool.facts import memory_left
 
 from ._config import Pin
 from ._errors import PoolRefused
@@ -151,6 +153,9 @@ def _file_of(nbytes: int, go_on: Callable[[], None]) -> int:
     Raises:
         PoolRefused: there is no memory for it.
     """
+    left = memory_left()
+    if left is not None and nbytes > left:
+        raise PoolRefused(f"no memory for {nbytes} bytes: {left} are left here; take a smaller pool")
     fd = os.memfd_create("pinned-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         try:

@@ -133,7 +133,7 @@ def examine(facts: Facts, wanted: Wanted) -> list[Finding]:
     """What is to be said about these facts, the same things in the same order each time."""
     findings = [_directory(facts.directory)]
     if facts.device is None:
-        findings += [_space(facts, wanted), _memory(facts, wanted), _kind(facts)]
+        findings += [*examine_space(facts, wanted), _kind(facts)]
     else:
         findings.append(_device(facts.device, wanted))
     findings += [_descriptors(facts, wanted), _populate(facts)]
@@ -144,6 +144,11 @@ def examine(facts: Facts, wanted: Wanted) -> list[Finding]:
     findings += [_socket(fact) for fact in facts.sockets]
     findings += [_pool(fact) for fact in facts.pools]
     return findings
+
+
+def examine_space(facts: Facts, wanted: Wanted) -> list[Finding]:
+    """Of these, what is to be said about room for regions in a directory."""
+    return [_space(facts, wanted), _memory(facts, wanted)]
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:

@@ -59,6 +59,13 @@ def read_facts(
     )
 
 
+def memory_left(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int | None:
+    """Memory that this process may still take, as its control group and the kernel say; None where neither does."""
+    available = _kib_line(_read(f"{proc}/meminfo"), "MemAvailable")
+    left = [one for one in (_memory_left(proc, cgroup), available or None) if one is not None]
+    return min(left, default=None)
+
+
 def file_system_of(path: str, mounts: str) -> str:
     """The kind of file system a path is in, from what ``/proc/self/mounts`` says."""
     best, kind = "", ""

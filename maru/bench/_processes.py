@@ -21,6 +21,8 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from .._ending import EnvironmentFault
+from .._errors import PoolUnusable
+from .._pool.placement import find_place
 
 PATIENCE: Final = 30.0
 """Seconds until something has gone wrong: a start, an end, or an answer."""
@@ -132,10 +134,15 @@ class Server(Child):
 
 
 @contextmanager
-def home() -> Iterator[str]:
-    """A directory for a pool, in shared memory where there is such a place; removed afterwards."""
-    shared = "/dev/shm"
-    path = tempfile.mkdtemp(prefix=f"maru-bench-{os.getpid()}-", dir=shared if os.access(shared, os.W_OK) else None)
+def home(capacity_bytes: int) -> Iterator[str]:
+    """A directory for a pool of so many bytes, in shared memory where there is room for it; removed afterwards."""
+    try:
+        place = find_place(capacity_bytes)
+    except PoolUnusable as error:
+        raise BenchFailed(str(error)) from error
+    if place.note:
+        print(place.note, file=sys.stderr)
+    path = tempfile.mkdtemp(prefix=f"maru-bench-{os.getpid()}-", dir=place.parent)
     try:
         yield path
     finally:
@@ -146,6 +153,6 @@ def home() -> Iterator[str]:
 @contextmanager
 def server(capacity_bytes: int) -> Iterator[Server]:
     """A server for as long as the block lasts."""
-    with home() as path, Server(path, capacity_bytes) as running:
+    with home(capacity_bytes) as path, Server(path, capacity_bytes) as running:
         assert isinstance(running, Server)
         yield running

@@ -32,7 +32,7 @@ def rows(effort: Effort) -> Iterator[Row]:
     """The row of the start."""
     keys = keys_of(effort.size(KEYS, 1_000))
     capacity_bytes = len(keys) * _PAGE_BYTES + (8 << 20)
-    with home() as path:
+    with home(capacity_bytes) as path:
         with Server(path, capacity_bytes) as first:
             _fill(first, keys)
             _wait_settled(first)

@@ -37,7 +37,6 @@ async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[
                 # What can be entered an engine enters, and leaves; if it comes to that.
                 tier = stack.enter_context(closing(_made(spec, spec.made, options.block_bytes)))
             elif spec.kind == "maru":
-                _check_memory(spec, nbytes)
                 tier = await stack.enter_async_context(_page_store(nbytes, options))
             elif spec.directory is None:
                 _check_memory(spec, nbytes)
@@ -75,11 +74,20 @@ def _made(spec: TierSpec, made: str | Mapping[str, Any], block_bytes: int) -> Ti
 @asynccontextmanager
 async def _page_store(nbytes: int, options: ReplayOptions) -> AsyncIterator[RemoteTier]:
     """A tier over a page store in this process, with one region, of which nothing is evicted ahead of need."""
+    import click
+
     from backends.maru import MaruTier
     from maru import MaruHandler, ServerConfig, open_server
+    from maru._errors import PoolUnusable
+    from maru._pool.placement import find_place
 
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix=f"offload-replay-{os.getpid()}-", dir=memory) as home:
+    try:
+        place = find_place(nbytes + _REGION_STEP)
+    except PoolUnusable as error:
+        raise ReplayError(f"maru: {error}: give it a --capacity, or choose smaller --block-bytes") from error
+    if place.note:
+        click.echo(place.note, err=True)
+    with tempfile.TemporaryDirectory(prefix=f"offload-replay-{os.getpid()}-", dir=place.parent) as home:
         config = ServerConfig(
             host="",
             rm_address="",

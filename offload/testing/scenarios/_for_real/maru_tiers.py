@@ -304,10 +304,14 @@ def region_of(spec: TierSpec) -> int:
     return -(-spec.capacity * spec.block_bytes // REGION) * REGION
 
 
-def server_options(spec: TierSpec) -> list[str]:
-    """Of the command: evicts only when asked to, takes short leases, has room for what lost sessions leave."""
+def pool_bytes(spec: TierSpec) -> int:
+    """Room for the regions of one client, and for what lost sessions leave."""
+    return (1 + _LEFT) * region_of(spec)
+
+
+def server_options() -> list[str]:
+    """Of the command: evicts only when asked to, takes short leases."""
     return [
-        *("--capacity-bytes", str((1 + _LEFT) * region_of(spec))),
         *("--high-watermark", "1.0", "--low-watermark", "1.0"),
         *("--min-lease", "0.05", "--lease-grace", "0.1", "--watermark-interval", "0.02"),
         *("--log-level", "warning"),

@@ -20,9 +20,11 @@ import tempfile
 import time
 from typing import IO, Any, Final
 
+from maru._errors import PoolUnusable
+from maru._pool.placement import find_place
+
 _READY_WITHIN: Final = 30.0
 _ENDED_WITHIN: Final = 10.0
-_MEMORY: Final = "/dev/shm"
 
 # It ends with whoever started it; what else it does is the command.
 _PROGRAM: Final = """
@@ -44,18 +46,24 @@ class PageStore:
     """One ``maru-server``, which may be killed, stopped, and started again over what it left. It is ready when this is.
 
     Args:
+        nbytes: of all its regions together.
         options: of the command, beside those that say where it is.
 
     Raises:
         NoPageStore: it does not come up.
     """
 
-    def __init__(self, *options: str) -> None:
-        memory = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-        self.directory: str = tempfile.mkdtemp(prefix=f"offload-maru-{os.getpid()}-", dir=memory)
+    def __init__(self, nbytes: int, *options: str) -> None:
+        try:
+            place = find_place(nbytes)
+        except PoolUnusable as exc:
+            raise NoPageStore(str(exc)) from exc
+        self.note: str = place.note
+        """What a reader of the report must know of where its pool is; most often empty."""
+        self.directory: str = tempfile.mkdtemp(prefix=f"offload-maru-{os.getpid()}-", dir=place.parent)
         """Of its pool, its journal and its sockets; its path is short, since a socket's name has 107 bytes."""
         self.starts: int = 0
-        self._options = options
+        self._options = ("--capacity-bytes", str(nbytes), *options)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by end()
         self._process: subprocess.Popen[bytes] | None = None
         self._endpoint = ""

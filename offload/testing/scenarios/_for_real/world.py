@@ -86,10 +86,12 @@ class RealWorld(VirtualWorld):
         if spec.kind != "maru":
             return RealPlace(name, spec, self.moments, self._owners, clock=clock, over=self.over, later=self.at)
         from .maru_places import MaruPlace
-        from .maru_tiers import server_options
+        from .maru_tiers import pool_bytes, server_options
 
-        store = PageStore(*server_options(spec))
+        store = PageStore(pool_bytes(spec), *server_options())
         self._stores.append(store)
+        if store.note:
+            self.notes[store.note] = None
         return MaruPlace(
             name,
             spec,

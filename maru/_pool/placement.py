@@ -1,0 +1,72 @@
+"""Where a temporary pool goes: into memory where there is enough of it, or else onto a disk, and said so.
+
+For commands that make a pool of their own and remove it. They ask before they begin: a pool that is too small for what is to be
+stored is found out minutes later, by a wait for a page that never comes. The directory of a server that somebody runs is
+the configuration's, and nobody moves it.
+
+Rule 1. What counts is what the doctor finds of space and of memory (:mod:`.doctor`): the first place where nothing fails.
+Rule 2. Whoever is given another place than the first is told which, and what was in the way there.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Final
+
+import attrs
+
+from .._errors import PoolUnusable
+from .doctor import Facts, Finding, Wanted, examine_space
+from .facts import read_facts
+
+MEMORY: Final = "/dev/shm"
+_JOURNAL_BYTES: Final = 4 << 20
+"""What a pool takes beside its regions, in a run of a command."""
+
+
+@attrs.frozen
+class Placement:
+    """Where to make the directory of a pool."""
+
+    parent: str
+    """The directory that it is to be made in."""
+    note: str = ""
+    """What to tell whoever expects it in memory; empty where it is there."""
+
+
+def choose_place(places: Sequence[tuple[str, Facts]], nbytes: int) -> Placement:
+    """The first of these places that has room for a pool of so many bytes. Pure.
+
+    Raises:
+        PoolUnusable: none of them has; the text says what each of them lacks.
+    """
+    wanted = Wanted(capacity_bytes=nbytes)
+    lacking: list[str] = []
+    for parent, facts in places:
+        failed = [found for found in examine_space(facts, wanted) if found.verdict == "fail"]
+        if not failed:
+            note = f"the pool is in {parent}, on a disk, which is slower: {'; '.join(lacking)}" if lacking else ""
+            return Placement(parent, note)
+        lacking.append(f"{parent} has {_lack(failed)}")
+    raise PoolUnusable(f"there is no place for a pool: {'; '.join(lacking) or 'no directory can be written'}")
+
+
+def find_place(nbytes: int, parents: Sequence[str] = ()) -> Placement:
+    """Where a temporary pool of so many bytes goes now: in ``/dev/shm``, or else where temporary files are. Blocking, briefly.
+
+    Args:
+        nbytes: of all its regions together.
+        parents: the directories to try instead.
+
+    Raises:
+        PoolUnusable: there is no room for it anywhere; the text says what is where, and what to do about it.
+    """
+    parents = parents or (MEMORY, tempfile.gettempdir())
+    places = [parent for parent in dict.fromkeys(parents) if os.access(parent, os.W_OK)]
+    return choose_place([(parent, read_facts(f"{parent}/pool")) for parent in places], nbytes + _JOURNAL_BYTES)
+
+
+def _lack(failed: Sequence[Finding]) -> str:
+    return ", ".join(f"{found.found} of {found.needed} ({found.way_out})" for found in failed)
