@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from maru._ending import ending
 from maru._wire import BatchRegisterRequest, BeatRequest, Code, KeyRequest, RegisterRequest
 from maru.bench import command
 from maru.bench._bare import Bare
 from maru.bench._echo import Caller, echo
 from maru.bench._keys import keys_of
 from maru.bench._processes import BenchFailed, Child, home, server
-from maru.bench._shown import _leaving_on_sigterm
 
 FORM = {"name", "value", "unit", "limit_name", "limit_value", "ratio", "goal", "met"}
 GOALS = {
@@ -182,7 +182,7 @@ def test_a_sigterm_that_comes_in_a_finalizer_ends_it_all_the_same():
             ended.append(self)
 
     ended = []
-    with pytest.raises(SystemExit) as left, _leaving_on_sigterm():
+    with pytest.raises(SystemExit) as left, ending("maru"):
         Ending()
         time.sleep(20)
     assert left.value.code == 128 + signal.SIGTERM

@@ -368,7 +368,7 @@ def test_the_command_prints_a_table(trace_file: Path, tmp_path: Path) -> None:
         (["--tier", "no_such_module:Tier"], "tier no_such_module:Tier: module 'no_such_module' cannot be imported"),
         (["--tier", "plugin_peers:Tape"], "module 'plugin_peers' has no 'Tape', which was looked for as the tier"),
         (["--tier", "plugin_peers:Bitmap"], "cannot be called with (block_bytes=...)"),
-        (["--tier", "plugin_peers:StoreResult", "--capacity", "1MiB"], "cannot be called"),
+        (["--tier", "plugin_peers:StoreResult", "--capacity", "1MiB"], "there is no such parameter"),
         (["--tier", f"{__name__}:Raises"], "Raises: KeyError('as told')"),
         (["--tier", f"{__name__}:nothing"], "is no plugin: a tier would need reserve"),
         (["--tier", '{ type = "plugin" }'], "lacks module_path and class_name"),
