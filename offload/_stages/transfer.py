@@ -471,7 +471,7 @@ def _announce(hooks: Hooks, batch: OffloadBatch) -> None:
     news = [container for container in batch.containers if not container.announced]
     for container in news:
         container.announced = True
-    if news:
+    if news or not batch.containers:  # also that nobody was left to be claimed
         hooks.fire("post_claim", news)
 
 
