@@ -60,6 +60,8 @@ _BLOCK_TOKENS, _BLOCK_BYTES = 16, 64 << 10
 _SPARE = 1.25
 """So much more memory than blocks: the page store evicts ahead of need from a region that is nearly full."""
 _REGION_STEP = 2 << 20
+_POOL_BYTES = 1 << 30
+"""What the page store may take: more than it needs, or it would evict ahead of need. It takes what the regions have."""
 _SHARING = 2
 """Engine processes that have a region each."""
 
@@ -136,11 +138,10 @@ async def run(options: Options, sheet: Console) -> dict[str, Any]:
     with _directory(options.keep) as directory:
         text, source = document(options.document_bytes)
         (directory / "document.txt").write_bytes(text)
-        region = region_bytes(options)
         pool = directory / "pool" if options.keep else None
-        home = place_of(pool, _SHARING * region, sheet)
+        home = place_of(pool, _SHARING * region_bytes(options), sheet)
         with _progress(sheet) as bars:
-            async with page_store(home, _SHARING * region, pool) as server:
+            async with page_store(home, pool) as server:
                 a = await _engine_process("a", directory, server, options, bars)
                 damaged = damage(server, options.damage, a["block_bytes"])
                 b = await _engine_process("b", directory, server, options, bars)
@@ -295,7 +296,7 @@ def place_of(pool: Path | None, nbytes: int, sheet: Console) -> str:
 
 
 @contextlib.asynccontextmanager
-async def page_store(parent: str, nbytes: int, pool: Path | None = None) -> AsyncIterator[MaruServer]:
+async def page_store(parent: str, pool: Path | None = None) -> AsyncIterator[MaruServer]:
     """A page store in this process, over a temporary pool in a directory, or over one that stays."""
     from maru import ServerConfig, open_server
 
@@ -305,7 +306,7 @@ async def page_store(parent: str, nbytes: int, pool: Path | None = None) -> Asyn
             rm_address="",
             runtime_dir=home,
             pool_path=str(pool or home),
-            capacity_bytes=nbytes,
+            capacity_bytes=_POOL_BYTES,
             log_level="error",
         )
         async with open_server(config) as server:

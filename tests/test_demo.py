@@ -26,7 +26,7 @@ def process(role: str, directory: Path, options: demo.Options = SMALL, *, damage
 
     async def run() -> dict[str, Any]:
         with demo._progress(Console(quiet=True)) as bars:
-            async with demo.page_store("/tmp", 2 * demo.region_bytes(options), directory / "pool") as server:
+            async with demo.page_store("/tmp", directory / "pool") as server:
                 if damaged:
                     assert demo.damage(server, damaged, PAGE) == damaged
                 return await demo._engine_process(role, directory, server, options, bars)
