@@ -253,7 +253,7 @@ def test_ten_thousand_hostile_connections_end_nothing(pool):
 def test_connections_take_no_more_than_their_part_of_the_descriptors(pool):
     """ZeroMQ ends a process that cannot accept a connection for want of one: all of them were to be had from outside."""
     with Server(pool, *TCP, setup="maru_setups:limit:400") as server, contextlib.ExitStack() as stack:
-        for _ in range(250):
+        for _ in range(450):
             with contextlib.suppress(ConnectionError):
                 peer = stack.enter_context(dial(server.tcp))
                 peer.sendall(claim(b""))
