@@ -24,6 +24,7 @@ from published import PublishedClient, PublishedRmClient
 from published_wire import Ask
 
 from maru._config import ServerConfig
+from maru._relay import lookup
 from maru._relay.handshake import greeting, ready
 from maru._relay.relay import Relay
 from maru._server import relaying
@@ -419,6 +420,25 @@ def test_insecure_lets_other_users_in(pool):
         command = [sys.executable, "-c", STRANGER, str(port_of(server.tcp)), claim(b"").hex(), "stay"]
         done = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=True)
         assert b"READY".hex().encode() in done.stdout
+
+
+async def test_where_the_tables_cannot_be_read_nobody_new_comes_in(monkeypatch, caplog):
+    def fail() -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(lookup, "_read_tables", fail)
+    users = lookup.Users()
+    [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with (
+        listener,
+        await trio.testing.open_stream_to_socket_listener(listener) as stream,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(users.run)
+        assert await users.find(stream) is None
+        assert await users.find(stream) is None
+        nursery.cancel_scope.cancel()
+    assert "Too many open files" in caplog.text
 
 
 # --- one relay in this process ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
@@ -13,6 +14,9 @@ from .users import TABLES, connections, user_of
 
 FindUser: TypeAlias = Callable[[trio.SocketStream], Awaitable[int | None]]
 """The user at the other end; None for nobody's."""
+
+
+_log = logging.getLogger(__name__)
 
 
 def may_enter(user: int | None) -> bool:
@@ -33,7 +37,11 @@ class Users:
             await self._asked.wait()
             self._asked = trio.Event()
             waiting, self._waiting = self._waiting, []
-            table = await trio.to_thread.run_sync(_read_tables)
+            try:
+                table = await trio.to_thread.run_sync(_read_tables)
+            except OSError as exc:  # no descriptor is left, say: then nobody is known, and nobody new comes in
+                _log.warning("the kernel's tables of connections cannot be read: %s", exc)
+                table = {}
             for question in waiting:
                 question.table = table
                 question.answered.set()
