@@ -228,6 +228,8 @@ def two_blocks_on_their_way_up_are_taken_for_each_other(patch: pytest.MonkeyPatc
         return views(self, guards)
 
     patch.setattr(Staging, "views", crosswise)
+    # Else whoever copies from there compares, and finds them damaged.
+    patch.setattr(Staging, "checksums_of", lambda self, keys, guards: [None] * len(guards))
 
 
 @plant("I1", first=25)
