@@ -75,7 +75,11 @@ def check_descriptors() -> None:
         )
 
 
-class Commands(Program, click.Group):
+class ProgramGroup(Program, click.Group):
+    """A group of commands that is a program."""
+
+
+class Commands(ProgramGroup):
     """A group whose commands are imported when they are asked for.
 
     Attributes:

@@ -8,6 +8,7 @@ from typing import Any, Final, cast
 
 import click
 
+from .._commands import ProgramGroup
 from ._measure import Effort
 from ._row import Row
 from ._shown import Bench, run, shared_options
@@ -15,7 +16,7 @@ from ._shown import Bench, run, shared_options
 BENCHES: Final = ("rpc", "data")
 
 
-@click.group(name="bench", short_help="Measure each figure beside its limit.")
+@click.group(name="bench", cls=ProgramGroup, short_help="Measure each figure beside its limit.")
 def command() -> None:
     """Measure what the page store costs, each figure beside its limit and in the same run.
 

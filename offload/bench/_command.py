@@ -8,6 +8,7 @@ from typing import Any, Final, cast
 
 import click
 
+from maru._commands import ProgramGroup
 from maru._ending import BadInput
 from maru.bench._measure import Effort
 from maru.bench._row import Row
@@ -18,7 +19,7 @@ from .._trace import TraceError
 BENCHES: Final = ("pipeline", "copy", "enqueue", "cancel", "replay", "pinned-pool", "wrappers")
 
 
-@click.group(name="bench", short_help="Measure each figure beside its limit.")
+@click.group(name="bench", cls=ProgramGroup, short_help="Measure each figure beside its limit.")
 def command() -> None:
     """Measure what this package costs, each figure beside its limit and in the same run.
 

@@ -49,6 +49,12 @@ class WallClock(trio.abc.Clock):
         """It starts now; again, where it was started before."""
         self._began = perf_counter()
 
+    def hurry(self) -> None:
+        """From now on it goes 20 times as fast as the wall's, at whatever pace it went: what is left is to end."""
+        now = self.current_time()
+        self._scale = TICK * 1_000 * 20
+        self._began = perf_counter() - now / self._scale
+
     def current_time(self) -> float:
         """In any thread."""
         return (perf_counter() - self._began) * self._scale
