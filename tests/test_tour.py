@@ -37,6 +37,13 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert not missing, f"{page.relative_to(ROOT)} names {', '.join(missing)}"
 
 
+@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"\b(tests/\w+\.py)::(\w+)", page.read_text())
+    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in (ROOT / file).read_text()]
+    assert not missing, f"{page.relative_to(ROOT)} names {', '.join(missing)}"
+
+
 def test_the_reference_has_every_public_module() -> None:
     """And nothing but public modules."""
     page = (ROOT / "docs" / "reference.md").read_text()
