@@ -113,13 +113,7 @@ def _wrapper(wrapper: Any, knob: str) -> Any:
     found = _found(str(parameters.pop("type", "")), knob, {"zstd": wrappers.Zstd, "fp8": wrappers.Fp8}, "a wrapper")
     if hasattr(found, "encode") and not isinstance(found, type):
         return found
-    from backends.plugins import TierParameterError
-    from backends.plugins.finding import check_names, parameters_of
-
-    try:
-        check_names("wrapper", parameters, parameters_of(found))
-    except TierParameterError as error:
-        raise ConfigError(f"{knob}.{error.parameter}", error.value, error.why) from None
+    _check_parameters("wrapper", knob, found, parameters)
     return found(**parameters)
 
 
@@ -134,7 +128,7 @@ def make_policies(
     """The policies of a route into this tier; by default what it has already stays out of it.
 
     Raises:
-        ConfigError: a name that is none.
+        ConfigError: a name that is none, or a parameter that the policy does not have.
         ImportError, AttributeError: there is no such module, or nothing of that name in it.
         TypeError: what was found is no policy.
     """
@@ -149,7 +143,9 @@ def _policy(policy: PolicyLike, tier: Tier | RemoteTier, knob: str) -> Policy | 
         name = str(parameters.pop("type"))
         if name == "presence" and not parameters:
             return presence_filter(tier)
-        made = _found(name, knob, _POLICIES, "a policy")(**parameters)
+        found = _found(name, knob, _POLICIES, "a policy")
+        _check_parameters("policy", knob, found, parameters)
+        made = found(**parameters)
     elif isinstance(policy, str):
         if policy == "presence":
             return presence_filter(tier)
@@ -158,6 +154,17 @@ def _policy(policy: PolicyLike, tier: Tier | RemoteTier, knob: str) -> Policy | 
     else:
         made = policy
     return as_policy(made)
+
+
+def _check_parameters(what: str, knob: str, maker: Any, parameters: Mapping[str, Any]) -> None:
+    """Raise unless all that a table says is a parameter of what makes it."""
+    from backends.plugins import TierParameterError
+    from backends.plugins.finding import check_names, parameters_of
+
+    try:
+        check_names(what, parameters, parameters_of(maker))
+    except TierParameterError as error:
+        raise ConfigError(f"{knob}.{error.parameter}", error.value, error.why) from None
 
 
 def _found(name: str, knob: str, ready_made: Mapping[str, Any], what: str) -> Any:
