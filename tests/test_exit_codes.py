@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,14 @@ TRACE: Final = "\n".join(
     for at, ids in enumerate([[0, 1, 2, 3], [0, 1, 4, 5], [6], [0, 1, 2, 3, 7]])
 )
 PLAIN: Final = 'format = 1\nname = "plain"\n[[step]]\nstore = { id = "a{0..2}" }\n'
+
+
+@pytest.fixture(autouse=True)
+def hangups_heard() -> Iterator[None]:
+    """Under ``nohup`` the tests are started with SIGHUP ignored, and what is ignored stays ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture

@@ -311,6 +311,7 @@ async def test_a_wrapped_directory_that_was_made_late_is_free_again_when_the_eng
     async with open_engine(source(), {"disk": spec}, on_enter_failure="miss", breaker=often) as engine:
         assert not engine.statistics().health["disk"].entered
         (tmp_path / "disk").unlink()
+        (tmp_path / "disk").mkdir()
         with trio.fail_after(10):
             while not engine.statistics().health["disk"].entered:  # noqa: ASYNC110  # a thread makes it
                 await trio.sleep(0.01)

@@ -52,7 +52,7 @@ async def store_by_hand(handler, other):
     for key, handle in zip("uv", handles, strict=True):
         handle.buf[:] = value_of(key)
     try:
-        await handler.batch_store("uv", handles)
+        await handler.batch_store(["u", "v"], handles)
     finally:
         for handle in handles:
             if not handle.is_used:

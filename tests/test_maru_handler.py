@@ -175,7 +175,7 @@ async def test_batches_are_copied_in_and_out(face, kind, tmp_path):
         assert [handle.offset for handle in handles] == sorted(handle.offset for handle in handles)
         for handle, key in zip(handles, "abc", strict=True):
             handle.buf[:] = value_of(key)
-        assert await writer.batch_store("aba", handles) == [Stored.NEW, Stored.NEW, Stored.DUPLICATE]
+        assert await writer.batch_store([*"aba"], handles) == [Stored.NEW, Stored.NEW, Stored.DUPLICATE]
         assert (await writer.get_stats())["kv_manager"]["total_entries"] == 42
 
 
@@ -225,7 +225,7 @@ async def test_regions_are_mapped_when_connecting_or_when_first_read(face, kind,
 @both_faces
 async def test_a_page_whose_bytes_have_changed_is_damaged(face, tmp_path):
     async with serving("ours", tmp_path) as url, opened(face, url) as writer, opened(face, url) as reader:
-        await writer.batch_put("kl", values_of("kl"))
+        await writer.batch_put([*"kl"], values_of("kl"))
         info = await reader.retrieve("k")
         writer.get_buffer_view(info.region_id, info.offset, 1)[0] = 0
         with pytest.raises(Damaged, match="'k'"):
@@ -238,7 +238,7 @@ async def test_a_page_whose_bytes_have_changed_is_damaged(face, tmp_path):
 @both_faces
 async def test_what_is_forgotten_is_given_back_by_the_next_call(face, tmp_path):
     async with serving("ours", tmp_path) as url, opened(face, url) as handler:
-        await handler.batch_put("k", values_of("k"))
+        await handler.batch_put([*"k"], values_of("k"))
         free = handler.statistics().pages.free
         handle = await handler.alloc(10)
         view = handle.buf
@@ -261,19 +261,19 @@ async def test_what_is_forgotten_is_given_back_by_the_next_call(face, tmp_path):
 @both_faces
 async def test_a_batch_that_makes_no_sense_is_refused_and_costs_nothing(face, tmp_path):
     async with serving("ours", tmp_path) as url, opened(face, url) as handler:
-        await handler.batch_put("k", values_of("k"))
+        await handler.batch_put([*"k"], values_of("k"))
         before = handler.statistics()
         handle = await handler.alloc(1)
         for wrong, error in [
             (lambda: handler.alloc(PAGE + 1), ValueError),
             (lambda: handler.alloc(0), ValueError),
             (lambda: handler.batch_alloc(-1), ValueError),
-            (lambda: handler.batch_put("ab", blank(1)), ValueError),
-            (lambda: handler.batch_put("a", [bytearray(PAGE + 1)]), ValueError),
-            (lambda: handler.batch_put("a", [b""]), ValueError),
-            (lambda: handler.batch_put("a", [3]), TypeError),
+            (lambda: handler.batch_put([*"ab"], blank(1)), ValueError),
+            (lambda: handler.batch_put([*"a"], [bytearray(PAGE + 1)]), ValueError),
+            (lambda: handler.batch_put([*"a"], [b""]), ValueError),
+            (lambda: handler.batch_put([*"a"], [3]), TypeError),
             (lambda: handler.batch_put([b"a"], blank(1)), TypeError),
-            (lambda: handler.batch_store("ab", [handle, handle]), ValueError),
+            (lambda: handler.batch_store([*"ab"], [handle, handle]), ValueError),
             (lambda: handler.batch_get_into("k", [b"read-only" * 500]), BufferError),
             (lambda: handler.batch_get_into("k", [bytearray(5)]), ValueError),
             (lambda: handler.exists(3), TypeError),
@@ -296,12 +296,12 @@ async def test_tensors_are_buffers_too(face, tmp_path):
     torch = pytest.importorskip("torch")
     async with serving("ours", tmp_path) as url, opened(face, url) as handler:
         tensors = [torch.full((PAGE // 4,), float(at)) for at in range(4)]
-        assert all(await handler.batch_put("abcd", tensors))
+        assert all(await handler.batch_put([*"abcd"], tensors))
         out = [torch.zeros(PAGE // 4) for _ in range(4)]
         assert all(await handler.batch_get_into("abcd", out))
         assert all(torch.equal(*pair) for pair in zip(tensors, out, strict=True))
         with pytest.raises(ValueError, match="contiguous"):
-            await handler.batch_put("e", [torch.zeros(8, 8).t()])
+            await handler.batch_put([*"e"], [torch.zeros(8, 8).t()])
         assert bytes(memoryview(tensors[2].numpy()).cast("B")) == bytes((await handler.retrieve("c")).view)
 
 
@@ -311,7 +311,7 @@ async def test_tensors_are_buffers_too(face, tmp_path):
 @both_faces
 async def test_a_published_client_reads_what_our_handler_stores(face, tmp_path):
     async with serving("ours", tmp_path) as url, opened(face, url) as handler:
-        await handler.batch_put("k", values_of("k"))
+        await handler.batch_put([*"k"], values_of("k"))
 
         def ask():
             with PublishedClient(url) as client:
@@ -326,10 +326,10 @@ async def test_a_published_client_reads_what_our_handler_stores(face, tmp_path):
 @both_servers
 async def test_what_a_handler_does_is_reported_if_asked_for(face, kind, tmp_path):
     async with serving(kind, tmp_path) as url, opened(face, url, enable_stats=True, instance_id="me") as handler:
-        await handler.batch_put("kl", values_of("kl"))
+        await handler.batch_put([*"kl"], values_of("kl"))
         (await handler.retrieve("k")).release()
         assert await handler.retrieve("x") is None
-        assert await handler.batch_exists("kx") == [True, False]
+        assert await handler.batch_exists([*"kx"]) == [True, False]
         run = handler._driver.run
         beat = maru._client.blocking.operations.beat(handler._standing)
         await (run(beat) if face == "trio" else trio.to_thread.run_sync(run, beat))
@@ -347,7 +347,7 @@ async def test_over_curve(face, tmp_path):
     async with open_server(server_config(tmp_path, curve_key_file=str(tmp_path / "server"))) as running:
         knobs = {"curve_key_file": str(tmp_path / "client"), "curve_server_key": server.public.decode()}
         async with opened(face, running.endpoints[0], **knobs) as handler:
-            await handler.batch_put("k", values_of("k"))
+            await handler.batch_put([*"k"], values_of("k"))
             assert await handler.exists("k")
 
 
@@ -365,16 +365,16 @@ async def test_nobody_there_is_no_answer(face, tmp_path):
 async def test_a_server_that_does_not_answer_costs_no_page_and_is_never_a_miss(face, tmp_path):
     with PublishedServer(tmp_path) as server:
         async with opened(face, server.address, auto_expand=False) as handler:
-            await handler.batch_put("k", values_of("k"))
+            await handler.batch_put([*"k"], values_of("k"))
             pages = handler.statistics().pages
             server.mute = True
             async with impatient(handler) if face == "trio" else InThreads.impatient(handler):
                 for ask in (
                     lambda: handler.exists("k"),
-                    lambda: handler.batch_exists("kx"),
+                    lambda: handler.batch_exists([*"kx"]),
                     lambda: handler.retrieve("k"),
                     lambda: handler.batch_get_into("k", blank(1)),
-                    lambda: handler.batch_put("l", values_of("l")),
+                    lambda: handler.batch_put([*"l"], values_of("l")),
                     lambda: handler.delete("x"),
                     lambda: handler.pin("k"),
                     lambda: handler.unpin("k"),
@@ -405,7 +405,7 @@ async def closing(face, tmp_path):
     """How long that takes when the server has fallen silent."""
     with PublishedServer(tmp_path) as server:
         async with opened(face, server.address, timeout_ms=round(2 * SOON * 1e3)) as handler:
-            await handler.batch_put("k", values_of("k"))
+            await handler.batch_put([*"k"], values_of("k"))
             info = await handler.retrieve("k")
             view = info.view
             server.mute = True
@@ -426,14 +426,14 @@ async def test_a_restarted_server_goes_on_with_the_session(face, tmp_path):
     async with trio.open_nursery() as nursery:
         server, stop = await nursery.start(run_server, config)
         async with opened(face, server.endpoints[-1]) as handler:
-            await handler.batch_put("kl", values_of("kl"))
+            await handler.batch_put([*"kl"], values_of("kl"))
             info = await handler.retrieve("k")
             await stop()
             await nursery.start(run_server, config)
             out = blank(2)
             assert await handler.batch_get_into("kl", out) == [Loaded.LOADED] * 2
             assert out == values_of("kl")
-            assert await handler.batch_put("m", values_of("m")) == [Stored.NEW]
+            assert await handler.batch_put([*"m"], values_of("m")) == [Stored.NEW]
             await handler.exists("k")
             info.check()
             assert not await handler.delete("k")  # it is pinned again
@@ -451,7 +451,7 @@ async def test_the_lease_is_renewed_also_while_the_caller_is_busy(face, tmp_path
         assert module.beat_of is beat_of
         monkeypatch.setattr(module, "beat_of", lambda standing: 0.05)
     async with open_server(server_config(tmp_path)) as server, opened(face, server.endpoints[-1]) as handler:
-        await handler.batch_put("k", values_of("k"))
+        await handler.batch_put([*"k"], values_of("k"))
         assert beat_of(handler._standing) == handler.config.lease / 3
         info = await handler.retrieve("k")
         [session] = server._storage.directory._state.sessions.values()
@@ -525,10 +525,10 @@ async def test_calls_may_be_begun_and_waited_for_later_in_any_order_and_thread(t
             loads = [begin.batch_get_into([f"{at}"], [out[at]]) for at in range(8)]
             assert [ticket.result() for ticket in loads] == [[Loaded.LOADED]] * 8
             assert out == values_of("01234567")
-            [[info]] = [begin.batch_retrieve("3").result()]
+            [[info]] = [begin.batch_retrieve([*"3"]).result()]
             info.release()
-            assert begin.batch_exists("3x").result() == [True, False]
-            assert begin.batch_pin("3x").result() == [True, False]
+            assert begin.batch_exists([*"3x"]).result() == [True, False]
+            assert begin.batch_pin([*"3x"]).result() == [True, False]
             assert handler.handler.unpin("3")
             assert begin.delete("3").result() is Deleted.DELETED
             ticket = begin.exists("4")
@@ -538,17 +538,17 @@ async def test_calls_may_be_begun_and_waited_for_later_in_any_order_and_thread(t
             thread.join(SOON)
             assert answers == [True]
             with pytest.raises(ValueError):
-                begin.batch_put("a", [b""])
+                begin.batch_put([*"a"], [b""])
 
         await trio.to_thread.run_sync(work)
 
 
 async def test_a_store_that_was_begun_and_forgotten_costs_no_page(tmp_path):
     async with serving("ours", tmp_path) as url, opened("blocking", url) as handler:
-        await handler.batch_put("k", values_of("k"))
+        await handler.batch_put([*"k"], values_of("k"))
 
         def begin_and_forget():
-            handler.begin.batch_put("l", values_of("l"))
+            handler.begin.batch_put([*"l"], values_of("l"))
             gc.collect()
 
         await trio.to_thread.run_sync(begin_and_forget)

@@ -557,8 +557,7 @@ async def test_one_peer_has_half_of_the_places(tmp_path):
         for _ in range(3):
             peer = await stack.enter_async_context(await place.dial())
             await peer.send_all(claim(b""))
-        await until(lambda: place.relay.counts.crowded)
-        assert place.relay.counts.relayed == 2
+        await until(lambda: place.relay.counts.crowded and place.relay.counts.relayed == 2)
 
 
 @pytest.mark.parametrize("what", ["nobody", "no answer", "another"])
@@ -686,9 +685,11 @@ def test_messages_of_a_megabyte_and_thousands_at_once_pass(pool):
     with Server(pool, *TCP) as server, zmq.Context() as context, context.socket(zmq.DEALER) as sock:
         sock.linger, sock.rcvtimeo = 0, round(PATIENCE * 1e3)
         sock.connect(server.tcp)
-        for number in range(2_000):
-            sock.send_multipart([b"", HEARTBEAT[:8] + struct.pack("!I", number) + HEARTBEAT[12:]])
-        answered = [struct.unpack_from("!I", sock.recv_multipart()[-1], 8)[0] for _ in range(2_000)]
+        answered = []
+        for start in range(0, 2_000, 200):  # no client has more under way
+            for number in range(start, start + 200):
+                sock.send_multipart([b"", HEARTBEAT[:8] + struct.pack("!I", number) + HEARTBEAT[12:]])
+            answered += [struct.unpack_from("!I", sock.recv_multipart()[-1], 8)[0] for _ in range(200)]
         assert answered == list(range(2_000))
         large = struct.pack("!HBBBBBBII", 0xCF00, 1, 0xF1, 0, 0, 0, 0, 7, 1) + b"\x80" + bytes(1 << 20)
         sock.send_multipart([b"", large])

@@ -122,9 +122,9 @@ class RecordedMaru(MaruTier):
         self.recorder.note("copy down")
         return await super().copy_in(*args)
 
-    async def _copy_out(self, *args: Any) -> Any:
+    async def load(self, *args: Any) -> Any:
         self.recorder.note("copy up")
-        return await super()._copy_out(*args)
+        return await super().load(*args)
 
 
 class Evicting(LRU[Key]):

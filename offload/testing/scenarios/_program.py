@@ -119,6 +119,8 @@ class EngineSpec(Part, frozen=True, kw_only=True):
     """What it doubles up to."""
     call_ms: Annotated[int, Meta(ge=2, le=1 << 20)] = 5 * 1024
     """How long a tier may take to answer a question before that is a fault."""
+    lookup_ms: Annotated[int, Meta(ge=2, le=1 << 20)] = 5 * 1024
+    """How long a reader waits for each tier's part of a lookup, if that is less."""
     load_ms: Annotated[int, Meta(ge=2, le=1 << 20)] = 60 * 1024
     """The same for a load."""
 

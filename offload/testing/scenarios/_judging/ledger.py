@@ -300,9 +300,14 @@ class Ledger:
                 allowed.update(seen.container.keys)
         for keys in self.reading.get(source, ()):
             allowed.update(keys)
-        for seen in self.seen.values():  # in the midst of a chain: held for those of its routes that are not over
-            if not seen.settled and seen.container.completed and destination_of(seen.pipeline) is source:
+        for seen in self.seen.values():
+            if seen.settled:
+                continue
+            # In the midst of a chain: held for those of its routes that are not over, each by guards of its own.
+            if seen.container.completed and destination_of(seen.pipeline) is source:
                 allowed.update(seen.container.completed)
+            if isinstance(seen.container.blocks, StrongBlocks) and source_of(seen.pipeline) is source:
+                allowed.update(seen.container.blocks.keys)
         return allowed
 
     def _may_be_marked(self, destination: FakeTier) -> set[Key]:

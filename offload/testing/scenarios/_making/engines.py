@@ -26,6 +26,8 @@ _TIERS: Final[Sequence[Below]] = (
 )
 _LAST: Final = 160
 """The last readers come so many virtual milliseconds after the start."""
+_LOOKUP_MS: Final = 12
+"""A reader's patience: less than a tier that stands still takes."""
 
 
 def generate_engine(seed: int) -> Scenario:
@@ -57,6 +59,7 @@ def _engine(dice: Dice, names: list[str]) -> EngineSpec:
         first_wait_ms=wait,
         longest_wait_ms=wait * dice.pick([1, 2], "longest wait"),
         call_ms=dice.pick([4, 20, 5_120], "call"),
+        lookup_ms=_LOOKUP_MS,
         load_ms=dice.pick([24, 60, 5_120], "load time"),
     )
 

@@ -50,9 +50,6 @@ if TYPE_CHECKING:
     from .._world.world import VirtualWorld
 
 
-_SHORT_MS: Final = 12
-
-
 class Asked:
     """A tier whose place answers questions as it copies: not at all while its peer is dead, later while it stands still."""
 
@@ -313,8 +310,8 @@ def breaker_of(spec: EngineSpec) -> BreakerConfig:
 
 
 def patience_of(spec: EngineSpec) -> float:
-    """How long whoever looks up waits, in seconds: for each tier as long as for a call, and no longer than a short stall."""
-    return min(spec.call_ms, _SHORT_MS) * len(spec.tiers) * TICK
+    """How long a reader waits for all tiers of a lookup, in seconds."""
+    return min(spec.call_ms, spec.lookup_ms) * len(spec.tiers) * TICK
 
 
 @asynccontextmanager
