@@ -231,7 +231,7 @@ async def test_a_page_whose_bytes_have_changed_is_damaged(face, tmp_path):
         with pytest.raises(Damaged, match="'k'"):
             _ = info.view
         info.release()
-        assert await reader.batch_get_into("kl", blank(2)) == [Loaded.DAMAGED, Loaded.LOADED]
+        assert await reader.batch_get_into([*"kl"], blank(2)) == [Loaded.DAMAGED, Loaded.LOADED]
         assert reader.statistics().counters.damaged == 2
 
 
@@ -274,8 +274,8 @@ async def test_a_batch_that_makes_no_sense_is_refused_and_costs_nothing(face, tm
             (lambda: handler.batch_put([*"a"], [3]), TypeError),
             (lambda: handler.batch_put([b"a"], blank(1)), TypeError),
             (lambda: handler.batch_store([*"ab"], [handle, handle]), ValueError),
-            (lambda: handler.batch_get_into("k", [b"read-only" * 500]), BufferError),
-            (lambda: handler.batch_get_into("k", [bytearray(5)]), ValueError),
+            (lambda: handler.batch_get_into([*"k"], [b"read-only" * 500]), BufferError),
+            (lambda: handler.batch_get_into([*"k"], [bytearray(5)]), ValueError),
             (lambda: handler.exists(3), TypeError),
             (lambda: handler.batch_exists([3]), TypeError),
         ]:
@@ -298,7 +298,7 @@ async def test_tensors_are_buffers_too(face, tmp_path):
         tensors = [torch.full((PAGE // 4,), float(at)) for at in range(4)]
         assert all(await handler.batch_put([*"abcd"], tensors))
         out = [torch.zeros(PAGE // 4) for _ in range(4)]
-        assert all(await handler.batch_get_into("abcd", out))
+        assert all(await handler.batch_get_into([*"abcd"], out))
         assert all(torch.equal(*pair) for pair in zip(tensors, out, strict=True))
         with pytest.raises(ValueError, match="contiguous"):
             await handler.batch_put([*"e"], [torch.zeros(8, 8).t()])
@@ -373,7 +373,7 @@ async def test_a_server_that_does_not_answer_costs_no_page_and_is_never_a_miss(f
                     lambda: handler.exists("k"),
                     lambda: handler.batch_exists([*"kx"]),
                     lambda: handler.retrieve("k"),
-                    lambda: handler.batch_get_into("k", blank(1)),
+                    lambda: handler.batch_get_into([*"k"], blank(1)),
                     lambda: handler.batch_put([*"l"], values_of("l")),
                     lambda: handler.delete("x"),
                     lambda: handler.pin("k"),
@@ -386,7 +386,7 @@ async def test_a_server_that_does_not_answer_costs_no_page_and_is_never_a_miss(f
             assert handler.statistics().pages == pages
             assert await handler.healthcheck()
             out = blank(1)
-            assert await handler.batch_get_into("k", out) == [Loaded.LOADED]
+            assert await handler.batch_get_into([*"k"], out) == [Loaded.LOADED]
             assert out == values_of("k")
 
 
@@ -431,7 +431,7 @@ async def test_a_restarted_server_goes_on_with_the_session(face, tmp_path):
             await stop()
             await nursery.start(run_server, config)
             out = blank(2)
-            assert await handler.batch_get_into("kl", out) == [Loaded.LOADED] * 2
+            assert await handler.batch_get_into([*"kl"], out) == [Loaded.LOADED] * 2
             assert out == values_of("kl")
             assert await handler.batch_put([*"m"], values_of("m")) == [Stored.NEW]
             await handler.exists("k")
@@ -515,7 +515,7 @@ async def test_calls_may_be_begun_and_waited_for_later_in_any_order_and_thread(t
 
         def work():
             begin = handler.begin
-            stores = [begin.batch_put(f"{at}", values_of(f"{at}")) for at in range(8)]
+            stores = [begin.batch_put([f"{at}"], values_of(f"{at}")) for at in range(8)]
             assert [ticket.result() for ticket in reversed(stores)] == [[Stored.NEW]] * 8
             with pytest.raises(HandlerClosed):
                 stores[0].result()
