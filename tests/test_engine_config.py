@@ -435,13 +435,6 @@ async def test_a_file_names_itself_in_an_error_of_making_a_tier(tmp_path: Path) 
             raise AssertionError("it opened")
 
 
-async def test_a_parameter_that_a_policy_does_not_have_is_named() -> None:
-    policies = [{"type": "frequency", "treshold": 2}]
-    with pytest.raises(ConfigError, match=r"\.policies\.treshold = 2: .*did you mean threshold\?"):
-        async with open_engine(FakeTier(64, SIZE), {"a": FakeTier(64, SIZE)}, routes=[Route("a", policies=policies)]):
-            raise AssertionError("it opened")
-
-
 # --- names of tiers that are somebody else's --------------------------------------------------------------------------
 
 

@@ -179,8 +179,8 @@ async def test_policies_by_name() -> None:
             "'offload.policies' has no 'Nothing'.*a policy for routes.a.policies",
         ),
         ("offload.policies:NOTHING_REJECTED", TypeError, "a policy is a callable or an AsyncPolicy"),
-        ({"type": "frequency", "treshold": 1}, TypeError, "treshold"),
-        ({"type": "presence", "at": "b"}, TypeError, "'at'"),
+        ({"type": "frequency", "treshold": 1}, ConfigError, r"treshold = 1: .*did you mean threshold\?"),
+        ({"type": "presence", "at": "b"}, ConfigError, "policies.at = 'b': presence has no parameters"),
     ],
 )
 async def test_a_policy_that_cannot_be_made_is_an_error_that_names_it(

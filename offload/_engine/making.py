@@ -141,7 +141,9 @@ def _policy(policy: PolicyLike, tier: Tier | RemoteTier, knob: str) -> Policy | 
     if isinstance(policy, Mapping):
         parameters = dict(policy)
         name = str(parameters.pop("type"))
-        if name == "presence" and not parameters:
+        if name == "presence":
+            for parameter, value in parameters.items():
+                raise ConfigError(f"{knob}.{parameter}", value, "presence has no parameters")
             return presence_filter(tier)
         found = _found(name, knob, _POLICIES, "a policy")
         _check_parameters("policy", knob, found, parameters)
