@@ -445,7 +445,7 @@ class EngineThread(Crossing):
 
     def _after_fork(self) -> None:
         """In a forked child: the threads are gone, they may hold locks for ever, and what can be rung rings in the parent."""
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
         self._poll_lock = threading.Lock()
         self.mailbox.detach()
         self.refuse_with(partial(EngineForked, belongs_to(self.pid, "the engine")))
