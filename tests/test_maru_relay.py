@@ -681,7 +681,7 @@ def test_a_published_client_that_leaves_is_missed(pool):
         eventually(lambda: server.facts("directory")["regions"] == 0)
 
 
-def test_messages_of_a_megabyte_and_thousands_at_once_pass(pool):
+def test_messages_of_a_megabyte_and_thousands_in_a_row_pass(pool):
     with Server(pool, *TCP) as server, zmq.Context() as context, context.socket(zmq.DEALER) as sock:
         sock.linger, sock.rcvtimeo = 0, round(PATIENCE * 1e3)
         sock.connect(server.tcp)
