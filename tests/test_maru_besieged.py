@@ -1,4 +1,7 @@
-"""Hostile peers at every listener at once, a server that stands still now and then, and a good client that notices little."""
+"""Hostile peers at every listener but TCP, a server that stands still now and then, and a good client that notices little.
+
+TCP has a relay before the server: see `test_maru_relay`.
+"""
 
 from __future__ import annotations
 
