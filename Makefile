@@ -40,8 +40,8 @@ bench: $(VENV)/.usable  ## each figure beside its limit
 	$(BIN)/offload bench all $(ARGS)
 
 figures: $(VENV)/.usable  ## how much there is to read, and which files one operation passes; ARGS="--at REVISION" compares
-	$(BIN)/python tests/code_figures.py $(ARGS)
-	$(BIN)/python tests/operation_path.py
+	$(BIN)/python tests/support/code_figures.py $(ARGS)
+	$(BIN)/python tests/support/operation_path.py
 
 clean:  ## remove the environment and everything built
 	rm -rf $(VENV) build dist docs/_build .coverage .coverage.* htmlcov .mypy_cache .ruff_cache .pytest_cache \

@@ -1,0 +1,725 @@
+"""The server: what ends a session gives its memory back, and nothing a client does costs another one anything."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+import pytest
+import trio
+import trio.testing
+
+from backends.pinned_pool import (
+    BlockFreed,
+    PinnedPoolClient,
+    PinnedPoolConfig,
+    PinnedPoolConfigError,
+    PinnedPoolServer,
+    PoolClosed,
+    PoolLost,
+    PoolRefused,
+    PoolTimeout,
+    PoolUnreachable,
+    open_server,
+    serve,
+)
+from backends.pinned_pool import _client as client_module
+from backends.pinned_pool import _memory as memory_module
+from backends.pinned_pool._memory import PoolMemory
+from backends.pinned_pool._messages import (
+    HEADER,
+    MAX_PIECE_BYTES,
+    AllocateFromPool,
+    AllocatePoolMemory,
+    CopyFromPool,
+    CopyToPool,
+    FreeFromPool,
+    Hello,
+    Refused,
+    decode_answer,
+    encode,
+)
+from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
+from tests.support.held_by_process import open_descriptors
+from tests.support.maru_processes import PATIENCE, eventually, within
+from tests.support.pinned_pools import CHUNK, ServerProcess, address_of, server_in_thread, short_directory
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def server() -> Iterator[PinnedPoolServer]:
+    with server_in_thread() as running:
+        yield running
+
+
+def at_rest(server: PinnedPoolServer) -> bool:
+    now = server.statistics()
+    return now.clients == now.pools == 0 and now.chunks_left == now.chunks
+
+
+@contextlib.contextmanager
+def client_of(server: PinnedPoolServer | ServerProcess, mib: int = 1, **options: Any) -> Iterator[PinnedPoolClient]:
+    address = server.address if isinstance(server, ServerProcess) else address_of(server)
+    client = PinnedPoolClient(address, **{"timeout": PATIENCE, **options})
+    try:
+        client.allocate_pool_memory(mib * MIB)
+        yield client
+    finally:
+        client.close()
+
+
+@contextlib.contextmanager
+def impatient(client: PinnedPoolClient) -> Iterator[None]:
+    """Where silence is meant to be. Before and after it the client is patient: a call that must succeed may take long."""
+    patience, client._timeout = client._timeout, 0.2
+    try:
+        yield
+    finally:
+        client._timeout = patience
+
+
+@contextlib.contextmanager
+def asking(client: PinnedPoolClient) -> Iterator[list[BaseException]]:
+    """A thread is in a call whose answer does not come; once the block is left and it has ended: what it failed with."""
+    failed: list[BaseException] = []
+    waits = threading.Event()
+    receive = client._line.receive
+
+    def receive_and_tell(deadline: float) -> Any:
+        waits.set()
+        return receive(deadline)
+
+    def ask() -> None:
+        try:
+            client.get_usage_info()
+        except BaseException as exc:
+            failed.append(exc)
+
+    client._line.receive = receive_and_tell  # type: ignore[method-assign]
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert waits.wait(PATIENCE)
+    yield failed
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+# --- the calls ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_calls_of_the_protocol(server: PinnedPoolServer, shared: bool) -> None:
+    with client_of(server, 2, shared_memory=shared) as client:
+        assert client.info.shared is shared
+        assert (client.info.nbytes, client.info.chunk_bytes, client.info.chunks) == (2 * MIB, CHUNK, 32)
+        allocation = client.allocate_from_pool(MIB + 1)
+        assert allocation is not None
+        assert (allocation.allocation_id, list(allocation.chunk_indices)) == (0, list(range(17)))
+        data = random.Random(0).randbytes(MIB - 99)
+        client.copy_to_pool(0, 100, data)
+        back = bytearray(len(data))
+        client.copy_from_pool(0, 100, back)
+        assert back == data
+        assert client.allocate_from_pool(MIB) is None
+        assert client.free_from_pool([0, 7]) == 1
+        assert client.get_usage_info().free_chunks == 32
+        for wrong in ((0, 0, 1), (5, 0, 1)):
+            with pytest.raises(PoolRefused):
+                client.copy_to_pool(wrong[0], wrong[1], bytes(wrong[2]))
+        allocation = client.allocate_from_pool(10)
+        assert allocation is not None and allocation.allocation_id == 1
+        with pytest.raises(PoolRefused, match="are not in"):
+            client.copy_from_pool(1, 5, bytearray(6))
+        client.check()
+
+
+def test_streams_are_longer_than_what_is_on_its_way_at_once(server: PinnedPoolServer) -> None:
+    with client_of(server, 24, shared_memory=False) as client:
+        data = random.Random(0).randbytes(20 * MAX_PIECE_BYTES + 1)
+        assert client.allocate_from_pool(len(data)) is not None
+        client.copy_to_pool(0, 0, data)
+        back = bytearray(len(data))
+        client.copy_from_pool(0, 0, back)
+        assert back == data
+        with pytest.raises(PoolRefused):  # in the middle, with answers on their way
+            client.copy_from_pool(9, 0, bytearray(12 * MAX_PIECE_BYTES))
+        with pytest.raises(PoolRefused):
+            client.copy_to_pool(0, MIB, data)
+        assert client.get_usage_info().active_allocations == 1
+        client.copy_from_pool(0, 1, memoryview(back)[1:])
+        assert back[MIB + 1 : 2 * MIB] == data[1:MIB]  # what the refused one had written before
+        assert back[:1] == data[:1]
+
+
+def test_one_pool_for_each_client_and_all_of_them_bounded(server: PinnedPoolServer) -> None:
+    with client_of(server, 40) as one:
+        with pytest.raises(PoolRefused, match="has its pool already"):
+            one.allocate_pool_memory(MIB)
+        with pytest.raises(PoolRefused, match="are left"), client_of(server, 40):
+            pass
+        with client_of(server, 24) as two:
+            assert two.info.nbytes == 24 * MIB
+    assert eventually(lambda: at_rest(server))
+    with client_of(server, 64):
+        pass
+
+
+def test_pool_comes_before_blocks(server: PinnedPoolServer) -> None:
+    client = PinnedPoolClient(address_of(server))
+    try:
+        for call in (lambda: client.allocate_from_pool(1), client.get_usage_info, lambda: client.free_from_pool([1])):
+            with pytest.raises(PoolRefused, match="AllocatePoolMemory comes first"):
+                call()
+        with pytest.raises(PoolRefused):
+            _ = client.info
+        with pytest.raises(PoolRefused):
+            client.copy_to_pool(0, 0, b"x")
+        with pytest.raises(PoolRefused, match="at least one byte"):
+            client.allocate_pool_memory(0)
+    finally:
+        client.close()
+
+
+# --- the memory ---------------------------------------------------------------------------------------------------
+
+
+def test_both_sides_have_the_same_memory_and_nobody_else(server: PinnedPoolServer) -> None:
+    with client_of(server, 1, shared_memory=True) as one, client_of(server, 1, shared_memory=True) as two:
+        for client, letter in ((one, b"1"), (two, b"2")):
+            assert client.allocate_from_pool(MIB) is not None
+            client.copy_to_pool(0, 0, letter * MIB)
+        for client, letter in ((one, b"1"), (two, b"2")):
+            assert client.mapping is not None
+            # The server, asked over the socket, sees what was written in place.
+            seen = bytearray(MIB)
+            client.mapping, mapping = None, client.mapping
+            client.copy_from_pool(0, 0, seen)
+            client.mapping = mapping
+            assert seen == letter * MIB
+
+
+def test_new_pool_shows_nothing_of_an_old_one(server: PinnedPoolServer) -> None:
+    for _ in range(3):
+        with client_of(server, 60) as client:
+            assert client.allocate_from_pool(60 * MIB) is not None
+            seen = bytearray(60 * MIB)
+            client.copy_from_pool(0, 0, seen)
+            assert seen.count(0) == len(seen)
+            client.copy_to_pool(0, 0, b"x" * len(seen))
+        assert eventually(lambda: at_rest(server))
+
+
+def test_descriptor_is_for_its_own_session(server: PinnedPoolServer) -> None:
+    with client_of(server) as one, client_of(server) as two:
+        token, other = one._welcome.token, two._welcome.client_id
+        for request in (
+            DescriptorRequest(token, other, 0, MIB, True, b""),
+            DescriptorRequest(bytes(16), one._welcome.client_id, 0, MIB, True, b""),
+            DescriptorRequest(token, 99, 0, MIB, True, b""),
+            DescriptorRequest(token, one._welcome.client_id, 0, 2 * MIB, True, b""),
+        ):
+            with pytest.raises(Exception, match=r"not for that|is not inside"):
+                fetch_descriptor(server.descriptors_path, request, 5.0)
+
+
+def test_no_client_can_take_pages_from_under_the_server(server: PinnedPoolServer) -> None:
+    with client_of(server) as client:
+        request = DescriptorRequest(client._welcome.token, client._welcome.client_id, 0, MIB, True, b"")
+        fd, _, _ = fetch_descriptor(server.descriptors_path, request, 5.0)
+        try:
+            for length in (0, 2 * MIB):
+                with pytest.raises(PermissionError):
+                    os.ftruncate(fd, length)
+            assert fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL
+        finally:
+            os.close(fd)
+
+
+def test_client_streams_where_it_cannot_map(server: PinnedPoolServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from another host: there is no such socket there."""
+    real = client_module.fetch_descriptor
+    monkeypatch.setattr(client_module, "fetch_descriptor", lambda path, *rest: real(path + "x", *rest))
+    with client_of(server) as client:
+        assert not client.info.shared
+        assert "No such file" in client.info.why_not_shared
+        assert client.allocate_from_pool(5) is not None
+        client.copy_to_pool(0, 0, b"bytes")
+    with pytest.raises(PoolRefused, match="cannot be mapped"), client_of(server, shared_memory=True):
+        pass
+
+
+def test_server_without_shared_memory() -> None:
+    with server_in_thread(shared_memory=False) as server:
+        assert server.descriptors_path == ""
+        with client_of(server) as client:
+            assert client.info.why_not_shared == "the server hands out none"
+
+
+def test_mapped_memory_stays_when_the_session_ends(server: PinnedPoolServer) -> None:
+    with client_of(server, shared_memory=True) as client:
+        client.allocate_from_pool(MIB)
+        client.copy_to_pool(0, 0, b"x" * MIB)
+        assert client.mapping is not None
+        view = client.mapping.view()
+    assert eventually(lambda: at_rest(server))
+    assert view[:3] == b"xxx"
+    with pytest.raises(PoolClosed):
+        client.check()
+
+
+# --- pinning ------------------------------------------------------------------------------------------------------
+
+
+class FakePinning:
+    """What cudaHostRegister would be asked."""
+
+    def __init__(self, failed: str = "") -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.failed = failed
+
+    def pin(self, address: int, length: int, writable: bool) -> str:
+        self.calls.append(("pin", length, writable))
+        return self.failed
+
+    def unpin(self, address: int) -> None:
+        self.calls.append(("unpin",))
+
+
+def test_pool_is_pinned_with_cuda_and_let_go() -> None:
+    pinning = FakePinning()
+    make = functools.partial(PoolMemory, pinning=pinning)
+    with server_in_thread(make_memory=make) as server:
+        with client_of(server) as client:
+            assert (client.info.pinned, client.info.why_not_pinned) == ("cuda", "")
+            assert pinning.calls == [("pin", MIB, True)]
+        assert eventually(lambda: at_rest(server))
+        assert pinning.calls == [("pin", MIB, True), ("unpin",)]
+
+
+def test_pool_that_cuda_refuses_is_locked_instead_unless_cuda_was_wanted() -> None:
+    memory = PoolMemory(MIB, "auto", pinning=FakePinning("cudaHostRegister gave error 1"))
+    assert memory.pinned in ("locked", "no")
+    memory.close()
+    with pytest.raises(PoolRefused, match="gave error 1"):
+        PoolMemory(MIB, "cuda", pinning=FakePinning("cudaHostRegister gave error 1"))
+
+
+def test_real_path_to_cuda_is_taken_where_a_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[bool | None] = []
+    pinning = FakePinning()
+
+    def find(pin: bool | None) -> FakePinning:
+        wanted.append(pin)
+        return pinning
+
+    monkeypatch.setattr(memory_module, "find_pinning", find)
+    monkeypatch.setattr(memory_module, "has_device", lambda: True)
+    assert PoolMemory(4096, "auto").pinned == "cuda"
+    assert PoolMemory(4096, "cuda").pinned == "cuda"
+    assert wanted == [True, True]
+    assert PoolMemory(4096, "lock").pinned in ("locked", "no")
+    assert PoolMemory(4096, "none").pinned == "no"
+    assert wanted == [True, True]
+
+
+def test_memory_beyond_the_limit_is_used_unpinned_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import ctypes
+    import errno
+
+    def refuse(address: int, length: int) -> int:
+        ctypes.set_errno(errno.ENOMEM)
+        return -1
+
+    monkeypatch.setattr(memory_module, "_mlock", refuse)
+    monkeypatch.setattr(memory_module.resource, "getrlimit", lambda _: (8 * MIB, 8 * MIB))
+    memory = PoolMemory(4096, "lock")
+    assert memory.pinned == "no"
+    assert memory.why_not == f"mlock of 4096 bytes: the limit (ulimit -l) is {8 * MIB} bytes"
+    assert "is not pinned" in caplog.text
+    memory.close()
+
+
+def test_memory_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    before = open_descriptors(collect=True)
+    monkeypatch.setattr(memory_module.os, "posix_fallocate", full)
+    with pytest.raises(PoolRefused, match="No space left"):
+        PoolMemory(4096, "none")
+    with server_in_thread() as server, pytest.raises(PoolRefused, match="No space left"), client_of(server):
+        pass
+    assert open_descriptors() <= before
+
+
+# --- ends of sessions ---------------------------------------------------------------------------------------------
+
+HOLDER = """
+import sys, time
+from backends.pinned_pool import PinnedPoolClient
+
+client = PinnedPoolClient(sys.argv[1])
+client.allocate_pool_memory(60 << 20)
+client.allocate_from_pool(20 << 20)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_killed_client_loses_its_pool(server: PinnedPoolServer) -> None:
+    for _ in range(3):
+        command = [sys.executable, "-c", HOLDER, address_of(server)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+            try:
+                assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
+                assert server.statistics().chunks_left == 4 * MIB // CHUNK
+            finally:
+                holder.kill()
+        assert eventually(lambda: at_rest(server))
+
+
+def test_client_that_is_forgotten_hangs_up(server: PinnedPoolServer) -> None:
+    client = PinnedPoolClient(address_of(server))
+    client.allocate_pool_memory(MIB)
+    del client
+    assert eventually(lambda: at_rest(server))
+
+
+def test_fork_does_not_use_its_parents_session(server: PinnedPoolServer) -> None:
+    with client_of(server) as client:
+        pid = os.fork()
+        if not pid:
+            status = 1
+            try:
+                client.get_usage_info()
+            except PoolClosed:
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert client.get_usage_info().active_allocations == 0
+
+
+def test_killed_server_is_a_clear_error() -> None:
+    with ServerProcess() as process:
+        for shared in (True, False):
+            assert PinnedPoolClient(process.address, shared_memory=shared) is not None
+        with client_of(process, shared_memory=True) as mapped, client_of(process, shared_memory=False) as streamed:
+            for client in (mapped, streamed):
+                client.allocate_from_pool(10)
+            process.send(signal.SIGKILL)
+            process.process.wait(PATIENCE)
+            for client in (mapped, streamed):
+                for call in (
+                    functools.partial(client.allocate_from_pool, 1),
+                    functools.partial(client.copy_to_pool, 0, 0, b"x"),
+                    functools.partial(client.copy_from_pool, 0, 0, bytearray(1)),
+                    functools.partial(client.free_from_pool, [0]),
+                    client.get_usage_info,
+                    client.check,
+                ):
+                    with pytest.raises(PoolLost):
+                        within(PATIENCE, call)
+        with pytest.raises(PoolUnreachable):
+            PinnedPoolClient(process.address)
+
+
+def test_server_killed_while_somebody_waits_for_it() -> None:
+    with ServerProcess() as process, client_of(process) as client:
+        with process.stopped(), asking(client) as failed:
+            process.send(signal.SIGKILL)
+        [error] = failed
+        assert isinstance(error, PoolLost)
+
+
+def test_stopped_server_is_a_timeout_and_the_session_goes_on() -> None:
+    with ServerProcess() as process, client_of(process, shared_memory=True) as client:
+        assert client.allocate_from_pool(2 * CHUNK) is not None
+        with process.stopped(), impatient(client):
+            for call in (lambda: client.allocate_from_pool(CHUNK), client.get_usage_info):
+                with pytest.raises(PoolTimeout):
+                    within(PATIENCE, call)
+            client.copy_to_pool(0, 0, b"mapped memory needs no server")
+            with pytest.raises(PoolTimeout):
+                PinnedPoolClient(process.address, timeout=0.2)
+        # What the lost answer brought is given back: nobody knows of it.
+        assert client.get_usage_info().active_allocations in (1, 2)
+        assert client.get_usage_info().active_allocations == 1
+        assert client.allocate_from_pool(MIB - 2 * CHUNK) is not None
+
+
+def test_server_that_stops_in_the_middle_of_bytes_costs_the_session() -> None:
+    with ServerProcess() as process, client_of(process, 64, shared_memory=False) as client:
+        client.allocate_from_pool(64 * MIB)
+        with process.stopped(), impatient(client), pytest.raises((PoolLost, PoolTimeout)):
+            within(PATIENCE, lambda: client.copy_to_pool(0, 0, bytes(64 * MIB)))
+
+
+def test_closing_wakes_whoever_waits() -> None:
+    """Sooner than the answer would be waited for."""
+    with ServerProcess() as process, client_of(process, timeout=1000.0) as client, process.stopped():
+        with asking(client) as failed:
+            within(PATIENCE, client.close)
+        assert isinstance(failed[0], (PoolLost, PoolClosed))
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------
+
+
+def talk(server: PinnedPoolServer, data: bytes, *, then_wait: bool = True) -> bytes:
+    with socket.create_connection((server.host, server.port), PATIENCE) as sock:
+        sock.sendall(data)
+        if not then_wait:
+            return b""
+        received = b""
+        with contextlib.suppress(ConnectionError):
+            while some := sock.recv(65_536):
+                received += some
+        return received
+
+
+HELLO = encode(Hello(1, 1, "test"))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        bytes(100),
+        b"\xff" * 100,
+        HEADER.pack(4, 0) + b"\xff\xff\xff\xff",
+        HEADER.pack(1 << 19, 0),
+        HEADER.pack(4, (1 << 20) + 1),
+        HELLO + encode(AllocateFromPool(1, -1)),
+        HELLO + HEADER.pack(3, 0) + msgspec.msgpack.encode([99, 1]),
+        HELLO + encode(AllocateFromPool(1, 1), 5) + b"12345",
+        HELLO + encode(CopyFromPool(1, 0, 0, MAX_PIECE_BYTES + 1)),
+        HELLO + encode(FreeFromPool(1, list(range(5000)))),
+        encode(AllocatePoolMemory(1, MIB)),
+        HELLO + HEADER.pack(60_000, 0) + b"\x91" * 60_000,
+    ],
+)
+def test_garbage_costs_its_sender_the_session(server: PinnedPoolServer, data: bytes) -> None:
+    with client_of(server) as client:
+        received = within(PATIENCE, lambda: talk(server, data))
+        answer = None
+        while received:
+            message, payload = HEADER.unpack(received[:8])
+            answer = decode_answer(received[8 : 8 + message])
+            received = received[8 + message + payload :]
+        assert answer is None or isinstance(answer, Refused)
+        assert client.get_usage_info().active_allocations == 0
+        assert eventually(lambda: server.statistics().clients == 1)
+        assert server.statistics().bad == 1
+
+
+def test_random_frames_never_hurt_anybody(server: PinnedPoolServer) -> None:
+    rng = random.Random(7)
+    good = [
+        HELLO,
+        encode(AllocatePoolMemory(2, MIB)),
+        encode(AllocateFromPool(3, 3 * CHUNK)),
+        encode(CopyToPool(4, 0, 10), 100) + bytes(100),
+        encode(CopyFromPool(5, 0, 1, CHUNK)),
+        encode(FreeFromPool(6, [0, 1])),
+    ]
+    with client_of(server) as client:
+        for _ in range(150):
+            data = bytearray(b"".join(good[: rng.randrange(1, 7)]))
+            for _ in range(rng.randrange(0, 4)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            talk(server, bytes(data[: rng.randrange(1, len(data) + 1)]), then_wait=False)
+        assert client.get_usage_info().active_allocations == 0
+    assert eventually(lambda: at_rest(server))
+
+
+def test_refused_request_costs_nothing(server: PinnedPoolServer) -> None:
+    with socket.create_connection((server.host, server.port), PATIENCE) as sock:
+        sock.sendall(HELLO + encode(CopyToPool(2, 9, 0), 200_000) + bytes(200_000) + encode(CopyFromPool(3, 9, 0, 1)))
+        sock.sendall(encode(Hello(4, 99, "from the future")))
+        file = sock.makefile("rb")
+        answers = []
+        for _ in range(4):
+            message, _ = HEADER.unpack(file.read(8))
+            answers.append(decode_answer(file.read(message)))
+        assert [answer.seq for answer in answers] == [1, 2, 3, 4]
+        assert all(isinstance(answer, Refused) for answer in answers[1:])
+        file.close()
+
+
+def test_half_a_frame_is_waited_for_a_bounded_time() -> None:
+    with server_in_thread(patience=0.1) as server:
+        for part in (b"", HELLO[:3], HELLO[:10], HELLO + encode(CopyToPool(2, 0, 0), 1000) + bytes(10)):
+            within(PATIENCE, functools.partial(talk, server, part))
+        assert eventually(lambda: at_rest(server))
+        assert server.statistics().bad == 4
+
+
+def test_answers_that_nobody_reads_are_not_kept() -> None:
+    with server_in_thread(patience=0.2) as server, socket.create_connection((server.host, server.port)) as sock:
+        sock.sendall(HELLO + encode(AllocatePoolMemory(2, MIB)) + encode(AllocateFromPool(3, MIB)))
+        sock.setblocking(False)
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # which of both says who is quicker
+            for number in range(200):
+                sock.send(encode(CopyFromPool(4 + number, 0, 0, MIB)))
+        assert eventually(lambda: server.statistics().bad == 1 and at_rest(server))
+
+
+def test_too_many_clients_are_turned_away() -> None:
+    with server_in_thread(max_clients=2) as server:
+        with client_of(server), client_of(server):
+            with pytest.raises((PoolLost, PoolTimeout)):
+                PinnedPoolClient(address_of(server))
+            assert server.statistics().turned_away == 1
+        assert eventually(lambda: at_rest(server))
+        with client_of(server):
+            pass
+
+
+def test_what_is_no_pinned_pool_is_told_as_that() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+
+        def greet() -> None:
+            peer, _ = listening.accept()
+            with peer:
+                peer.recv(100)
+                peer.sendall(b"220 mail.example ESMTP ready\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(PoolLost, match="is no pinned pool"):
+            PinnedPoolClient(f"127.0.0.1:{port}")
+        thread.join()
+    for wrong in ("nowhere", "host:", ":1", "host:99999", "host:x"):
+        with pytest.raises(ValueError, match="no host:port"):
+            PinnedPoolClient(wrong)
+
+
+# --- serving ------------------------------------------------------------------------------------------------------
+
+
+async def test_cancelled_serve_leaves_nothing() -> None:
+    with short_directory() as directory:
+        async with trio.open_nursery() as nursery:
+            server = await nursery.start(
+                functools.partial(serve, "127.0.0.1", 0, 8, chunk_size=CHUNK, runtime_dir=directory)
+            )
+            assert isinstance(server, PinnedPoolServer)
+            assert os.listdir(directory)
+            stream = await trio.open_tcp_stream(server.host, server.port)
+            await stream.send_all(HELLO + encode(AllocatePoolMemory(2, MIB)))
+            await stream.receive_some()
+            nursery.cancel_scope.cancel()
+        assert os.listdir(directory) == []
+        with contextlib.suppress(trio.BrokenResourceError):  # its answer may be unread: then it is a reset
+            assert await stream.receive_some() == b""
+        await stream.aclose()
+        assert at_rest(server)
+        with pytest.raises(OSError):  # which one is the kernel's business
+            await trio.open_tcp_stream(server.host, server.port)
+
+
+async def test_cancel_while_a_pool_is_made_leaves_nothing() -> None:
+    made: list[PoolMemory] = []
+    begun, go = threading.Event(), threading.Event()
+
+    def slowly(nbytes: int, pin: Any, go_on: Any) -> PoolMemory:
+        begun.set()
+        go.wait(PATIENCE)
+        made.append(PoolMemory(nbytes, "none"))
+        return made[-1]
+
+    with short_directory() as directory:
+        async with open_server(port=0, runtime_dir=directory, pool_memory_size=8, make_memory=slowly) as server:
+            async with await trio.open_tcp_stream(server.host, server.port) as stream:
+                await stream.send_all(HELLO + encode(AllocatePoolMemory(2, MIB)))
+                await trio.to_thread.run_sync(begun.wait)
+            go.set()
+        assert at_rest(server)
+        assert made[0].memory is None
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_end_while_clients_copy_is_told_to_all_of_them(shared: bool) -> None:
+    """Wherever the server's tasks are when it is cancelled."""
+    rng = random.Random(3)
+    told: list[BaseException] = []
+
+    def copy(server: PinnedPoolServer) -> None:
+        data = bytes(3 * MIB + 1)
+        try:
+            with client_of(server, 8, shared_memory=shared) as client:
+                while True:
+                    allocation = client.allocate_from_pool(len(data))
+                    assert allocation is not None
+                    client.copy_to_pool(allocation.allocation_id, 0, data)
+                    client.copy_from_pool(allocation.allocation_id, 0, bytearray(data))
+                    client.free_from_pool([allocation.allocation_id])
+        except BaseException as exc:
+            told.append(exc)
+
+    for _ in range(4):
+        with server_in_thread() as server:
+            threads = [threading.Thread(target=copy, args=(server,)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            time.sleep(rng.uniform(0.0, 0.3))
+        for thread in threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+        assert at_rest(server)
+    assert len(told) == 12
+    # Refused: the Unix socket has gone a moment before the connection.
+    assert {type(error) for error in told} <= {PoolLost, PoolUnreachable, PoolRefused}, told
+
+
+async def test_address_in_use_is_told() -> None:
+    with short_directory() as directory:
+        async with open_server(port=0, runtime_dir=directory) as server:
+            with pytest.raises(PoolUnreachable, match="nobody can listen"):
+                await serve(port=server.port, runtime_dir=directory)
+
+
+async def test_directory_that_others_enter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "open" / "file").touch()
+    with pytest.raises(PoolUnreachable, match="others may enter"):
+        await serve(port=0, runtime_dir=str(tmp_path / "open"))
+
+
+def test_server_stays_on_this_host_unless_told() -> None:
+    with pytest.raises(PinnedPoolConfigError, match="must be of this host"):
+        PinnedPoolConfig(host="0.0.0.0")
+    assert PinnedPoolConfig(host="0.0.0.0", insecure=True).insecure
+    with pytest.raises(PinnedPoolConfigError, match="power of two"):
+        PinnedPoolConfig(chunk_size=5000)
+    with pytest.raises(PinnedPoolConfigError, match="at most pool_memory_size"):
+        PinnedPoolConfig(pool_memory_size=1, chunk_size="4 MiB")
+    assert attrs.asdict(PinnedPoolConfig())["pool_memory_size"] == 4096
+    assert PinnedPoolConfig().port == 8073
+
+
+def test_errors_say_who_must_act() -> None:
+    assert issubclass(PoolTimeout, TimeoutError)
+    for error in (PoolLost, PoolTimeout, PoolRefused, PoolUnreachable, PoolClosed, BlockFreed):
+        assert issubclass(error, RuntimeError)
+        assert error.__doc__

@@ -1,0 +1,60 @@
+"""No page names a file or a test that is not there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("offload", "backends", "maru")
+NAMED = re.compile(rf"\b(?:{'|'.join([*PACKAGES, 'tests'])})/[\w/]*\w\.py\b")
+MODULES = sorted(
+    str(file.relative_to(ROOT))
+    for package in PACKAGES
+    for file in (ROOT / package).rglob("*.py")
+    if file.stat().st_size
+)
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+def named(page: Path) -> list[str]:
+    return NAMED.findall(page.read_text())
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    missing = [name for name in named(page) if not (ROOT / name).exists()]
+    assert not missing, f"{page.relative_to(ROOT)} names {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
+def test_tests_that_a_page_names_exist(page: Path) -> None:
+    named = re.findall(r"\b(tests/[\w/]+\.py)::(\w+)", page.read_text())
+    missing = [f"{file}::{test}" for file, test in named if f"def {test}(" not in (ROOT / file).read_text()]
+    assert not missing, f"{page.relative_to(ROOT)} names {', '.join(missing)}"
+
+
+def test_the_reference_has_every_public_module() -> None:
+    """And nothing but public modules."""
+    page = (ROOT / "docs" / "reference.md").read_text()
+    documented = set(re.findall(r"^\.\. public:: ([\w.]+)$", page, re.M))
+    public = {
+        module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for module in MODULES
+        if not any(part.startswith("_") and part != "__init__.py" for part in module.split("/"))
+    }
+    assert documented == public - COMMANDS
+
+
+COMMANDS = {
+    "maru.bench",
+    "maru.cli",
+    "maru.server_cli",
+    "offload.cli",
+    "offload.demo",
+    "offload.replay",
+    "offload.scenario",
+    "offload.bench",
+    "offload.testing",
+}
+"""Used from the command line, or only a name: what they can do is said elsewhere."""

@@ -1,0 +1,102 @@
+"""A guarded tier keeps the contract that its tier keeps: the published test of places holds for it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import trio
+
+from backends.abc import LOADED
+from backends.file import FileTier
+from backends.maru import MaruTier
+from backends.memory import MemoryTier
+from backends.slots import PagesDestination
+from backends.testing import FakeTier, check_tier, payload_of
+from maru import MaruHandler, NoAnswer
+from maru.testing import Fate, open_lossy_wire, open_test_server
+from offload import BreakerConfig, HealthState, TierUnavailable, guarded
+from tests.support.maru_actors import impatient
+
+BLOCK = 256 << 10
+"""Eight of them fill the smallest region there is."""
+
+
+def damage(tier: Any, key: bytes) -> None:
+    tier.unguarded.damage(key)
+
+
+async def test_a_guarded_fake(autojump_clock) -> None:
+    await check_tier(lambda n, size: guarded(FakeTier(n, size), "fake"), damage=damage, threads=False)
+
+    def slow(n: int, size: int) -> Any:
+        return guarded(FakeTier(n, size, latency=1, bytes_per_second=100), "slow")
+
+    await check_tier(slow, damage=damage, threads=False)
+
+
+async def test_a_guarded_memory_tier() -> None:
+    with trio.fail_after(60):
+        await check_tier(lambda n, size: guarded(MemoryTier(n * size, size), "memory"))
+
+
+async def test_a_guarded_file_tier(tmp_path) -> None:
+    numbers = itertools.count()
+
+    def make(n: int, size: int) -> Any:
+        return guarded(FileTier(tmp_path / f"{next(numbers)}", n * size, block_bytes=size), "disk")
+
+    with trio.fail_after(60):
+        await check_tier(make)
+
+
+def handler_to(endpoint: str, **knobs: Any) -> MaruHandler:
+    return MaruHandler(
+        server_url=endpoint,
+        **{"chunk_size_bytes": BLOCK, "pool_size": 8 * BLOCK, "auto_expand": False, "eager_map": False, **knobs},
+    )
+
+
+async def test_a_guarded_page_store() -> None:
+    """A tier that must be asked, and that an engine enters."""
+    numbers = itertools.count()
+    async with open_test_server(high_watermark=1.0) as server:
+
+        def make(n: int, size: int) -> Any:
+            tier = MaruTier(handler_to(server.endpoints[0], namespace=f"{next(numbers)}"))
+            return guarded(tier, "maru")
+
+        with trio.fail_after(60):
+            await check_tier(make, block_bytes=BLOCK)
+
+
+async def test_a_page_store_that_falls_silent_costs_three_timeouts_and_is_found_again() -> None:
+    silent = False
+    keys = [b"k%d" % number for number in range(4)]
+    source = MemoryTier(len(keys) * BLOCK, BLOCK)
+    for key in keys:
+        source.put(key, payload_of(key, BLOCK))
+    async with open_test_server() as server, open_lossy_wire(server.endpoints[0]) as wire:
+        wire.decide = lambda code, number: Fate.LOSE_REQUEST if silent else Fate.PASS
+        breaker = BreakerConfig(first_wait=30.0)
+        handler = handler_to(wire.endpoint, timeout_ms=30_000)
+        async with guarded(MaruTier(handler), "maru", breaker=breaker) as tier:
+            reservation = await tier.reserve(keys, BLOCK, "wait")
+            await reservation.transfer(source, source.upgrade(keys))
+            reservation.release()
+            silent = True
+            async with impatient(handler):
+                for _ in range(3):
+                    assert tier.health.state is HealthState.CLOSED
+                    with pytest.raises(NoAnswer):
+                        await tier.pin(keys)
+            with pytest.raises(TierUnavailable, match="NoAnswer"):
+                await tier.contains(keys)
+            silent = False
+            tier._gate.breaker._until = trio.current_time()  # half a minute later
+            lease = await tier.pin(keys)
+            async with lease:
+                places = PagesDestination.over([bytearray(BLOCK) for _ in keys])
+                assert await tier.load(lease, places) == [LOADED] * len(keys)
+            assert tier.health.state is HealthState.CLOSED and tier.health.faults == 0

@@ -1,0 +1,372 @@
+"""A forked child owns nothing of its parent: it is told so, lets go of what it inherited, and never disturbs the parent.
+
+Each test forks in a program of its own: pytest has threads, and what a child does at its end is part of the claim.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.support.maru_processes import PATIENCE, eventually
+from tests.support.pinned_pools import address_of, server_in_thread
+from tests.support.published_server import PublishedServer
+
+PRELUDE = """
+import gc, os, signal, sys, time, traceback
+
+def in_child(check, leave=os._exit):
+    "Fork, run the check there, and wait for the child's end."
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        status = 1
+        try:
+            check()
+            gc.collect()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stderr.flush()
+        leave(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child has failed"
+
+def refused(kind, *calls):
+    "Each of these calls raises that."
+    for call in calls:
+        try:
+            call()
+        except kind as exc:
+            assert f"process {os.getppid()}" in str(exc), exc
+        else:
+            raise AssertionError(f"{call} was done in a forked child")
+
+class Sleeper:
+    "A child that does nothing, until this process says so."
+    def __init__(self):
+        ours, self.write = os.pipe()
+        ready, theirs = os.pipe()
+        self.pid = os.fork()
+        if not self.pid:
+            os.write(theirs, b"r")
+            os.close(self.write)
+            os.read(ours, 1)
+            os._exit(0)
+        os.read(ready, 1)
+    def end(self):
+        os.close(self.write)
+        os.waitpid(self.pid, 0)
+"""
+
+
+def program(script: str) -> list[str]:
+    # Newer versions warn of forking with threads. We mean to.
+    return [
+        sys.executable,
+        "-W",
+        "error",
+        "-W",
+        "ignore::DeprecationWarning",
+        "-c",
+        PRELUDE + textwrap.dedent(script) + "\nprint('well')",
+    ]
+
+
+def run(script: str) -> None:
+    done = subprocess.run(program(script), capture_output=True, text=True, timeout=2 * PATIENCE, env=environment())
+    assert (done.stdout, done.stderr, done.returncode) == ("well\n", "", 0), done.stderr
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+# --- pinned pools -----------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_of_this_process_is_refused_in_a_forked_child() -> None:
+    run("""
+        import torch
+        from backends.pinned_pool import PinnedMemoryPool, PoolForked
+
+        pool = PinnedMemoryPool(torch.uint8, 1, chunk_size=4096, pin="none")
+        block = pool.alloc_same_pin_tensor(torch.zeros(4096, dtype=torch.uint8))
+        block.copy_(torch.ones(4096, dtype=torch.uint8))
+        dropped = pool.alloc_same_pin_tensor(torch.zeros(5000, dtype=torch.uint8))
+        def check():
+            global dropped
+            refused(
+                PoolForked,
+                lambda: pool.alloc_same_pin_tensor(torch.zeros(1)),
+                lambda: pool.free(block),
+                lambda: block.copy_(torch.zeros(4096, dtype=torch.uint8)),
+                block.to,
+                block.as_tensor,
+                pool.get_usage_info,
+            )
+            del dropped
+            pool.close()
+        in_child(check)
+        assert pool.get_usage_info()["active_allocations"] == 2
+        assert block.to("cpu").sum() == 4096
+        assert pool.alloc_same_pin_tensor(torch.zeros(1)).chunk_indices == (3,)
+        pool.close()
+    """)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_session_with_a_server_outlives_what_a_forked_child_does_with_it(shared: bool) -> None:
+    with server_in_thread() as server:
+        run(f"""
+            from backends.pinned_pool import PinnedPoolClient, PoolForked
+
+            client = PinnedPoolClient({address_of(server)!r}, timeout={PATIENCE}, shared_memory={shared})
+            client.allocate_pool_memory(1 << 20)
+            client.allocate_from_pool(100)
+            client.copy_to_pool(0, 0, b"x" * 100)
+            def check():
+                global client
+                refused(
+                    PoolForked,
+                    client.check,
+                    client.get_usage_info,
+                    lambda: client.allocate_from_pool(1),
+                    lambda: client.free_from_pool([0]),
+                    lambda: client.copy_to_pool(0, 0, b"y"),
+                    lambda: client.copy_from_pool(0, 0, bytearray(1)),
+                )
+                client.close()
+                client.close()
+                del client
+            in_child(check)
+            in_child(check, sys.exit)
+            client.check()
+            seen = bytearray(100)
+            client.copy_from_pool(0, 0, seen)
+            assert seen == b"x" * 100 and client.get_usage_info().active_allocations == 1
+            client.close()
+        """)
+
+
+def test_a_lock_that_a_thread_held_at_the_fork_hangs_no_child() -> None:
+    with server_in_thread() as server:
+        run(f"""
+            from backends.pinned_pool import PinnedPoolClient, PoolForked
+
+            client = PinnedPoolClient({address_of(server)!r}, timeout={PATIENCE})
+            client.allocate_pool_memory(1 << 20)
+            with client._lock:  # as a thread that waits for an answer has it
+                in_child(lambda: (refused(PoolForked, client.get_usage_info), client.close()))
+            client.close()
+        """)
+
+
+def test_a_killed_client_loses_its_pool_though_its_forked_child_lives() -> None:
+    with server_in_thread() as server:
+        holder = subprocess.Popen(
+            program(f"""
+                from backends.pinned_pool import PinnedPoolClient
+
+                client = PinnedPoolClient({address_of(server)!r}, timeout={PATIENCE})
+                client.allocate_pool_memory(1 << 20)
+                child = os.fork()
+                if child:
+                    print(child, flush=True)
+                time.sleep(600)
+            """),
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        with holder:
+            assert holder.stdout is not None
+            child = int(holder.stdout.readline())
+            child_of_holder = os.pidfd_open(child)
+            try:
+                assert server.statistics().pools == 1
+                holder.kill()
+                assert eventually(lambda: server.statistics().pools == 0)
+            finally:
+                holder.kill()
+                signal.pidfd_send_signal(child_of_holder, signal.SIGKILL)
+                os.close(child_of_holder)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_pages_are_the_childs_own_after_a_fork() -> None:
+    run("""
+        from backends.memory import HostPages
+        from backends.pages import new_pages
+
+        for pages in (new_pages(2, 5000), HostPages(2, 5000).pages([0, 1])):
+            pages[0][:] = b"p" * 5000
+            def check():
+                assert bytes(pages[0]) == b"p" * 5000
+                pages[0][:] = pages[1][:] = b"c" * 5000
+            in_child(check)
+            assert bytes(pages[0]) == b"p" * 5000 and bytes(pages[1]) == bytes(5000)
+    """)
+
+
+def test_a_forked_child_reads_a_region_and_cannot_write_it() -> None:
+    run("""
+        import mmap, signal
+        from maru._memory.memory import Memory
+
+        fd = os.memfd_create("region")
+        os.truncate(fd, 2 * mmap.PAGESIZE)
+        view = Memory(fd, 0, 2 * mmap.PAGESIZE, write=True).buffer()
+        view[0] = 7
+        child = os.fork()
+        if not child:
+            assert view[0] == 7
+            view[0] = 9
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status == -signal.SIGSEGV, status
+        view[1] = 8
+        assert bytes(view[:2]) == bytes([7, 8])
+    """)
+
+
+def test_a_forked_child_unpins_nothing() -> None:
+    run("""
+        from backends.memory import HostPages
+
+        class Cuda:
+            unregistered = 0
+            def cudaHostUnregister(self, address):
+                Cuda.unregistered += 1
+        pages = HostPages(1, 4096)
+        pages._run._cuda = Cuda()
+        def check():
+            pages.close()
+            assert not Cuda.unregistered
+        in_child(check)
+        pages.close()
+        assert Cuda.unregistered == 1
+    """)
+
+
+# --- directories and their locks ----------------------------------------------------------------------------------------
+
+
+def test_a_directory_of_blocks_is_not_held_by_a_forked_child(tmp_path: Path) -> None:
+    run(f"""
+        from backends import PlaceClosed, PlaceInUse
+        from backends._blockfile import Directory
+
+        directory = Directory({str(tmp_path)!r})
+        def check():
+            def enter():
+                with directory:
+                    pass
+            refused(PlaceClosed, enter)
+            directory.close()
+        in_child(check)
+        try:
+            Directory({str(tmp_path)!r})
+        except PlaceInUse:
+            pass
+        else:
+            raise AssertionError("a child has let go of its parent's lock")
+        child = Sleeper()
+        directory.close()
+        Directory({str(tmp_path)!r}).close()
+        child.end()
+    """)
+
+
+def test_the_home_of_a_pool_is_not_held_by_a_forked_child(tmp_path: Path) -> None:
+    run(f"""
+        from maru._errors import PoolInUse
+        from maru._pool.home import Home
+
+        home = Home({str(tmp_path / "pool")!r})
+        in_child(home.close)
+        try:
+            Home({str(tmp_path / "pool")!r})
+        except PoolInUse:
+            pass
+        else:
+            raise AssertionError("a child has let go of its parent's lock")
+        child = Sleeper()
+        home.close()
+        Home({str(tmp_path / "pool")!r}).close()
+        child.end()
+    """)
+
+
+# --- handlers ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_handler_has_begun_is_not_waited_for_in_a_forked_child(tmp_path: Path) -> None:
+    with PublishedServer(tmp_path) as server:
+        run(f"""
+            from maru import HandlerClosed
+            from maru.blocking import MaruHandler
+
+            handler = MaruHandler(server_url={server.address!r}, chunk_size_bytes=4096, pool_size=2 << 20)
+            handler.connect()
+            handler.batch_put(["k"], [b"x"])
+            stored = handler.begin.batch_put(["l"], [b"x"])
+            found = handler.begin.exists("k")
+            def check():
+                try:
+                    found.result()
+                except HandlerClosed as exc:
+                    assert "forked" in str(exc)
+                else:
+                    raise AssertionError("a forked child got an answer")
+                assert not handler.connected
+                assert handler.statistics().calls.waiting == 2
+                handler.close()
+            # As other threads may have them.
+            with handler._lock, handler._driver.lock, handler._driver.lines._given_back:
+                in_child(check)
+            assert found.result() and stored.result()
+            assert handler.exists("k")
+            handler.close()
+        """)
+
+
+# --- at random points -------------------------------------------------------------------------------------------------
+
+KINDS = ["pool", "server", "handler", "engine"]
+
+
+def play(kind: str, seed: int, steps: int) -> None:
+    """A program of its own that two threads play, and that forks between its steps: see ``forking_program.py``."""
+    command = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-W", "ignore::ResourceWarning"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).parents[1] / "support" / "forking_program.py"), kind, str(seed), str(steps)],
+        capture_output=True,
+        text=True,
+        timeout=10 * PATIENCE,
+        env={**environment(), "OMP_NUM_THREADS": "1"},
+    )
+    assert (done.stdout.partition(" forks, ")[2], done.stderr, done.returncode) == ("and all is well\n", "", 0), (
+        kind,
+        seed,
+        done.stderr,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_that_forks_now_and_then_does_what_it_did(kind: str) -> None:
+    play(kind, 0, 12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(1, 6))
+@pytest.mark.parametrize("kind", KINDS)
+def test_programs_that_fork_at_random_points_do_what_they_did(kind: str, seed: int) -> None:
+    play(kind, seed, 200)
