@@ -148,7 +148,7 @@ def started(case: Case, home: Path) -> Iterator[Running]:
         environment = {
             **os.environ,
             "TMPDIR": str(home / "tmp"),
-            "PYTHONPATH": str(Path(__file__).parents[1] / "support"),
+            "PYTHONPATH": str(Path(__file__).parents[2]),
         }
         process = subprocess.Popen(
             # A shell has what it runs in the background ignore signals, and children inherit that.

@@ -370,7 +370,7 @@ def test_the_command_prints_a_table(trace_file: Path, tmp_path: Path) -> None:
         (["--tier", "no_such_module:Tier"], "tier no_such_module:Tier: module 'no_such_module' cannot be imported"),
         (
             ["--tier", f"{PEERS}:Tape"],
-            "module 'plugin_peers' has no 'Tape', which was looked for as the tier",
+            f"module '{PEERS}' has no 'Tape', which was looked for as the tier",
         ),
         (["--tier", f"{PEERS}:Bitmap"], "cannot be called with (block_bytes=...)"),
         (["--tier", f"{PEERS}:StoreResult", "--capacity", "1MiB"], "there is no such parameter"),

@@ -101,11 +101,11 @@ def test_laps_follow_each_other_at_the_traces_own_pace() -> None:
 
 
 def test_laps_are_the_same_in_any_process() -> None:
-    program = "import test_replay_laps as t; print([r.hash_ids for lap in t.Laps(t.TRACE, 3, 0.7) for r in lap])"
+    program = "import tests.commands.test_replay_laps as t; print([r.hash_ids for lap in t.Laps(t.TRACE, 3, 0.7) for r in lap])"
     said = {
         subprocess.run(
             [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[1] / "support")},
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])},
             capture_output=True,
             text=True,
             check=True,

@@ -763,7 +763,7 @@ def sealed(block_bytes: int, directory: str, *, fails: list[Exception]) -> Any:
 
 async def test_a_tier_that_encrypts_must_say_so_before_it_is_made() -> None:
     fails: list[Exception] = [DOWN]
-    tier = {"type": "test_engine_entering:sealed", "directory": "x", "fails": fails}
+    tier = {"type": "tests.engine.test_entering:sealed", "directory": "x", "fails": fails}
     async with opened(FakeTier(64, SIZE), {"late": tier}, breaker=BreakerConfig(first_wait=0.01)) as engine:
         with trio.move_on_after(60):
             while engine.statistics().health["late"].next_probe != float("inf"):  # noqa: ASYNC110 - a thread makes it
