@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from ._keys import prefix_keys as prefix_keys
     from ._keys import BlockKey as BlockKey
     from ._keys import KeyPrefix as KeyPrefix
-    from ._pipeline import open_pipeline as open_pipeline
-    from ._pipeline import Pipeline as Pipeline
-    from ._statistics import PipelineStatistics as PipelineStatistics
+    from ._pipeline.pipeline import open_pipeline as open_pipeline
+    from ._pipeline.pipeline import Pipeline as Pipeline
+    from ._pipeline.statistics import PipelineStatistics as PipelineStatistics
     from ._config import PipelineConfig as PipelineConfig
     from ._config import BatchConfig as BatchConfig
     from ._config import config_from_toml as config_from_toml
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from .preconditions import NO_WAIT as NO_WAIT
     from .preconditions import all_of as all_of
     from .preconditions import any_of as any_of
-    from ._handle import TransferHandle as TransferHandle
-    from ._lifecycle import Status as Status
-    from ._result import TransferResult as TransferResult
-    from ._result import Progress as Progress
+    from ._pipeline.handle import TransferHandle as TransferHandle
+    from ._pipeline.lifecycle import Status as Status
+    from ._pipeline.result import TransferResult as TransferResult
+    from ._pipeline.result import Progress as Progress
     from .policies import PassAll as PassAll
     from .policies import PresenceFilter as PresenceFilter
     from .policies import FrequencyFilter as FrequencyFilter
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ._engine import Hit as Hit
     from ._engine import LoadResult as LoadResult
     from ._engine import EngineStatistics as EngineStatistics
-    from ._spilling import SpillStatistics as SpillStatistics
+    from ._pipeline.spill import SpillStatistics as SpillStatistics
     from ._explaining import Explanation as Explanation
     from ._health.guarded_tier import guarded as guarded
     from ._health.guarded_tier import GuardedTier as GuardedTier
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     from ._health.breaker import Health as Health
     from ._health.breaker import HealthState as HealthState
     from ._config import BreakerConfig as BreakerConfig
-    from ._precedence import Precedence as Precedence
-    from ._precedence import PrecedenceStatistics as PrecedenceStatistics
-    from ._quarantine import Quarantined as Quarantined
-    from ._container import OffloadContainer as OffloadContainer
-    from ._container import OffloadBatch as OffloadBatch
+    from ._pipeline.priority import Precedence as Precedence
+    from ._pipeline.priority import PrecedenceStatistics as PrecedenceStatistics
+    from ._pipeline.quarantine import Quarantined as Quarantined
+    from ._pipeline.container import OffloadContainer as OffloadContainer
+    from ._pipeline.container import OffloadBatch as OffloadBatch
     from ._errors import OffloadError as OffloadError
     from ._errors import ConfigError as ConfigError
     from ._errors import PipelineFull as PipelineFull
@@ -73,9 +73,9 @@ _HOMES = {
     "prefix_keys": "._keys",
     "BlockKey": "._keys",
     "KeyPrefix": "._keys",
-    "open_pipeline": "._pipeline",
-    "Pipeline": "._pipeline",
-    "PipelineStatistics": "._statistics",
+    "open_pipeline": "._pipeline.pipeline",
+    "Pipeline": "._pipeline.pipeline",
+    "PipelineStatistics": "._pipeline.statistics",
     "PipelineConfig": "._config",
     "BatchConfig": "._config",
     "config_from_toml": "._config",
@@ -83,10 +83,10 @@ _HOMES = {
     "NO_WAIT": ".preconditions",
     "all_of": ".preconditions",
     "any_of": ".preconditions",
-    "TransferHandle": "._handle",
-    "Status": "._lifecycle",
-    "TransferResult": "._result",
-    "Progress": "._result",
+    "TransferHandle": "._pipeline.handle",
+    "Status": "._pipeline.lifecycle",
+    "TransferResult": "._pipeline.result",
+    "Progress": "._pipeline.result",
     "PassAll": ".policies",
     "PresenceFilter": ".policies",
     "FrequencyFilter": ".policies",
@@ -101,7 +101,7 @@ _HOMES = {
     "Hit": "._engine",
     "LoadResult": "._engine",
     "EngineStatistics": "._engine",
-    "SpillStatistics": "._spilling",
+    "SpillStatistics": "._pipeline.spill",
     "Explanation": "._explaining",
     "guarded": "._health.guarded_tier",
     "GuardedTier": "._health.guarded_tier",
@@ -109,11 +109,11 @@ _HOMES = {
     "Health": "._health.breaker",
     "HealthState": "._health.breaker",
     "BreakerConfig": "._config",
-    "Precedence": "._precedence",
-    "PrecedenceStatistics": "._precedence",
-    "Quarantined": "._quarantine",
-    "OffloadContainer": "._container",
-    "OffloadBatch": "._container",
+    "Precedence": "._pipeline.priority",
+    "PrecedenceStatistics": "._pipeline.priority",
+    "Quarantined": "._pipeline.quarantine",
+    "OffloadContainer": "._pipeline.container",
+    "OffloadBatch": "._pipeline.container",
     "OffloadError": "._errors",
     "ConfigError": "._errors",
     "PipelineFull": "._errors",

@@ -28,8 +28,8 @@ from backends.memory import MemoryTier
 from maru import MaruHandler
 
 from . import from_thread
-from ._container import OffloadBatch, OffloadContainer
-from ._lifecycle import Status
+from ._pipeline.container import OffloadBatch, OffloadContainer
+from ._pipeline.lifecycle import Status
 from .testing.reference_engine import ModelConfig, ReferenceEngine
 from .testing.reference_engine import Sequence as Generation
 

@@ -23,11 +23,11 @@ import trio
 from backends.abc import Blocks, Deletion, Source
 from maru._forks import belongs_to, watch_forks
 
-from ._container import OffloadContainer
 from ._crossing import Bell, Crossing, EngineClosed, EngineCrashed, EngineForked, WaitTimeout
 from ._engine import Engine, Hit
 from ._errors import DrainUnproven, OffloadError, PipelineFull
-from ._lifecycle import Status
+from ._pipeline.container import OffloadContainer
+from ._pipeline.lifecycle import Status
 from ._ticket import Ticket
 from .abc import Precondition, PreconditionLike
 from .preconditions import as_precondition

@@ -25,8 +25,8 @@ from ._config import BatchConfig, PipelineConfig
 from ._engine import Engine, open_engine
 from ._errors import DestinationFull
 from ._keys import block_key
-from ._lifecycle import Status
-from ._result import TransferResult
+from ._pipeline.lifecycle import Status
+from ._pipeline.result import TransferResult
 from ._trace import Request
 from .abc import AsyncPolicy, Policy
 from .preconditions import NO_WAIT

@@ -17,9 +17,9 @@ from backends.abc import Blocks, Key
 
 from ._crossing import Crossing, WaitTimeout
 from ._errors import DrainUnproven
-from ._handle import TransferHandle
-from ._lifecycle import Status
-from ._result import Progress, TransferResult
+from ._pipeline.handle import TransferHandle
+from ._pipeline.lifecycle import Status
+from ._pipeline.result import Progress, TransferResult
 from .abc import PreconditionLike
 
 _NO_ROUTES: Mapping[str, TransferResult] = MappingProxyType({})

@@ -18,7 +18,7 @@ from backends.abc import Key as Key
 if TYPE_CHECKING:
     import trio
 
-    from ._container import OffloadBatch, OffloadContainer
+    from ._pipeline.container import OffloadBatch, OffloadContainer
 
 Reasons: TypeAlias = Mapping[Key, str]
 """Why blocks are filtered: the rejected keys only, each with a word."""

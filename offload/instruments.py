@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 import attrs
 import trio
 
-from ._container import OffloadBatch, OffloadContainer
+from ._pipeline.container import OffloadBatch, OffloadContainer
 from .abc import Instrument
 
 HOOKS: Final[tuple[str, ...]] = tuple(name for name in vars(Instrument) if not name.startswith("_"))

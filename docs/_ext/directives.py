@@ -34,7 +34,7 @@ from offload import _config, _lifecycle
 from offload._config import BreakerConfig, knobs
 from offload._engine import config as _engine_config
 from offload._engine import engine_knobs
-from offload._lifecycle import GATE, MOVES
+from offload._pipeline.lifecycle import GATE, MOVES
 
 
 def _picture(name: str, draw: Callable[[], str]) -> type[SphinxDirective]:

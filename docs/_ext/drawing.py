@@ -15,7 +15,7 @@ from html import escape
 from itertools import permutations
 from typing import NamedTuple
 
-from offload._lifecycle import GATE, MOVES
+from offload._pipeline.lifecycle import GATE, MOVES
 
 
 class Arrow(NamedTuple):

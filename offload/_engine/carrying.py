@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 from backends.abc import Key, TenantTier
 from backends.leaving import SpillingTier
 
-from .._container import OffloadContainer
-from .._handle import TransferHandle
-from .._marks import place_of
+from .._pipeline.container import OffloadContainer
+from .._pipeline.handle import TransferHandle
+from .._pipeline.marks import place_of
 from .owners import Owners
 
 
@@ -73,7 +73,7 @@ class Carrying:
     def victims(
         self, name: str, to: object
     ) -> Callable[[Sequence[Key]], tuple[Collection[Key], Callable[[], None]]] | None:
-        """How victims of a tier are carried to another one, as theirs whose they are; see :func:`offload._spilling.spill`."""
+        """How victims of a tier are carried to another one, as theirs whose they are (:mod:`offload._pipeline.spill`)."""
         owners = self._owners.get(name)
         if owners is None:
             return None

@@ -25,14 +25,14 @@ from backends.abc import (
 from backends.pages import check_apart
 
 from .._explaining import Explanation
-from .._handle import TransferHandle
 from .._health import GuardedRemoteTier, GuardedTier
 from .._keys import BlockKey
-from .._marks import place_of
-from .._pipeline import Pipeline
-from .._precedence import Precedence
-from .._quarantine import Quarantined
-from .._spilling import Spilling
+from .._pipeline.handle import TransferHandle
+from .._pipeline.marks import place_of
+from .._pipeline.pipeline import Pipeline
+from .._pipeline.priority import Precedence
+from .._pipeline.quarantine import Quarantined
+from .._pipeline.spill import Spilling
 from ..abc import PreconditionLike
 from .carrying import Carrying
 from .config import EngineConfig, OnLoadFailure

@@ -17,7 +17,6 @@ import trio
 from backends.abc import Key
 from backends.leaving import SpillingTier
 
-from .._container import OffloadContainer
 from .._explaining import (
     Deletions,
     Differs,
@@ -34,8 +33,9 @@ from .._explaining import (
 )
 from .._health.faults import describe
 from .._keys import BlockKey
-from .._lifecycle import Status
-from .._pipeline import Pipeline
+from .._pipeline.container import OffloadContainer
+from .._pipeline.lifecycle import Status
+from .._pipeline.pipeline import Pipeline
 from .finding import Place
 
 

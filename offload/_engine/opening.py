@@ -18,10 +18,10 @@ from backends.abc import RemoteTier, Source, TenantTier, Tier
 
 from .._config import BreakerConfig, PipelineConfig
 from .._health import GuardedRemoteTier, GuardedTier
-from .._pipeline import Pipeline, open_pipeline
-from .._precedence import Precedence
-from .._spill_route import what_is_new
-from .._spilling import Spilling, spill
+from .._pipeline.pipeline import Pipeline, open_pipeline
+from .._pipeline.priority import Precedence
+from .._pipeline.spill import Spilling, spill
+from .._pipeline.spill_route import what_is_new
 from ..abc import AsyncPolicy, Instrument, Policy
 from .carrying import Carrying
 from .config import SOURCE, Chain, EngineConfig, OnEnterFailure, OnLoadFailure, Route, TierLike

@@ -29,11 +29,11 @@ from backends.pages import Pages, copy_and_sum, copy_pages, new_pages
 from backends.threads import kept_if_unproven, leave_after
 
 from .._config import BatchConfig, PipelineConfig
-from .._container import OffloadContainer
 from .._errors import DestinationFull, PipelineClosed, PipelineFull, PreconditionFailed, TierUnavailable
-from .._handle import TransferHandle
-from .._pipeline import Pipeline, open_pipeline
-from .._precedence import Precedence
+from .._pipeline.container import OffloadContainer
+from .._pipeline.handle import TransferHandle
+from .._pipeline.pipeline import Pipeline, open_pipeline
+from .._pipeline.priority import Precedence
 from .carrying import Carrying, nothing
 from .finding import Place
 from .making import presence_filter

@@ -17,7 +17,7 @@ from backends.leaving import SpillingTier
 
 from .._config import PipelineConfig
 from .._errors import ConfigError
-from .._spill_route import check_config, config_below
+from .._pipeline.spill_route import check_config, config_below
 from .config import EngineConfig
 from .routes import PlannedRoute
 

@@ -9,8 +9,8 @@ import attrs
 from backends.abc import TierStatistics
 
 from .._health import Health
-from .._spilling import SpillStatistics
-from .._statistics import PipelineStatistics
+from .._pipeline.spill import SpillStatistics
+from .._pipeline.statistics import PipelineStatistics
 
 
 @attrs.frozen

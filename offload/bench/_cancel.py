@@ -33,9 +33,9 @@ from maru.bench._measure import Effort, Figures, in_trio, in_turn, noisiest, per
 from maru.bench._row import Goal, Row
 
 from .._config import BatchConfig, PipelineConfig
-from .._handle import TransferHandle
-from .._lifecycle import Status
-from .._pipeline import Pipeline, open_pipeline
+from .._pipeline.handle import TransferHandle
+from .._pipeline.lifecycle import Status
+from .._pipeline.pipeline import Pipeline, open_pipeline
 from ..abc import AsyncPolicy, Policy, PreconditionLike, Reasons
 from ..policies import PresenceFilter
 from ..preconditions import NO_WAIT

@@ -25,8 +25,8 @@ from maru.bench._measure import Effort, in_trio, in_turn, noisiest
 from maru.bench._row import Goal, Row
 
 from .._config import PipelineConfig
-from .._lifecycle import Status
-from .._pipeline import Pipeline, open_pipeline
+from .._pipeline.lifecycle import Status
+from .._pipeline.pipeline import Pipeline, open_pipeline
 from ..policies import PresenceFilter
 from ..preconditions import NO_WAIT
 from . import _copy_pages

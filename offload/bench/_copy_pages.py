@@ -25,8 +25,8 @@ from maru.bench._processes import server
 from maru.bench._row import Goal, Row
 
 from .._config import PipelineConfig
-from .._lifecycle import Status
-from .._pipeline import Pipeline, open_pipeline
+from .._pipeline.lifecycle import Status
+from .._pipeline.pipeline import Pipeline, open_pipeline
 from ..policies import RemotePresenceFilter
 from ..preconditions import NO_WAIT
 from ._copy_sources import BATCH, BATCHES, LAYERS, CopySource, from_device

@@ -21,7 +21,7 @@ import trio
 from backends.abc import EVICTED, STORED, Key, Outcome, Source, TransferExecutor, WeakBlocks
 
 from .._config import PipelineConfig
-from .._lifecycle import Phase, Status
+from .._pipeline.lifecycle import Phase, Status
 from ..abc import Policy
 
 _OPEN, _COMMITTED = Phase.OPEN, Phase.COMMITTED

@@ -17,7 +17,7 @@ from maru._client.page_states import MOVES as PAGE_MOVES
 from maru._client.page_states import PageEvent, PageState
 from maru._knobs import as_size
 from offload._config import PipelineConfig, knobs
-from offload._lifecycle import GATE, MOVES, Phase, Status
+from offload._pipeline.lifecycle import GATE, MOVES, Phase, Status
 from offload.instruments import HOOKS
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from backends.file import FileTier
 from backends.memory import MemoryTier
 from backends.testing import FakeTier
 from offload import NO_WAIT, HealthState, Status, TierUnavailable, TransferFailed, guarded, open_pipeline
-from offload._marks import marks_of
+from offload._pipeline.marks import marks_of
 from offload.policies import PresenceFilter, RemotePresenceFilter
 from tests.support.ill_tiers import SIZE, Ill, RemoteIll, fail, ill_and_guard
 from tests.support.invariants import config_of, keys_of

@@ -13,9 +13,9 @@ import trio.testing
 from offload import Precedence, TierUnavailable
 from offload._health import faults, gate, held
 from offload._health.breaker import Breaker, HealthState, Verdict
-from offload._precedence import Deference
-from offload._right_of_way import RightOfWay
-from offload._stages.transfer import Slot
+from offload._pipeline.priority import Deference
+from offload._pipeline.right_of_way import RightOfWay
+from offload._pipeline.transfer import Slot
 from tests.engine import test_breaker as pure
 from tests.engine import test_breaker_guarded as guarded
 from tests.engine import test_breaker_pipeline as pipelines

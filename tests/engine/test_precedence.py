@@ -13,7 +13,7 @@ import trio.testing
 
 from backends.testing import FakeTier
 from offload import NO_WAIT, PipelineClosed, Precedence, PrecedenceStatistics, Status, open_pipeline
-from offload._right_of_way import RightOfWay, Store
+from offload._pipeline.right_of_way import RightOfWay, Store
 from tests.support.invariants import config_of, keys_of
 
 SIZE = 64

@@ -12,8 +12,8 @@ from backends.blocks import Registry
 from backends.leaving import Spill
 from backends.testing import FakeTier, payload_of
 from offload import BatchConfig, ConfigError, PipelineConfig, Status
-from offload._spill_route import check_config, config_below
-from offload._spilling import Spilling, spill
+from offload._pipeline.spill import Spilling, spill
+from offload._pipeline.spill_route import check_config, config_below
 from tests.support import determinism
 from tests.support.spilling_world import SIZE, Stairs, keys_of, play
 
@@ -223,7 +223,7 @@ async def test_who_cannot_wait_has_his_room_at_once_and_what_goes_is_counted(aut
 
 async def test_what_somebody_else_is_bringing_below_is_waited_for(autojump_clock):
     """Its pending mark belongs to another pipeline, whose copy may still fail: until then it stays."""
-    from offload._marks import marks_of
+    from offload._pipeline.marks import marks_of
 
     async with Stairs(4, 8).open() as stairs:
         await stairs.stored(keys_of("abcd"))
@@ -239,7 +239,7 @@ async def test_what_somebody_else_is_bringing_below_is_waited_for(autojump_clock
 
 
 async def test_what_somebody_else_never_brings_below_is_dropped_in_time(autojump_clock):
-    from offload._marks import marks_of
+    from offload._pipeline.marks import marks_of
 
     async with Stairs(4, 8, knobs={"destination_timeout": 8.0}).open() as stairs:
         await stairs.stored(keys_of("abcd"))
@@ -555,9 +555,9 @@ def planted_dropped_and_not_counted(patch):
 
 
 def planted_what_was_filtered_as_pending_counts_as_below(patch):
-    from offload import _spilling
+    from offload._pipeline import spill
 
-    note = _spilling._note
+    note = spill._note
 
     def forgiving(part, result, why_not):
         note(part, result, why_not)
@@ -565,7 +565,7 @@ def planted_what_was_filtered_as_pending_counts_as_below(patch):
             if reason == "pending":
                 why_not.pop(key, None)
 
-    patch.setattr(_spilling, "_note", forgiving)
+    patch.setattr(spill, "_note", forgiving)
 
 
 PLANTED = [

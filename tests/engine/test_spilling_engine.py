@@ -18,7 +18,7 @@ from maru import MaruHandler
 from maru.eviction import LRU
 from maru.testing import open_test_server
 from offload import NO_WAIT, BatchConfig, ConfigError, EngineConfig, PipelineConfig, Route, Status, open_engine
-from offload._spilling import Spilling
+from offload._pipeline.spill import Spilling
 from tests.support import determinism
 
 SIZE = 4096

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import BatchConfig, Status
-from offload._accumulator import Accumulator
+from offload._pipeline.accumulator import Accumulator
 from tests.support import determinism
 from tests.support.invariants import TICK, World, keys_of, open_world
 

@@ -5,7 +5,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from offload import NO_WAIT, PipelineClosed
-from offload._budget import Budget
+from offload._pipeline.budget import Budget
 from tests.support.invariants import open_world
 
 

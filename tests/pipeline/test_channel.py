@@ -8,7 +8,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from backends.abc import WeakBlocks
 from offload import OffloadContainer
-from offload._channel import CancellableChannel
+from offload._pipeline.channel import CancellableChannel
 
 
 def container(number):

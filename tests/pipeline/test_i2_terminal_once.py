@@ -7,7 +7,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from offload import Status
-from offload._lifecycle import MOVES, IllegalMove
+from offload._pipeline.lifecycle import MOVES, IllegalMove
 from tests.support.actors import Slow
 from tests.support.invariants import TICK, open_world
 

@@ -7,7 +7,7 @@ import pytest
 from backends.abc import WeakBlocks
 from backends.testing import FakeTier
 from offload import OffloadContainer, Status
-from offload._lifecycle import GATE, MOVES, IllegalMove, Knock, Phase, check_move, knock
+from offload._pipeline.lifecycle import GATE, MOVES, IllegalMove, Knock, Phase, check_move, knock
 
 EVERY_MOVE = list(itertools.product(Status, Status))
 ARROWS = {

@@ -5,7 +5,7 @@ import random
 import weakref
 
 from backends.testing import FakeTier
-from offload._marks import PendingMarks, marks_of
+from offload._pipeline.marks import PendingMarks, marks_of
 
 
 def test_the_first_one_gets_the_mark():

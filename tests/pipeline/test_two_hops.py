@@ -422,7 +422,7 @@ def test_the_page_names_what_we_do_besides() -> None:
 
 
 async def test_a_host_that_frees_before_the_page_store_has_it_is_found(monkeypatch) -> None:
-    from offload._spilling import Spilling
+    from offload._pipeline.spill import Spilling
 
     carry = Spilling._carry
 

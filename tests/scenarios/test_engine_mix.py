@@ -23,12 +23,12 @@ from click.testing import CliRunner
 import offload._engine.engine as engine_module
 import offload._engine.loading as loading_module
 from backends.abc import LOADED, WeakBlocks
-from offload._chain import Chain
 from offload._engine import Engine, Hit
 from offload._engine.loading import Loading
 from offload._engine.promoting import Staging
 from offload._health.guarded_tier import Guard
-from offload._marks import place_of
+from offload._pipeline.chain import Chain
+from offload._pipeline.marks import place_of
 from offload._scenario._asking import line
 from offload.cli import main
 from offload.testing.scenarios._files.checking import check

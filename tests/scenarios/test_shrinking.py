@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from offload import OffloadBatch, TransferFailed
-from offload._lifecycle import Phase
+from offload._pipeline.lifecycle import Phase
 from offload.testing.scenarios._files.reading import ScenarioError, read_text
 from offload.testing.scenarios._files.writing import to_toml
 from offload.testing.scenarios._making.generating import generate

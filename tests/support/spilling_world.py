@@ -13,8 +13,8 @@ from backends.abc import Key
 from backends.testing import FakeTier, payload_of
 from maru.eviction import LRU
 from offload import NO_WAIT, BatchConfig, PipelineConfig, open_pipeline
-from offload._spill_route import config_below, what_is_new
-from offload._spilling import spill
+from offload._pipeline.spill import spill
+from offload._pipeline.spill_route import config_below, what_is_new
 from offload.policies import PresenceFilter
 
 SIZE = 16

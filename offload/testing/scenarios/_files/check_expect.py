@@ -6,7 +6,7 @@ from typing import Final
 
 import attrs
 
-from offload._statistics import PipelineStatistics
+from offload._pipeline.statistics import PipelineStatistics
 
 from .._program import Expect
 from .._report import EVENTS

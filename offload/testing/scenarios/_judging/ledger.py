@@ -34,8 +34,8 @@ from offload import (
     Status,
     TransferHandle,
 )
-from offload._lifecycle import Phase
-from offload._marks import marks_of
+from offload._pipeline.lifecycle import Phase
+from offload._pipeline.marks import marks_of
 from offload.instruments import Every
 
 from .leftovers import at_rest, destination_of, source_of, tasks_of_the_package

@@ -6,7 +6,7 @@ from typing import cast
 
 from backends.testing import FakeTier
 from offload import Pipeline
-from offload._marks import marks_of
+from offload._pipeline.marks import marks_of
 
 from .._determinism import tasks
 

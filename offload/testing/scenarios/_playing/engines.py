@@ -31,10 +31,10 @@ from backends.slots import PagesDestination
 from maru.exception_groups import holds
 from offload import NO_WAIT, PipelineClosed, PipelineFull, open_engine
 from offload._config import BreakerConfig
-from offload._container import OffloadBatch, OffloadContainer
 from offload._engine import Engine, Hit
 from offload._health import HealthState
-from offload._lifecycle import Status
+from offload._pipeline.container import OffloadBatch, OffloadContainer
+from offload._pipeline.lifecycle import Status
 from offload.instruments import Every
 
 from .._contract import Refused, System, Ticket

@@ -22,7 +22,7 @@ from backends.abc import (
 from backends.pages import new_pages
 from backends.slots import PagesDestination
 from offload import NO_WAIT, Pipeline, PipelineClosed, PipelineFull, TransferHandle, open_pipeline
-from offload._container import OffloadBatch, OffloadContainer
+from offload._pipeline.container import OffloadBatch, OffloadContainer
 from offload.abc import AsyncPolicy, Policy
 from offload.instruments import Every
 

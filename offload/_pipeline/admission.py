@@ -15,17 +15,17 @@ import trio
 
 from backends.abc import Key
 
-from .._channel import CancellableChannel
 from .._config import PipelineConfig
-from .._container import OffloadContainer
-from .._containment import what_leaves
 from .._errors import PipelineClosed, PolicyFailed
 from .._instruments import Hooks
-from .._lifecycle import Status
-from .._settling import Settlement
-from .._waiting import Waiter
 from ..abc import AsyncPolicy, Leased, Policy, Reasons
 from ..policies import NOTHING_REJECTED, AllOf, as_policy, read_answer, timed
+from .channel import CancellableChannel
+from .container import OffloadContainer
+from .containment import what_leaves
+from .lifecycle import Status
+from .settlement import Settlement
+from .waiting import Waiter
 
 _NOTHING = NOTHING_REJECTED
 _QUEUED = Status.QUEUED

@@ -25,25 +25,25 @@ from backends.abc import Blocks, Source, TransferExecutor, WeakBlocks
 from backends.threads import keep_threads
 from maru.exception_groups import raise_unwrapped
 
-from ._budget import Budget
-from ._chain import Chain
-from ._config import PipelineConfig
-from ._container import OffloadContainer
-from ._errors import PipelineClosed, PipelineFull
-from ._handle import TransferHandle
-from ._instruments import Hooks
-from ._lifecycle import Phase
-from ._marks import marks_of, place_of
-from ._precedence import Deference, Precedence
-from ._quarantine import Quarantined
-from ._settling import Settlement
-from ._stages.admission import Admission
-from ._stages.awaiting import Awaiting
-from ._stages.batching import Batching
-from ._stages.transfer import Transfer
-from ._statistics import PipelineStatistics
-from .abc import AsyncPolicy, Instrument, Policy, Precondition, PreconditionLike
-from .preconditions import NO_WAIT, as_precondition
+from .._config import PipelineConfig
+from .._errors import PipelineClosed, PipelineFull
+from .._instruments import Hooks
+from ..abc import AsyncPolicy, Instrument, Policy, Precondition, PreconditionLike
+from ..preconditions import NO_WAIT, as_precondition
+from .admission import Admission
+from .awaiting import Awaiting
+from .batching import Batching
+from .budget import Budget
+from .chain import Chain
+from .container import OffloadContainer
+from .handle import TransferHandle
+from .lifecycle import Phase
+from .marks import marks_of, place_of
+from .priority import Deference, Precedence
+from .quarantine import Quarantined
+from .settlement import Settlement
+from .statistics import PipelineStatistics
+from .transfer import Transfer
 
 _SWEPT = 64
 """Parked containers that the safety net looks at in each room, per round."""

@@ -23,16 +23,16 @@ import trio
 
 from backends.abc import EVICTED, Key, Source
 
-from ._errors import DestinationFull
-from ._lifecycle import GATE, IllegalMove, Knock, Phase, Status
+from .._errors import DestinationFull
+from .lifecycle import GATE, IllegalMove, Knock, Phase, Status
 
 if TYPE_CHECKING:
     from trio_util import AsyncValue
 
     from backends.abc import Blocks, StrongBlocks
 
-    from ._result import TransferResult
-    from .abc import Precondition
+    from ..abc import Precondition
+    from .result import TransferResult
 
 _log = logging.getLogger("offload.pipeline")
 _OPEN, _COMMITTED = Phase.OPEN, Phase.COMMITTED
@@ -61,7 +61,7 @@ class OffloadContainer:
     keys: Sequence[Key]
     """What is still to go: all, then those that passed, then those that were still there at the upgrade."""
     phase: Phase = _OPEN
-    """The commit gate. See :mod:`offload._lifecycle`."""
+    """The commit gate. See :mod:`offload._pipeline.lifecycle`."""
     status: Status = Status.EVALUATING
     """What the handle shows."""
     holder: Holder | None = None

@@ -9,14 +9,14 @@ import trio
 
 from backends.abc import Key
 
-from ._errors import DrainUnproven
-from ._lifecycle import Phase, Status
-from ._result import Progress, TransferResult
+from .._errors import DrainUnproven
+from .lifecycle import Phase, Status
+from .result import Progress, TransferResult
 
 if TYPE_CHECKING:
     from trio_util import AsyncValue
 
-    from ._container import OffloadContainer
+    from .container import OffloadContainer
 
 
 class _Settlement(Protocol):

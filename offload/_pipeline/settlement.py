@@ -14,12 +14,12 @@ import trio
 
 from backends.abc import Key
 
-from ._budget import Budget
-from ._container import OffloadContainer
-from ._containment import give_back
-from ._instruments import Hooks
-from ._lifecycle import Phase, Status
-from ._marks import PendingMarks
+from .._instruments import Hooks
+from .budget import Budget
+from .container import OffloadContainer
+from .containment import give_back
+from .lifecycle import Phase, Status
+from .marks import PendingMarks
 
 _COMPLETE, _CANCELLED = Status.COMPLETE, Phase.CANCELLED
 
@@ -41,7 +41,7 @@ class Settlement:
     budget: Budget
     hooks: Hooks
     live: dict[OffloadContainer, None] = attrs.Factory(dict)
-    """All that are inside, in the order of their enqueue. Never popped from the front: see offload._channel."""
+    """All that are inside, in the order of their enqueue. Never popped from the front: see offload._pipeline.channel."""
     complete: int = 0
     """Containers that ended COMPLETE."""
     cancelled: int = 0

@@ -1,4 +1,6 @@
-"""Loads go before stores: what a load tells, and how the slots of pipelines stand back. :mod:`offload._right_of_way` decides.
+"""Loads go before stores: what a load tells, and how the slots of pipelines wait for it.
+
+:mod:`offload._pipeline.right_of_way` decides.
 
 One :class:`Precedence` is shared by all pipelines of an engine. A load says ``with precedence.loading():`` and waits for
 nobody. A slot asks before it takes a batch, so that what stands back stays parked, can be cancelled, and grows into a fuller
@@ -15,8 +17,8 @@ from types import TracebackType
 import attrs
 import trio
 
-from ._container import Holder, OffloadBatch
-from ._right_of_way import RightOfWay, Store
+from .container import Holder, OffloadBatch
+from .right_of_way import RightOfWay, Store
 
 
 @attrs.frozen

@@ -12,7 +12,7 @@ from collections import OrderedDict
 import outcome
 import trio
 
-from ._errors import PipelineClosed
+from .._errors import PipelineClosed
 
 
 class Budget:

@@ -15,13 +15,13 @@ import attrs
 import trio
 
 from .._config import PipelineConfig
-from .._container import OffloadContainer
-from .._containment import what_leaves
 from .._errors import PreconditionFailed
 from .._instruments import Hooks
-from .._settling import Settlement
-from .._waiting import Waiter
 from ..abc import Precondition
+from .container import OffloadContainer
+from .containment import what_leaves
+from .settlement import Settlement
+from .waiting import Waiter
 
 
 @attrs.define(eq=False)

@@ -7,7 +7,8 @@ What a slot does with a batch, in this order:
 1. Reserve room at the destination. This may wait, and holds nothing while it does. What is cancelled meanwhile settles at
    once, and the rest of the batch waits on in the same turn and under the same deadline. Where the destination knows no
    way to ask for less, the rest asks again, without leaving the slot. A destination that is broken rejects the batch at once.
-   Where loads go first (:mod:`offload._precedence`) a batch that had to wait for room stands back for them, with its room.
+   Where loads go first (:mod:`offload._pipeline.priority`) a batch that had to wait for room stands back for them, with its
+   room.
 2. Commit, without a checkpoint: sweep, claim, upgrade, give back the room of what dropped out, and only then settle that.
    What is raised meanwhile refuses the batch, and then each container of it for itself.
 3. Copy, shielded, bounded by ``transfer_timeout``. Outcomes or an ordinary exception prove that the copy is over, unless
@@ -41,8 +42,6 @@ from backends.abc import (
 from maru.exception_groups import holds, unwrap
 
 from .._config import PipelineConfig
-from .._container import FlatBlocks, Holder, OffloadBatch, OffloadContainer
-from .._containment import give_back, only_cancelled, what_leaves
 from .._errors import (
     DestinationFull,
     DrainUnproven,
@@ -52,10 +51,12 @@ from .._errors import (
     TransferFailed,
 )
 from .._instruments import Hooks
-from .._lifecycle import Phase, Status
-from .._precedence import Deference
-from .._quarantine import Quarantine
-from .._settling import Settlement
+from .container import FlatBlocks, Holder, OffloadBatch, OffloadContainer
+from .containment import give_back, only_cancelled, what_leaves
+from .lifecycle import Phase, Status
+from .priority import Deference
+from .quarantine import Quarantine
+from .settlement import Settlement
 
 _TRANSFERRING = Status.TRANSFERRING
 _FAILED = Phase.FAILED

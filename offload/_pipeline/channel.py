@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import trio
 
-from ._container import OffloadContainer
+from .container import OffloadContainer
 
 
 class CancellableChannel:

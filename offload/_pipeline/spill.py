@@ -30,14 +30,14 @@ from backends.abc import Blocks, CapacityError, Key, WeakBlocks
 from backends.leaving import Spill, SpillingTier
 from maru.exception_groups import holds
 
-from ._config import PipelineConfig
-from ._containment import give_back
-from ._errors import DestinationFull, DrainUnproven, PipelineClosed, TierUnavailable
-from ._handle import TransferHandle
-from ._lifecycle import Status
-from ._result import TransferResult
-from .abc import PreconditionLike
-from .preconditions import NO_WAIT
+from .._config import PipelineConfig
+from .._errors import DestinationFull, DrainUnproven, PipelineClosed, TierUnavailable
+from ..abc import PreconditionLike
+from ..preconditions import NO_WAIT
+from .containment import give_back
+from .handle import TransferHandle
+from .lifecycle import Status
+from .result import TransferResult
 
 Dropped: TypeAlias = Callable[[Sequence[Key], str], None]
 """Is told which blocks went without a copy below, and why, in a word. Must not block or raise."""

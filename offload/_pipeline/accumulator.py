@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 if TYPE_CHECKING:
-    from ._config import BatchConfig
+    from .._config import BatchConfig
 
 
 @attrs.define(eq=False)

@@ -23,14 +23,14 @@ import trio
 
 from backends.abc import EVICTED, Blocks, Key, Source, StrongBlocks
 
-from ._container import OffloadContainer
-from ._containment import give_back
-from ._errors import DrainUnproven, PipelineClosed, TransferFailed
-from ._handle import TransferHandle
-from ._lifecycle import Status
-from ._marks import place_of
-from ._result import TransferResult
-from ._settling import Settlement
+from .._errors import DrainUnproven, PipelineClosed, TransferFailed
+from .container import OffloadContainer
+from .containment import give_back
+from .handle import TransferHandle
+from .lifecycle import Status
+from .marks import place_of
+from .result import TransferResult
+from .settlement import Settlement
 
 _log = logging.getLogger("offload.pipeline")
 

@@ -1,4 +1,4 @@
-"""The pipeline that victims leave by: its knobs, and what is kept back from it. See :mod:`offload._spilling`."""
+"""The pipeline that victims leave by: its knobs, and what is kept back from it. See :mod:`offload._pipeline.spill`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import trio
 
 from backends.abc import Key, RemoteTier, Tier
 
-from ._config import PipelineConfig
-from ._errors import ConfigError
-from .abc import AsyncPolicy, Policy, Reasons
-from .policies import PresenceFilter
+from .._config import PipelineConfig
+from .._errors import ConfigError
+from ..abc import AsyncPolicy, Policy, Reasons
+from ..policies import PresenceFilter
 
 _SHARE: Final = 0.5
 """How long a copy waits for room below, as a share of how long a store waits for room here: see rule 2."""

@@ -8,7 +8,7 @@ import attrs
 
 from backends.abc import Key
 
-from ._lifecycle import Status
+from .lifecycle import Status
 
 
 @attrs.frozen

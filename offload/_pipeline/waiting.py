@@ -9,7 +9,7 @@ from __future__ import annotations
 import attrs
 import trio
 
-from ._container import OffloadContainer
+from .container import OffloadContainer
 
 
 @attrs.define(eq=False)

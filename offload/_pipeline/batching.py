@@ -16,12 +16,12 @@ from collections.abc import Sequence
 import attrs
 import trio
 
-from .._accumulator import Accumulator
-from .._channel import CancellableChannel
 from .._config import PipelineConfig
-from .._container import Holder, OffloadBatch, OffloadContainer
 from .._instruments import Hooks
-from .._settling import Settlement
+from .accumulator import Accumulator
+from .channel import CancellableChannel
+from .container import Holder, OffloadBatch, OffloadContainer
+from .settlement import Settlement
 
 
 @attrs.define(eq=False)

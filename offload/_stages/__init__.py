@@ -1,1 +1,0 @@
-"""The rooms of a pipeline, in walking order: admission, awaiting, batching, transfer."""
