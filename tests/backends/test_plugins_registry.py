@@ -191,7 +191,7 @@ def test_an_entry_point_may_be_a_module_that_registers(registry, entry_point, mo
 def plugin(class_name, directory, **more):
     return {
         "type": "plugin",
-        "module_path": "plugin_peers",
+        "module_path": "tests.support.plugin_peers",
         "class_name": class_name,
         "adapter_params": {"directory": str(directory)},
         **more,
@@ -214,7 +214,7 @@ async def test_a_plugin_of_the_published_form(tmp_path):
 def test_a_native_plugin_of_the_published_form():
     spec = {
         "type": "native_plugin",
-        "module_path": "plugin_peers",
+        "module_path": "tests.support.plugin_peers",
         "class_name": "ThreadConnector",
         "adapter_params": {"host": "localhost", "port": 1234},
         "capacity_bytes": "64KiB",
@@ -369,13 +369,14 @@ def test_unlimited_is_what_no_capacity_has_always_meant(tmp_path):
 
 def test_a_connector_whose_parameters_do_not_fit(module):
     module(
-        "from plugin_peers import ThreadConnector\nclass Strict(ThreadConnector):\n    def __init__(self, host): ...\n"
+        "from tests.support.plugin_peers import ThreadConnector\n"
+        "class Strict(ThreadConnector):\n    def __init__(self, host): ...\n"
     )
     spec = {"type": "native_plugin", "module_path": MODULE, "class_name": "Strict"}
     with pytest.raises(PluginTypeError, match="missing a required argument: 'host'"):
         make_tier(spec, block_bytes=SIZE)
     with pytest.raises(PluginTypeError, match="is no plugin: a native connector would need event_fd"):
-        make_tier({**spec, "module_path": "plugin_peers", "class_name": "LoopAdapter"}, block_bytes=SIZE)
+        make_tier({**spec, "module_path": "tests.support.plugin_peers", "class_name": "LoopAdapter"}, block_bytes=SIZE)
 
 
 # --- what there is not -------------------------------------------------------------------------------------------------
@@ -419,7 +420,7 @@ def test_an_unknown_name_says_what_there_is_and_where_it_was_looked_for():
         (
             {
                 "type": "native_plugin",
-                "module_path": "plugin_peers",
+                "module_path": "tests.support.plugin_peers",
                 "class_name": "ThreadConnector",
                 "most_unanswerd": 1,
             },
