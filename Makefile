@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check docs bench figures clean
+.PHONY: help demo test test-long check docs bench figures mutants clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,9 @@ bench: $(VENV)/.usable  ## each figure beside its limit
 figures: $(VENV)/.usable  ## how much there is to read, and which files one operation passes; ARGS="--at REVISION" compares
 	$(BIN)/python tests/support/code_figures.py $(ARGS)
 	$(BIN)/python tests/support/operation_path.py
+
+mutants: $(VENV)/.ready  ## faults made on purpose, one at a time: does a test find each? ARGS="--at REVISION", "--only pages"
+	$(BIN)/python tests/support/mutants.py $(ARGS)
 
 clean:  ## remove the environment and everything built
 	rm -rf $(VENV) build dist docs/_build .coverage .coverage.* htmlcov .mypy_cache .ruff_cache .pytest_cache \
