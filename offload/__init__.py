@@ -43,9 +43,8 @@ if TYPE_CHECKING:
     from ._engine import EngineStatistics as EngineStatistics
     from ._pipeline.spill import SpillStatistics as SpillStatistics
     from ._explaining import Explanation as Explanation
-    from ._health.guarded_tier import guarded as guarded
-    from ._health.guarded_tier import GuardedTier as GuardedTier
-    from ._health.guarded_tier import GuardedRemoteTier as GuardedRemoteTier
+    from ._health.breaker_tier import with_breaker as with_breaker
+    from ._health.breaker_tier import BreakerTier as BreakerTier
     from ._health.breaker import Health as Health
     from ._health.breaker import HealthState as HealthState
     from ._config import BreakerConfig as BreakerConfig
@@ -103,9 +102,8 @@ _HOMES = {
     "EngineStatistics": "._engine",
     "SpillStatistics": "._pipeline.spill",
     "Explanation": "._explaining",
-    "guarded": "._health.guarded_tier",
-    "GuardedTier": "._health.guarded_tier",
-    "GuardedRemoteTier": "._health.guarded_tier",
+    "with_breaker": "._health.breaker_tier",
+    "BreakerTier": "._health.breaker_tier",
     "Health": "._health.breaker",
     "HealthState": "._health.breaker",
     "BreakerConfig": "._config",

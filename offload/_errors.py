@@ -62,7 +62,7 @@ class TierUnavailable(OffloadError):
 
 
 class TierTooSlow(OffloadError, trio.TooSlowError):
-    """A tier did not answer within the deadline that its guard has for it; the call was cancelled, and left nothing behind."""
+    """A tier did not answer within the deadline of its breaker; the call was cancelled, and left nothing behind."""
 
 
 class TierNotEntered(OffloadError, OSError):

@@ -25,7 +25,7 @@ from backends.abc import (
 from backends.pages import check_apart
 
 from .._explaining import Explanation
-from .._health import GuardedRemoteTier, GuardedTier
+from .._health import BreakerTier
 from .._keys import BlockKey
 from .._pipeline.handle import TransferHandle
 from .._pipeline.marks import place_of
@@ -67,7 +67,7 @@ class Parts:
     source: Source
     tiers: Mapping[str, Tier | RemoteTier]
     """The tiers themselves, the fastest first."""
-    guards: Mapping[str, GuardedTier | GuardedRemoteTier]
+    guards: Mapping[str, BreakerTier]
     """The same, as they are asked."""
     routes: Sequence[OpenRoute]
     """Upstream first."""

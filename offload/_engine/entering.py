@@ -24,7 +24,7 @@ from backends.closing import closing
 from backends.leaving import SpillingTier
 
 from .._errors import ConfigError, TierNotEntered
-from .._health import GuardedRemoteTier, GuardedTier, guarded
+from .._health import BreakerTier, with_breaker
 from .._health.faults import describe, is_absence
 from .config import EngineConfig, TierLike
 from .explaining import History
@@ -41,7 +41,7 @@ class Places:
     source: Source
     tiers: Mapping[str, Tier | RemoteTier]
     """By name, the fastest first."""
-    guards: Mapping[str, GuardedTier | GuardedRemoteTier]
+    guards: Mapping[str, BreakerTier]
     """The same, as they are asked."""
 
 
@@ -57,7 +57,7 @@ async def enter_places(stack: AsyncExitStack, config: EngineConfig, history: His
         stack.enter_context(closing(source))
         await _enter(stack, source)
     tiers: dict[str, Tier | RemoteTier] = {}
-    guards: dict[str, GuardedTier | GuardedRemoteTier] = {}
+    guards: dict[str, BreakerTier] = {}
     for name, said in config.tiers.items():
         tier = tiers[name] = _made(name, said, source.block_bytes, config)
         if tier is not said:
@@ -108,12 +108,12 @@ def _made(name: str, said: TierLike, block_bytes: int, config: EngineConfig) -> 
 
 async def _keep(
     stack: AsyncExitStack, name: str, tier: Any, source: Source, config: EngineConfig, history: History
-) -> GuardedTier | GuardedRemoteTier:
-    """Have a tier kept, and begin with its first attempt. Its guard."""
+) -> BreakerTier:
+    """Have a tier kept, and begin with its first attempt. The tier behind its breaker."""
     kind = _kind_of(name, tier)
     guard = _guard(name, tier, config)
-    gate = guard._gate
-    gate.presence.leave_out()
+    runner = guard._runner
+    runner.availability.leave_out()
 
     def welcome() -> None:
         if isinstance(tier, LateTier):
@@ -127,7 +127,7 @@ async def _keep(
             raise BlockSizeError(tier, size, source.block_bytes)
 
     await stack.enter_async_context(
-        keep(Keeper(gate, tier.enter if isinstance(tier, LateTier) else lambda: tier, welcome))
+        keep(Keeper(runner, tier.enter if isinstance(tier, LateTier) else lambda: tier, welcome))
     )
     return guard
 
@@ -158,11 +158,9 @@ def _kind_of(name: str, tier: Any) -> _Kind:
         ) from error
 
 
-def _guard(name: str, tier: Tier | RemoteTier, config: EngineConfig) -> GuardedTier | GuardedRemoteTier:
-    """A breaker before this tier; one that has its guard already keeps it."""
-    if isinstance(tier, GuardedTier | GuardedRemoteTier):
-        return tier
-    return guarded(tier, name, breaker=config.breaker)
+def _guard(name: str, tier: Tier | RemoteTier, config: EngineConfig) -> BreakerTier:
+    """A breaker before this tier; one that has its own already keeps it."""
+    return with_breaker(tier, name, breaker=config.breaker)
 
 
 async def _enter_or_say(stack: AsyncExitStack, name: str, tier: object) -> None:

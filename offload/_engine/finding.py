@@ -3,7 +3,7 @@
 A run ends where its tier has no more, or where a faster tier has the next block; then every tier is asked again from that
 block on. It is over when all is found, or when every tier was asked for the same block in vain.
 
-Each tier's part has a deadline of its own (:mod:`offload._engine.deadlines`), which the tier's guard keeps: so silence is a
+Each tier's part has a deadline of its own (:mod:`offload._engine.deadlines`), which the tier's breaker keeps: so silence is a
 fault of that tier, and no end of the lookup.
 """
 
@@ -21,11 +21,11 @@ import trio
 from backends.abc import Key, ReadLease
 
 from .._errors import TierTooSlow
-from .._health import GuardedRemoteTier, GuardedTier
+from .._health import BreakerTier
 from .deadlines import SharedTime
 from .hits import Run, let_go
 
-Place: TypeAlias = "tuple[str, GuardedTier | GuardedRemoteTier]"
+Place: TypeAlias = tuple[str, BreakerTier]
 """A tier, as it is asked, and its name."""
 
 
@@ -96,7 +96,7 @@ class _Asking:
     unavailable: dict[str, Exception] = attrs.Factory(dict)
     """Those that raised or were too slow. They are not asked again."""
 
-    async def pin(self, name: str, tier: GuardedTier | GuardedRemoteTier, keys: Sequence[Key]) -> ReadLease | None:
+    async def pin(self, name: str, tier: BreakerTier, keys: Sequence[Key]) -> ReadLease | None:
         """Hold the prefix of these that is there; nothing where there is none, or no answer."""
         began, seconds = self._begin(name)
         if name in self.unavailable:
@@ -113,17 +113,14 @@ class _Asking:
             self.time.spend(name, trio.current_time() - began)
         return None
 
-    async def contained(
-        self, name: str, tier: GuardedTier | GuardedRemoteTier, keys: Sequence[Key]
-    ) -> AbstractSet[Key]:
+    async def contained(self, name: str, tier: BreakerTier, keys: Sequence[Key]) -> AbstractSet[Key]:
         """What a faster tier has of these."""
         began, seconds = self._begin(name)
         if name in self.unavailable:
             return frozenset()
         try:
-            if isinstance(tier, GuardedTier):
-                return tier.contains(keys)
-            return await tier.contains(keys, within=seconds)
+            found = await tier.contains(keys, within=seconds) if tier.is_remote else tier.contains(keys)
+            return found  # type: ignore[no-any-return]
         except Exception as error:
             self.unavailable[name] = error
             return frozenset()

@@ -4,7 +4,7 @@
       ^            | nobody there                                                          |
       `------------+-----------------------------------------------------------------------'
 
-When it is tried, and what an attempt in vain means, :mod:`offload._health.presence` decides. Here is the time, and the task.
+When it is tried, and what a failed attempt means, :mod:`offload._health.availability` decides. Here is the time, and the task.
 
 Rule 1. Whoever enters a tier leaves it, in the same task: it may open a nursery. So one task has it for as long as it is there.
 Rule 2. One attempt at a time, cancelled after ``enter_timeout`` and at the end of the engine. Nobody waits for one, but for the
@@ -25,20 +25,23 @@ import trio
 
 from .._errors import TierTooSlow
 from .._health.faults import describe, is_absence
-from .._health.gate import Gate
+from .._health.runner import BreakerRunner
 
 
 class Keeper:
     """Keeps one tier. Made and run by :func:`keep`.
 
     Args:
-        gate: of the tier.
+        runner: the breaker of the tier.
         enter: what an attempt enters; called anew for each.
         welcome: called when the tier is there. One that raises has the tier left and refused for good.
     """
 
     def __init__(
-        self, gate: Gate, enter: Callable[[], AbstractAsyncContextManager[object]], welcome: Callable[[], None]
+        self,
+        runner: BreakerRunner,
+        enter: Callable[[], AbstractAsyncContextManager[object]],
+        welcome: Callable[[], None],
     ) -> None:
         self.tried: trio.Event = trio.Event()
         """The first attempt is over."""
@@ -46,7 +49,7 @@ class Keeper:
         """What it came to, if that was no absence."""
         self.failure: Exception | None = None
         """What went wrong while the tier was left at the end."""
-        self._gate = gate
+        self._runner = runner
         self._enter = enter
         self._welcome = welcome
         self._scope = trio.CancelScope(shield=True)
@@ -56,10 +59,10 @@ class Keeper:
 
     async def run(self) -> None:
         """Enter it, and again, until closed or refused."""
-        presence = self._gate.presence
+        availability = self._runner.availability
         try:
             with self._scope:
-                while (patience := presence.wait(trio.current_time())) < math.inf:
+                while (patience := availability.delay(trio.current_time())) < math.inf:
                     with trio.move_on_after(patience):
                         await self._closing.wait()
                     if self._closing.is_set():
@@ -73,7 +76,7 @@ class Keeper:
     async def close(self) -> None:
         """Leave the tier, or give up entering it. Cancelled, it leaves no later than the tier lets itself be cancelled."""
         self._closing.set()
-        if not self._gate.there:
+        if not self._runner.is_available:
             self._attempt.cancel()
         try:
             await self._closed.wait()
@@ -86,12 +89,12 @@ class Keeper:
 
     async def _try(self) -> None:
         """One attempt, and all the time that the tier is there if it succeeds."""
-        gate, there = self._gate, False
+        runner, there = self._runner, False
         error: Exception | None = None
         refusal: Exception | None = None
-        gate.presence.begin(trio.current_time())
+        runner.availability.begin(trio.current_time())
         # Around all of it: a scope within which a nursery was opened must not be left before that.
-        patience = gate.config.enter_timeout
+        patience = runner.config.enter_timeout
         self._attempt = trio.CancelScope(deadline=trio.current_time() + patience)
         try:
             with self._attempt as scope:
@@ -104,14 +107,14 @@ class Keeper:
                             refusal = exc
                         else:
                             there = True
-                            gate.entered()
+                            runner.note_entered()
                             self.tried.set()
                             await self._closing.wait()
         except Exception as exc:
             error = exc
         finally:
             if not there and (self._closing.is_set() or self._scope.cancel_called):
-                gate.presence.give_up(trio.current_time())
+                runner.availability.give_up(trio.current_time())
         if there:
             self._ended(error)
         elif not self._closing.is_set():
@@ -123,13 +126,13 @@ class Keeper:
         for_good = refused or not is_absence(error)
         if for_good and not self.tried.is_set():
             self.mistake = error
-        self._gate.not_entered(error, for_good=for_good)
+        self._runner.note_not_entered(error, for_good=for_good)
 
     def _ended(self, error: Exception | None) -> None:
         if self._closing.is_set():
             self.failure = error
         else:
-            self._gate.lost("without an error" if error is None else describe(error))
+            self._runner.note_ended("without an error" if error is None else describe(error))
 
 
 @asynccontextmanager

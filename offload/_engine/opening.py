@@ -17,7 +17,7 @@ import attrs
 from backends.abc import RemoteTier, Source, TenantTier, Tier
 
 from .._config import BreakerConfig, PipelineConfig
-from .._health import GuardedRemoteTier, GuardedTier
+from .._health import BreakerTier
 from .._pipeline.pipeline import Pipeline, open_pipeline
 from .._pipeline.priority import Precedence
 from .._pipeline.spill import Spilling, spill
@@ -136,7 +136,7 @@ class _Opening:
     instruments: Sequence[Instrument | object]
     source: Source
     tiers: Mapping[str, Tier | RemoteTier]
-    guards: Mapping[str, GuardedTier | GuardedRemoteTier]
+    guards: Mapping[str, BreakerTier]
     history: History
     carrying: Carrying = attrs.field(init=False)
     precedence: Precedence = attrs.field(init=False)
@@ -160,7 +160,7 @@ class _Opening:
         pipelines: dict[str, Pipeline] = {}
         spills: dict[str, Spilling] = {}
         for route in reversed(planned):
-            # The place itself: its guard is for those who ask it, and what is copied out of it tells nothing about it.
+            # The place itself: its breaker is for those who ask it, and what is copied out of it tells nothing about it.
             above: Any = self.source if route.above == SOURCE else tiers[route.above]
             leaving = below.get(route.name)  # where the route carries what its tier evicts
             fed = [pipelines[name] for name in route.feeds]

@@ -1,21 +1,21 @@
-"""The circuit breaker of one tier: may it be asked now? Pure: calls, verdicts and the time go in, a decision comes out.
+"""The circuit breaker of one tier: may the tier be asked now? Pure: permits, verdicts and the time go in, a decision comes out.
 
     CLOSED --max_faults in a row--> OPEN --its wait is over--> HALF_OPEN --the probe is answered--> CLOSED
                                       ^                            |
                                       +---- the probe faulted, was cancelled, or never came back --+
 
-Rule 1. Whoever wants to ask takes a *turn* and hands it back with a verdict. Closed, everybody has one; open, nobody; half
-        open, exactly one, the probe's.
-Rule 2. A turn is the number of the *generation* in which it was taken. Every change of state begins a new one, and what comes
-        back from an earlier one is ignored: a call that hung for a minute says nothing about now.
+Rule 1. A caller acquires a *permit* before it asks and releases it with a verdict. A closed breaker gives a permit to every
+        caller, an open one to none, a half-open one to exactly one: the probe.
+Rule 2. A permit is the number of the *generation* in which it was acquired. Every change of state begins a new generation, and
+        permits of earlier ones are ignored when they come back: a call that hung for a minute says nothing about now.
 Rule 3. ``max_faults`` in a row open it, for ``first_wait``; each probe that faults doubles the wait, up to ``longest_wait``.
-Rule 4. A probe that is silent (it was cancelled, or was not used) gives its turn back: the next one may go at once. One that
-        has not come back within ``longest_wait`` counts as a fault, so that a turn that was lost is not lost for ever.
+Rule 4. A probe without a verdict (it was cancelled, or was not used) gives its permit back: the next probe may go at once. One
+        that has not come back within ``longest_wait`` counts as a fault, so that a lost permit does not block probes for ever.
 Rule 5. Calls are of several kinds, and a success of one says little about another: a tier may find every key in its memory and
         read none from its disk. So faults are in a row if no call of *their kind*, or no call at all, was answered between
         them; and a tier that a probe of another kind has closed is on probation: the next fault of the kind that broke it
         opens it again, and its wait goes on doubling.
-Rule 6. What is not there is broken at once, however few its faults.
+Rule 6. A tier that is absent is broken at once, however few its faults.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class HealthState(enum.Enum):
     """What a breaker lets through."""
 
     CLOSED = "closed"
-    """Everything: the tier is well."""
+    """Every call: the tier works."""
     OPEN = "open"
-    """Nothing: the tier is broken, and left alone for a while."""
+    """No call: the tier is broken, and is not asked for a while."""
     HALF_OPEN = "half-open"
-    """One probe, which is under way."""
+    """One call, the probe, which is under way."""
 
 
 _CLOSED, _OPEN, _HALF_OPEN = HealthState
@@ -51,45 +51,46 @@ MOVES: Final[Mapping[HealthState, frozenset[HealthState]]] = {
 
 
 class Call(enum.Enum):
-    """What a tier is asked for; see rule 5."""
+    """The kind of a call to a tier; see rule 5."""
 
     ASK = "ask"
     """A question: contains, pin, delete."""
     LOAD = "load"
     """Bytes out of it."""
     STORE = "store"
-    """Room, and bytes into it."""
+    """Room in it, and bytes into it."""
     ENTER = "enter"
-    """To be there at all: see :mod:`offload._health.presence`."""
+    """To be entered: see :mod:`offload._health.availability`."""
 
 
 class Verdict(enum.Enum):
     """What a call said about the tier. :mod:`offload._health.faults` decides which."""
 
     ANSWERED = "answered"
-    """It works, whatever its answer was."""
+    """The tier works, whatever its answer was."""
     FAULT = "fault"
-    """It did not answer, or could not be reached."""
+    """The tier did not answer, or could not be reached."""
     SILENT = "silent"
     """Nothing: the call was cancelled, or was the caller's own mistake."""
 
 
 @attrs.frozen
 class Health:
-    """How a tier is, at one moment. Times are on trio's clock, in seconds."""
+    """The state of a tier's breaker at one moment. Times are on trio's clock, in seconds."""
 
     state: HealthState
-    """Whether it is asked."""
+    """Whether the tier is asked."""
     since: float
-    """When it broke or, where it is closed, since when it has been well."""
+    """When the tier broke or, where the breaker is closed, since when the tier has worked."""
     faults: int
     """Faults in a row, the last one included."""
     cause: str
     """The last fault; empty where there never was one."""
     next_probe: float | None
-    """When it is tried again; ``None`` where it is closed, or a probe is under way; ``inf`` where it is not tried again."""
+    """When the tier is tried again; ``None`` where the breaker is closed, or a probe is under way; ``inf`` where it is not
+    tried again."""
     entered: bool = True
-    """Whether it is there: only with ``on_enter_failure = "miss"`` an engine goes on without a tier that is not."""
+    """Whether the tier has been entered: only with ``on_enter_failure = "miss"`` an engine goes on without one that has not."""
 
 
 @attrs.define(eq=False)
@@ -98,22 +99,22 @@ class Breaker:
 
     config: BreakerConfig
     since: float
-    """When the tier last broke or was well again; at first, when it came to be guarded."""
+    """When the tier last broke or worked again; at first, when this breaker was made."""
     state: HealthState = _CLOSED
     generation: int = 0
     """Counts the changes of state."""
     cause: str = ""
     """The last fault."""
     _until: float = 0.0
-    """OPEN: when a probe may go. HALF_OPEN: when the one under way is given up."""
+    """OPEN: when a probe may go. HALF_OPEN: when the probe under way is given up."""
     _wait: float = 0.0
-    """How long it was open the last time; 0 once the tier is beyond suspicion."""
+    """How long the breaker was open the last time; 0 once no kind of call is suspect any more."""
     _in_a_row: int = 0
     """Faults since any call was answered."""
     _of_kind: dict[Call, int] = attrs.Factory(lambda: dict.fromkeys(Call, 0))
     """Faults since a call of this kind was answered."""
     _suspect: set[Call] = attrs.Factory(set)
-    """Kinds that were under way to breaking it, and have not been answered since."""
+    """Kinds of call that have faulted, and have not been answered since."""
 
     @property
     def faults(self) -> int:
@@ -122,34 +123,35 @@ class Breaker:
 
     @property
     def health(self) -> Health:
-        """All of it as a value."""
+        """The state as an immutable value."""
         next_probe = self._until if self.state is _OPEN else None
         return Health(self.state, self.since, self.faults, self.cause, next_probe)
 
-    def enter(self, now: float) -> int | None:
-        """A turn, or ``None``: the tier is not to be asked now. Whoever gets one calls :meth:`leave`, once."""
+    def acquire(self, now: float) -> int | None:
+        """A permit to ask the tier, or ``None``: it is not to be asked now. Each permit is released once."""
         if self.state is _CLOSED:
             return self.generation
         if now < self._until:
             return None
         if self.state is _HALF_OPEN:
+            # Rule 4: nothing else would ever end this state, since only the probe's permit is of this generation.
             self._open(now, "a probe never came back")
             return None
         self._move(_HALF_OPEN)
         self._until = now + self.config.longest_wait
         return self.generation
 
-    def leave(self, turn: int, call: Call, verdict: Verdict, now: float, cause: str = "") -> None:
-        """Hand a turn back.
+    def release(self, permit: int, call: Call, verdict: Verdict, now: float, cause: str = "") -> None:
+        """Take a permit back, with what the call said about the tier.
 
         Args:
-            turn: what :meth:`enter` gave; one of an earlier generation is ignored.
+            permit: what :meth:`acquire` gave; one of an earlier generation is ignored (rule 2).
             call: what was asked for.
             verdict: what came of it.
             now: the time.
             cause: of a fault, in words.
         """
-        if turn != self.generation:
+        if permit != self.generation:
             return
         if verdict is Verdict.FAULT:
             self._in_a_row += 1
@@ -162,11 +164,12 @@ class Breaker:
         elif verdict is Verdict.ANSWERED:
             self._answered(call, now)
         elif self.state is _HALF_OPEN:
+            # Rule 4: the probe proved nothing, so the wait does not double and the next probe may go at once.
             self._move(_OPEN)
             self._until = now
 
-    def lose(self, now: float, cause: str) -> None:
-        """The tier is not there (any more): rule 6. Turns that are out say nothing about what comes."""
+    def trip(self, now: float, cause: str) -> None:
+        """Open at once, since the tier is absent: rule 6. Permits that are out say nothing about what comes."""
         self._in_a_row += 1
         self._of_kind[Call.ENTER] += 1
         self._suspect.add(Call.ENTER)
@@ -185,7 +188,9 @@ class Breaker:
         if self.state is _HALF_OPEN:
             self._move(_CLOSED)
             self.since = now
-            for other, faults in self._of_kind.items():  # on probation
+            # Probation, rule 5: an answered question does not prove that the disk behind it reads again. One more fault of a
+            # kind that broke the tier is enough then.
+            for other, faults in self._of_kind.items():
                 self._of_kind[other] = min(faults, self.config.max_faults - 1)
 
     def _open(self, now: float, cause: str) -> None:

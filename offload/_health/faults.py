@@ -1,11 +1,12 @@
 """What counts as a fault of a tier: one table of exceptions, one of outcomes. No state, no clock, no I/O.
 
-A fault is a tier that did not answer or could not be reached: a timeout, a transport that broke, a copy whose end nobody can
-prove. An answer is none, however unwelcome: full, duplicate, missing, damaged, refused. Nor is what says nothing about the
+A fault is a tier that did not answer or could not be reached: a timeout, a transport that broke, a copy without a proven end.
+An answer is not a fault, however unwelcome: full, duplicate, missing, damaged, refused. Neither is what says nothing about
+the
 tier: a call that was cancelled, or that the caller got wrong.
 
-Exceptions of libraries that nobody here knows are faults. A tier answers by values (:mod:`backends.abc`): what it raises is a
-promise broken, and the errors of foreign transports seldom are an ``OSError``.
+Exceptions that no table names are faults. A tier answers by values (:mod:`backends.abc`): what it raises is a promise broken,
+and the errors of foreign transports seldom are an ``OSError``.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _ANSWERED, _FAULT, _SILENT = Verdict
 
 EXCEPTIONS: Final[Sequence[tuple[type[BaseException], Verdict]]] = (
     # In this order: the first that fits decides.
-    (TierUnavailable, _SILENT),  # a guard within it did not even ask
+    (TierUnavailable, _SILENT),  # of a breaker within the tier: nothing was asked
     (TierTooSlow, _FAULT),
     (Unproven, _FAULT),
-    (trio.WouldBlock, _SILENT),  # room without waiting: nobody was asked
+    (trio.WouldBlock, _SILENT),  # room without waiting: nothing was asked
     (DamagedBlock, _ANSWERED),
     (Damaged, _ANSWERED),
-    (LeaseLost, _ANSWERED),  # told without asking anybody, and then a miss
+    (LeaseLost, _ANSWERED),  # found out without asking, and then a miss
     (ServerRefused, _ANSWERED),
     (PoolFull, _ANSWERED),
     (OSError, _FAULT),  # NoAnswer, ServerLost, ConnectionError, TimeoutError: all of them are; but for _FULL
@@ -45,15 +46,15 @@ EXCEPTIONS: Final[Sequence[tuple[type[BaseException], Verdict]]] = (
 )
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""An operating system's way to say that a place is full."""
+"""How an operating system says that a place is full."""
 
 
-NOBODY_THERE: Final[Sequence[tuple[type[BaseException], bool]]] = (
+ABSENCES: Final[Sequence[tuple[type[BaseException], bool]]] = (
     # In this order: the first that fits decides.
     (StrayPath, True),  # a ValueError, but of a path that cannot be used now
     (OSError, True),  # NoAnswer, ServerLost, ConnectionError, a disk that is not mounted
-    (ServerRefused, False),  # there is somebody, and he does not want us
-    (UntrustedServer, False),  # there is somebody, and we do not want him: a knob has to be set
+    (ServerRefused, False),  # there is a server, which refuses this client
+    (UntrustedServer, False),  # there is a server, which this client does not trust: a knob has to be set
     (PlaceClosed, False),  # a place that is opened once, as a plugin, does not come back
     (ValueError, False),  # ConfigError, BlockSizeError
     (TypeError, False),
@@ -68,14 +69,15 @@ NOBODY_THERE: Final[Sequence[tuple[type[BaseException], bool]]] = (
     (Exception, True),  # trio.TooSlowError, PlaceInUse, PoolFull, whatever a foreign library raises
     (BaseException, False),
 )
-"""Whether an exception of entering a tier says that nobody is there. Else it is somebody's mistake, and stays one."""
+"""Whether an exception of entering a tier says that the tier is absent. Otherwise it is a mistake, which trying again cannot
+mend."""
 
 
 def is_absence(error: BaseException) -> bool:
-    """Whether this error of making or entering a tier may be gone the next time. A group's is, if each one's in it is."""
+    """Whether this error of making or entering a tier may be gone the next time. Of a group, whether every one in it may."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_absence, error.exceptions))
-    return next(absent for kind, absent in NOBODY_THERE if isinstance(error, kind))
+    return next(absent for kind, absent in ABSENCES if isinstance(error, kind))
 
 
 def judge_exception(error: BaseException) -> Verdict:
@@ -91,8 +93,8 @@ def judge_exception(error: BaseException) -> Verdict:
 def judge_outcomes(outcomes: Sequence[Outcome]) -> tuple[Verdict, str]:
     """What the outcomes of a load or a store say about the tier, and the fault in words.
 
-    One block that did not fail proves that it works: stored, duplicate, loaded, missed, rejected, they all are answers. No
-    outcomes, no verdict.
+    One block that did not fail proves that the tier works: stored, duplicate, loaded, missed, rejected, they all are answers.
+    No outcomes, no verdict.
     """
     cause = ""
     verdict = _SILENT

@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 
 from backends.abc import Key, TransferExecutor
 
+from .._health.breaker_tier import BreakerTier
+
 P = TypeVar("P")
 
 
@@ -45,10 +47,10 @@ _MARKS: WeakKeyDictionary[TransferExecutor, PendingMarks] = WeakKeyDictionary()
 
 
 def marks_of(destination: TransferExecutor) -> PendingMarks:
-    """The marks of this destination: one set, however many pipelines lead there, and whoever guards it."""
+    """The marks of this destination: one set, however many pipelines lead there, with a breaker before it or not."""
     return _MARKS.setdefault(place_of(destination), PendingMarks())
 
 
 def place_of(place: P) -> P:
-    """The place itself, where this is a guard of it (:func:`offload.guarded`): a place may go by both."""
-    return getattr(place, "unguarded", place)
+    """The place itself, where this is that place behind a breaker (:func:`offload.with_breaker`): a place may go by both."""
+    return place.inner if isinstance(place, BreakerTier) else place

@@ -9,7 +9,7 @@ from backends import DamagedBlock
 from backends.abc import LOADED, STORED, Failed
 from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
-from offload._health.guarded_tier import guarded
+from offload._health.breaker_tier import with_breaker
 from tests.support.damaged_places import DESTINATIONS, SIZE, SOURCES, fill, flip, opened, payload, store
 
 KEYS = [b"key %d" % number for number in range(4)]
@@ -63,8 +63,8 @@ def source_of(*damaged, **options):
 @pytest.mark.parametrize("between", ["nothing", "a guard", "a guard before each"])
 async def test_whoever_stands_between_passes_on_what_the_source_knows(between):
     source, destination = source_of(KEYS[2]), FakeTier(8, SIZE)
-    first = source if between == "nothing" else guarded(source, "source")
-    last = guarded(destination, "destination") if between == "a guard before each" else destination
+    first = source if between == "nothing" else with_breaker(source, "source")
+    last = with_breaker(destination, "destination") if between == "a guard before each" else destination
     outcomes = await store(last, first, KEYS)
     assert [type(outcome) for outcome in outcomes] == [type(STORED), type(STORED), Failed, type(STORED)]
     assert source.contains(KEYS) == {KEYS[0], KEYS[1], KEYS[3]} == destination.contains(KEYS)

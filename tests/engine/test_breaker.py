@@ -47,7 +47,7 @@ class Naive:
     def faults(self) -> int:
         return max(trailing(self.forgiven), *(trailing([e for e in self.forgiven if e[0] is kind]) for kind in Call))
 
-    def enter(self, now: float) -> object | None:
+    def acquire(self, now: float) -> object | None:
         turn = object()
         if self.state is CLOSED:
             self.valid.add(turn)
@@ -61,7 +61,7 @@ class Naive:
             self.open(now, "a probe never came back")
         return None
 
-    def leave(self, turn: object, call: Call, verdict: Verdict, now: float, cause: str) -> None:
+    def release(self, turn: object, call: Call, verdict: Verdict, now: float, cause: str) -> None:
         if turn not in self.valid:
             return
         if verdict is SILENT:
@@ -125,17 +125,17 @@ class Both(RuleBasedStateMachine):
         self.now += seconds
 
     @rule(target=turns)
-    def enter(self) -> tuple[int | None, object | None]:
-        real, model = self.real.enter(self.now), self.model.enter(self.now)
+    def acquire(self) -> tuple[int | None, object | None]:
+        real, model = self.real.acquire(self.now), self.model.acquire(self.now)
         assert (real is None) == (model is None)
         return real, model
 
     @rule(turn=turns, call=st.sampled_from(Call), verdict=st.sampled_from(Verdict), cause=st.sampled_from("xy"))
-    def leave(self, turn: tuple[int | None, object | None], call: Call, verdict: Verdict, cause: str) -> None:
+    def release(self, turn: tuple[int | None, object | None], call: Call, verdict: Verdict, cause: str) -> None:
         real, model = turn
         if real is not None and model is not None:
-            self.real.leave(real, call, verdict, self.now, cause)
-            self.model.leave(model, call, verdict, self.now, cause)
+            self.real.release(real, call, verdict, self.now, cause)
+            self.model.release(model, call, verdict, self.now, cause)
 
     @invariant()
     def they_agree(self) -> None:
@@ -169,9 +169,9 @@ def broken(config: BreakerConfig | None = None, call: Call = ASK) -> Breaker:
 
 def ends(breaker: Breaker, verdict: Verdict, now: float, call: Call = ASK) -> None:
     """One call, from its turn to its verdict."""
-    turn = breaker.enter(now)
+    turn = breaker.acquire(now)
     assert turn is not None
-    breaker.leave(turn, call, verdict, now, "OSError: gone")
+    breaker.release(turn, call, verdict, now, "OSError: gone")
 
 
 def test_it_opens_after_three_faults_in_a_row_and_not_before() -> None:
@@ -189,7 +189,7 @@ def test_it_waits_one_second_and_doubles_up_to_thirty() -> None:
     breaker, now, waits = broken(), 0.0, []
     for _ in range(8):
         due = breaker.health.next_probe
-        assert due is not None and breaker.enter(math.nextafter(due, 0.0)) is None
+        assert due is not None and breaker.acquire(math.nextafter(due, 0.0)) is None
         waits.append(due - now)
         now = due
         ends(breaker, FAULT, now)
@@ -199,11 +199,11 @@ def test_it_waits_one_second_and_doubles_up_to_thirty() -> None:
 
 def test_one_probe_at_a_time() -> None:
     breaker = broken()
-    probe = breaker.enter(1.0)
+    probe = breaker.acquire(1.0)
     assert probe is not None
-    assert [breaker.enter(1.0 + at) for at in range(5)] == [None] * 5
+    assert [breaker.acquire(1.0 + at) for at in range(5)] == [None] * 5
     assert (breaker.health.state, breaker.health.next_probe) == (HALF_OPEN, None)
-    breaker.leave(probe, ASK, ANSWERED, 6.0)
+    breaker.release(probe, ASK, ANSWERED, 6.0)
     assert (breaker.health.state, breaker.health.since) == (CLOSED, 6.0)
 
 
@@ -211,39 +211,39 @@ def test_a_cancelled_probe_gives_its_turn_back() -> None:
     breaker = broken()
     ends(breaker, SILENT, 1.0)
     assert breaker.health.state is OPEN
-    assert breaker.enter(1.0) is not None  # at once, not after another wait
+    assert breaker.acquire(1.0) is not None  # at once, not after another wait
 
 
 def test_a_probe_that_never_comes_back_counts_as_a_fault() -> None:
     breaker = broken()
-    lost = breaker.enter(1.0)
+    lost = breaker.acquire(1.0)
     assert lost is not None
-    assert breaker.enter(30.9) is None
+    assert breaker.acquire(30.9) is None
     assert breaker.health.state is HALF_OPEN
-    assert breaker.enter(31.0) is None
+    assert breaker.acquire(31.0) is None
     assert breaker.health == attrs.evolve(breaker.health, state=OPEN, next_probe=33.0, cause="a probe never came back")
-    breaker.leave(lost, ASK, ANSWERED, 32.0)
+    breaker.release(lost, ASK, ANSWERED, 32.0)
     assert breaker.health.state is OPEN
-    assert breaker.enter(33.0) is not None
+    assert breaker.acquire(33.0) is not None
 
 
 def test_results_of_an_earlier_generation_are_ignored() -> None:
     breaker = Breaker(BreakerConfig(), since=0.0)
-    early = [breaker.enter(0.0) for _ in range(6)]
+    early = [breaker.acquire(0.0) for _ in range(6)]
     for turn in early[:3]:
         assert turn is not None
-        breaker.leave(turn, ASK, FAULT, 5.0)
+        breaker.release(turn, ASK, FAULT, 5.0)
     before = breaker.health
     for turn, verdict in zip(early[3:], (FAULT, ANSWERED, SILENT), strict=True):
         assert turn is not None
-        breaker.leave(turn, ASK, verdict, 5.5)
+        breaker.release(turn, ASK, verdict, 5.5)
     assert breaker.health == before
-    probe = breaker.enter(6.0)
+    probe = breaker.acquire(6.0)
     assert probe is not None
-    breaker.leave(probe, ASK, ANSWERED, 6.0)
+    breaker.release(probe, ASK, ANSWERED, 6.0)
     for turn in early[3:]:
         assert turn is not None
-        breaker.leave(turn, ASK, FAULT, 7.0)
+        breaker.release(turn, ASK, FAULT, 7.0)
     assert (breaker.health.state, breaker.health.faults) == (CLOSED, 0)
 
 

@@ -16,7 +16,7 @@ from backends.slots import PagesDestination
 from backends.testing import FakeTier, check_tier, payload_of
 from maru import MaruHandler, NoAnswer
 from maru.testing import Fate, open_lossy_wire, open_test_server
-from offload import BreakerConfig, HealthState, TierUnavailable, guarded
+from offload import BreakerConfig, HealthState, TierUnavailable, with_breaker
 from tests.support.maru_actors import impatient
 
 BLOCK = 256 << 10
@@ -24,28 +24,28 @@ BLOCK = 256 << 10
 
 
 def damage(tier: Any, key: bytes) -> None:
-    tier.unguarded.damage(key)
+    tier.inner.damage(key)
 
 
 async def test_a_guarded_fake(autojump_clock) -> None:
-    await check_tier(lambda n, size: guarded(FakeTier(n, size), "fake"), damage=damage, threads=False)
+    await check_tier(lambda n, size: with_breaker(FakeTier(n, size), "fake"), damage=damage, threads=False)
 
     def slow(n: int, size: int) -> Any:
-        return guarded(FakeTier(n, size, latency=1, bytes_per_second=100), "slow")
+        return with_breaker(FakeTier(n, size, latency=1, bytes_per_second=100), "slow")
 
     await check_tier(slow, damage=damage, threads=False)
 
 
 async def test_a_guarded_memory_tier() -> None:
     with trio.fail_after(60):
-        await check_tier(lambda n, size: guarded(MemoryTier(n * size, size), "memory"))
+        await check_tier(lambda n, size: with_breaker(MemoryTier(n * size, size), "memory"))
 
 
 async def test_a_guarded_file_tier(tmp_path) -> None:
     numbers = itertools.count()
 
     def make(n: int, size: int) -> Any:
-        return guarded(FileTier(tmp_path / f"{next(numbers)}", n * size, block_bytes=size), "disk")
+        return with_breaker(FileTier(tmp_path / f"{next(numbers)}", n * size, block_bytes=size), "disk")
 
     with trio.fail_after(60):
         await check_tier(make)
@@ -65,7 +65,7 @@ async def test_a_guarded_page_store() -> None:
 
         def make(n: int, size: int) -> Any:
             tier = MaruTier(handler_to(server.endpoints[0], namespace=f"{next(numbers)}"))
-            return guarded(tier, "maru")
+            return with_breaker(tier, "maru")
 
         with trio.fail_after(60):
             await check_tier(make, block_bytes=BLOCK)
@@ -81,7 +81,7 @@ async def test_a_page_store_that_falls_silent_costs_three_timeouts_and_is_found_
         wire.decide = lambda code, number: Fate.LOSE_REQUEST if silent else Fate.PASS
         breaker = BreakerConfig(first_wait=30.0)
         handler = handler_to(wire.endpoint, timeout_ms=30_000)
-        async with guarded(MaruTier(handler), "maru", breaker=breaker) as tier:
+        async with with_breaker(MaruTier(handler), "maru", breaker=breaker) as tier:
             reservation = await tier.reserve(keys, BLOCK, "wait")
             await reservation.transfer(source, source.upgrade(keys))
             reservation.release()
@@ -94,7 +94,7 @@ async def test_a_page_store_that_falls_silent_costs_three_timeouts_and_is_found_
             with pytest.raises(TierUnavailable, match="NoAnswer"):
                 await tier.contains(keys)
             silent = False
-            tier._gate.breaker._until = trio.current_time()  # half a minute later
+            tier._runner.breaker._until = trio.current_time()  # half a minute later
             lease = await tier.pin(keys)
             async with lease:
                 places = PagesDestination.over([bytearray(BLOCK) for _ in keys])

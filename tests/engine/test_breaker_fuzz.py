@@ -98,5 +98,5 @@ async def test_in_the_end_it_is_well_and_nothing_is_held(autojump_clock, seed: i
     assert tier.at_rest() and source.statistics().held_blocks == 0
     statistics = precedence.statistics()
     assert (statistics.loads, statistics.standing_back, precedence._way.exception) == (0, 0, None)
-    assert not guard._gate._waiting
-    assert guard._gate.breaker.generation > 6  # it broke, and was tried again, more than once
+    assert not guard._runner._waiting
+    assert guard._runner.breaker.generation > 6  # it broke, and was tried again, more than once

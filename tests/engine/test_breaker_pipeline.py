@@ -14,7 +14,7 @@ from backends import DamagedBlock
 from backends.file import FileTier
 from backends.memory import MemoryTier
 from backends.testing import FakeTier
-from offload import NO_WAIT, HealthState, Status, TierUnavailable, TransferFailed, guarded, open_pipeline
+from offload import NO_WAIT, HealthState, Status, TierUnavailable, TransferFailed, open_pipeline, with_breaker
 from offload._pipeline.marks import marks_of
 from offload.policies import PresenceFilter, RemotePresenceFilter
 from tests.support.ill_tiers import SIZE, Ill, RemoteIll, fail, ill_and_guard
@@ -125,7 +125,9 @@ async def test_a_batch_that_is_committed_when_it_breaks_is_rejected_uncopied(aut
 
         def breaks(_: Any) -> None:
             for _ in range(3):
-                guard._gate.leave_by(guard._gate.enter(), offload._health.breaker.Call.ASK, OSError("gone"))
+                guard._runner.release_with(
+                    guard._runner.acquire_nowait(), offload._health.breaker.Call.ASK, OSError("gone")
+                )
 
         pipeline.add_instrument(SimpleNamespace(post_claim=breaks))
         result = await store(pipeline, source).wait()
@@ -149,7 +151,7 @@ async def test_an_observer_who_cancels_the_next_of_a_rejected_batch_has_it_cance
 
 async def test_a_route_to_a_broken_tier_fails_alone(autojump_clock) -> None:
     tier, guard = ill_and_guard()
-    source, upper = source_of(), guarded(FakeTier(64, SIZE), "upper")
+    source, upper = source_of(), with_breaker(FakeTier(64, SIZE), "upper")
     config = config_of(flush_interval=0.0)
     async with (
         open_pipeline(upper, guard, config=config, name="lower") as route,  # type: ignore[arg-type]
@@ -172,13 +174,13 @@ async def test_a_route_to_a_broken_tier_fails_alone(autojump_clock) -> None:
 
 async def test_marks_are_the_tiers_whoever_guards_it() -> None:
     tier = FakeTier()
-    assert marks_of(guarded(tier, "a")) is marks_of(guarded(tier, "b")) is marks_of(tier)
+    assert marks_of(with_breaker(tier, "a")) is marks_of(with_breaker(tier, "b")) is marks_of(tier)
 
 
 @pytest.mark.parametrize("by", ["guard", "tier"])
 async def test_blocks_and_routes_may_name_the_tier_or_its_guard(autojump_clock, by) -> None:
     tier = source_of()
-    guard: Any = guarded(tier, "upper")
+    guard: Any = with_breaker(tier, "upper")
     lower, upper = FakeTier(64, SIZE), FakeTier(64, SIZE)
     one, other = (guard, tier) if by == "guard" else (tier, guard)
     config = config_of(flush_interval=0.0)
@@ -201,8 +203,8 @@ async def test_a_damaged_block_is_not_copied_on_whoever_has_a_guard(tmp_path, de
     lower: Any = (
         MemoryTier(8 * SIZE, SIZE) if destination == "memory" else FileTier(tmp_path, 64 << 10, block_bytes=SIZE)
     )
-    above: Any = guarded(source, "source") if guards in ("both", "source") else source
-    below: Any = guarded(lower, "lower") if guards in ("both", "destination") else lower
+    above: Any = with_breaker(source, "source") if guards in ("both", "source") else source
+    below: Any = with_breaker(lower, "lower") if guards in ("both", "destination") else lower
     async with open_pipeline(above, below, config=config_of(flush_interval=0.0)) as pipeline:
         result = await store(pipeline, source).wait()
     assert list(result.failed) == [KEYS[1]] and isinstance(result.failed[KEYS[1]], DamagedBlock)

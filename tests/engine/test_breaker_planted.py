@@ -1,4 +1,4 @@
-"""Faults planted into breakers, guards and the precedence of loads: the tests that look for them find each."""
+"""Faults planted into breakers and the precedence of loads: the tests that look for them find each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import trio
 import trio.testing
 
 from offload import Precedence, TierUnavailable
-from offload._health import faults, gate, held
+from offload._health import attribution, breaker_tier, faults, runner
 from offload._health.breaker import Breaker, HealthState, Verdict
 from offload._pipeline.priority import Deference
 from offload._pipeline.right_of_way import RightOfWay
 from offload._pipeline.transfer import Slot
 from tests.engine import test_breaker as pure
-from tests.engine import test_breaker_guarded as guarded
 from tests.engine import test_breaker_pipeline as pipelines
+from tests.engine import test_breaker_tier as behind
 from tests.engine import test_precedence as precedence
 
 Patch = pytest.MonkeyPatch
@@ -36,28 +36,28 @@ def never_opens(patch: Patch) -> None:
     patch.setattr(Breaker, "_open", lambda self, now, cause: None)
 
 
-def the_turn_of_a_cancelled_probe_is_lost(patch: Patch) -> None:
-    leave = Breaker.leave
+def the_permit_of_a_cancelled_probe_is_lost(patch: Patch) -> None:
+    release = Breaker.release
 
-    def _leave(self: Breaker, turn: int, call: Any, verdict: Verdict, *rest: Any) -> None:
+    def _release(self: Breaker, permit: int, call: Any, verdict: Verdict, *rest: Any) -> None:
         if verdict is not Verdict.SILENT:
-            leave(self, turn, call, verdict, *rest)
+            release(self, permit, call, verdict, *rest)
 
-    patch.setattr(Breaker, "leave", _leave)
+    patch.setattr(Breaker, "release", _release)
 
 
 def two_probes_at_once(patch: Patch) -> None:
-    enter = Breaker.enter
+    acquire = Breaker.acquire
 
-    def _enter(self: Breaker, now: float) -> int | None:
-        return self.generation if self.state is HealthState.HALF_OPEN else enter(self, now)
+    def _acquire(self: Breaker, now: float) -> int | None:
+        return self.generation if self.state is HealthState.HALF_OPEN else acquire(self, now)
 
-    patch.setattr(Breaker, "enter", _enter)
+    patch.setattr(Breaker, "acquire", _acquire)
 
 
 def earlier_generations_count(patch: Patch) -> None:
-    leave = Breaker.leave
-    patch.setattr(Breaker, "leave", lambda self, turn, *rest: leave(self, self.generation, *rest))
+    release = Breaker.release
+    patch.setattr(Breaker, "release", lambda self, permit, *rest: release(self, self.generation, *rest))
 
 
 def the_wait_does_not_double(patch: Patch) -> None:
@@ -83,8 +83,10 @@ def the_wait_doubles_for_ever(patch: Patch) -> None:
 
 
 def a_lost_probe_is_waited_for(patch: Patch) -> None:
-    enter = Breaker.enter
-    patch.setattr(Breaker, "enter", lambda self, now: None if self.state is HealthState.HALF_OPEN else enter(self, now))
+    acquire = Breaker.acquire
+    patch.setattr(
+        Breaker, "acquire", lambda self, now: None if self.state is HealthState.HALF_OPEN else acquire(self, now)
+    )
 
 
 def any_answer_forgives_all(patch: Patch) -> None:
@@ -97,56 +99,56 @@ def any_answer_forgives_all(patch: Patch) -> None:
     patch.setattr(Breaker, "_answered", _answered)
 
 
-# --- plants: the guard --------------------------------------------------------------------------------------------------
+# --- plants: a tier behind a breaker ------------------------------------------------------------------------------------------
 
 
 def a_cancel_is_a_fault(patch: Patch) -> None:
-    call = gate.Gate.call
+    run = runner.BreakerRunner.run
 
-    async def _call(self: Any, kind: Any, seconds: float, ask: Any, *args: Any, **options: Any) -> Any:
+    async def _run(self: Any, kind: Any, seconds: float, ask: Any, *args: Any, **options: Any) -> Any:
         try:
-            return await call(self, kind, seconds, ask, *args, **options)
+            return await run(self, kind, seconds, ask, *args, **options)
         except trio.Cancelled:
-            self.leave(self.breaker.generation, kind, Verdict.FAULT, "cancelled")
+            self.release(self.breaker.generation, kind, Verdict.FAULT, "cancelled")
             raise
 
-    patch.setattr(gate.Gate, "call", _call)
+    patch.setattr(runner.BreakerRunner, "run", _run)
 
 
 def full_is_a_fault(patch: Patch) -> None:
-    patch.setattr(gate, "judge_exception", lambda error: Verdict.FAULT)
+    patch.setattr(runner, "judge_exception", lambda error: Verdict.FAULT)
 
 
 def calls_have_no_deadline(patch: Patch) -> None:
-    in_time = gate.Gate.in_time
-    patch.setattr(gate.Gate, "in_time", lambda self, seconds, *rest: in_time(self, math.inf, *rest))
+    run_within = runner.BreakerRunner.run_within
+    patch.setattr(runner.BreakerRunner, "run_within", lambda self, _, *rest: run_within(self, math.inf, *rest))
 
 
 def a_missing_answer_is_no_fault(patch: Patch) -> None:
     judge = faults.judge_exception
-    patch.setattr(gate, "judge_exception", lambda e: Verdict.SILENT if isinstance(e, trio.TooSlowError) else judge(e))
+    patch.setattr(runner, "judge_exception", lambda e: Verdict.SILENT if isinstance(e, trio.TooSlowError) else judge(e))
 
 
-def unused_room_keeps_the_turn(patch: Patch) -> None:
-    patch.setattr(held.GuardedReservation, "release", lambda self: self._inner.release())
+def unused_room_keeps_the_permit(patch: Patch) -> None:
+    patch.setattr(breaker_tier.BreakerReservation, "release", lambda self: self.inner.release())
 
 
 def waiting_for_room_goes_on_in_a_broken_tier(patch: Patch) -> None:
-    async def while_well(self: Any, ask: Any, *args: Any) -> Any:
+    async def run_until_broken(self: Any, ask: Any, *args: Any) -> Any:
         return await ask(*args)
 
-    patch.setattr(gate.Gate, "while_well", while_well)
+    patch.setattr(runner.BreakerRunner, "run_until_broken", run_until_broken)
 
 
 def old_room_is_used_in_a_broken_tier(patch: Patch) -> None:
     async def transfer(self: Any, source: Any, guards: Any) -> Any:
-        return await self._inner.transfer(source, guards)
+        return await self.inner.transfer(source, guards)
 
-    patch.setattr(held.GuardedReservation, "transfer", transfer)
+    patch.setattr(breaker_tier.BreakerReservation, "transfer", transfer)
 
 
 def the_source_is_blamed_on_the_tier(patch: Patch) -> None:
-    patch.setattr(held.SourceWitness, "is_to_blame", lambda self, error: False)
+    patch.setattr(attribution.ErrorAttribution, "is_of_other_end", lambda self, error: False)
 
 
 def a_broken_tier_fails_the_batch_as_a_whole(patch: Patch) -> None:
@@ -198,31 +200,31 @@ def a_batch_with_room_does_not_stand_back(patch: Patch) -> None:
 
 
 PLANTED: list[tuple[Callable[[Patch], None], Callable[..., Any], dict[str, Any]]] = [
-    (never_closes, guarded.test_it_is_tried_again_and_well_if_it_answers, {"name": "pin"}),
-    (never_opens, guarded.test_three_faults_break_it_and_then_it_is_not_asked, {"name": "load"}),
+    (never_closes, behind.test_it_is_tried_again_and_well_if_it_answers, {"name": "pin"}),
+    (never_opens, behind.test_three_faults_break_it_and_then_it_is_not_asked, {"name": "load"}),
     (
-        the_turn_of_a_cancelled_probe_is_lost,
-        guarded.test_a_cancelled_call_is_no_fault_and_gives_its_turn_back,
+        the_permit_of_a_cancelled_probe_is_lost,
+        behind.test_a_cancelled_call_is_no_fault_and_gives_its_turn_back,
         {"name": "pin", "state": "half-open"},
     ),
-    (two_probes_at_once, guarded.test_one_probe_while_others_are_told_that_it_is_under_way, {}),
-    (earlier_generations_count, guarded.test_what_was_asked_before_it_broke_says_nothing_afterwards, {}),
+    (two_probes_at_once, behind.test_one_probe_while_others_are_told_that_it_is_under_way, {}),
+    (earlier_generations_count, behind.test_what_was_asked_before_it_broke_says_nothing_afterwards, {}),
     (the_wait_does_not_double, pure.test_it_waits_one_second_and_doubles_up_to_thirty, {}),
     (the_wait_doubles_for_ever, pure.test_it_waits_one_second_and_doubles_up_to_thirty, {}),
     (a_lost_probe_is_waited_for, pure.test_a_probe_that_never_comes_back_counts_as_a_fault, {}),
-    (any_answer_forgives_all, guarded.test_a_tier_that_finds_everything_and_reads_nothing_breaks, {}),
+    (any_answer_forgives_all, behind.test_a_tier_that_finds_everything_and_reads_nothing_breaks, {}),
     (
         a_cancel_is_a_fault,
-        guarded.test_a_cancelled_call_is_no_fault_and_gives_its_turn_back,
+        behind.test_a_cancelled_call_is_no_fault_and_gives_its_turn_back,
         {"name": "delete", "state": "closed"},
     ),
-    (full_is_a_fault, guarded.test_a_full_tier_is_not_broken, {}),
-    (calls_have_no_deadline, guarded.test_a_call_that_never_answers_is_cut_off_and_a_fault, {"name": "contains"}),
-    (a_missing_answer_is_no_fault, guarded.test_a_call_that_never_answers_is_cut_off_and_a_fault, {"name": "reserve"}),
-    (unused_room_keeps_the_turn, guarded.test_room_that_is_given_back_unused_gives_the_turn_back, {}),
-    (waiting_for_room_goes_on_in_a_broken_tier, guarded.test_who_waits_for_room_in_a_tier_that_breaks_is_told, {}),
-    (old_room_is_used_in_a_broken_tier, guarded.test_room_of_before_it_broke_is_of_no_use_while_it_is_broken, {}),
-    (the_source_is_blamed_on_the_tier, guarded.test_an_error_of_the_source_is_not_the_tiers, {}),
+    (full_is_a_fault, behind.test_a_full_tier_is_not_broken, {}),
+    (calls_have_no_deadline, behind.test_a_call_that_never_answers_is_cut_off_and_a_fault, {"name": "contains"}),
+    (a_missing_answer_is_no_fault, behind.test_a_call_that_never_answers_is_cut_off_and_a_fault, {"name": "reserve"}),
+    (unused_room_keeps_the_permit, behind.test_room_that_is_given_back_unused_gives_the_turn_back, {}),
+    (waiting_for_room_goes_on_in_a_broken_tier, behind.test_who_waits_for_room_in_a_tier_that_breaks_is_told, {}),
+    (old_room_is_used_in_a_broken_tier, behind.test_room_of_before_it_broke_is_of_no_use_while_it_is_broken, {}),
+    (the_source_is_blamed_on_the_tier, behind.test_an_error_of_the_source_is_not_the_tiers, {}),
     (
         a_broken_tier_fails_the_batch_as_a_whole,
         pipelines.test_every_block_is_rejected_at_once_and_by_name,

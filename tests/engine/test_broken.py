@@ -20,7 +20,7 @@ from offload import (
     Status,
     TierTooSlow,
     TierUnavailable,
-    guarded,
+    with_breaker,
 )
 from tests.support.engine_places import SIZE, Places, cancelled_at_checkpoint, keys_of, payloads, room
 
@@ -213,7 +213,7 @@ async def test_a_sync_answer_that_raises_leaves_the_tier_out() -> None:
 
 async def test_a_tier_that_has_a_guard_keeps_it(autojump_clock: object) -> None:
     moody, keys = Moody(), keys_of(2)
-    guard = guarded(moody, "mine", breaker=BREAKER)
+    guard = with_breaker(moody, "mine", breaker=BREAKER)
     async with offload.open_engine(FakeTier(64, SIZE), {"a": guard}) as engine:
         moody.silent = True
         async with await engine.lookup(keys) as hit:

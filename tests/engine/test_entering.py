@@ -40,7 +40,7 @@ from offload import (
     TierNotEntered,
     TierUnavailable,
     from_thread,
-    guarded,
+    with_breaker,
 )
 from offload._engine.late import LateTier
 from tests.support import determinism
@@ -244,7 +244,7 @@ async def test_only_the_tiers_that_are_named_may_be_late(autojump_clock: object)
 
 async def test_a_tier_with_a_guard_of_its_own_is_kept_by_that(autojump_clock: object) -> None:
     late, (source, keys) = Late(1), filled()
-    guard = guarded(late, "mine", breaker=attrs.evolve(BREAKER, first_wait=3.0))
+    guard = with_breaker(late, "mine", breaker=attrs.evolve(BREAKER, first_wait=3.0))
     async with opened(source, {"a": guard}) as engine:
         await trio.sleep(2.5)
         assert not guard.health.entered and guard.statistics().capacity_bytes == 0

@@ -92,13 +92,13 @@ def test_planted_a_wait_that_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_planted_a_cancelled_probe_that_keeps_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was hanging when it was given up counts as nothing, and nobody may ask any more."""
-    leave = Breaker.leave
+    release = Breaker.release
 
     def forgets(self: Breaker, turn: int, call: Call, verdict: Verdict, now: float, cause: str = "") -> None:
         if self.state is not HealthState.HALF_OPEN:
-            leave(self, turn, call, verdict, now, cause)
+            release(self, turn, call, verdict, now, cause)
 
-    monkeypatch.setattr(Breaker, "leave", forgets)
+    monkeypatch.setattr(Breaker, "release", forgets)
     assert "expect[0].metric.deep.well" in broken(HANGS)
 
 

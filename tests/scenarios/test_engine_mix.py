@@ -26,7 +26,7 @@ from backends.abc import LOADED, WeakBlocks
 from offload._engine import Engine, Hit
 from offload._engine.loading import Loading
 from offload._engine.promoting import Staging
-from offload._health.guarded_tier import Guard
+from offload._health.breaker_tier import BreakerTier
 from offload._pipeline.chain import Chain
 from offload._pipeline.marks import place_of
 from offload._scenario._asking import line
@@ -255,8 +255,8 @@ def a_chain_holds_nothing_and_calls_it_complete(patch: pytest.MonkeyPatch) -> No
 @plant("model")
 def a_silent_tier_is_waited_for_longer_than_the_lookup_has(patch: pytest.MonkeyPatch) -> None:
     """As it was: each call has the deadline of its breaker, whatever the caller's."""
-    pin = Guard.pin
-    patch.setattr(Guard, "pin", lambda self, keys, within: pin(self, keys))
+    pin = BreakerTier.pin
+    patch.setattr(BreakerTier, "pin", lambda self, keys, within: pin(self, keys))
 
 
 @cache

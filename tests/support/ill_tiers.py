@@ -10,7 +10,7 @@ import trio
 from backends.abc import Destination, Key, Outcome, ReadLease
 from backends.slots import PagesDestination
 from backends.testing import FakeTier
-from offload import BreakerConfig, GuardedTier, guarded
+from offload import BreakerConfig, BreakerTier, with_breaker
 
 SIZE = 64
 
@@ -79,14 +79,14 @@ class RemoteIll:
 def ill_and_guard(kind: Any = Ill, *, capacity: int = 16, **breaker: Any) -> tuple[Any, Any]:
     """A tier and its guard."""
     tier = kind(capacity)
-    return tier, guarded(tier, "ill", breaker=BreakerConfig(**breaker))
+    return tier, with_breaker(tier, "ill", breaker=BreakerConfig(**breaker))
 
 
 def places(n: int) -> PagesDestination:
     return PagesDestination.over([bytearray(SIZE) for _ in range(n)])
 
 
-async def fail(guard: GuardedTier, tier: Ill, times: int = 3, error: BaseException | None = None) -> None:
+async def fail(guard: BreakerTier, tier: Ill, times: int = 3, error: BaseException | None = None) -> None:
     """Let the tier be asked in vain so many times; afterwards it is well, but nobody knows."""
     tier.ill = error or OSError("gone")
     for _ in range(times):

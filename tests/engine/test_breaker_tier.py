@@ -13,7 +13,7 @@ import trio.testing
 from backends import PlaceClosed
 from backends.abc import LOADED, STORED, Deletion, Failed, Missed, Source, Unproven
 from backends.testing import FakeTier, payload_of
-from offload import GuardedRemoteTier, GuardedTier, HealthState, TierTooSlow, TierUnavailable, guarded
+from offload import BreakerTier, HealthState, TierTooSlow, TierUnavailable, with_breaker
 from tests.support.ill_tiers import SIZE, Ill, RemoteIll, fail, ill_and_guard, places
 
 KEYS = [b"a", b"b", b"c"]
@@ -26,7 +26,7 @@ async def pin(guard: Any) -> Any:
 
 async def load(guard: Any) -> Any:
     """Only the load asks."""
-    async with await guard.unguarded.pool_lease(KEYS) as lease:
+    async with await guard.inner.pool_lease(KEYS) as lease:
         return await guard.load(lease, places(len(KEYS)))
 
 
@@ -581,8 +581,8 @@ class RemoteSource(FakeTier):
 
 
 async def test_it_is_what_its_tier_is() -> None:
-    local, remote = guarded(FakeTier(), "local"), guarded(RemoteSource(), "remote")  # type: ignore[arg-type]
-    assert isinstance(local, GuardedTier) and isinstance(remote, GuardedRemoteTier)
+    local, remote = with_breaker(FakeTier(), "local"), with_breaker(RemoteSource(), "remote")  # type: ignore[arg-type]
+    assert not local.is_remote and remote.is_remote
     assert isinstance(local, Source) and isinstance(remote, Source)
     assert (local.name, local.block_bytes, local.capacity if hasattr(local, "capacity") else None) == (
         "local",
@@ -591,8 +591,8 @@ async def test_it_is_what_its_tier_is() -> None:
     )
     local.fill(KEYS)  # beyond the contract
     assert local.get(KEYS[0]) == payload_of(KEYS[0], 64)
-    assert local.weak(KEYS).source is local.unguarded
-    assert local.statistics() == local.unguarded.statistics()
+    assert local.weak(KEYS).source is local.inner
+    assert local.statistics() == local.inner.statistics()
     assert repr(local).startswith("<local, closed: <FakeTier")
     with pytest.raises(AttributeError):
         local.nothing_of_the_kind  # noqa: B018
@@ -606,7 +606,7 @@ async def test_a_tier_that_is_no_source_has_none_either() -> None:
             return set()
 
     plain: Any = Plain()
-    guard = guarded(plain, "plain")
+    guard = with_breaker(plain, "plain")
     assert not isinstance(guard, Source) and not hasattr(guard, "weak") and not hasattr(guard, "block_bytes")
 
 
@@ -622,16 +622,16 @@ async def test_entering_it_enters_the_tier() -> None:
             self.inside = False
 
     tier = Entered()
-    async with guarded(tier, "tier") as guard:
-        assert tier.inside and isinstance(guard, GuardedTier)
+    async with with_breaker(tier, "tier") as guard:
+        assert tier.inside and isinstance(guard, BreakerTier)
     assert not tier.inside
-    async with guarded(FakeTier(), "plain") as guard:
-        assert isinstance(guard, GuardedTier)
+    async with with_breaker(FakeTier(), "plain") as guard:
+        assert isinstance(guard, BreakerTier)
 
 
 def test_one_guard_is_enough() -> None:
-    guard = guarded(FakeTier(), "tier")
-    assert guarded(guard, "again") is guard and guard.name == "tier"
+    guard = with_breaker(FakeTier(), "tier")
+    assert with_breaker(guard, "again") is guard and guard.name == "tier"
 
 
 async def test_the_log_says_when_it_breaks_and_when_it_is_well(autojump_clock, caplog) -> None:

@@ -1,0 +1,124 @@
+"""A tier in front of another tier: what all such tiers share.
+
+A breaker, a placeholder for a tier that is absent, and a chain of wrappers each stand in front of one tier and keep its
+contract. :class:`ForwardingTier` forwards the whole contract of :mod:`backends.abc` to that tier; a subclass overrides what
+it changes, so that its code shows the differences and nothing else.
+
+Rule 1. Entering it enters the inner tier, where that is an async context manager; leaving it leaves the inner tier.
+Rule 2. What only some tiers have (to be a :class:`~backends.abc.Source`, to tell of evictions, ...) is not forwarded here: a
+        subclass that changes keys or bytes must translate it, and one that changes neither forwards it by
+        :meth:`ForwardingTier._forward_optional`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, TypeVar
+
+from .abc import (
+    Capabilities,
+    Deletion,
+    Destination,
+    Key,
+    Outcome,
+    ReadLease,
+    Reservation,
+    TierStatistics,
+    WhenFull,
+)
+
+Self = TypeVar("Self", bound="ForwardingTier")
+
+OPTIONAL: Final = (
+    *("upgrade", "release", "views", "copy_out"),  # Source
+    *("checksums_of", "forget_damaged"),  # ChecksummedSource
+    "used_bytes",  # PaddedSource
+    "carry",  # TenantTier
+    *("on_evicted", "spill_to"),  # SpillingTier
+)
+"""The methods of the optional contracts. A tier is recognised by having them."""
+
+
+class ForwardingTier:
+    """A tier in front of another one, which forwards every call of the contract to it.
+
+    Attributes:
+        inner: the tier behind this one.
+    """
+
+    inner: Any
+
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.inner!r}>"
+
+    async def __aenter__(self: Self) -> Self:
+        """Enter the inner tier, where it can be entered."""
+        # Of the type, as `async with` itself looks it up: an attribute that is forwarded does not make a context manager.
+        if hasattr(type(self.inner), "__aenter__"):
+            await self.inner.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: Any) -> None:
+        """Leave the inner tier, where it was entered."""
+        if hasattr(type(self.inner), "__aexit__"):
+            await self.inner.__aexit__(*exc)
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of every block, in bytes."""
+        size: int = self.inner.block_bytes
+        return size
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """How much of the contract the inner tier keeps."""
+        return getattr(self.inner, "capabilities", Capabilities())
+
+    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> Reservation:
+        """Take room for blocks; see :class:`backends.abc.TransferExecutor`."""
+        reservation: Reservation = await self.inner.reserve(keys, block_bytes, when_full)
+        return reservation
+
+    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> Reservation:
+        """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting."""
+        reservation: Reservation = self.inner.reserve_nowait(keys, block_bytes, when_full)
+        return reservation
+
+    def narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
+        """Have a waiting request for room ask for fewer keys; see :class:`backends.abc.TransferExecutor`."""
+        narrowed: bool = self.inner.narrow(asked, keys)
+        return narrowed
+
+    async def pin(self, keys: Sequence[Key]) -> ReadLease:
+        """Hold the longest prefix of ``keys`` that is there; see :class:`backends.abc.ReadableTier`."""
+        lease: ReadLease = await self.inner.pin(keys)
+        return lease
+
+    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
+        """Copy leased blocks to ``destination``; see :class:`backends.abc.ReadableTier`."""
+        outcomes: Sequence[Outcome] = await self.inner.load(lease, destination)
+        return outcomes
+
+    async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
+        """Delete these keys; a held one is ``PINNED`` and stays."""
+        answers: list[Deletion] = await self.inner.delete(keys)
+        return answers
+
+    def statistics(self) -> TierStatistics:
+        """The statistics of the inner tier."""
+        statistics: TierStatistics = self.inner.statistics()
+        return statistics
+
+    def _forward_optional(self) -> None:
+        """Keep the optional contracts that the inner tier keeps, by its own methods.
+
+        They become attributes of this instance: optional contracts are recognised by having the methods, which is looked up
+        without ``__getattr__``. And a copy calls the inner tier's method directly, without a hop in between.
+        """
+        for name in OPTIONAL:
+            method = getattr(self.inner, name, None)
+            if method is not None:
+                setattr(self, name, method)

@@ -1,0 +1,99 @@
+"""Whose fault an error in a copy is: a copy has two ends, and an error of the other end is not the tier's fault.
+
+A tier's copy calls its source or its destination, and lets their errors through as its own. So a tier behind a breaker is given
+a stand-in for the other end, which records what that raises. The stand-in passes on everything else that the real one has,
+checksums above all (:class:`backends.abc.ChecksummedSource`), and passes ``isinstance`` checks for it by its ``__class__``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from backends.abc import Failed, Outcome
+from backends.pages import Pages
+from maru.exception_groups import leaves
+
+from .breaker import Verdict
+from .faults import describe, judge_exception, judge_outcomes
+
+T = TypeVar("T")
+
+
+class ErrorAttribution:
+    """Judges the end of one copy by the errors that were the tier's own."""
+
+    def __init__(self) -> None:
+        self._errors: list[BaseException] = []  # several, where a tier copies in several tasks
+
+    def observe(self, other_end: T) -> T:
+        """A stand-in for the source or the destination of the copy, which records its errors."""
+        observed: Any = _Observed(other_end, self._errors)
+        return observed  # type: ignore[no-any-return]
+
+    def is_of_other_end(self, error: BaseException) -> bool:
+        """Whether this error, or what led to it, is the other end's. Of a group, whether all that is in it is."""
+        return bool(self._errors) and all([self._has_led_to(leaf) for leaf in leaves(error)])
+
+    def judge_exception(self, error: BaseException) -> tuple[Verdict, str]:
+        """What an exception of the copy says about the tier, and the fault in words."""
+        if self.is_of_other_end(error):
+            return Verdict.SILENT, ""
+        return judge_exception(error), describe(error)
+
+    def judge_outcomes(self, outcomes: Sequence[Outcome]) -> tuple[Verdict, str]:
+        """What the outcomes of the copy say about the tier, and the fault in words."""
+        if not self._errors:
+            return judge_outcomes(outcomes)
+        return judge_outcomes(
+            [one for one in outcomes if not (isinstance(one, Failed) and self.is_of_other_end(one.error))]
+        )
+
+    def _has_led_to(self, error: BaseException) -> bool:
+        # A tier may raise an error of its own from the other end's: so the whole chain of causes is searched.
+        recorded = [leaf for one in self._errors for leaf in leaves(one)]
+        link: BaseException | None = error
+        while link is not None:
+            if any(leaf is one for leaf in leaves(link) for one in recorded):
+                return True
+            link = link.__cause__ or link.__context__
+        return False
+
+
+class _Observed:
+    """A source or a destination whose errors are recorded."""
+
+    def __init__(self, place: Any, errors: list[BaseException]) -> None:
+        self._place = place
+        self._errors = errors
+
+    def __repr__(self) -> str:
+        return repr(self._place)
+
+    def _kind(self) -> Any:
+        return type(self._place)
+
+    __class__: Any = property(_kind)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._place, name)
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def views(self, *guards: Sequence[int]) -> Pages | None:
+        views: Pages | None = self._recorded(self._place.views, *guards)
+        return views
+
+    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+        self._recorded(self._place.copy_out, guards, pages)
+
+    def copy_in(self, start: int, pages: Pages) -> None:
+        self._recorded(self._place.copy_in, start, pages)
+
+    def _recorded(self, call: Callable[..., T], *args: Any) -> T:
+        try:
+            return call(*args)
+        except BaseException as error:
+            self._errors.append(error)
+            raise

@@ -1,0 +1,359 @@
+"""A tier behind a circuit breaker: the same contract, but a broken tier says so at once, without a timeout for each caller.
+
+    BreakerTier(tier, "maru") -> pin, contains, load, delete, reserve -> the tier, or TierUnavailable
+
+Rule 1. Every call that asks the tier acquires a permit of the :mod:`~offload._health.breaker`, and releases it on every path;
+        :mod:`~offload._health.faults` says what came of it. A sync ``contains`` never waits and proves nothing: it needs none.
+Rule 2. No call waits for ever. A question has ``call_timeout``, a load ``load_timeout``; then it is cancelled, which by the
+        contract of a place leaves nothing behind (a load leaves when its copy is over), and that is a fault. Waiting for room
+        is not a question: the caller bounds it, and it ends when the tier breaks.
+Rule 3. A store is one call, from its reservation to the end of its transfer: taking room often asks nothing. Only the caller
+        cancels a transfer, to bound it (:meth:`backends.abc.Reservation.transfer`), so that is a timeout, a fault.
+Rule 4. Releasing a lease never fails because the tier is broken: what a lease cannot give back, the tier has to.
+Rule 5. A tier that is absent is broken, and its probe is an attempt to enter it, which the engine makes
+        (:mod:`offload._engine.keeping`).
+Rule 6. All else is the tier's own, and goes through: its blocks as a source, its statistics, what it has beyond the contract.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Set as AbstractSet
+from inspect import iscoroutinefunction
+from math import inf
+from typing import Any, Final, TypeVarTuple
+
+import trio
+
+from backends.abc import (
+    Deletion,
+    Destination,
+    Key,
+    Outcome,
+    ReadLease,
+    RemoteTier,
+    Reservation,
+    Source,
+    Tier,
+    TierStatistics,
+    WhenFull,
+)
+from backends.forwarding import ForwardingTier
+from backends.pages import Pages
+from maru.exception_groups import holds
+
+from .._config import BreakerConfig
+from .attribution import ErrorAttribution
+from .breaker import Call, Health, Verdict
+from .faults import describe, judge_exception
+from .runner import BreakerRunner
+
+Ts = TypeVarTuple("Ts")
+
+_ANSWERED, _FAULT, _SILENT = Verdict
+_DEFAULTS: Final = BreakerConfig()
+_NOTHING: Final = TierStatistics(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, 0)
+_log = logging.getLogger("offload.health")
+
+
+def with_breaker(tier: Tier | RemoteTier, name: str, *, breaker: BreakerConfig = _DEFAULTS) -> BreakerTier:
+    """Put a circuit breaker in front of a tier: a broken tier is not asked, and says so at once.
+
+    What is returned keeps the contract that the tier keeps: it is a :class:`~backends.abc.Source` where the tier is one,
+    entering it enters the tier, and what the tier has beyond the contract is found on it. :func:`backends.testing.check_tier`
+    holds for it.
+
+    Args:
+        tier: of whatever kind. One that has a breaker keeps it, with its name and its knobs: it is returned as it is.
+        name: what errors, logs and statistics call it.
+        breaker: when it counts as broken, how it is tried again, and how long a call may take.
+    """
+    # Of two breakers in a row each would hide the other's probes.
+    return tier if isinstance(tier, BreakerTier) else BreakerTier(tier, name, breaker)
+
+
+class BreakerTier(ForwardingTier):
+    """A tier behind a circuit breaker. Made by :func:`with_breaker`.
+
+    Attributes:
+        name: what errors, logs and statistics call the tier.
+        inner: the tier itself.
+    """
+
+    contains: Callable[..., Any]
+    # Only where the tier is a Source, each the tier's own method:
+    upgrade: Callable[[Sequence[Key]], list[int]]
+    release: Callable[[Sequence[int]], None]
+    views: Callable[[Sequence[int]], Pages | None]
+    copy_out: Callable[[Sequence[int], Pages], None]
+
+    def __init__(self, tier: Tier | RemoteTier, name: str, breaker: BreakerConfig) -> None:
+        """Not to be called: :func:`with_breaker` knows a tier that has a breaker already."""
+        super().__init__(tier)
+        self.name: str = name
+        self._config = breaker
+        self._runner = BreakerRunner(name, breaker)
+        self.is_remote: bool = iscoroutinefunction(tier.contains)
+        """Whether ``contains`` must be awaited."""
+        self.contains = self._contains if self.is_remote else self._contains_nowait
+        # Copies out of a source say nothing about the tier's answers (a lease's load does), so its methods need no permit.
+        self._forward_optional()
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, {self.health.state.value}: {self.inner!r}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "inner":  # `copy.copy` asks before `__init__` has run
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property
+    def health(self) -> Health:
+        """The state of the breaker, as calls have left it."""
+        return self._runner.health
+
+    def statistics(self) -> TierStatistics:
+        """The tier's own statistics; zeros where the tier is absent."""
+        return super().statistics() if self._runner.is_available else _NOTHING
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    async def _contains(self, keys: Sequence[Key], *, within: float = inf) -> AbstractSet[Key]:
+        """Those of ``keys`` that could be found when the tier was asked.
+
+        Args:
+            keys: what is asked for.
+            within: seconds that lower ``call_timeout`` for this call.
+
+        Raises:
+            TierUnavailable: the tier is broken.
+            TierTooSlow: no answer within ``call_timeout``, or ``within``.
+        """
+        found: AbstractSet[Key] = await self._ask(within, self.inner.contains, keys)
+        return found
+
+    def _contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` that can be found right now. Never blocks, so it neither probes the tier nor proves that it works.
+
+        Raises:
+            TierUnavailable: the tier is broken.
+        """
+        runner = self._runner
+        if not runner.is_closed:
+            runner.raise_unavailable()
+        try:
+            found: AbstractSet[Key] = self.inner.contains(keys)
+        except Exception as error:
+            runner.release_with(runner.breaker.generation, Call.ASK, error)
+            raise
+        return found
+
+    async def pin(self, keys: Sequence[Key], *, within: float = inf) -> ReadLease:
+        """Hold the longest prefix of ``keys`` that is there. Cancelled, it holds nothing.
+
+        Args:
+            keys: what is wanted, in order.
+            within: seconds that lower ``call_timeout`` for this call.
+
+        Raises:
+            TierUnavailable: the tier is broken.
+            TierTooSlow: no answer within ``call_timeout``, or ``within``.
+        """
+        return BreakerLease(self._runner, await self._ask(within, self.inner.pin, keys))
+
+    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
+        """Copy the leased blocks to ``destination``. Cancelled, it leaves only when the copy is over.
+
+        Raises:
+            TierUnavailable: the tier is broken; ``destination`` was not touched.
+            TierTooSlow: not over within ``load_timeout``. It is over now: the destination is the caller's again.
+            Unproven: a copy may still be going on.
+        """
+        attribution = ErrorAttribution()
+        outcomes: Sequence[Outcome] = await self._runner.run(
+            Call.LOAD,
+            self._config.load_timeout,
+            self.inner.load,
+            lease.inner if isinstance(lease, BreakerLease) else lease,
+            attribution.observe(destination),
+            attribution=attribution,
+        )
+        return outcomes
+
+    async def delete(self, keys: Sequence[Key], *, within: float = inf) -> list[Deletion]:
+        """Delete these keys; a held one stays.
+
+        Args:
+            keys: what is to be deleted.
+            within: seconds that lower ``call_timeout`` for this call.
+
+        Raises:
+            TierUnavailable: the tier is broken; nothing was deleted.
+            TierTooSlow: no answer within ``call_timeout``, or ``within``; some may be deleted.
+        """
+        answers: list[Deletion] = await self._ask(within, self.inner.delete, keys)
+        return answers
+
+    async def _ask(self, within: float, ask: Callable[[*Ts], Awaitable[Any]], *args: *Ts) -> Any:
+        return await self._runner.run(Call.ASK, min(within, self._config.call_timeout), ask, *args)
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> Reservation:
+        """Take room for these blocks. Cancelled, or cut off because the tier breaks, it holds nothing.
+
+        Raises:
+            TierUnavailable: the tier is broken, or broke while this waited for room.
+            TierTooSlow: ``partial`` and ``fail`` never wait for room, and had no answer within ``call_timeout``.
+        """
+        runner = self._runner
+        waits = when_full == "wait" or when_full == "evict"
+        permit = await runner.acquire()
+        if waits and runner.is_probing:
+            # The probe's permit must not be held for as long as others hold the room: no other probe could go meanwhile. A
+            # request that never waits tells at once whether the tier answers; that it is full is an answer, too.
+            at_once = await self._reserve(permit, keys, block_bytes, "partial")
+            if len(at_once.granted) == len(keys):
+                return at_once
+            at_once.release(_ANSWERED)
+            permit = await runner.acquire()
+        return await self._reserve(permit, keys, block_bytes, when_full)
+
+    async def _reserve(
+        self, permit: int, keys: Sequence[Key], block_bytes: int, when_full: WhenFull
+    ) -> BreakerReservation:
+        runner, ask = self._runner, self.inner.reserve
+        try:
+            if when_full == "wait" or when_full == "evict":
+                reservation = await runner.run_until_broken(ask, keys, block_bytes, when_full)
+            else:
+                reservation = await runner.run_within(self._config.call_timeout, ask, keys, block_bytes, when_full)
+        except BaseException as error:
+            runner.release_with(permit, Call.STORE, error)
+            raise
+        return BreakerReservation(runner, reservation, permit)
+
+    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> Reservation:
+        """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting."""
+        runner = self._runner
+        permit = runner.acquire_nowait()
+        try:
+            reservation = self.inner.reserve_nowait(keys, block_bytes, when_full)
+        except BaseException as error:
+            runner.release_with(permit, Call.STORE, error)
+            raise
+        return BreakerReservation(runner, reservation, permit)
+
+
+class _Forwarding:
+    """A lease or a reservation of a tier behind a breaker. What it has beyond its contract is found on it as well."""
+
+    __slots__ = ("_runner", "inner")
+
+    def __init__(self, runner: BreakerRunner, inner: Any) -> None:
+        self._runner = runner
+        self.inner = inner
+
+    def __repr__(self) -> str:
+        return f"<{self._runner.name}: {self.inner!r}>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _Forwarding.__slots__:  # `copy.copy` asks before `__init__` has run
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class BreakerLease(_Forwarding):
+    """A hold on blocks of a tier behind a breaker: rule 4."""
+
+    __slots__ = ()
+
+    @property
+    def keys(self) -> Sequence[Key]:
+        """What is held."""
+        keys: Sequence[Key] = self.inner.keys
+        return keys
+
+    async def release(self) -> None:
+        """Let go. Idempotent; it has let go even when cancelled."""
+        await self._release(self.inner.release)
+
+    async def __aenter__(self) -> BreakerLease:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._release(self.inner.__aexit__, *exc)
+
+    async def _release(self, release: Callable[[*Ts], Awaitable[None]], *args: *Ts) -> None:
+        """Let go whatever the tier's health, and without a permit: a release must not be refused, and must not be the probe."""
+        runner = self._runner
+        try:
+            await runner.run_within(runner.config.call_timeout, release, *args)
+        except Exception as error:
+            if judge_exception(error) is not _FAULT:
+                raise
+            if runner.is_closed:
+                runner.release_with(runner.breaker.generation, Call.ASK, error)
+            _log.warning("%s could not let go of a lease: %s", runner.name, describe(error))
+
+
+class BreakerReservation(_Forwarding):
+    """Room in a tier behind a breaker. Its permit ends with the transfer or, where there is none, with the release: rule 3."""
+
+    __slots__ = ("_permit",)
+
+    def __init__(self, runner: BreakerRunner, inner: Reservation, permit: int) -> None:
+        super().__init__(runner, inner)
+        self._permit: int | None = permit
+
+    @property
+    def granted(self) -> Sequence[Key]:
+        """The keys there is room for."""
+        granted: Sequence[Key] = self.inner.granted
+        return granted
+
+    def keep(self, keys: Sequence[Key]) -> None:
+        """Give back the room of every granted key not in ``keys``."""
+        self.inner.keep(keys)
+
+    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+        """Copy the kept blocks and publish them.
+
+        Raises:
+            TierUnavailable: the tier broke since the room was taken; nothing was copied.
+        """
+        runner, permit = self._runner, self._permit
+        self._permit = None
+        outcomes: Sequence[Outcome]
+        if permit is None:  # a second call, which the tier refuses
+            outcomes = await self.inner.transfer(source, guards)
+            return outcomes
+        if permit != runner.breaker.generation and not runner.is_closed:
+            runner.raise_unavailable()
+        attribution = ErrorAttribution()
+        verdict, cause = _SILENT, ""
+        try:
+            outcomes = await self.inner.transfer(attribution.observe(source), guards)
+            verdict, cause = attribution.judge_outcomes(outcomes)
+            return outcomes
+        except Exception as error:
+            verdict, cause = attribution.judge_exception(error)
+            raise
+        except BaseException as error:
+            if holds(error, trio.Cancelled):  # alone, or in a group where the tier copies in a nursery
+                verdict, cause = _FAULT, "no end of a copy within its time"
+            raise
+        finally:
+            runner.release(permit, Call.STORE, verdict, cause)
+
+    def release(self, verdict: Verdict = _SILENT) -> None:
+        """Give back the room of what was not published. Idempotent.
+
+        Args:
+            verdict: what room that was not used says about the tier.
+        """
+        permit, self._permit = self._permit, None
+        self.inner.release()
+        if permit is not None:
+            self._runner.release(permit, Call.STORE, verdict)

@@ -1,0 +1,218 @@
+"""Runs calls to one tier behind its breaker: each with a permit, under a deadline, and judged by what came of it.
+
+The :mod:`breaker <offload._health.breaker>` decides; here are trio's clock, the cancel scopes, and the lines in the log. A
+permit that was acquired is released on every path: :meth:`BreakerRunner.run` does both; a reservation keeps its permit until
+it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
+
+import attrs
+import trio
+
+from .._config import BreakerConfig
+from .._errors import TierTooSlow, TierUnavailable
+from .attribution import ErrorAttribution
+from .availability import Availability, State
+from .breaker import Breaker, Call, Health, HealthState, Verdict
+from .faults import describe, judge_exception
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_CLOSED, _OPEN, _HALF_OPEN = HealthState
+_ANSWERED, _FAULT, _SILENT = Verdict
+_log = logging.getLogger("offload.health")
+
+
+@attrs.define(eq=False)
+class BreakerRunner:
+    """The breaker of one tier, for the tasks that call it."""
+
+    name: str
+    """What errors and logs call the tier."""
+    config: BreakerConfig
+    breaker: Breaker = attrs.field(init=False)
+    availability: Availability = attrs.field(init=False)
+    _waiting: dict[trio.CancelScope, None] = attrs.field(init=False, factory=dict)
+    """Calls that wait for room, in order: a set's order would differ from run to run."""
+
+    def __attrs_post_init__(self) -> None:
+        self.breaker = Breaker(self.config, since=trio.current_time() if trio.lowlevel.in_trio_run() else 0.0)
+        self.availability = Availability(self.breaker)
+
+    @property
+    def health(self) -> Health:
+        """The state of the breaker, and whether the tier has been entered."""
+        return self.availability.health
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether every caller may ask."""
+        return self.breaker.state is _CLOSED
+
+    @property
+    def is_available(self) -> bool:
+        """Whether there is a tier to ask."""
+        return self.availability.state is State.AVAILABLE
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether a probe is under way."""
+        return self.breaker.state is _HALF_OPEN
+
+    # --- permits ----------------------------------------------------------------------------------------------------
+
+    def acquire_nowait(self) -> int:
+        """A permit.
+
+        Raises:
+            TierUnavailable: the tier is broken.
+        """
+        breaker = self.breaker
+        if breaker.state is _CLOSED:
+            return breaker.generation
+        # The probe of a tier that is absent is an attempt to enter it, so no call may take that permit away.
+        permit = breaker.acquire(trio.current_time()) if self.is_available else None
+        if permit is None:
+            self.raise_unavailable()
+        return permit
+
+    async def acquire(self) -> int:
+        """Like :meth:`acquire_nowait`, but a refusal is a checkpoint, so that asking again and again is no busy loop."""
+        try:
+            return self.acquire_nowait()
+        except TierUnavailable:
+            await trio.lowlevel.checkpoint()
+            raise
+
+    def raise_unavailable(self) -> NoReturn:
+        """Raise :class:`TierUnavailable`, with what is known of the tier."""
+        health, now = self.health, trio.current_time()
+        raise TierUnavailable(self.name, since=health.since, cause=health.cause, next_probe=health.next_probe, now=now)
+
+    def release(self, permit: int, call: Call, verdict: Verdict, cause: str = "") -> None:
+        """Give a permit back, with what came of the call."""
+        breaker = self.breaker
+        was = breaker.state
+        breaker.release(permit, call, verdict, trio.current_time(), cause)
+        if breaker.state is not was:
+            self._announce(was)
+
+    def release_with(self, permit: int, call: Call, error: BaseException) -> None:
+        """Give a permit back, with the exception that came of the call."""
+        verdict = judge_exception(error)
+        self.release(permit, call, verdict, describe(error) if verdict is _FAULT else "")
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    async def run(
+        self,
+        call: Call,
+        seconds: float,
+        ask: Callable[[*Ts], Awaitable[T]],
+        *args: *Ts,
+        attribution: ErrorAttribution | None = None,
+    ) -> T:
+        """Acquire a permit, call the tier under a deadline, and release the permit with what came of it.
+
+        Args:
+            call: the kind of call.
+            seconds: the deadline, from now; it bounds the call as far as the tier lets itself be cancelled.
+            ask: a method of the tier.
+            args: its arguments.
+            attribution: of a copy, whose answer is a sequence of outcomes. Any other answer says that the tier works.
+
+        Raises:
+            TierUnavailable: the tier is broken. Always after a checkpoint.
+            TierTooSlow: no answer by the deadline.
+        """
+        permit = await self.acquire()
+        verdict, cause = _SILENT, ""  # of a call that is cancelled: nothing below runs then but the `finally`
+        try:
+            answer = await self.run_within(seconds, ask, *args)
+            outcomes: Any = answer
+            verdict, cause = (_ANSWERED, "") if attribution is None else attribution.judge_outcomes(outcomes)
+            return answer
+        except Exception as error:
+            if attribution is None:
+                verdict, cause = judge_exception(error), describe(error)
+            else:
+                verdict, cause = attribution.judge_exception(error)
+            raise
+        finally:
+            self.release(permit, call, verdict, cause)
+
+    async def run_within(self, seconds: float, ask: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> T:
+        """Call the tier under a deadline, without a permit.
+
+        Raises:
+            TierTooSlow: no answer by the deadline.
+        """
+        if seconds == math.inf:
+            return await ask(*args)
+        with trio.CancelScope(deadline=trio.current_time() + seconds):
+            return await ask(*args)
+        what = getattr(ask, "__name__", repr(ask))
+        raise TierTooSlow(f"{self.name} did not answer {what} within {seconds:g} s")
+
+    async def run_until_broken(self, ask: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> T:
+        """Call the tier for what may take long, without a permit, and cancel the call when the tier breaks.
+
+        Raises:
+            TierUnavailable: the tier broke.
+        """
+        scope = trio.CancelScope()
+        self._waiting[scope] = None
+        try:
+            with scope:
+                return await ask(*args)
+        finally:
+            del self._waiting[scope]
+        self.raise_unavailable()
+
+    # --- availability -----------------------------------------------------------------------------------------------
+
+    def note_entered(self) -> None:
+        """An attempt to enter the tier has succeeded."""
+        self.availability.succeed(trio.current_time())
+        if self.availability.attempts > 1:
+            _log.info("%s has been entered, and is well now", self.name)
+
+    def note_not_entered(self, error: BaseException, *, for_good: bool) -> None:
+        """An attempt to enter the tier has failed; ``for_good`` where it is not tried again."""
+        availability, now = self.availability, trio.current_time()
+        availability.fail(now, f"it could not be entered: {describe(error)}", for_good=for_good)
+        if for_good:
+            _log.error("%s is refused, and not tried again: %s", self.name, self.breaker.cause)
+        else:
+            # A warning for the first failure only: the same absence is not reported again with each attempt.
+            level = logging.WARNING if availability.attempts == 1 else logging.DEBUG
+            again = availability.delay(now)
+            _log.log(
+                level, "%s counts as broken: %s; it is tried again in %.3g s", self.name, self.breaker.cause, again
+            )
+
+    def note_ended(self, why: str) -> None:
+        """The tier was available, and has ended by itself. Calls that wait for room in it are cancelled."""
+        self.availability.end(trio.current_time(), f"it has ended: {why}")
+        _log.error("%s counts as broken: %s", self.name, self.breaker.cause)
+        self._cancel_waiting()
+
+    def _announce(self, was: HealthState) -> None:
+        breaker = self.breaker
+        if was is _CLOSED:
+            why: tuple[Any, ...] = (self.name, breaker.faults, breaker.cause)
+            _log.warning("%s is broken after %d faults in a row, the last one %s", *why)
+            self._cancel_waiting()
+        elif breaker.state is _CLOSED:
+            _log.info("%s is well again", self.name)
+
+    def _cancel_waiting(self) -> None:
+        for scope in self._waiting:
+            scope.cancel()
