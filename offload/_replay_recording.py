@@ -1,4 +1,4 @@
-"""What a replay did, as facts for a recording: :mod:`offload.testing.scenarios._making.recording` makes a scenario of them."""
+"""What a replay did, as facts for a recording: :mod:`offload.testing.scenarios._loads` makes a scenario of them."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def scenario_of(
         checksums: whether blocks were verified.
         presence: whether what the first tier had was kept from being stored again.
     """
-    from .testing.scenarios._making.recording import Kept, recorded
-    from .testing.scenarios._making.recording import Request as Done
+    from .testing.scenarios._loads import RecordedRequest as Done
+    from .testing.scenarios._loads import RecordedTier, recorded
 
     position = {name: i for i, name in enumerate(statistics)}
     began = played[0].began if played else 0.0
@@ -85,7 +85,10 @@ def scenario_of(
         counts["copied"] = sum(tier.stored for tier in statistics.values())
     return recorded(
         name,
-        [Kept("file" if tier.kind == "file" else "memory", tier.capacity, block_bytes, checksums) for tier in tiers],
+        [
+            RecordedTier("file" if tier.kind == "file" else "memory", tier.capacity, block_bytes, checksums)
+            for tier in tiers
+        ],
         done,
         counts,
         presence=presence,

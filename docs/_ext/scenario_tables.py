@@ -10,7 +10,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from offload.testing.scenarios import _program
-from offload.testing.scenarios._files import schema
+from offload.testing.scenarios import _schema as schema
 
 _TABLES = {cls.__name__: cls for cls in schema.PARTS}
 

@@ -220,6 +220,6 @@ def command(
 
 
 def _write(path: str, scenario: Scenario) -> None:
-    from ..testing.scenarios._files.writing import to_toml
+    from ..testing.scenarios._files import to_toml
 
     write_output(path, to_toml(scenario))

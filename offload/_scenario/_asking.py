@@ -18,8 +18,8 @@ from maru._ending import BadInput as BadInput
 from offload.testing.scenarios._program import Scenario
 
 if TYPE_CHECKING:
-    from offload.testing.scenarios._making.mixes import Mix
-    from offload.testing.scenarios._many.probing import Fuzzing, Probe
+    from offload.testing.scenarios._generate import Mix
+    from offload.testing.scenarios._seams import Fuzzing, Probe
 
 SUFFIX = ".scenario.toml"
 
@@ -88,7 +88,7 @@ def processes_for(runs: int | None, asked: int | None, *, here_below: int = 0) -
         asked: what was asked for.
         here_below: fewer runs than that are made in this process.
     """
-    from offload.testing.scenarios._many.many import cores
+    from offload.testing.scenarios._workers import cores
 
     if asked is not None:
         return asked
@@ -121,8 +121,7 @@ class File:
 @contextmanager
 def told() -> Iterator[None]:
     """What is wrong with a scenario, a system or a file is told in words; the exit code is 2."""
-    from offload.testing.scenarios._files.reading import ScenarioError
-    from offload.testing.scenarios._playing.systems import NoSuchSystem
+    from offload.testing.scenarios._errors import NoSuchSystem, ScenarioError
 
     try:
         yield
@@ -141,8 +140,8 @@ def files_in(places: Sequence[str], system: str = "", *, real: bool = False) -> 
     Raises:
         BadInput: there is none, or one makes no sense.
     """
-    from offload.testing.scenarios._contract import SEAMS
-    from offload.testing.scenarios._files.reading import read
+    from offload.testing.scenarios._files import read
+    from offload.testing.scenarios._systems import SEAMS
 
     seams = None if not system else tuple(SEAMS) if real else probed(system).seams
     found: list[File] = []
@@ -177,7 +176,7 @@ def _near(path: Path) -> str:
 
 def check_system(system: str) -> None:
     """Say at once, and not in each worker, that there is no such system."""
-    from offload.testing.scenarios._playing.systems import factory_of
+    from offload.testing.scenarios._systems import factory_of
 
     with told():
         factory_of(system)
@@ -186,7 +185,7 @@ def check_system(system: str) -> None:
 @functools.cache
 def probed(system: str) -> Probe:
     """Which seams a system uses."""
-    from offload.testing.scenarios._many.probing import probe
+    from offload.testing.scenarios._seams import probe
 
     with told():
         return probe(system)
@@ -196,7 +195,7 @@ def program_of(seed: int, system: str, mix: Mix = "standard") -> Scenario:
     """The random program of a seed: for another system as much of it as that can be put through."""
     if system:
         return fuzzing(system).scenario(seed)
-    from offload.testing.scenarios._making.mixes import MIXES
+    from offload.testing.scenarios._generate import MIXES
 
     return MIXES[mix](seed)
 
@@ -209,7 +208,7 @@ def check_mix(mix: Mix, system: str) -> None:
 
 def fuzzing(system: str) -> Fuzzing:
     """Plays random programs with a system that is not ours."""
-    from offload.testing.scenarios._many.probing import Fuzzing
+    from offload.testing.scenarios._seams import Fuzzing
 
     return Fuzzing(system, probed(system).seams, probed(system).hooks)
 

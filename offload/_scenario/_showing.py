@@ -14,7 +14,7 @@ from maru._console import console
 from maru._console import print_json as print_json
 from maru._console import show as show
 from maru._ending import Interruption
-from offload.testing.scenarios._many.summing import Complaint, Played, Summary
+from offload.testing.scenarios._summary import FoundViolation, Played, Summary
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -87,9 +87,9 @@ def columns(title: str, *names: str) -> Table:
     return table
 
 
-def wrongs(complaints: Sequence[Complaint], *, indent: int = 0) -> Iterator[RenderableType]:
+def wrongs(complaints: Sequence[FoundViolation], *, indent: int = 0) -> Iterator[RenderableType]:
     """For each run what was wrong, and the line that repeats it."""
-    runs: dict[str, list[Complaint]] = {}
+    runs: dict[str, list[FoundViolation]] = {}
     for complaint in complaints:
         runs.setdefault(complaint.repeat, []).append(complaint)
     for repeat, those in itertools.islice(runs.items(), SHOWN):

@@ -16,16 +16,22 @@ import msgspec
 
 from maru._commands import output_directory, write_output
 from maru._ending import ExitCode, until_interrupted
-from offload.testing.scenarios._contract import SEAMS
-from offload.testing.scenarios._many.aside import Aside
-from offload.testing.scenarios._many.exploring import variant, variants_of
-from offload.testing.scenarios._many.many import cores, play_many
-from offload.testing.scenarios._many.probing import PROBE, Fuzzing, Probe, Probing, Series, probe_of
-from offload.testing.scenarios._many.promises import Promise, promises
-from offload.testing.scenarios._many.summing import Played, Summary
+from offload.testing.scenarios._explore import variant, variants_of
 from offload.testing.scenarios._program import Scenario
-from offload.testing.scenarios._report import Report, Violation
-from offload.testing.scenarios._shrinking.shrinking import NotBroken, shrink
+from offload.testing.scenarios._promises import Promise, promises
+from offload.testing.scenarios._seams import (
+    PROBE,
+    Fuzzing,
+    Probe,
+    Probing,
+    Series,
+    probe_of,
+)
+from offload.testing.scenarios._shrink import NotBroken, shrink
+from offload.testing.scenarios._summary import Played, Summary
+from offload.testing.scenarios._systems import SEAMS
+from offload.testing.scenarios._trace import Report, Violation
+from offload.testing.scenarios._workers import SubprocessPlayer, cores, play_many
 
 from ._asking import SUFFIX, BadInput, check_system, json_option, line, processes_option, seconds_of, told
 from ._showing import columns, duration, grid, in_short, plural, print_json, progressing, show, styled, verdict
@@ -194,7 +200,7 @@ class _Judge:
         one.findings.append(_Finding(violation, place, line("run", place, system=self._system)))
 
     def _small(self, scenario: Scenario, seed: int, violation: Violation, budget: float) -> tuple[Scenario, Violation]:
-        with Aside(self._system) as play:
+        with SubprocessPlayer(self._system) as play:
             try:
                 scenario = shrink(scenario, seed, play=play, budget=budget)
             except NotBroken:
@@ -203,7 +209,7 @@ class _Judge:
             return scenario, found[0] if found else violation
 
     def _save(self, name: str, scenario: Scenario) -> str:
-        from offload.testing.scenarios._files.writing import to_toml
+        from offload.testing.scenarios._files import to_toml
 
         self._files[name] += 1
         place = str(Path(self._keep) / f"{name}-{self._files[name]}{SUFFIX}")

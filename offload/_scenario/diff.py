@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 import click
 
 from maru._ending import ExitCode
-from offload.testing.scenarios._many.diffing import SAVED, Parting, Trace, TraceError, load, part, trace_of
+from offload.testing.scenarios._trace import (
+    TRACE_HEADER,
+    Difference,
+    NamedTrace,
+    NotATrace,
+    first_difference,
+    load_trace,
+    trace_of,
+)
 
 from ._asking import BadInput, check_system, json_option, one_file, system_option, told
 from ._showing import plural, print_json, show
@@ -39,7 +47,7 @@ def command(files: tuple[str, ...], seeds: tuple[int, ...], system: str, as_json
     places = [files[0], files[-1]]
     with told():
         left, right = (_trace(place, seed, system) for place, seed in zip(places, [chosen[0], chosen[-1]], strict=True))
-    parting = part(left, right)
+    parting = first_difference(left, right)
     if as_json:
         print_json(_as_dict(left, right, parting))
     elif parting is None:
@@ -50,25 +58,25 @@ def command(files: tuple[str, ...], seeds: tuple[int, ...], system: str, as_json
         sys.exit(ExitCode.CHECK_FAILED)
 
 
-def _trace(place: str, seed: int | None, system: str) -> Trace:
+def _trace(place: str, seed: int | None, system: str) -> NamedTrace:
     path = Path(place)
     try:
         text = path.read_text() if path.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"{place}: cannot be read: {error}") from error
-    if text.startswith(SAVED) or path.suffix == ".trace":
+    if text.startswith(TRACE_HEADER) or path.suffix == ".trace":
         if seed is not None:
             raise BadInput(f"{place} is a saved trace, of the seed it was played with: leave out --seed")
         try:
-            return load(text, place)
-        except TraceError as error:
+            return load_trace(text, place)
+        except NotATrace as error:
             raise BadInput(str(error)) from error
     file = one_file(place, system)
     seed = file.scenario.seed if seed is None else seed
     return trace_of(playing(system, file.base)(file.scenario, seed), f"{place} with seed {seed}")
 
 
-def _as_dict(left: Trace, right: Trace, parting: Parting | None) -> dict[str, object]:
+def _as_dict(left: NamedTrace, right: NamedTrace, parting: Difference | None) -> dict[str, object]:
     return {
         "same": parting is None,
         "left": {"name": left.name, "events": len(left.lines)},
@@ -85,7 +93,7 @@ def _as_dict(left: Trace, right: Trace, parting: Parting | None) -> dict[str, ob
     }
 
 
-def _for_people(left: Trace, right: Trace, parting: Parting) -> list[RenderableType]:
+def _for_people(left: NamedTrace, right: NamedTrace, parting: Difference) -> list[RenderableType]:
     from rich import box
     from rich.table import Table
 

@@ -12,7 +12,7 @@ import click
 from maru._commands import output_file, refuse, write_output
 from maru._ending import ExitCode, until_interrupted
 from offload.instruments import HOOKS
-from offload.testing.scenarios._many.exploring import (
+from offload.testing.scenarios._explore import (
     ACTIONS,
     Action,
     Explored,
@@ -24,9 +24,8 @@ from offload.testing.scenarios._many.exploring import (
     variant,
     variants_of,
 )
-from offload.testing.scenarios._many.many import Playing, play_many
-from offload.testing.scenarios._many.reachable import reachable
-from offload.testing.scenarios._many.summing import Summary
+from offload.testing.scenarios._summary import Summary, reachable
+from offload.testing.scenarios._workers import Playing, play_many
 
 from ._asking import (
     BadInput,
@@ -120,7 +119,7 @@ def command(
     except NoSuchSpot as error:
         raise BadInput(f"--only: {error}") from error
     if save is not None:
-        from offload.testing.scenarios._files.writing import to_toml
+        from offload.testing.scenarios._files import to_toml
 
         write_output(save, to_toml(variant(found.scenario, variants[0])))
     used = processes_for(len(variants), processes, here_below=here_below(_HERE_BELOW))

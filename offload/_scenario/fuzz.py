@@ -13,10 +13,9 @@ import click
 
 from maru._commands import output_directory, write_output
 from maru._ending import EnvironmentFault, ExitCode, until_interrupted
-from offload.testing.scenarios._many.many import Make, Playing, play_many
-from offload.testing.scenarios._many.reachable import reachable
-from offload.testing.scenarios._many.summing import Summary
-from offload.testing.scenarios._report import Report
+from offload.testing.scenarios._summary import Summary, reachable
+from offload.testing.scenarios._trace import Report
+from offload.testing.scenarios._workers import Player, Playing, play_many
 
 from ._asking import (
     check_mix,
@@ -52,7 +51,7 @@ from ._showing import (
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from offload.testing.scenarios._making.mixes import Mix
+    from offload.testing.scenarios._generate import Mix
 
 _PLAYED = range(1_000)
 """Without --seeds and --for."""
@@ -96,7 +95,7 @@ def command(
     chosen = seeds or _PLAYED
     total = len(chosen) if seconds is None else None
     used = processes_for(total, processes)
-    make: Make = fuzzing(system) if system else Playing(mix=mix)
+    make: Player = fuzzing(system) if system else Playing(mix=mix)
     summary, saved = Summary(), list[str]()
     began = perf_counter()
     with told(), progressing(total, quiet=as_json, seconds=seconds) as progress:
@@ -135,7 +134,7 @@ def _until(deadline: float, seeds: range, *, endless: bool) -> Iterator[int]:
 
 
 def _save(directory: str, seed: int, report: Report | None, system: str, mix: Mix) -> str:
-    from offload.testing.scenarios._files.writing import to_toml
+    from offload.testing.scenarios._files import to_toml
 
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)

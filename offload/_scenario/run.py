@@ -12,11 +12,9 @@ import click
 
 from maru._commands import output_file, refuse, write_output
 from maru._ending import ExitCode, until_interrupted
-from offload.testing.scenarios._many.junit import Case, Suite, to_junit
-from offload.testing.scenarios._many.many import Playing, play_many
-from offload.testing.scenarios._many.reachable import reachable
-from offload.testing.scenarios._many.summing import Played, Summary
-from offload.testing.scenarios._report import Report
+from offload.testing.scenarios._summary import Case, Played, Suite, Summary, reachable, to_junit
+from offload.testing.scenarios._trace import Report
+from offload.testing.scenarios._workers import Playing, play_many
 
 from ._asking import (
     BadInput,
@@ -155,7 +153,8 @@ def _playable(files: Sequence[File], *, real: bool) -> tuple[list[File], list[tu
     Raises:
         BadInput: all of them need ``--real``.
     """
-    from offload.testing.scenarios._playing.colours import NeedsProcesses, page_store_of
+    from offload.testing.scenarios._errors import NeedsProcesses
+    from offload.testing.scenarios._systems import page_store_of
 
     stores = [page_store_of(file.scenario) for file in files]
     if not real and all(stores):
@@ -170,18 +169,18 @@ def _playable(files: Sequence[File], *, real: bool) -> tuple[list[File], list[tu
 
 def _picture(option: str, report: Report, repeat: str) -> str:
     if option == "--timeline":
-        from offload.testing.scenarios._pictures.timeline import timeline
+        from offload.testing.scenarios._timeline import timeline
 
         return timeline(report, repeat=repeat)
     if option == "--trace":
         import json
 
-        from offload.testing.scenarios._pictures.perfetto import trace_events
+        from offload.testing.scenarios._perfetto import trace_events
 
         return json.dumps(trace_events(report)) + "\n"
-    from offload.testing.scenarios._many.diffing import save
+    from offload.testing.scenarios._trace import save_trace
 
-    return save(report)
+    return save_trace(report)
 
 
 # --- what is played -----------------------------------------------------------------------------------------------
@@ -222,8 +221,8 @@ class _Wish:
         scenario, base = self.files[file].scenario, self.files[file].base
         if not self.real:
             return Playing(scenario, base, self.system)(seed)
-        from offload.testing.scenarios._for_real.real import play_real
-        from offload.testing.scenarios._playing.systems import factory_of
+        from offload.testing.scenarios._systems import factory_of
+        from offload.testing.scenarios.real._run import play_real
 
         return play_real(scenario, seed, factory=factory_of(self.system), base=base, pace=self.pace)
 

@@ -10,6 +10,6 @@ from ._showing import print_json
 @click.command()
 def command() -> None:
     """Print the JSON schema of scenario files, as editors use it."""
-    from offload.testing.scenarios._files.schema import schema
+    from offload.testing.scenarios._schema import schema
 
     print_json(schema())

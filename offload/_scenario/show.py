@@ -42,7 +42,7 @@ def command(file: str, steps: bool, seed: int | None, as_json: bool) -> None:
     found = one_file(file)
     scenario = found.scenario
     if steps:
-        from offload.testing.scenarios._making.loads import unroll
+        from offload.testing.scenarios._loads import unroll
 
         with told():
             scenario = unroll(scenario, scenario.seed if seed is None else seed, found.base)

@@ -13,9 +13,15 @@ import click
 
 from maru._commands import output_file, write_output
 from maru._console import console
-from offload.testing.scenarios._many.aside import PATIENCE, Aside
 from offload.testing.scenarios._program import Scenario
-from offload.testing.scenarios._shrinking.shrinking import BUDGET, NotBroken, Play, Progress, shrink
+from offload.testing.scenarios._shrink import (
+    BUDGET,
+    NotBroken,
+    Play,
+    Progress,
+    shrink,
+)
+from offload.testing.scenarios._workers import RUN_TIMEOUT, SubprocessPlayer
 
 from ._asking import (
     SUFFIX,
@@ -34,7 +40,7 @@ from ._asking import (
 from ._showing import duration, grid, plural, print_json, show
 
 if TYPE_CHECKING:
-    from offload.testing.scenarios._making.mixes import Mix
+    from offload.testing.scenarios._generate import Mix
 
 
 @click.command()
@@ -62,7 +68,7 @@ if TYPE_CHECKING:
     "--watchdog",
     type=seconds_of,
     metavar="TIME",
-    default=f"{PATIENCE:g}s",
+    default=f"{RUN_TIMEOUT:g}s",
     show_default=True,
     help="Real time after which a program that does not end is killed, and counts as a livelock.",
 )
@@ -92,14 +98,14 @@ def command(
     large, used, base = _chosen(file, fuzz_seed, seed, system, mix)
     place = out if out is not None else output_file(f"regression-{used}{SUFFIX}")
     began = perf_counter()
-    with told(), _progressing(quiet=as_json) as progress, Aside(system, base, patience=watchdog) as play:
+    with told(), _progressing(quiet=as_json) as progress, SubprocessPlayer(system, base, patience=watchdog) as play:
         try:
             small = shrink(large, used, play=play, budget=budget, progress=progress)
         except NotBroken as error:
             raise BadInput(str(error)) from error
         report = play(small, used)
         before = play(large, used)
-    from offload.testing.scenarios._files.writing import to_toml
+    from offload.testing.scenarios._files import to_toml
 
     text = to_toml(small)
     write_output(place, text)
@@ -141,8 +147,8 @@ def command(
 
 def playing(system: str, base: Path | None) -> Play:
     """What runs a program with a seed, in this process."""
-    from offload.testing.scenarios._playing.playing import play
-    from offload.testing.scenarios._playing.systems import factory_of
+    from offload.testing.scenarios._play import play
+    from offload.testing.scenarios._systems import factory_of
 
     return functools.partial(play, factory=factory_of(system), base=base)
 

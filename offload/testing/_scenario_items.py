@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 if TYPE_CHECKING:
-    from .scenarios._contract import Factory, Seam
     from .scenarios._program import Scenario
-    from .scenarios._report import Report
+    from .scenarios._systems import Factory, Seam
+    from .scenarios._trace import Report
 
 _SEAMS: Final = pytest.StashKey["tuple[Seam, ...]"]()
 _SHOWN: Final = 12
@@ -26,7 +26,8 @@ class ScenarioFile(pytest.File):
 
     def collect(self) -> Iterable[ScenarioItem]:
         """A test for each seed."""
-        from .scenarios._files.reading import ScenarioError, read
+        from .scenarios._errors import ScenarioError
+        from .scenarios._files import read
 
         try:
             scenario = read(self.path, seams_said(self.config))
@@ -62,13 +63,13 @@ class ScenarioItem(pytest.Item):
 
     def runtest(self) -> None:
         """Run it, in virtual time if that can carry it, and fail if something was wrong."""
-        from .scenarios._playing.colours import page_store_of
-        from .scenarios._playing.playing import play
+        from .scenarios._play import play
+        from .scenarios._systems import page_store_of
 
         factory, base = factory_said(self.config), self.path.parent
         repeat = repeated(self.config, self.path, self.seed)
         if page_store_of(self.scenario):
-            from .scenarios._for_real.real import play_real
+            from .scenarios.real._run import play_real
 
             report = play_real(self.scenario, self.seed, factory=factory, base=base)
             repeat += " --real"
@@ -79,8 +80,7 @@ class ScenarioItem(pytest.Item):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """What was wrong, without a traceback through the harness."""
-        from .scenarios._files.reading import ScenarioError
-        from .scenarios._playing.systems import NoSuchSystem
+        from .scenarios._errors import NoSuchSystem, ScenarioError
 
         if isinstance(excinfo.value, ScenarioFailed):
             return str(excinfo.value)
@@ -102,7 +102,7 @@ def _line_of_name(path: Path) -> int:
 
 def factory_said(config: pytest.Config) -> Factory | None:
     """The cache to be tested, as the command line or the ini file names it."""
-    from .scenarios._playing.systems import factory_of
+    from .scenarios._systems import factory_of
 
     return factory_of(_system(config))
 
@@ -113,10 +113,9 @@ def seams_said(config: pytest.Config) -> tuple[Seam, ...] | None:
     if not system:
         return None
     if _SEAMS not in config.stash:
-        from .scenarios._contract import SEAMS
-        from .scenarios._many.probing import probe
-        from .scenarios._playing.colours import NeedsRealTime
-        from .scenarios._playing.systems import NoSuchSystem
+        from .scenarios._errors import NeedsRealTime, NoSuchSystem
+        from .scenarios._seams import probe
+        from .scenarios._systems import SEAMS
 
         try:
             config.stash[_SEAMS] = probe(system).seams
@@ -165,7 +164,7 @@ def judge(config: pytest.Config, report: Report, name: str, repeat: str) -> None
 
 
 def _save_timeline(directory: Path, report: Report, name: str, repeat: str) -> str:
-    from .scenarios._pictures.timeline import timeline
+    from .scenarios._timeline import timeline
 
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from offload import Pipeline
 
     from ._scenario_items import ScenarioFile
-    from .scenarios._contract import Factory
     from .scenarios._program import Scenario
-    from .scenarios._report import Report
+    from .scenarios._systems import Factory
+    from .scenarios._trace import Report
 
 SUFFIX: Final = ".scenario.toml"
 MakeTier: TypeAlias = "Callable[..., FakeTier]"
@@ -145,7 +145,7 @@ def virtual_clock(scenario_seed: int) -> Iterator[MockClock]:
     """
     from trio.testing import MockClock
 
-    from .scenarios._determinism import deterministic
+    from .scenarios._clock import deterministic
 
     with deterministic(scenario_seed):
         yield MockClock(autojump_threshold=0)
@@ -171,7 +171,7 @@ def fake_tier() -> MakeTier:
 
     ``fake_tier(capacity=64, block_bytes=64, *, holds="k{0..3}", latency_ms=2, bytes_per_ms=64, ...)``
     """
-    from .scenarios._judging.judged import fake_tier
+    from .scenarios._ledger import fake_tier
 
     return fake_tier
 
@@ -203,7 +203,7 @@ async def offload_pipeline(
 
     ``offload_pipeline.source`` and ``.destination`` are the tiers; the source is empty: ``offload_pipeline.source.fill(keys)``.
     """
-    from .scenarios._judging.judged import judged_pipeline
+    from .scenarios._ledger import judged_pipeline
 
     async with judged_pipeline(**offload_options) as pipeline:
         yield pipeline
@@ -224,8 +224,8 @@ def play_scenario(request: pytest.FixtureRequest) -> Play:
 
         from ._scenario_items import factory_said, repeated
         from ._scenario_items import judge as judge_report
-        from .scenarios._files.reading import read, read_text
-        from .scenarios._playing.playing import play
+        from .scenarios._files import read, read_text
+        from .scenarios._play import play
 
         if trio.lowlevel.in_trio_run():
             raise RuntimeError("play_scenario makes a trio run of its own: call it from a test that is no `async def`")

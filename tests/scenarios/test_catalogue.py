@@ -9,9 +9,8 @@ import msgspec
 import pytest
 
 from offload.instruments import HOOKS
-from offload.testing.scenarios._files.reading import SUFFIX, read, read_text
-from offload.testing.scenarios._files.writing import to_toml
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios._files import SUFFIX, read, read_text, to_toml
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import FaultKind
 
 HERE = Path(__file__).parent

@@ -5,13 +5,10 @@ import pytest
 
 from offload import PipelineConfig
 from offload._config import BatchConfig
-from offload.testing.scenarios._contract import SEAMS, SEAMS_OF
-from offload.testing.scenarios._files.check_expect import KEPT
-from offload.testing.scenarios._files.check_faults import USED_BY_FAULT
-from offload.testing.scenarios._files.check_house import USED_BY_POLICY
-from offload.testing.scenarios._files.checking import ScenarioError, check, demand
-from offload.testing.scenarios._files.knobs_of import FIELD_OF, config_of
-from offload.testing.scenarios._house import keys_of, tiers_of
+from offload.testing.scenarios._check import COUNTED, USED_BY_FAULT, check, demand
+from offload.testing.scenarios._check_program import USED_BY_POLICY
+from offload.testing.scenarios._defaults import FIELD_OF, config_of, keys_of, tiers_of
+from offload.testing.scenarios._errors import ScenarioError
 from offload.testing.scenarios._program import (
     TICK,
     After,
@@ -31,6 +28,7 @@ from offload.testing.scenarios._program import (
     TraceLoad,
     Window,
 )
+from offload.testing.scenarios._systems import SEAMS, SEAMS_OF
 
 A = Step(store=StoreStep(id="a{0..1}"))
 CHAIN = {"main": PipelineSpec(to="host", chain=["on"]), "on": PipelineSpec(source="host", to="disk")}
@@ -358,4 +356,4 @@ def test_keys_are_dealt_out_in_order():
 
 
 def test_what_is_counted_is_told():
-    assert set(KEPT) == {"copied", "batches", "loaded", "missed", "fired"}
+    assert set(COUNTED) == {"copied", "batches", "loaded", "missed", "fired"}

@@ -412,7 +412,7 @@ import sys
 from click.testing import CliRunner
 from offload.cli import main
 assert CliRunner().invoke(main, ["scenario", "--help"]).exit_code == 0
-loaded = {"torch", "numpy", "rich", "trio", "offload.testing.scenarios._playing.playing"} & set(sys.modules)
+loaded = {"torch", "numpy", "rich", "trio", "offload.testing.scenarios._play"} & set(sys.modules)
 assert not loaded - {"trio"}, loaded
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)

@@ -12,19 +12,25 @@ import pytest
 import trio
 import trio.testing
 
-from offload.testing.scenarios._determinism import ALL, VirtualClock, collected, run, wait_all_tasks_blocked
-from offload.testing.scenarios._making.generating import generate
-from offload.testing.scenarios._playing import playing
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios import _play as playing
+from offload.testing.scenarios._clock import (
+    ALL,
+    VirtualClock,
+    collected,
+    run,
+    wait_all_tasks_blocked,
+)
+from offload.testing.scenarios._generate import generate
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import TICK, After, Fault, Scenario, Step, StoreStep, TierSpec
-from offload.testing.scenarios._report import hash_of
+from offload.testing.scenarios._trace import hash_of
 
 IN_ANOTHER_PROCESS = """
 import logging, sys
 logging.disable(logging.CRITICAL)
-from offload.testing.scenarios._making.generating import generate
-from offload.testing.scenarios._playing.playing import play
-from offload.testing.scenarios._report import hash_of
+from offload.testing.scenarios._generate import generate
+from offload.testing.scenarios._play import play
+from offload.testing.scenarios._trace import hash_of
 for start in range(int(sys.argv[1]), int(sys.argv[2]), 25):
     print(start, hash_of([play(generate(seed)) for seed in range(start, min(start + 25, int(sys.argv[2])))]))
 """

@@ -4,21 +4,21 @@ import subprocess
 import sys
 from collections import Counter
 
-from offload.testing.scenarios._dice import Dice
+from offload.testing.scenarios._rng import Rng
 
 
 def test_the_same_site_draws_the_same_and_another_one_does_not():
-    dice = Dice(7)
-    assert dice.fraction("a", 1) == Dice(7).fraction("a", 1)
-    assert len({dice.fraction("a", 1), dice.fraction("a", 2), dice.fraction("b", 1), Dice(8).fraction("a", 1)}) == 4
+    dice = Rng(7)
+    assert dice.fraction("a", 1) == Rng(7).fraction("a", 1)
+    assert len({dice.fraction("a", 1), dice.fraction("a", 2), dice.fraction("b", 1), Rng(8).fraction("a", 1)}) == 4
 
 
 def test_sites_do_not_run_into_each_other():
-    assert Dice(1).fraction("a", "b") != Dice(1).fraction("ab") != Dice(1).fraction("a, b")
+    assert Rng(1).fraction("a", "b") != Rng(1).fraction("ab") != Rng(1).fraction("a, b")
 
 
 def test_choices_are_within_their_bounds_and_reach_them():
-    dice = Dice(3)
+    dice = Rng(3)
     drawn = Counter([dice.below(4, i) for i in range(400)])
     assert sorted(drawn) == [0, 1, 2, 3]
     assert min(drawn.values()) > 60
@@ -27,21 +27,21 @@ def test_choices_are_within_their_bounds_and_reach_them():
 
 
 def test_what_is_certain_happens_and_what_is_impossible_does_not():
-    assert all(Dice(seed).chance(1.0, "x") for seed in range(100))
-    assert not any(Dice(seed).chance(0.0, "x") for seed in range(100))
+    assert all(Rng(seed).chance(1.0, "x") for seed in range(100))
+    assert not any(Rng(seed).chance(0.0, "x") for seed in range(100))
 
 
 def test_times_are_whole_virtual_milliseconds():
-    times = {Dice(seed).ticks(5, "t") * 1024 for seed in range(100)}
+    times = {Rng(seed).ticks(5, "t") * 1024 for seed in range(100)}
     assert times == {0.0, 1.0, 2.0, 3.0, 4.0}
 
 
 def test_another_process_with_another_hash_seed_draws_the_same():
-    code = "from offload.testing.scenarios._dice import Dice; print([Dice(5).fraction('a', i, None) for i in range(9)])"
+    code = "from offload.testing.scenarios._rng import Dice; print([Rng(5).fraction('a', i, None) for i in range(9)])"
     drawn = {
         subprocess.run(
             [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
         ).stdout
         for seed in ("1", "2")
     }
-    assert drawn == {f"{[Dice(5).fraction('a', i, None) for i in range(9)]}\n"}
+    assert drawn == {f"{[Rng(5).fraction('a', i, None) for i in range(9)]}\n"}

@@ -15,12 +15,12 @@ from offload._engine import Hit
 from offload._engine.promoting import Promoter
 from offload._health import HealthState
 from offload._health.breaker import Breaker, Call, Verdict
-from offload.testing.scenarios._files.checking import check
-from offload.testing.scenarios._files.complaints import ScenarioError
-from offload.testing.scenarios._files.reading import SUFFIX, read, read_text
-from offload.testing.scenarios._for_real.real import play_real
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios._check import check
+from offload.testing.scenarios._errors import ScenarioError
+from offload.testing.scenarios._files import SUFFIX, read, read_text
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import Expect, Scenario, TierSpec
+from offload.testing.scenarios.real._run import play_real
 from tests.support.breaker_faults import a_breaker_never_closes, a_breaker_never_tries_again
 from tests.support.scenario_plays import unhurried
 

@@ -31,17 +31,15 @@ from offload._pipeline.chain import Chain
 from offload._pipeline.marks import place_of
 from offload._scenario._asking import line
 from offload.cli import main
-from offload.testing.scenarios._files.checking import check
-from offload.testing.scenarios._files.reading import read_text
-from offload.testing.scenarios._files.writing import to_toml
-from offload.testing.scenarios._making.engines import generate_engine
-from offload.testing.scenarios._many.many import Playing, cores, play_many
-from offload.testing.scenarios._many.reachable import reachable
-from offload.testing.scenarios._many.summing import Summary
+from offload.testing.scenarios._check import check
+from offload.testing.scenarios._files import read_text, to_toml
+from offload.testing.scenarios._generate import generate_engine
 from offload.testing.scenarios._names import expand
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import FaultKind
-from offload.testing.scenarios._shrinking.shrinking import shrink
+from offload.testing.scenarios._shrink import shrink
+from offload.testing.scenarios._summary import Summary, reachable
+from offload.testing.scenarios._workers import Playing, cores, play_many
 from tests.support import breaker_faults
 
 SEEDS = 500
@@ -76,8 +74,8 @@ def test_two_or_three_tiers_promotion_retries_and_broken_tiers_occur() -> None:
 
 def test_a_seed_goes_the_same_way_in_any_process() -> None:
     code = (
-        "from offload.testing.scenarios._making.engines import generate_engine as made;"
-        "from offload.testing.scenarios._playing.playing import play; print([play(made(n)).trace_hash for n in range(6)])"
+        "from offload.testing.scenarios._generate import generate_engine as made;"
+        "from offload.testing.scenarios._play import play; print([play(made(n)).trace_hash for n in range(6)])"
     )
     said = {
         subprocess.run(

@@ -2,10 +2,10 @@
 
 import pytest
 
-from offload.testing.scenarios._contract import Outcome
-from offload.testing.scenarios._judging.expecting import Rest, judge
+from offload.testing.scenarios._expectations import FinalState, failed_expectations
 from offload.testing.scenarios._program import Counts, Expect, Scenario, Window
-from offload.testing.scenarios._report import Moment, Report
+from offload.testing.scenarios._systems import Outcome
+from offload.testing.scenarios._trace import Moment, Report
 
 MOMENTS = (
     Moment(0, "step", "asked", ("a0",)),
@@ -44,7 +44,7 @@ def complaints(rest=None, **wanted):
         counts={"copied": 2, "batches": 1, "post_claim": 1},
         reached=frozenset(),
     )
-    found = judge(report, rest or Rest({"host": frozenset({"k0", "k5"})}, {"main": {"batches": 1}}))
+    found = failed_expectations(report, rest or FinalState({"host": frozenset({"k0", "k5"})}, {"main": {"batches": 1}}))
     assert {one.rule for one in found} <= {"expect"}
     return [one.text for one in found]
 
@@ -113,14 +113,16 @@ def test_what_does_not_hold_says_what_was_wanted_and_what_was_found(wanted, text
 
 
 def test_a_tier_that_has_nothing_is_said_to_have_nothing():
-    assert complaints(Rest({"host": ()}), found={"host": "k0"}) == ["expect[0].found.host: wanted k0, found nothing"]
+    assert complaints(FinalState({"host": ()}), found={"host": "k0"}) == [
+        "expect[0].found.host: wanted k0, found nothing"
+    ]
 
 
 def test_figures_may_be_attributes_of_anything():
     class Figures:
         batches = 2
 
-    assert complaints(Rest(metrics={"main": Figures()}), metric={"main": {"batches": 2}}) == []
+    assert complaints(FinalState(metrics={"main": Figures()}), metric={"main": {"batches": 2}}) == []
 
 
 def test_everything_in_a_table_must_hold_and_every_complaint_is_made():

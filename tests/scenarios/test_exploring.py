@@ -2,8 +2,7 @@
 
 import pytest
 
-from offload.testing.scenarios._contract import Outcome
-from offload.testing.scenarios._many.exploring import (
+from offload.testing.scenarios._explore import (
     Explored,
     NoSuchSpot,
     Spot,
@@ -12,9 +11,10 @@ from offload.testing.scenarios._many.exploring import (
     variant,
     variants_of,
 )
-from offload.testing.scenarios._many.summing import played
 from offload.testing.scenarios._program import Expect, Fault, Scenario
-from offload.testing.scenarios._report import Moment, Violation
+from offload.testing.scenarios._summary import played
+from offload.testing.scenarios._systems import Outcome
+from offload.testing.scenarios._trace import Moment, Violation
 from tests.support.scenario_plays import program, report_of
 
 BASE = report_of(

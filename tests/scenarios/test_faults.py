@@ -2,8 +2,8 @@
 
 import pytest
 
-from offload.testing.scenarios._contract import SEAMS_OF
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios._faults import FAULTS
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import (
     After,
     Counts,
@@ -17,7 +17,7 @@ from offload.testing.scenarios._program import (
     TierSpec,
     Window,
 )
-from offload.testing.scenarios._world.faults import FAULTS
+from offload.testing.scenarios._systems import SEAMS_OF
 
 
 def store(names, at_ms=0, **options):

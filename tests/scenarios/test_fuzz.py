@@ -8,10 +8,9 @@ from typing import get_args
 import pytest
 
 from offload.instruments import HOOKS
-from offload.testing.scenarios._many.many import Playing, cores, play_many
-from offload.testing.scenarios._many.reachable import reachable
-from offload.testing.scenarios._many.summing import Summary
 from offload.testing.scenarios._program import FaultKind
+from offload.testing.scenarios._summary import Summary, reachable
+from offload.testing.scenarios._workers import Playing, cores, play_many
 
 SHORT, LONG = 5_000, 80_000
 FIRED = 1_600_000

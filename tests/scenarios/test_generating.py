@@ -6,12 +6,12 @@ from collections import Counter
 from functools import cache
 
 from offload.instruments import HOOKS
-from offload.testing.scenarios._contract import SEAMS_OF
-from offload.testing.scenarios._files.checking import check
-from offload.testing.scenarios._house import keys_of, stores_of
-from offload.testing.scenarios._making.generating import SPAN, generate
+from offload.testing.scenarios._check import check
+from offload.testing.scenarios._defaults import keys_of, stores_of
+from offload.testing.scenarios._generate import SPAN, generate
 from offload.testing.scenarios._names import expand
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios._play import play
+from offload.testing.scenarios._systems import SEAMS_OF
 
 SEEDS = range(400)
 PROGRAMS = [generate(seed) for seed in SEEDS]
@@ -28,7 +28,7 @@ def test_whatever_is_generated_makes_sense():
 
 
 def test_a_seed_is_one_program_in_any_process():
-    code = "from offload.testing.scenarios._making.generating import generate; print([repr(generate(s)) for s in range(20)])"
+    code = "from offload.testing.scenarios._generate import generate; print([repr(generate(s)) for s in range(20)])"
     said = {
         subprocess.run(
             [sys.executable, "-c", code], env={"PYTHONHASHSEED": one}, capture_output=True, text=True, check=True

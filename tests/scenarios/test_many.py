@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from offload.testing.scenarios._many.many import cores, play_many
-from offload.testing.scenarios._many.summing import Played, summed
+from offload.testing.scenarios._summary import Played, summed
+from offload.testing.scenarios._workers import cores, play_many
 from tests.support.scenario_plays import Strange, Telling, every_tenth_is_wrong, good
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
@@ -116,7 +116,7 @@ import os, signal, sys
 sys.path.insert(0, {SUPPORT!r})
 from pathlib import Path
 from tests.support.scenario_plays import Telling
-from offload.testing.scenarios._many.many import play_many
+from offload.testing.scenarios._workers import play_many
 
 runs = []
 try:
@@ -143,7 +143,7 @@ def test_a_script_without_a_main_guard_may_use_processes(tmp_path: Path) -> None
 import sys
 sys.path.insert(0, {SUPPORT!r})
 from tests.support.scenario_plays import good
-from offload.testing.scenarios._many.many import play_many
+from offload.testing.scenarios._workers import play_many
 print(len(list(play_many(good, range(20), processes=2))))
 """)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)

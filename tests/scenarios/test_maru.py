@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from offload.testing.scenarios._files.reading import SUFFIX, read, read_text
-from offload.testing.scenarios._files.writing import to_toml
-from offload.testing.scenarios._for_real.real import play_real
+from offload.testing.scenarios._files import SUFFIX, read, read_text, to_toml
 from offload.testing.scenarios._program import Scenario
-from offload.testing.scenarios._report import Report
+from offload.testing.scenarios._trace import Report
+from offload.testing.scenarios.real._run import play_real
 
 CATALOGUE = Path(__file__).parent
 FILES = sorted(CATALOGUE.glob(f"maru-*{SUFFIX}"))

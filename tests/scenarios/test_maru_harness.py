@@ -16,17 +16,15 @@ from click.testing import CliRunner
 from maru import HeldBatch, MaruHandler
 from maru._client.operations.standing import Standing
 from offload._scenario.run import command
-from offload.testing.scenarios._files.complaints import ScenarioError
-from offload.testing.scenarios._files.reading import SUFFIX, read, read_text
-from offload.testing.scenarios._files.writing import to_toml
-from offload.testing.scenarios._for_real import maru_tiers
-from offload.testing.scenarios._for_real.maru_tiers import RealMaru
-from offload.testing.scenarios._for_real.page_store import NoPageStore, PageStore
-from offload.testing.scenarios._for_real.real import NotForReal, play_real
-from offload.testing.scenarios._playing.colours import NeedsProcesses
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios._errors import NeedsProcesses, NotForReal, ScenarioError
+from offload.testing.scenarios._files import SUFFIX, read, read_text, to_toml
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import Scenario
-from offload.testing.scenarios._report import Report
+from offload.testing.scenarios._trace import Report
+from offload.testing.scenarios.real import _page_store_tier as maru_tiers
+from offload.testing.scenarios.real._page_store import NoPageStore, PageStore
+from offload.testing.scenarios.real._page_store_tier import PageStoreTier
+from offload.testing.scenarios.real._run import play_real
 
 CATALOGUE = Path(__file__).parent
 
@@ -72,13 +70,13 @@ def test_a_server_that_does_not_come_up_says_why_and_leaves_nothing() -> None:
 
 
 def test_a_server_that_died_by_itself_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle = RealMaru.settle
+    settle = PageStoreTier.settle
 
-    async def settle_and_kill(self: RealMaru) -> None:
+    async def settle_and_kill(self: PageStoreTier) -> None:
         await settle(self)
         self.place.store.kill()
 
-    monkeypatch.setattr(RealMaru, "settle", settle_and_kill)
+    monkeypatch.setattr(PageStoreTier, "settle", settle_and_kill)
     report = play_real(SMALL)
     assert [(one.rule, "ended by itself: -9" in one.text) for one in report.violations] == [("crash", True)]
 

@@ -2,10 +2,7 @@
 
 import pytest
 
-from offload.testing.scenarios._contract import Outcome
-from offload.testing.scenarios._dice import Dice
-from offload.testing.scenarios._judging.outcomes import NoOutcome, outcome_of
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import (
     After,
     Fault,
@@ -18,6 +15,9 @@ from offload.testing.scenarios._program import (
     StoreStep,
     TierSpec,
 )
+from offload.testing.scenarios._rng import Rng
+from offload.testing.scenarios._systems import Outcome
+from offload.testing.scenarios._trace import NoOutcome, outcome_of
 from tests.support.scenario_systems import BROKEN, factory, open_cache
 
 SHARED = [f"k{i}" for i in range(6)]
@@ -30,7 +30,7 @@ KINDS = [
 
 def program(seed):
     """A random program that uses only what the small cache has."""
-    dice = Dice(seed)
+    dice = Rng(seed)
     n = 2 + dice.below(6, "stores")
     steps = [_store(dice, i) for i in range(n)]
     steps += [

@@ -13,13 +13,8 @@ import pytest
 
 from backends.abc import Key
 from offload.testing.scenarios import NeedsRealTime
-from offload.testing.scenarios._contract import Outcome, Refused
-from offload.testing.scenarios._for_real.asyncio_systems import AsyncioWorld, from_asyncio
-from offload.testing.scenarios._for_real.real import play_real
-from offload.testing.scenarios._for_real.threaded_systems import ThreadWorld, from_threads
 from offload.testing.scenarios._names import expand
-from offload.testing.scenarios._playing.playing import play
-from offload.testing.scenarios._playing.synchronous_systems import SyncWorld, from_sync
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import (
     After,
     CloseStep,
@@ -35,6 +30,11 @@ from offload.testing.scenarios._program import (
     TierSpec,
     Window,
 )
+from offload.testing.scenarios._sync_system import SyncWorld, from_sync
+from offload.testing.scenarios._systems import Outcome, Refused
+from offload.testing.scenarios.real._asyncio_system import AsyncioWorld, from_asyncio
+from offload.testing.scenarios.real._run import play_real
+from offload.testing.scenarios.real._thread_system import ThreadWorld, from_threads
 from tests.support.scenario_plays import unhurried
 
 # --- three caches that do the same ----------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ import pytest
 from offload import PipelineClosed, Status, TransferFailed
 from offload._pipeline.container import OffloadBatch
 from offload._pipeline.settlement import Settlement
-from offload.testing.scenarios._making.generating import generate
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios._generate import generate
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import (
     After,
     CloseStep,

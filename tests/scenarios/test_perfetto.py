@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from offload.testing.scenarios._pictures.perfetto import US_PER_MS, trace_events
+from offload.testing.scenarios._perfetto import US_PER_MS, trace_events
 from tests.support.scenario_stories import STORIES, Story, cancel_one_of_four, many
 
 REQUIRED = {

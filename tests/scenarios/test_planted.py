@@ -20,22 +20,22 @@ from backends.blocks import Registry, _HeldKeys
 from backends.pooled import Lease, PooledReservation, PooledTier
 from backends.slots import SlotTier
 from offload import OffloadBatch, Pipeline, TransferFailed
-from offload._errors import PipelineClosed, PipelineFull
 from offload._pipeline.accumulator import Accumulator
-from offload._pipeline.admission import Admission
-from offload._pipeline.awaiting import Awaiting
-from offload._pipeline.batching import Batching
 from offload._pipeline.budget import Budget
 from offload._pipeline.chain import Chain
 from offload._pipeline.channel import CancellableChannel
 from offload._pipeline.container import OffloadContainer
+from offload._errors import PipelineClosed, PipelineFull
 from offload._pipeline.lifecycle import Phase, Status
 from offload._pipeline.marks import PendingMarks
 from offload._pipeline.settlement import Settlement
+from offload._pipeline.admission import Admission
+from offload._pipeline.awaiting import Awaiting
+from offload._pipeline.batching import Batching
 from offload._pipeline.transfer import Slot
 from offload._pipeline.waiting import Waiter
-from offload.testing.scenarios._making.generating import generate
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios._generate import generate
+from offload.testing.scenarios._play import play
 
 SEEDS = 500
 

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 import trio
 
-from offload.testing.scenarios._files.complaints import ScenarioError
-from offload.testing.scenarios._files.reading import read_text
-from offload.testing.scenarios._making.generating import generate
-from offload.testing.scenarios._playing import playing
-from offload.testing.scenarios._playing.ours import open_ours
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios import _play as playing
+from offload.testing.scenarios._errors import ScenarioError
+from offload.testing.scenarios._files import read_text
+from offload.testing.scenarios._generate import generate
+from offload.testing.scenarios._pipeline_system import open_pipelines
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import (
     After,
     CloseStep,
@@ -357,7 +357,7 @@ def test_what_raises_at_the_end_of_a_run_is_a_crash():
 
     @asynccontextmanager
     async def opened(world):
-        async with open_ours(world) as ours:
+        async with open_pipelines(world) as ours:
             yield ours
         raise ZeroDivisionError("at the door")
 

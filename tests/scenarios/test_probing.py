@@ -3,13 +3,10 @@
 import msgspec
 import pytest
 
-from offload.testing.scenarios._contract import SEAMS
-from offload.testing.scenarios._files.checking import check
-from offload.testing.scenarios._making.generating import generate
-from offload.testing.scenarios._many.probing import Fuzzing, Probe, Probing, Series, probe_of, within
-from offload.testing.scenarios._many.promises import Promise, promises
-from offload.testing.scenarios._playing.playing import play
-from offload.testing.scenarios._playing.systems import NoSuchSystem, factory_of
+from offload.testing.scenarios._check import check
+from offload.testing.scenarios._errors import NoSuchSystem
+from offload.testing.scenarios._generate import generate
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import (
     After,
     CloseStep,
@@ -20,6 +17,16 @@ from offload.testing.scenarios._program import (
     Step,
     StoreStep,
 )
+from offload.testing.scenarios._promises import Promise, promises
+from offload.testing.scenarios._seams import (
+    Fuzzing,
+    Probe,
+    Probing,
+    Series,
+    adapted_to,
+    probe_of,
+)
+from offload.testing.scenarios._systems import SEAMS, factory_of
 from tests.support import scenario_caches  # noqa: F401 - named below
 
 
@@ -101,14 +108,14 @@ SEAMS_OF_CAREFUL = ("hook", "copy", "after")
 def test_a_random_program_is_cut_down_to_what_the_seams_allow(seams) -> None:
     hooks = ("commit", "settled") if "hook" in seams else ()
     for seed in range(30):
-        scenario = within(generate(seed), seams, hooks)
+        scenario = adapted_to(generate(seed), seams, hooks)
         assert check(scenario, seams, hooks=hooks or None) == []
         assert {fault.at_hook for fault in scenario.fault} <= {"", *hooks}
         assert scenario.pipeline.keys() == {"main"}
 
 
 def test_faults_at_our_hooks_are_moved_to_those_of_the_system() -> None:
-    kept = [fault for seed in range(20) for fault in within(generate(seed), SEAMS_OF_CAREFUL, ("commit",)).fault]
+    kept = [fault for seed in range(20) for fault in adapted_to(generate(seed), SEAMS_OF_CAREFUL, ("commit",)).fault]
     assert sum(fault.at_hook == "commit" for fault in kept) > 50
 
 
@@ -123,7 +130,7 @@ def test_what_only_ours_promise_to_give_up_is_left_out() -> None:
         ],
         fault=[Fault(do="drop", at_ms=1), Fault(do="stall", at_ms=1)],
     )
-    left = within(scenario, ("copy", "after", "policy"), ())
+    left = adapted_to(scenario, ("copy", "after", "policy"), ())
     assert left.step == [Step(store=StoreStep(id="a", after=[After(ms=3)]))]
     assert left.fault == [Fault(do="stall", at_ms=1)]
     assert left.pipeline["main"].policies == [PolicySpec(do="reject")]

@@ -16,11 +16,9 @@ import pytest
 
 # A run inside this process forgets the modules that it was first to import, and the next one imports them anew: with half of
 # them here already, there would be two of each class.
-import offload.testing.scenarios._judging.judged
-import offload.testing.scenarios._making.loads
-import offload.testing.scenarios._many.probing
-import offload.testing.scenarios._pictures.timeline
-import offload.testing.scenarios._playing.ours  # noqa: F401
+import offload.testing.scenarios._ledger
+import offload.testing.scenarios._loads
+import offload.testing.scenarios._pipeline_system  # noqa: F401
 
 pytest_plugins = ["pytester"]
 

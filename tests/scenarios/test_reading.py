@@ -10,14 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.testing.scenarios._contract import SEAMS
-from offload.testing.scenarios._files.reading import ScenarioError, read, read_text
-from offload.testing.scenarios._files.toml_lines import lines_of, nearest_line, parse_path
-from offload.testing.scenarios._files.writing import to_toml
-from offload.testing.scenarios._making.generating import generate
-from offload.testing.scenarios._making.strategy import scenarios
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios._errors import ScenarioError
+from offload.testing.scenarios._files import lines_of, nearest_line, parse_path, read, read_text, to_toml
+from offload.testing.scenarios._generate import generate
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import Fault, PipelineSpec, Scenario, Step, StoreStep, TierSpec
+from offload.testing.scenarios._strategy import scenarios
+from offload.testing.scenarios._systems import SEAMS
 
 EXAMPLE = """\
 format = 1
@@ -177,7 +176,7 @@ def test_any_value_in_the_wrong_place_is_one_typed_error_or_none(data):
     """Put junk in the place of any value of a valid document: the error names that place, or something around it."""
     import msgspec
 
-    from offload.testing.scenarios._files.misfits import misfits
+    from offload.testing.scenarios._schema import schema_errors
 
     document = msgspec.to_builtins(data.draw(scenarios()))
     table, key, path = document, "", ""
@@ -192,11 +191,11 @@ def test_any_value_in_the_wrong_place_is_one_typed_error_or_none(data):
     try:
         msgspec.convert(document, Scenario)
     except msgspec.ValidationError:
-        found = list(misfits(document))
+        found = list(schema_errors(document))
         assert found
         assert all(one.path.startswith(path) for one in found)
     else:
-        assert list(misfits(document)) == []
+        assert list(schema_errors(document)) == []
 
 
 # --- lines --------------------------------------------------------------------------------------------------------

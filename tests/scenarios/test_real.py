@@ -11,15 +11,9 @@ from typing import Any
 
 import pytest
 
-from offload.testing.scenarios._contract import Outcome
-from offload.testing.scenarios._files.complaints import ScenarioError
-from offload.testing.scenarios._for_real import disk as disk_module
-from offload.testing.scenarios._for_real import world
-from offload.testing.scenarios._for_real.disk import NoDisk, SmallDisk
-from offload.testing.scenarios._for_real.expecting import judge_real
-from offload.testing.scenarios._for_real.real import play_real
-from offload.testing.scenarios._judging.expecting import Rest
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios._errors import ScenarioError
+from offload.testing.scenarios._expectations import FinalState, failed_real_expectations
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import (
     After,
     CloseStep,
@@ -37,7 +31,12 @@ from offload.testing.scenarios._program import (
     Window,
 )
 from offload.testing.scenarios._program import Load as LoadSpec
-from offload.testing.scenarios._report import Moment, Report
+from offload.testing.scenarios._systems import Outcome
+from offload.testing.scenarios._trace import Moment, Report
+from offload.testing.scenarios.real import _world as disk_module
+from offload.testing.scenarios.real import _world as world
+from offload.testing.scenarios.real._run import play_real
+from offload.testing.scenarios.real._world import NoDisk, SmallDisk
 from tests.support.scenario_plays import unhurried
 
 
@@ -315,11 +314,15 @@ def a_report(expect: Expect, *moments: tuple[float, str, str]) -> Report:
 
 def test_the_order_between_containers_is_not_judged_that_of_one_is() -> None:
     events = [(1.0, "b", "settled"), (2.0, "a", "batching"), (3.0, "a", "settled")]
-    wrong, unjudged = judge_real(a_report(Expect(order=["a settled", "b settled"]), *events), Rest())
+    wrong, unjudged = failed_real_expectations(
+        a_report(Expect(order=["a settled", "b settled"]), *events), FinalState()
+    )
     assert wrong == [] and unjudged == ["expect[0].order: between a, b"]
-    wrong, _ = judge_real(a_report(Expect(order=["a settled", "b settled", "a batching"]), *events), Rest())
+    wrong, _ = failed_real_expectations(
+        a_report(Expect(order=["a settled", "b settled", "a batching"]), *events), FinalState()
+    )
     assert [one.text.partition(":")[0] for one in wrong] == ["expect[0].order[1]"]
-    wrong, _ = judge_real(a_report(Expect(order=["a never", "b settled"]), *events), Rest())
+    wrong, _ = failed_real_expectations(a_report(Expect(order=["a never", "b settled"]), *events), FinalState())
     assert len(wrong) == 1 and "never happened" in wrong[0].text
 
 
@@ -330,11 +333,11 @@ def test_of_times_only_the_least_is_judged() -> None:
         Window(event="a settled", since="a batching", at_least_ms=21),
         Window(event="b settled", since="a settled", at_least_ms=900),
     ]
-    wrong, unjudged = judge_real(a_report(Expect(time=windows), *moments), Rest())
+    wrong, unjudged = failed_real_expectations(a_report(Expect(time=windows), *moments), FinalState())
     assert wrong == []
     assert unjudged == ["expect[0].time[0]: at most 5 ms", "expect[0].time[2]: between two containers"]
     early = Expect(time=[Window(event="a settled", at_least_ms=40)])
-    wrong, _ = judge_real(a_report(early, *moments), Rest())
+    wrong, _ = failed_real_expectations(a_report(early, *moments), FinalState())
     assert len(wrong) == 1
 
 
@@ -342,13 +345,13 @@ def test_counts_that_depend_on_who_came_in_time_are_not_judged() -> None:
     expect = Expect(
         count={"copied": 9, "batches": 1}, at_most={"batches": 1}, at_least={"post_claim": 9}, metric={"main": {"x": 1}}
     )
-    wrong, unjudged = judge_real(a_report(expect), Rest())
+    wrong, unjudged = failed_real_expectations(a_report(expect), FinalState())
     assert [one.text for one in wrong] == ["expect[0].count.copied: wanted 9, found 2"]
     assert len(unjudged) == 4
 
 
 def test_what_met_a_full_disk_is_not_judged_the_others_are() -> None:
     expect = Expect(status={"a": "FAILED", "b": "COMPLETE"}, result={"a": Counts(completed=4)})
-    wrong, unjudged = judge_real(a_report(expect), Rest(), ["a"])
+    wrong, unjudged = failed_real_expectations(a_report(expect), FinalState(), ["a"])
     assert [one.text.partition(":")[0] for one in wrong] == ["expect[0].status.b"]
     assert len(unjudged) == 2

@@ -13,9 +13,6 @@ import pytest
 import trio
 import trio.testing
 
-from offload.testing.scenarios._for_real.process import Child, _Far, needs_process
-from offload.testing.scenarios._for_real.real import play_real
-from offload.testing.scenarios._for_real.wire import Wire
 from offload.testing.scenarios._program import (
     After,
     Expect,
@@ -28,6 +25,9 @@ from offload.testing.scenarios._program import (
     TierSpec,
     Window,
 )
+from offload.testing.scenarios.real._child import MessageSocket
+from offload.testing.scenarios.real._process import ChildProcess, _RemotePipelines, needs_process
+from offload.testing.scenarios.real._run import play_real
 from tests.support.scenario_plays import unhurried
 
 
@@ -98,15 +98,15 @@ def test_a_kill_in_the_middle_of_writing_and_a_process_that_stands_still(tmp_pat
 
 
 def test_an_acknowledged_block_that_the_next_process_does_not_find_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = _Far.begin
+    begin = _RemotePipelines.begin
 
-    def empty_the_directory(self: _Far, child: Child) -> None:
+    def empty_the_directory(self: _RemotePipelines, child: ChildProcess) -> None:
         if self._child is not None:  # the second one
             for path in Path(self._world.workdir, "host").glob("*/*.kv"):
                 path.unlink()
         begin(self, child)
 
-    monkeypatch.setattr(_Far, "begin", empty_the_directory)
+    monkeypatch.setattr(_RemotePipelines, "begin", empty_the_directory)
     rules = {violation.rule for violation in play_real(dying(), pace=unhurried()).violations}
     assert "model" in rules
 
@@ -134,7 +134,7 @@ def test_a_child_ends_when_nobody_is_there_any_more() -> None:
     program = (
         "import socket, subprocess, sys\n"
         "ours, theirs = socket.socketpair()\n"
-        "program = 'offload.testing.scenarios._for_real.child'\n"
+        "program = 'offload.testing.scenarios.real._child'\n"
         "child = subprocess.Popen([sys.executable, '-m', program, str(theirs.fileno()), '.'],"
         " pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL)\n"
         "theirs.close(); ours.close()\n"
@@ -146,7 +146,7 @@ def test_a_child_ends_when_nobody_is_there_any_more() -> None:
 
 async def test_what_the_thread_read_and_left_wakes_the_task() -> None:
     ours, theirs = socket.socketpair()
-    here, there = Wire(ours), Wire(theirs)
+    here, there = MessageSocket(ours), MessageSocket(theirs)
     heard: list[Any] = []
 
     async def listen() -> None:

@@ -13,12 +13,11 @@ import trio
 from click.testing import CliRunner
 
 from offload.replay import ReplayError, ReplayOptions, ReplayReport, Request, TierSpec, command, replay
-from offload.testing.scenarios._files.checking import check
-from offload.testing.scenarios._files.reading import read, read_text
-from offload.testing.scenarios._files.writing import to_toml
-from offload.testing.scenarios._making.recording import Kept, modelled, recorded
-from offload.testing.scenarios._making.recording import Request as Done
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios._check import check
+from offload.testing.scenarios._files import read, read_text, to_toml
+from offload.testing.scenarios._loads import RecordedRequest as Done
+from offload.testing.scenarios._loads import RecordedTier, modelled, recorded
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import Scenario
 
 BLOCK = 256
@@ -137,7 +136,7 @@ def test_a_step_waits_for_the_modelled_end_of_the_one_before() -> None:
         Done(0.4, [1, 2, 9], [(0, 2)], store_time=0.004),
         Done(50.0, [1, 2, 3], [(0, 3)]),
     ]
-    scenario = recorded("it", [Kept("memory", 8, 1_000)], requests, {"loaded": 5, "missed": 2, "copied": 4})
+    scenario = recorded("it", [RecordedTier("memory", 8, 1_000)], requests, {"loaded": 5, "missed": 2, "copied": 4})
     assert [(step.at_ms, (step.store or step.load).keys) for step in scenario.step] == [  # type: ignore[union-attr]
         (0, "b1"),
         (scenario.step[1].at_ms, "b{1..3}"),

@@ -6,8 +6,13 @@ import msgspec
 import pytest
 
 from offload.testing.scenarios import _program
-from offload.testing.scenarios._files.schema import PARTS, about, described, schema
-from offload.testing.scenarios._making.generating import generate
+from offload.testing.scenarios._generate import generate
+from offload.testing.scenarios._schema import (
+    PARTS,
+    about,
+    described,
+    schema,
+)
 
 SAY_IT_ALL = {
     "Scenario": {"format", "name", "seed", "load", "step", "fault", "expect"},
@@ -60,8 +65,8 @@ def test_the_knobs_of_a_pipeline_say_what_the_knobs_say_in_the_names_of_a_file()
 
 
 def test_every_kind_of_fault_has_its_row():
-    from offload.testing.scenarios._files.check_faults import USED_BY_FAULT
-    from offload.testing.scenarios._files.schema import fault_rows
+    from offload.testing.scenarios._check import USED_BY_FAULT
+    from offload.testing.scenarios._schema import fault_rows
 
     assert {do: tuple(on.replace("`", "").split(", ")) if on else () for do, _, on in fault_rows()} == USED_BY_FAULT
     text = next(field.text for field in described(_program.Fault) if field.name == "do")

@@ -8,12 +8,11 @@ import pytest
 
 from offload import OffloadBatch, TransferFailed
 from offload._pipeline.lifecycle import Phase
-from offload.testing.scenarios._files.reading import ScenarioError, read_text
-from offload.testing.scenarios._files.writing import to_toml
-from offload.testing.scenarios._making.generating import generate
-from offload.testing.scenarios._many.aside import Aside
+from offload.testing.scenarios._errors import ScenarioError
+from offload.testing.scenarios._files import read_text, to_toml
+from offload.testing.scenarios._generate import generate
 from offload.testing.scenarios._names import expand
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import (
     After,
     Expect,
@@ -27,9 +26,17 @@ from offload.testing.scenarios._program import (
     StoreStep,
     TierSpec,
 )
-from offload.testing.scenarios._report import Moment, Report, Violation
-from offload.testing.scenarios._shrinking.shrinking import NotBroken, Progress, shrink
-from offload.testing.scenarios._shrinking.tidying import pinned, renamed, stores, tidy
+from offload.testing.scenarios._shrink import (
+    NotBroken,
+    Progress,
+    pinned,
+    renamed,
+    shrink,
+    stores,
+    tidy,
+)
+from offload.testing.scenarios._trace import Moment, Report, Violation
+from offload.testing.scenarios._workers import SubprocessPlayer
 from tests.support.scenario_plays import program, report_of
 
 Judge = Callable[[Scenario, list[Moment]], bool]
@@ -283,7 +290,7 @@ def test_a_planted_fault_shrinks_to_few_steps_and_faults(method, planted, monkey
 def test_what_hangs_the_interpreter_or_kills_it_shrinks_as_well() -> None:
     """A cache that takes its process with it: the programs are played aside, and each death costs one process."""
     large = program(containers=3)
-    with Aside("tests.support.scenario_caches:dying", patience=20.0) as play:
+    with SubprocessPlayer("tests.support.scenario_caches:dying", patience=20.0) as play:
         assert play(program(containers=1), 0).good
         report = play(large, 0)
         assert [(one.rule, one.text) for one in report.violations] == [
@@ -297,13 +304,13 @@ def test_what_hangs_the_interpreter_or_kills_it_shrinks_as_well() -> None:
 
 def test_what_takes_longer_than_its_patience_is_a_livelock() -> None:
     reading = Scenario(name="x", step=[Step(load=LoadStep(keys="k0"))])
-    with Aside("tests.support.scenario_caches:spinning", patience=1.0) as play:
+    with SubprocessPlayer("tests.support.scenario_caches:spinning", patience=1.0) as play:
         (violation,) = play(reading, 0).violations
     assert violation.rule == "livelock" and "in load" in violation.text
 
 
 def test_what_makes_no_sense_is_said_and_costs_no_process() -> None:
-    with Aside() as play:
+    with SubprocessPlayer() as play:
         with pytest.raises(ScenarioError, match="there is no container 'nobody'"):
             play(program(containers=1, faults=[Fault(do="cancel", at_ms=0, who="nobody")]), 0)
         first = play(program(containers=1), 0)

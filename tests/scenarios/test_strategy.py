@@ -4,12 +4,11 @@ from collections import Counter
 
 from hypothesis import HealthCheck, Phase, find, given, settings
 
-from offload.testing.scenarios._contract import SEAMS_OF
-from offload.testing.scenarios._files.checking import check
-from offload.testing.scenarios._files.reading import read_text
-from offload.testing.scenarios._files.writing import to_toml
-from offload.testing.scenarios._making.strategy import scenarios
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios._check import check
+from offload.testing.scenarios._files import read_text, to_toml
+from offload.testing.scenarios._play import play
+from offload.testing.scenarios._strategy import scenarios
+from offload.testing.scenarios._systems import SEAMS_OF
 
 any_time = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 

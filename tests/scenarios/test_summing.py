@@ -3,11 +3,17 @@
 import json
 
 from offload.instruments import HOOKS
-from offload.testing.scenarios._contract import Outcome
-from offload.testing.scenarios._many.reachable import reachable
-from offload.testing.scenarios._many.summing import MOST_VIOLATIONS, Summary, lost, played, summed
 from offload.testing.scenarios._program import Fault
-from offload.testing.scenarios._report import Violation
+from offload.testing.scenarios._summary import (
+    MOST_VIOLATIONS,
+    Summary,
+    lost,
+    played,
+    reachable,
+    summed,
+)
+from offload.testing.scenarios._systems import Outcome
+from offload.testing.scenarios._trace import Violation
 from tests.support.scenario_plays import program, report_of
 
 FAULTS = [Fault(do="cancel", at_hook="pre_claim"), Fault(do="cancel", at_hook="pre_claim"), Fault(do="stall", at_ms=3)]

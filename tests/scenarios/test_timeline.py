@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
-import offload.testing.scenarios._pictures.timeline as module
-from offload.testing.scenarios._pictures.axis import Axis
-from offload.testing.scenarios._pictures.timeline import timeline
-from offload.testing.scenarios._pictures.walks import STAGES, copies_of, instants_of, walks_of
+import offload.testing.scenarios._timeline as module
+from offload.testing.scenarios._paths import (
+    STAGES,
+    Axis,
+    copies_of,
+    instants_of,
+    paths_of,
+)
+from offload.testing.scenarios._timeline import timeline
 from tests.support.scenario_stories import STORIES, Story, a_bad_run, cancel_one_of_four, many, played
 
 VOID = {"meta", "input", "br", "th", "td"}  # th and td: their end tags may be left out
@@ -186,7 +191,7 @@ def test_stages_of_another_system_are_shown_under_its_own_names() -> None:
         .hook("flown", "a", where="")
         .ended("a", hook=False)
     )
-    (walk,) = walks_of(story.report())
+    (walk,) = paths_of(story.report())
     assert [span.what for span in walk.lanes[0].spans] == ["room", "queue", "filed", "flown"]
     assert Page(timeline(story.report())).texts("g", class_="bar foreign")
 
@@ -194,7 +199,7 @@ def test_stages_of_another_system_are_shown_under_its_own_names() -> None:
 def test_a_container_that_goes_on_through_a_chain_has_a_lane_for_each_pipeline() -> None:
     story = Story("chain").asked("a").hook("admission", "a").at(1).hook("settled", "a")
     story.hook("admission", "a", where="second").at(3).ended("a", hook=False)
-    (walk,) = walks_of(story.report())
+    (walk,) = paths_of(story.report())
     assert [lane.pipeline for lane in walk.lanes] == ["main", "second"]
     assert [[span.what for span in lane.spans] for lane in walk.lanes] == [
         ["room", "queue", "admission"],
@@ -206,7 +211,7 @@ def test_a_container_that_goes_on_through_a_chain_has_a_lane_for_each_pipeline()
 def test_several_cancels_of_one_container_are_answered_in_turn() -> None:
     story = Story("twice").asked("a").step("cancel asked", "a").step("cancel asked", "a").at(3)
     story.step("confirmed", "a").step("unconfirmed", "a").ended("a", "CANCELLED")
-    (walk,) = walks_of(story.report())
+    (walk,) = paths_of(story.report())
     assert [(cancel.first, cancel.last, cancel.confirmed) for cancel in walk.cancels] == [(2, 4, True), (3, 5, False)]
 
 
@@ -220,14 +225,14 @@ def test_copies_that_overlap_have_lanes_of_their_own() -> None:
 
 def test_the_hook_may_come_before_the_enqueue_has_returned() -> None:
     story = Story("quick").step("asked", "a").hook("admission", "a").step("taken", "a").at(1).ended("a")
-    (walk,) = walks_of(story.report())
+    (walk,) = paths_of(story.report())
     assert [span.what for span in walk.lanes[0].spans] == ["room", "admission"]
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_of_a_real_run_every_container_is_shown_with_its_end(seed: int) -> None:
     report = played(seed)
-    ends = {walk.label: walk.end for walk in walks_of(report)}
+    ends = {walk.label: walk.end for walk in paths_of(report)}
     assert {label: ends.get(label) for label in report.outcomes} == {
         label: outcome.status for label, outcome in report.outcomes.items()
     }

@@ -6,8 +6,7 @@ import pytest
 import trio
 
 from backends.testing import payload_of
-from offload.testing.scenarios._contract import Outcome, Refused
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import (
     TICK,
     Fault,
@@ -18,6 +17,7 @@ from offload.testing.scenarios._program import (
     StoreStep,
     TierSpec,
 )
+from offload.testing.scenarios._systems import Outcome, Refused
 
 
 class Ticket:

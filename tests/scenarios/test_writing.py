@@ -6,10 +6,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.testing.scenarios._files.reading import read_text
-from offload.testing.scenarios._files.writing import WIDTH, to_toml
-from offload.testing.scenarios._making.generating import generate
-from offload.testing.scenarios._making.strategy import scenarios
+from offload.testing.scenarios._files import WIDTH, read_text, to_toml
+from offload.testing.scenarios._generate import generate
 from offload.testing.scenarios._program import (
     CloseStep,
     Counts,
@@ -26,6 +24,7 @@ from offload.testing.scenarios._program import (
     TraceLoad,
     Window,
 )
+from offload.testing.scenarios._strategy import scenarios
 
 PRETTY = """\
 format = 1

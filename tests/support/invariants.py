@@ -1,6 +1,6 @@
 """The small world in which scenarios of one pipeline are played by hand, and judged by the ledger of the scenarios.
 
-What holds is I1..I9: see :mod:`offload.testing.scenarios._judging.ledger`.
+What holds is I1..I9: see :mod:`offload.testing.scenarios._ledger`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 from backends.abc import Blocks, Key
 from backends.testing import FakeTier
 from offload import NO_WAIT, BatchConfig, Pipeline, PipelineConfig, TransferHandle, open_pipeline
-from offload.testing.scenarios._judging.ledger import Ledger as Ledger
-from offload.testing.scenarios._judging.leftovers import at_rest as at_rest
-from offload.testing.scenarios._judging.leftovers import tasks_of_the_package as tasks_of_the_package
-from offload.testing.scenarios._judging.seen import Seen as Seen
+from offload.testing.scenarios._invariants import ContainerHistory as ContainerHistory
+from offload.testing.scenarios._invariants import at_rest as at_rest
+from offload.testing.scenarios._invariants import tasks_of_the_package as tasks_of_the_package
+from offload.testing.scenarios._ledger import Ledger as Ledger
 from offload.testing.scenarios._program import TICK as TICK
 
 

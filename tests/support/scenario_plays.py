@@ -9,9 +9,9 @@ from pathlib import Path
 
 import attrs
 
-from offload.testing.scenarios._contract import Outcome
 from offload.testing.scenarios._program import Fault, Scenario, Step, StoreStep
-from offload.testing.scenarios._report import Moment, Report, Violation
+from offload.testing.scenarios._systems import Outcome
+from offload.testing.scenarios._trace import Moment, Report, Violation
 
 
 def unhurried() -> float:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from offload.testing.scenarios._contract import Outcome
-from offload.testing.scenarios._making.generating import generate
-from offload.testing.scenarios._playing.playing import play
+from offload.testing.scenarios._generate import generate
+from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import Fault, Scenario, Step, StoreStep
-from offload.testing.scenarios._report import Moment, Report, Violation
+from offload.testing.scenarios._systems import Outcome
+from offload.testing.scenarios._trace import Moment, Report, Violation
 
 
 class Story:

@@ -28,45 +28,45 @@ if TYPE_CHECKING:
     from ._program import Counts as Counts
     from ._program import Window as Window
     from ._program import TICK as TICK
-    from ._files.reading import read as read
-    from ._files.reading import read_text as read_text
-    from ._files.writing import to_toml as to_toml
-    from ._files.checking import check as check
-    from ._files.complaints import ScenarioError as ScenarioError
-    from ._files.complaints import Problem as Problem
-    from ._files.schema import schema as schema
+    from ._files import read as read
+    from ._files import read_text as read_text
+    from ._files import to_toml as to_toml
+    from ._check import check as check
+    from ._errors import ScenarioError as ScenarioError
+    from ._errors import Problem as Problem
+    from ._schema import schema as schema
     from ._names import expand as expand
-    from ._making.generating import generate as generate
-    from ._making.loads import unroll as unroll
-    from ._playing.playing import play as play
-    from ._for_real.real import play_real as play_real
-    from ._for_real.real import NotForReal as NotForReal
-    from ._many.many import play_many as play_many
-    from ._many.many import Playing as Playing
-    from ._many.summing import Played as Played
-    from ._report import Report as Report
-    from ._report import Moment as Moment
-    from ._report import Violation as Violation
-    from ._shrinking.shrinking import shrink as shrink
-    from ._pictures.timeline import timeline as timeline
-    from ._pictures.perfetto import trace_events as trace_events
-    from ._contract import Factory as Factory
-    from ._contract import World as World
-    from ._contract import System as System
-    from ._contract import Ticket as Ticket
-    from ._contract import Outcome as Outcome
-    from ._contract import Refused as Refused
-    from ._playing.synchronous_systems import from_sync as from_sync
-    from ._playing.synchronous_systems import SyncWorld as SyncWorld
-    from ._for_real.asyncio_systems import from_asyncio as from_asyncio
-    from ._for_real.asyncio_systems import AsyncioWorld as AsyncioWorld
-    from ._for_real.threaded_systems import from_threads as from_threads
-    from ._for_real.threaded_systems import ThreadWorld as ThreadWorld
-    from ._playing.colours import NeedsRealTime as NeedsRealTime
-    from ._playing.colours import NeedsProcesses as NeedsProcesses
-    from ._judging.judged import judged_pipeline as judged_pipeline
-    from ._determinism import run as run
-    from ._determinism import deterministic as deterministic
+    from ._generate import generate as generate
+    from ._loads import unroll as unroll
+    from ._play import play as play
+    from .real._run import play_real as play_real
+    from ._errors import NotForReal as NotForReal
+    from ._workers import play_many as play_many
+    from ._workers import Playing as Playing
+    from ._summary import Played as Played
+    from ._trace import Report as Report
+    from ._trace import Moment as Moment
+    from ._trace import Violation as Violation
+    from ._shrink import shrink as shrink
+    from ._timeline import timeline as timeline
+    from ._perfetto import trace_events as trace_events
+    from ._systems import Factory as Factory
+    from ._systems import World as World
+    from ._systems import System as System
+    from ._systems import Ticket as Ticket
+    from ._systems import Outcome as Outcome
+    from ._systems import Refused as Refused
+    from ._sync_system import from_sync as from_sync
+    from ._sync_system import SyncWorld as SyncWorld
+    from .real._asyncio_system import from_asyncio as from_asyncio
+    from .real._asyncio_system import AsyncioWorld as AsyncioWorld
+    from .real._thread_system import from_threads as from_threads
+    from .real._thread_system import ThreadWorld as ThreadWorld
+    from ._errors import NeedsRealTime as NeedsRealTime
+    from ._errors import NeedsProcesses as NeedsProcesses
+    from ._ledger import judged_pipeline as judged_pipeline
+    from ._clock import run as run
+    from ._clock import deterministic as deterministic
 
 _HOMES = {
     "Scenario": "._program",
@@ -88,45 +88,45 @@ _HOMES = {
     "Counts": "._program",
     "Window": "._program",
     "TICK": "._program",
-    "read": "._files.reading",
-    "read_text": "._files.reading",
-    "to_toml": "._files.writing",
-    "check": "._files.checking",
-    "ScenarioError": "._files.complaints",
-    "Problem": "._files.complaints",
-    "schema": "._files.schema",
+    "read": "._files",
+    "read_text": "._files",
+    "to_toml": "._files",
+    "check": "._check",
+    "ScenarioError": "._errors",
+    "Problem": "._errors",
+    "schema": "._schema",
     "expand": "._names",
-    "generate": "._making.generating",
-    "unroll": "._making.loads",
-    "play": "._playing.playing",
-    "play_real": "._for_real.real",
-    "NotForReal": "._for_real.real",
-    "play_many": "._many.many",
-    "Playing": "._many.many",
-    "Played": "._many.summing",
-    "Report": "._report",
-    "Moment": "._report",
-    "Violation": "._report",
-    "shrink": "._shrinking.shrinking",
-    "timeline": "._pictures.timeline",
-    "trace_events": "._pictures.perfetto",
-    "Factory": "._contract",
-    "World": "._contract",
-    "System": "._contract",
-    "Ticket": "._contract",
-    "Outcome": "._contract",
-    "Refused": "._contract",
-    "from_sync": "._playing.synchronous_systems",
-    "SyncWorld": "._playing.synchronous_systems",
-    "from_asyncio": "._for_real.asyncio_systems",
-    "AsyncioWorld": "._for_real.asyncio_systems",
-    "from_threads": "._for_real.threaded_systems",
-    "ThreadWorld": "._for_real.threaded_systems",
-    "NeedsRealTime": "._playing.colours",
-    "NeedsProcesses": "._playing.colours",
-    "judged_pipeline": "._judging.judged",
-    "run": "._determinism",
-    "deterministic": "._determinism",
+    "generate": "._generate",
+    "unroll": "._loads",
+    "play": "._play",
+    "play_real": ".real._run",
+    "NotForReal": "._errors",
+    "play_many": "._workers",
+    "Playing": "._workers",
+    "Played": "._summary",
+    "Report": "._trace",
+    "Moment": "._trace",
+    "Violation": "._trace",
+    "shrink": "._shrink",
+    "timeline": "._timeline",
+    "trace_events": "._perfetto",
+    "Factory": "._systems",
+    "World": "._systems",
+    "System": "._systems",
+    "Ticket": "._systems",
+    "Outcome": "._systems",
+    "Refused": "._systems",
+    "from_sync": "._sync_system",
+    "SyncWorld": "._sync_system",
+    "from_asyncio": ".real._asyncio_system",
+    "AsyncioWorld": ".real._asyncio_system",
+    "from_threads": ".real._thread_system",
+    "ThreadWorld": ".real._thread_system",
+    "NeedsRealTime": "._errors",
+    "NeedsProcesses": "._errors",
+    "judged_pipeline": "._ledger",
+    "run": "._clock",
+    "deterministic": "._clock",
 }
 
 lazily(__name__, _HOMES)

@@ -1,0 +1,342 @@
+"""An engine over several tiers as a system under test: a tier may break, is left alone, tried again, and used again.
+
+The engine is :func:`offload.open_engine`'s, with its breakers, its lookups over all tiers and its promotions; the tiers are
+those that our pipelines are played with, in virtual time and for real. No ledger looks into it: it is judged as any system is,
+by what its tickets, loads and tiers show, and by what it holds at rest. Two rules are its own:
+
+Rule 1. A store that is complete has a good end on each of its routes: each block that the first tier took is in the next one,
+        or was kept back from it with a reason.
+Rule 2. A lookup has patience (:func:`patience_of`), and is over by then: no silent tier keeps what the others have.
+
+What a tier of virtual time meets is met by whatever is asked of it, not only by copies: a dead peer raises, and one that stands
+still answers when it is over. A page store is asked over its socket, and needs nobody to pretend that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import trio
+
+from backends import CapacityError, MissingKeys
+from backends.abc import Deletion, Destination, Failed, Key, Outcome, ReadLease, Unproven
+from backends.pages import Pages, new_pages
+from backends.slots import PagesDestination
+from maru.exception_groups import holds
+from offload import NO_WAIT, PipelineClosed, PipelineFull, open_engine
+from offload._config import BreakerConfig
+from offload._engine import Engine, Hit
+from offload._health import HealthState
+from offload._pipeline.container import OffloadBatch, OffloadContainer
+from offload._pipeline.lifecycle import Status
+from offload.instruments import Every
+
+from ._defaults import config_of
+from ._pipeline_system import PipelineSystem
+from ._program import TICK, EngineSpec
+from ._systems import Refused, System, Ticket
+from ._virtual_tier import Unknown, VirtualTier
+
+if TYPE_CHECKING:
+    from ._systems import World
+    from ._virtual_tier import TierModel
+    from ._world import VirtualWorld
+
+
+class FaultyQueries:
+    """A tier whose place answers questions as it copies: not at all while its peer is dead, later while it stands still."""
+
+    if TYPE_CHECKING:
+        place: Any
+    asked_in_vain: int = 0
+    """Questions that met a dead peer, or one that stands still."""
+
+    async def answer(self) -> None:
+        """Return once it would answer.
+
+        Raises:
+            OSError: its peer is dead.
+        """
+        stall = self.place.window("stall")
+        self.asked_in_vain += stall is not None or self.place.window("peer_death") is not None
+        if stall is not None:
+            stall.line.fired = True
+            await trio.sleep_until(stall.until)
+        self.place.check_alive()
+
+    async def pin(self, keys: Sequence[Key]) -> Any:
+        """Ask, then hold."""
+        await self.answer()
+        return await super().pin(keys)  # type: ignore[misc]
+
+    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
+        """Ask, then load."""
+        await self.answer()
+        return await super().load(lease, destination)  # type: ignore[misc, no-any-return]
+
+    async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
+        """Ask, then delete."""
+        await self.answer()
+        return await super().delete(keys)  # type: ignore[misc, no-any-return]
+
+
+class VirtualEngineTier(FaultyQueries, VirtualTier):
+    """A tier of virtual time that is asked. While the end of its copies is unknown, that of its loads is, too."""
+
+    def __init__(self, place: TierModel, unproven: list[Pages]) -> None:
+        super().__init__(place)
+        self._unproven = unproven
+
+    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
+        """Ask, then load, unless the end of it is unknown.
+
+        Raises:
+            Unknown: it may still write to these places, now and later.
+            ExceptionGroup: of one of these.
+        """
+        views = destination.views()
+        if views is not None:
+            written = {address for pages in self._unproven for address in pages.addresses}
+            if not written.isdisjoint(views.addresses):
+                self.place.clashes.append(f"{self.name} loads to where a load without a proven end may still write")
+        window = self.place.window("unproven")
+        if window is None or views is None:
+            return await super().load(lease, destination)
+        window.line.fired = True
+        self._unproven.append(views)
+        error = Unknown(f"nobody knows how a load from {self.name} ended")
+        raise ExceptionGroup(f"a load from {self.name}", [error]) if window.grouped else error
+
+
+class VirtualEngineParts(PipelineSystem):
+    """What an engine of virtual time is made of."""
+
+    def __init__(self, world: VirtualWorld) -> None:
+        self._unproven: list[Pages] = []
+        super().__init__(world)
+
+    def _tier(self, place: TierModel) -> VirtualTier:
+        return VirtualEngineTier(place, self._unproven)
+
+
+class _HookInstrument(Every):
+    """Tells the world what is about to happen to the containers that somebody stored."""
+
+    def __init__(self, parts: PipelineSystem) -> None:
+        self._parts = parts
+
+    def saw(self, hook: str, subject: OffloadContainer | OffloadBatch | Sequence[OffloadContainer]) -> None:
+        if isinstance(subject, OffloadContainer):
+            if hook == "settled" and subject.status is Status.COMPLETE and subject.routes:
+                self._all_went_on(subject)
+            containers: Sequence[OffloadContainer] = [subject]
+        else:
+            containers = subject.containers if isinstance(subject, OffloadBatch) else subject
+        stored = self._parts._stored
+        labels = [stored[container.blocks] for container in containers if container.blocks in stored]
+        if labels:
+            self._parts.world.hook(hook, labels, "")
+
+    def _all_went_on(self, container: OffloadContainer) -> None:
+        """Rule 1."""
+        for name, route in (container.routes or {}).items():
+            lost = set(container.completed).difference(route.completed, route.filtered)
+            if lost:
+                told = ", ".join(sorted(key.decode(errors="backslashreplace") for key in lost))
+                self._parts.world.wrong(
+                    "I5", f"{container!r} is complete, and on its route to {name} {told} went nowhere"
+                )
+
+
+class EngineSystem:
+    """An engine, behind the contract."""
+
+    def __init__(self, parts: PipelineSystem, engine: Engine, patience: float) -> None:
+        self._parts = parts
+        self._engine = engine
+        self._world = parts.world
+        self._patience = patience
+
+    def __repr__(self) -> str:
+        return f"<{self._engine!r} under test>"
+
+    # -- the contract --------------------------------------------------------------------------------------------------
+
+    async def store(self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str) -> Ticket:
+        """Take in a container: into the first tier, and down from there."""
+        parcel, parts = self._world.parcels[label], self._parts
+        parts._keep_alive(parcel)
+        blocks = None
+        try:
+            blocks = parts._blocks(parts.tiers[self._world.pipelines[parcel.pipeline].source], parcel)
+            return await self._engine.store(blocks, precondition=parcel.after or NO_WAIT)
+        except (PipelineFull, PipelineClosed, CapacityError, MissingKeys, ValueError) as error:
+            parts.ended(label)
+            raise Refused(type(error).__name__) from error
+        except BaseException:
+            parts.ended(label)
+            raise
+
+    async def load(self, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
+        """From wherever each block is, prefix by prefix.
+
+        Raises:
+            OSError: not all was found, and a tier that may have the rest could not be asked.
+        """
+        found: dict[Key, bytes | None] = dict.fromkeys(keys)
+        todo = list(keys)
+        while todo:
+            async with await self._lookup(todo) as hit:
+                loaded = await self._read(hit, len(todo))
+            found.update(loaded)
+            todo = todo[len(loaded) + 1 :]
+        return found
+
+    async def load_from(self, tier: str, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
+        """From one tier, past the engine."""
+        return await self._parts.load_from(tier, keys)
+
+    @asynccontextmanager
+    async def hold(self, tier: str, keys: Sequence[Key]) -> AsyncIterator[Callable[[], Awaitable[Mapping[Key, bytes]]]]:
+        """Hold what a lookup finds; with a tier, what that has."""
+        if tier:
+            async with self._parts.hold(tier, keys) as read:
+                yield read
+            return
+        async with await self._lookup(keys) as hit:
+            yield lambda: self._read(hit, len(keys))
+
+    async def _lookup(self, keys: Sequence[Key]) -> Hit:
+        """Rule 2."""
+        began = trio.current_time()
+        hit = await self._engine.lookup(keys, within=self._patience)
+        took, jumps = trio.current_time() - began, self._world.jumps
+        if took > self._patience + TICK / 2 and not any(began <= to and since <= began + took for since, to in jumps):
+            self._world.wrong("model", f"a lookup with patience for {self._patience:g} s took {took:g} s")
+        return hit
+
+    async def _read(self, hit: Hit, wanted: int) -> dict[Key, bytes]:
+        """What of a hit can be loaded.
+
+        Raises:
+            OSError: that is less than was wanted, and a tier that may have the rest could not be asked.
+        """
+        n = len(hit.keys)
+        pages = new_pages(n, self._engine.source.block_bytes)
+        try:
+            result = await self._engine.load(hit, PagesDestination(pages)) if n else None
+        except Exception as error:
+            if not holds(error, Unproven):
+                raise
+            raise ConnectionResetError(f"nobody knows what these places hold: {error!r}") from error
+        loaded = result.loaded if result is not None else 0
+        keys = hit.keys[:loaded]
+        if self._engine.promote:
+            self._world.oracle.may_arrive(list(self._engine.tiers)[:-1], keys)
+        if loaded < wanted:
+            failed = result is not None and any(isinstance(outcome, Failed) for outcome in result.outcomes)
+            if failed or hit.unavailable:
+                raise ConnectionResetError(f"not all could be asked: {hit.unavailable or result}")
+        return {key: bytes(pages[at]) for at, key in enumerate(keys)}
+
+    async def delete(self, tier: str, keys: Sequence[Key]) -> None:
+        """Forget keys of one tier."""
+        await self._parts.delete(tier, keys)
+
+    async def drain(self, pipeline: str) -> None:
+        """Wait until everything that is inside has settled, promotions included."""
+        await self._engine.drain()
+
+    def evict(self, tier: str, keys: Sequence[Key], again: bool) -> Sequence[Key]:
+        """Take keys out of a source."""
+        return self._parts.evict(tier, keys, again)
+
+    def release(self, pipeline: str) -> None:
+        """Release what is in quarantine."""
+        for entry in self._engine.quarantine:
+            entry.release()
+
+    def found(self, tier: str) -> AbstractSet[Key]:
+        """The keys that can be found in a tier."""
+        return self._parts.found(tier)
+
+    def audit(self) -> Mapping[str, int]:
+        """What is still held."""
+        held: Counter[str] = Counter()
+        statistics = self._engine.statistics()
+        held["open hits"] = statistics.open_hits
+        held["blocks on their way up"] = statistics.promoting_blocks
+        for name, one in statistics.pipelines.items():
+            held[f"budget of {name}"] = one.used_blocks
+            held[f"inside {name}"] = one.inside
+            held[f"waiting for room in {name}"] = one.waiting_enqueues
+        for name, tier in self._parts.tiers.items():
+            pool = tier.pool.statistics()
+            held[f"guards in {name}"] = pool.held
+            held[f"reservations in {name}"] = pool.staged
+            held[f"copies into {name}"] = tier.copying
+        return held
+
+    def statistics(self, pipeline: str) -> Mapping[str, Any]:
+        """Figures of the pipeline into a tier, and of the tier's health: see :data:`ENGINE_FIGURES`."""
+        statistics = self._engine.statistics()
+        health = statistics.health[pipeline]
+        return {
+            **attrs.asdict(statistics.pipelines[pipeline]),
+            "well": int(health.state is HealthState.CLOSED),
+            "faults": health.faults,
+            "asked_in_vain": getattr(self._parts.tiers[pipeline], "asked_in_vain", 0),
+            "left_out": statistics.lookup_failures.get(pipeline, 0),
+            "promoted": statistics.promoted_blocks,
+        }
+
+
+def breaker_of(spec: EngineSpec) -> BreakerConfig:
+    """The breakers that a scenario asks for."""
+    return BreakerConfig(
+        max_faults=spec.max_faults,
+        first_wait=spec.first_wait_ms * TICK,
+        longest_wait=spec.longest_wait_ms * TICK,
+        call_timeout=spec.call_ms * TICK,
+        load_timeout=spec.load_ms * TICK,
+    )
+
+
+def lookup_timeout_of(spec: EngineSpec) -> float:
+    """How long a reader waits for all tiers of a lookup, in seconds."""
+    return min(spec.call_ms, spec.lookup_ms) * len(spec.tiers) * TICK
+
+
+@asynccontextmanager
+async def running_engine(parts: PipelineSystem, patience: float = math.inf) -> AsyncIterator[EngineSystem]:
+    """An engine over these tiers, those that the scenario names. On the wall nobody's patience is measured."""
+    world = parts.world
+    spec = world.scenario.engine
+    assert spec is not None
+    world.ledger = None  # it is judged as any other system is
+    tiers: list[Any] = [parts.tiers[name] for name in spec.tiers]
+    async with open_engine(
+        parts.tiers[world.pipelines[world.first].source],
+        tiers,
+        config=config_of(world.pipelines[world.first]),
+        instruments=[_HookInstrument(parts)],
+        promote=spec.promote,
+        on_load_failure=spec.on_load_failure,
+        breaker=breaker_of(spec),
+    ) as engine:
+        yield EngineSystem(parts, engine, patience)
+
+
+@asynccontextmanager
+async def open_engine_system(world: World) -> AsyncIterator[System]:
+    """The engine of a scenario, in virtual time."""
+    virtual: VirtualWorld = world  # type: ignore[assignment]
+    assert virtual.scenario.engine is not None
+    async with running_engine(VirtualEngineParts(virtual), lookup_timeout_of(virtual.scenario.engine)) as system:
+        yield system

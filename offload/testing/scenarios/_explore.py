@@ -1,0 +1,166 @@
+"""Every cancel at every hook visit of one scenario, one run for each: nothing is left to chance. Pure, but for the playing.
+
+The base run says which hooks are visited, about whom, and how often. A *spot* is one such visit, a *variant* the scenario with
+one more fault there (two, for pairs). What the scenario expects of its base run is left out; the invariants stay.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, Literal, TypeAlias, get_args
+
+import attrs
+import msgspec
+
+from ._program import Fault, Scenario
+from ._summary import Played
+from ._trace import Report
+from ._workers import Playing
+
+Action: TypeAlias = Literal["cancel", "shut_down", "evict", "cancel_host"]
+ACTIONS: Final[tuple[Action, ...]] = get_args(Action)
+
+_SPOT: Final = re.compile(r"(\w+)@([^:@+]+):([^:@+]+):([1-9][0-9]*)")
+
+
+class NoSuchSpot(ValueError):
+    """This names no visit of a hook."""
+
+
+@attrs.frozen
+class Spot:
+    """Something done at one visit of a hook."""
+
+    action: Action
+    hook: str
+    who: str
+    visit: int
+    """Which of the visits about this container, from 1."""
+
+    def __str__(self) -> str:
+        """As it is written on a command line: ``cancel@post_claim:a2:1``."""
+        return f"{self.action}@{self.hook}:{self.who}:{self.visit}"
+
+    def fault(self) -> Fault:
+        """It as a fault of a program."""
+        if self.action == "cancel":
+            return Fault(do="cancel", at_hook=self.hook, who=self.who, visit=self.visit)
+        return Fault(do=self.action, at_hook=self.hook, of=self.who, visit=self.visit)
+
+
+Spots: TypeAlias = tuple[Spot, ...]
+"""What one variant does: one thing, or two."""
+
+
+def spots_of(report: Report, actions: Sequence[Action] = ("cancel",)) -> list[Spot]:
+    """Every action at every visit of every hook of a run, in the order in which they came."""
+    visits: Counter[tuple[str, str]] = Counter()
+    found: list[Spot] = []
+    for moment in report.moments:
+        if moment.kind != "hook":
+            continue
+        for who in moment.who:
+            visits[moment.name, who] += 1
+            found += [Spot(action, moment.name, who, visits[moment.name, who]) for action in actions]
+    return found
+
+
+def variants_of(report: Report, actions: Sequence[Action] = ("cancel",), *, pairs: bool = False) -> list[Spots]:
+    """What to try: each spot alone, and, with ``pairs``, every two cancels of different containers together."""
+    spots = spots_of(report, actions)
+    found: list[Spots] = [(spot,) for spot in spots]
+    if pairs:
+        cancels = [spot for spot in spots if spot.action == "cancel"]
+        found += [pair for pair in itertools.combinations(cancels, 2) if pair[0].who != pair[1].who]
+    return found
+
+
+def spots_from(text: str) -> Spots:
+    """What was written on a command line: ``cancel@post_claim:a2:1+cancel@pre_claim:a0:1``.
+
+    Raises:
+        NoSuchSpot: it is something else.
+    """
+    found = []
+    for word in text.split("+"):
+        match = _SPOT.fullmatch(word.strip())
+        if match is None or match[1] not in ACTIONS:
+            raise NoSuchSpot(
+                f"{word.strip()!r} is no spot: say ACTION@HOOK:CONTAINER:VISIT, as in cancel@post_claim:a2:1, "
+                f"where an action is {', '.join(ACTIONS)}"
+            )
+        found.append(Spot(match[1], match[2], match[3], int(match[4])))
+    return tuple(found)
+
+
+def variant(scenario: Scenario, spots: Spots) -> Scenario:
+    """The program with these as well, and without what it expects of the run that has none of them."""
+    about = f"{scenario.name}, and {' and '.join(map(str, spots))}"
+    return msgspec.structs.replace(
+        scenario, name=about, expect=[], fault=[*scenario.fault, *[spot.fault() for spot in spots]]
+    )
+
+
+@attrs.frozen
+class Exploring:
+    """Plays a variant by its number."""
+
+    scenario: Scenario
+    seed: int
+    variants: Sequence[Spots]
+    base: Path | None = None
+    system: str = ""
+
+    def warm(self) -> None:
+        """See :meth:`Playing.warm`."""
+        Playing(system=self.system).warm()
+
+    def __call__(self, number: int) -> Report:
+        """One run."""
+        return Playing(variant(self.scenario, self.variants[number]), self.base, self.system)(self.seed)
+
+
+@attrs.define(eq=False)
+class Table:
+    """How containers ended that were hit, by hook and container; the variants with one action each."""
+
+    hooks: list[str] = attrs.field(factory=list)
+    whos: list[str] = attrs.field(factory=list)
+    cells: dict[tuple[str, str], Counter[str]] = attrs.field(factory=dict)
+    """``!`` counts the variants in which something was wrong."""
+
+    def add(self, spot: Spot, end: str, *, wrong: bool) -> None:
+        """One more variant.
+
+        Args:
+            spot: what was done in it.
+            end: how its container ended; empty: it has no end.
+            wrong: whether anything was violated.
+        """
+        if spot.hook not in self.hooks:
+            self.hooks.append(spot.hook)
+        if spot.who not in self.whos:
+            self.whos.append(spot.who)
+        cell = self.cells.setdefault((spot.hook, spot.who), Counter())
+        cell[end or "no end"] += 1
+        if wrong:
+            cell["!"] += 1
+
+
+@attrs.define(eq=False)
+class Explored:
+    """What exploring came to: a table for each action."""
+
+    tables: dict[Action, Table] = attrs.field(factory=dict)
+
+    def add(self, spots: Spots, run: Played) -> None:
+        """One more variant, whose report was kept. Pairs are in no table."""
+        if len(spots) == 1:
+            [spot] = spots
+            outcome = run.report.outcomes.get(spot.who) if run.report is not None else None
+            table = self.tables.setdefault(spot.action, Table())
+            table.add(spot, "" if outcome is None else outcome.status, wrong=bool(run.violations))

@@ -1,1 +1,0 @@
-"""Scenarios as files: read, checked, written, described."""

@@ -1,1 +1,0 @@
-"""The same run against real components, and systems of other colours."""

@@ -1,0 +1,492 @@
+"""Random programs: one for each seed, for pipelines (the mix ``standard``) and for engines of several tiers (``engine``). Pure.
+
+Rule 1. Each choice is drawn by its site (:class:`Rng`), never from a stream.
+Rule 2. Times are few and whole, so that many fall together. What goes wrong is aimed by :class:`FaultPlan`.
+Rule 3. What is read was mostly stored before: a load that could never hit shows little. Some prefixes (:meth:`Draft._prefix`)
+        are stored while no fault is aimed at them, read, deleted and stored again.
+Rule 4. What comes out passes :func:`check`.
+Rule 5. A program for an engine is one for pipelines whose tiers are behind an engine. It adds what only engines have: tiers
+        that break, are left alone and used again, promotion, retries in slower tiers, and readers of several tiers. No ledger
+        looks into an engine; the oracle checks it by what it shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
+
+import attrs
+import msgspec
+
+from ._generate_faults import (
+    SHARED,
+    FaultPlan,
+    PlannedStore,
+    sample,
+)
+from ._names import compress, expand
+from ._program import (
+    After,
+    CloseStep,
+    EngineSpec,
+    Fault,
+    KeysStep,
+    LoadStep,
+    PipelineSpec,
+    PolicySpec,
+    Scenario,
+    Step,
+    StoreStep,
+    TierSpec,
+    WhenFull,
+)
+from ._rng import Rng
+
+BLOCK_BYTES: Final = 16
+SPAN: Final = 24
+"""Stores fall into so many virtual milliseconds."""
+AMPLE: Final = 200
+"""A capacity that is never used up."""
+AMPLE_BUDGET: Final = 4_096
+HOLDS: Final = (0, 0, 0, 0, 6, 20)
+"""For how long a reader holds what it has found, in virtual milliseconds: mostly it does not."""
+Below: TypeAlias = Mapping[str, tuple[str, str]]
+_NOTHING_BELOW: Final[Below] = {}
+_BELOW: Final[Sequence[Below]] = (
+    {"route": ("host", "disk")},
+    {"route": ("host", "disk")},
+    {"route": ("host", "disk"), "other": ("host", "far")},
+    {"route": ("host", "disk"), "other": ("host", "far")},
+    {"route": ("host", "disk"), "on": ("disk", "far")},
+)
+"""Chains below the first pipeline: one route, two side by side, or one behind the other; of each, from where to where."""
+
+
+def generate(seed: int) -> Scenario:
+    """The program of a seed."""
+    return Draft(Rng(seed)).scenario()
+
+
+@attrs.define
+class Draft:
+    """A program while it is being written."""
+
+    dice: Rng
+    engine: Below | None = None
+    """What leads to the tiers of an engine behind its first one, if this is to be one."""
+    puts: list[PlannedStore] = attrs.Factory(list)
+    steps: list[Step] = attrs.Factory(list)
+    plain: list[PlannedStore] = attrs.Factory(list)
+    """Containers that wait for nothing."""
+    held: list[str] = attrs.Factory(list)
+    """What the first destination has from the start."""
+    read: list[PlannedStore] = attrs.Factory(list)
+    """What of that somebody reads, and holds for a while."""
+    drops: bool = False
+    """Where there is no room in the budget, weak containers are dropped."""
+    loads: int = 0
+
+    def scenario(self) -> Scenario:
+        dice = self.dice
+        below = self.engine
+        twin = below is None and dice.chance(0.2, "twin")
+        if below is None:
+            below = dice.pick(_BELOW, "below") if dice.chance(0.2, "route") else _NOTHING_BELOW
+        capacity = dice.pick([4, 8, 16, AMPLE, AMPLE, AMPLE], "capacity")
+        main = self._main(capacity)
+        budget = main.budget_blocks or AMPLE_BUDGET
+        self.drops = main.on_overflow == "drop"
+        self._stores(twin, budget)
+        for i in range(dice.pick([1, 1, 1, 2], "prefixes")):
+            self._prefix(i, min(capacity, budget))
+        tiers = self._tiers(below, capacity)
+        pipelines = {"main": msgspec.structs.replace(main, chain=_from("host", below), policies=self._policies())}
+        if twin:
+            pipelines["twin"] = self._twin()
+        for name, (source, to) in below.items():
+            patience = dice.pick([4, 100], name, "timeout")
+            pipelines[name] = PipelineSpec(
+                source=source, to=to, chain=_from(to, below), destination_ms=patience, flush_ms=dice.pick([1, 10], name)
+            )
+        self._disturb(tiers)
+        host = tiers["host"]
+        return Scenario(
+            name=f"seed {dice.seed}",
+            seed=dice.seed,
+            tier=tiers,
+            pipeline=pipelines,
+            step=sorted(self.steps, key=lambda step: step.at_ms),
+            fault=FaultPlan(
+                dice,
+                self.puts,
+                read=self.read,
+                below=[to for _, to in below.values()],
+                slots=2 if twin else main.max_concurrent_transfers or 1,
+                budget=budget,
+                copy_ms=host.latency_ms + (4 * BLOCK_BYTES // host.bytes_per_ms if host.bytes_per_ms else 0),
+            ).all(),
+        )
+
+    # -- the house -----------------------------------------------------------------------------------------------------
+
+    def _main(self, capacity: int) -> PipelineSpec:
+        dice = self.dice
+        budget = dice.pick([8, 16, 24, AMPLE_BUDGET, AMPLE_BUDGET], "budget")
+        most = min(dice.pick([1, 2, 4, 8, 16], "max_batch_size"), budget)
+        full: tuple[WhenFull, ...] = ("wait", "wait", "evict", "partial", "fail")
+        if capacity < AMPLE:  # nobody deletes as much as is stored
+            full = ("wait", "evict", "evict", "partial", "fail")
+        return PipelineSpec(
+            to="host",
+            max_batch_size=most,
+            min_batch_size=1 + dice.below(most, "min_batch_size"),
+            flush_ms=dice.pick([0, 1, 4, 10], "flush_interval"),
+            policy_ms=dice.pick([2, 4, 40], "policy_timeout"),
+            on_policy_error=dice.pick(["filter", "fail"], "on_policy_error"),
+            max_waiting_policies=dice.pick([1, 2, 64], "max_waiting_policies"),
+            precondition_ms=dice.pick([8, 20, 200, 200, 200], "precondition_timeout"),
+            max_concurrent_transfers=dice.pick([1, 2, 2, 3], "slots"),
+            on_destination_full=dice.pick(full, "full"),
+            destination_ms=dice.pick([4, 10, 100, 100], "destination_timeout"),
+            transfer_ms=dice.pick([6, 20, *[1000] * 10], "transfer_timeout"),
+            drain_ms=dice.pick([0, 4, 100, 1000], "drain_timeout"),
+            budget_blocks=budget,
+            on_overflow=dice.pick(["wait", "wait", "drop"], "overflow"),
+        )
+
+    def _twin(self) -> PipelineSpec:
+        dice = self.dice
+        return PipelineSpec(
+            to="host",
+            destination_ms=dice.pick([4, 100], "twin timeout"),
+            flush_ms=dice.pick([0, 4], "twin flush"),
+            max_concurrent_transfers=1 + dice.below(2, "twin slots"),
+            on_destination_full=dice.pick(["wait", "evict", "partial", "fail"], "twin full"),
+        )
+
+    def _tiers(self, below: Below, capacity: int) -> dict[str, TierSpec]:
+        dice = self.dice
+        held = self.held + (sample(dice, SHARED, 0.2, "held") if dice.chance(0.2, "holds") else [])
+        tiers = {
+            "device": TierSpec(capacity=512, block_bytes=BLOCK_BYTES),
+            "host": TierSpec(
+                capacity=capacity,
+                block_bytes=BLOCK_BYTES,
+                latency_ms=dice.pick([0, 1, 1, 2, 3, 5], "latency"),
+                bytes_per_ms=dice.pick([0, 0, BLOCK_BYTES, 4 * BLOCK_BYTES], "bandwidth"),
+                holds=compress(held[:capacity]),
+            ),
+        }
+        for _, to in below.values():
+            tiers[to] = TierSpec(
+                capacity=dice.pick([4, AMPLE], to, "capacity"),
+                block_bytes=BLOCK_BYTES,
+                latency_ms=dice.below(4, to, "latency"),
+            )
+        return tiers
+
+    def _policies(self) -> list[PolicySpec]:
+        return [self._policy(i) for i in range(self.dice.pick([0, 0, 1, 1, 2, 3], "policies"))]
+
+    def _policy(self, i: int) -> PolicySpec:
+        dice, where = self.dice, ("policy", i)
+
+        def keys_with(p: float) -> str:
+            known = dict.fromkeys([*SHARED, *[key for put in self.puts for key in put.keys]])
+            return compress(sample(dice, [*known], p, *where, "keys") or SHARED[:1])
+
+        kinds = ["present", "reject", "sleep", "raise", "lock", "lock now", "cancel", "hang"]
+        match dice.pick(kinds, *where):
+            case "present":
+                return PolicySpec(do="present", tier="host")
+            case "reject":
+                return PolicySpec(do="reject", keys=keys_with(0.25))
+            case "sleep":
+                return PolicySpec(do="sleep", ms=1 + dice.below(6, *where, "ms"), keys=keys_with(0.2))
+            case "raise":
+                return PolicySpec(do="raise", keys=keys_with(0.08), ms=dice.pick([0, 0, 1, 3], *where, "ms"))
+            case "lock":
+                return PolicySpec(do="lock", ms=1 + dice.below(4, *where, "ms"), p=0.5)
+            case "lock now":
+                return PolicySpec(do="lock")
+            case "cancel":
+                who = [put.label for put in self.puts if dice.chance(0.3, *where, put.label)]
+                return PolicySpec(do="cancel", who=compress(who or [self.puts[0].label]), p=0.2)
+            case _:
+                return PolicySpec(do="hang", keys=keys_with(0.03))
+
+    # -- the load ------------------------------------------------------------------------------------------------------
+
+    def _stores(self, twin: bool, budget: int) -> None:
+        dice = self.dice
+        for i in range(3 + dice.below(16, "stores")):
+            where = ("store", i)
+            pipeline = "twin" if twin and dice.chance(0.4, *where, "twin") else ""
+            self._store(f"s{i}", dice.below(SPAN, *where, "at"), where, pipeline)
+        if dice.chance(0.6 if budget < AMPLE_BUDGET else 0.2, "burst"):
+            self._burst(budget)
+
+    def _burst(self, budget: int) -> None:
+        """Several at once; where the budget is small, more than fit in."""
+        dice = self.dice
+        least = budget // 4 if budget < AMPLE_BUDGET else 0
+        labels = [f"b{i}" for i in range(2 + dice.below(6, "burst", "many"))]
+        at, per = dice.below(SPAN, "burst", "at"), 1 + least + dice.below(2, "burst", "per")
+        how: Any = dice.pick(["wait", "wait", "wait", "now", "many", "many"], "burst", "how")
+        kind: Any = dice.pick(["weak", "weak", "strong"], "burst", "kind")
+        self.puts += [
+            PlannedStore(label, at, tuple([f"{label}.{n}" for n in range(per)]), waits=self._waits(how, kind))
+            for label in labels
+        ]
+        self._at(at, store=StoreStep(id=compress(labels), per=per, how=how, kind=kind))
+
+    def _waits(self, how: str, kind: str) -> bool:
+        return how == "wait" and not (kind == "weak" and self.drops)
+
+    def _prefix(self, i: int, room: int) -> None:
+        """What comes again and again: stored in peace, read, grown, taken away, stored once more, and read again."""
+        dice, where = self.dice, ("prefix", i)
+        keys = [f"p{i}.{n}" for n in range(min(2 + dice.below(4, *where, "n"), room))]
+        at = 10 + dice.below(20, *where, "at")
+        if dice.chance(0.5, *where, "held"):
+            self.held += keys
+            if dice.chance(0.8, *where, "held on to"):
+                self._hold_on(keys, where)
+        else:
+            self._at(at, store=StoreStep(id=f"p{i}", per=len(keys)))  # and no fault is aimed at it
+        read = at + 28 + dice.below(12, *where, "read")
+        self._load(read, keys)
+        if dice.chance(0.4, *where, "grows"):
+            longer = [*keys, f"q{i}.0"][-room:]
+            self._turn(f"q{i}", read + dice.below(6, *where, "grows at"), longer, where)
+        if dice.chance(0.5, *where, "gone"):
+            gone = read + 2 + dice.below(8, *where, "gone at")
+            self._at(gone, delete=KeysStep(keys=compress(keys[dice.below(len(keys), *where, "from") :])))
+            self._load(gone + dice.below(4, *where, "missed at"), keys)
+            if dice.chance(0.6, *where, "again"):
+                self._turn(f"r{i}", gone + 1 + dice.below(4, *where, "again at"), keys, where)
+        for time in range(1 + dice.below(2, *where, "times")):
+            self._load(read + 24 + dice.below(24, *where, "read again", time), keys)
+
+    def _hold_on(self, keys: Sequence[str], where: tuple[object, ...]) -> None:
+        """Hold what is there from the start while others store, and need the room; and perhaps somebody would delete it."""
+        dice = self.dice
+        at, hold = dice.below(8, *where, "early"), dice.pick([8, 24, 40], *where, "for")
+        self._load(at, keys, hold=hold)
+        self.read.append(PlannedStore("", at, tuple(keys), within=hold))
+        if dice.chance(0.5, *where, "deleted"):
+            self._at(at + 1 + dice.below(hold, *where, "deleted at"), delete=KeysStep(keys=compress(keys)))
+
+    def _turn(self, label: str, at: int, keys: Sequence[str], where: tuple[object, ...]) -> None:
+        kind: Any = self.dice.pick(["weak", "strong"], *where, label)
+        self._at(at, store=StoreStep(id=label, keys=compress(keys), per=len(keys), kind=kind))
+        self.puts.append(PlannedStore(label, at, tuple(keys)))
+
+    def _load(self, at: int, keys: Sequence[str], tier: str = "", hold: int | None = None) -> None:
+        """Read, and perhaps hold that for a while; perhaps beside somebody who holds the same, and lets go before or after."""
+        dice, where, long = self.dice, ("hold", self.loads), hold is not None
+        if hold is None:
+            hold = dice.pick(HOLDS, *where)
+        self._read(at, keys, tier, hold)
+        if hold and dice.chance(0.8 if long else 0.2, *where, "beside"):
+            self._read(at + dice.below(hold, *where, "beside at"), keys, tier, dice.pick([2, 16], *where, "beside for"))
+
+    def _read(self, at: int, keys: Sequence[str], tier: str, hold: int) -> None:
+        self._at(at, load=LoadStep(id=f"l{self.loads}", keys=compress(keys), tier=tier, hold_ms=hold))
+        self.loads += 1
+
+    def _store(self, label: str, at: int, where: tuple[object, ...], pipeline: str) -> None:
+        dice = self.dice
+        kind: Any = dice.pick(["weak", "weak", "weak", "strong", "external"], *where, "kind")
+        n = dice.pick([0, 1, 1, 2, 2, 3, 4, 6], *where, "n")
+        own = kind == "external" or n == 0 or dice.chance(0.5, *where, "own")
+        start = dice.below(len(SHARED), *where, "start")
+        keys = [f"{label}.{i}" for i in range(n)] if own else [*SHARED, *SHARED][start : start + n]
+        after, any_of = self._after(label, at, where)
+        step = StoreStep(
+            id=label,
+            keys="" if own else compress(keys),
+            per=n,
+            kind=kind,
+            pipeline=pipeline,
+            how=dice.pick(["now", "many", "wait", "wait", "wait"], *where, "how"),
+            after=after,
+            any_of=any_of,
+        )
+        self._at(at, store=step)
+        waits = self._waits(step.how, kind) and not pipeline
+        put = PlannedStore(label, at, tuple(keys), kept=kind == "external", waits=waits)
+        self.puts.append(put)
+        if keys and not after:
+            self.plain.append(put)
+
+    def _after(self, label: str, at: int, where: tuple[object, ...]) -> tuple[list[After], bool]:
+        """What must hold before a container may be read, and whether one of it is enough."""
+        dice = self.dice
+        ms = dice.below(dice.pick([6, 12, 30], *where, "opens within"), *where, "opens")
+        kinds = [*["none"] * 8, "set", "trio", "thread", "sleep", "raise", "never", "all", "any", "stubborn", "shared"]
+        match dice.pick(kinds, *where, "precondition"):
+            case "none":
+                return [], False
+            case "set":
+                return [After(made_of=dice.pick(["trio", "thread", "async"], *where, "as"))], False
+            case "trio" | "thread" as made_of:
+                if dice.chance(0.5, *where, "by an event"):
+                    self._at(at + ms, fire=f"e-{label}")
+                    return [After(event=f"e-{label}", made_of=made_of)], False
+                return [After(ms=ms, made_of=made_of)], False
+            case "sleep":
+                return [After(ms=ms, made_of="async")], False
+            case "raise":
+                return [After(ms=ms, do="raise", made_of=dice.pick(["async", "stubborn"], *where, "as"))], False
+            case "never":
+                return [After(do="never", made_of=dice.pick(["trio", "async"], *where, "as"))], False
+            case "all":
+                return [After(ms=ms), After(ms=max(ms - 1, 0), made_of="thread"), After(ms=ms, made_of="async")], False
+            case "any":
+                return [After(ms=ms), After(do="never"), After(ms=ms, made_of="stubborn")], True
+            case "stubborn":
+                return [After(ms=ms, made_of="stubborn")], False
+            case _:
+                self._at(dice.below(40, "shared event"), fire="e")
+                return [After(event="e")], False
+
+    def _disturb(self, tiers: Mapping[str, TierSpec]) -> None:
+        """What else is done meanwhile: it takes away, reads, waits, and ends."""
+        dice, lower = self.dice, [name for name in tiers if name not in ("device", "host")]
+        for i in range(dice.below(4, "evictions")):
+            keys = sample(dice, SHARED, 0.4, "evict", i, "keys")
+            if keys:
+                again = dice.chance(0.5, "evict", i, "again")
+                self._at(dice.below(40, "evict", i), evict=KeysStep(keys=compress(keys), again=again))
+        for i in range(dice.below(3, "deletions")):
+            keys = sample(dice, SHARED, 0.5, "delete", i, "keys")
+            if keys:
+                tier = dice.pick(lower, "delete", i, "which") if lower and dice.chance(0.3, "delete", i, "tier") else ""
+                self._at(dice.below(60, "delete", i), delete=KeysStep(tier=tier, keys=compress(keys)))
+        for i in range(dice.below(4, "loads") if self.plain else 0):
+            put = dice.pick(self.plain, "load", i, "of")
+            tier = dice.pick(lower, "load", i, "which") if lower and dice.chance(0.3, "load", i, "tier") else ""
+            self._load(put.at_ms + 30 + dice.below(40, "load", i), put.keys, tier)
+        if dice.chance(0.2, "drains"):
+            self._at(dice.below(40, "drain"), drain="main")
+        if dice.chance(0.1, "releases"):
+            self._at(20 + dice.below(60, "release"), release="main")
+        if dice.chance(0.2, "ends early"):
+            how: Any = dice.pick(["leave", "close", "cancel", "cancel", "raise"], "ending")
+            self._at(8 + dice.below(50, "ends"), close=CloseStep(how=how))
+
+    def _at(self, at_ms: int, **verb: Any) -> None:
+        step = Step(at_ms=at_ms, **verb)
+        if step.fire is None or not any(step.fire == other.fire for other in self.steps):
+            self.steps.append(step)
+
+
+def _from(tier: str, below: Below) -> list[str]:
+    """The pipelines of a chain that go on from here."""
+    return [name for name, (source, _) in below.items() if source == tier]
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+_TIERS: Final[Sequence[Below]] = (
+    {"disk": ("host", "disk")},
+    {"disk": ("host", "disk"), "far": ("disk", "far")},
+)
+_LAST: Final = 160
+"""The last readers come so many virtual milliseconds after the start."""
+_LOOKUP_MS: Final = 12
+"""A reader's patience: less than a tier that stands still takes."""
+
+
+def generate_engine(seed: int) -> Scenario:
+    """The program of a seed."""
+    dice = Rng(seed)
+    below = dice.pick(_TIERS, "engine")
+    plain = Draft(dice, engine=below).scenario()
+    main = msgspec.structs.replace(plain.pipeline["main"], chain=[], policies=[])
+    names = ["host", *below]
+    tiers = _holding(dice, plain.tier, names)
+    return msgspec.structs.replace(
+        plain,
+        name=f"engine, seed {seed}",
+        engine=_engine(dice, names),
+        tier=tiers,
+        pipeline={"main": main},
+        step=sorted([*map(_of_an_engine, plain.step), *_readers(dice, plain)], key=lambda step: step.at_ms),
+        fault=[fault for fault in plain.fault if fault.do != "shut_down"] + list(_breaks(dice, names)),
+    )
+
+
+def _engine(dice: Rng, names: list[str]) -> EngineSpec:
+    wait = dice.pick([4, 8, 24], "first wait")
+    return EngineSpec(
+        tiers=names,
+        promote=dice.chance(0.6, "promote"),
+        on_load_failure=dice.pick(["miss", "retry"], "on_load_failure"),
+        max_faults=dice.pick([1, 2, 3, 3], "max_faults"),
+        first_wait_ms=wait,
+        longest_wait_ms=wait * dice.pick([1, 2], "longest wait"),
+        call_ms=dice.pick([4, 20, 5_120], "call"),
+        lookup_ms=_LOOKUP_MS,
+        load_ms=dice.pick([24, 60, 5_120], "load time"),
+    )
+
+
+def _holding(dice: Rng, tiers: Mapping[str, TierSpec], names: Sequence[str]) -> dict[str, TierSpec]:
+    """What was to be in the first tier from the start is in some of them."""
+    held = expand(tiers["host"].holds)
+    return {
+        name: msgspec.structs.replace(
+            spec, holds=compress(sample(dice, held, 0.6, "holds", name)[: spec.capacity]) if name in names else ""
+        )
+        for name, spec in tiers.items()
+    }
+
+
+def _of_an_engine(step: Step) -> Step:
+    """A step as an engine can be asked for it."""
+    changed: dict[str, Any] = {}
+    if step.store is not None and step.store.how != "wait":
+        changed["store"] = msgspec.structs.replace(step.store, how="wait")
+    elif step.close is not None and step.close.how == "close":
+        changed["close"] = msgspec.structs.replace(step.close, how="leave")
+    elif step.drain is not None:
+        changed["drain"] = "host"
+    elif step.release is not None:
+        changed["release"] = "host"
+    return msgspec.structs.replace(step, **changed) if changed else step
+
+
+def _readers(dice: Rng, plain: Scenario) -> Iterator[Step]:
+    """Those who read what several have stored, while tiers break, and when all is well again."""
+    read = [step.load.keys for step in plain.step if step.load is not None]
+    for i in range(3 + dice.below(4, "readers")):
+        where = ("reader", i)
+        keys = dict.fromkeys([key for n in range(2) for key in expand(dice.pick(read, *where, n))])
+        hold = dice.pick([0, 0, 6, 20], *where, "hold")
+        yield Step(
+            at_ms=dice.below(_LAST, *where, "at"), load=LoadStep(id=f"x{i}", keys=compress([*keys]), hold_ms=hold)
+        )
+
+
+def _breaks(dice: Rng, names: list[str]) -> Iterator[Fault]:
+    """Tiers that do not answer for a while."""
+    for i in range(dice.below(4, "breaks")):
+        where = ("break", i)
+        yield Fault(
+            do=dice.pick(["peer_death", "peer_death", "stall"], *where),
+            tier=dice.pick(names, *where, "tier"),
+            at_ms=dice.below(_LAST - 60, *where, "at"),
+            for_ms=dice.pick([3, 10, 50], *where, "for"),
+        )
+
+
+# --- mixes ------------------------------------------------------------------------------------------------------------
+
+
+Mix: TypeAlias = Literal["standard", "engine"]
+
+MIXES: Final[Mapping[Mix, Callable[[int], Scenario]]] = {"standard": generate, "engine": generate_engine}
+"""What makes the program of a seed."""

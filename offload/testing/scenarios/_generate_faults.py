@@ -1,0 +1,255 @@
+"""What goes wrong in a generated program: faults, aimed at its containers while they are on their way. Pure.
+
+Rule 1. What hits nothing shows nothing: a fault is put where its kind mostly finds something, and now and then anywhere. Who
+        gives up waiting for room must have to wait, and copies end in another order only where two are under way.
+Rule 2. Each program leaves out about half of the kinds. With every kind in every program there would be an excuse for
+        everything, and nothing that happens without a reason (I9) could be told.
+Rule 3. Of what makes all copies fail there is little: the rest of the program is to go on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+
+from offload.instruments import HOOKS
+
+from ._names import compress
+from ._program import Fault, FaultKind
+from ._rng import Rng
+
+SHARED: Final = tuple([f"k{i}" for i in range(24)])
+"""Keys that many containers have."""
+COUNT: Final = (32, 68)
+"""Faults in a program, from and to."""
+
+_WEIGHTS: Final[dict[FaultKind, int]] = {
+    "cancel": 9, "cancel_waiter": 7, "abandon": 6, "evict": 5, "fail": 3, "stall": 6, "delay": 6, "duplicate": 3,
+    "miscount": 3, "reorder": 6, "torn": 2, "flip": 4, "full": 4, "drop": 1, "unproven": 2, "peer_death": 1, "clock": 2,
+    "shut_down": 1, "cancel_host": 1,
+}  # fmt: skip
+_AT_LEAST: Final[tuple[tuple[FaultKind, ...], ...]] = (
+    ("cancel", "delay"), ("cancel_waiter", "evict"), ("delay", "duplicate"), ("stall", "flip"),
+)  # fmt: skip
+"""Of each program, two kinds, so that none is without."""
+_LIKELY: Final[dict[FaultKind, float]] = {
+    "cancel": 0.8, "cancel_waiter": 0.65, "evict": 0.65, "reorder": 0.8, "abandon": 0.8,
+    "fail": 0.35, "torn": 0.3, "full": 0.35, "duplicate": 0.15, "miscount": 0.15, "clock": 0.3, "drop": 0.15,
+    "unproven": 0.2, "peer_death": 0.15, "shut_down": 0.08, "cancel_host": 0.06,
+}  # fmt: skip
+"""How likely a kind is among those of a program, where that is not 0.55. After the rare ones little is left to go wrong."""
+_ONCE: Final[frozenset[FaultKind]] = frozenset({"shut_down", "cancel_host"})
+_HARSH: Final[frozenset[FaultKind]] = frozenset(
+    {"fail", "torn", "full", "drop", "unproven", "duplicate", "miscount", "peer_death", "clock"}
+)
+"""Of these a few are enough: where most containers fail, little is left to go wrong."""
+_ON_CONTAINERS: Final[frozenset[FaultKind]] = frozenset({"cancel", "cancel_waiter", "abandon"})
+_ON_COPIES: Final[frozenset[FaultKind]] = frozenset(
+    {"unproven", "stall", "drop", "delay", "duplicate", "miscount", "reorder", "full", "peer_death"}
+)
+_ON_KEYS: Final[frozenset[FaultKind]] = frozenset({"fail", "torn", "flip"})
+_BEFORE_COPY: Final = ("transfer", "pre_claim", "sweep_claim_gap", "post_claim", "xfer_start")
+_WHERE: Final[dict[FaultKind, tuple[str, ...]]] = {
+    **dict.fromkeys(
+        ("unproven", "fail", "stall", "drop", "delay", "duplicate", "miscount", "reorder", "torn"), _BEFORE_COPY
+    ),
+    "peer_death": ("batching", *_BEFORE_COPY),
+    "full": ("awaiting", "batching", "transfer"),
+    "evict": ("admission", "awaiting", "batching", "transfer"),
+    "flip": ("xfer_end",),
+    "cancel_waiter": HOOKS[2:-1],
+}  # fmt: skip
+"""The hooks at which a fault of a kind finds what it is about; for those not named, any."""
+_VISITS: Final[dict[str, int]] = {"admission": 10, "awaiting": 8, "batching": 6, "transfer": 4, "settled": 10}
+"""About how often a hook is visited in a program, where that is more than three times."""
+_AT_HOOK: Final[dict[FaultKind, float]] = {"flip": 0.9, "stall": 0.9, "reorder": 0.9, "evict": 0.5, "delay": 0.5}
+"""How likely a fault is at a hook, and not at a time, where that is not 0.65."""
+_WITHIN: Final[dict[FaultKind, int]] = {"abandon": 2, "cancel_waiter": 6, "cancel": 8, "flip": 30}
+"""How long after its container is stored a fault comes."""
+_CROWD: Final = 4
+"""Virtual milliseconds for which a container is in the way of others, at least."""
+
+
+@attrs.frozen
+class PlannedStore:
+    """A container to come."""
+
+    label: str
+    """Its name; empty: no container, but what a reader holds."""
+    at_ms: int
+    """When it is stored, or read."""
+    keys: tuple[str, ...]
+    """Of its blocks."""
+    kept: bool = False
+    """The engine keeps its blocks alive."""
+    waits: bool = False
+    """It waits for room in the budget of the first pipeline."""
+    within: int = 0
+    """For how long after that a fault may come; 0: as its kind has it."""
+
+
+@attrs.define
+class FaultPlan:
+    """The faults of a program, aimed at its containers."""
+
+    dice: Rng
+    """Of the program."""
+    puts: Sequence[PlannedStore]
+    """Its containers."""
+    read: Sequence[PlannedStore]
+    """What readers hold, for a fault that hits blocks where they lie."""
+    below: Sequence[str]
+    """The tiers that what is stored goes on to."""
+    slots: int
+    """Copies into the first destination at once."""
+    budget: int
+    """Of the first pipeline, in blocks."""
+    copy_ms: int
+    """What a copy into the first destination takes, about."""
+    _orders: dict[FaultKind, Sequence[PlannedStore]] = attrs.Factory(dict)
+
+    def all(self) -> list[Fault]:
+        """All of them."""
+        dice, kinds = self.dice, self._kinds()
+        most = {kind: self._most(kind) for kind in kinds}
+        low, high = COUNT
+        weighted = [kind for kind in kinds if most[kind] for _ in range(_WEIGHTS[kind])]
+        faults: list[Fault] = []
+        for i in range(low + dice.below(high - low + 1, "faults")):
+            if not weighted:
+                break
+            kind = dice.pick(weighted, "fault", i, "what")
+            most[kind] -= 1
+            if not most[kind]:
+                weighted = [other for other in weighted if other != kind]
+            faults.append(self._fault(i, kind, most[kind]))
+        return faults
+
+    def _kinds(self) -> list[FaultKind]:
+        """Those of this program."""
+        chosen = [kind for kind in _WEIGHTS if self.dice.chance(_LIKELY.get(kind, 0.55), "kind", kind)]
+        return [*dict.fromkeys([*chosen, *self.dice.pick(_AT_LEAST, "at least")])]
+
+    def _most(self, kind: FaultKind) -> int:
+        """How often a kind may occur: not much more often than there is something for it to hit."""
+        if kind in _ONCE:
+            return 1
+        containers = len(self.puts)
+        if kind in _HARSH:
+            return 1 + self.dice.below(3, "most", kind)
+        if kind == "abandon":
+            return min(4, len(self._order(kind)))
+        if kind == "reorder":
+            return 2 if self.slots > 1 else 0
+        if kind in ("cancel", "evict", "flip"):
+            return 1 + containers // 2
+        return containers + containers // 2 if kind == "delay" else containers
+
+    def _aim(self, kind: FaultKind, number: int) -> PlannedStore:
+        """The container that a fault of a kind is aimed at: each before any for the second time."""
+        order = self._order(kind)
+        return order[number % len(order)]
+
+    def _order(self, kind: FaultKind) -> Sequence[PlannedStore]:
+        order = self._orders.get(kind)
+        if order is None:
+            if kind == "abandon":
+                order = self._crowded()
+            else:
+                order = sorted(self.puts, key=lambda put: self.dice.fraction("order", kind, put.label))
+            if kind == "flip":
+                order = [*self.read, *order]
+            self._orders[kind] = order
+        return order
+
+    def _crowded(self) -> Sequence[PlannedStore]:
+        """Those who mostly have to wait for room, as with what came just before they are more than the budget; most first."""
+        puts = sorted(self.puts, key=lambda put: put.at_ms)
+        crowds = {
+            put: sum([len(one.keys) for one in puts[: i + 1] if one.at_ms >= put.at_ms - _CROWD])
+            for i, put in enumerate(puts)
+            if put.waits
+        }
+        crowded = [put for put, blocks in crowds.items() if blocks > self.budget]
+        return sorted(crowded, key=lambda put: -crowds[put])
+
+    def _fault(self, i: int, kind: FaultKind, number: int) -> Fault:
+        dice, where = self.dice, ("fault", i)
+        aim = self._aim(kind, number)
+        told: dict[str, Any] = {"do": kind}
+        if dice.chance(0.03, *where, "perhaps"):
+            told["p"] = 0.5
+        at_hook = kind != "abandon" and bool(aim.label) and dice.chance(_AT_HOOK.get(kind, 0.65), *where, "at a hook")
+        if at_hook:
+            hooks = HOOKS if dice.chance(0.2, *where, "anywhere") else _WHERE.get(kind, HOOKS)
+            told["at_hook"] = dice.pick(hooks, *where, "hook")
+            if dice.chance(0.35 if kind in _ON_CONTAINERS else 0.15, *where, "of one"):
+                told["of"] = aim.label
+            else:
+                told["visit"] = 1 + dice.below(_VISITS.get(told["at_hook"], 2), *where, "visit")
+        else:
+            told["at_ms"] = aim.at_ms + dice.below(aim.within or _WITHIN.get(kind, 12), *where, "at")
+        return Fault(**{**told, **self._told(kind, where, aim, told)})
+
+    @functools.cached_property
+    def _anybody(self) -> str:
+        """All containers: the visits that a neighbour's fault counts are not only those about itself."""
+        return compress([put.label for put in sorted(self.puts, key=lambda put: (put.label[0], int(put.label[1:])))])
+
+    def _told(
+        self, kind: FaultKind, where: tuple[object, ...], aim: PlannedStore, when: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What a fault of this kind says besides when."""
+        dice, at_hook = self.dice, "at_hook" in when
+        if kind in _ON_CONTAINERS:
+            if not at_hook:
+                return {"who": aim.label, **self._again(kind, where)}
+            if when["at_hook"] != "settled" and not dice.chance(0.3, *where, "a neighbour"):
+                return self._again(kind, where)
+            other = dice.pick(self.puts, *where, "other")
+            return {"who": other.label, "of": when.get("of") or self._anybody, **self._again(kind, where)}
+        if kind == "evict":
+            # Those of others as well: what an engine drops it drops for all, but never what it keeps alive itself.
+            keys = [] if aim.kept else sample(dice, aim.keys, 0.7, *where, "its own")
+            keys += [key for key in sample(dice, SHARED, 0.1, *where, "others") if key not in keys]
+            return {"keys": compress(keys or SHARED[:1])}
+        if kind == "clock":
+            return {"ms": 1 + dice.below(20, *where, "ms")}
+        if kind not in _ON_COPIES | _ON_KEYS:
+            return {}
+        told: dict[str, Any] = {}
+        if self.below and dice.chance(0.2, *where, "tier"):
+            told["tier"] = dice.pick(self.below, *where, "which tier")
+        whole = kind == "fail" and not at_hook and dice.chance(0.5, *where, "whole copies")
+        if kind in _ON_KEYS and not whole and (not at_hook or "of" in when):
+            told["keys"] = compress(aim.keys[: 1 + dice.below(3, *where, "how many")] or SHARED[:2])
+        if kind == "delay":
+            told["ms"] = 1 + dice.below(4, *where, "ms")
+        if kind != "flip":
+            told["for_ms"] = 1 + dice.below(6, *where, "for") + (30 if kind == "reorder" else 0)
+        if kind == "fail" and "keys" in told and dice.chance(0.3, *where, "for good"):
+            told["for_ms"] = 200
+        if kind == "miscount":
+            told["by"] = dice.pick([-2, -1, -1, 1, 3], *where, "by")
+        elif kind in ("unproven", "torn", "drop") or (kind == "fail" and not at_hook and "keys" not in told):
+            told["grouped"] = dice.chance(0.5, *where, "grouped")
+        return told
+
+    def _again(self, kind: FaultKind, where: tuple[object, ...]) -> dict[str, Any]:
+        """Now and then somebody asks for a cancel twice."""
+        return {"times": 2} if kind == "cancel" and self.dice.chance(0.1, *where, "twice") else {}
+
+
+def sample(dice: Rng, keys: Sequence[str], p: float, *where: object) -> list[str]:
+    """Each of these keys with this probability, a dozen from one hash."""
+    found: list[str] = []
+    for first in range(0, len(keys), 12):
+        bits = dice.below(1 << 48, *where, first)
+        for key in keys[first : first + 12]:
+            if bits % 16 < p * 16:
+                found.append(key)
+            bits //= 16
+    return found

@@ -1,0 +1,421 @@
+"""Rules of our own pipelines that need no watching: how a container's end adds up, order, latency, leaks, causes.
+
+* :func:`wrong_end`: the end of one container adds up (I2, I4, I5, I6).
+* :class:`ReadyOrder`: containers leave for a batch first in, first out, and no batch is too large (S36, S38).
+* :func:`late_batches`: no ready container waits longer than the flush interval while a transfer slot is idle (I9).
+* :func:`at_rest`: nothing is held (I1), and :func:`tasks_of_the_package`: no task is left (I8).
+* :class:`Causes`: whatever happened to a container, the scenario has a reason for it (I9). What could have happened is derived
+  from the program, and of faults from those that hit something; so what happens to a container because of its neighbour, and
+  could not happen to it alone, has no reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice, pairwise
+from typing import TYPE_CHECKING, cast
+
+import attrs
+
+from backends import BackendError, DamagedBlock
+from backends.abc import CapacityError, Key
+from backends.testing import FakeTier
+from offload import (
+    DestinationFull,
+    DrainUnproven,
+    OffloadContainer,
+    Pipeline,
+    PipelineClosed,
+    PolicyFailed,
+    PreconditionFailed,
+    Progress,
+    Status,
+    TransferFailed,
+    TransferHandle,
+    TransferResult,
+)
+from offload._pipeline.marks import marks_of
+
+from ._clock import tasks
+from ._defaults import config_of
+from ._names import expand
+from ._program import TICK, PipelineSpec
+
+if TYPE_CHECKING:
+    from ._oracle import Oracle
+    from ._world import Request, VirtualWorld
+
+
+@attrs.define(eq=False)
+class ContainerHistory:
+    """What the ledger knows of one container."""
+
+    container: OffloadContainer
+    pipeline: Pipeline
+    status: Status = Status.EVALUATING
+    counts: tuple[int, ...] = (0, 0, 0, 0, 0)
+    """How many blocks passed, and how many ended how, when it was last looked at."""
+    route: bool = False
+    """It came down a chain, committed from the start."""
+    committed: bool = False
+    """It was announced by ``post_claim``."""
+    copied: Sequence[Key] = ()
+    """What the copy started with."""
+    over: bool = False
+    """The copy is over."""
+    settled: int = 0
+
+    @property
+    def handle(self) -> TransferHandle:
+        """As good as any that enqueue returned, to look with."""
+        handle = object.__new__(TransferHandle)
+        handle._container = self.container
+        return handle
+
+    def __repr__(self) -> str:
+        return f"{self.pipeline.name}#{self.container.number}"
+
+
+def wrong_end(seen: ContainerHistory) -> Iterator[str]:
+    """What does not add up, each with its rule."""
+    container, result = seen.container, seen.handle.result
+    if result is None:
+        yield f"I2: {seen} never ended: {container.status}"
+        return
+    if seen.settled != 1:
+        yield f"I2: {seen} settled {seen.settled} times"
+    ends = (list(result.completed), list(result.filtered), list(result.failed), list(result.evicted))
+    known = [key for end in ends for key in end]
+    if len(set(known)) != len(known) or not set(known) <= set(container.blocks.keys):
+        yield f"I5: {seen}: its blocks did not end once each: {result}"
+    completed, filtered, failed, evicted = map(len, ends)
+    size = len(container.blocks.keys)
+    passed = len(seen.handle.passed_blocks)
+    if seen.committed:
+        if passed + filtered != size:
+            yield f"I6: {seen}: {passed} passed + {filtered} filtered, of {size}"
+        if completed + failed + evicted != passed:
+            yield f"I6: {seen}: {completed} + {failed} + {evicted} of {passed} that passed: {result}"
+        if result.status is Status.CANCELLED:
+            yield f"I4: {seen} was cancelled after its commit"
+    else:
+        if seen.copied or completed or evicted:
+            yield f"I4: {seen} was never committed, but {result}"
+        if result.status is Status.COMPLETE and filtered != size:
+            yield f"I6: {seen} is complete without a commit: {result}"
+    if result.status is Status.COMPLETE and (failed or result.error is not None):
+        yield f"I5: {seen} is complete, but {result}"
+    if result.status is Status.FAILED and not failed and result.error is None:
+        yield f"I9: {seen} failed without a cause"
+    if seen.handle.progress != Progress(size, passed, filtered, completed, failed, evicted):
+        yield f"S56: {seen} ended with {seen.handle.progress}, which is not its result {result}"
+
+
+# --- order of batches (S36, S38) --------------------------------------------------------------------------------------
+
+
+class ReadyOrder:
+    """Who is ready for a batch, in each pipeline, in the order in which they became it."""
+
+    def __init__(self) -> None:
+        self._ready: dict[Pipeline, dict[OffloadContainer, None]] = {}
+
+    def joins(self, pipeline: Pipeline, container: OffloadContainer) -> None:
+        """It is ready now."""
+        self._ready.setdefault(pipeline, {})[container] = None
+
+    def gone(self, pipeline: Pipeline, container: OffloadContainer) -> None:
+        """It has settled, wherever it stood."""
+        self._ready.get(pipeline, {}).pop(container, None)
+
+    def leave(self, pipeline: Pipeline, batch: Sequence[OffloadContainer]) -> Iterator[str]:
+        """These leave together. What is wrong with that, each with its rule."""
+        ready = self._ready.get(pipeline, {})
+        # One that was given back, as its neighbours were too large for the tier, has left the line before: it goes first.
+        leaving = [container for container in batch if container in ready]
+        first = list(islice(ready, len(leaving)))
+        if first != leaving:
+            late = [container.number for container in first if container not in leaving] or [first[0].number]
+            yield f"S38: {pipeline.name}#{leaving[-1].number} leaves for a batch before {late}, ready earlier"
+        for container in leaving:
+            del ready[container]
+        blocks, most = sum(len(container.keys) for container in batch), pipeline.config.batch_config.max_batch_size
+        if blocks > most and len(batch) > 1:
+            yield f"S36: a batch of {pipeline.name} has {blocks} blocks of {len(batch)} containers, and {most} are allowed"
+
+
+# --- latency (I9) -----------------------------------------------------------------------------------------------------
+
+
+def late_batches(
+    pipeline: Pipeline,
+    log: Sequence[tuple[float, Pipeline, str, tuple[int, ...]]],
+    jumps: Sequence[tuple[float, float]] = (),
+) -> Iterator[str]:
+    """Who waited too long in a pipeline.
+
+    Args:
+        pipeline: the pipeline.
+        log: the hooks of all pipelines, each with its time and the numbers of the containers.
+        jumps: of the clock, from when and to when: nobody can be patient across one.
+    """
+    ready: dict[int, float] = {}
+    left: dict[int, float] = {}
+    busy: list[list[float]] = []  # from when, until when a slot had a batch
+    carried: dict[int, list[float]] = {}
+    times: list[float] = []
+    for time, where, hook, numbers in log:
+        if where is not pipeline:
+            continue
+        times.append(time)
+        if hook == "batching":
+            ready[numbers[0]] = time
+        elif hook == "transfer":
+            busy.append(interval := [time, time])
+            for number in numbers:
+                left.setdefault(number, time)
+                carried[number] = interval
+        elif hook == "settled" and numbers[0] in carried:
+            carried[numbers[0]][1] = time
+    slots = pipeline.config.max_concurrent_transfers
+    patience = pipeline.config.batch_config.flush_interval
+    times = sorted(set(times))
+    for number, when in left.items():
+        due = ready[number] + patience
+        if when <= due or any(since < when and to > ready[number] for since, to in jumps):
+            continue
+        for earlier, later in pairwise([due, *[time for time in times if due < time < when], when]):
+            if sum(start <= earlier and later <= end for start, end in busy) < slots:
+                yield f"{pipeline.name}#{number} was ready at {ready[number]}, a slot was idle from {earlier}"
+                break
+
+
+# --- leaks (I1, I8) ---------------------------------------------------------------------------------------------------
+
+
+def source_of(pipeline: Pipeline) -> FakeTier:
+    """Where a pipeline reads from: whatever is judged here runs between fakes."""
+    return cast("FakeTier", pipeline.source)
+
+
+def destination_of(pipeline: Pipeline) -> FakeTier:
+    """Where it writes to."""
+    return cast("FakeTier", pipeline.destination)
+
+
+def at_rest(pipeline: Pipeline, *tiers: FakeTier, quarantined: bool = True) -> dict[str, int]:
+    """What a pipeline, or a tier, still holds: empty at rest (I1).
+
+    Quarantined copies are released first, unless ``quarantined`` says not to.
+    """
+    statistics = pipeline.statistics()
+    left: dict[str, int] = {
+        "budget": statistics.used_blocks,
+        "waiting for room": statistics.waiting_enqueues,
+        "inside": statistics.inside,
+        "in admission": statistics.in_admission,
+        "in awaiting": statistics.in_awaiting,
+        "in batching": statistics.in_batching,
+        "in transfer": statistics.in_transfer,
+        "in chain": statistics.in_chain,
+        "found by the safety net": statistics.swept_late,
+    }
+    for entry in pipeline.quarantine if quarantined else ():
+        entry.release()
+    left["quarantined"] = pipeline.statistics().quarantined
+    left["pending marks"] = len(marks_of(pipeline.destination))
+    for tier in tiers or (source_of(pipeline), destination_of(pipeline)):
+        pool = tier.pool.statistics()
+        left[f"guards in {tier!r}"] = pool.held
+        left[f"reservations in {tier!r}"] = pool.staged
+        left[f"waiting in {tier!r}"] = pool.waiting
+        left[f"copies into {tier!r}"] = tier.copying
+    return {what: amount for what, amount in left.items() if amount}
+
+
+def tasks_of_the_package() -> list[str]:
+    """The names of all tasks that run a function of ``offload``, but for what is there to test it (I8)."""
+    return [
+        task.name
+        for task in tasks()
+        if task.name.startswith("offload.") and not task.name.startswith("offload.testing.")
+    ]
+
+
+# --- causes (I9) ------------------------------------------------------------------------------------------------------
+
+
+_RAISE = frozenset({"fail", "torn", "duplicate", "miscount", "peer_death"})
+"""What makes a copy raise."""
+_SLACK = 4 * TICK
+"""What unwinding and rounding may add to a time."""
+
+
+class Causes:
+    """What a scenario has reasons for."""
+
+    def __init__(self, world: VirtualWorld, oracle: Oracle) -> None:
+        self._world = world
+        self._oracle = oracle
+        self._hit: dict[str, set[str]] = {}
+        """The kinds of faults that hit something in each tier."""
+        self._failing: dict[str, set[Key]] = {}
+        """The blocks that a fault had fail, in each tier."""
+        self._stored: dict[str, int] = {}
+        """The blocks that may need room in each tier."""
+        self._shared: dict[tuple[str, Key], int] = {}
+        for planted in world.faults:
+            if planted.line is not None and planted.line.fired and planted.line.where in world.places:
+                self._hit.setdefault(planted.line.where, set()).add(planted.fault.do)
+        for name, place in world.places.items():
+            self._failing[name] = set(place.failed)
+            self._stored[name] = len(expand(place.spec.holds))
+        for parcel in world.parcels.values():
+            if parcel.state:
+                for tier in oracle.below(parcel.pipeline):
+                    self._stored[tier] += len(parcel.keys)
+                    for key in parcel.keys:
+                        self._shared[tier, key] = self._shared.get((tier, key), 0) + 1
+        self._jumped = bool(world.jumps)
+        self._fires = {step.fire: step.at_ms * TICK for step in world.scenario.step if step.fire}
+
+    def all(self) -> Iterator[tuple[str, str]]:
+        """What has no reason, each with the rule that it breaks."""
+        for parcel in self._world.parcels.values():
+            if isinstance(parcel.result, TransferResult):
+                yield from self._one(parcel, parcel.result)
+        if self._world.locks:
+            yield "I1", f"{self._world.locks} locks are still held"
+
+    def _one(self, parcel: Request, result: TransferResult) -> Iterator[tuple[str, str]]:
+        if parcel.in_time and result.status is not Status.CANCELLED:
+            yield "I4", f"{parcel.label} was cancelled in time, and ended {result}"
+        if result.status is Status.CANCELLED and not parcel.cancelled:
+            yield "I9", f"{parcel.label} was cancelled, and nobody asked for that"
+        spec = self._world.pipelines[parcel.pipeline]
+        tiers = self._oracle.below(parcel.pipeline)
+        for key, error in [(None, result.error), *result.failed.items()]:
+            if error is not None and not self._may_fail(parcel, spec, tiers, key, error):
+                cause = f" because of {error.__cause__!r}" if error.__cause__ is not None else ""
+                about = "" if key is None else f" for {key.decode()}"
+                yield "I9", f"{parcel.label} failed{about} with {error!r}{cause}, for which there is no reason"
+        for key, reason in result.filtered.items():
+            if not self._may_filter(parcel, spec, key, reason):
+                yield "I9", f"{parcel.label} had {key.decode()} filtered as {reason!r}, for which there is no reason"
+        if result.completed and parcel.label in self._world.places[spec.to].miscounted:
+            yield "S34", f"{parcel.label} believes a copy that did not answer once for each block: {result}"
+        missing = [route for route in spec.chain if route not in result.routes] if result.completed else []
+        if missing:
+            yield "I5", f"{parcel.label} has ended, and nothing is known of its way through {', '.join(missing)}"
+        gone = self._world.evicted.get(spec.source, {})
+        filled = any(spec.source == other.to for other in self._world.pipelines.values())
+        for key in result.evicted:
+            if parcel.store.kind != "weak" or not (key in gone or filled):
+                yield "I9", f"{parcel.label} had {key.decode()} evicted, for which there is no reason"
+
+    # -- errors --------------------------------------------------------------------------------------------------------
+
+    def _may_fail(
+        self, parcel: Request, spec: PipelineSpec, tiers: tuple[str, ...], key: Key | None, error: BaseException
+    ) -> bool:
+        hit = set().union(*[self._hit.get(tier, set()) for tier in tiers])
+        match error:
+            case PolicyFailed():
+                return spec.on_policy_error == "fail" and (
+                    self._may_raise(spec, parcel) or self._may_overrun(spec, parcel)
+                )
+            case PreconditionFailed():
+                return self._may_not_hold(spec, parcel)
+            case PipelineClosed():
+                return self._world.closed_at is not None or self._world.stuck
+            case DestinationFull():
+                return "full" in hit or any(self._may_be_full(tier) for tier in tiers)
+            case DrainUnproven():
+                return self._may_be_unproven(parcel, tiers, hit)
+            case TransferFailed():
+                return bool(hit & (_RAISE | self._silent(tiers))) or _too_large(
+                    error, parcel, min(self._world.tiers[tier].capacity for tier in tiers)
+                )
+            case DamagedBlock():  # found on its way out of a tier in which a bit of it was flipped
+                return any(error.key in place.flipped for place in self._world.places.values())
+            case OSError():
+                return any(key in self._failing[tier] for tier in tiers) or (key is None and "fail" in hit)
+            case BackendError():  # a page store says that a store was not done, and that nothing of it is left
+                return bool(hit & self._silent(tiers))
+            case _:
+                return False
+
+    def _silent(self, tiers: tuple[str, ...]) -> set[str]:
+        """What keeps a page store from answering, which fails what was asked of it: of other tiers it only takes longer."""
+        kinds = {self._world.tiers[tier].kind for tier in tiers}
+        return {"stall", "drop", "peer_death"} if "maru" in kinds else set()
+
+    def _may_raise(self, spec: PipelineSpec, parcel: Request) -> bool:
+        return any(policy.do == "raise" and _about(policy.keys, parcel) for policy in spec.policies)
+
+    def _may_overrun(self, spec: PipelineSpec, parcel: Request) -> bool:
+        waiting = [policy for policy in spec.policies if policy.ms or policy.do in ("sleep", "hang")]
+        if waiting and self._jumped:
+            return True
+        acting = [policy for policy in waiting if _about(policy.keys, parcel)]
+        needed = sum(policy.ms for policy in acting) * TICK
+        return any(policy.do == "hang" for policy in acting) or needed >= config_of(spec).policy_timeout
+
+    def _may_not_hold(self, spec: PipelineSpec, parcel: Request) -> bool:
+        patience = config_of(spec).precondition_timeout
+        for after in parcel.store.after:
+            if after.do in ("raise", "never") or self._world.slow or self._jumped:
+                return True
+            times = [parcel.asked_at + after.ms * TICK] if after.ms is not None else []
+            if after.event:
+                times.append(self._fires.get(after.event, float("inf")))
+            if times and min(times) + _SLACK >= parcel.asked_at + patience:
+                return True
+            if times and (self._world.leaves or self._world.closed_at is not None):
+                return True  # the step that fires it may never be done
+        return False
+
+    def _may_be_full(self, tier: str) -> bool:
+        return self._stored[tier] > self._world.tiers[tier].capacity
+
+    def _may_be_unproven(self, parcel: Request, tiers: tuple[str, ...], hit: set[str]) -> bool:
+        world = self._world
+        if hit & {"unproven", "drop", "stall", "delay", "reorder"} or world.closed_at is not None or self._jumped:
+            return True
+        for spec in world.pipelines.values():
+            if spec.to in tiers:
+                config, size = config_of(spec), world.tiers[spec.to].block_bytes
+                most = max(config.batch_config.max_batch_size, *[len(one.keys) for one in world.parcels.values()])
+                if world.places[spec.to].duration(most * size) >= config.transfer_timeout:
+                    return True
+        return False
+
+    # -- filtered ------------------------------------------------------------------------------------------------------
+
+    def _may_filter(self, parcel: Request, spec: PipelineSpec, key: Key, reason: str) -> bool:
+        policies = spec.policies
+        if any(one.do == "reject" and one.reason == reason and _about_key(one.keys, key) for one in policies):
+            return True
+        if reason == "present":
+            return any(one.do == "present" for one in policies)
+        if reason == "pending":
+            return self._shared.get((spec.to, key), 0) > 1
+        if reason == "overflow":
+            return spec.on_overflow == "drop" and parcel.store.kind == "weak"
+        if reason == "error":
+            return spec.on_policy_error != "fail" and self._may_raise(spec, parcel)
+        if reason == "timeout":
+            return spec.on_policy_error != "fail" and self._may_overrun(spec, parcel)
+        return False
+
+
+def _too_large(error: BaseException, parcel: Request, capacity: int) -> bool:
+    return isinstance(error.__cause__, CapacityError) and len(parcel.keys) > capacity
+
+
+def _about(keys: str, parcel: Request) -> bool:
+    return not keys or not {key.encode() for key in expand(keys)}.isdisjoint(parcel.keys)
+
+
+def _about_key(keys: str, key: Key) -> bool:
+    return not keys or key in {one.encode() for one in expand(keys)}

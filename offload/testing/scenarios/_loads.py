@@ -1,0 +1,325 @@
+"""Loads that are not written down step by step: a mix drawn from the seed, a request trace, and a replay that was recorded.
+
+Rule 1. What :func:`unroll` returns has no load any more, and plays the same way in any process.
+Rule 2. What is drawn comes while it matters: a cancel while its container is on its way, and nothing behind ``limit_ms``.
+Rule 3. The same site draws the same choice whatever else the mix says: one container more leaves the others as they were.
+
+:func:`recorded` turns a replay of a request trace that was played for real into a scenario: its steps are what the real run
+did, at the milliseconds at which it did it; its tiers are as large as those of the run, and take the time that was measured;
+and it expects what the run showed. Played in virtual time, the same blocks hit and miss, since the same pools evict in the
+same order.
+
+Rule 4. A request looks up the longest prefix that is there. So it loads that prefix and the first block behind it, which is
+        missed, and stores what is missing, but for what a policy other than presence kept back.
+Rule 5. Requests came one after another, and do so here: where a step would begin before the modelled time of the one before it
+        is over (a real copy may take a tenth of a millisecond), it begins then.
+Rule 6. Labels are r0, r1, ... and keys b0, b1, ..., with the hash ids of the trace: as ``load.trace`` has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Final, Literal
+
+import attrs
+import msgspec
+
+from offload._trace import Request, TraceError, read_trace
+
+from ._defaults import (
+    config_of,
+    load_of,
+    mix_labels,
+    pipelines_of,
+    tiers_of,
+    trace_labels,
+)
+from ._errors import ScenarioError
+from ._names import compress
+from ._program import (
+    TICK,
+    Expect,
+    Fault,
+    LoadStep,
+    Mix,
+    PipelineSpec,
+    PolicySpec,
+    Scenario,
+    Step,
+    StoreStep,
+    TierSpec,
+    TraceLoad,
+)
+from ._rng import Rng
+
+_USUAL: Final[tuple[Literal["weak", "strong"], ...]] = ("weak", "weak", "strong")
+
+
+def unroll(scenario: Scenario, seed: int, base: Path | None = None) -> Scenario:
+    """The same scenario with its load as steps (and as faults, where a mix has cancels).
+
+    Args:
+        scenario: as it was read.
+        seed: what the mix is drawn from.
+        base: the directory that the path of a trace is relative to; by default the current one.
+
+    Raises:
+        ScenarioError: the trace cannot be read, or goes on for longer than the run.
+    """
+    load = scenario.load
+    if load is None:
+        return scenario
+    steps, faults = list(scenario.step), list(scenario.fault)
+    if load.mix is not None:
+        _unroll_mix(load.mix, Rng(seed), _on_its_way(scenario), steps, faults)
+    if load.trace is not None:
+        _unroll_requests(_requests(load.trace, base), load.trace, scenario.limit_ms, steps)
+    steps.sort(key=lambda step: step.at_ms)
+    return msgspec.structs.replace(scenario, load=None, step=steps, fault=faults)
+
+
+def _on_its_way(scenario: Scenario) -> int:
+    """For how many virtual milliseconds a container is that nothing holds up: it waits for others, then it is copied."""
+    spec = next(iter(pipelines_of(scenario).values()))
+    return round(config_of(spec).batch_config.flush_interval / TICK) + tiers_of(scenario)[spec.to].latency_ms + 1
+
+
+def _unroll_mix(mix: Mix, dice: Rng, way: int, steps: list[Step], faults: list[Fault]) -> None:
+    span = max(mix.over_ms, 1)
+    for label in mix_labels(mix):
+        where = ("mix", label)
+        at = dice.below(span, *where, "at")
+        kind: Literal["weak", "strong", "external"] = dice.pick([*(mix.kinds or _USUAL)], *where, "kind")
+        n = min(dice.below(mix.most + 1, *where, "n"), mix.keys)
+        start = dice.below(mix.keys, *where, "start")
+        # An engine that keeps blocks alive lets nobody else have them under that key.
+        own = kind == "external" or n == 0
+        keys = [f"{label}.{i}" for i in range(n)] if own else [f"k{(start + i) % mix.keys}" for i in range(n)]
+        steps.append(Step(at_ms=at, store=StoreStep(id=label, keys="" if own else compress(keys), per=n, kind=kind)))
+        if keys and dice.chance(mix.loads, *where, "loaded"):
+            later = at + 1 + dice.below(2 * span, *where, "loaded at")
+            steps.append(Step(at_ms=later, load=LoadStep(id=load_of(label), keys=compress(keys))))
+        if dice.chance(mix.cancels, *where, "cancelled"):
+            soon = 1 + dice.below(way, *where, "cancelled within")  # batches that fill up leave sooner
+            faults.append(Fault(do="cancel", who=label, at_ms=at + dice.below(soon, *where, "cancelled at")))
+
+
+def _requests(trace: TraceLoad, base: Path | None) -> Sequence[Request]:
+    path = (base or Path()) / trace.path
+    try:
+        return read_trace(path, trace.skip + trace.limit)[trace.skip :]
+    except TraceError as error:
+        raise ScenarioError("", None, "load.trace.path", str(error)) from error
+    except OSError as error:
+        why = f"{path} cannot be read: {error.strerror or error}: say a path relative to the scenario's file"
+        raise ScenarioError("", None, "load.trace.path", why) from error
+
+
+def _unroll_requests(requests: Sequence[Request], trace: TraceLoad, limit_ms: int, steps: list[Step]) -> None:
+    """Each request stores the blocks that nobody had asked for before, and loads the others."""
+    seen: set[int] = set()
+    for label, request in zip(trace_labels(trace), requests, strict=False):
+        at = int((request.timestamp - requests[0].timestamp) / trace.speed)
+        if at < 0:
+            why = f"{label} came {-at} ms before the first request: sort the trace by its timestamps"
+            raise ScenarioError("", None, "load.trace.path", why)
+        if at > limit_ms:
+            why = f"{label} comes at {at}, and the run is over by limit_ms = {limit_ms}"
+            raise ScenarioError(
+                "", None, "load.trace.limit", f"{why}: say fewer requests, more speed, or a larger limit_ms"
+            )
+        known = [one for one in request.hash_ids if one in seen]
+        new = [one for one in request.hash_ids if one not in seen]
+        seen.update(new)
+        if known:
+            steps.append(Step(at_ms=at, load=LoadStep(id=load_of(label), keys=_blocks(known))))
+        if new:
+            steps.append(Step(at_ms=at, store=StoreStep(id=label, keys=_blocks(new), per=len(new))))
+
+
+def _blocks(hash_ids: Sequence[int]) -> str:
+    return compress([f"b{one}" for one in hash_ids])
+
+
+# --- a recorded replay ------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class RecordedTier:
+    """A tier of a replay."""
+
+    kind: Literal["memory", "file"]
+    capacity: int
+    """Blocks."""
+    block_bytes: int
+    checksums: bool = True
+
+
+@attrs.frozen
+class RecordedRequest:
+    """What one request did."""
+
+    at_ms: float
+    """Since the first one began."""
+    blocks: Sequence[int]
+    """The hash ids of its prompt."""
+    runs: Sequence[tuple[int, int]]
+    """From which tier how many blocks of the prefix were read, in order."""
+    kept_back: frozenset[int] = frozenset()
+    """Blocks that a policy kept back, but for those that were present."""
+    store_time: float = 0.0
+    """Seconds until what it stored had settled; 0.0 where it stored nothing."""
+
+    @property
+    def hit(self) -> int:
+        """Blocks that were read."""
+        return sum(blocks for _, blocks in self.runs)
+
+    @property
+    def stored(self) -> Sequence[int]:
+        """Blocks that were to be stored."""
+        return [block for block in self.blocks[self.hit :] if block not in self.kept_back]
+
+
+def modelled(times: Sequence[tuple[int, float]]) -> tuple[int, int]:
+    """The line through what copies took: ``latency_ms`` and ``bytes_per_ms`` of a tier.
+
+    Args:
+        times: of each copy, its bytes and its seconds.
+    """
+    points = [(nbytes, seconds * 1e3) for nbytes, seconds in times if nbytes and seconds > 0]
+    if not points:
+        return 0, 0
+    mean_x, mean_y = fmean([x for x, _ in points]), fmean([y for _, y in points])
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+    if slope <= 0:  # all of one size, or too noisy to tell: the bytes take all of the time
+        slope = mean_y / mean_x
+    latency = max(0, round(mean_y - slope * mean_x))
+    return latency, max(1, round(1 / slope))
+
+
+def recorded(
+    name: str,
+    tiers: Sequence[RecordedTier],
+    requests: Sequence[RecordedRequest],
+    counts: Mapping[str, int],
+    *,
+    presence: bool = True,
+    about: str = "",
+) -> Scenario:
+    """A scenario that does what a replay did.
+
+    Args:
+        name: of the scenario.
+        tiers: from the fastest to the slowest; each was fed what the one before it had stored.
+        requests: in the order in which they were played.
+        counts: what the run showed, to be expected: ``loaded``, ``missed``, ``copied`` blocks.
+        presence: whether what the first tier had was kept from being stored again.
+        about: what it shows, for a reader.
+    """
+    names = _names_of(tiers)
+    routes = ["main", *[f"to-{name}" for name in names[1:]]]
+    measured = [(len(one.stored) * tiers[0].block_bytes, one.store_time) for one in requests if one.store_time]
+    latency, rate = modelled(measured)
+    specs = {
+        tier_name: TierSpec(
+            kind=tier.kind,
+            capacity=tier.capacity,
+            block_bytes=tier.block_bytes,
+            latency_ms=latency,
+            bytes_per_ms=rate,
+            checksums=tier.checksums,
+            eviction="adaptive",  # as the tiers of a replay have it
+        )
+        for tier_name, tier in zip(names, tiers, strict=True)
+    }
+    most = max([len(one.blocks) for one in requests], default=1)
+    pipelines = {
+        route: PipelineSpec(
+            source=names[i - 1] if i else "device",
+            to=names[i],
+            policies=[PolicySpec(do="present")] if presence or i else [],
+            chain=routes[i + 1 : i + 2],
+            min_batch_size=1,
+            flush_ms=0,
+            on_destination_full="evict",
+            budget_blocks=max(most, _BUDGET),
+        )
+        for i, route in enumerate(routes)
+    }
+    steps = _Steps(specs, names)
+    for i, request in enumerate(requests):
+        steps.add(f"r{i}", request)
+    return Scenario(
+        name=name,
+        about=about,
+        tier=specs,
+        pipeline=pipelines,
+        step=steps.made,
+        expect=[Expect(count=dict(counts))],
+        limit_ms=max(steps.free_at + _MORE_MS, Scenario(name="").limit_ms),
+    )
+
+
+_BUDGET = 4096
+_MORE_MS = 60_000
+
+
+class _Steps:
+    """The steps so far, and when the next one may begin."""
+
+    def __init__(self, tiers: Mapping[str, TierSpec], names: Sequence[str]) -> None:
+        self.made: list[Step] = []
+        self.free_at = 0
+        self._tiers = tiers
+        self._names = names
+
+    def add(self, label: str, request: RecordedRequest) -> None:
+        """What one request did."""
+        hit, at = request.hit, int(request.at_ms)
+        start = 0
+        runs = list(request.runs) or [(0, 0)]
+        for part, (tier, blocks) in enumerate(runs):
+            stop = start + blocks
+            last = part == len(runs) - 1
+            keys = request.blocks[start : stop + 1 if last else stop]  # the first that is not there is asked for, too
+            start = stop
+            if keys:
+                load = LoadStep(
+                    id=load_of(label) + (str(part) if part else ""),
+                    keys=_keys(keys),
+                    tier=self._names[tier] if tier else "",
+                )
+                self._at(at, Step(load=load), self._duration(self._names[tier], blocks))
+        stored = request.stored
+        if stored:
+            store = StoreStep(id=label, keys=_keys(stored), per=len(stored))
+            # Those that are present already take no time, and are not known here.
+            self._at(at, Step(store=store), sum(self._duration(name, len(stored)) for name in self._names))
+        assert hit <= len(request.blocks)
+
+    def _at(self, at: int, step: Step, duration: int) -> None:
+        at = max(at, self.free_at)
+        self.made.append(Step(at_ms=at, store=step.store, load=step.load))
+        self.free_at = at + duration + 1
+
+    def _duration(self, tier: str, blocks: int) -> int:
+        """What a copy takes in virtual time."""
+        spec = self._tiers[tier]
+        nbytes = blocks * spec.block_bytes
+        return spec.latency_ms + (-(-nbytes // spec.bytes_per_ms) if spec.bytes_per_ms else 0)
+
+
+def _keys(hash_ids: Sequence[int]) -> str:
+    return compress([f"b{one}" for one in hash_ids])
+
+
+def _names_of(tiers: Sequence[RecordedTier]) -> list[str]:
+    names: list[str] = []
+    for tier in tiers:
+        base = "host" if tier.kind == "memory" else "disk"
+        names.append(base if base not in names else f"{base}{len(names) + 1}")
+    return names

@@ -1,0 +1,327 @@
+"""The oracle for any system: an independent model of what must be found where, and the bytes of every load.
+
+It knows what the scenario did and what the world copied, and of the system it believes only what a ticket shows. Of each key
+in each tier it knows one of three things: it *must* be there, it *may* be, or it must not.
+
+    must    held from the start, or completed by a container, and nobody took it away since
+    may     on its way; or it was there, and was deleted while somebody might hold it, or had a bit flipped,
+            or the tier may evict
+    not     everything else: what was never completed must not be found
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from ._names import expand
+from ._systems import Outcome
+from ._trace import NoOutcome, outcome_of
+
+if TYPE_CHECKING:
+    from backends.abc import Key
+
+    from ._world import Request, VirtualWorld
+
+
+@attrs.define(eq=False)
+class Load:
+    """A load that is under way."""
+
+    tier: str
+    """Empty: from any of them."""
+    keys: Sequence[Key]
+    must: set[Key] = attrs.Factory(set)
+    """Those that were there when it began, and nobody touched since."""
+    must_not: set[Key] = attrs.Factory(set)
+    """Those that were not, and nobody touched since."""
+
+
+class Oracle:
+    """What is known of every tier that something is stored into."""
+
+    def __init__(self, world: VirtualWorld) -> None:
+        self._world = world
+        self._tiers = list(dict.fromkeys([spec.to for spec in world.pipelines.values()]))
+        self._must: dict[str, dict[Key, None]] = {tier: {} for tier in self._tiers}
+        self._may: dict[str, dict[Key, None]] = {tier: {} for tier in self._tiers}
+        self._moment = 0
+        self._gone: dict[tuple[str, Key], int] = {}
+        """When a key was last taken away."""
+        self._asked: dict[str, int] = {}
+        self._last_asked: dict[tuple[str, Key], int] = {}
+        """When somebody was last to store a key."""
+        self._loads: dict[Load, None] = {}
+        self._unasked: set[tuple[str, Key]] = set()
+        """What may have been written without anybody having asked for it."""
+        self._on_the_way: dict[str, dict[Key, int]] = {tier: {} for tier in self._tiers}
+        self._below: dict[str, tuple[str, ...]] = {}
+        self._evicting: dict[str, bool] = {}
+
+    def begin(self) -> None:
+        """The system is open: what its tiers hold from the start is there."""
+        for tier in self._tiers:
+            self._evicting[tier] = self._evicts(tier)
+            held = [key.encode() for key in expand(self._world.tiers[tier].holds)]
+            (self._may if self._evicting[tier] else self._must)[tier].update(dict.fromkeys(held))
+
+    def _evicts(self, tier: str) -> bool:
+        world = self._world
+        if any(spec.on_destination_full == "evict" for spec in world.pipelines.values() if spec.to == tier):
+            return True
+        # A system of its own kind may make room by its own rules; ours does so only where it is told to.
+        known = set(expand(world.tiers[tier].holds)).union([key.decode() for key in world.all_keys])
+        return world.ledger is None and len(known) > world.tiers[tier].capacity
+
+    def below(self, pipeline: str) -> tuple[str, ...]:
+        """The tiers that what is stored through a pipeline ends up in: its own, and those of its chain."""
+        found = self._below.get(pipeline)
+        if found is None:
+            spec = self._world.pipelines[pipeline]
+            routes = [tier for route in spec.chain for tier in self.below(route)]
+            found = self._below[pipeline] = tuple(dict.fromkeys([spec.to, *routes]))
+        return found
+
+    # -- what happens --------------------------------------------------------------------------------------------------
+
+    def _touch(self, tier: str, keys: Iterable[Key]) -> None:
+        """Something happens to these: whoever loads them now may or may not find them."""
+        self._moment += 1
+        for key in keys if self._loads else ():
+            for load in self._loads:
+                if load.tier in (tier, ""):
+                    load.must.discard(key)
+                    load.must_not.discard(key)
+
+    def asked(self, parcel: Request) -> None:
+        """A container is on its way in from now on, until it has ended or was never taken."""
+        for tier in self.below(parcel.pipeline):
+            self._touch(tier, parcel.keys)
+            way = self._on_the_way[tier]
+            for key in parcel.keys:
+                way[key] = way.get(key, 0) + 1
+        self._asked[parcel.label] = self._moment
+        for tier in self.below(parcel.pipeline):
+            for key in parcel.keys:
+                self._last_asked[tier, key] = self._moment
+
+    def not_taken(self, parcel: Request) -> None:
+        """It was refused, or given up before it was taken in."""
+        self._arrived(parcel)
+
+    def ended(self, parcel: Request) -> None:
+        """A container has ended: what it completed must be there, what it did not is as before."""
+        self._arrived(parcel)
+        assert parcel.outcome is not None
+        self._end(parcel.pipeline, parcel.outcome, parcel.result, self._asked.get(parcel.label, 0))
+
+    def _arrived(self, parcel: Request) -> None:
+        for tier in self.below(parcel.pipeline):
+            way = self._on_the_way[tier]
+            for key in parcel.keys:
+                way[key] -= 1
+
+    def _end(self, pipeline: str, outcome: Outcome, result: Any, asked: int) -> None:
+        world, spec = self._world, self._world.pipelines[pipeline]
+        tier, place = spec.to, world.places[spec.to]
+        must, may = self._must[tier], self._may[tier]
+        for key in outcome.completed:
+            sure = self._gone.get((tier, key), 0) <= asked
+            if key in place.flipped or not sure or self._evicting[tier]:
+                must.pop(key, None)
+                may[key] = None
+            else:
+                may.pop(key, None)
+                must[key] = None
+        for key, error in outcome.failed.items():
+            if key not in must and place.arrived.get(key):
+                may[key] = None
+            if error == "PipelineClosed":
+                # What a chain had under way when it was cut off may still arrive: its routes go on to their own end.
+                for lower in self.below(pipeline):
+                    if key not in self._must[lower]:
+                        self._may[lower][key] = None
+        self._touch(tier, outcome.completed)
+        for name, route in (getattr(result, "routes", None) or {}).items():
+            self._end(name, outcome_of(route), route, asked)
+
+    def taken_away(self, tier: str, keys: Iterable[Key]) -> None:
+        """Nobody knows any more whether these are there: evicted, or flipped."""
+        if tier not in self._must:
+            return
+        keys = list(keys)
+        self._touch(tier, keys)
+        for key in keys:
+            self._gone[tier, key] = self._moment
+            if key in self._must[tier]:
+                del self._must[tier][key]
+                self._may[tier][key] = None
+
+    def deleting(self, tier: str, keys: Sequence[Key]) -> Mapping[Key, bool]:
+        """A delete begins. Returns who was on the way then: how long it takes is nobody's promise."""
+        self.taken_away(tier, keys)
+        way = self._on_the_way.get(tier, {})
+        return {key: bool(way.get(key)) for key in keys}
+
+    def deleted(self, tier: str, keys: Sequence[Key], before: Mapping[Key, bool]) -> None:
+        """These were deleted: not there any more, unless somebody may have held or stored them meanwhile."""
+        if tier not in self._must:
+            return
+        began = min([self._gone.get((tier, key), 0) for key in keys], default=0)
+        self.taken_away(tier, keys)
+        engine = self._world.scenario.engine  # each of its tiers holds what the next one does not have yet
+        source = any(spec.source == tier for spec in self._world.pipelines.values())
+        source = source or (engine is not None and tier in engine.tiers[:-1])
+        for key in keys:
+            held = source or self._on_the_way[tier].get(key) or any(key in load.keys for load in self._loads)
+            held = held or before.get(key) or self._last_asked.get((tier, key), 0) > began
+            if not held:
+                self._may[tier].pop(key, None)
+
+    def may_arrive(self, tiers: Iterable[str], keys: Iterable[Key]) -> None:
+        """Somebody may write these there, without anybody having asked for it: they are promoted."""
+        keys = list(keys)
+        for tier in tiers:
+            self._touch(tier, keys)
+            for key in keys:
+                self._unasked.add((tier, key))
+                if key not in self._must[tier]:
+                    self._may[tier][key] = None
+
+    # -- loads ---------------------------------------------------------------------------------------------------------
+
+    def loading(self, tier: str, keys: Sequence[Key]) -> Load:
+        """A load begins."""
+        load = Load(tier, keys)
+        tiers = self._tiers if not tier else [tier] if tier in self._must else []
+        for key in keys if tiers else ():
+            if any(key in self._must[one] and key not in self._world.places[one].flipped for one in tiers):
+                load.must.add(key)
+            elif not any(
+                key in self._must[one] or key in self._may[one] or self._on_the_way[one].get(key) for one in tiers
+            ):
+                load.must_not.add(key)
+        self._loads[load] = None
+        return load
+
+    def ends(self, load: Load) -> None:
+        """It is over, and holds nothing any more. Where it raised, nothing is known from it."""
+        self._loads.pop(load, None)
+
+    def loaded(self, load: Load, found: Mapping[Key, bytes | None]) -> None:
+        """A load is over: compare what it brought."""
+        self.ends(load)
+        self.brought(load, found, load.keys)
+
+    def brought(self, load: Load, found: Mapping[Key, bytes | None], keys: Sequence[Key]) -> None:
+        """Compare what a load has brought of these keys; it may go on holding them."""
+        world, flipped = self._world, self.flipped(load)
+        tiers = [load.tier] if load.tier else self._tiers
+        where = load.tier or "one of " + ", ".join(tiers)
+        for key in keys:
+            data = found.get(key)
+            if data is None:
+                if key in load.must and key not in flipped:
+                    world.wrong("model", f"{_said(key)} must be in {where}, and was not loaded")
+                if key in flipped:
+                    for tier in tiers:
+                        self.taken_away(tier, [key])
+                continue
+            if bytes(data) != world.payload(key, load.tier):
+                world.wrong("bytes", f"{_said(key)} was loaded from {where}, and is not what was stored")
+            if key in load.must_not:
+                world.wrong("model", f"{_said(key)} was loaded from {where}, and nobody has completed it")
+
+    def held_on(self, load: Load, first: Mapping[Key, bytes], again: Mapping[Key, bytes]) -> Sequence[Key]:
+        """Of what a load has held and read twice: what was not there any more, or was something else."""
+        flipped, lost, short = self.flipped(load), [], False
+        for key in load.keys:
+            had, has = first.get(key), again.get(key)
+            if key in flipped and (had is None or has is None):
+                short = True  # found out as damaged, and whoever reads it may read no further
+            elif had != has and not (short and (had is None or has is None)):
+                lost.append(key)
+        return lost
+
+    def flipped(self, load: Load) -> AbstractSet[Key]:
+        """Blocks of which a bit was flipped where this load reads."""
+        places = self._world.places
+        tiers = [load.tier] if load.tier else self._tiers
+        return set().union(*[places[tier].flipped for tier in tiers if tier in places])
+
+    # -- when it is over -----------------------------------------------------------------------------------------------
+
+    def must(self, tier: str) -> Sequence[Key]:
+        """What must be found in a tier now."""
+        flipped = self._world.places[tier].flipped
+        return [key for key in self._must[tier] if key not in flipped]
+
+    @property
+    def tiers(self) -> Sequence[str]:
+        """The tiers it knows of."""
+        return self._tiers
+
+    def judge_found(self, tier: str, found: Collection[Key]) -> None:
+        """Compare what a tier says it has with what it must and may have."""
+        missing = [key for key in self.must(tier) if key not in found]
+        if missing:
+            self._world.wrong("model", f"{_said(*missing)} must be in {tier}, and cannot be found")
+        must, may, way = self._must[tier], self._may[tier], self._on_the_way[tier]
+        strange = sorted([key for key in found if key not in must and key not in may and not way.get(key)])
+        if strange:
+            self._world.wrong("model", f"{_said(*strange)} can be found in {tier}, and nobody has completed it")
+
+    def judge_tickets(self) -> None:
+        """What tickets show, and whether it is possible."""
+        for parcel in self._world.parcels.values():
+            if parcel.ticket is not None:
+                for rule, text in self._ticket(parcel):
+                    self._world.wrong(rule, text)
+
+    def _ticket(self, parcel: Request) -> Iterator[tuple[str, str]]:
+        world, label, outcome = self._world, parcel.label, parcel.outcome
+        assert parcel.ticket is not None
+        if outcome is None:
+            yield "I2", f"{label} never ended"
+            return
+        try:
+            now = outcome_of(parcel.ticket.result)
+        except NoOutcome as error:
+            yield "I2", f"{label} has lost its result: {error}"
+            return
+        if now != outcome:
+            yield "I2", f"{label} ended {outcome}, and now says {now}"
+        ends = (outcome.completed, tuple(outcome.filtered), tuple(outcome.failed), outcome.evicted)
+        known = [key for end in ends for key in end]
+        if len(set(known)) != len(known) or not set(known) <= set(parcel.keys):
+            yield "I5", f"{label}: its blocks did not end once each: {outcome}"
+        if outcome.status == "COMPLETE":
+            if outcome.failed or outcome.error:
+                yield "I5", f"{label} is complete, but {outcome}"
+            if known and len(known) != len(parcel.keys):
+                yield "I6", f"{label} is complete, and says nothing of {len(parcel.keys) - len(known)} of its blocks"
+        place = world.places[world.pipelines[parcel.pipeline].to]
+        if outcome.status == "CANCELLED":
+            if outcome.completed:
+                yield "I4", f"{label} was cancelled, and completed {_said(*outcome.completed)}"
+            moved = [key for key in parcel.keys if place.begun.get(key) and self._only(parcel, key)]
+            if moved:
+                yield "I4", f"{label} was cancelled, and {_said(*moved)} was copied into {place.name}"
+        held = set(expand(place.spec.holds))
+        if any(one.batches for one in world.places.values()):  # what it copies, it copies through the world
+            for key in outcome.completed:
+                if not place.arrived.get(key) and key.decode(errors="replace") not in held:
+                    yield "model", f"{label} completed {_said(key)}, which was never copied into {place.name}"
+
+    def _only(self, parcel: Request, key: Key) -> bool:
+        """Whether nobody else had this key."""
+        if (self._world.pipelines[parcel.pipeline].to, key) in self._unasked:
+            return False
+        return all(other is parcel or other.state == "" for other in self._world.labels_of([key]))
+
+
+def _said(*keys: Key) -> str:
+    return ", ".join([key.decode(errors="backslashreplace") for key in keys])

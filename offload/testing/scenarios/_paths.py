@@ -1,0 +1,367 @@
+"""What a trace says of each container, copy and cancel: spans between moments, and where a picture puts them. Pure.
+
+A span begins at one moment and ends at another, and is kept as the positions of the two in the trace: several moments often
+have the same virtual time, and their order is what a reader wants to see.
+
+Rule 1. Hooks of other systems are stages too, under their own names; ours are told apart by :data:`STAGES`.
+Rule 2. What never ended reaches to the end of the trace, and says so.
+Rule 3. On a timeline an instant of virtual time is a column, as wide as it has moments, which stand in it in the order in
+        which they happened: virtual time stands still while many things happen, and then jumps. Between two instants there is
+        a gap that grows with the logarithm of the time in between.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Final
+
+import attrs
+
+from ._defaults import keys_of, stores_of
+from ._program import Scenario
+from ._trace import Moment, Report
+
+STAGES: Final[Mapping[str, str]] = {
+    "room": "waits for room in the budget",
+    "queue": "taken in, waits for admission",
+    "admission": "policies are asked",
+    "awaiting": "waits for its precondition",
+    "batching": "ready, waits for a batch",
+    "transfer": "in a batch: room is reserved, the last sweep",
+    "committed": "claimed: the copy can no longer be prevented",
+    "copying": "its blocks are copied",
+    "settling": "the copy is over, what it held is released",
+}
+"""The stages of a walk through one of our pipelines, in order, and what happens in each."""
+
+STAGE_AFTER: Final[Mapping[str, str]] = {
+    "admission": "admission",
+    "awaiting": "awaiting",
+    "batching": "batching",
+    "transfer": "transfer",
+    "pre_claim": "transfer",
+    "sweep_claim_gap": "transfer",
+    "post_claim": "committed",
+    "xfer_start": "copying",
+    "xfer_end": "settling",
+}
+"""The stage that a hook begins, or goes on with."""
+
+_LAST_HOOK: Final = "settled"
+_REFUSALS: Final = {"refused": "REFUSED", "abandoned": "ABANDONED"}
+
+
+@attrs.frozen
+class Span:
+    """A stretch of a trace."""
+
+    what: str
+    """Which stage."""
+    first: int
+    """The position of the moment at which it began."""
+    last: int
+    """And of the one that ended it."""
+    over: bool = True
+    """Whether it ended at all."""
+
+
+@attrs.frozen
+class Lane:
+    """The way of a container through one pipeline."""
+
+    pipeline: str
+    spans: tuple[Span, ...]
+    hooks: tuple[int, ...]
+    """All moments about it there."""
+
+
+@attrs.frozen
+class Cancel:
+    """A cancel that was asked for."""
+
+    first: int
+    last: int | None
+    """Where it was answered, if it was."""
+    confirmed: bool
+
+
+@attrs.frozen
+class ContainerPath:
+    """Everything about one container."""
+
+    label: str
+    lanes: tuple[Lane, ...]
+    cancels: tuple[Cancel, ...]
+    events: tuple[int, ...]
+    """Moments of kind ``step`` that begin or end no span: a waiter that went away, for example."""
+    end: str
+    """``COMPLETE``, ``CANCELLED``, ``FAILED``, ``REFUSED``, ``ABANDONED``; empty: it never ended."""
+    ended: int | None
+    """Where."""
+
+
+@attrs.frozen
+class Copy:
+    """A batch that was copied into a tier."""
+
+    tier: str
+    keys: tuple[str, ...]
+    who: tuple[str, ...]
+    """The containers with these keys."""
+    span: Span
+    lane: int
+    """Copies of a tier that overlap have different lanes: 0, 1, ..."""
+
+
+# --- containers ---------------------------------------------------------------------------------------------------
+
+
+def paths_of(report: Report) -> list[ContainerPath]:
+    """The walk of every container, in the order in which they were first heard of."""
+    about: dict[str, list[int]] = {}
+    containers = {*report.outcomes, *_keys_by_container(report.scenario)}
+    for position, moment in enumerate(report.moments):
+        if moment.kind == "hook" or moment.kind == "end" or (moment.kind == "step" and moment.name in _OF_CONTAINERS):
+            for label in moment.who:
+                about.setdefault(label, []).append(position)
+    known = [label for label in about if label in containers or _is_container(report, about[label])]
+    return [_path_of(report.moments, label, about[label]) for label in known]
+
+
+_OF_CONTAINERS: Final = {
+    "asked", "taken", "refused", "abandoned", "cancel asked", "confirmed", "unconfirmed", "waited", "waiter gone",
+}  # fmt: skip
+
+
+def _is_container(report: Report, positions: Sequence[int]) -> bool:
+    return any(report.moments[position].kind != "step" for position in positions) or any(
+        report.moments[position].name == "asked" for position in positions
+    )
+
+
+def _path_of(moments: Sequence[Moment], label: str, positions: Sequence[int]) -> ContainerPath:
+    walker = _PathBuilder(len(moments) - 1)
+    for position in positions:
+        walker.saw(position, moments[position])
+    return walker.walk(label)
+
+
+class _PathBuilder:
+    """Takes the moments of one container, in order."""
+
+    def __init__(self, horizon: int) -> None:
+        self._horizon = horizon
+        self._lanes: dict[str, list[Span]] = {}
+        self._hooks: dict[str, list[int]] = defaultdict(list)
+        self._open: dict[str, tuple[str, int]] = {}
+        self._before: list[Span] = []
+        self._waiting: tuple[str, int] | None = None
+        self._cancels: list[Cancel] = []
+        self._events: list[int] = []
+        self._end, self._ended = "", None  # type: str, int | None
+
+    def saw(self, position: int, moment: Moment) -> None:
+        if moment.kind == "hook":
+            self._hook(position, moment)
+        elif moment.kind == "end":
+            self._over(position, moment.note)
+        elif moment.name == "asked":
+            self._waiting = self._waiting or ("room", position)
+        elif moment.name == "taken":
+            if self._waiting is not None:
+                self._before.append(Span(self._waiting[0], self._waiting[1], position))
+                self._waiting = "queue", position
+        elif moment.name in _REFUSALS:
+            self._over(position, _REFUSALS[moment.name])
+        elif moment.name == "cancel asked":
+            self._cancels.append(Cancel(position, None, confirmed=False))
+        elif moment.name in ("confirmed", "unconfirmed"):
+            self._answered(position, moment.name == "confirmed")
+        else:
+            self._events.append(position)
+
+    def _hook(self, position: int, moment: Moment) -> None:
+        where = moment.where
+        spans = self._lanes.setdefault(where, [])
+        self._hooks[where].append(position)
+        if self._waiting is not None:  # its way in is over, whether or not whoever asked knows it yet
+            self._before.append(Span(self._waiting[0], self._waiting[1], position))
+            self._waiting = None
+        stage = STAGE_AFTER.get(moment.name, moment.name)
+        began = self._open.pop(where, None)
+        if began is not None:
+            if began[0] == stage:
+                self._open[where] = began
+                return
+            spans.append(Span(began[0], began[1], position))
+        if moment.name != _LAST_HOOK:
+            self._open[where] = stage, position
+
+    def _over(self, position: int, end: str) -> None:
+        self._end, self._ended = end, position
+        self._close(position, over=True)
+
+    def _close(self, position: int, *, over: bool) -> None:
+        if self._waiting is not None:
+            self._before.append(Span(self._waiting[0], self._waiting[1], position, over))
+            self._waiting = None
+        for where, (stage, first) in self._open.items():
+            self._lanes[where].append(Span(stage, first, position, over))
+        self._open.clear()
+
+    def _answered(self, position: int, confirmed: bool) -> None:
+        for index, cancel in enumerate(self._cancels):
+            if cancel.last is None:
+                self._cancels[index] = Cancel(cancel.first, position, confirmed)
+                return
+        self._events.append(position)  # nobody asked: worth seeing
+
+    def walk(self, label: str) -> ContainerPath:
+        self._close(self._horizon, over=False)
+        lanes = [Lane(where, tuple(spans), tuple(self._hooks[where])) for where, spans in self._lanes.items()]
+        if lanes:
+            lanes[0] = attrs.evolve(lanes[0], spans=(*self._before, *lanes[0].spans))
+        else:
+            lanes = [Lane("", tuple(self._before), ())]
+        return ContainerPath(label, tuple(lanes), tuple(self._cancels), tuple(self._events), self._end, self._ended)
+
+
+def _keys_by_container(scenario: Scenario) -> dict[str, tuple[str, ...]]:
+    return {label: keys for _, store in stores_of(scenario) for label, keys in keys_of(store).items()}
+
+
+# --- copies -------------------------------------------------------------------------------------------------------
+
+
+def copies_of(report: Report) -> dict[str, list[Copy]]:
+    """The copies into every tier that saw one, by tier, in the order in which they began."""
+    keys_by_container = _keys_by_container(report.scenario)
+    batch: tuple[str, ...] = ()
+    found: dict[str, list[Copy]] = {}
+    open_: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for position, moment in enumerate(report.moments):
+        if moment.name == "xfer_start":
+            batch = moment.who
+        if moment.kind != "tier":
+            continue
+        copies = found.setdefault(moment.where, [])
+        if moment.name == "copy":
+            keys = tuple([key for key in moment.note.replace(",", " ").split() if key])
+            who = moment.who or _owners(keys, batch, keys_by_container)
+            open_[moment.where, moment.note].append(len(copies))
+            copies.append(Copy(moment.where, keys, who, Span("copy", position, len(report.moments) - 1, False), 0))
+        elif moment.name == "copied" and open_[moment.where, moment.note]:
+            index = open_[moment.where, moment.note].pop(0)
+            copies[index] = attrs.evolve(copies[index], span=Span("copy", copies[index].span.first, position))
+    return {tier: _in_lanes(copies) for tier, copies in found.items()}
+
+
+def _owners(
+    keys: Sequence[str], batch: Sequence[str], keys_by_container: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
+    """Whose keys these are. Several containers may have the same key: those of the batch that is being copied come first."""
+    for labels in (batch, keys_by_container):
+        found = tuple([label for label in labels if not set(keys).isdisjoint(keys_by_container.get(label, ()))])
+        if found:
+            return found
+    return ()
+
+
+def _in_lanes(copies: Sequence[Copy]) -> list[Copy]:
+    busy_until: list[int] = []
+    placed: list[Copy] = []
+    for copy in copies:
+        lane = next((lane for lane, until in enumerate(busy_until) if until <= copy.span.first), len(busy_until))
+        if lane == len(busy_until):
+            busy_until.append(0)
+        busy_until[lane] = copy.span.last
+        placed.append(attrs.evolve(copy, lane=lane))
+    return placed
+
+
+# --- time ---------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Instant:
+    """Everything that happened at one virtual time."""
+
+    at_ms: float
+    first: int
+    """The position of its first moment."""
+    count: int
+
+
+def instants_of(moments: Sequence[Moment]) -> list[Instant]:
+    """The virtual times at which something happened, each with its moments."""
+    found: list[Instant] = []
+    for position, moment in enumerate(moments):
+        if found and moment.at_ms <= found[-1].at_ms:
+            found[-1] = attrs.evolve(found[-1], count=found[-1].count + 1)
+        else:
+            found.append(Instant(moment.at_ms, position, 1))
+    return found
+
+
+# --- from left to right -----------------------------------------------------------------------------------------------
+
+
+_UNSEEN: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+
+
+def text_of(text: str) -> str:
+    """Text as HTML; what cannot be shown is replaced."""
+    return escape(_UNSEEN.sub("\N{REPLACEMENT CHARACTER}", text), quote=True)
+
+
+def ms(at: float) -> str:
+    """A virtual time as text."""
+    return f"{at:,.3f}".rstrip("0").rstrip(".")
+
+
+@attrs.frozen
+class Column:
+    """An instant on paper."""
+
+    at_ms: float
+    left: float
+    width: float
+
+
+class Axis:
+    """Where the moments of a trace are, from left to right."""
+
+    def __init__(self, moments: Sequence[Moment]) -> None:
+        self.step = max(4.0, min(20.0, 1_000 / max(1, len(moments))))
+        self.columns: list[Column] = []
+        self._x: list[float] = []
+        left, previous = 0.0, None
+        for instant in instants_of(moments):
+            if previous is not None:
+                left += 5 + (4 + self.step / 2) * math.log2(1 + instant.at_ms - previous)
+            width = self.step * (instant.count + 1)
+            self._x += [left + self.step * (1 + place) for place in range(instant.count)]
+            self.columns.append(Column(instant.at_ms, left, width))
+            left, previous = left + width, instant.at_ms
+        self.width = math.ceil(left + 90)  # the last word of a row stands behind it
+
+    def x(self, position: int) -> float:
+        """Where the moment at this position of the trace is."""
+        return self._x[position]
+
+
+def axis_of(axis: Axis) -> str:
+    """The times of the instants; those for which there is no room are left out."""
+    parts: list[str] = []
+    free_from = 0.0
+    for column in axis.columns:
+        parts.append(f'<line x1="{column.left:.1f}" x2="{column.left:.1f}" y1="17" y2="24"/>')
+        words = ms(column.at_ms)
+        if column.left >= free_from:
+            parts.append(f'<text x="{column.left:.1f}" y="13">{words}</text>')
+            free_from = column.left + (len(words) + 2) * 7
+    return "".join(parts)

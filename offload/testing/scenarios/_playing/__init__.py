@@ -1,1 +1,0 @@
-"""One run in virtual time, and the systems that can be run so."""

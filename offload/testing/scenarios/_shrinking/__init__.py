@@ -1,1 +1,0 @@
-"""A program that goes wrong, made small."""

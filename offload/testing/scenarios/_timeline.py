@@ -1,0 +1,563 @@
+"""One run as an HTML page: containers, faults and copies as SVG against virtual time. Pure; opens in any browser, offline.
+
+The page holds everything it needs: its style, a few lines of script (it can be read without), the scenario as it was run, and
+the trace as text. Nothing in it but the style and the script is markup that did not pass :func:`text_of`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from typing import Final
+
+import attrs
+
+from ._paths import (
+    STAGES,
+    Axis,
+    Cancel,
+    ContainerPath,
+    Copy,
+    Lane,
+    Span,
+    axis_of,
+    copies_of,
+    ms,
+    paths_of,
+    text_of,
+)
+from ._trace import Moment, Report
+
+ROW: Final = 24
+_BAR: Final = 14
+_TOP: Final = (ROW - _BAR) / 2
+_CHARACTER: Final = 5.8
+"""How wide a character of the small print is, in pixels, on the whole."""
+
+GLYPHS: Final[Mapping[str, str]] = {
+    "COMPLETE": "✓", "CANCELLED": "∅", "FAILED": "✗", "REFUSED": "⊘", "ABANDONED": "↩", "": "…",
+}  # fmt: skip
+"""The mark at the end of a container; shape and colour say the same."""
+
+
+# --- rows ---------------------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Row:
+    """A line of the picture: its name on the left, SVG on the right."""
+
+    label: str
+    small: str
+    svg: str
+    height: float = ROW
+    kind: str = "container"
+    """container, faults, tier, heading"""
+    end: str = ""
+    """How the container ended."""
+    said: str = ""
+    """The row in words, for who cannot see it."""
+    wrong: bool = False
+    """A violation names it."""
+    tags: str = ""
+    """What a filter finds it by, besides its name."""
+
+
+def rows_of(report: Report, axis: Axis) -> list[Row]:
+    """All rows, from top to bottom."""
+    walks = paths_of(report)
+    copies = copies_of(report)
+    named = frozenset(label for violation in report.violations for label in re.findall(r"[\w.-]+", violation.text))
+    hit = _hit_by(report.moments)
+    rows = list(_fault_rows(report, axis))
+    for walk in walks:
+        rows += _container_rows(report, axis, walk, hit.get(walk.label, ()), wrong=walk.label in named)
+    rows += _other_rows(report, axis, {walk.label for walk in walks})
+    for tier, batches in copies.items():
+        rows += _tier_rows(report, axis, tier, batches)
+    return rows
+
+
+def _hit_by(moments: Sequence[Moment]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for position, moment in enumerate(moments):
+        if moment.kind == "fault":
+            for label in moment.who:
+                found.setdefault(label, []).append(position)
+    return found
+
+
+# --- containers ---------------------------------------------------------------------------------------------------
+
+
+def _container_rows(
+    report: Report, axis: Axis, walk: ContainerPath, faults: Sequence[int], *, wrong: bool
+) -> Iterator[Row]:
+    moments = report.moments
+    for number, lane in enumerate(walk.lanes):
+        parts = [_line_of_life(axis, lane)]
+        parts += [_bar(axis, moments, walk.label, span) for span in lane.spans]
+        parts += [_hook(axis, moments, position) for position in lane.hooks]
+        if number == 0:
+            parts += [_cancel(axis, moments, cancel) for cancel in walk.cancels]
+            parts += [_event(axis, moments, position) for position in walk.events if moments[position].name != "waited"]
+            parts += [_struck(axis, moments, position) for position in faults]
+        last = number == len(walk.lanes) - 1
+        if last:
+            parts.append(_end(axis, moments, walk))
+        yield Row(
+            label=walk.label if number == 0 else "",
+            small=lane.pipeline if len(walk.lanes) > 1 else "",
+            svg="".join(parts),
+            end=walk.end if number == 0 else "",
+            said=_in_words(moments, walk, lane),
+            wrong=wrong,
+            tags=" ".join([walk.label, walk.end or "never ended", *(["cancelled"] if walk.cancels else []),
+                           *(["fault"] if faults else [])]),
+        )  # fmt: skip
+
+
+def _line_of_life(axis: Axis, lane: Lane) -> str:
+    if not lane.spans:
+        return ""
+    first, last = axis.x(lane.spans[0].first), axis.x(lane.spans[-1].last)
+    return f'<line class="life" x1="{first:.1f}" x2="{last:.1f}" y1="{ROW / 2}" y2="{ROW / 2}"/>'
+
+
+def _bar(axis: Axis, moments: Sequence[Moment], label: str, span: Span) -> str:
+    left, right = axis.x(span.first), axis.x(span.last)
+    width = max(1.5, right - left)
+    begin, end = moments[span.first].at_ms, moments[span.last].at_ms
+    took = f"{ms(begin)} to {ms(end)} ms ({ms(end - begin)} ms)" if span.over else f"since {ms(begin)} ms, never left"
+    title = f"{label}: {span.what}\n{took}" + (f"\n{STAGES[span.what]}" if span.what in STAGES else "")
+    look = span.what if span.what in STAGES else "foreign"
+    ended = "" if span.over else " open"
+    words = span.what if width > len(span.what) * _CHARACTER + 8 else ""
+    return (
+        f'<g class="bar {look}{ended}"><title>{text_of(title)}</title>'
+        f'<rect x="{left:.1f}" y="{_TOP}" width="{width:.1f}" height="{_BAR}" rx="2"/>'
+        + (f'<text x="{left + 4:.1f}" y="{ROW / 2 + 3.5}">{text_of(words)}</text>' if words else "")
+        + "</g>"
+    )
+
+
+def _hook(axis: Axis, moments: Sequence[Moment], position: int) -> str:
+    moment, x = moments[position], axis.x(position)
+    commit = moment.name == "post_claim"
+    title = f"{moment.name} at {ms(moment.at_ms)} ms\n{', '.join(moment.who)}"
+    if commit:
+        title += "\nthe commit: from here on a cancel waits for the copy"
+    reach = 4 if commit else 0
+    return (
+        f'<g class="hook{" commit" if commit else ""}"><title>{text_of(title)}</title>'
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - reach}" y2="{_TOP + _BAR + reach}"/></g>'
+    )
+
+
+def _cancel(axis: Axis, moments: Sequence[Moment], cancel: Cancel) -> str:
+    asked = axis.x(cancel.first)
+    y = ROW - 3
+    begin = moments[cancel.first].at_ms
+    if cancel.last is None:
+        title = f"cancel asked at {ms(begin)} ms, and not waited for"
+        return f'<g class="cancel"><title>{text_of(title)}</title>{_diamond(asked, y, "asked")}</g>'
+    answered = axis.x(cancel.last)
+    end = moments[cancel.last].at_ms
+    what = "confirmed" if cancel.confirmed else "could not be confirmed"
+    title = f"cancel asked at {ms(begin)} ms\n{what} at {ms(end)} ms ({ms(end - begin)} ms later)"
+    return (
+        f'<g class="cancel"><title>{text_of(title)}</title>'
+        f'<line x1="{asked:.1f}" x2="{answered:.1f}" y1="{y}" y2="{y}"/>{_diamond(asked, y, "asked")}'
+        f"{_diamond(answered, y, 'confirmed' if cancel.confirmed else 'unconfirmed')}</g>"
+    )
+
+
+def _diamond(x: float, y: float, look: str) -> str:
+    shape = f'<path class="{look}" d="M{x:.1f} {y - 4}l4 4l-4 4l-4-4z"/>'
+    if look == "unconfirmed":
+        shape += f'<path class="cross" d="M{x - 2:.1f} {y - 2}l4 4m0-4l-4 4"/>'
+    return shape
+
+
+def _event(axis: Axis, moments: Sequence[Moment], position: int) -> str:
+    moment, x = moments[position], axis.x(position)
+    title = f"{moment.name} at {ms(moment.at_ms)} ms" + (f"\n{moment.note}" if moment.note else "")
+    return f'<g class="event"><title>{text_of(title)}</title><circle cx="{x:.1f}" cy="{_TOP - 1}" r="2.2"/></g>'
+
+
+def _struck(axis: Axis, moments: Sequence[Moment], position: int) -> str:
+    moment, x = moments[position], axis.x(position)
+    idle = "" if moment.fired else " idle"
+    return (
+        f'<g class="struck{idle}"><title>{text_of(_fault_title(moment))}</title><path d="M{x - 4:.1f} 0h8l-4 7z"/></g>'
+    )
+
+
+def _end(axis: Axis, moments: Sequence[Moment], walk: ContainerPath) -> str:
+    at = walk.ended if walk.ended is not None else len(moments) - 1
+    x = axis.x(at) + 7
+    when = f"at {ms(moments[at].at_ms)} ms" if walk.ended is not None else "by the end of the run"
+    title = f"{walk.label}: {walk.end or 'never ended'} {when}"
+    return (
+        f'<g class="end {walk.end.lower() or "never"}"><title>{text_of(title)}</title>'
+        f'<text x="{x:.1f}" y="{ROW / 2 + 4}">{GLYPHS.get(walk.end, "•")} {text_of(walk.end or "never ended")}</text></g>'
+    )
+
+
+def _in_words(moments: Sequence[Moment], walk: ContainerPath, lane: Lane) -> str:
+    said = [
+        f"{span.what} from {ms(moments[span.first].at_ms)}" + (f" to {ms(moments[span.last].at_ms)} ms" if span.over else
+                                                               " ms without end")
+        for span in lane.spans
+    ]  # fmt: skip
+    said += [
+        f"cancel asked at {ms(moments[cancel.first].at_ms)} ms"
+        + ("" if cancel.last is None else f", answered at {ms(moments[cancel.last].at_ms)} ms")
+        for cancel in walk.cancels
+    ]
+    ended = "" if walk.ended is None else f" at {ms(moments[walk.ended].at_ms)} ms"
+    place = f" in {lane.pipeline}" if lane.pipeline else ""
+    return f"{walk.label}{place}: {'; '.join([*said, (walk.end or 'never ended') + ended])}"
+
+
+# --- faults -------------------------------------------------------------------------------------------------------
+
+
+def _fault_title(moment: Moment) -> str:
+    parts = [
+        f"fault: {moment.name} at {ms(moment.at_ms)} ms" + ("" if moment.fired else " (idle: it hit nothing alive)")
+    ]
+    parts += [f"on {', '.join(moment.who)}"] if moment.who else []
+    parts += [f"tier {moment.where}"] if moment.where else []
+    parts += [moment.note] if moment.note else []
+    return "\n".join(parts)
+
+
+def _fault_rows(report: Report, axis: Axis) -> Iterator[Row]:
+    """Their flags, on as many levels as it takes for no two to overlap, and what was found wrong at its time."""
+    flags = [
+        (position, moment) for position, moment in enumerate(report.moments) if moment.kind in ("fault", "violation")
+    ]
+    if not flags:
+        return
+    free_from: list[float] = []
+    parts: list[str] = []
+    for position, moment in flags:
+        x = axis.x(position)
+        words = moment.name if moment.kind == "fault" else moment.note or moment.name
+        on = ", ".join(moment.who[:3]) + (", …" if len(moment.who) > 3 else "") or moment.where
+        words = f"{words} {on}" if on else words
+        words = words if len(words) <= 40 else words[:39] + "…"
+        level = next((level for level, free in enumerate(free_from) if free <= x), len(free_from))
+        if level == len(free_from):
+            free_from.append(0.0)
+        free_from[level] = x + (len(words) + 3) * _CHARACTER
+        parts.append(_flag(x, 15.0 * level + 13, words, moment))
+    fired = sum(moment.fired for _, moment in flags if moment.kind == "fault")
+    said = "; ".join([_fault_title(moment).replace("\n", ", ") for _, moment in flags])
+    height = 15.0 * len(free_from) + 8
+    yield Row("faults", f"{fired} fired", "".join(parts), height, "faults", said=said)
+
+
+def _flag(x: float, y: float, words: str, moment: Moment) -> str:
+    if moment.kind == "violation":
+        look, title, sign = "wrong", f"{moment.name} at {ms(moment.at_ms)} ms\n{moment.note}", "!"
+    else:
+        look, title, sign = ("fired" if moment.fired else "idle"), _fault_title(moment), "▼" if moment.fired else "▽"
+    return (
+        f'<g class="flag {look}"><title>{text_of(title)}</title>'
+        f'<text x="{x - 4:.1f}" y="{y}">{sign} {text_of(words)}</text></g>'
+    )
+
+
+def overlay_of(report: Report, axis: Axis) -> str:
+    """What crosses all rows: the instants, and the lines below the flags."""
+    parts = [
+        f'<rect class="instant{" odd" if number % 2 else ""}" x="{column.left:.1f}" y="0" width="{column.width:.1f}" '
+        'height="100%"/>'
+        for number, column in enumerate(axis.columns)
+    ]
+    for position, moment in enumerate(report.moments):
+        if moment.kind in ("fault", "violation"):
+            look = "wrong" if moment.kind == "violation" else "fired" if moment.fired else "idle"
+            pointed = " pointed" if moment.who else ""
+            x = axis.x(position)
+            parts.append(f'<line class="fault {look}{pointed}" x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="100%"/>')
+    return "".join(parts)
+
+
+# --- what is no container -----------------------------------------------------------------------------------------
+
+
+def _other_rows(report: Report, axis: Axis, containers: set[str]) -> Iterator[Row]:
+    """Steps about something else: loads, keys that were deleted, the end."""
+    found: dict[str, list[int]] = {}
+    for position, moment in enumerate(report.moments):
+        if moment.kind == "step" and containers.isdisjoint(moment.who):
+            found.setdefault("loads" if moment.name in ("loaded", "missed") else "steps", []).append(position)
+    for label, positions in sorted(found.items()):
+        parts = []
+        for position in positions:
+            moment, x = report.moments[position], axis.x(position)
+            title = "\n".join(
+                part for part in (f"{moment.name} at {ms(moment.at_ms)} ms", ", ".join(moment.who), moment.where,
+                                  moment.note) if part
+            )  # fmt: skip
+            look = moment.name if label == "loads" else "done"
+            shape = (
+                f'<path d="M{x - 4:.1f} {ROW / 2 - 4}l8 8m0-8l-8 8"/>'
+                if look == "missed"
+                else f'<circle cx="{x:.1f}" cy="{ROW / 2}" r="4"/>'
+            )
+            parts.append(f'<g class="step {look}"><title>{text_of(title)}</title>{shape}</g>')
+        yield Row(label, str(len(positions)), "".join(parts), kind="steps", said=f"{len(positions)} {label}")
+
+
+def _tier_rows(report: Report, axis: Axis, tier: str, copies: Sequence[Copy]) -> Iterator[Row]:
+    moments = report.moments
+    for lane in range(1 + max([copy.lane for copy in copies], default=0)):
+        here = [copy for copy in copies if copy.lane == lane]
+        yield Row(
+            label=tier if lane == 0 else "",
+            small=_counted(len(copies), "copy", "copies") if lane == 0 else "",
+            svg="".join([_copy(axis, moments, copy) for copy in here]),
+            kind="tier",
+            said=f"copies into {tier}: "
+            + "; ".join([f"{_names(copy.who)} from {ms(moments[copy.span.first].at_ms)} ms" for copy in here]),
+        )
+
+
+def _copy(axis: Axis, moments: Sequence[Moment], copy: Copy) -> str:
+    left, right = axis.x(copy.span.first), axis.x(copy.span.last)
+    width = max(3.0, right - left)
+    begin, end = moments[copy.span.first].at_ms, moments[copy.span.last].at_ms
+    took = f"{ms(begin)} to {ms(end)} ms ({ms(end - begin)} ms)" if copy.span.over else f"since {ms(begin)} ms, no end"
+    keys = f"{_counted(len(copy.keys), 'key', 'keys')}: {' '.join(copy.keys)}"
+    title = f"copy into {copy.tier}\n{took}\n{', '.join(copy.who)}\n{keys}"
+    words = next(
+        (words for words in (_names(copy.who, 99), _names(copy.who), str(len(copy.keys)))
+         if words and width > len(words) * _CHARACTER + 8), ""
+    )  # fmt: skip
+    ended = "" if copy.span.over else " open"
+    return (
+        f'<g class="copy{ended}"><title>{text_of(title)}</title>'
+        f'<rect x="{left:.1f}" y="{_TOP}" width="{width:.1f}" height="{_BAR}" rx="2"/>'
+        + (f'<text x="{left + 4:.1f}" y="{ROW / 2 + 3.5}">{text_of(words)}</text>' if words else "")
+        + "</g>"
+    )
+
+
+def _names(labels: Iterable[str], most: int = 2) -> str:
+    labels = list(labels)
+    return ", ".join(labels[:most]) + (f" +{len(labels) - most}" if len(labels) > most else "")
+
+
+def _counted(n: int, one: str, many: str) -> str:
+    return f"{n} {one if n == 1 else many}"
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+MOST_LINES: Final = 20_000
+"""Lines of the trace that a page holds, at most: beyond, a browser gets slow."""
+_MOST_NAMES: Final = 12
+
+_MARKS: Final = (
+    ('<g class="hook commit"><line x1="9" x2="9" y1="1" y2="23"/></g>', "commit (post_claim)"),
+    ('<g class="cancel"><path class="asked" d="M9 8l4 4l-4 4l-4-4z"/></g>', "cancel asked"),
+    ('<g class="cancel"><path class="confirmed" d="M9 8l4 4l-4 4l-4-4z"/></g>', "confirmed"),
+    ('<g class="cancel"><path class="unconfirmed" d="M9 8l4 4l-4 4l-4-4z"/>'
+     '<path class="cross" d="M7 10l4 4m0-4l-4 4"/></g>', "not confirmed"),
+    ('<g class="flag fired"><text x="3" y="16">▼</text></g>', "fault that fired"),
+    ('<g class="flag idle"><text x="3" y="16">▽</text></g>', "fault that hit nothing"),
+    ('<g class="event"><circle cx="9" cy="12" r="2.6"/></g>', "other step"),
+)  # fmt: skip
+
+
+def timeline(report: Report, *, repeat: str = "") -> str:
+    """A page with the picture of a run.
+
+    Args:
+        report: of the run.
+        repeat: the line that repeats it. Without, the page says how to do so with the scenario it holds.
+
+    Returns:
+        HTML, self-contained.
+    """
+    return "".join(_page(report, repeat))
+
+
+def _page(report: Report, repeat: str) -> Iterator[str]:
+    name = text_of(report.scenario.name)
+    axis = Axis(report.moments)
+    yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
+    yield (
+        '<meta http-equiv="Content-Security-Policy" '
+        "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
+    )
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+    yield '<meta name="color-scheme" content="light dark">\n'
+    yield f"<title>{name}, seed {report.seed}</title>\n<style>\n{_read('timeline.css')}</style></head>\n<body>\n"
+    yield from _header(report, repeat)
+    yield from _violations(report)
+    yield _legend(report)
+    rows = rows_of(report, axis)
+    yield from _plot(report, axis, rows)
+    yield from _tables(report)
+    yield f"<script>\n{_read('timeline.js')}</script>\n</body></html>\n"
+
+
+def _read(name: str) -> str:
+    return (files(__package__) / name).read_text(encoding="utf-8")
+
+
+# --- above the picture --------------------------------------------------------------------------------------------
+
+
+def _header(report: Report, repeat: str) -> Iterator[str]:
+    count = len(report.violations)
+    look, verdict = (
+        ("good", "everything held") if report.good else ("bad", f"{count} violation{'s' if count > 1 else ''}")
+    )
+    yield f'<header><h1>{text_of(report.scenario.name)} <span class="verdict {look}">{verdict}</span></h1>\n'
+    if report.scenario.about:
+        yield f'<p class="about">{text_of(report.scenario.about)}</p>\n'
+    ends: dict[str, int] = {}
+    for outcome in report.outcomes.values():
+        ends[outcome.status] = ends.get(outcome.status, 0) + 1
+    facts = [
+        ("seed", str(report.seed)),
+        ("virtual time", f"{ms(report.moments[-1].at_ms) if report.moments else 0} ms"),
+        ("containers", ", ".join([f"{n} {end}" for end, n in sorted(ends.items())]) or "none"),
+        ("faults", f"{sum(report.fired.values())} of {len(report.scenario.fault)} hit something alive"),
+        ("trace", f"{len(report.moments)} moments, {report.trace_hash}"),
+        *([("tells again", ", ".join(report.scenario.upstream))] if report.scenario.upstream else []),
+    ]
+    yield "<dl>" + "".join([f"<div><dt>{term}</dt><dd>{text_of(fact)}</dd></div>" for term, fact in facts]) + "</dl>\n"
+    hint = "" if repeat else ", with the scenario below saved as that file"
+    line = repeat or f"offload scenario run this.scenario.toml --seed {report.seed}"
+    yield f'<p class="repeat">Repeat it{hint}: <code id="repeat">{text_of(line)}</code> '
+    yield '<button id="copy" hidden>copy</button></p></header>\n'
+
+
+def _violations(report: Report) -> Iterator[str]:
+    if report.good:
+        return
+    yield '<section class="violations" aria-label="violations"><ul>'
+    for violation in report.violations:
+        yield f"<li><b>{text_of(violation.rule)}</b> <span>{text_of(violation.text)}</span></li>"
+    yield "</ul></section>\n"
+
+
+def _legend(report: Report) -> str:
+    seen = {moment.name for moment in report.moments if moment.kind == "hook"}
+    foreign = bool(seen) and not seen & {"admission", "post_claim", "settled"}
+    stages = [
+        f'<li title="{text_of(about)}"><svg width="18" height="{ROW}" aria-hidden="true"><g class="bar {stage}">'
+        f'<rect x="1" y="5" width="16" height="14" rx="2"/></g></svg>{stage}</li>'
+        for stage, about in ({} if foreign else STAGES).items()
+    ]
+    marks = [
+        f'<li><svg width="18" height="{ROW}" aria-hidden="true">{shape}</svg>{words}</li>' for shape, words in _MARKS
+    ]
+    ends = [
+        f'<li class="end {end.lower() or "never"}">{glyph} {end or "never ended"}</li>' for end, glyph in GLYPHS.items()
+    ]
+    return (
+        '<section class="legend" aria-label="legend">'
+        f"<ul>{''.join(stages)}</ul><ul>{''.join(marks)}</ul><ul>{''.join(ends)}</ul>"
+        "<p>Each shaded column is one instant of virtual time; what happened in it stands from left to right in the order in "
+        "which it happened. The gaps between columns grow with the logarithm of the time in between.</p>"
+        '<p id="tools" hidden><label>Rows: <input id="filter" type="search" placeholder="name, FAILED, fault, …" '
+        'aria-describedby="shown"></label> <output id="shown"></output></p></section>\n'
+    )
+
+
+# --- the picture --------------------------------------------------------------------------------------------------
+
+
+def _plot(report: Report, axis: Axis, rows: Sequence[Row]) -> Iterator[str]:
+    label = f"{report.scenario.name}, seed {report.seed}: containers against virtual time"
+    yield f'<div class="scroll" tabindex="0" role="region" aria-label="{text_of(label)}">\n'
+    yield f'<div class="plot" role="table" style="--width:{axis.width}px">\n'
+    yield f'<svg class="overlay" width="{axis.width}" aria-hidden="true">{overlay_of(report, axis)}</svg>\n'
+    yield (
+        '<div class="row axis" role="row"><div class="label" role="rowheader">virtual ms</div><div role="cell">'
+        f'<svg width="{axis.width}" height="{ROW}" role="img" aria-label="virtual time from '
+        f'{text_of(_extent(axis))}">{axis_of(axis)}</svg></div></div>\n'
+    )
+    for row in rows:
+        yield _row(row, axis)
+    yield "</div></div>\n"
+    yield '<p id="detail" aria-live="polite" hidden></p>\n'
+
+
+def _extent(axis: Axis) -> str:
+    return f"{ms(axis.columns[0].at_ms)} to {ms(axis.columns[-1].at_ms)} ms" if axis.columns else "nothing"
+
+
+def _row(row: Row, axis: Axis) -> str:
+    classes = " ".join(["row", row.kind, *(["wrong"] if row.wrong else []), *(["more"] if not row.label else [])])
+    glyph = (
+        f'<i class="end {row.end.lower()}" title="{row.end}">{GLYPHS.get(row.end, "•")}</i>'
+        if row.end
+        else '<i class="end never" title="never ended">…</i>' if row.kind == "container" and row.label else ""
+    )  # fmt: skip
+    small = f" <small>{text_of(row.small)}</small>" if row.small else ""
+    name = text_of(row.label)
+    return (
+        f'<div class="{classes}" role="row" data-tags="{text_of(row.tags)}">'
+        f'<div class="label" role="rowheader" title="{name}">{glyph}<span>{name}</span>{small}</div>'
+        f'<div role="cell"><svg width="{axis.width}" height="{row.height:g}" role="img">'
+        f"<desc>{text_of(row.said)}</desc>{row.svg}</svg></div></div>\n"
+    )
+
+
+# --- below it -----------------------------------------------------------------------------------------------------
+
+
+def _tables(report: Report) -> Iterator[str]:
+    yield f'<details><summary>How each container ended ({len(report.outcomes)})</summary><div class="wide"><table>'
+    yield "<thead><tr><th>container<th>end<th>completed<th>filtered<th>failed<th>evicted<th>error</tr></thead><tbody>"
+    for label, outcome in report.outcomes.items():
+        cells = [
+            _keys(outcome.completed),
+            _reasons(outcome.filtered.items()),
+            _reasons(outcome.failed.items()),
+            _keys(outcome.evicted),
+            outcome.error,
+        ]
+        yield f'<tr><th scope="row">{text_of(label)}<td class="end {outcome.status.lower()}">'
+        yield f"{GLYPHS.get(outcome.status, '•')} {text_of(outcome.status)}"
+        yield "".join([f"<td>{text_of(cell)}" for cell in cells]) + "</tr>\n"
+    yield "</tbody></table></div></details>\n"
+    yield f"<details><summary>What was reached and counted</summary><p>{text_of(', '.join(sorted(report.reached)))}</p>"
+    yield f"<p>{text_of(', '.join([f'{what}: {n}' for what, n in report.counts.items()]))}</p></details>\n"
+    shown = report.moments[:MOST_LINES]
+    more = f", the first {MOST_LINES:,}" if len(shown) < len(report.moments) else ""
+    yield f"<details><summary>The trace ({len(report.moments):,} moments{more})</summary><pre>"
+    yield text_of("\n".join([moment.line() for moment in shown]))
+    yield "</pre></details>\n"
+    yield f"<details><summary>The scenario, as it was run</summary><pre>{text_of(_toml(report))}</pre></details>\n"
+
+
+def _keys(keys: Iterable[bytes]) -> str:
+    names = [key.decode(errors="backslashreplace") for key in keys]
+    return ", ".join(names[:_MOST_NAMES]) + (
+        f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    )
+
+
+def _reasons(why: Iterable[tuple[bytes, str]]) -> str:
+    by_reason: dict[str, list[bytes]] = {}
+    for key, reason in why:
+        by_reason.setdefault(reason, []).append(key)
+    return "; ".join([f"{_keys(keys)} ({reason})" for reason, keys in by_reason.items()])
+
+
+def _toml(report: Report) -> str:
+    from ._files import to_toml
+
+    return to_toml(report.scenario)

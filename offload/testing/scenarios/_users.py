@@ -1,0 +1,316 @@
+"""Those who use the system: they do what the scenario's steps say, and wait for what comes of it.
+
+Rule 1. What falls on the same virtual time happens in the order of the file, steps before faults. Each step has begun (up to
+        where it first waits) before the next one does.
+Rule 2. Each container has a task of its own, which stores it and waits for its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from ._defaults import first_destination, first_source, keys_of
+from ._faults import PlannedFault
+from ._names import expand
+from ._policies import ScriptedError
+from ._program import (
+    TICK,
+    KeysStep,
+    LoadStep,
+    Step,
+    StoreStep,
+)
+from ._systems import Refused, System, Ticket
+
+if TYPE_CHECKING:
+    from backends.abc import Key
+
+    from ._oracle import Load
+    from ._world import Request, VirtualWorld
+
+
+class Users:
+    """All users of one run."""
+
+    def __init__(self, world: VirtualWorld) -> None:
+        self._world = world
+        self._oracle = world.oracle
+        self._loads = 0
+        self._nursery: trio.Nursery = None  # type: ignore[assignment]
+        self._begun = trio.Event()
+        """What was started last has begun."""
+        self._begun.set()
+
+    @property
+    def _system(self) -> System:
+        return self._world.system
+
+    async def live(self) -> None:
+        """Do everything, and wait for everything."""
+        world = self._world
+        self._oracle.begin()
+        async with trio.open_nursery() as self._nursery:
+            await self._timeline()
+        if world.raises:
+            raise ScriptedError("the user's own code broke")
+        if world.leaves:
+            return
+        for parcel in world.parcels.values():
+            if parcel.ticket is not None:
+                await parcel.ticket.wait()
+                world.look(parcel)
+
+    async def _timeline(self) -> None:
+        world = self._world
+        todo: list[tuple[int, Step | PlannedFault]] = [(step.at_ms, step) for step in world.scenario.step]
+        todo += [(one.fault.at_ms, one) for one in world.faults if one.fault.at_ms is not None]
+        stored = False
+        for at_ms, what in sorted(todo, key=lambda one: one[0]):
+            if trio.current_time() < at_ms * TICK:
+                await trio.sleep_until(at_ms * TICK)
+            else:
+                await self._turn()
+            if isinstance(what, PlannedFault):
+                if stored:
+                    # A tick in which a system that has room takes in what was stored just now: faults find it there.
+                    await trio.lowlevel.checkpoint()
+                what.happen(world)
+            else:
+                await self._step(what)
+            stored = isinstance(what, Step) and what.store is not None
+
+    async def _step(self, step: Step) -> None:
+        world = self._world
+        if step.store is not None:
+            await self._store_all(step.store)
+        elif step.load is not None:
+            self._begin(partial(self._load, step.load))
+        elif step.fire is not None:
+            world.events.fire(step.fire)
+        elif step.evict is not None:
+            self._evict(step.evict)
+        elif step.delete is not None:
+            self._begin(partial(self._delete, step.delete))
+        elif step.drain is not None:
+            self._begin(partial(self._drain, step.drain))
+        elif step.release is not None:
+            self._call("release", step.release)
+        elif step.close is not None:
+            self._close(step.close.how)
+
+    def _begin(self, task: Callable[[trio.Event], Awaitable[None]]) -> None:
+        """Start a task."""
+        self._begun = trio.Event()
+        self._nursery.start_soon(task, self._begun)
+
+    async def _turn(self) -> None:
+        """Return once what was started last has begun. Before time passes it has, without anybody waiting for that."""
+        await self._begun.wait()
+
+    # -- storing -------------------------------------------------------------------------------------------------------
+
+    async def _store_all(self, step: StoreStep) -> None:
+        parcels = [self._world.parcels[label] for label in keys_of(step)]
+        if step.how == "now":
+            self._begin(partial(self._store_now, [[parcel] for parcel in parcels]))
+        elif step.how == "many":
+            self._begin(partial(self._store_now, [parcels]))
+        else:
+            for parcel in parcels:
+                await self._turn()
+                self._begin(partial(self._store, parcel))
+
+    async def _store_now(self, groups: Sequence[Sequence[Request]], begun: trio.Event) -> None:
+        """One after the other, and where the system does not wait, all at once."""
+        for parcels in groups:
+            if await self._take_in(parcels, begun):
+                for parcel in parcels:
+                    self._nursery.start_soon(self._wait, parcel)
+
+    async def _store(self, parcel: Request, begun: trio.Event) -> None:
+        if await self._take_in([parcel], begun):
+            await self._wait(parcel)
+
+    async def _take_in(self, parcels: Sequence[Request], begun: trio.Event) -> bool:
+        """Whether the system has them now: one container, or several that are stored in one call."""
+        world, now = self._world, trio.current_time()
+        after = world.events.precondition(parcels[0].store)
+        for parcel in parcels:
+            parcel.state, parcel.asked_at, parcel.after = "asked", now, after
+            world.step("asked", parcel.label)
+            self._oracle.asked(parcel)
+        begun.set()
+        tickets: Sequence[Ticket] = ()
+        refusal = None
+        try:
+            with trio.CancelScope() as scope:
+                for parcel in parcels:
+                    parcel.storing = scope
+                tickets = await self._ask(parcels, after.wait if after is not None else None)
+        except Refused as error:
+            refusal = str(error)
+        except Exception as error:
+            refusal = type(error).__name__
+            world.crashed(error, f"store of {', '.join([parcel.label for parcel in parcels])}")
+        finally:
+            for parcel in parcels:
+                parcel.storing = None
+            if not tickets:
+                self._not_taken(parcels, refusal)
+        for parcel, ticket in zip(parcels, tickets, strict=bool(tickets)):
+            parcel.ticket, parcel.state = ticket, "taken"
+            world.step("taken", parcel.label)
+            world.look(parcel)
+        return bool(tickets)
+
+    async def _ask(self, parcels: Sequence[Request], after: Callable[[], Awaitable[object]] | None) -> Sequence[Ticket]:
+        if parcels[0].store.how != "many":
+            return [await self._system.store(parcels[0].keys, after, parcels[0].label)]
+        many = {parcel.label: parcel.keys for parcel in parcels}
+        tickets: Sequence[Ticket] = await self._system.store_many(many, after)  # type: ignore[attr-defined]
+        if len(tickets) != len(parcels):
+            raise ValueError(f"{len(tickets)} tickets for {len(parcels)} containers")
+        return tickets
+
+    def _not_taken(self, parcels: Sequence[Request], refusal: str | None) -> None:
+        """They were refused; without a word, given up."""
+        for parcel in parcels:
+            parcel.state = "abandoned" if refusal is None else "refused"
+            self._world.step(parcel.state, parcel.label, refusal or "")
+            self._oracle.not_taken(parcel)
+
+    async def _wait(self, parcel: Request) -> None:
+        world, ticket = self._world, parcel.ticket
+        assert ticket is not None
+        with trio.CancelScope() as scope:
+            parcel.waiting.append(scope)
+            try:
+                await ticket.wait()
+            except Exception as error:
+                world.crashed(error, f"the wait for {parcel.label}")
+            else:
+                world.step("waited", parcel.label)
+                world.confirmed(parcel)
+            finally:
+                parcel.waiting.remove(scope)
+                if scope.cancel_called:
+                    world.step("waiter gone", parcel.label)
+
+    # -- reading, taking away ------------------------------------------------------------------------------------------
+
+    async def _load(self, step: LoadStep, begun: trio.Event) -> None:
+        world, system = self._world, self._system
+        tier = step.tier or ("" if world.scenario.engine is not None else first_destination(world.scenario))
+        label = step.id or f"load{self._loads}"
+        self._loads += 1
+        keys = tuple([key.encode() for key in expand(step.keys)])
+        about = self._oracle.loading(tier, keys)
+        begun.set()
+        found: Any
+        try:
+            if step.hold_ms:
+                found = await self._hold(label, about, step.hold_ms * TICK)
+            elif step.tier and hasattr(system, "load_from"):
+                found = await system.load_from(tier, keys)
+            else:
+                found = await system.load(keys)
+        except OSError as error:
+            world.step("missed", label, type(error).__name__, tier)
+            world.missed += len(keys)
+            self._oracle.ends(about)
+            return
+        except Exception as error:
+            world.crashed(error, f"the load {label}")
+            self._oracle.ends(about)
+            return
+        there = [key for key in keys if found.get(key) is not None]
+        missed = [key for key in keys if found.get(key) is None]
+        world.loaded += len(there)
+        world.missed += len(missed)
+        if there:
+            world.step("loaded", label, _said(there), tier)
+        if missed:
+            world.step("missed", label, _said(missed), tier)
+        if step.hold_ms:
+            self._oracle.ends(about)
+        else:
+            self._oracle.loaded(about, found)
+
+    async def _hold(self, label: str, load: Load, seconds: float) -> dict[Key, bytes | None]:
+        """Read, hold it for a while, and read again."""
+        world, oracle, keys = self._world, self._oracle, load.keys
+        async with self._system.hold(load.tier, keys) as read:  # type: ignore[attr-defined]
+            first: dict[Key, bytes] = dict(await read())
+            # Only a prefix is held: that of what comes behind it something is not read does not mean that it is not there.
+            end = next((at for at, key in enumerate(keys) if key not in first), len(keys))
+            oracle.brought(load, first, [key for at, key in enumerate(keys) if at <= end or key in first])
+            await trio.sleep(seconds)
+            lost = oracle.held_on(load, first, dict(await read()))
+        if lost:
+            where = load.tier or "whatever tier it was in"
+            world.wrong("model", f"{_said(lost)} was held in {where} by {label}, and was not the same under its hold")
+        return {**dict.fromkeys(keys), **first}
+
+    def _evict(self, step: KeysStep) -> None:
+        world = self._world
+        tier = step.tier or first_source(world.scenario)
+        keys = tuple([key.encode() for key in expand(step.keys)])
+        try:
+            world.evict(tier, keys, again=step.again)
+        except Exception as error:
+            world.crashed(error, "evict")
+
+    async def _delete(self, step: KeysStep, begun: trio.Event) -> None:
+        world, system = self._world, self._system
+        tier = step.tier or first_destination(world.scenario)
+        keys = tuple([key.encode() for key in expand(step.keys)])
+        before = self._oracle.deleting(tier, keys)
+        begun.set()
+        try:
+            await system.delete(tier, keys)  # type: ignore[attr-defined]
+        except OSError:
+            pass  # the tier's peer is dead: nothing is known of these keys any more
+        except Exception as error:
+            world.crashed(error, "a delete")
+        else:
+            self._oracle.deleted(tier, keys, before)
+
+    async def _drain(self, pipeline: str, begun: trio.Event) -> None:
+        world = self._world
+        inside = [one for one in world.parcels.values() if one.pipeline == pipeline and one.alive]
+        begun.set()
+        try:
+            await self._system.drain(pipeline)  # type: ignore[attr-defined]
+        except Exception as error:
+            world.crashed(error, "a drain")
+        for parcel in inside:
+            if parcel.alive:
+                world.wrong("I3", f"the drain of {pipeline} is over, but {parcel.label} is not")
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _call(self, name: str, *args: object) -> None:
+        try:
+            getattr(self._system, name)(*args)
+        except Exception as error:
+            self._world.crashed(error, name)
+
+    def _close(self, how: str) -> None:
+        world = self._world
+        if how == "raise":
+            world.raises = True
+        if how in ("leave", "raise"):
+            world.leaves = True
+            self._nursery.cancel_scope.cancel()
+        try:
+            world.close(how)
+        except Exception as error:
+            world.crashed(error, f"the end by {how}")
+
+
+def _said(keys: Sequence[Key]) -> str:
+    return ",".join([key.decode(errors="backslashreplace") for key in keys])

@@ -1,0 +1,427 @@
+"""A tier in virtual time: how long its copies take and how they fail (:class:`TierModel`), and a real tier over that model.
+
+What goes wrong for a while is a :class:`FaultWindow`. A copy under way is a :class:`Copy`; it meets every window that is open
+when it begins, or that opens while it is under way, and how it ends follows from those it has met. What a copy moves is
+decided by :class:`backends.testing.FakeTier`, that is, by :class:`backends.slots.SlotTier`: :class:`VirtualTier` only gives it
+the model's time and failures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Protocol, TypeVar
+
+import attrs
+import trio
+
+from backends.abc import STORED, Destination, Failed, Key, Outcome, ReadLease, Source, Unproven, WhenFull
+from backends.pooled import PooledReservation
+from backends.testing import FakeTier, payload_of
+from maru.eviction import LRU, AdaptiveLRFU, EvictionPolicy
+
+from ._program import TICK, FaultKind, TierSpec
+from ._trace import TraceEntry, TraceLog
+
+T = TypeVar("T")
+
+
+class Unknown(Unproven, OSError):
+    """The end of a copy is unknown: what it wrote, and whether it still writes."""
+
+
+class Torn(OSError):
+    """A copy broke off in the middle of a block."""
+
+
+@attrs.define(eq=False)
+class FaultWindow:
+    """A fault that lasts."""
+
+    kind: FaultKind
+    until: float
+    """On trio's clock, in seconds."""
+    keys: frozenset[Key]
+    """Which blocks it is about; empty: all."""
+    line: TraceEntry
+    """Its line in the trace, which says whether it hit anything."""
+    ms: int = 1
+    """By how much it delays."""
+    by: int = 1
+    """How many answers too many, or too few."""
+    grouped: bool = False
+    """What it has a copy raise comes in a group."""
+
+    @property
+    def open(self) -> bool:
+        """Whether it is still so."""
+        return trio.current_time() < self.until
+
+
+@attrs.define(eq=False)
+class Copy:
+    """One copy that is under way."""
+
+    number: int
+    keys: Sequence[Key]
+    ends: float
+    met: dict[FaultKind, FaultWindow] = attrs.Factory(dict)
+
+    def meets(self, window: FaultWindow, *, begins: bool = False) -> None:
+        """The window is open while this copy is under way."""
+        if window.keys and window.keys.isdisjoint(self.keys):
+            return
+        if window.kind == "stall" and not begins:
+            return  # only copies that begin wait
+        if window.kind == "delay":
+            self.ends += window.ms * TICK
+        elif window.kind == "stall":
+            self.ends += window.until - trio.current_time()
+        if window.kind != "reorder":  # which holds one back at its end, or does not
+            window.line.fired = True
+        self.met.setdefault(window.kind, window)
+
+    @property
+    def miscounted(self) -> bool:
+        """Whether there is not one answer for each block."""
+        return "duplicate" in self.met or "miscount" in self.met
+
+    def answers(self, one_each: Sequence[T]) -> list[T]:
+        """What the copy answers, if it should answer this, one for each block."""
+        answers = list(one_each)
+        if "duplicate" in self.met:
+            return answers * 2
+        if "miscount" not in self.met:
+            return answers
+        by = self.met["miscount"].by
+        return answers[:by] if by < 0 else answers + answers[-1:] * by
+
+    def failing(self) -> AbstractSet[Key]:
+        """The blocks that fail, and only these; empty where none does, or all of the copy."""
+        window = self.met.get("fail")
+        return window.keys.intersection(self.keys) if window is not None else frozenset()
+
+    def torn(self) -> Key | None:
+        """The block in the middle of which it breaks off, if it does."""
+        window = self.met.get("torn")
+        if window is None:
+            return None
+        return next((key for key in self.keys if key in window.keys), self.keys[0])
+
+
+class _Content(Protocol):
+    """What a place asks the system about itself."""
+
+    def flip(self, keys: Sequence[Key]) -> Sequence[Key]:
+        """Flip a bit of each stored block. Returns those that were there."""
+
+
+@attrs.define(eq=False)
+class TierModel:
+    """One tier of the world."""
+
+    name: str
+    spec: TierSpec
+    moments: TraceLog
+    owners: Callable[[Sequence[Key]], Sequence[str]]
+    """The containers that have these keys and are under way."""
+    windows: list[FaultWindow] = attrs.Factory(list)
+    flying: dict[Copy, None] = attrs.Factory(dict)
+    arrived: dict[Key, int] = attrs.Factory(dict)
+    """How often a block was copied to the end."""
+    begun: dict[Key, int] = attrs.Factory(dict)
+    """How often a copy of it began."""
+    unknown: int = 0
+    """Copies whose end nobody knows, since it was never announced or said to be unknown."""
+    failed: dict[Key, None] = attrs.Factory(dict)
+    """Blocks that a fault had fail."""
+    batches: int = 0
+    copied: int = 0
+    """Blocks."""
+    flipped: set[Key] = attrs.Factory(set)
+    """Blocks of which a bit was flipped since they were stored."""
+    armed: dict[Key, TraceEntry] = attrs.Factory(dict)
+    """Blocks of which a bit is flipped when they arrive next: where the world does not hold the bytes itself."""
+    content: _Content | None = None
+    begins: Callable[[TierModel, Sequence[Key], Sequence[str] | None], None] | None = None
+    """Is told of each copy that begins: into which place, of which keys, of which containers where that is known."""
+    miscounted: dict[str, None] = attrs.Factory(dict)
+    """Containers whose copy did not answer once for each block."""
+    clashes: list[str] = attrs.Factory(list)
+    """Keys that were copied twice at the same time (I7)."""
+    _held_back: Copy | None = None
+    _ended: trio.Event = attrs.Factory(trio.Event)
+
+    # -- what goes wrong -----------------------------------------------------------------------------------------------
+
+    def opens(self, window: FaultWindow) -> None:
+        """From now on it is so, for a while."""
+        self.windows.append(window)
+        for flight in self.flying:
+            flight.meets(window)
+
+    def window(self, kind: FaultKind) -> FaultWindow | None:
+        """The open window of this kind that lasts longest."""
+        found: FaultWindow | None = None
+        for window in self.windows:
+            if window.kind == kind and window.open and (found is None or window.until > found.until):
+                found = window
+        return found
+
+    def calm(self) -> None:
+        """Nothing goes wrong here any more."""
+        self.windows.clear()
+        self.armed.clear()
+
+    def check_alive(self) -> None:
+        """Raise where the peer that holds this tier is dead.
+
+        Raises:
+            OSError: it is.
+        """
+        window = self.window("peer_death") if self.windows else None
+        if window is not None:
+            window.line.fired = True
+            raise ConnectionResetError(f"the peer that holds {self.name} is dead")
+
+    def withheld(self) -> FaultWindow | None:
+        """The window in which nobody is granted room, if it is open. Who asks is about to be told."""
+        window = self.window("full") if self.windows else None
+        if window is not None:
+            window.line.fired = True
+        return window
+
+    async def wait_for_room(self) -> None:
+        """Return once room is no longer withheld."""
+        while (window := self.withheld()) is not None:
+            await _until(window.until)
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def duration(self, nbytes: int) -> float:
+        """What a copy of so many bytes takes, in seconds: whole virtual milliseconds."""
+        spec = self.spec
+        return (spec.latency_ms + (-(-nbytes // spec.bytes_per_ms) if spec.bytes_per_ms else 0)) * TICK
+
+    async def carry(
+        self, keys: Sequence[Key], move: Callable[[Copy], Awaitable[T]], who: Sequence[str] | None = None
+    ) -> T:
+        """One copy into this place: takes its time, and ends as what it has met has it.
+
+        ``move`` writes the bytes when their time has come, but for the blocks that are ``failing``, and answers.
+
+        Raises:
+            OSError: it failed.
+            Unknown: nobody knows.
+            ExceptionGroup: of one of these, where what it has met raises so.
+        """
+        now = trio.current_time()
+        self.batches += 1
+        for key in keys:
+            self.begun[key] = self.begun.get(key, 0) + 1
+        for other in self.flying:
+            twice = set(keys).intersection(other.keys)
+            if twice:
+                self.clashes.append(f"{_names(sorted(twice))} copied into {self.name} twice at the same time")
+        names = _names(keys)
+        if self.begins is not None:
+            self.begins(self, keys, who)
+        who = tuple(self.owners(keys) if who is None else who)
+        self.moments.add("tier", "copy", who, self.name, names)
+        flight = Copy(self.batches, keys, now + self.duration(len(keys) * self.spec.block_bytes))
+        if self.windows:
+            self.windows = [window for window in self.windows if window.until > now]
+            for window in self.windows:
+                flight.meets(window, begins=True)
+        self.flying[flight] = None
+        ended = "left"
+        try:
+            await self._fly(flight)
+            self._break(flight)
+            if "drop" in flight.met:
+                ended = "dropped"
+                await _never_end(in_tasks=flight.met["drop"].grouped)
+            answer = await move(flight)
+            failing = flight.failing()
+            self.failed.update(dict.fromkeys(sorted(failing)))
+            for key in keys:
+                if key not in failing:
+                    self.arrived[key] = self.arrived.get(key, 0) + 1
+                    self.copied += 1
+            ended = "copied"
+            return answer
+        except OSError as error:
+            ended = "failed"
+            if any(window.grouped for window in flight.met.values()):
+                raise ExceptionGroup(f"a copy into {self.name}", [error]) from None
+            raise
+        finally:
+            if flight.miscounted:
+                self.miscounted.update(dict.fromkeys(who))
+            del self.flying[flight]
+            self._ended.set()
+            self._ended = trio.Event()
+            self.moments.add("tier", ended, who, self.name, names)
+
+    async def _fly(self, flight: Copy) -> None:
+        """Let its time pass. What it meets meanwhile may make that longer."""
+        await _until(flight.ends)
+        while trio.current_time() < flight.ends:
+            await _until(flight.ends)
+        if "reorder" in flight.met:
+            await self._hold_back(flight)
+
+    async def _hold_back(self, flight: Copy) -> None:
+        """Let one that began later end first, if there is one; and hold back only one at a time."""
+        window = flight.met["reorder"]
+        later = [other for other in self.flying if other.number > flight.number]
+        if self._held_back is not None or not later or not window.open:
+            return
+        self._held_back = flight
+        window.line.fired = True
+        try:
+            with trio.move_on_at(window.until):
+                while all(other in self.flying for other in later):
+                    await self._ended.wait()
+        finally:
+            self._held_back = None
+
+    def _break(self, flight: Copy) -> None:
+        """Raise what it has met."""
+        met = flight.met
+        if not met:
+            return
+        self.unknown += "unproven" in met or "drop" in met
+        if "peer_death" in met:
+            raise ConnectionResetError(f"the peer that holds {self.name} died")
+        if "unproven" in met:
+            raise Unknown(f"nobody knows how a copy into {self.name} ended")
+        if "fail" in met and not met["fail"].keys:
+            raise OSError(f"a copy into {self.name} failed")
+
+
+async def _never_end(*, in_tasks: bool) -> None:
+    """Sleep for ever; where it is in several tasks, whoever cancels it meets a group of Cancelled."""
+    if not in_tasks:
+        await trio.sleep_forever()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.sleep_forever)
+        await trio.sleep_forever()
+
+
+async def _until(time: float) -> None:
+    """Sleep, always with a checkpoint."""
+    await trio.sleep_until(time)
+
+
+def _names(keys: Sequence[Key]) -> str:
+    return ",".join([key.decode(errors="backslashreplace") for key in keys])
+
+
+# --- the tier over a model --------------------------------------------------------------------------------------------
+
+
+def eviction_of(spec: TierSpec) -> EvictionPolicy[Key]:
+    """Who makes room in a tier."""
+    return AdaptiveLRFU() if spec.eviction == "adaptive" else LRU()
+
+
+class VirtualTier(FakeTier):
+    """A real tier whose copies take the world's time, and go wrong as the world has it."""
+
+    def __init__(self, place: TierModel) -> None:
+        spec = place.spec
+        super().__init__(spec.capacity, spec.block_bytes, checksums=spec.checksums, eviction=eviction_of(spec))
+        self.place = place
+        self.name = place.name
+        self.flipped: set[Key] = set()
+        """Blocks of which a bit was flipped."""
+        self.leaving: Sequence[str] | None = None
+        """Whose blocks are copied next, as the pipeline has just announced it."""
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {len(self.pool)} of {self.pool.capacity} blocks>"
+
+    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> PooledReservation:
+        """Take room, unless the world withholds it."""
+        self.place.check_alive()
+        if when_full in ("wait", "evict"):
+            await self.place.wait_for_room()
+        return await super().reserve(keys, block_bytes, when_full)
+
+    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> PooledReservation:
+        """Take room, unless the world withholds it."""
+        self.place.check_alive()
+        return super().reserve_nowait(keys, block_bytes, when_full)
+
+    def _grantable(self, keys: Sequence[Key], when_full: WhenFull) -> Sequence[Key]:
+        return keys if self.place.withheld() is None else ()
+
+    def _dialled(self, reservation: PooledReservation) -> PooledReservation:
+        return _Reservation(self, reservation.granted, reservation._slots, reservation.block_bytes)
+
+    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
+        """Load, in the world's time."""
+        self.place.check_alive()
+        with trio.CancelScope(shield=True):
+            await trio.sleep(self.place.duration(len(lease.keys) * self.block_bytes))
+        self.place.check_alive()
+        return await super().load(lease, destination)
+
+    def flip(self, keys: Sequence[Key]) -> Sequence[Key]:
+        """Flip a bit of each of these that is there; of none named: of all."""
+        there = [key for key in keys or list(self.pool._slot_of) if key in self.pool._slot_of]
+        for key in there:
+            self.damage(key)
+        self.flipped.update(there)
+        return there
+
+
+class _Reservation(PooledReservation):
+    """Room in a tier of the world: its transfer is one of the world's copies."""
+
+    __slots__ = ()
+    _tier: VirtualTier
+
+    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+        """Take the world's time, then do what the real one does."""
+        tier, keys = self._tier, tuple(self.granted)
+        tier.batches.append(keys)
+        tier.copying += 1
+
+        async def move(flight: Copy) -> list[Outcome]:
+            if (torn := flight.torn()) is not None:
+                self._tear(torn)
+            failing = {key: OSError(f"{key.decode()} could not be written") for key in flight.failing()}
+            return flight.answers(await self._transfer_but(failing, source, guards))
+
+        try:
+            outcomes = await tier.place.carry(keys, move, tier.leaving)
+        finally:
+            tier.copying -= 1
+        tier.copied += [key for key, outcome in zip(keys, outcomes, strict=False) if outcome == STORED]
+        return outcomes
+
+    def _tear(self, key: Key) -> None:
+        """Write half of a block, and break off."""
+        slot = self._slots[list(self.granted).index(key)]
+        half = payload_of(key, self.block_bytes)[: self.block_bytes // 2]
+        pages = self._tier._storage.pages([slot]) if slot >= 0 else None
+        if pages is not None:
+            pages[0][: len(half)] = half
+        raise Torn(f"a copy into {self._tier.name} broke off in the middle of {key.decode()}")
+
+    async def _transfer_but(
+        self, failing: Mapping[Key, Exception], source: Source, guards: Sequence[int]
+    ) -> list[Outcome]:
+        keys = self.granted
+        if not failing:
+            return list(await super().transfer(source, guards))
+        good = [position for position, key in enumerate(keys) if key not in failing]
+        outcomes: list[Outcome] = [Failed(failing[key]) if key in failing else STORED for key in keys]
+        self.keep([keys[position] for position in good])
+        if good:
+            answers = await super().transfer(source, [guards[position] for position in good])
+            for position, answer in zip(good, answers, strict=True):
+                outcomes[position] = answer
+        return outcomes

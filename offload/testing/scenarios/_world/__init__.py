@@ -1,1 +1,0 @@
-"""The world in virtual time: the seams, the users, and what goes wrong."""

@@ -1,0 +1,322 @@
+"""A cache of asyncio as a system under test: in a thread with an event loop of its own, driven from trio. For real runs.
+
+    open_cache = from_asyncio(Cache)       # offload scenario run FILE --real --system mycache:open_cache
+
+``Cache(world)`` is called in the loop, with an :class:`AsyncioWorld`; it is the cache, or an async context manager or a
+coroutine of one. The cache is what the contract says (`_contract`), in the colour of asyncio: ``store``, ``load``, ``drain``,
+``delete`` and of a ticket ``wait`` and ``cancel`` are coroutines, all else is plain and is called in the loop.
+
+Rule 1. Who is cancelled in trio, is cancelled in asyncio, and waited for.
+Rule 2. Nothing of the cache is called in another thread than its own, but for ``ticket.result``, which is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import attrs
+import trio
+
+from backends.abc import Key
+
+from .._systems import System, World
+from ._bridge import (
+    ANSWER_TIMEOUT,
+    AWAITABLES,
+    COMMANDS,
+    QUERIES,
+    Bridge,
+    VisibleWorld,
+    in_real_time,
+)
+
+if TYPE_CHECKING:
+    from ._world import RealWorld
+
+
+class AsyncioWorld(VisibleWorld):
+    """What the harness offers to a cache of asyncio: see :class:`~offload.testing.scenarios.World`."""
+
+    async def reserve(self, tier: str, keys: Sequence[Key]) -> bool:
+        """Ask for room. Whether there is some; waits while a fault withholds it."""
+        return await asyncio.wrap_future(self._bridge.submit(self._world.reserve, tier, keys))
+
+    async def copy(self, tier: str, keys: Sequence[Key], data: Sequence[bytes]) -> Sequence[bytes]:
+        """Write blocks into a tier: what has arrived there.
+
+        Raises:
+            OSError: it failed; what has arrived is unknown.
+        """
+        return await asyncio.wrap_future(self._bridge.submit(self._world.copy, tier, keys, data))
+
+    async def policy(self, keys: Sequence[Key]) -> Mapping[Key, str]:
+        """The keys that must not be stored, and why."""
+        return await asyncio.wrap_future(self._bridge.submit(self._world.policy, keys))
+
+
+@attrs.frozen
+class from_asyncio:  # read as a verb, as functools.partial is
+    """A factory for a cache of asyncio: see this module."""
+
+    make: Callable[[AsyncioWorld], Any]
+    """Gives the cache; called in its event loop."""
+
+    needs_real_time = "asyncio"
+
+    def __call__(self, world: World) -> AbstractAsyncContextManager[System]:
+        """Open it.
+
+        Raises:
+            NeedsRealTime: the run is in virtual time.
+        """
+        return _open(self.make, in_real_time(world, self.needs_real_time))
+
+
+@asynccontextmanager
+async def _open(make: Callable[[AsyncioWorld], Any], world: RealWorld) -> AsyncIterator[System]:
+    bridge = Bridge(world)
+    loop = _Loop(make, bridge)
+    try:
+        await loop.start()
+        try:
+            yield cast("System", _System(loop, bridge))
+        except BaseException:
+            loop.end(cancelled=True)
+            raise
+        loop.end(cancelled=False)
+    finally:
+        with trio.move_on_after(ANSWER_TIMEOUT, shield=True):
+            await loop.ended.wait()
+        bridge.close()
+        if not loop.ended.is_set():
+            world.wrong("hang", f"the event loop of the system does not end within {ANSWER_TIMEOUT:g} s")
+        elif loop.error is not None:
+            world.crashed(loop.error, "the system, when it was opened or closed,")
+
+
+class _Loop:
+    """A thread with an event loop, and the cache in it."""
+
+    def __init__(self, make: Callable[[AsyncioWorld], Any], bridge: Bridge) -> None:
+        self._make = make
+        self._bridge = bridge
+        self._token = trio.lowlevel.current_trio_token()
+        self.loop: asyncio.AbstractEventLoop = None  # type: ignore[assignment]
+        self.cache: Any = None
+        self.error: BaseException | None = None
+        """What ended the loop, if it should not have."""
+        self.ready = trio.Event()
+        self.ended = trio.Event()
+        self._main: asyncio.Task[None] | None = None
+        self._stop: asyncio.Event | None = None
+        self._kept: set[asyncio.Future[Any]] = set()
+
+    async def start(self) -> None:
+        """Return once the cache is there."""
+        threading.Thread(target=self._run, name="offload-scenario-asyncio", daemon=True).start()
+        await self.ready.wait()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._live())
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._tell(self.ready)
+            self._tell(self.ended)
+
+    async def _live(self) -> None:
+        self.loop, self._main, self._stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+        async with AsyncExitStack() as stack:
+            cache = self._make(AsyncioWorld(self._bridge))
+            if inspect.isawaitable(cache):
+                cache = await cache
+            if hasattr(cache, "__aenter__"):
+                cache = await stack.enter_async_context(cache)
+            self.cache = cache
+            self._tell(self.ready)
+            await self._stop.wait()
+
+    def _tell(self, event: trio.Event) -> None:
+        try:
+            self._token.run_sync_soon(event.set)
+        except trio.RunFinishedError:
+            return
+
+    def end(self, *, cancelled: bool) -> None:
+        """Leave the cache's block, or have its scope cancelled."""
+        if self._main is not None and self._stop is not None:
+            self.soon(self._main.cancel if cancelled else self._stop.set)
+
+    def soon(self, call: Callable[..., object], *args: object) -> None:
+        """Call in the loop, if it is still there."""
+        try:
+            self.loop.call_soon_threadsafe(call, *args)
+        except RuntimeError:  # closed
+            return
+
+    def keep(self, task: asyncio.Future[Any]) -> None:
+        """Nobody else holds it: without this it may be collected before it is done."""
+        self._kept.add(task)
+        task.add_done_callback(self._kept.discard)
+
+    async def wait_for(self, call: Callable[..., Awaitable[Any]], *args: object) -> Any:
+        """Await a coroutine of asyncio; cancelled, have it cancelled, and return once it is over."""
+        if self.cache is None:
+            raise RuntimeError("the system is not there: it ended while it was opened")
+        over = trio.Event()
+        tasks: list[asyncio.Task[Any]] = []
+
+        async def run() -> Any:
+            return await call(*args)
+
+        def begin() -> None:
+            task = self.loop.create_task(run())
+            tasks.append(task)
+            task.add_done_callback(lambda task: self._tell(over))
+
+        self.soon(begin)
+        try:
+            await self._over(over)
+        except trio.Cancelled:
+            self.soon(lambda: tasks[0].cancel() if tasks else None)
+            with trio.move_on_after(ANSWER_TIMEOUT, shield=True):
+                await self._over(over)
+            if not over.is_set():
+                self._bridge.world.wrong("hang", f"{_name(call)} does not end when it is cancelled")
+                raise
+            if not tasks or tasks[0].cancelled():
+                raise
+        if not tasks or tasks[0].cancelled():
+            raise RuntimeError(f"{_name(call)} was cancelled by the system itself")
+        return tasks[0].result()
+
+    async def _over(self, over: trio.Event) -> None:
+        """Wait for an end, or for that of the loop."""
+        async with trio.open_nursery() as nursery:
+
+            async def either(event: trio.Event) -> None:
+                await event.wait()
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(either, over)
+            await either(self.ended)
+
+
+class _System:
+    """The cache, as trio sees it."""
+
+    def __init__(self, loop: _Loop, bridge: Bridge) -> None:
+        self._loop = loop
+        self._bridge = bridge
+
+    def __repr__(self) -> str:
+        return f"<{self._loop.cache!r} of asyncio>"
+
+    async def store(self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str) -> _Ticket:
+        """Take in a container."""
+        bridge = self._bridge
+        waits: Callable[[], Awaitable[object]] | None = None
+        if after is not None:
+            call = after
+
+            async def waits() -> object:
+                return await asyncio.wrap_future(bridge.submit(call))
+
+        async def store() -> _Ticket:
+            ticket = _Ticket(self, await self._loop.cache.store(keys, waits, label))
+            bridge.shown(label, ticket)
+            return ticket
+
+        ticket: _Ticket = await self._loop.wait_for(store)
+        return ticket
+
+    async def load(self, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
+        """The bytes of keys."""
+        found: Mapping[Key, bytes | None] = await self._loop.wait_for(self._loop.cache.load, keys)
+        return found
+
+    def audit(self) -> Mapping[str, int]:
+        """What is held."""
+        held: Mapping[str, int] = self.ask(self._loop.cache.audit)
+        return held
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        there = getattr(self._loop.cache, name)  # an AttributeError says that it lacks this seam
+        if name in COMMANDS:
+            return lambda *args: self.tell(partial(there, *args), name)
+        if name in QUERIES:
+            return lambda *args: self.ask(partial(there, *args))
+        if name in AWAITABLES:
+            return partial(self._loop.wait_for, there)
+        raise AttributeError(name)
+
+    def tell(self, call: Callable[[], object], what: str) -> None:
+        """Have it do something, in its loop: within the hook that it is in, or soon."""
+
+        def told() -> None:
+            try:
+                answer = call()
+                if inspect.isawaitable(answer):
+                    self._loop.keep(asyncio.ensure_future(answer))
+            except Exception as error:
+                self._bridge.crashed(error, what)
+
+        if not self._bridge.tell(told):
+            self._loop.soon(told)
+
+    def ask(self, call: Callable[[], Any]) -> Any:
+        """Its synchronous answer."""
+
+        def begin(answered: Callable[[Any], None]) -> None:
+            def asked() -> None:
+                try:
+                    answered(call())
+                except BaseException as error:
+                    answered(error)
+
+            if self._loop.ended.is_set():  # it has no loop any more, and nothing can change
+                asked()
+            else:
+                self._loop.soon(asked)
+
+        return self._bridge.ask(begin, _name(call))
+
+
+class _Ticket:
+    """A ticket of the cache, as trio sees it."""
+
+    def __init__(self, system: _System, ticket: Any) -> None:
+        self._system = system
+        self._ticket = ticket
+
+    @property
+    def result(self) -> Any:
+        """How it ended, or ``None``."""
+        return self._ticket.result
+
+    async def wait(self) -> object:
+        """Return once it is terminal."""
+        return await self._system._loop.wait_for(self._ticket.wait)
+
+    async def cancel(self) -> object:
+        """Ask for its cancel, and return once it is confirmed."""
+        return await self._system._loop.wait_for(self._ticket.cancel)
+
+    def request_cancel(self) -> None:
+        """Ask for its cancel."""
+        self._system.tell(self._ticket.request_cancel, "request_cancel")
+
+
+def _name(call: Any) -> str:
+    return getattr(getattr(call, "func", call), "__qualname__", repr(call))

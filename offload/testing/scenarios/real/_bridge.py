@@ -1,0 +1,271 @@
+"""Between the trio thread of a real run and the threads of a system that knows nothing of trio.
+
+    trio thread                        the system's thread
+    world.hook(...)   <-- a visit --   bridge.hook(...), which waits until it is over
+         |-- told: run this -------->  runs it, within the hook
+    await world.copy  <-- submit ---   a future of its answer
+
+Rule 1. A visit is served whatever the trio thread is doing, also while it waits for an answer of the system
+        (:meth:`Bridge.ask`): otherwise both would wait for each other.
+Rule 2. What a fault does to the system at a hook, is done by the thread that is in the hook, before the hook returns: hooks are
+        synchronous in every colour.
+Rule 3. When the run is over, nobody is left waiting: hooks return at once, futures are cancelled.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+import attrs
+import trio
+
+from backends.abc import Key
+
+from .._errors import NeedsRealTime
+from .._program import Scenario, StoreStep
+
+if TYPE_CHECKING:
+    from .._systems import Ticket, World
+    from ._world import RealWorld
+
+
+T = TypeVar("T")
+
+ANSWER_TIMEOUT: Final = 10.0
+"""Seconds that a system may take for a synchronous answer, and to end."""
+
+COMMANDS: Final = frozenset({"close_now", "evict", "release"})
+"""What a system may have, and is told to do."""
+QUERIES: Final = frozenset({"found", "statistics"})
+"""What it may have, and is asked at rest."""
+AWAITABLES: Final = frozenset({"drain", "delete", "load_from"})
+"""What it may have, and is waited for."""
+
+
+def in_real_time(world: World, colour: str) -> RealWorld:
+    """This world, which must be that of a real run.
+
+    Raises:
+        NeedsRealTime: the run is in virtual time, which a system of this colour does not follow.
+    """
+    if not getattr(world, "slow", False):
+        raise NeedsRealTime(colour)
+    return cast("RealWorld", world)
+
+
+class RunIsOver(RuntimeError):
+    """The run is over; nobody can do this for the system any more."""
+
+
+@attrs.define(eq=False)
+class _HookCall:
+    """Somebody is in a hook."""
+
+    name: str
+    label: str | Sequence[str]
+    told: queue.SimpleQueue[Callable[[], object] | None] = attrs.field(factory=queue.SimpleQueue)
+    """What is to be done within it; ``None``: it is over."""
+
+
+class Bridge:
+    """One system's way to the world, and back. Made on the trio thread."""
+
+    def __init__(self, world: RealWorld) -> None:
+        self.world = world
+        self._token = trio.lowlevel.current_trio_token()
+        self._bell = threading.Condition()
+        self._waiting: deque[_HookCall] = deque()
+        self._within: list[_HookCall] = []
+        self._over = False
+
+    def __repr__(self) -> str:
+        return f"<a bridge{', closed' if self._over else ''}>"
+
+    # -- in a thread of the system -------------------------------------------------------------------------------------
+
+    def hook(self, name: str, label: str | Sequence[str]) -> None:
+        """Something is about to happen to these containers. Returns once what is planted there has happened."""
+        visit = _HookCall(name, label)
+        with self._bell:
+            if self._over:
+                return
+            self._waiting.append(visit)
+            self._bell.notify_all()
+        self._soon(self._serve)
+        while (call := visit.told.get()) is not None:
+            call()
+
+    def shown(self, label: str, ticket: Ticket) -> None:
+        """The system has taken a container in: the world knows its ticket from now on, before any later hook.
+
+        The task that stores it is woken later, and a cancel at a hook between would find nobody to cancel.
+        """
+        self._soon(self._show, label, ticket)
+
+    def _show(self, label: str, ticket: Ticket) -> None:
+        parcel = self.world.parcels.get(label)
+        if parcel is not None and parcel.ticket is None:
+            parcel.ticket = ticket
+
+    def submit(self, call: Callable[..., Awaitable[T]], *args: object) -> Future[T]:
+        """Have the world do something. To cancel the future cancels that."""
+        answer: Future[T] = Future()
+        if not self._soon(self._start, answer, call, args):
+            answer.cancel()
+        return answer
+
+    def crashed(self, error: BaseException, what: str) -> None:
+        """Note that something of the system raised what it must not."""
+        self._soon(self.world.crashed, error, what)
+
+    def _soon(self, call: Callable[..., object], *args: object) -> bool:
+        try:
+            self._token.run_sync_soon(call, *args)
+        except trio.RunFinishedError:
+            return False
+        return True
+
+    # -- on the trio thread --------------------------------------------------------------------------------------------
+
+    @property
+    def within(self) -> bool:
+        """Whether this happens within a hook that a thread of the system is in."""
+        return bool(self._within)
+
+    def tell(self, call: Callable[[], object]) -> bool:
+        """Have the thread that is in the innermost hook do this before it goes on. Whether there is one."""
+        if not self._within:
+            return False
+        self._within[-1].told.put(call)
+        return True
+
+    def ask(self, begin: Callable[[Callable[[T | BaseException], None]], object], what: str) -> T:
+        """Wait for a synchronous answer, and serve visits meanwhile.
+
+        Args:
+            begin: has the question asked in a thread of the system; is given what is to be called with the answer, or with
+                what was raised.
+            what: it is, for a reader.
+        """
+        answers: list[T | BaseException] = []
+
+        def answered(answer: T | BaseException) -> None:
+            with self._bell:
+                answers.append(answer)
+                self._bell.notify_all()
+
+        begin(answered)
+        while not answers:
+            with self._bell:
+                if not self._waiting and not answers and not self._bell.wait(ANSWER_TIMEOUT):
+                    raise TimeoutError(f"{what}: the system does not answer for {ANSWER_TIMEOUT:g} s")
+            self._serve()
+        answer = answers[0]
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """The run is over for the system. Idempotent."""
+        with self._bell:
+            self._over = True
+            left, self._waiting = list(self._waiting), deque()
+        for visit in left:
+            visit.told.put(None)
+
+    def _serve(self) -> None:
+        while True:
+            with self._bell:
+                if not self._waiting:
+                    return
+                visit = self._waiting.popleft()
+            self._within.append(visit)
+            try:
+                self.world.hook(visit.name, visit.label)
+            except Exception as error:
+                self.world.crashed(error, f"the harness, at {visit.name},")
+            finally:
+                self._within.remove(visit)
+                visit.told.put(None)
+
+    def _start(self, answer: Future[Any], call: Callable[..., Awaitable[Any]], args: tuple[object, ...]) -> None:
+        try:
+            self.world.background.start_soon(self._run, answer, call, args)
+        except RuntimeError:  # its nursery is closed
+            answer.cancel()
+
+    async def _run(self, answer: Future[Any], call: Callable[..., Awaitable[Any]], args: tuple[object, ...]) -> None:
+        with trio.CancelScope() as scope:
+
+            def given_up(answer: Future[Any]) -> None:
+                if answer.cancelled():
+                    self._soon(scope.cancel)
+
+            answer.add_done_callback(given_up)
+            try:
+                value = await call(*args)
+            except Exception as error:
+                _settle(answer.set_exception, error)
+            except BaseException:  # cancelled, alone or in a group
+                answer.cancel()
+                raise
+            else:
+                _settle(answer.set_result, value)
+
+
+def _settle(tell: Callable[[Any], None], value: object) -> None:
+    try:
+        tell(value)
+    except InvalidStateError:  # given up meanwhile
+        return
+
+
+def result_of(answer: Future[T], seconds: float | None = None) -> T:
+    """Wait for an answer of the world, in a thread.
+
+    Raises:
+        RunIsOver: there will be none.
+        TimeoutError: not within these seconds.
+    """
+    try:
+        return answer.result(seconds)
+    except CancelledError as error:
+        raise RunIsOver("the run is over") from error
+
+
+class VisibleWorld:
+    """What a world shows without being asked to do anything, in any colour."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
+        self._world = bridge.world
+
+    def __repr__(self) -> str:
+        return f"<the world of {self._world.scenario.name!r}>"
+
+    @property
+    def scenario(self) -> Scenario:
+        """What is played."""
+        return self._world.scenario
+
+    @property
+    def seed(self) -> int:
+        """Of this run."""
+        return self._world.seed
+
+    def hook(self, name: str, label: str | Sequence[str]) -> None:
+        """Something is about to happen to these containers. Synchronous: faults planted here happen within."""
+        self._bridge.hook(name, label)
+
+    def payload(self, key: Key, tier: str = "") -> bytes:
+        """The bytes of this key: a function of the key alone. As long as the tier's blocks."""
+        return self._world.payload(key, tier)
+
+    def asked(self, label: str) -> StoreStep:
+        """What the scenario says of a container."""
+        return self._world.asked(label)

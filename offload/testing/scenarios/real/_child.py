@@ -1,0 +1,303 @@
+"""The process in which the pipelines of a real run live, where it may be killed: ``python -m`` this, FD, DIRECTORY.
+
+It opens our pipelines over what is in the directory, does what the parent asks, and reports what happens, in msgpack messages
+over a socket pair (:class:`MessageSocket`). It knows nothing of faults but what they do to it: a signal, or a call within a
+hook.
+
+Rule 1. Blocks are durable before they are acknowledged (``fsync``): what was reported as stored is found by the next process,
+        or missed; and is never wrong.
+Rule 2. At a hook at which a fault is planned it waits until the parent tells it to go on, and does meanwhile what must happen
+        within the hook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import attrs
+import msgspec
+import trio
+
+from offload.preconditions import AsyncCallable
+
+from .._policies import ScriptedError
+from .._program import Scenario
+from .._systems import Refused, Ticket
+from .._trace import outcome_of
+from .._world import Request
+from ._run import RealPipelineSystem
+from ._tiers import WallClock
+from ._world import RealWorld
+
+if TYPE_CHECKING:
+    from ._tiers import RealFile, RealMemory
+
+
+_TIMEOUT: Final = 30.0
+_HEAD: Final = 4
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode
+
+
+class MessageSocket:
+    """One end. What is sent to an end that is gone raises ``OSError``; what is read from it, ``ConnectionResetError``."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._read = bytearray()
+        self._later: deque[list[Any]] = deque()
+        self._parked: trio.CancelScope | None = None
+
+    def send(self, *message: object) -> None:
+        """Blocks for as long as the other side does not read: never for long, since it always does."""
+        data = _encode(message)
+        left = memoryview(len(data).to_bytes(_HEAD, "big") + data)
+        while left:
+            try:
+                left = left[self._socket.send(left) :]
+            except BlockingIOError:
+                select.select([], [self._socket], [], _TIMEOUT)
+
+    def receive(self, seconds: float = _TIMEOUT) -> list[Any]:
+        """The next message; the whole thread waits for it.
+
+        Raises:
+            TimeoutError: there is none.
+        """
+        while (message := self._next()) is None:
+            if not select.select([self._socket], [], [], seconds)[0]:
+                raise TimeoutError(f"no message within {seconds:g} s")
+            self._fill()
+        self._wake()  # what else has been read, nothing will announce
+        return message
+
+    def keep(self, message: list[Any]) -> None:
+        """Who waits as a task is to have this one."""
+        self._later.append(message)
+        self._wake()
+
+    async def wait(self) -> list[Any]:
+        """The next message; this task waits for it."""
+        while True:
+            message = self._later.popleft() if self._later else self._next()
+            if message is not None:
+                return message
+            with trio.CancelScope() as self._parked:
+                await trio.lowlevel.wait_readable(self._socket)
+            self._parked = None
+            self._fill()
+
+    def _wake(self) -> None:
+        if self._parked is not None:
+            self._parked.cancel()
+
+    def close(self) -> None:
+        """Idempotent. Nobody may wait in it."""
+        self._socket.close()
+
+    def _next(self) -> list[Any] | None:
+        if len(self._read) < _HEAD:
+            return None
+        end = _HEAD + int.from_bytes(self._read[:_HEAD], "big")
+        if len(self._read) < end:
+            return None
+        message: list[Any] = _decode(bytes(self._read[_HEAD:end]))
+        del self._read[:end]
+        return message
+
+    def _fill(self) -> None:
+        try:
+            data = self._socket.recv(1 << 20)
+        except BlockingIOError:
+            return
+        if not data:
+            raise ConnectionResetError("the other side is gone")
+        self._read += data
+
+
+# --- the child --------------------------------------------------------------------------------------------------------
+
+
+_AT_ONCE: Final = frozenset({"request_cancel", "close_now", "evict", "release", "holds"})
+"""What is done within a hook."""
+
+
+class ChildWorld(RealWorld):
+    """The world as the pipelines see it: hooks are told to the other side."""
+
+    fsync = True
+
+    def __init__(
+        self, scenario: Scenario, seed: int, clock: WallClock, workdir: str, wire: MessageSocket, planted: Sequence[str]
+    ) -> None:
+        super().__init__(scenario, seed, clock, workdir)
+        self.wire = wire
+        self.at_once: Callable[[list[Any]], object] = lambda message: None
+        self._stops = frozenset(planted)
+
+    def hook(self, name: str, label: str | Sequence[str], where: str = "") -> None:
+        """Tell it, and stand still where something is planted."""
+        super().hook(name, label, where)
+        who = (label,) if isinstance(label, str) else tuple(label)
+        stops = name in self._stops
+        self.wire.send("hook", name, who, where, stops)
+        while stops:
+            message = self.wire.receive()
+            if message[0] == "go":
+                return
+            if message[0] in _AT_ONCE:
+                self.at_once(message)
+            else:
+                self.wire.keep(message)
+
+    def look(self, parcel: Request) -> None:
+        """Tell of an end as soon as it is seen."""
+        if parcel.outcome is None and parcel.ticket is not None and parcel.ticket.result is not None:
+            parcel.outcome = outcome_of(parcel.ticket.result)
+            self.wire.send("ended", parcel.label, attrs.asdict(parcel.outcome))
+            if self.told is not None:
+                self.told(parcel.label)
+
+
+class _CommandLoop:
+    """What is told, done."""
+
+    def __init__(self, world: ChildWorld, ours: RealPipelineSystem) -> None:
+        self._world = world
+        self._ours = ours
+        self._holds: dict[str, trio.Event] = {}
+        self._broken: set[str] = set()
+        world.at_once = self.at_once
+
+    async def live(self) -> None:
+        """Until it is told to end."""
+        world = self._world
+        async with trio.open_nursery() as nursery:
+            while True:
+                try:
+                    message = await world.wire.wait()
+                except ConnectionResetError:  # whoever started it is gone
+                    message = ["end"]
+                if message[0] == "end":
+                    nursery.cancel_scope.cancel()
+                    return
+                if message[0] in _AT_ONCE:
+                    self.at_once(message)
+                else:
+                    nursery.start_soon(self._answer, nursery, *message)
+
+    def at_once(self, message: list[Any]) -> None:
+        """What is synchronous."""
+        what, *args = message
+        world, ours = self._world, self._ours
+        if what == "request_cancel":
+            ticket = world.parcels[args[0]].ticket
+            if ticket is not None:
+                ticket.request_cancel()
+        elif what == "holds":
+            label, broken = args
+            if broken:
+                self._broken.add(label)
+            self._holds.setdefault(label, trio.Event()).set()
+        elif what == "close_now":
+            ours.close_now()
+        elif what == "evict":
+            ours.evict(*args)
+        elif what == "release":
+            ours.release(*args)
+
+    async def _answer(self, nursery: trio.Nursery, what: str, number: int, *args: Any) -> None:
+        call: Callable[..., Awaitable[object]] = getattr(self, f"_{what}")
+        try:
+            self._world.wire.send("answer", number, await call(*args), "", "")
+        except Exception as error:
+            self._world.wire.send("answer", number, None, type(error).__name__, str(error))
+        else:
+            if what == "store":
+                nursery.start_soon(self._watch, args[0])
+
+    async def _store(self, label: str, waits: bool) -> None:
+        parcel = self._world.parcels[label]
+        if waits:
+            holds = self._holds.setdefault(label, trio.Event())
+
+            async def wait() -> None:
+                await holds.wait()
+                if label in self._broken:
+                    raise ScriptedError("what it waited for never comes")
+
+            parcel.after = AsyncCallable(wait)
+        parcel.state = "taken"
+        ticket: Ticket = await self._ours.store(parcel.keys, None, label)
+        parcel.ticket = ticket
+        self._world.look(parcel)
+
+    async def _watch(self, label: str) -> None:
+        parcel = self._world.parcels[label]
+        assert parcel.ticket is not None
+        await parcel.ticket.wait()
+        self._world.look(parcel)
+
+    async def _cancel(self, label: str) -> None:
+        ticket = self._world.parcels[label].ticket
+        if ticket is None:
+            raise Refused(f"there is no {label} here")
+        await ticket.cancel()
+
+    async def _load(self, tier: str, keys: Sequence[bytes]) -> list[bytes | None]:
+        found = await self._ours.load_from(tier, keys)
+        return [found[key] for key in keys]
+
+    async def _delete(self, tier: str, keys: Sequence[bytes]) -> None:
+        await self._ours.delete(tier, keys)
+
+    async def _drain(self, pipeline: str) -> None:
+        await self._ours.drain(pipeline)
+
+    async def _audit(self) -> dict[str, int]:
+        return dict(self._ours.audit())
+
+    async def _found(self, tier: str) -> list[bytes]:
+        return list(self._ours.found(tier))
+
+
+async def _main(world: ChildWorld) -> None:
+    ours = RealPipelineSystem(world)
+    with contextlib.ExitStack() as stack:
+        stack.callback(world.close_down)
+        for tier in ours.tiers.values():
+            stack.callback(cast("RealFile | RealMemory", tier).close)
+        async with trio.open_nursery() as world.background:
+            async with ours.open():
+                world.wire.send("ready")
+                await _CommandLoop(world, ours).live()
+            world.background.cancel_scope.cancel()
+        ours.ledger.close()
+        for parcel in world.parcels.values():
+            world.look(parcel)
+        wrong = [*ours.ledger.violations, *[f"{one.rule}: {one.text}" for one in world.violations]]
+        with contextlib.suppress(OSError):
+            world.wire.send("over", wrong)
+
+
+def run(wire: MessageSocket, directory: str) -> None:
+    """What is told first is the scenario, its seed, the hooks at which something is planted, and the pace."""
+    try:
+        text, seed, planted, pace = wire.receive()
+    except ConnectionResetError:  # whoever started it is gone
+        return
+    clock = WallClock(pace)
+    world = ChildWorld(msgspec.json.decode(text, type=Scenario), seed, clock, directory, wire, planted)
+    trio.run(_main, world, clock=clock)
+
+
+if __name__ == "__main__":
+    run(MessageSocket(socket.socket(fileno=int(sys.argv[1]))), sys.argv[2])

@@ -1,0 +1,439 @@
+"""Our pipelines in a process of their own, as a system under test: a peer's death is ``kill -9``, a stall ``SIGSTOP``.
+
+    this process                      the child (`child`)
+    users, faults, oracle  <------->  pipelines over memory and files
+
+Rule 1. What was under way when the child died has failed, whether or not it had reached the disk: its keys may be found. What
+        was acknowledged must be found again where it lies in files, and is gone where it lay in memory.
+Rule 2. Whatever is asked while it is dead fails. When its time is over, another child takes over the directory; who asks
+        meanwhile waits for it.
+Rule 3. No child outlives the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from typing import Any, Final, cast
+
+import attrs
+import msgspec
+import trio
+
+from backends.abc import Key
+
+from .._defaults import first_destination
+from .._program import Scenario
+from .._systems import (
+    Factory,
+    Outcome,
+    Refused,
+    System,
+    World,
+)
+from .._virtual_tier import FaultWindow
+from ._child import MessageSocket
+from ._world import RealWorld
+
+_START: Final = 60.0
+_END: Final = 30.0
+_SIGNALLED: Final = frozenset({"peer_death", "stall"})
+_ANYWHERE: Final = frozenset({"cancel", "abandon", "cancel_waiter", "cancel_host", "shut_down", "evict"})
+
+
+def needs_process(scenario: Scenario) -> bool:
+    """Whether a scenario's faults are signals: a peer that dies, and nothing that must be done to copies from inside.
+
+    Where there is a page store, that is the peer: its server is a process already.
+    """
+    if any(spec.kind == "maru" for spec in scenario.tier.values()):
+        return False
+    kinds = {fault.do for fault in scenario.fault}
+    return "peer_death" in kinds and kinds <= _SIGNALLED | _ANYWHERE
+
+
+class PeerDied(ConnectionResetError):
+    """The process that the pipelines live in is dead."""
+
+
+# --- the child ----------------------------------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class _PendingCall:
+    """A question under way."""
+
+    event: trio.Event = attrs.Factory(trio.Event)
+    answer: Any = None
+    error: BaseException | None = None
+
+
+class ChildProcess:
+    """One process, from its start to its end. It is there when this is."""
+
+    def __init__(self, world: RealWorld) -> None:
+        scenario = msgspec.structs.replace(world.scenario, fault=[], expect=[])
+        pace = next(iter(world.real.values())).clock.pace
+        planted = sorted({fault.at_hook for fault in world.scenario.fault if fault.at_hook})
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [
+                sys.executable,
+                "-m",
+                "offload.testing.scenarios.real._child",
+                str(theirs.fileno()),
+                world.workdir,
+            ]
+            self.process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0
+            )
+        self.wire = MessageSocket(ours)
+        self.wire.send(msgspec.json.encode(scenario), world.seed, planted, pace)
+        try:
+            assert self.wire.receive(_START) == ["ready"]
+        except BaseException:
+            self.end()
+            raise
+
+    def go_on(self) -> None:
+        """It stood still, and does not any more."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """Kill it, unless it has ended, and see it buried. Idempotent."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+
+
+class _RemotePipelines:
+    """The pipelines, as this process sees them."""
+
+    def __init__(self, world: RealWorld, nursery: trio.Nursery, stack: ExitStack) -> None:
+        self._world = world
+        self._nursery = nursery
+        self._stack = stack
+        self._closing = False
+        self._child: ChildProcess | None = None
+        self._up = trio.Event()
+        self._over: trio.Event = trio.Event()
+        self._dead = False
+        self._number = 0
+        self._asked: dict[int, _PendingCall] = {}
+        self._tickets: dict[str, _Ticket] = {}
+        for place in world.real.values():
+            place.signal = self._signal
+
+    def __repr__(self) -> str:
+        return "<our pipelines in another process>"
+
+    # -- its life ------------------------------------------------------------------------------------------------------
+
+    def begin(self, child: ChildProcess) -> None:
+        """This child is there."""
+        self._child = child
+        self._nursery.start_soon(self._listen, child)
+        self._dead = False
+        self._up.set()
+
+    async def stop(self) -> None:
+        """Have it end by itself; and end it, where it does not."""
+        self._closing = True
+        child = self._child
+        if child is None:
+            return
+        try:
+            if not self._dead:
+                child.go_on()
+                with contextlib.suppress(OSError):
+                    child.wire.send("end")
+                with trio.move_on_after(_END, shield=True):
+                    await self._over.wait()
+        finally:
+            child.end()
+
+    def _signal(self, window: FaultWindow) -> None:
+        """A fault of the scenario, as a signal."""
+        child = self._child
+        if child is None or self._dead:
+            return
+        window.line.fired = True
+        if window.kind == "stall":
+            child.process.send_signal(signal.SIGSTOP)
+            self._world.at(window.until, child.go_on)
+        else:
+            child.process.kill()
+            self._died()
+            self._world.background.start_soon(self._again, window.until)
+
+    def _died(self) -> None:
+        self._dead, self._up = True, trio.Event()
+        world = self._world
+        for asked in self._asked.values():
+            asked.error = PeerDied("the process of the pipelines is dead")
+            asked.event.set()
+        self._asked.clear()
+        for name, place in world.real.items():
+            if place.spec.kind == "memory" and name in world.oracle.tiers:
+                world.oracle.taken_away(name, world.oracle.must(name))
+        for ticket in self._tickets.values():
+            ticket.die(world)
+
+    async def _again(self, when: float) -> None:
+        await trio.sleep_until(when)
+        old = self._child
+        assert old is not None
+        await trio.to_thread.run_sync(old.end)
+        if self._closing:
+            return
+        child = await trio.to_thread.run_sync(ChildProcess, self._world)
+        self._stack.callback(child.end)
+        if not self._closing:
+            self.begin(child)
+
+    async def _listen(self, child: ChildProcess) -> None:
+        try:
+            while True:
+                self._hear(child, await child.wire.wait())
+        except (OSError, trio.ClosedResourceError):
+            if not self._dead and not self._over.is_set():
+                self._world.wrong("crash", f"the process of the pipelines ended by itself: {child.process.wait()}")
+                self._died()
+                self._over.set()
+        finally:
+            child.wire.close()
+
+    def _hear(self, child: ChildProcess, message: list[Any]) -> None:
+        what, *args = message
+        world = self._world
+        if what == "hook":
+            name, who, where, stops = args
+            world.hook(name, who, where)
+            if stops:
+                with contextlib.suppress(OSError):  # what was planted may have killed it
+                    child.wire.send("go")
+        elif what == "ended":
+            label, outcome = args
+            if label in self._tickets:
+                self._tickets[label].end(_outcome(outcome))
+        elif what == "answer":
+            number, answer, error, text = args
+            asked = self._asked.pop(number, None)
+            if asked is not None:
+                asked.answer = answer
+                asked.error = _error(error, text) if error else None
+                asked.event.set()
+        elif what == "over":
+            for text in args[0]:
+                rule, _, rest = text.partition(": ")
+                world.wrong(rule, rest)
+            self._over.set()
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    def tell(self, *message: object) -> None:
+        """Without an answer. The dead do not hear it."""
+        if self._child is not None and not self._dead:
+            with contextlib.suppress(OSError):
+                self._child.wire.send(*message)
+
+    async def ask(self, what: str, *args: object) -> Any:
+        """With an answer.
+
+        Raises:
+            PeerDied: it is dead, or dies meanwhile.
+        """
+        asked = self._ask(what, *args) if self._up.is_set() else await self._ask_later(what, *args)
+        await asked.event.wait()
+        if asked.error is not None:
+            raise asked.error
+        return asked.answer
+
+    async def _ask_later(self, what: str, *args: object) -> _PendingCall:
+        """While it is dead there is nobody to ask; while it starts, that is waited for."""
+        if any(place.window("peer_death") is not None for place in self._world.real.values()):
+            raise PeerDied("the process of the pipelines is dead")
+        await self._up.wait()
+        return self._ask(what, *args)
+
+    def _ask(self, what: str, *args: object) -> _PendingCall:
+        self._number += 1
+        asked = self._asked[self._number] = _PendingCall()
+        self.tell(what, self._number, *args)
+        return asked
+
+    def _ask_now(self, what: str, *args: object) -> Any:
+        """The whole thread waits, and hears what else there is to hear meanwhile."""
+        child = self._child
+        if child is None or self._dead or self._over.is_set():
+            return None
+        asked = self._ask(what, *args)
+        while not asked.event.is_set():
+            self._hear(child, child.wire.receive())
+        return asked.answer
+
+    # -- the contract --------------------------------------------------------------------------------------------------
+
+    async def store(self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str) -> _Ticket:
+        """Take in a container. One that the child was asked to take, and died, has failed."""
+        ticket = self._tickets[label] = _Ticket(self, label, keys)
+        try:
+            await self.ask("store", label, after is not None)
+        except PeerDied:
+            ticket.die(self._world)
+        except BaseException:
+            del self._tickets[label]
+            raise
+        if after is not None and ticket.result is None:
+            self._nursery.start_soon(self._wait_for, label, after)
+        return ticket
+
+    async def _wait_for(self, label: str, after: Callable[[], Awaitable[object]]) -> None:
+        broken = False
+        try:
+            await after()
+        except Exception:
+            broken = True
+        self.tell("holds", label, broken)
+
+    async def load(self, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
+        """From the destination of the first pipeline."""
+        return await self.load_from(first_destination(self._world.scenario), keys)
+
+    async def load_from(self, tier: str, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
+        """From a tier."""
+        return dict(zip(keys, await self.ask("load", tier, list(keys)), strict=True))
+
+    async def delete(self, tier: str, keys: Sequence[Key]) -> None:
+        """Forget keys."""
+        await self.ask("delete", tier, list(keys))
+
+    async def drain(self, pipeline: str) -> None:
+        """Wait until everything that is inside has settled, or is dead."""
+        with contextlib.suppress(PeerDied):
+            await self.ask("drain", pipeline)
+
+    def close_now(self) -> None:
+        """Begin to shut down."""
+        self.tell("close_now")
+
+    def evict(self, tier: str, keys: Sequence[Key], again: bool) -> None:
+        """Take keys out of a source."""
+        self.tell("evict", tier, list(keys), again)
+
+    def release(self, pipeline: str) -> None:
+        """Release what is in quarantine."""
+        self.tell("release", pipeline)
+
+    def audit(self) -> Mapping[str, int]:
+        """What is held. The dead hold nothing."""
+        return self._ask_now("audit") or {}
+
+    async def audit_later(self) -> Mapping[str, int]:
+        """The same, for who need not have it at once."""
+        try:
+            held: Mapping[str, int] = await self.ask("audit")
+        except PeerDied:
+            return {}
+        return held
+
+    async def ready(self) -> None:
+        """Return once it is alive."""
+        await self._up.wait()
+
+    def found(self, tier: str) -> Sequence[Key]:
+        """The keys that can be found in a tier."""
+        return self._ask_now("found", tier) or []
+
+
+class _Ticket:
+    """A container in the child."""
+
+    def __init__(self, far: _RemotePipelines, label: str, keys: Sequence[Key]) -> None:
+        self.label = label
+        self.keys = keys
+        self.result: Outcome | None = None
+        self._far = far
+        self._ended = trio.Event()
+
+    def end(self, outcome: Outcome) -> None:
+        """It has ended so, unless it has ended before."""
+        if self.result is None:
+            self.result = outcome
+            self._ended.set()
+
+    def die(self, world: RealWorld) -> None:
+        """Its process has died: it has failed, and what of it is on the disk nobody knows."""
+        if self.result is None:
+            world.died[self.label] = None
+            place = world.real[world.pipelines[world.parcels[self.label].pipeline].to]
+            for key in self.keys:
+                place.arrived[key] = place.arrived.get(key, 0) + 1
+            # In the words of a pipeline whose tier died: what is expected of it is the same in virtual time.
+            self.end(Outcome("FAILED", failed=dict.fromkeys(self.keys, "PeerDied"), error="TransferFailed"))
+            parcel = world.parcels[self.label]
+            if parcel.ticket is self:
+                world.look(parcel)
+
+    async def wait(self) -> object:
+        """Return once it is terminal."""
+        await self._ended.wait()
+        return self.result
+
+    async def cancel(self) -> object:
+        """Ask for its cancel, and return once it is confirmed: by its end, if its process dies."""
+        with contextlib.suppress(PeerDied):
+            await self._far.ask("cancel", self.label)
+        return await self.wait()
+
+    def request_cancel(self) -> None:
+        """Ask for its cancel."""
+        self._far.tell("request_cancel", self.label)
+
+
+def _outcome(said: Mapping[str, Any]) -> Outcome:
+    return Outcome(**{**said, "completed": tuple(said["completed"]), "evicted": tuple(said["evicted"])})
+
+
+def _error(name: str, text: str) -> Exception:
+    if name == "Refused":
+        return Refused(text)
+    # Of its own class, by name: what a report says of an end is the name.
+    base = OSError if name.endswith("Error") else RuntimeError
+    error: Exception = type(name, (base,), {})(text)
+    return error
+
+
+def in_process(world: RealWorld, stack: ExitStack) -> Factory:
+    """Our pipelines in a process of their own, which is started now: a scenario's time begins when it is there.
+
+    Args:
+        world: of the run.
+        stack: by whose end every child is dead.
+    """
+    child = ChildProcess(world)
+    stack.callback(child.end)
+
+    def open_far(world: World) -> AbstractAsyncContextManager[System]:
+        return _open(cast("RealWorld", world), child, stack)
+
+    return open_far
+
+
+@asynccontextmanager
+async def _open(world: RealWorld, child: ChildProcess, stack: ExitStack) -> AsyncIterator[System]:
+    async with trio.open_nursery() as nursery:
+        far = _RemotePipelines(world, nursery, stack)
+        try:
+            far.begin(child)
+            yield cast("System", far)
+        finally:
+            with trio.CancelScope(shield=True):
+                await far.stop()
+            nursery.cancel_scope.cancel()

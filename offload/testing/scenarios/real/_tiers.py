@@ -1,0 +1,467 @@
+"""The memory and file tiers of a real run, with faults that come from outside of them.
+
+Nothing in the tiers is replaced. A copy reads from a :class:`GatedSource`: it has no views, so the tier asks it in its copy
+thread to copy out, and there the thread waits at the *gate* until the time has passed that the scenario gives the tier at least
+(``latency_ms``, ``bytes_per_ms``); a stall and a delay keep it there longer. Then it copies, as long as that takes.
+
+| fault | here |
+|---|---|
+| stall, delay | the copy thread waits at the gate |
+| fail | the copy thread raises; of one block: a directory is in the way of its file |
+| torn | the file of the block is truncated behind the tier's back, and the copy raises |
+| flip | a bit of the file, or of the memory |
+| full | of a file tier: its disk is full, to the last byte; of a memory tier: no room is granted |
+| unproven, drop, duplicate, reorder | the copy is made; its end is reported as told |
+| peer_death | of the child process that the pipelines live in; elsewhere whatever is asked of the tier raises |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import attrs
+import trio
+import xxhash
+
+from backends._blockfile import HEADER_BYTES, Refused, name_of, pack_header
+from backends.abc import STORED, Destination, Key, Outcome, ReadLease, Source, WhenFull
+from backends.file import FileTier
+from backends.memory import MemoryTier
+from backends.pages import Pages, new_pages, pages_of
+from backends.pooled import PooledReservation, PooledTier
+from backends.testing import payload_of
+
+from .._program import TICK
+from .._trace import TraceEntry
+from .._virtual_tier import (
+    Copy,
+    FaultWindow,
+    TierModel,
+    Torn,
+    Unknown,
+    eviction_of,
+)
+
+if TYPE_CHECKING:
+    from ._world import SmallDisk
+
+T = TypeVar("T")
+
+
+class WallClock(trio.abc.Clock):
+    """The clock on the wall, from 0: 1/1024 s of trio's time, a virtual millisecond, is ``pace`` milliseconds of it."""
+
+    def __init__(self, pace: float = 1.0) -> None:
+        self.pace = pace
+        self._scale = TICK * 1_000 / pace
+        self._began = perf_counter()
+
+    def start_clock(self) -> None:
+        """It starts now; again, where it was started before."""
+        self._began = perf_counter()
+
+    def hurry(self) -> None:
+        """From now on it goes 20 times as fast as the wall's, at whatever pace it went: what is left is to end."""
+        now = self.current_time()
+        self._scale = TICK * 1_000 * 20
+        self._began = perf_counter() - now / self._scale
+
+    def current_time(self) -> float:
+        """In any thread."""
+        return (perf_counter() - self._began) * self._scale
+
+    def deadline_to_sleep_time(self, deadline: float) -> float:
+        """Seconds of the wall."""
+        return (deadline - self.current_time()) / self._scale
+
+
+@attrs.define(eq=False)
+class RealTierModel(TierModel):
+    """One tier of a real run."""
+
+    clock: WallClock = attrs.field(factory=WallClock, kw_only=True)
+    over: threading.Event = attrs.field(factory=threading.Event, kw_only=True)
+    """Set when the run is: nobody stands at a gate any more."""
+    let_go: trio.Event = attrs.field(factory=trio.Event, kw_only=True)
+    """The same for those who wait on the trio thread."""
+    disk: SmallDisk | None = attrs.field(default=None, kw_only=True)
+    """Where it is made of files, and may have to be full."""
+    signal: Callable[[FaultWindow], None] | None = attrs.field(default=None, kw_only=True)
+    """Where it lives in a process of its own: does to that what it meets."""
+    later: Callable[[float, Callable[[], object]], None] = attrs.field(default=lambda at, call: None, kw_only=True)
+    """Has a function called at a time."""
+    without_room: dict[Key, None] = attrs.field(factory=dict, kw_only=True)
+    """Blocks that the full disk had no room for."""
+    _unannounced: dict[Copy, FaultWindow] = attrs.field(factory=dict, kw_only=True)
+    _lost: dict[Copy, Sequence[Key]] = attrs.field(factory=dict, kw_only=True)
+
+    # -- in the copy thread --------------------------------------------------------------------------------------------
+
+    def gate(self, flight: Copy) -> None:
+        """Stand at the gate.
+
+        Raises:
+            OSError: the copy fails.
+        """
+        while (left := self.clock.deadline_to_sleep_time(flight.ends)) > 0:
+            if self.over.wait(left):
+                raise OSError(errno.ECANCELED, "the run is over")
+        self._break(flight)
+
+    # -- on the trio thread --------------------------------------------------------------------------------------------
+
+    def opens(self, window: FaultWindow) -> None:
+        """From now on it is so, for a while."""
+        super().opens(window)
+        if self.signal is not None:
+            self.signal(window)
+        if window.kind == "full" and self.disk is not None:
+            self.disk.fill()
+            self.later(window.until, self._empty)
+
+    def _empty(self) -> None:
+        if self.disk is not None and self.window("full") is None:
+            self.disk.empty()
+
+    def calm(self) -> None:
+        """Nothing goes wrong here any more."""
+        super().calm()
+        self._empty()
+
+    def withheld(self) -> FaultWindow | None:
+        """A full disk withholds no room: nobody knows of it but who writes."""
+        return None if self.disk is not None else super().withheld()
+
+    def met_no_room(self, flight: Copy, keys: Sequence[Key]) -> None:
+        """The disk had no room for these."""
+        window: FaultWindow | None = flight.met.get("full") or self.window("full")
+        if window is not None:
+            window.line.fired = True
+        self.without_room.update(dict.fromkeys(keys))
+        self.failed.update(dict.fromkeys(keys))
+        self._lost[flight] = keys
+
+    def flips(self, key: Key) -> TraceEntry | None:
+        """Whether a bit of this block is to be flipped as soon as it has arrived, and on whose account."""
+        line = self.armed.pop(key, None)
+        if line is not None:
+            line.fired = True
+            self.flipped.add(key)
+        return line
+
+    async def carry(
+        self, keys: Sequence[Key], move: Callable[[Copy], Awaitable[T]], who: Sequence[str] | None = None
+    ) -> T:
+        """One copy into this place: ``move`` makes it, past the gate, and what it has met decides how its end is told."""
+
+        async def really(flight: Copy) -> T:
+            answer = await move(flight)
+            met = flight.met
+            try:
+                self._break(flight)  # what came when the last byte had been written
+            except OSError:
+                self.nobody_knows(flight)
+                raise
+            if "unproven" in met:
+                self.nobody_knows(flight)
+                raise Unknown(f"nobody knows how a copy into {self.name} ended")
+            if "drop" in met or self._unannounced.pop(flight, None) is not None:
+                self.nobody_knows(flight)
+                await self.let_go.wait()
+                raise Unknown(f"nobody was told how a copy into {self.name} ended")
+            if "reorder" in met:
+                await self._hold_back(flight)
+            for key in self._lost.pop(flight, ()):  # what is counted as arrived next, has not
+                self.arrived[key] = self.arrived.get(key, 0) - 1
+                self.copied -= 1
+            return answer
+
+        return await super().carry(keys, really, who)
+
+    def nobody_knows(self, flight: Copy) -> None:
+        """What it has copied is there, and nobody is told: it may be found."""
+        for key in flight.keys:
+            self.arrived[key] = self.arrived.get(key, 0) + 1
+
+    async def _fly(self, flight: Copy) -> None:
+        # Its time passes in the copy thread. What was dropped is copied all the same, and never told of.
+        window = flight.met.pop("drop", None)
+        if window is not None:
+            self._unannounced[flight] = window
+
+    def _break(self, flight: Copy) -> None:
+        met = flight.met
+        if "peer_death" in met:
+            raise ConnectionResetError(errno.ECONNRESET, f"the peer that holds {self.name} died")
+        if "fail" in met and not met["fail"].keys:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+# --- tiers ------------------------------------------------------------------------------------------------------------
+
+
+class GatedSource:
+    """What one copy reads from, past the gate."""
+
+    def __init__(self, source: Source, place: RealTierModel, flight: Copy) -> None:
+        self._source = source
+        self._place = place
+        self.flight = flight
+        self.obstacles: Sequence[str] = ()
+        """Directories that the copy thread puts in the way of files, since these are to fail."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the source."""
+        return self._source.block_bytes
+
+    def views(self, guards: Sequence[int]) -> None:
+        """None: so that the copy thread asks for the bytes."""
+        return
+
+    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+        """In the copy thread: stand at the gate, then copy."""
+        self._place.gate(self.flight)
+        for path in self.obstacles:
+            os.makedirs(path, exist_ok=True)
+        self._source.copy_out(guards, pages)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
+class _Reservation(PooledReservation):
+    """Room in a real tier: its transfer is one of the world's copies."""
+
+    __slots__ = ()
+    _tier: _FaultyTier
+
+    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+        """What the real one does, past the gate."""
+        tier, keys = self._tier, tuple(self.granted)
+        tier.batches.append(keys)
+        tier.copying += 1
+        copy = super().transfer
+
+        async def move(flight: Copy) -> list[Outcome]:
+            return flight.answers(await copy(GatedSource(source, tier.place, flight), guards))
+
+        try:
+            outcomes = await tier.place.carry(keys, move, tier.leaving)
+        finally:
+            tier.copying -= 1
+        tier.copied += [key for key, outcome in zip(keys, outcomes, strict=False) if outcome == STORED]
+        return outcomes
+
+
+class _FaultyTier(PooledTier[Any]):
+    """What both tiers have in common; has the attributes of a fake one, for the ledger."""
+
+    place: RealTierModel
+    name: str
+    flipped: set[Key]
+    leaving: Sequence[str] | None
+    batches: list[tuple[Key, ...]]
+    copied: list[Key]
+    copying: int
+
+    def _begin(self, place: RealTierModel) -> None:
+        self.place = place
+        self.name = place.name
+        self.flipped = set()
+        self.leaving = None
+        self.batches = []
+        self.copied = []
+        self.copying = 0
+
+    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> PooledReservation:
+        """Take room, unless the world withholds it."""
+        self.place.check_alive()
+        if when_full in ("wait", "evict"):
+            await self.place.wait_for_room()
+        granted = await super().reserve(self._grantable(keys), block_bytes, when_full)
+        return _Reservation(self, granted.granted, granted._slots, granted.block_bytes)
+
+    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> PooledReservation:
+        """Take room, unless the world withholds it."""
+        self.place.check_alive()
+        grantable = self._grantable(keys)
+        if len(grantable) < len(keys) and when_full in ("wait", "evict"):
+            raise trio.WouldBlock
+        granted = super().reserve_nowait(grantable, block_bytes, when_full)
+        return _Reservation(self, granted.granted, granted._slots, granted.block_bytes)
+
+    def _grantable(self, keys: Sequence[Key]) -> Sequence[Key]:
+        return keys if self.place.withheld() is None else ()
+
+    async def _before_load(self, blocks: int) -> None:
+        self.place.check_alive()
+        with trio.CancelScope(shield=True):
+            await trio.sleep(self.place.duration(blocks * self.block_bytes))
+        self.place.check_alive()
+
+    def _harmed(self, flight: Copy, keys: Sequence[Key], failures: Mapping[int, Exception]) -> dict[int, Exception]:
+        """What fails, beside what has failed by itself."""
+        failures, failing = dict(failures), flight.failing()
+        for at, key in enumerate(keys):
+            if key in failing:
+                failures.setdefault(at, OSError(errno.EIO, os.strerror(errno.EIO)))
+        no_room = [keys[at] for at, error in failures.items() if getattr(error, "errno", None) == errno.ENOSPC]
+        if no_room:
+            self.place.met_no_room(flight, no_room)
+        return failures
+
+
+class RealMemory(_FaultyTier, MemoryTier):
+    """Host memory."""
+
+    inline_bytes = -1  # every copy in a copy thread
+
+    def __init__(self, place: RealTierModel) -> None:
+        spec = place.spec
+        super().__init__(
+            spec.capacity * spec.block_bytes,
+            spec.block_bytes,
+            checksums=spec.checksums,
+            eviction=eviction_of(spec),
+            pin_memory=False,
+            populate=False,
+        )
+        self._begin(place)
+
+    async def write(
+        self, source: Source, guards: Sequence[int], keys: Sequence[Key], slots: list[int]
+    ) -> Mapping[int, Exception]:
+        """Copy blocks in."""
+        failures = await super().write(source, guards, keys, slots)
+        if not isinstance(source, GatedSource):
+            return failures
+        torn = source.flight.torn()
+        if torn is not None:
+            self._cut(slots[keys.index(torn)] if torn in keys else slots[0], torn)
+        return self._harmed(source.flight, keys, failures)
+
+    def _cut(self, slot: int, key: Key) -> None:
+        pages = self._storage.pages([slot])
+        if pages is not None:
+            half = self.block_bytes // 2
+            pages[0][half:] = bytes(self.block_bytes - half)
+        raise Torn(f"a copy into {self.name} broke off in the middle of {key.decode()}")
+
+    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
+        """Load."""
+        await self._before_load(len(lease.keys))
+        return await super().load(lease, destination)
+
+    def fill(self, keys: Sequence[Key]) -> None:
+        """Put the block of each key."""
+        for key in keys:
+            self.put(key, payload_of(key, self.block_bytes))
+
+    def flip(self, keys: Sequence[Key]) -> Sequence[Key]:
+        """Flip a bit of each of these that is there; of none named: of all."""
+        there = [key for key in keys or list(self.pool._slot_of) if key in self.pool._slot_of]
+        pages = self._storage.pages(self.pool.slots(there))
+        assert pages is not None
+        for at in range(len(there)):
+            pages[at][0] ^= 1
+        self.flipped.update(there)
+        return there
+
+
+class RealFile(_FaultyTier, FileTier):
+    """Files of a directory."""
+
+    def __init__(self, place: RealTierModel, directory: str, *, fsync: bool = False) -> None:
+        spec = place.spec
+        self.directory = directory
+        FileTier.__init__(
+            self,
+            directory,
+            spec.capacity * spec.block_bytes,
+            fingerprint="offload.scenario",
+            checksums=spec.checksums,
+            fsync=fsync,
+            eviction=eviction_of(spec),
+            block_bytes=spec.block_bytes,
+        )
+        self._begin(place)
+
+    def path_of(self, key: Key, slot: int) -> str:
+        """Where a block is."""
+        return f"{self.directory}/{name_of(key, slot)}"
+
+    async def write(
+        self, source: Source, guards: Sequence[int], keys: Sequence[Key], slots: list[int]
+    ) -> Mapping[int, Exception]:
+        """Write blocks to files."""
+        if not isinstance(source, GatedSource):
+            return await super().write(source, guards, keys, slots)
+        failing, torn = source.flight.failing(), source.flight.torn()
+        source.obstacles = [
+            self.path_of(key, slot) + ".tmp" for key, slot in zip(keys, slots, strict=True) if key in failing
+        ]
+        try:
+            failures = await super().write(source, guards, keys, slots)
+        finally:
+            for path in source.obstacles:
+                with contextlib.suppress(OSError):
+                    os.rmdir(path)
+        torn = source.flight.torn()
+        if torn is not None:
+            self._cut(torn, slots[keys.index(torn)] if torn in keys else slots[0])
+        return self._harmed(source.flight, keys, failures)
+
+    def _cut(self, key: Key, slot: int) -> None:
+        with contextlib.suppress(OSError):
+            os.truncate(self.path_of(key, slot), HEADER_BYTES + self.block_bytes // 2)
+        raise Torn(f"a copy into {self.name} broke off in the middle of {key.decode()}")
+
+    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
+        """Load."""
+        await self._before_load(len(lease.keys))
+        return await super().load(lease, destination)
+
+    def fill(self, keys: Sequence[Key]) -> None:
+        """Write the block of each key, now."""
+        keys = [key for key in keys if key not in self.pool.contains(keys)]
+        slots = self.pool.take_evicting(keys, self.block_bytes)
+        if not keys or slots is None:
+            return
+        self.pool.keys.update(zip(slots, keys, strict=True))
+        for key, slot in zip(keys, slots, strict=True):
+            page = pages_of([bytearray(payload_of(key, self.block_bytes))])[0]
+            digest = xxhash.xxh3_64_intdigest(page) if self.checksums else None
+            head = pack_header(key, page.nbytes, digest, self._layout)
+            self._open_directory().write(name_of(key, slot), head, page, slot, False)
+        self.pool.register(keys, slots)
+        self._see(self.block_bytes)
+
+    def get(self, key: Key) -> bytes | None:
+        """The bytes of a block, now; ``None`` where it is not what was stored."""
+        slots = self.pool.slots((key,))
+        pages = new_pages(1, self.block_bytes)
+        try:
+            self._open_directory().read(name_of(key, slots[0]), self._layout, key, pages[0], self.checksums)
+        except Refused:
+            return None
+        return bytes(pages[0])
+
+    def flip(self, keys: Sequence[Key]) -> Sequence[Key]:
+        """Flip a bit in the file of each of these that is there; of none named: of all."""
+        there = [key for key in keys or list(self.pool._slot_of) if key in self.pool._slot_of]
+        for key, slot in zip(there, self.pool.slots(there), strict=True):
+            fd = os.open(self.path_of(key, slot), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                byte = os.pread(fd, 1, HEADER_BYTES)
+                os.pwrite(fd, bytes([byte[0] ^ 1]), HEADER_BYTES)
+            finally:
+                os.close(fd)
+        self.flipped.update(there)
+        return there
