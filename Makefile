@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long check docs bench figures mutants clean
+.PHONY: help demo test test-long check docs bench figures trace mutants clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -39,9 +39,12 @@ docs: $(VENV)/.ready  ## the documentation, warnings as errors, into docs/_build
 bench: $(VENV)/.usable  ## each figure beside its limit
 	$(BIN)/offload bench all $(ARGS)
 
-figures: $(VENV)/.usable  ## how much there is to read, and which files one operation passes; ARGS="--at REVISION" compares
+figures: $(VENV)/.usable  ## how much there is to read, and how many files one operation passes; ARGS="--at REVISION" compares
 	$(BIN)/python tests/support/code_figures.py $(ARGS)
-	$(BIN)/python tests/support/operation_path.py
+	$(BIN)/python tests/support/path_of_a_block.py --counts
+
+trace: $(VENV)/.usable  ## write docs/path-of-a-block.md anew: the files and functions that an operation passes
+	$(BIN)/python tests/support/path_of_a_block.py
 
 mutants: $(VENV)/.ready  ## faults made on purpose, one at a time: does a test find each? ARGS="--at REVISION", "--only pages"
 	$(BIN)/python tests/support/mutants.py $(ARGS)

@@ -1,0 +1,336 @@
+"""The path of a block, as a page of the documentation: which files and functions each operation passes.
+
+    python tests/support/path_of_a_block.py            write docs/path-of-a-block.md
+    python tests/support/path_of_a_block.py --counts   only how many files and functions
+
+A profile hook notes each of our functions that is called, in the calling thread and in those that copy. Each operation is
+done a few times before, so that what happens once (imports, connections, the first region) does not count; then it is recorded
+several times, and what was called each time is the path: a heartbeat or a flush in between is none of its. The page store's
+server is a process of its own, and so not counted.
+
+Two tasks may run in either order, so the order of first calls differs a little from run to run. A page that names the same
+functions, with the same words, is therefore left as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import attrs
+import trio
+
+import offload
+from backends.maru import MaruTier
+from backends.memory import MemoryTier
+from backends.slots import PagesDestination
+from maru import MaruHandler
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = tuple(f"{ROOT / name}/" for name in ("offload", "backends", "maru"))
+BLOCK_BYTES = 4096
+BLOCKS = 8
+WARM = 5
+"""How often an operation is done before it is recorded."""
+RECORDED = 40
+"""How often it is recorded."""
+PAGE = ROOT / "docs" / "path-of-a-block.md"
+SERVER = """
+import sys, trio
+from maru.testing import open_test_server
+
+async def serve():
+    async with open_test_server() as server:
+        print(server.endpoints[0], flush=True)
+        await trio.to_thread.run_sync(sys.stdin.read)
+
+trio.run(serve)
+"""
+
+Calls = dict[CodeType, None]
+Operation = Callable[[int], Awaitable[object]]
+
+
+@contextmanager
+def recorded(calls: Calls) -> Iterator[None]:
+    """Note each of our functions that is called meanwhile, in the order of first calls."""
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGES):
+            calls.setdefault(frame.f_code)
+
+    threading.setprofile(note)  # copy threads that are started from here on
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+async def path_of(operation: Operation) -> Calls:
+    """What it calls each time, in the order of the last time."""
+    for number in range(WARM):
+        await operation(number)
+    each: list[Calls] = []
+    for number in range(WARM, WARM + RECORDED):
+        calls: Calls = {}
+        with recorded(calls):
+            await operation(number)
+        each.append(calls)
+    return {code: None for code in each[-1] if all(code in calls for calls in each) and code.co_name[0] != "<"}
+
+
+@contextmanager
+def page_store() -> Iterator[str]:
+    """A page store in a process of its own; its address."""
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        assert server.stdin is not None and server.stdout is not None
+        try:
+            yield server.stdout.readline().strip()
+        finally:
+            server.stdin.close()
+
+
+async def measure(endpoint: str) -> dict[str, Calls]:
+    """The path of each operation."""
+    paths: dict[str, Calls] = {}
+    source, memory = (MemoryTier(2 << 20, BLOCK_BYTES) for _ in range(2))
+    handler = MaruHandler(server_url=endpoint, chunk_size_bytes=BLOCK_BYTES, pool_size=4 << 20)
+    columns = [
+        [offload.block_key(b"%d %d" % (number, at)) for at in range(BLOCKS)] for number in range(WARM + RECORDED)
+    ]
+    for keys in columns:
+        for key in keys:
+            source.put(key, key.ljust(BLOCK_BYTES, b"."))
+    destination = PagesDestination.over([bytearray(BLOCK_BYTES) for _ in range(BLOCKS)])
+
+    async with offload.open_pipeline(source, memory) as pipeline:
+
+        async def enqueue(number: int) -> None:
+            handle = await pipeline.enqueue(source.weak(columns[number]), precondition=offload.NO_WAIT)
+            assert len((await handle.wait()).completed) == BLOCKS
+
+        paths["store in memory"] = await path_of(enqueue)
+
+    async with offload.open_engine(source, {"maru": MaruTier(handler)}) as engine:
+
+        async def store(number: int) -> None:
+            handle = await engine.store(source.weak(columns[number]), precondition=offload.NO_WAIT)
+            assert len((await handle.wait()).completed) == BLOCKS
+
+        async def load(number: int) -> None:
+            async with await engine.lookup(columns[number]) as hit:
+                assert (await engine.load(hit, destination)).loaded == BLOCKS
+
+        paths["store"] = await path_of(store)
+        paths["lookup and load"] = await path_of(load)
+    return paths
+
+
+# --- what the code says of itself -------------------------------------------------------------------------------------
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A module."""
+    return ast.parse(path.read_text())
+
+
+def sentence(text: str | None) -> str:
+    """The first line of a docstring, without the roles of reStructuredText, which a page in Markdown does not know."""
+    line = (text or "").partition("\n")[0]
+    return re.sub(r":(?:\w+:)+`~?([^`]+)`", r"`\1`", line).replace("``", "`")
+
+
+def first_line(code: CodeType) -> str:
+    """What a function says of itself."""
+    for node in ast.walk(parsed(Path(code.co_filename))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == code.co_name:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if first == code.co_firstlineno:
+                return sentence(ast.get_docstring(node))
+    return ""
+
+
+def source_of(path: Path, qualname: str) -> str:
+    """The text of a function, or of a method."""
+    node: ast.AST = parsed(path)
+    for name in qualname.split("."):
+        node = next(inner for inner in ast.iter_child_nodes(node) if getattr(inner, "name", None) == name)
+    return ast.get_source_segment(path.read_text(), node) or ""
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+TITLES = {
+    "store in memory": (
+        "A store into host memory",
+        "`pipeline.enqueue` of eight weak blocks, and `handle.wait()`: through the four stages, one copy, and out.",
+    ),
+    "store": (
+        "A store into the page store",
+        "`engine.store` of eight blocks, with `MaruTier` as the only tier: the same pipeline, and the client of the "
+        "page store behind it.",
+    ),
+    "lookup and load": (
+        "A lookup and a load from the page store",
+        "`engine.lookup` of eight keys, which pins what it finds, `engine.load` of all of them, and the release of the pins.",
+    ),
+}
+
+
+@attrs.frozen
+class Step:
+    """One file on the way from the README to the line that gives a page back."""
+
+    file: str
+    function: str
+    """The function in it; empty for a page."""
+    line: str
+    """What stands there, word for word."""
+    text: str
+    """What happens there."""
+
+
+CANCELLED = [
+    Step(
+        "README.md",
+        "",
+        "await other.cancel()",
+        "A caller changes its mind. When this returns, nothing of the container is referenced, reserved or in flight.",
+    ),
+    Step(
+        "offload/_pipeline/handle.py",
+        "TransferHandle.cancel",
+        "self._container.cancel()",
+        "The handle asks the container, then waits until it has settled.",
+    ),
+    Step(
+        "offload/_pipeline/container.py",
+        "OffloadContainer._close",
+        "self.phase = phase",
+        "The commit gate closes: from here on the container cannot be claimed. Whatever holds it is told, and takes it out at "
+        "once where it only waits. A batch that is about to be copied finds it at its last sweep.",
+    ),
+    Step(
+        "offload/_pipeline/transfer.py",
+        "Slot._commit",
+        "reservation.keep(flat.keys)",
+        "The last sweep has dropped the container, and the reservation is asked to keep room for the others only; where no "
+        "other is left, `reservation.release` gives back all of it. The dropped ones settle after that, so whoever waits in "
+        "`cancel()` finds the room free.",
+    ),
+    Step(
+        "backends/maru/_reservation.py",
+        "MaruReservation.keep",
+        "self._batch.keep(positions)",
+        "Which keys stay becomes which pages stay.",
+    ),
+    Step(
+        "maru/_client/columns.py",
+        "AllocBatch.keep",
+        "self._standing.free(back)",
+        "**Here the cancelled container gives its pages back**: nothing was sent of them, so no server is asked, and the next "
+        "allocation may hand them out (`OwnedPages.cancel`).",
+    ),
+]
+
+
+def render(paths: dict[str, Calls]) -> str:
+    """The page."""
+    lines = [
+        "# The path of a block",
+        "",
+        "Which files and functions an operation passes, on the caller's side, in the order of first calls, and what each says "
+        "of itself. `make trace` writes this page from a run; [the design](design.md) says why the path is as it is.",
+        "",
+        "An operation is recorded once it has been done a few times, so what happens once is not here. The page store's server "
+        "is a process of its own, and not here either.",
+    ]
+    shown: set[CodeType] = set()
+    for name, calls in paths.items():
+        lines += ["", *render_path(name, calls, shown)]
+        shown |= calls.keys()
+    lines += ["", *render_cancelled()]
+    return "\n".join(lines) + "\n"
+
+
+def render_path(name: str, calls: Calls, shown: set[CodeType]) -> Iterator[str]:
+    """One operation: its functions by file, but for those that were shown before."""
+    title, text = TITLES[name]
+    yield from (f"## {title}", "", text, "", f"{count(calls)}.")
+    if again := [code for code in calls if code in shown]:
+        yield from ("", f"{count(again)} of these are above. The others:")
+    by_file: dict[str, list[CodeType]] = {}
+    for code in calls:
+        if code not in shown:
+            by_file.setdefault(code.co_filename, []).append(code)
+    yield ""
+    for file, codes in by_file.items():
+        path = Path(file)
+        yield f"- `{path.relative_to(ROOT)}`: {sentence(ast.get_docstring(parsed(path)))}"
+        told = [(code.co_qualname.replace(".<locals>", ""), first_line(code)) for code in codes]
+        yield from (f"  - `{function}`: {why}" for function, why in told if why)
+        if rest := ", ".join(f"`{function}`" for function, why in told if not why):
+            yield f"  - and {rest}"
+
+
+def render_cancelled() -> Iterator[str]:
+    """From the README to the line where a cancelled container gives its page back."""
+    yield from ("## Where a cancelled container gives its page back", "")
+    yield f"From the README to that line in {len({step.file for step in CANCELLED})} files:"
+    yield ""
+    for number, step in enumerate(CANCELLED, 1):
+        text = (ROOT / step.file).read_text() if not step.function else source_of(ROOT / step.file, step.function)
+        if text.count(step.line) != 1:
+            raise SystemExit(
+                f"{step.file}: {step.line!r} does not stand once in {step.function or 'it'}; adapt CANCELLED"
+            )
+        where = f"`{step.file}`, `{step.function}`" if step.function else f"`{step.file}`"
+        yield from (f"{number}. {where}: `{step.line}`", "", f"   {step.text}", "")
+
+
+def count(calls: Collection[CodeType]) -> str:
+    """How many."""
+    return f"{len({code.co_filename for code in calls})} files, {len(calls)} functions"
+
+
+def statements(page: str) -> set[str]:
+    """What a page says, whatever the order."""
+    return set(page.splitlines())
+
+
+def main() -> None:
+    """Write the page, or print the counts."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--counts", action="store_true", help="print only how many files and functions")
+    asked = parser.parse_args()
+    with page_store() as endpoint:
+        paths = trio.run(measure, endpoint)
+    if asked.counts:
+        for name, calls in paths.items():
+            print(f"{name}: {count(calls)}")
+        return
+    page = render(paths)
+    where = PAGE.relative_to(ROOT)
+    if PAGE.exists() and statements(page) == statements(PAGE.read_text()):
+        print(f"{where} is up to date")
+    else:
+        PAGE.write_text(page)
+        print(f"wrote {where}")
+
+
+if __name__ == "__main__":
+    main()
