@@ -12,7 +12,7 @@ from enum import Enum
 from html import escape
 from typing import NamedTuple
 
-from drawing import HEIGHT, MARGIN, WIDTH, Arrow, Box, _svg, _text
+from drawing import HEIGHT, MARGIN, WIDTH, Arrow, Box, svg, text
 
 from maru._client.page_states import MOVES, PageState
 
@@ -115,11 +115,11 @@ def draw_chart(title: str, states: Sequence[str], arrows: Sequence[Arrow], chart
     parts += [
         f'<g class="state {_colour(name)}" data-state="{name}">'
         f'<rect x="{box.x - WIDTH / 2:g}" y="{box.top:g}" width="{WIDTH}" height="{HEIGHT}" rx="7"/>'
-        f"{_text(box.x, box.y + 4.5, name, 'name')}</g>"
+        f"{text(box.x, box.y + 4.5, name, 'name')}</g>"
         for name, box in boxes.items()
     ]
     said = ", ".join(f"{a.source} to {a.target}: {', '.join(a.labels)}" for a in arrows)
-    return _svg(title, said, width, boxes[end].bottom + MARGIN, parts)
+    return svg(title, said, width, boxes[end].bottom + MARGIN, parts)
 
 
 def _common(states: Iterable[str], end: str, arrows: Sequence[Arrow]) -> tuple[str, ...]:
@@ -165,7 +165,7 @@ def _path(arrow: Arrow, path: str, tip: tuple[float, float], along: tuple[float,
 def _words(lines: Sequence[str], x: float, y: float, anchor: str) -> str:
     y -= (len(lines) - 1) * LINE / 2
     kind = "label" if anchor == "middle" else f"label {anchor}"
-    return "".join(_text(x, y + at * LINE, line, kind) for at, line in enumerate(lines))
+    return "".join(text(x, y + at * LINE, line, kind) for at, line in enumerate(lines))
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -1,5 +1,4 @@
-"""What the pages ask of the code: ``status-moves``, ``commit-gate``, ``page-moves``, ``walk``, ``knobs``; for the reference,
-``public``.
+"""What the pages ask of the code: pictures of its tables and packages, tables of its knobs; for the reference, ``public``.
 
 Also makes the docstrings readable for Sphinx where we write them for the reader of the file: a rule's lines hang below
 its number, which reStructuredText takes for a quotation.
@@ -17,11 +16,13 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeGuard
 
+import architecture
 import chart
 import drawing
+from architecture import draw_architecture
 from chart import draw_pages
 from docutils import nodes
-from drawing import arrows_of_gate, arrows_of_moves, draw_table, draw_walk
+from drawing import arrows_of_gate, arrows_of_moves, draw_container_path, draw_table
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -30,10 +31,11 @@ from backends.pinned_pool import _config as _pinned_pool_config
 from maru._client import page_states
 from maru._config import MaruConfig, ServerConfig
 from maru._knobs import Knob, as_size
-from offload import _config, _lifecycle
+from offload import _config
 from offload._config import BreakerConfig, knobs
 from offload._engine import config as _engine_config
 from offload._engine import engine_knobs
+from offload._pipeline import lifecycle
 from offload._pipeline.lifecycle import GATE, MOVES
 
 
@@ -41,7 +43,7 @@ def _picture(name: str, draw: Callable[[], str]) -> type[SphinxDirective]:
     class Picture(SphinxDirective):
         def run(self) -> list[nodes.Node]:
             # The page is made anew when one of them changes.
-            for module in (_lifecycle, page_states, chart, drawing, sys.modules[__name__]):
+            for module in (lifecycle, page_states, architecture, chart, drawing, sys.modules[__name__]):
                 self.env.note_dependency(str(module.__file__))
             return [nodes.raw("", draw(), format="html")]
 
@@ -264,7 +266,8 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("status-moves", _picture("StatusMoves", draw_moves))
     app.add_directive("commit-gate", _picture("CommitGate", draw_gate))
     app.add_directive("page-moves", _picture("PageMoves", draw_pages))
-    app.add_directive("walk", _picture("Walk", draw_walk))
+    app.add_directive("container-path", _picture("ContainerPath", draw_container_path))
+    app.add_directive("packages", _picture("Packages", draw_architecture))
     app.add_directive("knobs", Knobs)
     app.setup_extension("sphinx.ext.autodoc")
     app.add_directive("public", Public)

@@ -2,7 +2,7 @@
 
 * :func:`draw_table`: a transition table as states and arrows. The arrows come from the table and from nowhere else, and each
   says in ``data-from``, ``data-to`` and ``data-label`` which entry it stands for, so that a test can hold it to that.
-* :func:`draw_walk`: the walk of a container, with every hook where it is called.
+* :func:`draw_container_path`: the path of a container, with every hook where it is called.
 
 Colours are classes; ``_static/pictures.css`` says what they are in a light and in a dark page.
 """
@@ -84,7 +84,7 @@ def draw_table(title: str, states: Sequence[str], arrows: Sequence[Arrow]) -> st
     height = max(box.bottom for box in boxes.values()) + below + MARGIN
     parts = [*_arrows(boxes, upper, arrows), *(_state(name, box) for name, box in boxes.items())]
     said = ", ".join(f"{a.source} to {a.target}{': ' + ', '.join(a.labels) if a.labels else ''}" for a in arrows)
-    return _svg(title, said, width, height, parts)
+    return svg(title, said, width, height, parts)
 
 
 def _untangled(upper: Sequence[str], lower: Sequence[str], arrows: Sequence[Arrow]) -> list[str]:
@@ -155,10 +155,10 @@ def _arrow(
         head = f"{x2 + tip:g},{y2 - 5:g} {x2 + tip:g},{y2 + 5:g} {x2:g},{y2:g}"
         middle = y1
     asked = ", ".join(arrow.labels)
-    text = _text((x1 + x2) / 2, middle + label[1], asked, "label") if asked else ""
+    words = text((x1 + x2) / 2, middle + label[1], asked, "label") if asked else ""
     return (
         f'<g class="arrow {_colour(arrow.target)}" data-from="{arrow.source}" data-to="{arrow.target}" '
-        f'data-label="{escape(asked)}"><path d="{path}"/><polygon points="{head}"/>{text}</g>'
+        f'data-label="{escape(asked)}"><path d="{path}"/><polygon points="{head}"/>{words}</g>'
     )
 
 
@@ -166,7 +166,7 @@ def _state(name: str, box: Box) -> str:
     return (
         f'<g class="state {_colour(name)}" data-state="{name}">'
         f'<rect x="{box.x - WIDTH / 2:g}" y="{box.top:g}" width="{WIDTH}" height="{HEIGHT}" rx="7"/>'
-        f"{_text(box.x, box.y + 4.5, name, 'name')}</g>"
+        f"{text(box.x, box.y + 4.5, name, 'name')}</g>"
     )
 
 
@@ -174,14 +174,14 @@ def _colour(state: str) -> str:
     return "good" if state in GOOD else "bad" if state in BAD else "undone" if state in UNDONE else "plain"
 
 
-# --- the walk -----------------------------------------------------------------------------------------------------
+# --- the path of a container ---------------------------------------------------------------------------------------
 
 
 class Step(NamedTuple):
-    """One line of the walk."""
+    """One line of the path."""
 
-    room: str
-    """The room it happens in; the same for several lines."""
+    stage: str
+    """The stage it happens in; the same for several lines."""
     does: str
     hook: str = ""
     """The hook that is called before it."""
@@ -191,8 +191,8 @@ class Step(NamedTuple):
     """What bounds the wait, where it may wait."""
 
 
-WALK = (
-    Step("enqueue", "take room, make the handle", status="EVALUATING", waits="(the caller's wait)"),
+PATH = (
+    Step("enqueue", "take a place in the budget, make the handle", status="EVALUATING", waits="(the caller's wait)"),
     Step("admission", "ask the policies, mark the keys", "admission", waits="policy_timeout"),
     Step("awaiting", "is the forward pass done?", "awaiting", "QUEUED", "precondition_timeout"),
     Step("batching", "gather until full or late", "batching", waits="a slot; flush_interval"),
@@ -207,21 +207,21 @@ WALK = (
 )
 COMMIT = 7  # the gate is committed above this line
 OVER = 10  # and the copy above this one
-LINE, TOP, LEFT, WALK_WIDTH = 34, 30, 32, 800
+LINE, TOP, LEFT, PATH_WIDTH = 34, 30, 32, 800
 
 
-def draw_walk(steps: Sequence[Step] = WALK) -> str:
-    """The walk of a container from top to bottom: the rooms, their hooks, what may wait, and where the commit is."""
+def draw_container_path(steps: Sequence[Step] = PATH) -> str:
+    """The path of a container from top to bottom: the stages, their hooks, what may wait, and where the commit is."""
     does, status, waits, hook = LEFT + 118, LEFT + 352, LEFT + 474, LEFT + 640
     heads = ((does, "what happens"), (status, "status"), (waits, "waits at most"), (hook, "hook before it"))
-    parts = [_text(LEFT + 52, 18, "room", "head"), *(_text(x, 18, text, "head start") for x, text in heads)]
+    parts = [text(LEFT + 52, 18, "stage", "head"), *(text(x, 18, head, "head start") for x, head in heads)]
     for at, step in enumerate(steps):
         y = TOP + at * LINE
-        if not at or steps[at - 1].room != step.room:
-            high = sum(other.room == step.room for other in steps) * LINE
+        if not at or steps[at - 1].stage != step.stage:
+            high = sum(other.stage == step.stage for other in steps) * LINE
             parts.append(
                 f'<g class="room"><rect x="{LEFT}" y="{y + 3}" width="104" height="{high - 6}" rx="7"/>'
-                f"{_text(LEFT + 52, y + high / 2 + 4.5, step.room, 'name')}</g>"
+                f"{text(LEFT + 52, y + high / 2 + 4.5, step.stage, 'name')}</g>"
             )
         cells = (
             (does, step.does, ""),
@@ -229,34 +229,34 @@ def draw_walk(steps: Sequence[Step] = WALK) -> str:
             (waits, step.waits, "soft"),
             (hook, step.hook, "hook"),
         )
-        parts += [_text(x, y + 22, text, f"start {kind}".strip()) for x, text, kind in cells if text]
+        parts += [text(x, y + 22, cell, f"start {kind}".strip()) for x, cell, kind in cells if cell]
     commit = TOP + COMMIT * LINE
     parts += [
-        f'<line class="commit" x1="{LEFT + 112}" y1="{commit}" x2="{WALK_WIDTH - 8}" y2="{commit}"/>',
-        _text(WALK_WIDTH - 8, commit + 4, "commit", "commit end"),
+        f'<line class="commit" x1="{LEFT + 112}" y1="{commit}" x2="{PATH_WIDTH - 8}" y2="{commit}"/>',
+        text(PATH_WIDTH - 8, commit + 4, "commit", "commit end"),
         _bar(8, TOP + 3, commit - 3, "undone", "a cancel ends it at once"),
         _bar(8, commit + 3, TOP + OVER * LINE - 3, "good", "it waits"),
     ]
-    said = "; ".join(f"{step.room}: {step.does}" for step in steps)
-    return _svg("The walk of a container", said, WALK_WIDTH, TOP + len(steps) * LINE + 8, parts)
+    said = "; ".join(f"{step.stage}: {step.does}" for step in steps)
+    return svg("The path of a container", said, PATH_WIDTH, TOP + len(steps) * LINE + 8, parts)
 
 
-def _bar(x: float, top: float, bottom: float, colour: str, text: str) -> str:
+def _bar(x: float, top: float, bottom: float, colour: str, words: str) -> str:
     middle = (top + bottom) / 2
     return (
         f'<g class="bar {colour}"><line x1="{x}" y1="{top:g}" x2="{x}" y2="{bottom:g}"/>'
-        f'<text transform="translate({x + 14:g} {middle:g}) rotate(-90)" class="side">{escape(text)}</text></g>'
+        f'<text transform="translate({x + 14:g} {middle:g}) rotate(-90)" class="side">{escape(words)}</text></g>'
     )
 
 
-# --- below --------------------------------------------------------------------------------------------------------
+# --- elements --------------------------------------------------------------------------------------------------------
 
 
-def _text(x: float, y: float, text: str, kind: str) -> str:
-    return f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(text)}</text>'
+def text(x: float, y: float, words: str, kind: str) -> str:
+    return f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>'
 
 
-def _svg(title: str, said: str, width: float, height: float, parts: Sequence[str]) -> str:
+def svg(title: str, said: str, width: float, height: float, parts: Sequence[str]) -> str:
     return (
         f'<svg class="picture" role="img" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
         f'style="max-width: {width:g}px"><title>{escape(title)}</title><desc>{escape(said)}</desc>{"".join(parts)}</svg>'

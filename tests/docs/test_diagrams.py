@@ -1,4 +1,4 @@
-"""The documentation's pictures show the tables of the code, arrow for arrow, and the walk with every hook of it."""
+"""The documentation's pictures show the tables of the code, arrow for arrow, and the path with every hook of it."""
 
 import enum
 import html
@@ -35,6 +35,7 @@ def _load(name: str) -> ModuleType:
 drawing = _load("drawing")
 sys.modules.setdefault("drawing", drawing)
 chart = _load("chart")
+architecture = _load("architecture")
 
 
 class Drawn:
@@ -144,8 +145,9 @@ def test_nothing_is_drawn_outside_the_picture() -> None:
     for svg in (
         drawing.draw_table("moves", [status.name for status in Status], drawing.arrows_of_moves()),
         drawing.draw_table("gate", [phase.name for phase in Phase], drawing.arrows_of_gate()),
-        drawing.draw_walk(),
+        drawing.draw_container_path(),
         chart.draw_pages(),
+        architecture.draw_architecture(),
     ):
         root = Drawn(svg).root
         _, _, width, height = map(float, root.get("viewBox").split())
@@ -154,15 +156,24 @@ def test_nothing_is_drawn_outside_the_picture() -> None:
                 assert 0 <= float(element.get("x")) <= width and 0 <= float(element.get("y")) <= height
 
 
-def test_the_walk_names_every_hook_in_its_order_and_knobs_that_exist() -> None:
-    assert tuple(step.hook for step in drawing.WALK if step.hook) == HOOKS
+def test_the_packages_are_drawn_with_what_is_in_them_and_no_arrow_leads_back() -> None:
+    root = ElementTree.fromstring(architecture.draw_architecture().replace('xmlns="http://www.w3.org/2000/svg"', ""))
+    boxes = {group.get("data-package") for group in root.iter("g")} - {None, *architecture.PACKAGES}
+    there = {f"{init.parent.parent.name}.{init.parent.name}" for init in ROOT.glob("*/*/__init__.py")}
+    assert boxes == {name for name in there if name.partition(".")[0] in architecture.PACKAGES}
+    arrows = {(arrow.get("data-from"), arrow.get("data-to")) for arrow in root.iter("g") if arrow.get("data-from")}
+    assert arrows == {("offload", "backends"), ("offload", "maru"), ("backends", "maru")}
+
+
+def test_the_path_names_every_hook_in_its_order_and_knobs_that_exist() -> None:
+    assert tuple(step.hook for step in drawing.PATH if step.hook) == HOOKS
     names = {knob.name.rpartition(".")[2] for knob in knobs(PipelineConfig)}
-    bounds = {word for step in drawing.WALK for word in re.findall(r"\w+_(?:timeout|interval)", step.waits)}
+    bounds = {word for step in drawing.PATH for word in re.findall(r"\w+_(?:timeout|interval)", step.waits)}
     assert bounds == {name for name in names if name.endswith(("_timeout", "_interval"))} - {
         "drain_timeout",
         "sweep_interval",
     }
-    statuses = [step.status for step in drawing.WALK if step.status]
+    statuses = [step.status for step in drawing.PATH if step.status]
     assert statuses == [status.name for status in Status if not status.terminal] + ["terminal"]
 
 
@@ -173,7 +184,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     source = tmp_path_factory.mktemp("docs")
     (source / "conf.py").write_text(f"import sys\nsys.path.insert(0, {str(EXT)!r})\nextensions = ['directives']\n")
     (source / "index.rst").write_text(
-        "Page\n====\n\n.. status-moves::\n\n.. commit-gate::\n\n.. page-moves::\n\n.. walk::\n\n.. knobs::\n"
+        "Page\n====\n\n.. status-moves::\n\n.. commit-gate::\n\n.. page-moves::\n\n.. container-path::\n\n.. packages::\n\n"
+        ".. knobs::\n"
         "\n.. knobs:: server\n\n.. knobs:: client\n"
     )
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html", str(source), str(source / "out")]
@@ -188,8 +200,8 @@ def test_the_page_has_the_pictures(page: str) -> None:
     gate = len({(phase, after) for phase, answers in GATE.items() for after in answers.values()})
     ends_alike = sum(PageState.ORPHAN in row.values() for row in PAGE_MOVES.values())
     pages = len({(state, after) for state, row in PAGE_MOVES.items() for after in row.values()}) - ends_alike + 1
-    assert page.count("<title>The states of a page</title>") == 1
-    assert page.count('class="arrow ') == moves + gate + pages
+    assert page.count("<title>The states of a page</title>") == page.count("<title>The packages</title>") == 1
+    assert page.count('class="arrow ') == moves + gate + pages + 3
 
 
 def test_the_page_has_every_knob_with_its_default_bound_and_reason(page: str) -> None:
