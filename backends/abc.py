@@ -4,8 +4,8 @@ Four contracts, each with one to five methods:
 
 * :class:`Source`: a pipeline reads blocks from it, in columns. A :class:`ChecksummedSource` knows what they sum up to.
 * :class:`TransferExecutor` and its :class:`Reservation`: a pipeline writes blocks into it.
-* :class:`Tier`: an executor that can be read back: looked up, pinned, loaded, deleted from. :class:`RemoteTier` is one that
-  has to ask somebody what it contains.
+* :class:`ReadableTier`: an executor that can be read back: looked up, pinned, loaded, deleted from. A :class:`Tier` is one
+  that knows at once what it contains; any other has to ask, over a wire say.
 * :class:`Destination`: where a load puts the bytes.
 
 Everything here speaks of *many* blocks at once. A block is a position in parallel columns (its key, its guard, its
@@ -18,8 +18,9 @@ methods is a broken promise; :class:`Unproven` is the one that says that not eve
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import attrs
@@ -293,15 +294,78 @@ class HoldingReservation(Protocol):
         ...
 
 
+class RoomRequest:
+    """Room wanted for some blocks: an object that can shrink while it waits, and keeps its turn.
+
+    One request is given to one :meth:`TransferExecutor.reserve` at a time. Used on one thread.
+
+    Attributes:
+        keys: what room is wanted for; fewer after a :meth:`shrink`.
+        block_bytes: size of every block.
+        when_full: what to do where there is not room for all, see :meth:`TransferExecutor.reserve`.
+    """
+
+    __slots__ = ("_shrunk", "block_bytes", "keys", "when_full")
+
+    def __init__(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> None:
+        self.keys: Sequence[Key] = keys
+        self.block_bytes: int = block_bytes
+        self.when_full: WhenFull = when_full
+        self._shrunk: Callable[[], bool] | None = None
+
+    def __repr__(self) -> str:
+        return f"<request for {len(self.keys)} blocks of {self.block_bytes} bytes, {self.when_full}>"
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for room where there is none: ``wait`` and ``evict`` do, ``partial`` and ``fail`` never."""
+        return self.when_full == "wait" or self.when_full == "evict"
+
+    def shrink(self, keys: Sequence[Key]) -> bool:
+        """Want room for ``keys`` only, a subsequence of :attr:`keys`, from now on and in the same turn. Never blocks.
+
+        What is left of a batch must not queue behind requests that came later because one of it was cancelled.
+
+        Returns:
+            Whether it waits for ``keys`` now (and may have been granted them). False: nothing was changed, since it does not
+            wait (any more), or waits in a place that cannot do this; the caller then cancels and asks again.
+        """
+        if self._shrunk is None:
+            return False
+        before, self.keys = self.keys, keys
+        shrunk = False
+        try:
+            shrunk = self._shrunk()
+        finally:
+            if not shrunk:
+                self.keys = before
+        return shrunk
+
+    @contextmanager
+    def waiting(self, shrunk: Callable[[], bool]) -> Iterator[None]:
+        """For a place, around its wait: have :meth:`shrink` call ``shrunk`` once :attr:`keys` are fewer.
+
+        A place that does not use this cannot be asked for less, and need not know how.
+
+        Args:
+            shrunk: looks at :attr:`keys` again and may grant them; false where it no longer waits for them.
+        """
+        self._shrunk = shrunk
+        try:
+            yield
+        finally:
+            self._shrunk = None
+
+
 class TransferExecutor(Protocol):
     """A place blocks can be written to. All of it is called on the trio thread."""
 
-    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> Reservation:
-        """Take room for these blocks.
+    async def reserve(self, request: RoomRequest) -> Reservation:
+        """Take room for the blocks of a request, as it is when it is granted: it may shrink while this waits.
 
         ``wait`` waits until there is room for all; ``evict`` makes room by evicting what is not held, and waits only
         where everything is held; ``partial`` and ``fail`` never wait and grant the prefix that fits (the caller knows
-        what to do with the rest). Waiters are served in order. Cancelled while waiting, it holds nothing.
+        what to do with the rest). Waiting requests are served in order. Cancelled while waiting, it holds nothing.
 
         Raises:
             BlockSizeError: this place holds blocks of another size.
@@ -309,20 +373,8 @@ class TransferExecutor(Protocol):
         """
         ...
 
-    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> Reservation:
+    def reserve_nowait(self, request: RoomRequest) -> Reservation:
         """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting."""
-        ...
-
-    def narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
-        """Whoever waits in :meth:`reserve` for ``asked`` wants only ``keys`` of them from now on, and keeps his turn.
-
-        What is left of a batch must not stand behind whoever came later because one of it was cancelled. ``asked`` is
-        the very object that was given to :meth:`reserve`, or to the last call of this. Never blocks.
-
-        Returns:
-            Whether he waits for ``keys`` now (and may have been granted them). False: nothing was changed, since nobody
-            waits for ``asked`` any more, or since this place cannot do it; the caller then cancels and asks again.
-        """
         ...
 
 
@@ -407,8 +459,18 @@ class TierStatistics:
     """Deleted by request."""
 
 
+@runtime_checkable
 class ReadableTier(TransferExecutor, Protocol):
-    """A :class:`TransferExecutor` that can also be read. What :class:`Tier` and :class:`RemoteTier` have in common."""
+    """A :class:`TransferExecutor` that can also be read.
+
+    One that is not a :class:`Tier` must ask, and others change it, too. Under ``partial`` and ``fail`` as well, its
+    :meth:`~TransferExecutor.reserve_nowait` raises :class:`trio.WouldBlock` where it would have to ask;
+    :meth:`~TransferExecutor.reserve` asks, and then grants what fits.
+    """
+
+    async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` that could be found when it was asked. No use of them. An exception is no answer, so no miss."""
+        ...
 
     async def pin(self, keys: Sequence[Key]) -> ReadLease:
         """Hold the longest prefix of ``keys`` that is there (possibly none)."""
@@ -432,23 +494,12 @@ class ReadableTier(TransferExecutor, Protocol):
         ...
 
 
+@runtime_checkable
 class Tier(ReadableTier, Protocol):
-    """A place of this process's own: what it contains it knows at once."""
+    """A :class:`ReadableTier` of this process: it knows at once what it contains. ``isinstance`` tells it from any other."""
 
-    def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+    def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Those of ``keys`` that can be found right now. Never blocks."""
-        ...
-
-
-class RemoteTier(ReadableTier, Protocol):
-    """A place that others change, too, and that must be asked.
-
-    Its :meth:`~TransferExecutor.reserve_nowait` raises :class:`trio.WouldBlock` under ``partial`` and ``fail`` as well where it
-    would have to ask; :meth:`~TransferExecutor.reserve` asks, and then grants what fits.
-    """
-
-    async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that could be found when it was asked. An exception is no answer, and so no miss."""
         ...
 
 

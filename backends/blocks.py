@@ -11,8 +11,8 @@ Rule 1. A registered block may be held by counted guards. Held, it is neither ev
         guard makes it *inactive*: still found by its key, and evictable. It is not lost.
 Rule 2. A guard is the number of the slot. Every operation takes and gives whole columns, and runs in C where the common
         case allows it: a block costs some tens of nanoseconds here, and an object per block would cost ten times that.
-Rule 3. Room is granted in the order in which it was asked for (`backends/_line.py`). While somebody waits, nobody is granted
-        room past him, except an engine's own `put` and `stage`, which must not wait.
+Rule 3. Room is granted in the order in which it was asked for (`backends/room.py`), except for an engine's own `put` and
+        `stage`, which must not wait.
 Rule 4. Free slots are handed out ascending, and as neighbours where possible, so that a copy can merge them into runs.
 
 :class:`Registry` keeps rules 1 to 3, whatever a slot is; :class:`BlockPool` has a fixed number of equal slots.
@@ -30,9 +30,9 @@ import attrs
 
 from maru.eviction import LRU, EvictionPolicy
 
-from ._line import Line
 from .abc import EVICTED, Deletion, Key
 from .leaving import Evictions, Listener, Spill
+from .room import Room
 
 _log = logging.getLogger("backends.eviction")
 _NONE: frozenset[Key] = frozenset()
@@ -76,7 +76,7 @@ class RegistryStatistics:
     """Registered and held, and gone with their last guard: victims that are copied elsewhere."""
 
 
-class Registry(Line):
+class Registry(Room):
     """Slots found by key: holding, eviction and waiting for room. What a slot is, a subclass says.
 
     ``size`` is what one block takes of the room, in the unit of the subclass.

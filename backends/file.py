@@ -36,6 +36,7 @@ from .abc import (
     Missed,
     Outcome,
     ReadLease,
+    RoomRequest,
     Source,
     TierStatistics,
 )
@@ -182,11 +183,12 @@ class FileTier(PooledTier[FileRegistry]):
             self.pool.litter += job.litter  # maybe it never began
             raise
 
-    def _check(self, keys: Sequence[Key], block_bytes: int) -> int:
+    def _check(self, request: RoomRequest) -> int:
         self._open_directory()
+        block_bytes = request.block_bytes
         if block_bytes < 1 or (self._only_bytes is not None and block_bytes != self._only_bytes):
             raise BlockSizeError(self, self._only_bytes or 1, block_bytes)
-        longest = max(map(len, keys), default=0)
+        longest = max(map(len, request.keys), default=0)
         if longest > MAX_KEY_BYTES:
             raise ValueError(f"{self!r} takes keys of at most {MAX_KEY_BYTES} bytes, not of {longest}")
         return block_bytes

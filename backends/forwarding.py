@@ -5,14 +5,15 @@ contract. :class:`ForwardingTier` forwards the whole contract of :mod:`backends.
 it changes, so that its code shows the differences and nothing else.
 
 Rule 1. Entering it enters the inner tier, where that is an async context manager; leaving it leaves the inner tier.
-Rule 2. What only some tiers have (to be a :class:`~backends.abc.Source`, to tell of evictions, ...) is not forwarded here: a
-        subclass that changes keys or bytes must translate it, and one that changes neither forwards it by
-        :meth:`ForwardingTier._forward_optional`.
+Rule 2. What only some tiers have (to be a :class:`~backends.abc.Tier` or a :class:`~backends.abc.Source`, to tell of evictions,
+        ...) is not forwarded here: a subclass that changes keys or bytes must translate it, and one that changes neither
+        forwards it by :meth:`ForwardingTier._forward_optional`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Final, TypeVar
 
 from .abc import (
@@ -23,8 +24,8 @@ from .abc import (
     Outcome,
     ReadLease,
     Reservation,
+    RoomRequest,
     TierStatistics,
-    WhenFull,
 )
 
 Self = TypeVar("Self", bound="ForwardingTier")
@@ -77,20 +78,20 @@ class ForwardingTier:
         """How much of the contract the inner tier keeps."""
         return getattr(self.inner, "capabilities", Capabilities())
 
-    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> Reservation:
+    async def reserve(self, request: RoomRequest) -> Reservation:
         """Take room for blocks; see :class:`backends.abc.TransferExecutor`."""
-        reservation: Reservation = await self.inner.reserve(keys, block_bytes, when_full)
+        reservation: Reservation = await self.inner.reserve(request)
         return reservation
 
-    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> Reservation:
+    def reserve_nowait(self, request: RoomRequest) -> Reservation:
         """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting."""
-        reservation: Reservation = self.inner.reserve_nowait(keys, block_bytes, when_full)
+        reservation: Reservation = self.inner.reserve_nowait(request)
         return reservation
 
-    def narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
-        """Have a waiting request for room ask for fewer keys; see :class:`backends.abc.TransferExecutor`."""
-        narrowed: bool = self.inner.narrow(asked, keys)
-        return narrowed
+    async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` that could be found when the inner tier was asked; see :class:`backends.abc.ReadableTier`."""
+        found: AbstractSet[Key] = await self.inner.contains(keys)
+        return found
 
     async def pin(self, keys: Sequence[Key]) -> ReadLease:
         """Hold the longest prefix of ``keys`` that is there; see :class:`backends.abc.ReadableTier`."""

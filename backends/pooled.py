@@ -14,7 +14,19 @@ import trio
 
 from ._errors import BlockSizeError, MissingKeys
 from ._keys import check_keys
-from .abc import DUPLICATE, EVICTED, STORED, Failed, Key, Outcome, Rejected, Source, StrongBlocks, WeakBlocks, WhenFull
+from .abc import (
+    DUPLICATE,
+    EVICTED,
+    STORED,
+    Failed,
+    Key,
+    Outcome,
+    Rejected,
+    RoomRequest,
+    Source,
+    StrongBlocks,
+    WeakBlocks,
+)
 from .blocks import Registry
 from .leaving import Listener, Spill
 from .pages import Pages
@@ -77,7 +89,7 @@ class PooledReservation:
         if source.block_bytes != self.block_bytes:
             raise BlockSizeError(tier, self.block_bytes, source.block_bytes)
         self._used = True
-        present = tier.contains(keys)
+        present = tier.pool.contains(keys)
         if present or EVICTED in slots:
             return await self._transfer_some(source, guards, present)
         outcomes: list[Outcome] = [STORED] * len(keys)
@@ -262,19 +274,15 @@ class PooledTier(ABC, Generic[R]):
 
     # --- TransferExecutor -----------------------------------------------------------------------------------------
 
-    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> PooledReservation:
-        """Take room for these blocks; see :class:`backends.abc.TransferExecutor`. Always a checkpoint."""
-        granted, slots = await self.pool.reserve_narrowed(keys, when_full, self._check(keys, block_bytes))
-        return PooledReservation(self, granted, slots, block_bytes)
+    async def reserve(self, request: RoomRequest) -> PooledReservation:
+        """Take room for the blocks of a request; see :class:`backends.abc.TransferExecutor`. Always a checkpoint."""
+        slots = await self.pool.reserve(request, self._check(request))
+        return PooledReservation(self, request.keys[: len(slots)], slots, request.block_bytes)
 
-    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> PooledReservation:
+    def reserve_nowait(self, request: RoomRequest) -> PooledReservation:
         """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting."""
-        slots = self.pool.reserve_nowait(keys, when_full, self._check(keys, block_bytes))
-        return PooledReservation(self, keys[: len(slots)], slots, block_bytes)
-
-    def narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
-        """Whoever waits for ``asked`` wants ``keys`` only; see :class:`backends.abc.TransferExecutor`."""
-        return self.pool.narrow(asked, keys)
+        slots = self.pool.reserve_nowait(request.keys, request.when_full, self._check(request))
+        return PooledReservation(self, request.keys[: len(slots)], slots, request.block_bytes)
 
     @abstractmethod
     async def write(
@@ -286,13 +294,18 @@ class PooledTier(ABC, Generic[R]):
         """
 
     @abstractmethod
-    def _check(self, keys: Sequence[Key], block_bytes: int) -> int:
+    def _check(self, request: RoomRequest) -> int:
         """Whether such blocks could be stored at all: what one takes of the registry's room, or an error."""
 
     # --- Tier -----------------------------------------------------------------------------------------------------
 
-    def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+    def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Those of ``keys`` that can be found right now."""
+        return self.pool.contains(keys)
+
+    async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Like :meth:`contains_nowait`, which has nothing to wait for here. A checkpoint."""
+        await trio.lowlevel.checkpoint()
         return self.pool.contains(keys)
 
     async def pin(self, keys: Sequence[Key]) -> Lease:

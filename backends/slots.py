@@ -42,6 +42,7 @@ from .abc import (
     Missed,
     Outcome,
     ReadLease,
+    RoomRequest,
     Source,
     TierStatistics,
 )
@@ -380,9 +381,9 @@ class SlotTier(PooledTier[BlockPool]):
             self.forget_damaged([keys[at] for at in bad], [slots[at] for at in bad])
         return bad
 
-    def _check(self, keys: Sequence[Key], block_bytes: int) -> int:
-        if block_bytes != self.block_bytes:
-            raise BlockSizeError(self, self.block_bytes, block_bytes)
+    def _check(self, request: RoomRequest) -> int:
+        if request.block_bytes != self.block_bytes:
+            raise BlockSizeError(self, self.block_bytes, request.block_bytes)
         return 1
 
     def _check_ids(self, ids: Sequence[int]) -> None:

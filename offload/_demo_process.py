@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 import torch
 
-from backends.abc import RemoteTier, Tier
+from backends.abc import ReadableTier, Tier
 from backends.device import DeviceTier
 from backends.file import FileTier
 from backends.maru import MaruTier
@@ -109,7 +109,7 @@ class Server:
         self.fingerprint = f"{config.fingerprint()} {self.device.fingerprint}"
         self.closing = contextlib.ExitStack()
         self.local: list[Tier] = self.in_files() if job.role == "c" else []
-        self.tiers: list[Tier | RemoteTier] = [*self.local] or [self.in_shared_pages()]
+        self.tiers: list[ReadableTier] = [*self.local] or [self.in_shared_pages()]
         self.canceller = Canceller()
         self.engine = from_thread.open_engine(self.device, self.tiers, instruments=[self.clock, self.canceller])
         self.stored_blocks = 0
@@ -327,7 +327,7 @@ def cancel_half(server: Server, prompt: bytes) -> dict[str, Any]:
     statuses = [ticket.status for ticket in asked]
     gone = [key for ticket in asked if ticket.status is Status.CANCELLED for key in ticket.keys]
     stored = [key for ticket in tickets for key in ticket.result().completed]
-    found = {key for tier in server.local for key in server.engine.call(tier.contains, keys)}
+    found = {key for tier in server.local for key in server.engine.call(tier.contains_nowait, keys)}
     return {
         "stores": len(tickets),
         "asked": len(asked),

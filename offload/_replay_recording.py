@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from backends.abc import Key, RemoteTier, Tier, TierStatistics
+from backends.abc import Key, ReadableTier, TierStatistics
 
 from ._replayer import Played
 from ._trace import Request
@@ -31,7 +31,7 @@ def not_recordable(kinds: Sequence[str]) -> str:
     return next((kind for kind in kinds if kind not in ("memory", "file")), "")
 
 
-def not_empty(tiers: Mapping[str, Tier | RemoteTier]) -> str:
+def not_empty(tiers: Mapping[str, ReadableTier]) -> str:
     """The tier that had blocks before the replay began, if there is one: nobody knows how they came there."""
     return next((name for name, tier in tiers.items() if tier.statistics().used_bytes), "")
 

@@ -16,7 +16,7 @@ from time import perf_counter
 
 import attrs
 
-from backends.abc import CapacityError, Key, RemoteTier, Tier
+from backends.abc import CapacityError, Key, ReadableTier
 from backends.memory import HostPages, MemoryTier
 from backends.slots import PagesDestination
 from backends.testing import payload_of
@@ -207,7 +207,7 @@ def _said_of(error: BaseException) -> str:
 
 @asynccontextmanager
 async def open_replayer(
-    tiers: Sequence[Tier | RemoteTier],
+    tiers: Sequence[ReadableTier],
     block_bytes: int,
     most_blocks: int,
     *,

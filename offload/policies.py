@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from time import perf_counter
 from types import MappingProxyType
-from typing import Final, Protocol, TypeAlias, cast, overload
+from typing import Any, Final, Protocol, TypeAlias, cast, overload, runtime_checkable
 
 import trio
 from xxhash import xxh3_64_intdigest
+
+from backends.abc import ReadableTier
 
 from ._errors import TierUnavailable
 from ._policy_thread import ThreadedPolicy
@@ -46,30 +48,40 @@ class PassAll:
 # --- presence -----------------------------------------------------------------------------------------------------
 
 
-class _Place(Protocol):
-    def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]: ...
+@runtime_checkable
+class _KnowsAtOnce(Protocol):
+    def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]: ...
 
 
-class _RemotePlace(Protocol):
-    def contains(self, keys: Sequence[Key]) -> Awaitable[AbstractSet[Key]]: ...
+@overload
+def PresenceFilter(tier: _KnowsAtOnce) -> Policy: ...
+@overload
+def PresenceFilter(tier: ReadableTier) -> Policy | AsyncPolicy: ...
+def PresenceFilter(tier: Any) -> Policy | AsyncPolicy:
+    """Rejects what a tier has already, with the reason ``present``.
+
+    Of a tier that is broken nobody knows what it has, and nothing is rejected: it answers when it is asked for room.
+
+    Args:
+        tier: any; of one that knows at once what it contains (:class:`backends.abc.Tier`) this never waits, and any other is
+            asked, as an :class:`~offload.abc.AsyncPolicy`.
+    """
+    return _PresentNow(tier) if isinstance(tier, _KnowsAtOnce) else _PresentWhenAsked(tier)
 
 
-class PresenceFilter:
-    """Rejects what a tier has already, with the reason ``present``."""
+class _PresentNow:
+    """The presence filter of a tier that knows at once what it contains."""
 
     __slots__ = ("_contains", "_tier")
 
-    def __init__(self, tier: _Place) -> None:
-        if inspect.iscoroutinefunction(tier.contains):
-            raise TypeError(f"contains() of {tier!r} must be awaited: use RemotePresenceFilter")
+    def __init__(self, tier: _KnowsAtOnce) -> None:
         self._tier = tier
-        self._contains = tier.contains
+        self._contains = tier.contains_nowait
 
     def __repr__(self) -> str:
         return f"PresenceFilter({self._tier!r})"
 
     def __call__(self, keys: Sequence[Key]) -> Reasons:
-        """Those the tier contains right now. Of one that is broken nobody knows: whoever asks it for room will be told."""
         try:
             found = self._contains(keys)
         except TierUnavailable:
@@ -77,19 +89,19 @@ class PresenceFilter:
         return dict.fromkeys(found, "present") if found else NOTHING_REJECTED
 
 
-class RemotePresenceFilter(AsyncPolicy):
-    """A :class:`PresenceFilter` for a place that must be asked over a wire: its ``contains`` is async."""
+class _PresentWhenAsked(AsyncPolicy):
+    """The presence filter of a tier that must be asked what it contains."""
 
-    def __init__(self, place: _RemotePlace) -> None:
-        self._place = place
+    def __init__(self, tier: ReadableTier) -> None:
+        self._tier = tier
 
     def __repr__(self) -> str:
-        return f"RemotePresenceFilter({self._place!r})"
+        return f"PresenceFilter({self._tier!r})"
 
     async def evaluate(self, keys: Sequence[Key]) -> Reasons:
-        """Those the place contained when it was asked. Of one that is broken nobody knows."""
+        """Those the tier contained when it was asked."""
         try:
-            found = await self._place.contains(keys)
+            found = await self._tier.contains(keys)
         except TierUnavailable:
             return NOTHING_REJECTED
         return dict.fromkeys(found, "present") if found else NOTHING_REJECTED

@@ -3,8 +3,8 @@
 A block walks one hop: from its source straight into a page of this process's own region, and one STORE message registers the
 whole batch. Reading it back, here or in another process, takes one FIND and a copy; the bytes never travel.
 
-One page holds one block. Who is where the server knows, so what other tiers answer at once is asked here: ``contains`` is
-async (:class:`backends.abc.RemoteTier`), and a ``reserve_nowait`` that would have to ask raises :class:`trio.WouldBlock`.
+One page holds one block. Who is where the server knows, so what other tiers answer at once is asked here: there is no
+``contains_nowait``, and a ``reserve_nowait`` that would have to ask raises :class:`trio.WouldBlock`.
 """
 
 from ._answers import NotStored as NotStored

@@ -39,15 +39,15 @@ from ..abc import (
     Missed,
     Outcome,
     ReadLease,
+    RoomRequest,
     TierStatistics,
-    WhenFull,
 )
 from ..pages import Pages
+from ..room import WaitQueue
 from ._answers import deletions_of, outcomes_of
 from ._condemned import Condemned
 from ._lease import MaruLease
 from ._reservation import MaruReservation
-from ._turns import Turns
 
 _ASK_AGAIN: Final = 0.05
 """Seconds between two questions for room. What comes back here wakes whoever waits; what others let go of does not."""
@@ -94,7 +94,7 @@ class MaruTier:
         """Whether blocks are verified when they are loaded."""
         self._block_bytes = size
         self._in_place = CopiesInPlace()
-        self._turns = Turns()
+        self._waiters = WaitQueue(self._wake_first)
         self._visits = Visits()  # of the handler that was opened here: it may be entered by its maker and by engines
         self._opening = trio.Lock()
         self._opened = False
@@ -102,7 +102,7 @@ class MaruTier:
         """Found damaged, and not deleted yet."""
         self._stored = self._duplicates = self._loaded = self._deleted = self._dropped = 0
         self._missed = {"damaged": 0, "lease": 0, "size": 0}
-        handler.on_pages_freed(self._turns.wake)
+        handler.on_pages_freed(self._wake_first)
 
     def __repr__(self) -> str:
         return f"<MaruTier of blocks of {self.block_bytes} bytes, {self.handler!r}>"
@@ -136,8 +136,8 @@ class MaruTier:
 
     # --- room -----------------------------------------------------------------------------------------------------
 
-    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> MaruReservation:
-        """Take pages for these blocks; see :class:`backends.abc.TransferExecutor`. Always a checkpoint.
+    async def reserve(self, request: RoomRequest) -> MaruReservation:
+        """Take pages for the blocks of a request; see :class:`backends.abc.TransferExecutor`. Always a checkpoint.
 
         No message, as long as pages are free here. Else the server is asked: for what has come back, under ``evict`` for this
         instance's least recently used blocks, and for another region where ``auto_expand`` allows it. ``wait`` evicts nothing
@@ -149,68 +149,72 @@ class MaruTier:
             CapacityError: its region, without ``auto_expand``, or the server's pool could never hold so many.
             maru.NoAnswer: the server did not answer.
         """
-        self._check(keys, block_bytes, when_full)
+        self._check(request)
         await trio.lowlevel.checkpoint_if_cancelled()
-        if when_full == "partial" or when_full == "fail":
-            if self._turns:
-                await trio.lowlevel.cancel_shielded_checkpoint()
-                return MaruReservation(self, keys[:0], None)
-            batch = await self.handler.alloc_pages(len(keys), evict=False, partial=True)
-            return MaruReservation(self, keys[: len(batch or ())], batch)
-        return await self._in_turn(keys, evict=when_full == "evict")
+        if request.waits:
+            return await self._in_turn(request)
+        keys = request.keys
+        if self._waiters:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return MaruReservation(self, keys[:0], None)
+        batch = await self.handler.alloc_pages(len(keys), evict=False, partial=True)
+        return MaruReservation(self, keys[: len(batch or ())], batch)
 
-    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> MaruReservation:
+    def reserve_nowait(self, request: RoomRequest) -> MaruReservation:
         """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` where it would wait, or would have to ask the server."""
-        self._check(keys, block_bytes, when_full)
+        self._check(request)
+        keys = request.keys
         n = len(keys)
-        partial = when_full == "partial" or when_full == "fail"
-        if self._turns:
-            if partial:
-                return MaruReservation(self, keys[:0], None)
-            raise trio.WouldBlock
+        if self._waiters:
+            if request.waits:
+                raise trio.WouldBlock
+            return MaruReservation(self, keys[:0], None)
         batch = self.handler.alloc_pages_nowait(n)
-        if batch is None and partial and not self._may_grow():
+        if batch is None and not request.waits and not self._may_grow():
             n = min(n, self.handler.free_pages)
             batch = self.handler.alloc_pages_nowait(n)
         if batch is None:
             raise trio.WouldBlock
         return MaruReservation(self, keys[:n], batch)
 
-    def narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
-        """Whoever waits for ``asked`` wants ``keys`` only; see :class:`backends.abc.TransferExecutor`."""
-        return self._turns.narrow(asked, keys)
+    async def _in_turn(self, request: RoomRequest) -> MaruReservation:
+        """Wait for pages: the first request of the queue asks the server, and asks again, while the others wait for its end.
 
-    async def _in_turn(self, keys: Sequence[Key], *, evict: bool) -> MaruReservation:
-        turn = self._turns.join(keys)
-        try:
+        A place of its own memory grants room the moment it comes back. Here room may have to be asked for, which takes a while
+        and may be cancelled, so that nothing is granted to a request but by itself.
+        """
+        with self._waiters.join(request) as waiter:
             while True:
                 patience = math.inf
-                if self._turns.is_first(turn):
+                if self._waiters.first is waiter:
                     patience = _ASK_AGAIN
                     try:
-                        batch = await self.handler.alloc_pages(len(turn.keys), evict=evict)
+                        batch = await self.handler.alloc_pages(len(request.keys), evict=request.when_full == "evict")
                     except PoolFull as exc:
-                        raise CapacityError(f"{self!r} cannot hold {len(turn.keys)} blocks: {exc}") from exc
+                        raise CapacityError(f"{self!r} cannot hold {len(request.keys)} blocks: {exc}") from exc
                     if batch is not None:
-                        wanted = turn.keys
-                        if len(batch) > len(wanted):  # narrowed while the server was asked
-                            batch.keep(range(len(wanted)))
-                        return MaruReservation(self, wanted, batch)
+                        if len(batch) > len(request.keys):  # it has shrunk while the server was asked
+                            batch.keep(range(len(request.keys)))
+                        return MaruReservation(self, request.keys, batch)
                 with trio.move_on_after(patience):
-                    await turn.news.wait()
-                turn.news = trio.Event()
-        finally:
-            self._turns.leave(turn)
+                    await waiter.changed.wait()
+                waiter.changed = trio.Event()
+
+    def _wake_first(self) -> None:
+        """There may be pages now, or the first request is another one: it tries again."""
+        if (waiter := self._waiters.first) is not None:
+            waiter.changed.set()
 
     def let_go(self) -> None:
         """A lease of this tier has ended: what it held may be evicted now."""
-        self._turns.wake()
+        self._wake_first()
 
     def _may_grow(self) -> bool:
         """Whether asking the server may bring pages that nobody has let go of."""
         return self.handler.config.auto_expand or not self.handler.get_owned_region_ids()
 
-    def _check(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> None:
+    def _check(self, request: RoomRequest) -> None:
+        keys, block_bytes = request.keys, request.block_bytes
         check_keys(keys)
         if block_bytes != self.block_bytes:
             raise BlockSizeError(self, self.block_bytes, block_bytes)
@@ -220,7 +224,7 @@ class MaruTier:
                 f"{self!r} takes keys of at most {self.handler.max_key_bytes // 2} bytes, not of {longest}: "
                 "max_key_bytes of its server is for their digits and the handler's tenant and namespace"
             )
-        if when_full in ("wait", "evict") and not self.handler.config.auto_expand:
+        if request.waits and not self.handler.config.auto_expand:
             room = self._capacity_bytes() // self.handler.config.chunk_size_bytes
             if len(keys) > room:
                 raise CapacityError(

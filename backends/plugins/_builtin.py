@@ -14,9 +14,9 @@ from ._python import make_native_plugin, make_plugin
 from .finding import check_names, parameters_of
 
 if TYPE_CHECKING:
-    from ..abc import RemoteTier, Tier
+    from ..abc import ReadableTier, Tier
 
-TierFactory: TypeAlias = "Callable[..., Tier | RemoteTier]"
+TierFactory: TypeAlias = "Callable[..., ReadableTier]"
 """Called as ``factory(block_bytes=..., **parameters)``; returns a tier, which is not opened yet."""
 
 _GIGABYTES: Final = "pool_size_gb"
@@ -58,7 +58,7 @@ def _file(*, block_bytes: int, directory: str = "", capacity_bytes: int | str = 
     return FileTier(directory, size_of(capacity_bytes, "capacity_bytes", "file"), block_bytes=block_bytes, **more)
 
 
-def _maru(*, block_bytes: int, **knobs: Any) -> RemoteTier:
+def _maru(*, block_bytes: int, **knobs: Any) -> ReadableTier:
     from maru import MaruConfig, MaruHandler
 
     from ..maru import MaruTier
@@ -81,11 +81,11 @@ def _pool_size(knobs: Mapping[str, Any], gigabytes: object) -> int:
     return int(gigabytes * (1 << 30))  # type: ignore[operator]
 
 
-def _plugin(*, block_bytes: int, **parameters: Any) -> Tier | RemoteTier:
+def _plugin(*, block_bytes: int, **parameters: Any) -> ReadableTier:
     return make_plugin(block_bytes=block_bytes, **_sized("plugin", parameters, make_plugin))
 
 
-def _native_plugin(*, block_bytes: int, **parameters: Any) -> Tier | RemoteTier:
+def _native_plugin(*, block_bytes: int, **parameters: Any) -> ReadableTier:
     return make_native_plugin(block_bytes=block_bytes, **_sized("native_plugin", parameters, make_native_plugin))
 
 

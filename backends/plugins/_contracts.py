@@ -10,7 +10,7 @@ from typing import Final
 from ._errors import PluginTypeError
 from .finding import missing_methods
 
-TIER_METHODS: Final = ("reserve", "reserve_nowait", "narrow", "contains", "pin", "load", "delete", "statistics")
+TIER_METHODS: Final = ("reserve", "reserve_nowait", "contains", "pin", "load", "delete", "statistics")
 """What every tier has."""
 
 NATIVE_METHODS: Final = (

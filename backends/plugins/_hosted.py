@@ -1,6 +1,6 @@
 """A plugin as a tier: what every host shares, whatever the plugin's contract.
 
-The plugin is asked, so this is a :class:`~backends.abc.RemoteTier`. What a plugin does not keep, the host does, in this
+The plugin is asked, so this is a :class:`~backends.abc.ReadableTier`. What a plugin does not keep, the host does, in this
 process's memory: room in turn and an order of use (the books), checksums, holds. The bytes go through memory of the
 host's own, so that a plugin that never answers holds up nobody for ever, and touches nothing that is anybody else's.
 """
@@ -30,9 +30,9 @@ from ..abc import (
     Key,
     Outcome,
     ReadLease,
+    RoomRequest,
     Source,
     TierStatistics,
-    WhenFull,
 )
 from ._config import HostConfig
 from ._core import Core
@@ -197,7 +197,7 @@ class HostedTier:
 
     # --- room -----------------------------------------------------------------------------------------------------
 
-    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> HostedReservation:
+    async def reserve(self, request: RoomRequest) -> HostedReservation:
         """Take room in the books; see :class:`backends.abc.TransferExecutor`. Always a checkpoint; the plugin is not asked.
 
         Raises:
@@ -205,25 +205,21 @@ class HostedTier:
             CapacityError: there could never be room for so many.
             PlaceClosed: it is not open.
         """
-        self._check(block_bytes)
+        self._check(request.block_bytes)
         try:
-            granted, slots = await self.books.reserve_narrowed(keys, when_full)
+            slots = await self.books.reserve(request)
         except CapacityError:
-            raise self._too_many(keys) from None
-        return HostedReservation(self, granted, slots)
+            raise self._too_many(request.keys) from None
+        return HostedReservation(self, request.keys[: len(slots)], slots)
 
-    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> HostedReservation:
+    def reserve_nowait(self, request: RoomRequest) -> HostedReservation:
         """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting."""
-        self._check(block_bytes)
+        self._check(request.block_bytes)
         try:
-            slots = self.books.reserve_nowait(keys, when_full)
+            slots = self.books.reserve_nowait(request.keys, request.when_full)
         except CapacityError:
-            raise self._too_many(keys) from None
-        return HostedReservation(self, keys[: len(slots)], slots)
-
-    def narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
-        """Whoever waits for ``asked`` wants ``keys`` only; see :class:`backends.abc.TransferExecutor`."""
-        return self.books.narrow(asked, keys)
+            raise self._too_many(request.keys) from None
+        return HostedReservation(self, request.keys[: len(slots)], slots)
 
     # --- what a reservation does ----------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ _CHANNEL: Final = "completions"
 
 
 class NativeTier(HostedTier):
-    """A connector with six methods as a :class:`~backends.abc.RemoteTier`: ``async with NativeTier(connector, 4096) as tier``.
+    """A connector with six methods as a tier: ``async with NativeTier(connector, 4096) as tier``.
 
     Args:
         connector: the object with the six methods, or seven. It is this tier's: it is closed in the end.

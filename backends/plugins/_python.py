@@ -18,7 +18,7 @@ from ._errors import PluginTypeError
 from .finding import accepted, check_call, find_class, find_config_class
 
 if TYPE_CHECKING:
-    from ..abc import RemoteTier, Tier
+    from ..abc import ReadableTier
 
 
 def make_plugin(
@@ -29,7 +29,7 @@ def make_plugin(
     adapter_params: Mapping[str, Any] | None = None,
     config_class_name: str | None = None,
     **host: Any,
-) -> Tier | RemoteTier:
+) -> ReadableTier:
     """The type ``plugin``: a class that is constructed with its configuration, or with its parameters as a ``dict``.
 
     Args:
@@ -64,7 +64,7 @@ def make_native_plugin(
     class_name: str,
     adapter_params: Mapping[str, Any] | None = None,
     **host: Any,
-) -> Tier | RemoteTier:
+) -> ReadableTier:
     """The type ``native_plugin``: a connector, constructed with its parameters as keyword arguments.
 
     The arguments and errors are those of :func:`make_plugin`.
@@ -80,7 +80,7 @@ def make_native_plugin(
     return adopt(plugin_class(**{**offered, **parameters}), what, block_bytes, **host)
 
 
-def adopt(plugin: object, what: str, block_bytes: int, **host: Any) -> Tier | RemoteTier:
+def adopt(plugin: object, what: str, block_bytes: int, **host: Any) -> ReadableTier:
     """A tier as it is; a connector or an adapter in its host, which closes it in the end.
 
     Raises:
@@ -100,7 +100,7 @@ def adopt(plugin: object, what: str, block_bytes: int, **host: Any) -> Tier | Re
         raise
 
 
-def _host(contract: str, plugin: object, block_bytes: int, config: HostConfig) -> RemoteTier:
+def _host(contract: str, plugin: object, block_bytes: int, config: HostConfig) -> ReadableTier:
     if contract == "a native connector":
         from ._native import NativeTier
 

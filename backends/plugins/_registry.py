@@ -22,7 +22,7 @@ from ._python import adopt
 from .finding import check_call, check_names, find_module, find_name, parameters_of
 
 if TYPE_CHECKING:
-    from ..abc import RemoteTier, Tier
+    from ..abc import ReadableTier
 
 ENTRY_POINTS: Final = "trio_offload.tiers"
 """The group of entry points that are tiers: the name of one is the name of the tier, its value a factory, or a module that
@@ -58,7 +58,7 @@ def register_tier_module(name: str, module_path: str) -> None:
         raise ValueError(f"a kind of tier is named {name!r} already")
 
 
-def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> Tier | RemoteTier:
+def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> ReadableTier:
     """Make a tier from its specification. It is not opened: whoever uses it enters it, if it is an async context manager.
 
     ========================  ================================================================================

@@ -11,9 +11,10 @@ from typing import TypeVar, TypeVarTuple
 import attrs
 import trio
 
+from backends.abc import RoomRequest
 from maru.eviction import EvictionPolicy
 
-from ..abc import STORED, Destination, Failed, Key, Missed, Outcome, ReadLease, Source, WhenFull
+from ..abc import STORED, Destination, Failed, Key, Missed, Outcome, ReadLease, Source
 from ..memory import HostPages
 from ..pooled import PooledReservation
 from ..slots import SlotTier
@@ -113,19 +114,19 @@ class FakeTier(SlotTier):
         assert pages is not None
         pages[0][0] ^= 1
 
-    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> PooledReservation:
+    async def reserve(self, request: RoomRequest) -> PooledReservation:
         """Take room, unless ``faults.room`` withholds it."""
         room = self.faults.room
-        if room is not None and when_full in ("wait", "evict"):
+        if room is not None and request.waits:
             await room.wait()
-        return self._dialled(await super().reserve(self._grantable(keys, when_full), block_bytes, when_full))
+        return self._dialled(await super().reserve(self._grantable(request)))
 
-    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> PooledReservation:
+    def reserve_nowait(self, request: RoomRequest) -> PooledReservation:
         """Take room, unless ``faults.room`` withholds it."""
-        grantable = self._grantable(keys, when_full)
-        if len(grantable) < len(keys) and when_full in ("wait", "evict"):
+        grantable = self._grantable(request)
+        if len(grantable.keys) < len(request.keys) and request.waits:
             raise trio.WouldBlock
-        return self._dialled(super().reserve_nowait(grantable, block_bytes, when_full))
+        return self._dialled(super().reserve_nowait(grantable))
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
         """Load, unless ``faults`` says otherwise."""
@@ -147,9 +148,10 @@ class FakeTier(SlotTier):
         """Copy in place: the time for it has passed already."""
         return fn(*args)
 
-    def _grantable(self, keys: Sequence[Key], when_full: WhenFull) -> Sequence[Key]:
+    def _grantable(self, request: RoomRequest) -> RoomRequest:
+        """The request, or one for nothing where all room is withheld."""
         room = self.faults.room
-        return keys if room is None or room.is_set() else ()
+        return request if room is None or room.is_set() else RoomRequest((), request.block_bytes, request.when_full)
 
     def _dialled(self, reservation: PooledReservation) -> PooledReservation:
         return _FakeReservation(self, reservation.granted, reservation._slots, reservation.block_bytes)
@@ -237,19 +239,15 @@ class NullExecutor:
     def __repr__(self) -> str:
         return f"<NullExecutor given {len(self.present)} blocks>"
 
-    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> _NullReservation:
+    async def reserve(self, request: RoomRequest) -> _NullReservation:
         """There always is room."""
         await trio.lowlevel.checkpoint()
-        return _NullReservation(self.present, keys)
+        return _NullReservation(self.present, request.keys)
 
-    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> _NullReservation:
+    def reserve_nowait(self, request: RoomRequest) -> _NullReservation:
         """There always is room."""
-        return _NullReservation(self.present, keys)
+        return _NullReservation(self.present, request.keys)
 
-    def narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
-        """Nobody ever waits."""
-        return False
-
-    def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+    def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Those of ``keys`` it was given."""
         return self.present.intersection(keys)

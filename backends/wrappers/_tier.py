@@ -36,13 +36,13 @@ from ..abc import (
     Key,
     Missed,
     Outcome,
+    ReadableTier,
     ReadLease,
-    RemoteTier,
+    RoomRequest,
     Source,
     TenantTier,
     Tier,
     TierStatistics,
-    WhenFull,
 )
 from ..pages import new_pages
 from ..slots import PagesDestination
@@ -70,7 +70,7 @@ class WrappedPlace:
     """Only where a wrapper encrypts, here or below: ``carry(keys, tenant)``, until the function that it returns is called these
     keys are this tenant's; see :class:`backends.abc.TenantTier`."""
 
-    def __init__(self, inner: Tier | RemoteTier, chain: Chain, slot_bytes: int) -> None:
+    def __init__(self, inner: ReadableTier, chain: Chain, slot_bytes: int) -> None:
         self.inner = inner
         self.chain: Chain = chain
         """What blocks pass through."""
@@ -85,7 +85,6 @@ class WrappedPlace:
             self.carry = self._carry
         self._condemned = Condemned()
         self._counters = Counters()
-        self._asked: list[_Asked] = []
         self._lost = 0  # loaded by the tier below, and not decoded
         self._buried = 0  # deleted there on nobody's request
         self._missed_again: dict[str, int] = {}  # there, by a reading that was nobody's
@@ -160,38 +159,29 @@ class WrappedPlace:
 
     # --- room -----------------------------------------------------------------------------------------------------
 
-    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> WrappedReservation:
-        """Take room for these blocks; see :class:`backends.abc.TransferExecutor`. Cancelled, it holds nothing.
+    async def reserve(self, request: RoomRequest) -> WrappedReservation:
+        """Take room for the blocks of a request; see :class:`backends.abc.TransferExecutor`. Cancelled, it holds nothing.
 
         Raises:
             BlockSizeError: this tier holds blocks of another size.
             CapacityError: it could not hold so many blocks even if it were empty.
         """
-        self.check_size(block_bytes)
+        self.check_size(request.block_bytes)
         await self.bury()
-        asked = _Asked(keys, self.names(keys))
-        self._asked.append(asked)
-        try:
-            inner = await self.inner.reserve(asked.names, self.slot_bytes, when_full)
-        finally:
-            self._asked.remove(asked)
-        return WrappedReservation(self, asked.keys[: len(inner.granted)], inner)
+        below = self._below(request)
+        with request.waiting(lambda: below.shrink(self.names(request.keys))):
+            inner = await self.inner.reserve(below)
+        return WrappedReservation(self, request.keys[: len(inner.granted)], inner)
 
-    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> WrappedReservation:
+    def reserve_nowait(self, request: RoomRequest) -> WrappedReservation:
         """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting."""
-        self.check_size(block_bytes)
-        inner = self.inner.reserve_nowait(self.names(keys), self.slot_bytes, when_full)
-        return WrappedReservation(self, keys[: len(inner.granted)], inner)
+        self.check_size(request.block_bytes)
+        inner = self.inner.reserve_nowait(self._below(request))
+        return WrappedReservation(self, request.keys[: len(inner.granted)], inner)
 
-    def narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
-        """Whoever waits for ``asked`` wants ``keys`` only; see :class:`backends.abc.TransferExecutor`."""
-        for waiting in self._asked:
-            if waiting.keys is asked:
-                names = self.names(keys)
-                if self.inner.narrow(waiting.names, names):
-                    waiting.keys, waiting.names = keys, names
-                    return True
-        return False
+    def _below(self, request: RoomRequest) -> RoomRequest:
+        """The same request, as the tier below knows its blocks."""
+        return RoomRequest(self.names(request.keys), self.slot_bytes, request.when_full)
 
     def check_size(self, block_bytes: int) -> None:
         """Raise :class:`BlockSizeError` for blocks of another size."""
@@ -219,6 +209,11 @@ class WrappedPlace:
             self._condemned.judge([context.key for context in encoding.contexts], outcomes)
 
     # --- reading --------------------------------------------------------------------------------------------------
+
+    async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` that could be found when it was asked. An exception is no answer, and so no miss."""
+        await self.bury()
+        return self._found(keys, await self.inner.contains(self.names(keys)))
 
     async def pin(self, keys: Sequence[Key]) -> WrappedLease:
         """Hold the longest prefix of ``keys`` that is there. Whose they are is decided now. Cancelled, it holds nothing."""
@@ -356,26 +351,13 @@ class WrappedTier(WrappedPlace):
 
     inner: Tier
 
-    def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+    def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Those of ``keys`` that can be found right now. Never blocks."""
         self._settle()
-        return self._found(keys, self.inner.contains(self.names(keys)))
+        return self._found(keys, self.inner.contains_nowait(self.names(keys)))
 
 
 class WrappedRemoteTier(WrappedPlace):
-    """A :class:`~backends.abc.RemoteTier` of encoded blocks."""
+    """A :class:`~backends.abc.ReadableTier` of encoded blocks that must be asked what it contains."""
 
-    inner: RemoteTier
-
-    async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that could be found when it was asked. An exception is no answer, and so no miss."""
-        await self.bury()
-        return self._found(keys, await self.inner.contains(self.names(keys)))
-
-
-@attrs.define(eq=False)
-class _Asked:
-    """Who waits for room: the keys as he says them, and as the tier below was told. It may be told apart by both."""
-
-    keys: Sequence[Key]
-    names: Sequence[Key]
+    inner: ReadableTier

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from inspect import iscoroutinefunction
 from typing import Any, Final
 
 from .._errors import BlockSizeError
-from ..abc import RemoteTier, Source, Tier
+from ..abc import ReadableTier, RoomRequest, Source, Tier
 from ..leaving import SpillingTier
 from ._chain import Chain, chain_id, check_order
 from ._contract import Wrapper
 from ._source import WrappedSourceTier, WrappedSpillingTier
 from ._tier import WrappedRemoteTier, WrappedTier
 
-_NEEDED: Final = ("reserve", "reserve_nowait", "narrow", "contains", "pin", "load", "delete", "statistics")
+_NEEDED: Final = ("reserve", "reserve_nowait", "contains", "pin", "load", "delete", "statistics")
 
 
-def wrap(tier: Tier | RemoteTier, *wrappers: Wrapper, block_bytes: int) -> WrappedTier | WrappedRemoteTier:
+def wrap(tier: ReadableTier, *wrappers: Wrapper, block_bytes: int) -> WrappedTier | WrappedRemoteTier:
     """The same tier for blocks that pass through these wrappers on their way in, and back on their way out.
 
     Of a tier that is read from as a :class:`~backends.abc.Source`, it is one as well; of a remote one, a remote one.
@@ -39,7 +38,7 @@ def wrap(tier: Tier | RemoteTier, *wrappers: Wrapper, block_bytes: int) -> Wrapp
         raise TypeError(f"{tier!r} cannot be wrapped: it has no {', '.join(missing)}")
     chain = Chain(wrappers, block_bytes)
     slot = _slot_of(tier, chain.slot_bytes)
-    if iscoroutinefunction(tier.contains):
+    if not isinstance(tier, Tier):
         return WrappedRemoteTier(tier, chain, slot)
     if isinstance(tier, Source):
         return (WrappedSpillingTier if isinstance(tier, SpillingTier) else WrappedSourceTier)(tier, chain, slot)
@@ -76,7 +75,7 @@ def _slot_of(tier: Any, needed: int) -> int:
     if has in (0, needed):
         return needed
     try:
-        tier.reserve_nowait((), needed, "fail").release()
+        tier.reserve_nowait(RoomRequest((), needed, "fail")).release()
     except BlockSizeError as exc:
         if exc.expected_bytes < needed:
             raise

@@ -37,7 +37,7 @@ class Carrying:
     def remember(self, name: str, tier: SpillingTier) -> Callable[[], None]:
         """Remember whose the blocks of this tier are; returns what ends that."""
         place: Any = place_of(tier)  # a broken tier, too, says what it has
-        owners = self._owners[name] = Owners(place.contains)
+        owners = self._owners[name] = Owners(place.contains_nowait)
         return tier.on_evicted(owners.forget)
 
     # --- what is carried ------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 import attrs
 
-from backends.abc import RemoteTier, Source, Tier
+from backends.abc import ReadableTier, Source
 from maru._knobs import Knob, Knobs, Origin
 
 from .._config import BreakerConfig, PipelineConfig
@@ -40,7 +40,7 @@ are misses, until it can be entered."""
 Chain: TypeAlias = Literal["none", "on_store", "on_evict"]
 """What feeds one tier from another: nothing, what is stored in the one before it, or what that one evicts."""
 
-TierLike: TypeAlias = "Tier | RemoteTier | str | Mapping[str, Any]"
+TierLike: TypeAlias = "ReadableTier | str | Mapping[str, Any]"
 """A tier; or how to make one: see :func:`backends.plugins.make_tier`. A table may name ``wrappers``, too: ``zstd``, ``fp8``, a
 ``module:attribute`` that is or makes one, tables of these with parameters."""
 

@@ -17,9 +17,8 @@ from backends.abc import (
     Destination,
     Failed,
     Key,
-    RemoteTier,
+    ReadableTier,
     Source,
-    Tier,
     check_keys,
 )
 from backends.pages import check_apart
@@ -65,7 +64,7 @@ class Parts:
     """What an engine is put together from, by :mod:`offload._engine.opening`."""
 
     source: Source
-    tiers: Mapping[str, Tier | RemoteTier]
+    tiers: Mapping[str, ReadableTier]
     """The tiers themselves, the fastest first."""
     guards: Mapping[str, BreakerTier]
     """The same, as they are asked."""
@@ -94,7 +93,7 @@ class Engine:
     def __init__(self, parts: Parts, config: EngineConfig) -> None:
         """Not to be called: see :func:`open_engine`."""
         self.source: Source = parts.source
-        self.tiers: Mapping[str, Tier | RemoteTier] = parts.tiers
+        self.tiers: Mapping[str, ReadableTier] = parts.tiers
         self.pipelines: Sequence[Pipeline] = [route.pipeline for route in parts.routes]
         self.on_load_failure: OnLoadFailure = config.on_load_failure
         self.promote: bool | str = config.promote

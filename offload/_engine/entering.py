@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from inspect import iscoroutinefunction
 from typing import Any
 
 import attrs
 
-from backends.abc import BlockSizeError, RemoteTier, Source, TenantTier, Tier
+from backends.abc import BlockSizeError, ReadableTier, Source, TenantTier, Tier
 from backends.closing import closing
 from backends.leaving import SpillingTier
 
@@ -39,7 +38,7 @@ class Places:
     """All of an engine's."""
 
     source: Source
-    tiers: Mapping[str, Tier | RemoteTier]
+    tiers: Mapping[str, ReadableTier]
     """By name, the fastest first."""
     guards: Mapping[str, BreakerTier]
     """The same, as they are asked."""
@@ -56,7 +55,7 @@ async def enter_places(stack: AsyncExitStack, config: EngineConfig, history: His
     if source is not config.source:
         stack.enter_context(closing(source))
         await _enter(stack, source)
-    tiers: dict[str, Tier | RemoteTier] = {}
+    tiers: dict[str, ReadableTier] = {}
     guards: dict[str, BreakerTier] = {}
     for name, said in config.tiers.items():
         tier = tiers[name] = _made(name, said, source.block_bytes, config)
@@ -92,7 +91,7 @@ def check_late(tiers: Mapping[str, object], config: EngineConfig) -> None:
             )
 
 
-def _made(name: str, said: TierLike, block_bytes: int, config: EngineConfig) -> Tier | RemoteTier:
+def _made(name: str, said: TierLike, block_bytes: int, config: EngineConfig) -> ReadableTier:
     """A tier; or what stands for it, if nobody is there to make it of."""
     knob = f"tiers.{name}"
     make = partial(make_tier, knob, said, block_bytes)
@@ -145,7 +144,7 @@ class _Kind:
 def _kind_of(name: str, tier: Any) -> _Kind:
     try:
         return _Kind(
-            iscoroutinefunction(tier.contains),
+            not isinstance(tier, Tier),
             is_source(tier),
             isinstance(tier, SpillingTier),
             isinstance(tier, TenantTier),
@@ -158,7 +157,7 @@ def _kind_of(name: str, tier: Any) -> _Kind:
         ) from error
 
 
-def _guard(name: str, tier: Tier | RemoteTier, config: EngineConfig) -> BreakerTier:
+def _guard(name: str, tier: ReadableTier, config: EngineConfig) -> BreakerTier:
     """A breaker before this tier; one that has its own already keeps it."""
     return with_breaker(tier, name, breaker=config.breaker)
 

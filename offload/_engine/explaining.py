@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from inspect import iscoroutinefunction
 from typing import Any
 
 import attrs
 import trio
 
-from backends.abc import Key
+from backends.abc import Key, Tier
 from backends.leaving import SpillingTier
 
 from .._explaining import (
@@ -130,7 +129,7 @@ class Witnesses:
         for name, tier in self.places:
             place: Any = tier
             try:
-                found = await place.contains(keys) if iscoroutinefunction(place.contains) else place.contains(keys)
+                found = place.contains_nowait(keys) if isinstance(place, Tier) else await place.contains(keys)
             except Exception as error:
                 unavailable[name] = str(error) or repr(error)
                 continue

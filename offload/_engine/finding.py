@@ -18,7 +18,7 @@ from typing import TypeAlias
 import attrs
 import trio
 
-from backends.abc import Key, ReadLease
+from backends.abc import Key, ReadLease, Tier
 
 from .._errors import TierTooSlow
 from .._health import BreakerTier
@@ -119,8 +119,9 @@ class _Asking:
         if name in self.unavailable:
             return frozenset()
         try:
-            found = await tier.contains(keys, within=seconds) if tier.is_remote else tier.contains(keys)
-            return found  # type: ignore[no-any-return]
+            if isinstance(tier, Tier):
+                return tier.contains_nowait(keys)
+            return await tier.contains(keys, within=seconds)
         except Exception as error:
             self.unavailable[name] = error
             return frozenset()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 import trio
 
-from backends.abc import Key, ReadLease, RemoteTier, Tier
+from backends.abc import Key, ReadableTier, ReadLease
 
 from .carrying import nothing
 
@@ -24,7 +24,7 @@ class Run:
     speed: int
     """The position of the tier among those of the engine: 0 is the fastest."""
     name: str
-    tier: Tier | RemoteTier
+    tier: ReadableTier
     lease: ReadLease
     blocks: int
 

@@ -3,7 +3,7 @@
 What an engine knows of a tier only from its name it knows once that is made: a stand-in takes its place until then, and for
 good, since pipelines know a place by what it is.
 
-Rule 1. It is asked as a :class:`~backends.abc.RemoteTier`, whatever it becomes: that is what can be said of any tier.
+Rule 1. It is asked as a :class:`~backends.abc.ReadableTier`, whatever it becomes: that is what can be said of any tier.
 Rule 2. It is no :class:`~backends.abc.Source`. What is to be read from, or spilled out of, must be there when the engine opens.
 Rule 3. It is made in a thread of its own, one at a time: a disk that hangs holds up nobody. What comes too late is closed.
 """
@@ -14,7 +14,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from inspect import isawaitable
 from typing import Any
 
 import trio
@@ -26,9 +25,9 @@ from backends.abc import (
     Outcome,
     ReadLease,
     Reservation,
+    RoomRequest,
     TenantTier,
     TierStatistics,
-    WhenFull,
 )
 from backends.closing import close, close_beside, closing
 
@@ -105,12 +104,7 @@ class LateTier:
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Those of ``keys`` that could be found when it was asked."""
-        found: Any = self._there.contains(keys)
-        if isawaitable(found):
-            found = await found
-        else:
-            await trio.lowlevel.checkpoint()
-        return found  # type: ignore[no-any-return]
+        return await self._there.contains(keys)  # type: ignore[no-any-return]
 
     async def pin(self, keys: Sequence[Key]) -> ReadLease:
         """See :class:`backends.abc.ReadableTier`."""
@@ -124,17 +118,13 @@ class LateTier:
         """See :class:`backends.abc.ReadableTier`."""
         return await self._there.delete(keys)  # type: ignore[no-any-return]
 
-    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> Reservation:
+    async def reserve(self, request: RoomRequest) -> Reservation:
         """See :class:`backends.abc.TransferExecutor`."""
-        return await self._there.reserve(keys, block_bytes, when_full)  # type: ignore[no-any-return]
+        return await self._there.reserve(request)  # type: ignore[no-any-return]
 
-    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> Reservation:
+    def reserve_nowait(self, request: RoomRequest) -> Reservation:
         """See :class:`backends.abc.TransferExecutor`."""
-        return self._there.reserve_nowait(keys, block_bytes, when_full)  # type: ignore[no-any-return]
-
-    def narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
-        """See :class:`backends.abc.TransferExecutor`."""
-        return self.made is not None and bool(self.made.narrow(asked, keys))
+        return self._there.reserve_nowait(request)  # type: ignore[no-any-return]
 
     def statistics(self) -> TierStatistics:
         """The tier's own."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from inspect import iscoroutinefunction
 from typing import Any, Final
 
-from backends.abc import RemoteTier, Source, Tier
+from backends.abc import ReadableTier, Source
 from backends.closing import close_beside
 from maru._errors import KnobError
 
 from .._errors import ConfigError
 from ..abc import AsyncPolicy, Policy
-from ..policies import FrequencyFilter, PassAll, PresenceFilter, RemotePresenceFilter, as_policy
+from ..policies import FrequencyFilter, PassAll, PresenceFilter, as_policy
 from .config import EngineConfig, PolicyLike, TierLike, TierTable
 
 _POLICIES: Final[Mapping[str, Any]] = {"presence": PresenceFilter, "pass_all": PassAll, "frequency": FrequencyFilter}
@@ -38,7 +37,7 @@ def make_source(config: EngineConfig) -> Source:
     return made  # type: ignore[no-any-return]
 
 
-def make_tier(name: str, tier: TierLike, block_bytes: int) -> Tier | RemoteTier:
+def make_tier(name: str, tier: TierLike, block_bytes: int) -> ReadableTier:
     """A tier that is only named, made; any other as it is.
 
     Raises:
@@ -77,9 +76,7 @@ def _misfit(name: str, table: TierTable, error: Exception) -> ConfigError | None
     return ConfigError(path, value, f"{why} {table.origin.place(knob)}")
 
 
-def _wrapped(
-    name: str, tier: dict[str, Any], block_bytes: int, make: Callable[..., Tier | RemoteTier]
-) -> Tier | RemoteTier:
+def _wrapped(name: str, tier: dict[str, Any], block_bytes: int, make: Callable[..., ReadableTier]) -> ReadableTier:
     """A tier whose blocks pass through wrappers; its slots are as large as what these make of a block."""
     from backends.wrappers import slot_bytes, wrap
 
@@ -122,9 +119,7 @@ def is_source(place: object) -> bool:
     return isinstance(place, Source) and hasattr(place, "weak")
 
 
-def make_policies(
-    policies: Sequence[PolicyLike] | None, tier: Tier | RemoteTier, route: str
-) -> list[Policy | AsyncPolicy]:
+def make_policies(policies: Sequence[PolicyLike] | None, tier: ReadableTier, route: str) -> list[Policy | AsyncPolicy]:
     """The policies of a route into this tier; by default what it has already stays out of it.
 
     Raises:
@@ -137,7 +132,7 @@ def make_policies(
     return [_policy(policy, tier, f"routes.{route}.policies") for policy in policies]
 
 
-def _policy(policy: PolicyLike, tier: Tier | RemoteTier, knob: str) -> Policy | AsyncPolicy:
+def _policy(policy: PolicyLike, tier: ReadableTier, knob: str) -> Policy | AsyncPolicy:
     if isinstance(policy, Mapping):
         parameters = dict(policy)
         name = str(parameters.pop("type"))
@@ -180,7 +175,6 @@ def _found(name: str, knob: str, ready_made: Mapping[str, Any], what: str) -> An
     return find_name(find_module(module), attribute, f"{what} for {knob}")
 
 
-def presence_filter(tier: Tier | RemoteTier) -> Policy | AsyncPolicy:
+def presence_filter(tier: ReadableTier) -> Policy | AsyncPolicy:
     """What a tier has already stays out of it."""
-    remote: Any = tier
-    return RemotePresenceFilter(remote) if iscoroutinefunction(tier.contains) else PresenceFilter(remote)
+    return PresenceFilter(tier)

@@ -14,7 +14,7 @@ from typing import Any, overload
 
 import attrs
 
-from backends.abc import RemoteTier, Source, TenantTier, Tier
+from backends.abc import ReadableTier, Source, TenantTier
 
 from .._config import BreakerConfig, PipelineConfig
 from .._health import BreakerTier
@@ -135,7 +135,7 @@ class _Opening:
     config: EngineConfig
     instruments: Sequence[Instrument | object]
     source: Source
-    tiers: Mapping[str, Tier | RemoteTier]
+    tiers: Mapping[str, ReadableTier]
     guards: Mapping[str, BreakerTier]
     history: History
     carrying: Carrying = attrs.field(init=False)

@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 import attrs
 import trio
 
-from backends.abc import EVICTED, LOADED, Key, RemoteTier, Tier, WeakBlocks
+from backends.abc import EVICTED, LOADED, Key, ReadableTier, WeakBlocks
 from backends.pages import Pages, copy_and_sum, copy_pages, new_pages
 from backends.threads import kept_if_unproven, leave_after
 
@@ -178,7 +178,7 @@ class Ascent:
     """One promotion reads at a time: loads go first, and they need the slower tiers, too."""
     _ends: dict[OffloadContainer, Callable[[], None]] = attrs.Factory(dict)
 
-    def begin(self, tier: Tier | RemoteTier, keys: Sequence[Key], end: Callable[[], None]) -> None:
+    def begin(self, tier: ReadableTier, keys: Sequence[Key], end: Callable[[], None]) -> None:
         """Promote these, as many as there is room for on the way; ``end`` is called when that is over. Never waits."""
         statistics = self.pipeline.statistics()
         room = max(0, statistics.budget_blocks - statistics.used_blocks)
@@ -230,7 +230,7 @@ def _word(error: BaseException | None) -> str:
 @asynccontextmanager
 async def open_ascent(
     name: str,
-    tier: Tier | RemoteTier,
+    tier: ReadableTier,
     block_bytes: int,
     config: PipelineConfig,
     counts: Counts,
@@ -256,7 +256,7 @@ class _Reading:
     """The precondition of a promotion: that its bytes have been read and verified."""
 
     ascent: Ascent
-    tier: Tier | RemoteTier
+    tier: ReadableTier
     handle: TransferHandle | None = None
 
     async def __call__(self) -> None:

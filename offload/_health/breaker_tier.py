@@ -3,7 +3,7 @@
     BreakerTier(tier, "maru") -> pin, contains, load, delete, reserve -> the tier, or TierUnavailable
 
 Rule 1. Every call that asks the tier acquires a permit of the :mod:`~offload._health.breaker`, and releases it on every path;
-        :mod:`~offload._health.faults` says what came of it. A sync ``contains`` never waits and proves nothing: it needs none.
+        :mod:`~offload._health.faults` says what came of it. ``contains_nowait`` proves nothing: it needs none.
 Rule 2. No call waits for ever. A question has ``call_timeout``, a load ``load_timeout``; then it is cancelled, which by the
         contract of a place leaves nothing behind (a load leaves when its copy is over), and that is a fault. Waiting for room
         is not a question: the caller bounds it, and it ends when the tier breaks.
@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from collections.abc import Set as AbstractSet
-from inspect import iscoroutinefunction
 from math import inf
 from typing import Any, Final, TypeVarTuple
 
@@ -31,13 +30,13 @@ from backends.abc import (
     Destination,
     Key,
     Outcome,
+    ReadableTier,
     ReadLease,
-    RemoteTier,
     Reservation,
+    RoomRequest,
     Source,
     Tier,
     TierStatistics,
-    WhenFull,
 )
 from backends.forwarding import ForwardingTier
 from backends.pages import Pages
@@ -57,12 +56,12 @@ _NOTHING: Final = TierStatistics(0, 0, 0, 0, 0, 0, 0, 0, 0, {}, 0)
 _log = logging.getLogger("offload.health")
 
 
-def with_breaker(tier: Tier | RemoteTier, name: str, *, breaker: BreakerConfig = _DEFAULTS) -> BreakerTier:
+def with_breaker(tier: ReadableTier, name: str, *, breaker: BreakerConfig = _DEFAULTS) -> BreakerTier:
     """Put a circuit breaker in front of a tier: a broken tier is not asked, and says so at once.
 
-    What is returned keeps the contract that the tier keeps: it is a :class:`~backends.abc.Source` where the tier is one,
-    entering it enters the tier, and what the tier has beyond the contract is found on it. :func:`backends.testing.check_tier`
-    holds for it.
+    What is returned keeps the contract that the tier keeps: it is a :class:`~backends.abc.Tier` and a
+    :class:`~backends.abc.Source` where the tier is one, entering it enters the tier, and what the tier has beyond the contract
+    is found on it. :func:`backends.testing.check_tier` holds for it.
 
     Args:
         tier: of whatever kind. One that has a breaker keeps it, with its name and its knobs: it is returned as it is.
@@ -81,22 +80,22 @@ class BreakerTier(ForwardingTier):
         inner: the tier itself.
     """
 
-    contains: Callable[..., Any]
+    # Only where the tier is a Tier, which knows at once what it contains:
+    contains_nowait: Callable[[Sequence[Key]], AbstractSet[Key]]
     # Only where the tier is a Source, each the tier's own method:
     upgrade: Callable[[Sequence[Key]], list[int]]
     release: Callable[[Sequence[int]], None]
     views: Callable[[Sequence[int]], Pages | None]
     copy_out: Callable[[Sequence[int], Pages], None]
 
-    def __init__(self, tier: Tier | RemoteTier, name: str, breaker: BreakerConfig) -> None:
+    def __init__(self, tier: ReadableTier, name: str, breaker: BreakerConfig) -> None:
         """Not to be called: :func:`with_breaker` knows a tier that has a breaker already."""
         super().__init__(tier)
         self.name: str = name
         self._config = breaker
         self._runner = BreakerRunner(name, breaker)
-        self.is_remote: bool = iscoroutinefunction(tier.contains)
-        """Whether ``contains`` must be awaited."""
-        self.contains = self._contains if self.is_remote else self._contains_nowait
+        if isinstance(tier, Tier):
+            self.contains_nowait = self._contains_nowait
         # Copies out of a source say nothing about the tier's answers (a lease's load does), so its methods need no permit.
         self._forward_optional()
 
@@ -119,7 +118,7 @@ class BreakerTier(ForwardingTier):
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
-    async def _contains(self, keys: Sequence[Key], *, within: float = inf) -> AbstractSet[Key]:
+    async def contains(self, keys: Sequence[Key], *, within: float = inf) -> AbstractSet[Key]:
         """Those of ``keys`` that could be found when the tier was asked.
 
         Args:
@@ -143,7 +142,7 @@ class BreakerTier(ForwardingTier):
         if not runner.is_closed:
             runner.raise_unavailable()
         try:
-            found: AbstractSet[Key] = self.inner.contains(keys)
+            found: AbstractSet[Key] = self.inner.contains_nowait(keys)
         except Exception as error:
             runner.release_with(runner.breaker.generation, Call.ASK, error)
             raise
@@ -200,46 +199,43 @@ class BreakerTier(ForwardingTier):
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> Reservation:
-        """Take room for these blocks. Cancelled, or cut off because the tier breaks, it holds nothing.
+    async def reserve(self, request: RoomRequest) -> Reservation:
+        """Take room for the blocks of a request. Cancelled, or cut off because the tier breaks, it holds nothing.
 
         Raises:
             TierUnavailable: the tier is broken, or broke while this waited for room.
             TierTooSlow: ``partial`` and ``fail`` never wait for room, and had no answer within ``call_timeout``.
         """
         runner = self._runner
-        waits = when_full == "wait" or when_full == "evict"
         permit = await runner.acquire()
-        if waits and runner.is_probing:
+        if request.waits and runner.is_probing:
             # The probe's permit must not be held for as long as others hold the room: no other probe could go meanwhile. A
             # request that never waits tells at once whether the tier answers; that it is full is an answer, too.
-            at_once = await self._reserve(permit, keys, block_bytes, "partial")
-            if len(at_once.granted) == len(keys):
+            at_once = await self._reserve(permit, RoomRequest(request.keys, request.block_bytes, "partial"))
+            if len(at_once.granted) == len(request.keys):
                 return at_once
             at_once.release(_ANSWERED)
             permit = await runner.acquire()
-        return await self._reserve(permit, keys, block_bytes, when_full)
+        return await self._reserve(permit, request)
 
-    async def _reserve(
-        self, permit: int, keys: Sequence[Key], block_bytes: int, when_full: WhenFull
-    ) -> BreakerReservation:
+    async def _reserve(self, permit: int, request: RoomRequest) -> BreakerReservation:
         runner, ask = self._runner, self.inner.reserve
         try:
-            if when_full == "wait" or when_full == "evict":
-                reservation = await runner.run_until_broken(ask, keys, block_bytes, when_full)
+            if request.waits:
+                reservation = await runner.run_until_broken(ask, request)
             else:
-                reservation = await runner.run_within(self._config.call_timeout, ask, keys, block_bytes, when_full)
+                reservation = await runner.run_within(self._config.call_timeout, ask, request)
         except BaseException as error:
             runner.release_with(permit, Call.STORE, error)
             raise
         return BreakerReservation(runner, reservation, permit)
 
-    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> Reservation:
+    def reserve_nowait(self, request: RoomRequest) -> Reservation:
         """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting."""
         runner = self._runner
         permit = runner.acquire_nowait()
         try:
-            reservation = self.inner.reserve_nowait(keys, block_bytes, when_full)
+            reservation = self.inner.reserve_nowait(request)
         except BaseException as error:
             runner.release_with(permit, Call.STORE, error)
             raise

@@ -58,7 +58,7 @@ class _Shelf(Protocol):
 
     def weak(self, keys: Sequence[Key]) -> WeakBlocks: ...
 
-    def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]: ...
+    def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]: ...
 
 
 class Route(Protocol):
@@ -270,7 +270,7 @@ class Spilling:
         leave = victims.over()
         self._under_way -= n
         self._stayed += n - len(leave)
-        lingering = self._shelf.contains(leave)
+        lingering = self._shelf.contains_nowait(leave)
         for key in lingering:
             self._lingering[key] = why_not.get(key, "")
         if lingering and self._deafen is None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from inspect import iscoroutinefunction
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import trio
 
-from backends.abc import Key, RemoteTier, Tier
+from backends.abc import Key, ReadableTier, Tier
 
 from .._config import PipelineConfig
 from .._errors import ConfigError
@@ -52,20 +51,18 @@ def check_config(config: PipelineConfig) -> None:
         )
 
 
-def what_is_new(tier: Tier | RemoteTier, config: PipelineConfig) -> Policy | AsyncPolicy:
+def what_is_new(tier: ReadableTier, config: PipelineConfig) -> Policy | AsyncPolicy:
     """What the next tier has already need not be copied; what it does not say in time is copied, and its first writer wins."""
-    place: Any = tier
-    if iscoroutinefunction(tier.contains):
-        return _AskInTime(
-            place, config.policy_timeout / 2
-        )  # so that it is always this that answers, never the deadline
-    return PresenceFilter(place)
+    if isinstance(tier, Tier):
+        return PresenceFilter(tier)
+    # Half of the policy's time, so that it is always this that answers, never the deadline.
+    return _AskInTime(tier, config.policy_timeout / 2)
 
 
 class _AskInTime(AsyncPolicy):
     """A presence filter whose silence keeps nothing back: a block that is filtered here would be lost."""
 
-    def __init__(self, place: RemoteTier, patience: float) -> None:
+    def __init__(self, place: ReadableTier, patience: float) -> None:
         self._place = place
         self._patience = patience
 

@@ -34,6 +34,7 @@ from backends.abc import (
     Outcome,
     Rejected,
     Reservation,
+    RoomRequest,
     Source,
     Stored,
     TransferExecutor,
@@ -124,6 +125,8 @@ class Slot:
     """What it waits for room in, or stands back in: the only waits of a slot that a cancel may end."""
     _waiting: OffloadBatch | None = None
     """What it waits for room for, or stands back with."""
+    _request: RoomRequest | None = None
+    """How it waits for room: it shrinks with the batch."""
     _bound: trio.CancelScope = attrs.Factory(trio.CancelScope)
     """Bounds the copies, one after the other: entering a scope per copy costs four times what moving its deadline does."""
 
@@ -133,16 +136,18 @@ class Slot:
         if batch is None or self._reserving is None or self._reserving.cancel_called:
             return
         left = OffloadBatch([container for container in batch.containers if container.walks_on])
-        if left.containers and self._narrow(batch.keys, left.keys):
+        if left.containers and self._shrink(left.keys):
             batch.keep(left.containers, left.keys)
             self.stage.settlement.settle(container)
         else:
             self._reserving.cancel()
 
-    def _narrow(self, asked: Sequence[Key], keys: Sequence[Key]) -> bool:
-        """Have the destination wait for less. One that raises cannot do it; whoever cancels is not told of that."""
+    def _shrink(self, keys: Sequence[Key]) -> bool:
+        """Wait for less room. A destination that raises cannot do it; the caller of cancel is not told of that."""
+        if self._request is None:  # it has its room, and waits behind loads with it
+            return False
         try:
-            return self.stage.destination.narrow(asked, keys)
+            return self._request.shrink(keys)
         except Exception:
             _log.exception("%r could not be asked for less", self.stage.destination)
             return False
@@ -226,7 +231,7 @@ class Slot:
                 self._block_bytes = stage.source.block_bytes
                 if deadline is None:
                     return stage.destination.reserve_nowait(
-                        batch.keys, self._block_bytes, stage.config.on_destination_full
+                        RoomRequest(batch.keys, self._block_bytes, stage.config.on_destination_full)
                     )
                 reservation = await self._wait_for_room(batch, deadline)
                 if reservation is not None:
@@ -250,13 +255,12 @@ class Slot:
         self._bound.deadline = math.inf
         self._reserving = trio.CancelScope(deadline=deadline)
         self._waiting = batch
+        self._request = RoomRequest(batch.keys, self._block_bytes, stage.config.on_destination_full)
         try:
             with self._reserving:
-                reservation = await stage.destination.reserve(
-                    batch.keys, self._block_bytes, stage.config.on_destination_full
-                )
+                reservation = await stage.destination.reserve(self._request)
         finally:
-            self._reserving = self._waiting = None
+            self._reserving = self._waiting = self._request = None
         return reservation
 
     async def _behind_loads(self, batch: OffloadBatch, reservation: Reservation) -> Reservation | None:

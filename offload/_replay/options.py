@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import attrs
 
-from backends.abc import RemoteTier, Tier
+from backends.abc import ReadableTier
 
 from .._engine import presence_filter
 from .._errors import OffloadError
@@ -94,7 +94,7 @@ class ReplayOptions:
         if self.skip_idle and self.speed == math.inf:
             raise ReplayError("as fast as possible, there is nothing between two requests to skip: say a speed")
 
-    def policies(self, first: Tier | RemoteTier) -> list[Policy | AsyncPolicy]:
+    def policies(self, first: ReadableTier) -> list[Policy | AsyncPolicy]:
         """What the policy's name stands for."""
         return [] if self.policy == "pass-all" else [presence_filter(first), *self.further_policies()]
 

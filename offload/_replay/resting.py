@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from backends.abc import Key, RemoteTier, Tier
+from backends.abc import Key, ReadableTier
 
 from .._replayer import TraceKeys
 from .laps import Laps
@@ -22,7 +22,7 @@ _AT_ONCE: Final = 512
 """Keys in one delete."""
 
 
-async def left_over(tiers: Mapping[str, Tier | RemoteTier], options: ReplayOptions, laps: Laps) -> Mapping[str, int]:
+async def left_over(tiers: Mapping[str, ReadableTier], options: ReplayOptions, laps: Laps) -> Mapping[str, int]:
     """What is held, reserved, or not to be had again, by tier and kind; empty where nothing is.
 
     All blocks of tiers of this process are deleted.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from backends import BackendError
-from backends.abc import RemoteTier, Tier
+from backends.abc import ReadableTier
 from backends.closing import closing
 from backends.file import FileTier
 from backends.memory import MemoryTier
@@ -23,16 +23,16 @@ _REGION_STEP: Final = 2 << 20
 
 
 @asynccontextmanager
-async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[str, Tier | RemoteTier]]:
+async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[str, ReadableTier]]:
     """The tiers asked for, closed afterwards."""
-    tiers: dict[str, Tier | RemoteTier] = {}
+    tiers: dict[str, ReadableTier] = {}
     async with AsyncExitStack() as stack:
         for spec in options.tiers:
             blocks = spec.blocks(options.block_bytes, unique)
             if not blocks and unique:
                 raise ReplayError(f"capacity of {spec.name}: less than one block of {options.block_bytes} bytes")
             nbytes = max(1, blocks) * options.block_bytes
-            tier: Tier | RemoteTier
+            tier: ReadableTier
             if spec.made is not None:
                 # What can be entered an engine enters, and leaves; if it comes to that.
                 tier = stack.enter_context(closing(_made(spec, spec.made, options.block_bytes)))
@@ -55,7 +55,7 @@ async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[
         yield tiers
 
 
-def _made(spec: TierSpec, made: str | Mapping[str, Any], block_bytes: int) -> Tier | RemoteTier:
+def _made(spec: TierSpec, made: str | Mapping[str, Any], block_bytes: int) -> ReadableTier:
     """Somebody's own tier.
 
     Raises:
@@ -72,7 +72,7 @@ def _made(spec: TierSpec, made: str | Mapping[str, Any], block_bytes: int) -> Ti
 
 
 @asynccontextmanager
-async def _page_store(nbytes: int, options: ReplayOptions) -> AsyncIterator[RemoteTier]:
+async def _page_store(nbytes: int, options: ReplayOptions) -> AsyncIterator[ReadableTier]:
     """A tier over a page store in this process, with one region, of which nothing is evicted ahead of need."""
     import click
 

@@ -27,7 +27,7 @@ from maru.bench._row import Goal, Row
 from .._config import PipelineConfig
 from .._pipeline.lifecycle import Status
 from .._pipeline.pipeline import Pipeline, open_pipeline
-from ..policies import RemotePresenceFilter
+from ..policies import PresenceFilter
 from ..preconditions import NO_WAIT
 from ._copy_sources import BATCH, BATCHES, LAYERS, CopySource, from_device
 
@@ -104,7 +104,7 @@ async def _into_pages(source: CopySource, url: str, transfers: int, how: str) ->
     )
     config = PipelineConfig(max_concurrent_transfers=transfers)
     async with MaruTier(handler) as tier:
-        policies = [RemotePresenceFilter(tier)] if how == "asked" else []
+        policies = [PresenceFilter(tier)] if how == "asked" else []
         async with open_pipeline(source.tier, tier, policies=policies, config=config) as pipeline:
             await _pass_all(source, pipeline)  # takes the region and starts the threads
             await tier.delete(keys)

@@ -18,7 +18,7 @@ from itertools import chain, pairwise
 
 import trio
 
-from backends.abc import EVICTED, STORED, Key, Outcome, Source, TransferExecutor, WeakBlocks
+from backends.abc import EVICTED, STORED, Key, Outcome, RoomRequest, Source, TransferExecutor, WeakBlocks
 
 from .._config import PipelineConfig
 from .._pipeline.lifecycle import Phase, Status
@@ -107,7 +107,7 @@ class StraightLine:
         source, config = self.source, self.config
         keys = list(chain.from_iterable([handle.keys for handle in batch]))
         n = len(keys)
-        reservation = self.destination.reserve_nowait(keys, source.block_bytes, config.on_destination_full)
+        reservation = self.destination.reserve_nowait(RoomRequest(keys, source.block_bytes, config.on_destination_full))
         for handle in batch:
             if handle.phase is not _OPEN:
                 raise NotImplementedError("nobody can cancel in here")

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from backends.abc import LOADED, STORED, Key
+from backends.abc import LOADED, STORED, Key, RoomRequest
 from backends.file import FileTier
 from backends.memory import MemoryTier
 from backends.pages import Pages, new_pages
@@ -177,7 +177,7 @@ async def _store(tier: Any, blocks: _Blocks) -> float:
 
 
 async def _put(tier: Any, blocks: _Blocks) -> None:
-    reservation = await tier.reserve(blocks.keys, blocks.block_bytes, "fail")
+    reservation = await tier.reserve(RoomRequest(blocks.keys, blocks.block_bytes, "fail"))
     outcomes = await reservation.transfer(blocks.source, blocks.guards)
     reservation.release()
     assert outcomes == [STORED] * _BLOCKS
@@ -185,7 +185,7 @@ async def _put(tier: Any, blocks: _Blocks) -> None:
 
 async def _load(tier: Any, blocks: _Blocks) -> float:
     async with keep_threads():
-        if not tier.contains(blocks.keys):
+        if not tier.contains_nowait(blocks.keys):
             await _put(tier, blocks)
         await _get(tier, blocks)
         begun = time.perf_counter()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from backends._errors import CapacityError
-from backends.abc import EVICTED, Deletion
+from backends.abc import EVICTED, Deletion, RoomRequest
 from backends.blocks import BlockPool
 from tests.support.spilling_world import keys_of
 
@@ -147,7 +147,7 @@ async def test_waiters_are_served_in_order_and_nobody_passes_them():
     served = []
 
     async def wait(name, n):
-        got = await pool.reserve(keys_of("x" * n), "wait")
+        got = await pool.reserve(RoomRequest(keys_of("x" * n), 8, "wait"))
         served.append((name, len(got)))
 
     async with trio.open_nursery() as nursery:
@@ -175,12 +175,12 @@ async def test_a_cancelled_waiter_lets_the_next_one_pass():
 
     async def large():
         with scope:
-            await pool.reserve(keys_of("xy"), "wait")
+            await pool.reserve(RoomRequest(keys_of("xy"), 8, "wait"))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(large)
         await trio.testing.wait_all_tasks_blocked()
-        nursery.start_soon(pool.reserve, keys_of("z"), "wait")
+        nursery.start_soon(pool.reserve, RoomRequest(keys_of("z"), 8, "wait"))
         await trio.testing.wait_all_tasks_blocked()
         assert pool.statistics().waiting == 2
         scope.cancel()
@@ -197,7 +197,7 @@ async def test_room_granted_and_cancelled_in_the_same_tick_is_given_back(order):
 
     async def wait():
         with scope:
-            got.append(await pool.reserve(keys_of("ab"), "wait"))
+            got.append(await pool.reserve(RoomRequest(keys_of("ab"), 8, "wait")))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wait)
@@ -219,7 +219,7 @@ async def test_everything_that_frees_room_serves_the_waiters(frees):
         pool.release(guards)
     async with trio.open_nursery() as nursery:
         mode = "wait" if frees in ("delete", "forget") else "evict"
-        nursery.start_soon(pool.reserve, keys_of("x"), mode)
+        nursery.start_soon(pool.reserve, RoomRequest(keys_of("x"), 8, mode))
         await trio.testing.wait_all_tasks_blocked()
         assert pool.statistics().waiting == 1
         match frees:
@@ -234,51 +234,64 @@ async def test_everything_that_frees_room_serves_the_waiters(frees):
     assert pool.statistics().waiting == 0
 
 
-async def test_who_asks_for_less_keeps_his_turn_and_is_told_for_which_keys():
-    pool, wanted = BlockPool(4), keys_of("abc")
+async def test_a_request_that_shrinks_keeps_its_turn():
+    pool, request = BlockPool(4), RoomRequest(keys_of("abc"), 8, "wait")
     held = pool.take(4)
     got = []
 
-    async def wait(keys):
-        got.append(await pool.reserve_narrowed(keys, "wait"))
+    async def wait(request):
+        slots = await pool.reserve(request)
+        got.append((request.keys, slots))
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(wait, wanted)
+        nursery.start_soon(wait, request)
         await trio.testing.wait_all_tasks_blocked()
-        nursery.start_soon(wait, keys_of("x"))
+        nursery.start_soon(wait, RoomRequest(keys_of("x"), 8, "wait"))
         await trio.testing.wait_all_tasks_blocked()
-        assert not pool.narrow(list(wanted), wanted[:1])
-        assert pool.narrow(wanted, less := wanted[1:])
-        assert pool.narrow(less, least := less[1:])
+        assert request.shrink(request.keys[1:])
+        assert request.shrink(request.keys[1:])
         pool.give_back(held[:1])
+        assert not request.shrink(()), "it was granted in this tick, for the keys that it had"
         await trio.testing.wait_all_tasks_blocked()
-        assert got == [(least, held[:1])]
-        assert not pool.narrow(least, least)
+        assert got == [(keys_of("c"), held[:1])]
+        assert not request.shrink(()) and request.keys == keys_of("c")
         pool.give_back(held[1:2])
     assert got[1:] == [(keys_of("x"), held[1:2])]
 
 
-async def test_less_that_fits_is_granted_at_once_and_so_is_the_next_in_line():
-    pool, wanted = BlockPool(4), keys_of("abcd")
+async def test_less_that_fits_is_granted_at_once_and_so_is_the_next_in_the_queue():
+    pool, request = BlockPool(4), RoomRequest(keys_of("abcd"), 8, "wait")
     held = pool.take(2)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(pool.reserve, wanted, "wait")
+        nursery.start_soon(pool.reserve, request)
         await trio.testing.wait_all_tasks_blocked()
-        nursery.start_soon(pool.reserve, keys_of("x"), "wait")
+        nursery.start_soon(pool.reserve, RoomRequest(keys_of("x"), 8, "wait"))
         await trio.testing.wait_all_tasks_blocked()
-        assert pool.narrow(wanted, wanted[:1])
+        assert request.shrink(keys_of("a"))
         assert not pool._waiters
     assert pool.free == 0
     pool.give_back(held)
 
 
+async def test_a_place_that_raises_when_a_request_shrinks_leaves_it_as_it_was():
+    def broken():
+        raise OSError("broken on purpose")
+
+    request = RoomRequest(keys_of("abc"), 8, "wait")
+    with request.waiting(broken), pytest.raises(OSError, match="on purpose"):
+        request.shrink(())
+    with request.waiting(lambda: False):
+        assert not request.shrink(())
+    assert request.keys == keys_of("abc") and not request.shrink(())
+
+
 async def test_reserve_is_a_checkpoint_and_a_cancelled_one_takes_nothing():
     pool = BlockPool(1)
     with trio.testing.assert_checkpoints():
-        pool.give_back(await pool.reserve(keys_of("a"), "wait"))
+        pool.give_back(await pool.reserve(RoomRequest(keys_of("a"), 8, "wait")))
     with trio.CancelScope() as scope:
         scope.cancel()
-        await pool.reserve(keys_of("a"), "wait")
+        await pool.reserve(RoomRequest(keys_of("a"), 8, "wait"))
     assert scope.cancelled_caught
     assert pool.free == 1
 
@@ -447,7 +460,7 @@ async def test_waiters_and_cancels_in_any_order_lose_no_room(autojump_clock):
         async def user(pool=pool):
             nonlocal live
             with trio.move_on_after(chance.randrange(1, 9) / 1024):
-                slots = await pool.reserve(keys_of("abcd")[: chance.randrange(1, 5)], "wait")
+                slots = await pool.reserve(RoomRequest(keys_of("abcd")[: chance.randrange(1, 5)], 8, "wait"))
                 live += len(slots)
                 assert live <= 5
                 try:

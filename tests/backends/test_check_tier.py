@@ -1,16 +1,18 @@
 """The published contract test: the fake passes it, and each planted fault fails it."""
 
 import time
+from contextlib import contextmanager
 
 import pytest
 import trio
 import trio.testing
 
 from backends._copying import StoreCopy
-from backends.abc import STORED, Deletion, Tier
+from backends.abc import STORED, Deletion, RoomRequest, Tier
 from backends.memory import MemoryTier
 from backends.pages import checksums, copy_pages, pages_of
 from backends.pooled import Lease, PooledReservation
+from backends.room import WaitQueue
 from backends.testing import FakeTier, NullExecutor, check_tier, payload_of
 
 
@@ -24,15 +26,29 @@ async def test_the_fake_keeps_the_contract(autojump_clock):
     await check(lambda n, size: FakeTier(n, size, synchronous=True))
 
 
+def but(request, when_full):
+    """The same request in another object, so that it does not shrink with the one that was given."""
+    return RoomRequest(request.keys, request.block_bytes, when_full)
+
+
 class FindsWhatIsReserved(FakeTier):
-    def contains(self, keys):
-        return set(keys) if self.statistics().reserved_blocks else super().contains(keys)
+    def contains_nowait(self, keys):
+        return set(keys) if self.statistics().reserved_blocks else super().contains_nowait(keys)
+
+    async def contains(self, keys):
+        await trio.lowlevel.checkpoint()
+        return self.contains_nowait(keys)
+
+
+class KnowsTwoThings(FakeTier):
+    def contains_nowait(self, keys):
+        return set()
 
 
 class LosesRoomOnKeep(FakeTier):
-    async def reserve(self, keys, block_bytes, when_full):
-        reservation = await super().reserve(keys, block_bytes, when_full)
-        return LosingReservation(self, reservation.granted, reservation._slots, block_bytes)
+    async def reserve(self, request):
+        reservation = await super().reserve(request)
+        return LosingReservation(self, reservation.granted, reservation._slots, request.block_bytes)
 
 
 class LosingReservation(PooledReservation):
@@ -43,11 +59,11 @@ class LosingReservation(PooledReservation):
 
 
 class Overwrites(FakeTier):
-    async def reserve(self, keys, block_bytes, when_full):
-        for key in keys:
+    async def reserve(self, request):
+        for key in request.keys:
             if self.pool.contains([key]):
                 self.pool.delete([key])
-        return await super().reserve(keys, block_bytes, when_full)
+        return await super().reserve(request)
 
 
 class DeletesWhatIsPinned(FakeTier):
@@ -65,32 +81,55 @@ class SaysItDeleted(FakeTier):
 
 
 class EvictsWhenAskedToWait(FakeTier):
-    async def reserve(self, keys, block_bytes, when_full):
-        return await super().reserve(keys, block_bytes, "evict" if when_full == "wait" else when_full)
+    async def reserve(self, request):
+        return await super().reserve(but(request, "evict") if request.when_full == "wait" else request)
 
 
 class NeverWaits(FakeTier):
-    async def reserve(self, keys, block_bytes, when_full):
+    async def reserve(self, request):
         await trio.lowlevel.checkpoint()
-        return self.reserve_nowait(keys, block_bytes, "partial" if when_full == "wait" else when_full)
+        return self.reserve_nowait(but(request, "partial") if request.when_full == "wait" else request)
 
 
-class NarrowsAndStandsBehind(FakeTier):
-    def narrow(self, asked, keys):
-        waiters = self.pool._waiters
-        for waiter in [waiter for waiter in waiters if waiter.keys is asked]:
-            waiters.move_to_end(waiter)
-        return super().narrow(asked, keys)
+class Queue(WaitQueue):
+    """What happens to a waiting request that shrinks is up to :meth:`shrunk`."""
+
+    @contextmanager
+    def join(self, request, size=1):
+        with super().join(request, size) as waiter:
+            right = request._shrunk
+            with request.waiting(lambda: self.shrunk(waiter, right)):
+                yield waiter
 
 
-class OnlySaysItNarrows(FakeTier):
-    def narrow(self, asked, keys):
-        return any(waiter.keys is asked for waiter in self.pool._waiters)
+class MovingQueue(Queue):
+    def shrunk(self, waiter, right):
+        if waiter in self._waiters:
+            self._waiters.move_to_end(waiter)
+        return right()
 
 
-class NarrowsWhoAsksForTheSame(FakeTier):
-    def narrow(self, asked, keys):
-        return any(self.pool.narrow(waiter.keys, keys) for waiter in self.pool._waiters if waiter.keys == asked)
+class LazyQueue(Queue):
+    def shrunk(self, waiter, right):
+        return waiter in self._waiters
+
+
+class ShrinksAndLosesItsTurn(FakeTier):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.pool._waiters = MovingQueue(self.pool._serve)
+
+
+class ShrinksAndIsNotServed(FakeTier):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.pool._waiters = LazyQueue(self.pool._serve)
+
+
+class OnlySaysItShrinks(FakeTier):
+    async def reserve(self, request):
+        with request.waiting(lambda: True):
+            return await super().reserve(but(request, request.when_full))
 
 
 class PinsPastAGap(FakeTier):
@@ -124,9 +163,9 @@ class NoCheckpoint(FakeTier):
 
 
 class KeepsRoomOfACancelledWait(FakeTier):
-    async def reserve(self, keys, block_bytes, when_full):
+    async def reserve(self, request):
         try:
-            return await super().reserve(keys, block_bytes, when_full)
+            return await super().reserve(request)
         except trio.Cancelled:
             self.pool.take(1)
             raise
@@ -139,9 +178,9 @@ class AnswersTooFew(FakeTier):
 
 
 class SaysStoredForAFailure(FakeTier):
-    async def reserve(self, keys, block_bytes, when_full):
-        reservation = await super().reserve(keys, block_bytes, when_full)
-        return Optimist(self, reservation.granted, reservation._slots, block_bytes)
+    async def reserve(self, request):
+        reservation = await super().reserve(request)
+        return Optimist(self, reservation.granted, reservation._slots, request.block_bytes)
 
 
 class Optimist(PooledReservation):
@@ -202,9 +241,10 @@ FAULTS = [
     SaysItDeleted,
     EvictsWhenAskedToWait,
     NeverWaits,
-    NarrowsAndStandsBehind,
-    OnlySaysItNarrows,
-    NarrowsWhoAsksForTheSame,
+    ShrinksAndLosesItsTurn,
+    ShrinksAndIsNotServed,
+    OnlySaysItShrinks,
+    KnowsTwoThings,
     PinsPastAGap,
     LeaksItsLeases,
     DoesNotVerify,
@@ -222,10 +262,10 @@ async def test_a_broken_promise_is_found(faulty, autojump_clock):
         await check(faulty)
 
 
-async def test_a_tier_that_cannot_narrow_keeps_the_contract():
+async def test_a_tier_in_which_no_request_can_shrink_keeps_the_contract():
     class Plain(FakeTier):
-        def narrow(self, asked, keys):
-            return False
+        async def reserve(self, request):
+            return await super().reserve(but(request, request.when_full))
 
     await check(Plain)
 
@@ -291,7 +331,7 @@ def source():
 
 
 async def transfer(source, fake, keys=KEYS):
-    reservation = await fake.reserve(keys, fake.block_bytes, "fail")
+    reservation = await fake.reserve(RoomRequest(keys, fake.block_bytes, "fail"))
     guards = source.upgrade(keys)
     try:
         return await reservation.transfer(source, guards)
@@ -335,9 +375,9 @@ async def test_a_gate_holds_a_copy_open(source):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(transfer, source, fake)
         await trio.testing.wait_all_tasks_blocked()
-        assert (fake.copying, fake.contains(KEYS)) == (1, set())
+        assert (fake.copying, fake.contains_nowait(KEYS)) == (1, set())
         fake.faults.gate.set()
-    assert (fake.copying, fake.contains(KEYS)) == (0, set(KEYS))
+    assert (fake.copying, fake.contains_nowait(KEYS)) == (0, set(KEYS))
 
 
 async def test_blocks_fail_as_told_and_their_room_comes_back(source):
@@ -345,7 +385,7 @@ async def test_blocks_fail_as_told_and_their_room_comes_back(source):
     fake.faults.failing = {KEYS[1]: error}
     outcomes = await transfer(source, fake)
     assert [getattr(outcome, "error", None) for outcome in outcomes] == [None, error, None, None]
-    assert fake.contains(KEYS) == {KEYS[0], KEYS[2], KEYS[3]}
+    assert fake.contains_nowait(KEYS) == {KEYS[0], KEYS[2], KEYS[3]}
     assert fake.free == 61
 
 
@@ -355,7 +395,7 @@ async def test_a_transfer_raises_as_told(source, error):
     fake.faults.error = error
     with pytest.raises(type(error), match="as told"):
         await transfer(source, fake)
-    assert fake.contains(KEYS) == set()
+    assert fake.contains_nowait(KEYS) == set()
     assert (fake.free, fake.copying) == (64, 0)
 
 
@@ -372,28 +412,28 @@ async def test_a_copy_that_never_ends_can_be_left(source, autojump_clock):
     with trio.move_on_after(5) as scope:
         await transfer(source, fake)
     assert scope.cancelled_caught
-    assert (fake.copying, fake.contains(KEYS)) == (0, set())
+    assert (fake.copying, fake.contains_nowait(KEYS)) == (0, set())
 
 
 async def test_room_is_refused_as_told(autojump_clock):
     fake = FakeTier()
     fake.faults.room = trio.Event()
-    assert not fake.reserve_nowait(KEYS, 64, "partial").granted
+    assert not fake.reserve_nowait(RoomRequest(KEYS, 64, "partial")).granted
     with pytest.raises(trio.WouldBlock):
-        fake.reserve_nowait(KEYS, 64, "evict")
+        fake.reserve_nowait(RoomRequest(KEYS, 64, "evict"))
     with trio.move_on_after(1) as scope:
-        await fake.reserve(KEYS, 64, "wait")
+        await fake.reserve(RoomRequest(KEYS, 64, "wait"))
     assert scope.cancelled_caught
     fake.faults.room.set()
-    assert (await fake.reserve(KEYS, 64, "wait")).granted == KEYS
+    assert (await fake.reserve(RoomRequest(KEYS, 64, "wait"))).granted == KEYS
 
 
 async def test_a_synchronous_fake_passes_no_checkpoint(source):
     fake = FakeTier(synchronous=True)
-    reservation = fake.reserve_nowait(KEYS, 64, "wait")
+    reservation = fake.reserve_nowait(RoomRequest(KEYS, 64, "wait"))
     with trio.testing.assert_no_checkpoints():
         await reservation.transfer(source, source.upgrade(KEYS))
-    assert fake.contains(KEYS) == set(KEYS)
+    assert fake.contains_nowait(KEYS) == set(KEYS)
 
 
 async def test_loads_miss_and_fail_as_told(source):
@@ -408,14 +448,14 @@ async def test_loads_miss_and_fail_as_told(source):
 
 async def test_the_null_executor_takes_everything_and_remembers_it(source):
     null = NullExecutor()
-    reservation = null.reserve_nowait(KEYS, 64, "wait")
+    reservation = null.reserve_nowait(RoomRequest(KEYS, 64, "wait"))
     reservation.keep(KEYS[:2])
     with trio.testing.assert_no_checkpoints():
         assert await reservation.transfer(source, [0, 1]) == [STORED] * 2
     reservation.release()
-    assert null.contains(KEYS) == set(KEYS[:2])
+    assert null.contains_nowait(KEYS) == set(KEYS[:2])
     with trio.testing.assert_checkpoints():
-        await null.reserve(KEYS, 64, "wait")
+        await null.reserve(RoomRequest(KEYS, 64, "wait"))
 
 
 def test_payloads_follow_from_keys_and_differ():

@@ -6,7 +6,7 @@ import trio
 import trio.testing
 
 from backends import slots
-from backends.abc import LOADED, STORED
+from backends.abc import LOADED, STORED, RoomRequest
 from backends.memory import MemoryTier
 from backends.slots import PagesDestination
 from backends.testing import payload_of
@@ -25,7 +25,7 @@ def filled(checksums: bool = True) -> MemoryTier:
 
 async def store(source: MemoryTier, tier: MemoryTier, keys: tuple[bytes, ...] = KEYS) -> list[object]:
     guards = source.upgrade(keys)
-    reservation = tier.reserve_nowait(keys, SIZE, "fail")
+    reservation = tier.reserve_nowait(RoomRequest(keys, SIZE, "fail"))
     try:
         return list(await reservation.transfer(source, guards))
     finally:

@@ -1,12 +1,11 @@
 """A block that is damaged where it lies is not copied elsewhere, where a checksum of its own would have it believed."""
 
 from contextlib import AsyncExitStack
-from inspect import isawaitable
 
 import pytest
 
 from backends import DamagedBlock
-from backends.abc import LOADED, STORED, Failed
+from backends.abc import LOADED, STORED, Failed, RoomRequest
 from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from offload._health.breaker_tier import with_breaker
@@ -16,8 +15,7 @@ KEYS = [b"key %d" % number for number in range(4)]
 
 
 async def contained(tier, keys=KEYS):
-    found = tier.contains(keys)
-    return await found if isawaitable(found) else found
+    return await tier.contains(keys)
 
 
 async def loaded(tier, keys):
@@ -67,7 +65,7 @@ async def test_whoever_stands_between_passes_on_what_the_source_knows(between):
     last = with_breaker(destination, "destination") if between == "a guard before each" else destination
     outcomes = await store(last, first, KEYS)
     assert [type(outcome) for outcome in outcomes] == [type(STORED), type(STORED), Failed, type(STORED)]
-    assert source.contains(KEYS) == {KEYS[0], KEYS[1], KEYS[3]} == destination.contains(KEYS)
+    assert source.contains_nowait(KEYS) == {KEYS[0], KEYS[1], KEYS[3]} == destination.contains_nowait(KEYS)
 
 
 @pytest.mark.parametrize("destination", DESTINATIONS)
@@ -76,7 +74,7 @@ async def test_one_that_was_found_damaged_while_it_was_held_is_not_copied_either
     guards = source.upgrade(KEYS)
     assert source.get(KEYS[0]) is None  # found, and still held
     async with opened(destination, tmp_path) as tier:
-        reservation = await tier.reserve(KEYS, SIZE, "wait")
+        reservation = await tier.reserve(RoomRequest(KEYS, SIZE, "wait"))
         outcomes = await reservation.transfer(source, guards)
         reservation.release()
         assert isinstance(outcomes[0], Failed)
@@ -102,7 +100,7 @@ async def test_what_an_engine_writes_into_slots_of_its_own_has_no_checksum_to_be
     for page, key in zip(source.views(slots), (b"new", b"newer"), strict=True):
         page[:] = payload_of(key, SIZE)
     async with opened(destination, tmp_path) as tier, AsyncExitStack() as stack:
-        reservation = await tier.reserve([b"new", b"newer"], SIZE, "fail")
+        reservation = await tier.reserve(RoomRequest([b"new", b"newer"], SIZE, "fail"))
         stack.callback(reservation.release)
         assert list(await reservation.transfer(source, slots)) == [STORED] * 2
     source.unstage(slots)

@@ -9,7 +9,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.abc import LOADED, STORED, Destination, Missed, Source, Tier
+from backends.abc import LOADED, STORED, Destination, Missed, RoomRequest, Source, Tier
 from backends.device import DeviceTier, _CudaTensors, layout_of
 from backends.memory import MemoryTier
 from backends.pages import new_pages, pages_of
@@ -199,7 +199,7 @@ async def test_an_engine_offloads_its_own_blocks_and_loads_them_elsewhere(device
     blocks = tier.external([1, 4, 2], keys)
     expected = [block_of(layers, axes, number) for number in (1, 4, 2)]
     async with keep_threads():
-        reservation = await host.reserve(blocks.keys, tier.block_bytes, "wait")
+        reservation = await host.reserve(RoomRequest(blocks.keys, tier.block_bytes, "wait"))
         assert await reservation.transfer(tier, blocks.guards) == [STORED] * 3
         reservation.release()
         assert [host.get(key) for key in keys] == expected

@@ -16,7 +16,7 @@ import trio.testing
 
 from backends import _blockfile as blockfile
 from backends._errors import BlockSizeError, DamagedBlock, PlaceClosed, PlaceInUse, StrayPath
-from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, Deletion, Failed, Missed, Source, Tier
+from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, Deletion, Failed, Missed, RoomRequest, Source, Tier
 from backends.file import FileTier
 from backends.memory import MemoryTier
 from backends.slots import PagesDestination
@@ -44,7 +44,7 @@ def source_of(keys, size=SIZE):
 
 async def store(tier, keys, size=SIZE, when_full="fail"):
     source = source_of(keys, size)
-    reservation = await tier.reserve(keys, size, when_full)
+    reservation = await tier.reserve(RoomRequest(keys, size, when_full))
     try:
         return await reservation.transfer(source, source.upgrade(reservation.granted))
     finally:
@@ -151,7 +151,7 @@ async def test_keys_of_any_length_are_found_again(directory, key):
 async def test_a_key_that_fits_no_header_is_refused(directory):
     tier = open_tier(directory)
     with pytest.raises(ValueError, match="at most 440 bytes, not of 441"):
-        await tier.reserve([b"k" * 441], SIZE, "wait")
+        await tier.reserve(RoomRequest([b"k" * 441], SIZE, "wait"))
 
 
 # --- coming back --------------------------------------------------------------------------------------------------
@@ -162,14 +162,14 @@ async def test_blocks_are_there_after_a_restart_and_the_head_of_a_prefix_goes_la
     await store(tier, KEYS)
     tier.close()
     tier = open_tier(directory, 6 * SIZE)
-    assert tier.contains([*KEYS, b"no"]) == set(KEYS)
+    assert tier.contains_nowait([*KEYS, b"no"]) == set(KEYS)
     assert tier.statistics().used_bytes == 4 * SIZE
     assert await load(tier, KEYS) == [LOADED] * 4
     await store(tier, [b"x"])
     tier.close()
     tier = open_tier(directory, 6 * SIZE)
     await store(tier, [b"y", b"z", b"w"], when_full="evict")
-    assert tier.contains([*KEYS, b"x", b"y", b"z", b"w"]) == {*KEYS[:2], b"x", b"y", b"z", b"w"}
+    assert tier.contains_nowait([*KEYS, b"x", b"y", b"z", b"w"]) == {*KEYS[:2], b"x", b"y", b"z", b"w"}
 
 
 async def test_a_smaller_capacity_keeps_the_most_recent(directory):
@@ -178,7 +178,7 @@ async def test_a_smaller_capacity_keeps_the_most_recent(directory):
         await store(tier, [key])
     tier.close()
     tier = open_tier(directory, 2 * SIZE + 1)
-    assert tier.contains(KEYS) == set(KEYS[2:])
+    assert tier.contains_nowait(KEYS) == set(KEYS[2:])
     assert len(files(directory)) == 2
     assert tier.statistics().used_bytes == 2 * SIZE
 
@@ -251,7 +251,7 @@ async def test_a_file_torn_at_any_byte_is_a_miss_and_swept(directory):
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         tier = open_tier(directory)
-        assert tier.contains(KEYS) == set()
+        assert tier.contains_nowait(KEYS) == set()
         assert tier.statistics().missed["torn"] == 1
         assert not path.exists()
         tier.close()
@@ -271,7 +271,7 @@ async def test_a_file_torn_behind_the_tiers_back_is_a_miss_at_the_load(directory
             assert await store(tier, KEYS[:2]) == [STORED, STORED if length == 0 else DUPLICATE]
             os.truncate(file_of(directory, KEYS[0]), length)
             assert await load(tier, KEYS[:2]) == [Missed("torn"), LOADED]
-            assert tier.contains(KEYS) == {KEYS[1]}
+            assert tier.contains_nowait(KEYS) == {KEYS[1]}
     assert tier.statistics().missed["torn"] == 83
     await tier.delete(KEYS)
     assert files(directory) == []
@@ -287,7 +287,7 @@ async def test_a_flipped_bit_anywhere_is_a_miss(directory):
             [outcome] = await load(tier, KEYS[:1])
             assert isinstance(outcome, Missed), offset
             reasons.add(outcome.reason)
-            assert tier.contains(KEYS) == set()
+            assert tier.contains_nowait(KEYS) == set()
     assert reasons == {"torn", "version", "damaged"}
 
 
@@ -310,7 +310,7 @@ async def test_another_format_version_is_a_clean_miss(directory):
         struct.pack_into("<H", data, 8, version)
         path.write_bytes(data)
         tier = open_tier(directory)
-        assert tier.contains(KEYS) == set()
+        assert tier.contains_nowait(KEYS) == set()
         assert tier.statistics().missed["version"] == 1
         assert path.exists()  # a later or earlier program may want it
         tier.close()
@@ -332,7 +332,7 @@ async def test_blocks_of_another_layout_are_left_alone_until_room_is_needed(dire
     assert await load(tier, [b"x", KEYS[0]]) == [LOADED] * 2
     tier.close()
     tier = open_tier(directory, fingerprint="llama")
-    assert tier.contains([b"x", *KEYS]) == set(KEYS[:3])  # the oldest stranger went, of a batch the deepest
+    assert tier.contains_nowait([b"x", *KEYS]) == set(KEYS[:3])  # the oldest stranger went, of a batch the deepest
     assert tier.statistics().missed["foreign"] == 2
 
 
@@ -345,7 +345,7 @@ async def test_a_file_under_the_name_of_another_key_is_not_given_out(directory):
     tier.close()
     shutil.copy(one, other)
     tier = open_tier(directory)
-    assert tier.contains(KEYS) == {KEYS[0]}
+    assert tier.contains_nowait(KEYS) == {KEYS[0]}
     assert not other.exists()
 
 
@@ -354,7 +354,7 @@ async def test_a_file_that_somebody_removed_is_gone(directory):
     await store(tier, KEYS[:2])
     file_of(directory, KEYS[0]).unlink()
     assert await load(tier, KEYS[:2]) == [Missed("gone"), LOADED]
-    assert tier.contains(KEYS) == {KEYS[1]}
+    assert tier.contains_nowait(KEYS) == {KEYS[1]}
     assert tier.statistics().missed["gone"] == 1
 
 
@@ -374,7 +374,7 @@ async def test_a_file_that_cannot_be_read_fails_alone_and_is_no_longer_found(dir
     assert outcomes[1] == LOADED
     assert isinstance(outcomes[0], Failed)
     assert outcomes[0].error.errno == errno.EIO
-    assert tier.contains(KEYS) == {KEYS[1]}
+    assert tier.contains_nowait(KEYS) == {KEYS[1]}
 
 
 # --- disks --------------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ async def test_a_block_that_cannot_be_written_fails_alone_and_leaves_nothing(dir
     assert [type(outcome).__name__ for outcome in outcomes] == ["Stored", "Failed", "Stored"]
     assert outcomes[1].error.errno == code
     assert len(files(directory)) == 3
-    assert tier.contains(KEYS) == {KEYS[0], KEYS[1], KEYS[3]}
+    assert tier.contains_nowait(KEYS) == {KEYS[0], KEYS[1], KEYS[3]}
     assert tier.statistics().used_bytes == 3 * SIZE
     assert await store(tier, [KEYS[2]]) == [STORED]  # the tier lives on
     assert await load(tier, KEYS) == [LOADED] * 4
@@ -434,7 +434,7 @@ async def test_a_source_that_cannot_be_read_fails_all_and_leaves_no_file(directo
             raise OSError(errno.EIO, "the source is broken")
 
     source = Broken(8, SIZE)
-    reservation = await tier.reserve(KEYS, SIZE, "wait")
+    reservation = await tier.reserve(RoomRequest(KEYS, SIZE, "wait"))
     with pytest.raises(OSError, match="the source is broken"):
         await reservation.transfer(source, [0, 1, 2, 3])
     reservation.release()
@@ -493,7 +493,7 @@ async def test_a_source_outside_host_memory_is_written_in_portions(directory, mo
     keys = [b"%d" % number for number in range(8)]
     first, second = open_tier(directory), open_tier(directory.with_name("second"))
     await store(first, keys)
-    reservation = await second.reserve(keys, first.block_bytes, "wait")
+    reservation = await second.reserve(RoomRequest(keys, first.block_bytes, "wait"))
     guards = first.upgrade(keys)
     assert await reservation.transfer(first, guards) == [STORED] * 8  # from file to file
     reservation.release()
@@ -528,16 +528,16 @@ async def test_a_damaged_block_in_a_source_fails_alone_and_is_no_longer_found(di
     tier, host = open_tier(directory), MemoryTier(1 << 12, SIZE)
     await store(tier, KEYS)
     damage(tier, KEYS[1])
-    reservation = await host.reserve(KEYS, tier.block_bytes, "wait")
+    reservation = await host.reserve(RoomRequest(KEYS, tier.block_bytes, "wait"))
     guards = tier.upgrade(KEYS)
     outcomes = await reservation.transfer(tier, guards)
     error = outcomes[1].error
     assert isinstance(error, DamagedBlock) and (error.key, error.reason) == (KEYS[1], "damaged")
     tier.release(guards)
     reservation.release()
-    assert tier.contains(KEYS) == set(KEYS) - {KEYS[1]}
+    assert tier.contains_nowait(KEYS) == set(KEYS) - {KEYS[1]}
     assert tier.statistics().missed["damaged"] == 1
-    assert host.contains(KEYS) == set(KEYS) - {KEYS[1]}
+    assert host.contains_nowait(KEYS) == set(KEYS) - {KEYS[1]}
 
 
 async def test_blocks_of_several_sizes_live_side_by_side(directory):
@@ -554,12 +554,12 @@ async def test_blocks_of_several_sizes_live_side_by_side(directory):
     assert guards[0] == EVICTED != guards[1]  # a source has blocks of one size
     tier.release(guards)
     assert tier.statistics().held_blocks == 0
-    assert tier.reserve_nowait([b"a", b"b", b"c"], 150, "partial").granted == [b"a", b"b"]
+    assert tier.reserve_nowait(RoomRequest([b"a", b"b", b"c"], 150, "partial")).granted == [b"a", b"b"]
     tier.close()
     tier = open_tier(directory, 1000, block_bytes=500)
-    assert tier.contains([b"small", b"large"]) == {b"large"}
+    assert tier.contains_nowait([b"small", b"large"]) == {b"large"}
     with pytest.raises(BlockSizeError):
-        tier.reserve_nowait([b"a"], 100, "wait")
+        tier.reserve_nowait(RoomRequest([b"a"], 100, "wait"))
 
 
 async def test_one_large_block_evicts_many_small_ones_but_no_held_ones(directory):
@@ -568,9 +568,9 @@ async def test_one_large_block_evicts_many_small_ones_but_no_held_ones(directory
     await store(tier, keys, 100)
     async with await tier.pin(keys[:1]):
         with pytest.raises(trio.WouldBlock):
-            tier.reserve_nowait([b"large"], 301, "evict")
+            tier.reserve_nowait(RoomRequest([b"large"], 301, "evict"))
         assert await store(tier, [b"large"], 300, "evict") == [STORED]
-        assert tier.contains([*keys, b"large"]) == {keys[0], b"large"}
+        assert tier.contains_nowait([*keys, b"large"]) == {keys[0], b"large"}
     assert len(files(directory)) == 2
 
 
@@ -611,7 +611,7 @@ async def test_after_closing_it_says_so(directory):
     assert "closed" in repr(tier)
     for use in (
         lambda: tier.load(lease, PagesDestination.over([bytearray(SIZE) for _ in KEYS])),
-        lambda: tier.reserve(KEYS, SIZE, "wait"),
+        lambda: tier.reserve(RoomRequest(KEYS, SIZE, "wait")),
         lambda: tier.delete(KEYS),
     ):
         with pytest.raises(PlaceClosed):
@@ -634,7 +634,7 @@ async def test_an_abandoned_copy_stops_and_leaves_no_file_once_it_is_released(di
 
     source = Gated(8, SIZE)
     source.fill(KEYS)
-    reservation = await tier.reserve(KEYS, SIZE, "wait")
+    reservation = await tier.reserve(RoomRequest(KEYS, SIZE, "wait"))
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(reservation.transfer, source, source.upgrade(KEYS))
@@ -657,7 +657,7 @@ async def test_a_reservation_cancelled_before_its_copy_began_forgets_no_litter(d
     tier = open_tier(directory, 4 * SIZE)
     await store(tier, KEYS)
     source = source_of([b"x"])
-    reservation = tier.reserve_nowait([b"x"], SIZE, "evict")
+    reservation = tier.reserve_nowait(RoomRequest([b"x"], SIZE, "evict"))
     with trio.CancelScope() as scope:
         scope.cancel()
         await reservation.transfer(source, source.upgrade([b"x"]))

@@ -18,7 +18,7 @@ import trio
 
 import offload
 from backends import DuplicateKeys, Unproven
-from backends.abc import DUPLICATE, STORED, Deletion, Failed, Rejected
+from backends.abc import DUPLICATE, STORED, Deletion, Failed, Rejected, RoomRequest
 from backends.maru import MaruTier
 from backends.maru.l1 import LayoutMismatch, MaruL1, NoLayout
 from backends.memory import MemoryTier
@@ -262,7 +262,7 @@ async def test_a_tier_and_it_find_each_others_blocks_under_one_namespace() -> No
             await store(l1, keys[:2])
             source = MemoryTier(BLOCK, BLOCK)
             source.put(keys[2], payload_of(keys[2], BLOCK))
-            reservation = await tier.reserve(keys[2:], BLOCK, "fail")
+            reservation = await tier.reserve(RoomRequest(keys[2:], BLOCK, "fail"))
             assert list(await reservation.transfer(source, source.upgrade(keys[2:]))) == [STORED]
             reservation.release()
             assert await read(l1, keys) == keys

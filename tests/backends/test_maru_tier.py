@@ -17,7 +17,7 @@ import trio
 import trio.testing
 
 import offload
-from backends.abc import LOADED, STORED, BlockSizeError, CapacityError, Deletion, Failed, Missed, Rejected
+from backends.abc import LOADED, STORED, BlockSizeError, CapacityError, Deletion, Failed, Missed, Rejected, RoomRequest
 from backends.maru import MaruTier, PageSizeError
 from backends.memory import MemoryTier
 from backends.slots import PagesDestination
@@ -88,7 +88,7 @@ def memory(keys: list[bytes]) -> MemoryTier:
 
 async def store(tier: MaruTier, keys: list[bytes], when_full: Any = "fail") -> list[Any]:
     source = memory(keys)
-    reservation = await tier.reserve(keys, BLOCK, when_full)
+    reservation = await tier.reserve(RoomRequest(keys, BLOCK, when_full))
     try:
         reservation.keep(list(reservation.granted))
         return list(await reservation.transfer(source, source.upgrade(list(reservation.granted))))
@@ -129,7 +129,7 @@ async def test_a_block_must_fit_a_page_and_the_error_names_the_knob() -> None:
     with pytest.raises(PageSizeError):
         MaruTier(handler, block_bytes=0)
     with pytest.raises(BlockSizeError):
-        MaruTier(handler, block_bytes=512).reserve_nowait([b"k"], 4096, "fail")
+        MaruTier(handler, block_bytes=512).reserve_nowait(RoomRequest([b"k"], 4096, "fail"))
 
 
 async def test_blocks_smaller_than_a_page_leave_the_rest_of_it_alone() -> None:
@@ -140,7 +140,7 @@ async def test_blocks_smaller_than_a_page_leave_the_rest_of_it_alone() -> None:
             source = MemoryTier(len(keys) * size, size)
             for key in keys:
                 source.put(key, payload_of(key, size))
-            reservation = await tier.reserve(keys, size, "fail")
+            reservation = await tier.reserve(RoomRequest(keys, size, "fail"))
             assert list(await reservation.transfer(source, source.upgrade(keys))) == [STORED] * 5
             buffers = [bytearray(size) for _ in keys]
             async with await tier.pin(keys) as lease:
@@ -190,7 +190,7 @@ async def test_views_are_read_only_and_say_when_they_mean_nothing_any_more() -> 
 async def test_it_says_what_it_refuses() -> None:
     async with open_tier() as tier, open_tier() as other:
         with pytest.raises(CapacityError, match="pool_size"):
-            await tier.reserve(keys_of(9), BLOCK, "evict")
+            await tier.reserve(RoomRequest(keys_of(9), BLOCK, "evict"))
         async with await other.pin([]) as lease:
             with pytest.raises(ValueError, match="does not hold"):
                 await tier.load(lease, PagesDestination.over([]))
@@ -201,7 +201,7 @@ async def test_it_says_what_it_refuses() -> None:
                 await tier.load(lease, PagesDestination.over([bytearray(8) for _ in range(2)]))
             with pytest.raises(ValueError, match="do not fit"):
                 await tier.load(lease, PagesDestination.over([bytearray(BLOCK)]))
-        reservation = await tier.reserve(keys_of(1, "n"), BLOCK, "fail")
+        reservation = await tier.reserve(RoomRequest(keys_of(1, "n"), BLOCK, "fail"))
         source = memory(keys)
         with pytest.raises(ValueError, match="one guard per kept block"):
             await reservation.transfer(source, [0, 1])
@@ -228,7 +228,7 @@ async def test_a_forgotten_reservation_and_a_forgotten_lease_give_back_what_they
         keys = keys_of(3)
         await store(tier, keys)
         await tier.pin(keys)
-        await tier.reserve(keys_of(2, "n"), BLOCK, "fail")
+        await tier.reserve(RoomRequest(keys_of(2, "n"), BLOCK, "fail"))
         await tier.contains(keys)
         await all_is_free(tier, keys=keys)
 
@@ -240,7 +240,7 @@ async def test_a_waiter_learns_of_room_that_another_process_makes() -> None:
             await store(tier, keys)
             lease = await other.pin(keys)
             with trio.move_on_after(0.2) as patience:
-                await tier.reserve(keys_of(1, "n"), BLOCK, "evict")
+                await tier.reserve(RoomRequest(keys_of(1, "n"), BLOCK, "evict"))
             assert patience.cancelled_caught  # all of it is read over there
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(store, tier, keys_of(2, "n"), "evict")
@@ -312,7 +312,7 @@ async def test_pages_that_a_thread_may_still_write_are_not_free_before_it_is_ove
     async with open_tier() as tier:
         keys = keys_of(4)
         source = Slow(keys)
-        reservation = await tier.reserve(keys, BLOCK, "fail")
+        reservation = await tier.reserve(RoomRequest(keys, BLOCK, "fail"))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(reservation.transfer, source, source.upgrade(keys))
             await trio.to_thread.run_sync(source.began.wait)
@@ -320,7 +320,7 @@ async def test_pages_that_a_thread_may_still_write_are_not_free_before_it_is_ove
         assert tier.statistics().reserved_blocks == 4
         del reservation  # forgotten by whoever should have quarantined it
         assert await store(tier, keys_of(4, "other")) == [STORED] * 4
-        assert tier.reserve_nowait(keys_of(1), BLOCK, "partial").granted == []
+        assert tier.reserve_nowait(RoomRequest(keys_of(1), BLOCK, "partial")).granted == []
         source.go_on.set()
         with trio.fail_after(PATIENCE):
             while tier.statistics().reserved_blocks:
@@ -539,6 +539,7 @@ async def test_an_answer_that_is_lost_costs_no_page_and_tells_no_lie(fate: Fate)
 
 _READER = """
 import json, sys, trio
+from backends.abc import RoomRequest
 from backends.maru import MaruTier
 from backends.testing import payload_of
 from maru import MaruHandler
@@ -570,6 +571,7 @@ async def test_another_process_reads_the_very_pages_without_a_copy() -> None:
 
 _OWNER = """
 import json, sys, trio
+from backends.abc import RoomRequest
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
 from backends.testing import payload_of
@@ -582,7 +584,8 @@ async def main(url, size, keys):
         source.put(key, payload_of(key, size))
     handler = MaruHandler(server_url=url, chunk_size_bytes=size, pool_size=16 * size, lease=1.0)
     async with MaruTier(handler) as tier:
-        stored, never = await tier.reserve(keys[:-2], size, "fail"), await tier.reserve(keys[-2:], size, "fail")
+        requests = [RoomRequest(some, size, "fail") for some in (keys[:-2], keys[-2:])]
+        stored, never = [await tier.reserve(request) for request in requests]
         await stored.transfer(source, source.upgrade(keys[:-2]))
         lease = await tier.pin(keys)
         print("has them", flush=True)
@@ -690,7 +693,7 @@ async def test_pages_are_registered_with_cuda_where_it_is_those_of_others_to_be_
     async with open_test_server() as server:
         url = server.endpoints[0]
         async with MaruTier(handler_to(url)) as tier, MaruTier(handler_to(url)) as other:
-            reservation = await tier.reserve(keys_of(1, "n"), BLOCK, "fail")
+            reservation = await tier.reserve(RoomRequest(keys_of(1, "n"), BLOCK, "fail"))
             [(start, length)] = pins.pinned.items()
             assert all(start <= address < start + length for address in reservation.pages.addresses)
             reservation.release()

@@ -10,7 +10,7 @@ import contextlib
 import pytest
 import trio
 
-from backends.abc import DUPLICATE, LOADED, STORED, Deletion, Failed, Missed
+from backends.abc import DUPLICATE, LOADED, STORED, Deletion, Failed, Missed, RoomRequest
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
 from backends.slots import PagesDestination
@@ -33,7 +33,7 @@ def source_of(keys):
 
 async def store(tier, keys, when_full="fail"):
     source = source_of(keys)
-    reservation = await tier.reserve(keys, PAGE, when_full)
+    reservation = await tier.reserve(RoomRequest(keys, PAGE, when_full))
     try:
         reservation.keep(list(reservation.granted))
         return list(await reservation.transfer(source, source.upgrade(list(reservation.granted))))
@@ -69,7 +69,7 @@ async def at_rest(world, *tiers):
         pages, statistics = tier.handler.statistics().pages, tier.statistics()
         assert pages.free == pages.pages
         assert (statistics.reserved_blocks, statistics.held_blocks, statistics.blocks, pages.strays) == (0, 0, 0, 0)
-        assert len(tier._turns) == 0
+        assert len(tier._waiters) == 0
     assert world.service.directory.statistics().pinned == 0
 
 
@@ -89,7 +89,7 @@ async def a_store_that_evicts(tier, other):
 
 
 async def a_store_that_waits(tier, other):
-    held = await tier.reserve(MANY[:5], PAGE, "fail")
+    held = await tier.reserve(RoomRequest(MANY[:5], PAGE, "fail"))
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(store, tier, MORE, "wait")
@@ -112,7 +112,7 @@ async def a_deletion(tier, other):
 
 
 async def a_store_over_a_restart(tier, other):
-    reservation = await tier.reserve(MORE, PAGE, "fail")
+    reservation = await tier.reserve(RoomRequest(MORE, PAGE, "fail"))
     try:
         tier.world.restart()
         source = source_of(MORE)
@@ -244,7 +244,7 @@ async def test_a_reservation_that_must_ask_a_silent_server_fails_as_such(autojum
         assert await store(tier, MANY[:5]) == [STORED] * 5
         tier.socket.fate = lambda code: "lost" if code not in (Code.BEAT, Code.HANDSHAKE) else None
         with pytest.raises(NoAnswer):
-            await tier.reserve(MORE, PAGE, "evict")
+            await tier.reserve(RoomRequest(MORE, PAGE, "evict"))
         tier.socket.fate = lambda code: None
         await at_rest(world, tier, other)
 
@@ -257,7 +257,7 @@ async def test_a_reservation_that_must_ask_a_silent_server_fails_as_such(autojum
 async def test_a_restart_while_storing_stores_or_says_so(when, forgets, autojump_clock):
     world = World()
     async with two_tiers(world) as (tier, other):
-        reservation = await tier.reserve(MORE, PAGE, "fail")
+        reservation = await tier.reserve(RoomRequest(MORE, PAGE, "fail"))
         source = source_of(MORE)
         copied = tier.register
 
@@ -300,7 +300,7 @@ async def test_an_owner_that_dies_between_reserve_and_commit_leaves_nothing(auto
     world = World()
     async with Joined(world, "b") as handler, MaruTier(handler) as other:
         async with MaruTier(Joined(world, "a").handler) as tier:
-            await tier.reserve(KNOWN, PAGE, "fail")
+            await tier.reserve(RoomRequest(KNOWN, PAGE, "fail"))
         assert await other.contains(KNOWN) == set()
         assert await store(other, KNOWN) == [STORED] * 3
         await at_rest(world, other)
@@ -311,8 +311,8 @@ async def test_a_block_that_is_evicted_while_others_are_reserved_is_not_found_an
 ):
     world = World()
     async with two_tiers(world) as (tier, other):
-        first = await tier.reserve(MORE, PAGE, "evict")
-        second = await tier.reserve(MANY[:5], PAGE, "evict")
+        first = await tier.reserve(RoomRequest(MORE, PAGE, "evict"))
+        second = await tier.reserve(RoomRequest(MANY[:5], PAGE, "evict"))
         assert not set(first.pages.addresses) & set(second.pages.addresses)
         assert await tier.contains(KNOWN) == set()
         source = source_of(MORE)

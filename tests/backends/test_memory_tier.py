@@ -12,7 +12,19 @@ import trio
 import trio.testing
 
 from backends._errors import BlockSizeError, CapacityError, DuplicateKeys, MissingKeys, PlaceClosed
-from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, Deletion, Destination, Missed, Rejected, Source, Tier
+from backends.abc import (
+    DUPLICATE,
+    EVICTED,
+    LOADED,
+    STORED,
+    Deletion,
+    Destination,
+    Missed,
+    Rejected,
+    RoomRequest,
+    Source,
+    Tier,
+)
 from backends.memory import HostPages, MemoryTier
 from backends.pages import checksums, copy_and_sum, copy_pages, new_pages, pages_of
 from backends.slots import PORTION_BYTES, PagesDestination
@@ -92,7 +104,7 @@ def test_put_evicts_the_least_recently_used_block_that_nobody_holds(tier):
     guards = tier.upgrade(KEYS[:1])
     tier.get(KEYS[1])
     assert tier.put(b"new", memoryview(payload_of(b"new", SIZE)))
-    assert tier.contains([*KEYS, b"new"]) == {*KEYS, b"new"} - {KEYS[2]}
+    assert tier.contains_nowait([*KEYS, b"new"]) == {*KEYS, b"new"} - {KEYS[2]}
     tier.release(guards)
 
 
@@ -113,7 +125,7 @@ def test_put_of_another_size_names_both_sizes(tier):
 def test_a_damaged_block_is_not_given_out(tier):
     damage(tier, KEYS[3])
     assert tier.get(KEYS[3]) is None
-    assert tier.contains(KEYS) == set(KEYS) - {KEYS[3]}
+    assert tier.contains_nowait(KEYS) == set(KEYS) - {KEYS[3]}
     assert tier.statistics().missed == {"gone": 0, "damaged": 1}
     assert tier.put(KEYS[3], payload_of(KEYS[3], SIZE))
 
@@ -170,7 +182,7 @@ def test_staging_evicts_and_says_when_it_cannot(tier):
     with pytest.raises(CapacityError):
         tier.stage(9)
     assert len(tier.stage(2)) == 2
-    assert tier.contains(KEYS) == set(KEYS[:6])
+    assert tier.contains_nowait(KEYS) == set(KEYS[:6])
     blocks.release()
 
 
@@ -182,7 +194,7 @@ def test_an_external_block_that_does_not_exist_is_refused(tier):
 
 async def transfer(source, tier, keys):
     guards = source.upgrade(keys)
-    reservation = await tier.reserve(keys, source.block_bytes, "wait")
+    reservation = await tier.reserve(RoomRequest(keys, source.block_bytes, "wait"))
     try:
         return await reservation.transfer(source, guards)
     finally:
@@ -242,7 +254,7 @@ async def test_a_key_registered_while_its_copy_runs_is_a_duplicate(tier):
     source.started, source.gate = threading.Event(), threading.Event()
     source.put(b"new", bytes(SIZE))
     await tier.delete(KEYS[:2])
-    reservation = await tier.reserve([b"new"], SIZE, "wait")
+    reservation = await tier.reserve(RoomRequest([b"new"], SIZE, "wait"))
     outcomes = []
 
     async def copy():
@@ -279,7 +291,7 @@ async def test_what_the_eviction_policy_rejects_is_not_copied_and_said_so(tier):
     for key in (b"-no", b"-nor", b"yes"):
         tier.put(key, payload_of(key, SIZE))
     guards = tier.upgrade([b"-no", b"yes"])
-    reservation = await small.reserve([b"-no", b"yes"], SIZE, "evict")
+    reservation = await small.reserve(RoomRequest([b"-no", b"yes"], SIZE, "evict"))
     assert await reservation.transfer(tier, guards) == [Rejected("not admitted"), STORED]
     reservation.release()
     tier.release(guards)
@@ -294,7 +306,7 @@ async def test_what_the_eviction_policy_rejects_is_not_copied_and_said_so(tier):
 
 async def test_a_reservation_is_used_once_and_with_a_guard_for_each_key(tier):
     other = tier_of()
-    reservation = await other.reserve(KEYS[:2], SIZE, "wait")
+    reservation = await other.reserve(RoomRequest(KEYS[:2], SIZE, "wait"))
     with pytest.raises(ValueError, match="one guard per kept block"):
         await reservation.transfer(tier, [0])
     with pytest.raises(ValueError, match="1 keys to keep, of which 0 were granted"):

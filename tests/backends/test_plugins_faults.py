@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 import backends
-from backends.abc import LOADED, STORED, Deletion, Failed
+from backends.abc import LOADED, STORED, Deletion, Failed, RoomRequest
 from backends.plugins import HostConfig, LMCacheTier, NativeTier, NoAnswer, PluginFault, PluginTypeError
 from backends.slots import PagesDestination
 from tests.support.plugin_faults import PlayedAdapter, PlayedConnector
@@ -669,7 +669,7 @@ async def test_memory_that_a_source_may_write_still_is_not_used_again(connector)
     async with hosted(connector) as tier:
         for quarantined in (0, 3 * SIZE):
             assert of_host(tier, "quarantined_bytes") == (quarantined,)
-            reservation = await tier.reserve(KEYS, SIZE, "fail")
+            reservation = await tier.reserve(RoomRequest(KEYS, SIZE, "fail"))
             try:
                 assert await reservation.transfer(remote, [0, 1, 2]) == [STORED] * 3
             except backends.Unproven:

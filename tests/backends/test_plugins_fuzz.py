@@ -12,7 +12,7 @@ import trio
 import trio.testing
 
 from backends import Unproven
-from backends.abc import LOADED, STORED, Missed
+from backends.abc import LOADED, STORED, Missed, RoomRequest
 from backends.plugins import HostConfig, LMCacheTier, NativeTier, NoAnswer, PluginFault
 from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
@@ -46,7 +46,7 @@ class Play:
         self.stored = self.loaded = 0
 
     async def store(self, keys):
-        reservation = await self.tier.reserve(keys, SIZE, self.dice.choice(["fail", "evict", "wait"]))
+        reservation = await self.tier.reserve(RoomRequest(keys, SIZE, self.dice.choice(["fail", "evict", "wait"])))
         guards = self.source.upgrade(list(reservation.granted))
         try:
             outcomes = await reservation.transfer(self.source, guards)

@@ -8,7 +8,7 @@ import trio
 import trio.testing
 
 import backends
-from backends.abc import LOADED, STORED, Rejected
+from backends.abc import LOADED, STORED, Rejected, RoomRequest
 from backends.plugins import HostConfig, NativeTier, NoAnswer, PluginFault, _staging
 from backends.slots import PagesDestination
 from backends.testing import payload_of
@@ -44,7 +44,7 @@ def hosted(connector, **knobs):
 async def test_without_an_answer_a_store_is_unproven_and_its_memory_is_not_used_again(connector, source, mock_clock):
     connector.automatic = False
     async with hosted(connector, deadline=10) as tier:
-        reservation = await tier.reserve(KEYS, SIZE, "fail")
+        reservation = await tier.reserve(RoomRequest(KEYS, SIZE, "fail"))
         guards = source.upgrade(KEYS)
 
         async def transfer():
@@ -86,7 +86,7 @@ async def test_without_an_answer_a_store_is_unproven_and_its_memory_is_not_used_
 async def test_a_store_that_fails_late_leaves_nothing_to_be_found(connector, source, mock_clock):
     connector.automatic = False
     async with hosted(connector, deadline=10) as tier:
-        reservation = await tier.reserve(KEYS, SIZE, "fail")
+        reservation = await tier.reserve(RoomRequest(KEYS, SIZE, "fail"))
 
         async def transfer():
             with pytest.raises(backends.Unproven):
@@ -300,7 +300,7 @@ async def test_a_store_that_is_cancelled_while_a_thread_copies_leaves_at_once(co
 
     before = set(_staging._quarantine)  # what others were left with for good
     async with hosted(connector) as tier:
-        reservation = await tier.reserve(KEYS, SIZE, "fail")
+        reservation = await tier.reserve(RoomRequest(KEYS, SIZE, "fail"))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(reservation.transfer, Slow(), [0, 1, 2])
             await trio.to_thread.run_sync(started.wait)
@@ -335,8 +335,8 @@ async def test_a_load_that_is_cancelled_while_it_asks_leaves_at_once(same_tick, 
 
 async def test_a_reserve_that_is_cancelled_while_it_waits_holds_nothing(connector, source):
     async with hosted(connector, capacity_bytes=3 * SIZE) as tier:
-        held = await tier.reserve(KEYS, SIZE, "wait")
-        await cancelled(tier.reserve, [b"d"], SIZE, "wait")
+        held = await tier.reserve(RoomRequest(KEYS, SIZE, "wait"))
+        await cancelled(tier.reserve, RoomRequest([b"d"], SIZE, "wait"))
         held.release()
         assert tier.statistics().used_bytes == 0
 
@@ -365,7 +365,7 @@ async def test_it_is_used_inside_async_with_and_opened_once(connector, source):
     with pytest.raises(backends.PlaceClosed, match="is not open"):
         await tier.contains(KEYS)
     with pytest.raises(backends.PlaceClosed, match="is not open"):
-        await tier.reserve(KEYS, SIZE, "fail")
+        await tier.reserve(RoomRequest(KEYS, SIZE, "fail"))
     async with tier, tier:
         assert await store(tier, source) == [STORED] * 3
     assert connector.closed == 1

@@ -8,7 +8,7 @@ import trio
 import trio.testing
 
 import backends
-from backends.abc import LOADED, STORED, Capabilities, Deletion, Failed, Missed
+from backends.abc import LOADED, STORED, Capabilities, Deletion, Failed, Missed, RoomRequest
 from backends.plugins import HostConfig, LMCacheTier, NoAnswer, PluginFault, PluginTypeError
 from backends.plugins._objects import Layout, MemoryObject, ObjectKey, bits_of
 from backends.slots import PagesDestination
@@ -481,7 +481,7 @@ async def test_a_cancelled_delete_leaves_at_once(adapter, source):
 
 async def test_without_an_answer_an_unproven_store_is_quarantined(adapter, source, mock_clock):
     async with hosted(adapter, deadline=10) as tier:
-        reservation = await tier.reserve(KEYS, SIZE, "fail")
+        reservation = await tier.reserve(RoomRequest(KEYS, SIZE, "fail"))
         adapter.automatic = False
 
         async def transfer():

@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 import backends
-from backends.abc import DUPLICATE, LOADED, STORED, Deletion, Failed, Missed
+from backends.abc import DUPLICATE, LOADED, STORED, Deletion, Failed, Missed, RoomRequest
 from backends.plugins import HostConfig, NativeTier, NoAnswer, PluginFault, PluginTypeError
 from backends.plugins._native import published_name
 from backends.slots import PagesDestination
@@ -131,7 +131,7 @@ async def test_a_victim_is_not_found_while_it_is_still_there(source):
     connector = PlayedConnector(deletes=True)
     async with hosted(connector, capacity_bytes=3 * SIZE) as tier:
         await store(tier, source)
-        reservation = await tier.reserve([b"d", b"e", b"f"], SIZE, "evict")
+        reservation = await tier.reserve(RoomRequest([b"d", b"e", b"f"], SIZE, "evict"))
         assert set(connector.blocks) == set(NAMES)
         assert await tier.contains(KEYS) == set()
         reservation.release()
@@ -156,7 +156,7 @@ async def test_what_is_evicted_while_it_is_asked_for_is_neither_found_nor_held(s
             await settle()
             nursery.start_soon(hold)
             await settle()
-            reservation = tier.reserve_nowait([b"d", b"e", b"f"], SIZE, "evict")
+            reservation = tier.reserve_nowait(RoomRequest([b"d", b"e", b"f"], SIZE, "evict"))
             connector.answer()
             connector.answer()
         assert found == [set(), []] or found == [[], set()]
@@ -476,7 +476,7 @@ async def test_a_descriptor_that_is_closed_breaks_the_line(connector, mock_clock
 async def test_who_waits_when_the_line_breaks_is_told_at_once(connector, source, mock_clock):
     connector.automatic = False
     async with hosted(connector) as tier:
-        reservation = await tier.reserve(KEYS, SIZE, "fail")
+        reservation = await tier.reserve(RoomRequest(KEYS, SIZE, "fail"))
         errors = []
 
         async def transfer():
@@ -598,7 +598,7 @@ async def test_leases_and_destinations_must_fit(connector, source):
 
 async def test_a_reservation_is_used_once_and_as_it_was_made(connector, source):
     async with hosted(connector) as tier:
-        reservation = await tier.reserve(KEYS, SIZE, "fail")
+        reservation = await tier.reserve(RoomRequest(KEYS, SIZE, "fail"))
         with pytest.raises(ValueError, match="of which 0 were granted"):
             reservation.keep([b"x"])
         with pytest.raises(ValueError, match="one guard per kept block"):

@@ -6,7 +6,7 @@ import random
 import pytest
 import trio
 
-from backends.abc import DUPLICATE, LOADED, STORED, Failed, Missed, Rejected
+from backends.abc import DUPLICATE, LOADED, STORED, Failed, Missed, Rejected, RoomRequest
 from backends.plugins import HostConfig, LMCacheTier, NativeTier
 from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
@@ -37,7 +37,7 @@ async def test_a_storm_leaves_nothing_behind(host, make_plugin, capacity, submit
     counts = dict.fromkeys(("stored", "loaded", "cancelled"), 0)
 
     async def store(keys):
-        reservation = await tier.reserve(keys, SIZE, "evict" if capacity else "fail")
+        reservation = await tier.reserve(RoomRequest(keys, SIZE, "evict" if capacity else "fail"))
         guards = source.upgrade(keys)
         try:
             outcomes = await reservation.transfer(source, guards)

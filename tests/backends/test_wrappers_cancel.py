@@ -6,7 +6,7 @@ import pytest
 import trio
 import trio.testing
 
-from backends.abc import LOADED, STORED, Missed
+from backends.abc import LOADED, STORED, Missed, RoomRequest
 from backends.slots import PagesDestination
 from backends.threads import keep_threads
 from backends.wrappers import AesGcm, Context, Zstd, slot_bytes, wrap
@@ -93,10 +93,10 @@ async def test_a_store_that_is_cancelled_while_blocks_are_examined_leaves_at_onc
 
     tier = memory([AesGcm(secret_of)])
     source = source_of(BLOCKS)
-    reservation = await tier.reserve(KEYS, 64, "fail")
+    reservation = await tier.reserve(RoomRequest(KEYS, 64, "fail"))
     async with keep_threads():
         assert await cut_off(reservation.transfer, source, source.upgrade(KEYS), when=gate.wait_reached)
-        assert tier.contains(KEYS) == set() and tier.statistics().reserved_blocks == 3
+        assert tier.contains_nowait(KEYS) == set() and tier.statistics().reserved_blocks == 3
         gate.open.set()
         reservation.release()
         at_rest(tier)
@@ -108,14 +108,14 @@ async def test_a_store_that_is_cancelled_while_blocks_are_encoded_leaves_at_once
     spy.go_on = threading.Event()
     tier = memory([spy])
     source = source_of(BLOCKS)
-    reservation = await tier.reserve(KEYS, 64, "fail")
+    reservation = await tier.reserve(RoomRequest(KEYS, 64, "fail"))
 
     async def encoding():
         assert await trio.to_thread.run_sync(spy.started.wait, 30)
 
     async with keep_threads():
         assert await cut_off(reservation.transfer, source, source.upgrade(KEYS), when=encoding)
-        assert tier.contains(KEYS) == set() and tier.statistics().reserved_blocks == 3
+        assert tier.contains_nowait(KEYS) == set() and tier.statistics().reserved_blocks == 3
         assert tier.wrapper_statistics().encoded == 0
         spy.go_on.set()
         reservation.release()
@@ -128,13 +128,13 @@ async def test_a_store_that_is_cancelled_before_it_begins_has_done_nothing():
     for name in ("zstd", "aes"):
         tier = memory(wrappers_of(name))
         source = source_of(BLOCKS)
-        reservation = await tier.reserve(KEYS, 64, "fail")
+        reservation = await tier.reserve(RoomRequest(KEYS, 64, "fail"))
         with trio.CancelScope() as scope:
             scope.cancel()
             await reservation.transfer(source, source.upgrade(KEYS))
         assert scope.cancelled_caught
         reservation.release()
-        assert tier.contains(KEYS) == set()
+        assert tier.contains_nowait(KEYS) == set()
         at_rest(tier)
 
 
@@ -162,7 +162,7 @@ async def copies_at_the_same_time_do_not_meet():
     gate = spy.gates[KEYS[0]] = Gate()
     source = source_of(BLOCKS)
     async with keep_threads():
-        quarantined = await tier.reserve(KEYS, 64, "fail")
+        quarantined = await tier.reserve(RoomRequest(KEYS, 64, "fail"))
         assert await cut_off(quarantined.transfer, source, source.upgrade(KEYS), when=gate.wait_reached)
         other_gate = spy.gates[b"other1"] = Gate()
         async with trio.open_nursery() as nursery:
@@ -174,7 +174,7 @@ async def copies_at_the_same_time_do_not_meet():
         outcomes, places = await load(tier, list(OTHERS))
     assert outcomes == [LOADED] * 3
     assert places == list(OTHERS.values())
-    assert tier.contains(KEYS) == set()
+    assert tier.contains_nowait(KEYS) == set()
     quarantined.release()
     at_rest(tier)
 
@@ -226,14 +226,14 @@ async def test_what_waits_below_is_cancelled_there(what):
     assert await cut_off(getattr(tier, what), KEYS)
     assert tier.inner.asked == 1
     tier.inner.gate = None
-    assert tier.contains(KEYS) == set(KEYS)
+    assert tier.contains_nowait(KEYS) == set(KEYS)
     at_rest(tier)
 
 
 async def test_a_cancelled_wait_for_room_holds_nothing():
     tier = slow(Zstd())
     await store(tier, blocks_of(8, name="full"))
-    assert await cut_off(tier.reserve, KEYS, 64, "wait")
+    assert await cut_off(tier.reserve, RoomRequest(KEYS, 64, "wait"))
     assert not tier._asked
     await tier.delete(list(blocks_of(8, name="full")))
     at_rest(tier)
@@ -251,7 +251,7 @@ async def with_one_condemned():
     holder = await tier.pin(KEYS)
     assert (await load(tier, KEYS))[0] == [Missed("damaged"), LOADED, LOADED]
     await holder.inner.release()
-    assert tier.inner.statistics().blocks == 3 and tier.contains(KEYS) == set(KEYS[1:])
+    assert tier.inner.statistics().blocks == 3 and tier.contains_nowait(KEYS) == set(KEYS[1:])
     return tier
 
 
@@ -265,7 +265,7 @@ async def test_cancelled_while_it_is_deleted_it_stays_condemned_and_nothing_is_h
         lease = await tier.pin(KEYS[1:])
         tier._condemned = kept
     doing = {
-        "reserve": lambda: tier.reserve([b"new"], 64, "wait"),
+        "reserve": lambda: tier.reserve(RoomRequest([b"new"], 64, "wait")),
         "pin": lambda: tier.pin(KEYS[1:]),
         "release": lambda: lease.release(),
         "leave": lambda: lease.__aexit__(None, None, None),
@@ -281,7 +281,7 @@ async def test_cancelled_while_it_is_deleted_it_stays_condemned_and_nothing_is_h
     assert await cut_off(doing, when=asked)
     assert tier.inner.asked == 1, "it was about to delete, or to read once more before"
     tier.inner.gate = None
-    assert tier.contains(KEYS) == set(KEYS[1:])
+    assert tier.contains_nowait(KEYS) == set(KEYS[1:])
     at_rest(tier)
     await tier.bury()
     assert tier.inner.statistics().blocks == 2 and not tier._condemned
@@ -320,7 +320,7 @@ async def test_what_cannot_be_deleted_now_is_later():
     await store(tier, BLOCKS)
     stored_page(tier, KEYS[0])[40] ^= 1
     assert (await load(tier, KEYS))[0] == [Missed("damaged"), LOADED, LOADED]
-    assert tier.contains(KEYS) == set(KEYS[1:])
+    assert tier.contains_nowait(KEYS) == set(KEYS[1:])
     tier.inner.silent = False
     assert await store(tier, {KEYS[0]: BLOCKS[KEYS[0]]}) == [STORED]
     assert (await load(tier, KEYS))[0] == [LOADED] * 3

@@ -9,7 +9,7 @@ import trio.testing
 import offload
 from backends import DamagedBlock, DuplicateKeys, MissingKeys, Unproven
 from backends._blockfile import Directory
-from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, PaddedSource
+from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, PaddedSource, RoomRequest
 from backends.file import FileTier
 from backends.memory import MemoryTier
 from backends.pages import pages_of
@@ -73,11 +73,11 @@ class Remote:
 @pytest.mark.parametrize("name", ["zstd", "zstd-aes"])
 async def test_working_memory_that_somebody_may_write_still_is_not_used_again(name):
     tier, remote = memory(wrappers_of(name)), Remote()
-    reservation = await tier.reserve(KEYS, 64, "fail")
+    reservation = await tier.reserve(RoomRequest(KEYS, 64, "fail"))
     with pytest.raises(Unproven):
         await reservation.transfer(remote, [0, 1, 2, 3])
     assert tier.wrapper_statistics().staging == 1
-    reservation = await tier.reserve(KEYS, 64, "fail")
+    reservation = await tier.reserve(RoomRequest(KEYS, 64, "fail"))
     assert await reservation.transfer(remote, [0, 1, 2, 3]) == [STORED] * 4
     assert tier.wrapper_statistics().staging == 2
     assert (await load(tier, KEYS))[0] == [LOADED] * 4
@@ -120,7 +120,7 @@ async def test_more_than_is_staged_at_once_comes_in_portions():
     assert await copied_out(tier, guards) == list(blocks.values())
     tier.release(guards)
     file = FakeTier(10, size)  # its destination is not in host memory: blocks pass through a staging there, too
-    reservation = await file.reserve(list(blocks), size, "fail")
+    reservation = await file.reserve(RoomRequest(list(blocks), size, "fail"))
     assert await reservation.transfer(tier, tier.upgrade(list(blocks))) == [STORED] * 10
     assert [file.get(key) for key in blocks] == list(blocks.values())
 
@@ -131,7 +131,7 @@ async def test_what_is_not_in_host_memory_is_staged(place, tmp_path):
     size = 1 << 20
     blocks = {key: os.urandom(size) for key in blocks_of(6)}
     below = FileTier(tmp_path / "below", 6 * size)
-    reservation = await below.reserve(list(blocks), size, "fail")
+    reservation = await below.reserve(RoomRequest(list(blocks), size, "fail"))
     plain = source_of(blocks)
     await reservation.transfer(plain, plain.upgrade(list(blocks)))
     tier = make_tier(place, tmp_path, wrappers_of("zstd-aes"), 6, size)
@@ -166,7 +166,7 @@ async def test_a_block_that_cannot_be_decoded_is_not_copied_on_and_no_longer_fou
         await copied_out(tier, guards)
     assert caught.value.reason == "damaged"
     tier.release(guards)
-    assert tier.contains(KEYS) == {KEYS[0], KEYS[2], KEYS[3]}
+    assert tier.contains_nowait(KEYS) == {KEYS[0], KEYS[2], KEYS[3]}
     assert tier.upgrade(KEYS[1:2]) == [EVICTED]
     assert tier.statistics().missed["damaged"] == 1
     await tier.bury()
@@ -190,7 +190,7 @@ async def test_it_is_read_as_whoever_held_it_said():
         await copied_out(tier, his)
     tier.release(his)
     end()
-    assert tier.contains(KEYS) == set(KEYS)
+    assert tier.contains_nowait(KEYS) == set(KEYS)
 
 
 async def test_one_hold_for_two_tenants_is_nobodys():
@@ -279,7 +279,7 @@ async def test_evictions_are_told_by_the_names_that_blocks_have_here():
 
     def spill(spill):
         spilled.append((list(spill.keys), spill.held))
-        assert tier.contains(spill.keys) == set(spill.keys)
+        assert tier.contains_nowait(spill.keys) == set(spill.keys)
         spilled.append(list(spill.over()))
         assert not spill.held and not spill.over()
 
@@ -311,7 +311,7 @@ async def test_blocks_walk_through_wrapped_tiers_and_back():
         result = await handle.wait()
         assert result.status is offload.Status.COMPLETE
         await engine.drain()
-        assert near.contains(keys) == far.contains(keys) == set(keys)
+        assert near.contains_nowait(keys) == far.contains_nowait(keys) == set(keys)
         expected = [oracle(near.chain.wrappers, payload_of(key, size)) for key in keys]
         places = [bytearray(size) for _ in keys]
         await near.delete(keys[:5])
@@ -349,11 +349,11 @@ async def test_blocks_are_there_after_a_restart(tmp_path):
         wrappers = wrappers_of(name)
         size = slot_bytes(64, *wrappers)
         tier = wrap(FileTier(tmp_path, 64 * size, block_bytes=size), *wrappers, block_bytes=64)
-        assert tier.contains(KEYS) == set(), "what another chain has stored is not found"
+        assert tier.contains_nowait(KEYS) == set(), "what another chain has stored is not found"
         assert await store(tier, BLOCKS) == [STORED] * 4
         tier.close()
         tier = wrap(FileTier(tmp_path, 64 * size, block_bytes=size), *wrappers_of(name), block_bytes=64)
-        assert tier.contains(KEYS) == set(KEYS)
+        assert tier.contains_nowait(KEYS) == set(KEYS)
         assert await load(tier, KEYS) == ([LOADED] * 4, list(BLOCKS.values()))
         assert await store(tier, BLOCKS) == [DUPLICATE] * 4
         tier.close()
@@ -387,7 +387,7 @@ async def test_a_file_that_was_torn_is_a_miss(left, checksums, tmp_path):
     [first, second, *_], places = await load(tier, KEYS)
     assert first == LOADED and second != LOADED
     assert places[0] == blocks[KEYS[0]]
-    assert tier.contains(KEYS) == {KEYS[0], KEYS[2], KEYS[3]}
+    assert tier.contains_nowait(KEYS) == {KEYS[0], KEYS[2], KEYS[3]}
     assert sum(tier.statistics().missed.values()) == 1
     tier.close()
 
@@ -409,7 +409,7 @@ async def test_what_a_crash_of_the_machine_left_as_a_hole_is_a_miss(lost, tmp_pa
     outcomes, places = await load(tier, KEYS)
     assert [outcome == LOADED for outcome in outcomes] == [True, True, False, True]
     assert places[2] == bytes(12_000)
-    assert tier.contains(KEYS) == {KEYS[0], KEYS[1], KEYS[3]}
+    assert tier.contains_nowait(KEYS) == {KEYS[0], KEYS[1], KEYS[3]}
     tier.close()
 
 

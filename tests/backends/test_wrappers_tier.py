@@ -19,6 +19,7 @@ from backends.abc import (
     Failed,
     Missed,
     Rejected,
+    RoomRequest,
     Source,
     TenantTier,
 )
@@ -143,7 +144,7 @@ def test_it_is_the_same_kind_of_tier(tmp_path):
         name = "queue"
         block_bytes = 0
         capabilities = Capabilities(pins=False)
-        reserve = reserve_nowait = narrow = contains = pin = load = delete = statistics = lambda self, *args: None
+        reserve = reserve_nowait = contains = pin = load = delete = statistics = lambda self, *args: None
 
     tier = wrap(Queue(), *wrappers, block_bytes=64)
     assert type(tier) is WrappedTier and not isinstance(tier, Source)
@@ -187,7 +188,7 @@ def test_slots_may_be_larger_than_they_must_be():
 async def test_a_place_of_any_size_takes_the_size_that_is_needed_whatever_it_holds(tmp_path):
     inner = FileTier(tmp_path, 1 << 20)
     source = source_of(blocks_of(1, 50, "other"))
-    await (await inner.reserve([b"other0"], 50, "fail")).transfer(source, source.upgrade([b"other0"]))
+    await (await inner.reserve(RoomRequest([b"other0"], 50, "fail"))).transfer(source, source.upgrade([b"other0"]))
     assert inner.block_bytes == 50
     tier = wrap(inner, Zstd(), block_bytes=64)
     assert tier.slot_bytes == slot_bytes(64, Zstd())
@@ -201,7 +202,7 @@ async def test_arguments_are_checked_as_a_tier_does():
     await store(tier, BLOCKS)
     for call in (tier.reserve_nowait, tier.reserve):
         with pytest.raises(BlockSizeError, match="of 64 bytes, not of 65"):
-            result = call(KEYS, 65, "fail")
+            result = call(RoomRequest(KEYS, 65, "fail"))
             await result
     lease = await tier.pin(KEYS)
     with pytest.raises(ValueError, match="does not hold blocks in"):
@@ -213,7 +214,7 @@ async def test_arguments_are_checked_as_a_tier_does():
     with pytest.raises(ValueError, match="4 blocks do not fit into 3 places"):
         await tier.load(lease, PagesDestination.over([bytearray(64) for _ in KEYS[:3]]))
     await lease.release()
-    reservation = await tier.reserve([b"new"], 64, "fail")
+    reservation = await tier.reserve(RoomRequest([b"new"], 64, "fail"))
     with pytest.raises(BlockSizeError):
         await reservation.transfer(MemoryTier(65, 65), [0])
     source = source_of(blocks_of(1))
@@ -242,7 +243,7 @@ async def every_byte_changed_is_a_miss(name):
         outcomes, [place] = await load(tier, [b"k0"])
         assert outcomes == [Missed("damaged")], at
         assert place == bytes(32), "what could not be verified is not left lying there"
-        assert tier.contains([b"k0"]) == set(), "and is not found any more"
+        assert tier.contains_nowait([b"k0"]) == set(), "and is not found any more"
         assert await store(tier, blocks) == [STORED]
     assert await load(tier, [b"k0"]) == ([LOADED], [oracle(wrappers, blocks[b"k0"])])
     assert tier.statistics().missed["damaged"] == tier.wrapper_statistics().missed["damaged"] == used > 40
@@ -327,7 +328,7 @@ async def swapped_blocks_are_misses(name, *, repaired):
     assert places[:2] == [bytes(64)] * 2 and places[2:] == [
         oracle(tier.chain.wrappers, BLOCKS[key]) for key in KEYS[2:]
     ]
-    assert tier.contains(KEYS) == set(KEYS[2:])
+    assert tier.contains_nowait(KEYS) == set(KEYS[2:])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -357,7 +358,7 @@ async def test_what_is_held_by_another_reader_is_no_longer_found_and_may_be_stor
     flip_memory(tier, KEYS[1])
     other = await tier.pin(KEYS)
     assert (await load(tier, KEYS))[0] == [LOADED, Missed("damaged"), LOADED, LOADED]
-    assert tier.contains(KEYS) == {KEYS[0], KEYS[2], KEYS[3]}
+    assert tier.contains_nowait(KEYS) == {KEYS[0], KEYS[2], KEYS[3]}
     assert await store(tier, {KEYS[1]: BLOCKS[KEYS[1]]}) == [STORED]
     assert tier.inner.statistics().used_bytes == 5 * tier.slot_bytes
     assert (await load(tier, KEYS)) == ([LOADED] * 4, list(BLOCKS.values()))
@@ -373,7 +374,7 @@ async def test_where_the_tier_below_cannot_be_told_what_another_reader_holds_goe
     flip_memory(tier, KEYS[1])
     other = await tier.pin(KEYS)
     assert (await load(tier, KEYS))[0] == [LOADED, Missed("damaged"), LOADED, LOADED]
-    assert tier.contains(KEYS) == {KEYS[0], KEYS[2], KEYS[3]}
+    assert tier.contains_nowait(KEYS) == {KEYS[0], KEYS[2], KEYS[3]}
     async with await tier.pin(KEYS) as lease:
         assert list(lease.keys) == KEYS[:1]
     assert await store(tier, {KEYS[1]: BLOCKS[KEYS[1]]}) == [Rejected("damaged")], "not a duplicate of that"
@@ -393,17 +394,17 @@ async def condemned_and_held():
     lease = await tier.inner.pin([tier.stored_key(KEYS[1])])
     assert (await load(tier, KEYS[1:2]))[0] == [Missed("damaged")]
     await lease.release()
-    assert tier.contains(KEYS) == {KEYS[0], KEYS[2], KEYS[3]} and tier.inner.statistics().blocks == 4
+    assert tier.contains_nowait(KEYS) == {KEYS[0], KEYS[2], KEYS[3]} and tier.inner.statistics().blocks == 4
     return tier
 
 
 async def test_what_made_room_below_may_be_stored_anew():
     tier = await condemned_and_held()
     await tier.inner.delete([tier.stored_key(KEYS[1])])
-    reservation = tier.reserve_nowait(KEYS[1:2], 64, "fail")
+    reservation = tier.reserve_nowait(RoomRequest(KEYS[1:2], 64, "fail"))
     source = source_of(BLOCKS)
     assert await reservation.transfer(source, source.upgrade(KEYS[1:2])) == [STORED]
-    assert tier.contains(KEYS) == set(KEYS)
+    assert tier.contains_nowait(KEYS) == set(KEYS)
     assert (await load(tier, KEYS))[0] == [LOADED] * 4
 
 
@@ -478,7 +479,7 @@ async def test_a_wrapper_that_lies_about_what_it_made_stores_nothing(says):
     tier = memory([spy])
     with pytest.raises(BrokenWrapper, match=f"made {says} bytes"):
         await store(tier, BLOCKS)
-    assert tier.contains(KEYS) == set()
+    assert tier.contains_nowait(KEYS) == set()
     at_rest(tier)
 
 
@@ -491,7 +492,7 @@ async def test_a_source_that_knows_its_block_to_be_damaged_fails_that_one_alone(
         outcomes = await store(tier, BLOCKS, source=source)
         assert [outcomes[at] for at in (0, 1, 3)] == [STORED] * 3
         assert isinstance(outcomes[2], Failed) and isinstance(outcomes[2].error, DamagedBlock)
-        assert source.contains(KEYS) == tier.contains(KEYS) == {KEYS[0], KEYS[1], KEYS[3]}
+        assert source.contains_nowait(KEYS) == tier.contains_nowait(KEYS) == {KEYS[0], KEYS[1], KEYS[3]}
         assert source.statistics().missed["damaged"] == 1
         assert (await load(tier, KEYS[3:]))[1] == [BLOCKS[KEYS[3]]]
         at_rest(tier)
@@ -502,7 +503,7 @@ async def test_where_all_are_damaged_nothing_is_copied():
     for page in source.views(source.pool.slots(KEYS)):
         page[0] ^= 1
     assert all(isinstance(outcome, Failed) for outcome in await store(tier, BLOCKS, source=source))
-    assert tier.contains(KEYS) == source.contains(KEYS) == set()
+    assert tier.contains_nowait(KEYS) == source.contains_nowait(KEYS) == set()
     at_rest(tier)
 
 
@@ -525,7 +526,7 @@ async def test_a_block_is_its_tenants(place, tmp_path):
     for other in ("bob", "", "stranger"):
         assert await as_tenant(tier, other, load, KEYS) == ([Missed("foreign")] * 4, [bytes(64)] * 4)
     assert await load(tier, KEYS) == ([Missed("foreign")] * 4, [bytes(64)] * 4)
-    assert tier.contains(KEYS) == set(KEYS), "it stays: to its owner it is good"
+    assert tier.contains_nowait(KEYS) == set(KEYS), "it stays: to its owner it is good"
     assert await as_tenant(tier, "ann", load, KEYS) == ([LOADED] * 4, list(BLOCKS.values()))
     assert tier.statistics().missed["foreign"] == tier.wrapper_statistics().missed["foreign"] == 16
     assert tier.wrapper_statistics().bad_tags == 0
@@ -557,7 +558,7 @@ async def test_a_tenant_without_a_secret_fails_alone():
     end()
     assert outcomes[:2] == [STORED] * 2
     assert all(isinstance(outcome, Failed) and isinstance(outcome.error, UnknownTenant) for outcome in outcomes[2:])
-    assert tier.contains(KEYS) == set(KEYS[:2])
+    assert tier.contains_nowait(KEYS) == set(KEYS[:2])
     at_rest(tier)
 
 
@@ -570,7 +571,7 @@ async def test_a_secret_may_be_changed_while_blocks_are_there():
     assert (await as_tenant(tier, "ann", load, KEYS))[0] == [LOADED] * 4
     secrets["ann"] = [b"2" * 32]
     assert (await as_tenant(tier, "ann", load, KEYS))[0] == [Missed("secret")] * 2 + [LOADED] * 2
-    assert tier.contains(KEYS) == set(KEYS[2:]), "what nobody can read makes room for what can be read"
+    assert tier.contains_nowait(KEYS) == set(KEYS[2:]), "what nobody can read makes room for what can be read"
     assert await as_tenant(tier, "ann", store, BLOCKS) == [STORED] * 2 + [DUPLICATE] * 2
     assert await as_tenant(tier, "ann", load, KEYS) == ([LOADED] * 4, list(BLOCKS.values()))
 
@@ -588,11 +589,11 @@ async def test_blocks_of_two_chains_do_not_meet_in_one_place():
     inner = MemoryTier(16 * 200, 200)
     first, second = wrap(inner, Zstd(), block_bytes=64), wrap(inner, AesGcm(SECRETS), block_bytes=64)
     await store(first, BLOCKS)
-    assert second.contains(KEYS) == inner.contains(KEYS) == set()
+    assert second.contains_nowait(KEYS) == inner.contains_nowait(KEYS) == set()
     assert await store(second, BLOCKS) == [STORED] * 4
     assert await load(first, KEYS) == await load(second, KEYS) == ([LOADED] * 4, list(BLOCKS.values()))
     assert await first.delete(KEYS[:1]) == [Deletion.DELETED]
-    assert second.contains(KEYS) == set(KEYS)
+    assert second.contains_nowait(KEYS) == set(KEYS)
 
 
 # --- what is counted ------------------------------------------------------------------------------------------------

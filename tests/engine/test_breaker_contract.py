@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import trio
 
-from backends.abc import LOADED
+from backends.abc import LOADED, RoomRequest
 from backends.file import FileTier
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
@@ -82,7 +82,7 @@ async def test_a_page_store_that_falls_silent_costs_three_timeouts_and_is_found_
         breaker = BreakerConfig(first_wait=30.0)
         handler = handler_to(wire.endpoint, timeout_ms=30_000)
         async with with_breaker(MaruTier(handler), "maru", breaker=breaker) as tier:
-            reservation = await tier.reserve(keys, BLOCK, "wait")
+            reservation = await tier.reserve(RoomRequest(keys, BLOCK, "wait"))
             await reservation.transfer(source, source.upgrade(keys))
             reservation.release()
             silent = True

@@ -13,7 +13,7 @@ import trio.testing
 from backends.abc import Unproven
 from backends.testing import FakeTier
 from offload import NO_WAIT, DrainUnproven, HealthState, Precedence, Status, TierTooSlow, TierUnavailable, open_pipeline
-from offload.policies import PresenceFilter, RemotePresenceFilter
+from offload.policies import PresenceFilter
 from tests.support.ill_tiers import SIZE, Ill, RemoteIll, ill_and_guard, places
 from tests.support.invariants import config_of, keys_of
 
@@ -27,7 +27,7 @@ async def test_in_the_end_it_is_well_and_nothing_is_held(autojump_clock, seed: i
     tier, guard = ill_and_guard(kind, capacity=12, load_timeout=8.0)
     source = FakeTier(256, SIZE)
     precedence = Precedence()
-    filters = [RemotePresenceFilter(guard) if kind is RemoteIll else PresenceFilter(guard)]
+    filters = [PresenceFilter(guard)]
     ends: list[Status] = []
 
     async def store(pipeline: Any, at: float, which: int, n: int, patience: float) -> None:

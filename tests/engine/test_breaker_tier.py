@@ -11,7 +11,7 @@ import trio
 import trio.testing
 
 from backends import PlaceClosed
-from backends.abc import LOADED, STORED, Deletion, Failed, Missed, Source, Unproven
+from backends.abc import LOADED, STORED, Deletion, Failed, Missed, RoomRequest, Source, Tier, Unproven
 from backends.testing import FakeTier, payload_of
 from offload import BreakerTier, HealthState, TierTooSlow, TierUnavailable, with_breaker
 from tests.support.ill_tiers import SIZE, Ill, RemoteIll, fail, ill_and_guard, places
@@ -35,7 +35,7 @@ async def delete(guard: Any) -> Any:
 
 
 async def reserve(guard: Any, when_full: str = "partial") -> Any:
-    reservation = await guard.reserve([b"new"], SIZE, when_full)
+    reservation = await guard.reserve(RoomRequest([b"new"], SIZE, when_full))
     try:
         source = FakeTier(4, SIZE)
         source.fill([b"new"])
@@ -247,34 +247,34 @@ async def test_answers_are_no_faults(autojump_clock, outcome) -> None:
 # --- a tier that knows at once what it contains ---------------------------------------------------------------------
 
 
-async def test_a_sync_contains_refuses_but_neither_probes_nor_proves(autojump_clock) -> None:
+async def test_contains_nowait_refuses_but_neither_probes_nor_proves(autojump_clock) -> None:
     tier, guard = ill_and_guard()
     tier.fill(KEYS)
-    assert guard.contains(KEYS) == set(KEYS)
+    assert guard.contains_nowait(KEYS) == set(KEYS)
     await fail(guard, tier, 2)
-    guard.contains(KEYS)
+    guard.contains_nowait(KEYS)
     await fail(guard, tier, 1)
     for _ in range(2):
         with pytest.raises(TierUnavailable):
-            guard.contains(KEYS)
+            guard.contains_nowait(KEYS)
         await trio.sleep(1.0)
     assert guard.health.state is HealthState.OPEN
     await pin(guard)
-    assert guard.contains(KEYS) == set(KEYS)
+    assert guard.contains_nowait(KEYS) == set(KEYS)
 
 
-async def test_a_sync_contains_that_raises_is_a_fault(autojump_clock) -> None:
+async def test_contains_nowait_that_raises_is_a_fault(autojump_clock) -> None:
     tier, guard = ill_and_guard()
 
-    def contains(keys: Any) -> Any:
+    def contains_nowait(keys: Any) -> Any:
         raise PlaceClosed("closed")
 
-    tier.contains = contains
+    tier.contains_nowait = contains_nowait
     for _ in range(3):
         with pytest.raises(PlaceClosed):
-            guard.contains(KEYS)
+            guard.contains_nowait(KEYS)
     with pytest.raises(TierUnavailable, match="closed"):
-        guard.contains(KEYS)
+        guard.contains_nowait(KEYS)
 
 
 # --- room -----------------------------------------------------------------------------------------------------------
@@ -285,12 +285,12 @@ async def test_a_full_tier_is_not_broken(autojump_clock) -> None:
     tier.fill(KEYS[:2])
     for _ in range(5):
         with pytest.raises(trio.WouldBlock):
-            guard.reserve_nowait([b"new"], SIZE, "wait")
-        reservation = await guard.reserve([b"new"], SIZE, "partial")
+            guard.reserve_nowait(RoomRequest([b"new"], SIZE, "wait"))
+        reservation = await guard.reserve(RoomRequest([b"new"], SIZE, "partial"))
         assert list(reservation.granted) == []
         reservation.release()
         with trio.move_on_after(10.0):
-            await guard.reserve([b"new"], SIZE, "wait")
+            await guard.reserve(RoomRequest([b"new"], SIZE, "wait"))
     assert guard.health.faults == 0 and tier.at_rest()
 
 
@@ -300,7 +300,7 @@ async def test_who_waits_for_room_in_a_tier_that_breaks_is_told(autojump_clock) 
 
     async def wait() -> None:
         with pytest.raises(TierUnavailable, match="OSError: gone"):
-            await guard.reserve([b"new"], SIZE, "wait")
+            await guard.reserve(RoomRequest([b"new"], SIZE, "wait"))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wait)
@@ -321,7 +321,7 @@ async def test_a_probe_that_would_wait_for_room_does_not_keep_the_turn(autojump_
         await trio.testing.wait_all_tasks_blocked()
         assert guard.health.state is HealthState.CLOSED  # that it is full is an answer
         await guard.delete(KEYS[:1])
-    assert tier.contains([b"new"]) == {b"new"} and tier.at_rest()
+    assert tier.contains_nowait([b"new"]) == {b"new"} and tier.at_rest()
 
 
 @pytest.mark.parametrize("when_full", ["wait", "evict", "partial", "fail"])
@@ -331,12 +331,12 @@ async def test_a_store_is_a_probe_from_its_reservation_to_its_end(autojump_clock
     await fail(guard, tier)
     await trio.sleep(1.0)
     if now:
-        reservation = guard.reserve_nowait([b"new"], SIZE, when_full)
+        reservation = guard.reserve_nowait(RoomRequest([b"new"], SIZE, when_full))
     else:
-        reservation = await guard.reserve([b"new"], SIZE, when_full)
+        reservation = await guard.reserve(RoomRequest([b"new"], SIZE, when_full))
     assert guard.health.state is HealthState.HALF_OPEN
     with pytest.raises(TierUnavailable):
-        guard.reserve_nowait([b"other"], SIZE, when_full)
+        guard.reserve_nowait(RoomRequest([b"other"], SIZE, when_full))
     source = FakeTier(4, SIZE)
     source.fill([b"new"])
     assert await reservation.transfer(source, source.upgrade([b"new"])) == [STORED]
@@ -350,7 +350,7 @@ async def test_room_that_is_given_back_unused_gives_the_turn_back(autojump_clock
     await fail(guard, tier)
     await trio.sleep(1.0)
     for _ in range(3):
-        reservation = guard.reserve_nowait([b"new"], SIZE, "partial")
+        reservation = guard.reserve_nowait(RoomRequest([b"new"], SIZE, "partial"))
         reservation.keep([])
         reservation.release()
         reservation.release()
@@ -362,7 +362,7 @@ async def test_room_of_before_it_broke_is_of_no_use_while_it_is_broken(autojump_
     tier, guard = ill_and_guard()
     source = FakeTier(4, SIZE)
     source.fill(KEYS)
-    early = [guard.reserve_nowait([key], SIZE, "wait") for key in KEYS[:2]]
+    early = [guard.reserve_nowait(RoomRequest([key], SIZE, "wait")) for key in KEYS[:2]]
     await fail(guard, tier)
     with pytest.raises(TierUnavailable):
         await early[0].transfer(source, source.upgrade(KEYS[:1]))
@@ -441,7 +441,7 @@ async def test_an_error_of_the_source_is_not_the_tiers(autojump_clock) -> None:
     source = BadSource(4, SIZE)
     source.fill([b"new"])
     for _ in range(5):
-        reservation = guard.reserve_nowait([b"new"], SIZE, "wait")
+        reservation = guard.reserve_nowait(RoomRequest([b"new"], SIZE, "wait"))
         with pytest.raises(OSError, match="the source is gone"):
             await reservation.transfer(source, source.upgrade([b"new"]))
         reservation.release()
@@ -457,7 +457,7 @@ async def test_a_source_that_cannot_even_be_looked_at_is_to_blame_itself(autojum
     source = NoViews(4, SIZE)
     source.fill([b"new"])
     for _ in range(5):
-        reservation = guard.reserve_nowait([b"new"], SIZE, "wait")
+        reservation = guard.reserve_nowait(RoomRequest([b"new"], SIZE, "wait"))
         with pytest.raises(OSError, match="the source is gone"):
             await reservation.transfer(source, source.upgrade([b"new"]))
         assert "room for 1 blocks" in repr(reservation)
@@ -572,9 +572,7 @@ async def test_a_cancelled_release_has_let_go(autojump_clock) -> None:
 
 
 class RemoteSource(FakeTier):
-    async def contains(self, keys: Any) -> Any:  # type: ignore[override]
-        await trio.lowlevel.checkpoint()
-        return super().contains(keys)
+    contains_nowait: Any = None
 
 
 # --- what goes through ----------------------------------------------------------------------------------------------
@@ -582,7 +580,7 @@ class RemoteSource(FakeTier):
 
 async def test_it_is_what_its_tier_is() -> None:
     local, remote = with_breaker(FakeTier(), "local"), with_breaker(RemoteSource(), "remote")  # type: ignore[arg-type]
-    assert not local.is_remote and remote.is_remote
+    assert isinstance(local, Tier) and not isinstance(remote, Tier)
     assert isinstance(local, Source) and isinstance(remote, Source)
     assert (local.name, local.block_bytes, local.capacity if hasattr(local, "capacity") else None) == (
         "local",

@@ -187,7 +187,7 @@ async def test_a_store_to_a_broken_tier_fails_there_and_the_next_one_probes_it(a
         assert ended == [Status.FAILED] * 5
         assert engine.statistics().health["moody"].state is HealthState.OPEN
         assert joined.moody.batches == [tuple(keys[start : start + 4]) for start in (0, 4, 8)]  # then it was left alone
-        assert joined["good"].contains(keys) == set(keys[:20])
+        assert joined["good"].contains_nowait(keys) == set(keys[:20])
         joined.moody.faults.error = None
         await trio.sleep(1.0)
         handle = await engine.store(joined.source.weak(keys[20:]), precondition=NO_WAIT)
@@ -205,7 +205,7 @@ async def test_a_sync_answer_that_raises_leaves_the_tier_out() -> None:
         raise OSError("no")
 
     async with places.open() as engine:
-        places["a"].contains = no_answer  # type: ignore[method-assign]
+        places["a"].contains_nowait = no_answer  # type: ignore[method-assign]
         async with await engine.lookup(keys) as hit:
             assert hit.runs == [("a", 1), ("b", 2)] and list(hit.unavailable) == ["a"]
     places.assert_at_rest()

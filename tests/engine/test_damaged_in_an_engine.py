@@ -67,7 +67,7 @@ async def test_what_is_spilled_is_right_or_gone(upper, lower, tmp_path):
         await store(engine, KEYS[:4])
         flip(above, BAD)
         await store(engine, KEYS[4:])
-        await until(lambda: not above.contains(KEYS[:4]))
+        await until(lambda: not above.contains_nowait(KEYS[:4]))
         loaded = await what_is_loaded(engine, KEYS)
         assert set(KEYS) - set(loaded) == {BAD}  # alone: none of its neighbours is lost with it
 
@@ -99,7 +99,7 @@ async def test_what_a_chain_takes_from_a_damaged_tier_is_right_or_missing(upper,
         below.reserve, below.reserve_nowait = reserve, would_block
         async with open_engine(source_of(KEYS), {"above": above, "below": below}, chain="on_store") as engine:
             await engine.store(engine.source.weak(KEYS), precondition=NO_WAIT)
-            await until(lambda: above.contains(KEYS) == set(KEYS))
+            await until(lambda: above.contains_nowait(KEYS) == set(KEYS))
             flip(above, BAD)
             gate.set()
             await engine.drain()

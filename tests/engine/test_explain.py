@@ -331,6 +331,8 @@ async def test_what_was_deleted(autojump_clock):
 
 
 class Remote(FakeTier):
+    contains_nowait = None
+
     async def contains(self, keys):
         await trio.lowlevel.checkpoint()
         raise OSError("no route to host")
@@ -411,6 +413,8 @@ async def test_an_explanation_holds_nothing_and_is_no_use_of_anything(autojump_c
 
 async def test_cancelled_at_its_awaits_it_leaves_nothing(autojump_clock):
     class Slow(FakeTier):
+        contains_nowait = None
+
         async def contains(self, keys):
             await trio.sleep_forever()
 

@@ -69,7 +69,7 @@ class Trouble:
         tier = self.places[self.dice.choice("abc")]
         match self.dice.randrange(5):
             case 0:
-                there = sorted(tier.contains(KEYS))
+                there = sorted(tier.contains_nowait(KEYS))
                 if there:
                     tier.damage(self.dice.choice(there))
             case 1:
@@ -88,7 +88,7 @@ class Trouble:
     async def check(self, engine: Engine) -> None:
         self.places.assert_at_rest()
         for name, tier in self.places.tiers.items():
-            there = tier.contains(KEYS)
+            there = tier.contains_nowait(KEYS)
             for key in there:
                 data = tier.get(key)
                 assert data is None or data == payload_of(key, len(data)), name

@@ -16,6 +16,7 @@ import trio.testing
 import backends
 import offload
 from backends import BlockSizeError, FileTier, PlaceClosed, make_tier
+from backends.abc import RoomRequest
 from backends.plugins import HostConfig, NativeTier, NoAnswer, PluginFault
 from backends.testing import FakeTier
 from backends.wrappers import Zstd, slot_bytes, wrap
@@ -325,7 +326,7 @@ async def test_what_somebody_else_has_made_is_his_to_close(tmp_path: Path) -> No
         await opened({"disk": mine})
     mine.close()
     with pytest.raises(backends.PlaceClosed):
-        inner.reserve_nowait([b"k"], slot_bytes(SIZE, Zstd()), "fail").release()
+        inner.reserve_nowait(RoomRequest([b"k"], slot_bytes(SIZE, Zstd()), "fail")).release()
 
 
 # --- a replay ---------------------------------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ async def test_what_comes_from_a_slower_tier_is_in_the_faster_one_afterwards(pro
         assert (await load(engine, keys, promote=promote)).loaded == 8
         await engine.drain()
         assert ups(engine.statistics()) == (5, {}, 0)
-        assert places["a"].contains(keys) == set(keys) and places["a"].copied == keys[3:]
+        assert places["a"].contains_nowait(keys) == set(keys) and places["a"].copied == keys[3:]
         await places.assert_sound("a", keys)
         async with await engine.lookup(keys) as hit:
             assert hit.runs == [("a", 8)]
@@ -82,7 +82,7 @@ async def test_where_to_is_said_by_the_load_or_by_the_engine(
     async with places.open(promote=default) as engine:
         await load(engine, keys, promote=said)
         await engine.drain()
-        assert [name for name in "ab" if places[name].contains(keys)] == ([up] if up else [])
+        assert [name for name in "ab" if places[name].contains_nowait(keys)] == ([up] if up else [])
         assert ups(engine.statistics()) == (4 if up else 0, {}, 0)
 
 
@@ -94,10 +94,10 @@ async def test_each_run_goes_up_from_where_it_came() -> None:
     async with places.open() as engine:
         await load(engine, keys, promote="b")
         await engine.drain()
-        assert places["b"].contains(keys) == set(keys[2:])
+        assert places["b"].contains_nowait(keys) == set(keys[2:])
         await load(engine, keys, promote=True)
         await engine.drain()
-        assert places["a"].contains(keys) == set(keys)
+        assert places["a"].contains_nowait(keys) == set(keys)
         assert ups(engine.statistics()) == (3 + 7, {}, 0)
         await places.assert_sound("a", keys)
 
@@ -131,7 +131,7 @@ async def test_only_the_usable_prefix_goes_up() -> None:
         with pytest.raises(LoadFailed):
             await load(engine, keys)
         await engine.drain()
-        assert places["a"].contains(keys) == set(keys[:2])
+        assert places["a"].contains_nowait(keys) == set(keys[:2])
         assert ups(engine.statistics()) == (2, {}, 0)
 
 
@@ -163,7 +163,7 @@ async def test_the_places_of_a_load_are_the_callers_again_at_once() -> None:
                 buffer[:] = bytes(SIZE)
         gate.set()
         await engine.drain()
-        assert places["a"].contains(keys) == set(keys)
+        assert places["a"].contains_nowait(keys) == set(keys)
         await places.assert_sound("a", keys)
 
 
@@ -177,7 +177,7 @@ async def test_a_load_that_was_cancelled_promotes_nothing(autojump_clock: object
         assert scope.cancelled_caught
         await engine.drain()
         assert ups(engine.statistics()) == (0, {}, 0)
-        assert not places["a"].contains(keys)
+        assert not places["a"].contains_nowait(keys)
 
 
 async def test_the_callers_cancel_does_not_reach_it(autojump_clock: object) -> None:
@@ -192,7 +192,7 @@ async def test_the_callers_cancel_does_not_reach_it(autojump_clock: object) -> N
         await engine.drain()
         assert ups(engine.statistics()) == (4, {}, 0)
         await places.assert_sound("a", keys)
-        assert places["a"].contains(keys) == set(keys)
+        assert places["a"].contains_nowait(keys) == set(keys)
 
 
 async def test_one_promotion_reads_at_a_time(autojump_clock: object) -> None:
@@ -232,8 +232,8 @@ async def test_a_full_tier_refuses_what_does_not_fit(config: PipelineConfig) -> 
         await load(engine, keys)
         await engine.drain()
         assert ups(engine.statistics()) == (2, {"full": 2}, 0)
-        assert places["a"].contains(keys) == set(keys[:2])
-        assert places["a"].contains(others) == set(others)
+        assert places["a"].contains_nowait(keys) == set(keys[:2])
+        assert places["a"].contains_nowait(others) == set(others)
 
 
 async def test_a_tier_whose_route_evicts_does_so_for_a_promotion() -> None:
@@ -245,7 +245,7 @@ async def test_a_tier_whose_route_evicts_does_so_for_a_promotion() -> None:
         await engine.drain()
         promoted, refused, _ = ups(engine.statistics())
         assert promoted + refused.get("full", 0) == 4  # what its eviction policy does not admit is refused
-        assert len(places["a"].contains(keys)) == promoted > 0
+        assert len(places["a"].contains_nowait(keys)) == promoted > 0
         await places.assert_sound("a", keys)
 
 
@@ -306,7 +306,7 @@ async def test_no_more_than_promotion_blocks_are_under_way(autojump_clock: objec
         gate.set()
         await engine.drain()
         assert ups(engine.statistics()) == (5, {"busy": 7}, 0)
-        assert source_places["a"].contains(keys) == set(keys[:5])
+        assert source_places["a"].contains_nowait(keys) == set(keys[:5])
 
 
 def lost(places: Places, key: Key) -> None:
@@ -332,7 +332,7 @@ async def test_what_is_lost_or_damaged_meanwhile_does_not_go_up(
         happens(places, keys[2])  # before the promotion reads it: nothing has run since the load's answer
         await engine.drain()
         assert ups(engine.statistics()) == (arrive, {"gone": 4 - arrive}, 0)
-        assert keys[2] not in places["a"].contains(keys)
+        assert keys[2] not in places["a"].contains_nowait(keys)
         await places.assert_sound("a", keys)
         assert_nothing_staged(engine)
     places.assert_at_rest()
@@ -357,7 +357,7 @@ async def test_a_tier_that_fails_is_counted_and_no_error(where: str) -> None:
         await engine.drain()
         assert ups(engine.statistics()) == (0, {"failed": 4}, 0)
         assert_nothing_staged(engine)
-    assert not places["a"].contains(keys)
+    assert not places["a"].contains_nowait(keys)
     places.assert_at_rest()
 
 
@@ -387,7 +387,7 @@ async def test_the_end_of_the_engine_waits_for_what_is_being_copied(autojump_clo
         await trio.testing.wait_all_tasks_blocked()
     assert ups(engine.statistics()) == (4, {}, 0)
     await places.assert_sound("a", keys)
-    assert places["a"].contains(keys) == set(keys)
+    assert places["a"].contains_nowait(keys) == set(keys)
     places.assert_at_rest()
 
 
@@ -401,7 +401,7 @@ async def test_a_copy_that_never_ends_does_not_keep_the_engine(autojump_clock: o
         before = trio.current_time()
     assert trio.current_time() - before == pytest.approx(2.0)
     assert ups(engine.statistics()) == (0, {"failed": 4}, 0)
-    assert not places["a"].contains(keys)
+    assert not places["a"].contains_nowait(keys)
 
 
 async def test_what_a_promotion_without_an_end_holds_is_shown_and_can_be_released(autojump_clock: object) -> None:
@@ -460,7 +460,7 @@ async def test_wherever_the_engine_ends_nothing_of_a_promotion_is_left(autojump_
         statistics = engine.statistics()
         assert statistics.promoted_blocks == len(places["a"]) and statistics.promoting_blocks == 0
         assert statistics.promoted_blocks + sum(statistics.promotions_refused.values()) == 6
-        assert places["b"].contains(keys) == set(keys)
+        assert places["b"].contains_nowait(keys) == set(keys)
         promoted.add(statistics.promoted_blocks)
     assert promoted == {0, 6}
 

@@ -26,12 +26,12 @@ async def test_what_is_evicted_is_below_before_it_goes(autojump_clock):
         gate = stairs.lower.faults.gate = trio.Event()
         handle = stairs.store(keys_of("xy"))
         await wait_all_tasks_blocked()
-        assert stairs.upper.contains(keys_of("abcd")) == set(keys_of("abcd"))
+        assert stairs.upper.contains_nowait(keys_of("abcd")) == set(keys_of("abcd"))
         assert stairs.spilling.statistics().under_way == 2
         gate.set()
         assert (await handle.wait()).status is Status.COMPLETE
-        assert stairs.upper.contains(keys_of("abcdxy")) == set(keys_of("abxy"))  # the deepest go first
-        assert stairs.lower.contains(keys_of("abcdxy")) == set(keys_of("cd"))
+        assert stairs.upper.contains_nowait(keys_of("abcdxy")) == set(keys_of("abxy"))  # the deepest go first
+        assert stairs.lower.contains_nowait(keys_of("abcdxy")) == set(keys_of("cd"))
     assert stairs.judge() == []
     assert stairs.spilling.statistics().spilled == 2
 
@@ -47,14 +47,14 @@ async def test_three_tiers_down_the_stairs(autojump_clock):
     async with Stairs(2, 2, 4).open() as stairs:
         for letter in "abcdefgh":
             assert (await stairs.stored(keys_of(letter))).status is Status.COMPLETE
-        assert [tier.contains(keys_of("abcdefgh")) for tier in stairs.tiers] == [
+        assert [tier.contains_nowait(keys_of("abcdefgh")) for tier in stairs.tiers] == [
             set(keys_of("gh")),
             set(keys_of("ef")),
             set(keys_of("abcd")),
         ]
         # Eight do: from the last one blocks go for good.
         assert (await stairs.stored(keys_of("i"))).status is Status.COMPLETE
-        assert stairs.tiers[2].contains(keys_of("abcd")) == set(keys_of("bcd"))
+        assert stairs.tiers[2].contains_nowait(keys_of("abcd")) == set(keys_of("bcd"))
     assert stairs.judge() == []
     assert [spilling.statistics().spilled for spilling in stairs.spillings] == [7, 5]
 
@@ -76,7 +76,7 @@ async def test_a_container_larger_than_a_batch_is_spilled_in_batches(autojump_cl
         second = [b"b%d" % number for number in range(40)]
         await stairs.stored(first)
         assert (await stairs.stored(second)).status is Status.COMPLETE
-        assert stairs.lower.contains(first) == set(first)
+        assert stairs.lower.contains_nowait(first) == set(first)
     assert {len(batch) for batch in stairs.lower.batches} == {8}
     assert stairs.judge() == []
 
@@ -112,7 +112,7 @@ async def test_a_full_lower_tier_drops_the_block_in_half_the_time_that_a_store_w
             start = trio.current_time()
             assert (await stairs.stored(keys_of("y"))).status is Status.COMPLETE
             assert trio.current_time() - start == pytest.approx(4.0, abs=0.1)
-        assert stairs.upper.contains(keys_of("abcdy")) == set(keys_of("abcy"))
+        assert stairs.upper.contains_nowait(keys_of("abcdy")) == set(keys_of("abcy"))
     assert stairs.spilling.statistics().dropped == {"full": 1}
     assert stairs.watch.dropped == [(b"d", "full")]
     assert stairs.judge() == []
@@ -165,7 +165,7 @@ async def test_a_block_that_fails_alone_is_dropped_alone(autojump_clock):
         await stairs.stored(keys_of("abcd"))
         stairs.lower.faults.failing[b"c"] = OSError("torn")
         await stairs.stored(keys_of("xy"))
-        assert stairs.lower.contains(keys_of("cd")) == set(keys_of("d"))
+        assert stairs.lower.contains_nowait(keys_of("cd")) == set(keys_of("d"))
     assert stairs.watch.dropped == [(b"c", "failed")]
     assert stairs.judge() == []
 
@@ -181,15 +181,15 @@ async def test_a_copy_without_an_end_keeps_its_block_and_the_store_gets_another_
         stairs.lower.faults.hang = False
         assert (await handle.wait()).status is Status.COMPLETE
         assert trio.current_time() == pytest.approx(2.0, abs=0.1)
-        assert stairs.upper.contains(keys_of("abcdx")) == set(keys_of("abdx"))
-        assert stairs.lower.contains(keys_of("abcd")) == set(keys_of("c"))
+        assert stairs.upper.contains_nowait(keys_of("abcdx")) == set(keys_of("abdx"))
+        assert stairs.lower.contains_nowait(keys_of("abcd")) == set(keys_of("c"))
         assert stairs.upper.statistics().held_blocks == 1
         assert (stairs.spilling.statistics().under_way, stairs.spilling.statistics().spilled) == (1, 1)
         if used:
             assert stairs.upper.get(b"d") == payload_of(b"d", SIZE)
     [quarantined] = stairs.routes[0].quarantine
     quarantined.release()
-    assert stairs.upper.contains(keys_of("d")) == (set(keys_of("d")) if used else set())
+    assert stairs.upper.contains_nowait(keys_of("d")) == (set(keys_of("d")) if used else set())
     assert stairs.spilling.statistics().dropped == ({} if used else {"unproven": 1})
     if not used:
         assert stairs.judge() == []
@@ -230,11 +230,11 @@ async def test_what_somebody_else_is_bringing_below_is_waited_for(autojump_clock
         marks_of(stairs.lower).mark(keys_of("d"))
         handle = stairs.store(keys_of("x"))
         await trio.sleep(1)
-        assert stairs.upper.contains(keys_of("d"))
+        assert stairs.upper.contains_nowait(keys_of("d"))
         assert not handle.status.terminal
         marks_of(stairs.lower).release(keys_of("d"))
         assert (await handle.wait()).status is Status.COMPLETE
-        assert stairs.lower.contains(keys_of("d"))
+        assert stairs.lower.contains_nowait(keys_of("d"))
     assert stairs.judge() == []
 
 
@@ -263,8 +263,8 @@ async def test_what_is_used_while_it_is_copied_stays_and_the_store_gets_another_
         async with await stairs.upper.pin(keys_of("d")) as lease:
             assert list(lease.keys) == keys_of("d")
             await handle.wait()
-        assert stairs.upper.contains(keys_of("abcdx")) == set(keys_of("abdx"))
-        assert stairs.lower.contains(keys_of("abcd")) == set(keys_of("cd"))
+        assert stairs.upper.contains_nowait(keys_of("abcdx")) == set(keys_of("abdx"))
+        assert stairs.lower.contains_nowait(keys_of("abcd")) == set(keys_of("cd"))
     assert (stairs.spilling.statistics().stayed, stairs.spilling.statistics().spilled) == (1, 1)
     assert stairs.judge() == []
 
@@ -276,7 +276,7 @@ async def test_what_leaves_and_is_stored_again_is_present(autojump_clock):
         await trio.sleep(0.5)
         assert (await stairs.stored(keys_of("d"))).filtered == {b"d": "present"}
         await handle.wait()
-        assert stairs.lower.contains(keys_of("d"))
+        assert stairs.lower.contains_nowait(keys_of("d"))
     assert stairs.judge() == []
 
 
@@ -288,7 +288,7 @@ async def test_a_store_that_is_cancelled_ends_no_spill(autojump_clock):
         await handle.cancel()
         assert handle.status is Status.CANCELLED
         await trio.sleep(2)
-        assert stairs.lower.contains(keys_of("d"))
+        assert stairs.lower.contains_nowait(keys_of("d"))
         assert stairs.upper.pool.free == 1
     assert stairs.spilling.statistics().spilled == 1
     assert stairs.judge() == []
@@ -300,8 +300,8 @@ async def test_a_damaged_victim_is_not_copied_and_not_dropped(autojump_clock):
         stairs.upper.damage(b"d")
         stairs.watch.excused.add(b"d")
         assert (await stairs.stored(keys_of("x"))).status is Status.COMPLETE
-        assert not stairs.lower.contains(keys_of("d"))
-        assert not stairs.upper.contains(keys_of("d"))
+        assert not stairs.lower.contains_nowait(keys_of("d"))
+        assert not stairs.upper.contains_nowait(keys_of("d"))
     assert stairs.spilling.statistics().dropped == {}
     assert stairs.upper.statistics().missed["damaged"] == 1
     assert stairs.judge() == []
@@ -315,7 +315,7 @@ async def test_closing_waits_for_what_is_under_way(autojump_clock):
         await stairs.stored(keys_of("abcd"))
         stairs.store(keys_of("x"))
         await trio.sleep(0.5)
-    assert stairs.lower.contains(keys_of("d"))
+    assert stairs.lower.contains_nowait(keys_of("d"))
     assert stairs.spilling.statistics().spilled == 1
     assert stairs.judge() == []
 
@@ -330,7 +330,7 @@ async def test_cancelling_all_around_ends_what_is_under_way_in_the_same_way(auto
             scope.cancel()
             await trio.sleep_forever()
     assert scope.cancelled_caught
-    assert stairs.lower.contains(keys_of("d"))
+    assert stairs.lower.contains_nowait(keys_of("d"))
     assert stairs.judge() == []
 
 
@@ -448,12 +448,14 @@ class Asked:
     def __getattr__(self, name):
         return getattr(self.tier, name)
 
+    contains_nowait = None
+
     async def contains(self, keys):
         self.questions += 1
         await trio.sleep(self.seconds)
         if self.error is not None:
             raise self.error
-        return self.tier.contains(keys)
+        return self.tier.contains_nowait(keys)
 
 
 async def batches_of_one_that_is_asked(seconds, error):

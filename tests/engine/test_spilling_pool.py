@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from backends._file_registry import FileRegistry
-from backends.abc import EVICTED, Deletion
+from backends.abc import EVICTED, Deletion, RoomRequest
 from backends.blocks import BlockPool, Registry
 from backends.leaving import Evictions, SpillingTier
 from backends.memory import MemoryTier
@@ -77,7 +77,7 @@ async def test_who_waits_is_served_when_the_spill_is_over(autojump_clock):
 
         @nursery.start_soon
         async def store():
-            slots = await pool.reserve(keys_of("xy"), "evict")
+            slots = await pool.reserve(RoomRequest(keys_of("xy"), 8, "evict"))
             assert pool.register(keys_of("xy"), slots) == []
 
         await trio.testing.wait_all_tasks_blocked()
@@ -89,7 +89,7 @@ async def test_who_waits_is_served_when_the_spill_is_over(autojump_clock):
 async def test_who_waits_and_is_cancelled_ends_no_spill_and_the_next_one_finds_the_room(autojump_clock):
     pool, spills = full_pool("abcd")
     with trio.move_on_after(1):
-        await pool.reserve(keys_of("xy"), "evict")
+        await pool.reserve(RoomRequest(keys_of("xy"), 8, "evict"))
     assert pool.statistics().waiting == 0
     assert spills[0].held
     assert pool.contains(keys_of("ab")) == set(keys_of("ab"))
@@ -122,7 +122,7 @@ def test_what_is_used_stays_and_another_one_leaves(policy):
 async def test_who_counted_on_what_stays_is_given_another_slot(autojump_clock):
     pool, spills = full_pool("abcd")
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(pool.reserve, keys_of("x"), "evict")
+        nursery.start_soon(pool.reserve, RoomRequest(keys_of("x"), 8, "evict"))
         await trio.testing.wait_all_tasks_blocked()
         pool.use(keys_of("a"))
         spills[0].over()
@@ -135,7 +135,7 @@ async def test_what_a_copy_holds_leaves_with_it_and_nobody_waits_for_it(autojump
     """Its spill is over, but a copy is still reading it, and may do so for ever: in quarantine."""
     pool, spills = full_pool("abcd")
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(pool.reserve, keys_of("x"), "evict")
+        nursery.start_soon(pool.reserve, RoomRequest(keys_of("x"), 8, "evict"))
         await trio.testing.wait_all_tasks_blocked()
         guards = pool.upgrade(keys_of("a"))
         assert list(spills[0].over()) == keys_of("a")
@@ -213,9 +213,9 @@ def test_who_cannot_wait_does_not_count_on_what_leaves():
         tier.put(key, key * 8)
     tier.spill_to(spills.append)
     with pytest.raises(trio.WouldBlock):
-        tier.reserve_nowait(keys_of("xyz"), 8, "evict")
+        tier.reserve_nowait(RoomRequest(keys_of("xyz"), 8, "evict"))
     assert tier.put(b"u", b"u" * 8)
-    assert tier.contains(keys_of("abcdu")) == set(keys_of("abcu"))
+    assert tier.contains_nowait(keys_of("abcdu")) == set(keys_of("abcu"))
 
 
 def test_a_spiller_that_raises_has_let_the_blocks_go(caplog):
@@ -240,7 +240,7 @@ async def test_a_spiller_that_lets_go_at_once_serves_each_waiter_once(autojump_c
     async with trio.open_nursery() as nursery:
 
         async def store(text):
-            taken.append(await pool.reserve(keys_of(text), "evict"))
+            taken.append(await pool.reserve(RoomRequest(keys_of(text), 8, "evict")))
 
         nursery.start_soon(store, "x")
         await trio.testing.wait_all_tasks_blocked()
@@ -557,7 +557,7 @@ async def test_stores_spills_uses_and_cancels_in_any_order_lose_no_room(autojump
                 async def user(number, chance=chance, pool=pool, stored=stored):
                     keys = [b"%d.%d" % (number, at) for at in range(chance.randrange(1, 7))]
                     with trio.move_on_after(chance.randrange(1, 20) / 1024):
-                        slots = await pool.reserve(keys, "evict")
+                        slots = await pool.reserve(RoomRequest(keys, 8, "evict"))
                         try:
                             await trio.sleep(chance.randrange(0, 4) / 1024)
                         except trio.Cancelled:

@@ -96,7 +96,7 @@ async def test_what_a_tenant_stored_is_encrypted_for_him_below_and_read_by_him_a
     upper, lower, keys = plain(), sealed(), keys_of(tenant, 8)
     async with opened({"upper": upper, "lower": lower}) as engine:
         await store(engine, keys, tenant)
-        assert lower.contains(keys) == set(keys[:6]) and engine.statistics().spills["lower"].spilled == 6
+        assert lower.contains_nowait(keys) == set(keys[:6]) and engine.statistics().spills["lower"].spilled == 6
         for key in keys[:6]:
             assert await readers(lower, key) == [tenant]
         for who in TENANTS:
@@ -139,7 +139,7 @@ async def test_it_stays_his_however_many_tiers_it_walks_through() -> None:
     async with opened(tiers) as engine:
         await store(engine, keys_of("bob", 3), "bob")
         await store(engine, keys_of("ann", 9), "ann")
-        below = [(tenant, key) for tenant in TENANTS for key in keys_of(tenant, 9) if tiers["c"].contains([key])]
+        below = [(tenant, key) for tenant in TENANTS for key in keys_of(tenant, 9) if tiers["c"].contains_nowait([key])]
         assert len(below) == 7
         for tenant, key in below:
             assert await readers(tiers["c"], key) == [tenant]
@@ -170,7 +170,7 @@ async def test_what_is_promoted_for_a_tenant_and_goes_again_is_still_his() -> No
         async with await engine.lookup(keys[:1], tenant="ann") as hit:
             await engine.load(hit, PagesDestination.over([bytearray(SIZE)]))
         await engine.drain()
-        assert upper.contains(keys[:1]) and remembered(engine, "upper")[keys[0]] == "ann"
+        assert upper.contains_nowait(keys[:1]) and remembered(engine, "upper")[keys[0]] == "ann"
         await lower.delete(keys[:1])
         await store(engine, keys[4:], "ann")
         assert await readers(lower, keys[0]) == ["ann"]
@@ -190,7 +190,7 @@ async def test_what_is_promoted_from_a_plain_tier_stays_whose_it_was_there(autoj
             await engine.drain()
             assert engine._carrying._owners["a"].of(wanted) is None
         await store(engine, keys[4:], "ann")
-        assert await readers(tiers["c"], keys[0]) == ["ann"] and not tiers["c"].contains([b"stray"])
+        assert await readers(tiers["c"], keys[0]) == ["ann"] and not tiers["c"].contains_nowait([b"stray"])
         at_rest(engine, tiers["c"])
 
 
@@ -208,7 +208,7 @@ async def test_what_nobody_said_anything_of_is_refused_block_by_block(caplog: py
         assert (await handle.wait()).status is Status.COMPLETE
         spills = engine.statistics().spills["lower"]
         assert (dict(spills.dropped), spills.spilled) == ({"tenant unknown": 2}, 2)
-        assert lower.contains([b"before", b"behind"]) == set() and lower.contains(keys) == set(keys[:2])
+        assert lower.contains_nowait([b"before", b"behind"]) == set() and lower.contains_nowait(keys) == set(keys[:2])
         assert "not copied to lower: tenant unknown" in str(await engine.explain(b"behind"))
         assert "2 blocks were dropped instead of copied to lower: tenant unknown" in caplog.text
         at_rest(engine, lower)
@@ -229,7 +229,7 @@ async def test_who_stores_what_lies_there_of_nobody_does_not_make_it_his() -> No
     async with opened({"upper": upper, "lower": lower}) as engine:
         await store(engine, keys[:1], "bob")
         await store(engine, keys[1:], "ann")
-        assert not lower.contains(keys[:1]) and dict(engine.statistics().spills["lower"].dropped) == {
+        assert not lower.contains_nowait(keys[:1]) and dict(engine.statistics().spills["lower"].dropped) == {
             "tenant unknown": 1
         }
         await store(engine, keys[:1], "ann")  # who stores it anew, once it has gone
@@ -248,7 +248,7 @@ async def test_what_two_bring_at_once_is_nobodys(autojump_clock: object) -> None
         assert (await his.wait()).filtered == {keys[0]: "pending"}
         await store(engine, keys[1:], "ann")
         dropped = dict(engine.statistics().spills["lower"].dropped)
-        assert dropped == {"tenant unknown": 1} and not lower.contains(keys[:1])
+        assert dropped == {"tenant unknown": 1} and not lower.contains_nowait(keys[:1])
         at_rest(engine, lower)
 
 
@@ -271,7 +271,7 @@ async def test_a_tenant_without_a_secret_loses_his_blocks_and_nobody_elses() -> 
         await store(engine, [b"eve's"], "eve")
         await store(engine, keys_of("ann", 3), "ann")
         assert dict(engine.statistics().spills["lower"].dropped) == {"failed": 1}
-        assert await readers(lower, keys_of("ann", 1)[0]) == ["ann"] and not lower.contains([b"eve's"])
+        assert await readers(lower, keys_of("ann", 1)[0]) == ["ann"] and not lower.contains_nowait([b"eve's"])
 
 
 # --- how much is remembered -------------------------------------------------------------------------------------------
@@ -474,7 +474,9 @@ async def never_anybody_elses(seed: int) -> dict[str, int]:
         await engine.drain()
         await trio.sleep(1)
         at_rest(engine, *tiers.values())
-        below = [(tenant, key) for tenant in TENANTS for key in keys_of(tenant, 10) if tiers["z"].contains([key])]
+        below = [
+            (tenant, key) for tenant in TENANTS for key in keys_of(tenant, 10) if tiers["z"].contains_nowait([key])
+        ]
         for tenant, key in below:
             assert await readers(tiers["z"], key) == [tenant], seed
         dropped = sum(sum(spills.dropped.values()) for spills in engine.statistics().spills.values())

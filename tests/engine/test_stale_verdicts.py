@@ -76,7 +76,7 @@ async def test_two_wrapped_tiers_over_one_place_spare_each_others_blocks(
     harm(a, KEYS[1])
     other = await inner.pin(a.names(KEYS)) if reader else None
     assert (await load(a, KEYS))[0] == [LOADED, Missed("damaged"), LOADED]
-    assert a.contains(KEYS) == b.contains(KEYS) == {KEYS[0], KEYS[2]}
+    assert a.contains_nowait(KEYS) == b.contains_nowait(KEYS) == {KEYS[0], KEYS[2]}
     assert await store(b, BAD) == [STORED]
     if other is not None:
         await other.release()
@@ -96,7 +96,7 @@ async def test_what_a_copy_to_elsewhere_has_found_is_what_it_read(place: str, tm
     guards = a.upgrade(KEYS)
     with pytest.raises(DamagedBlock):
         a.copy_out(guards, new_pages(3, 64))
-    assert a.contains(KEYS) == {KEYS[0], KEYS[2]}
+    assert a.contains_nowait(KEYS) == {KEYS[0], KEYS[2]}
     assert await store(b, BAD) == [STORED]
     a.release(guards)
     await a.bury()
@@ -357,7 +357,7 @@ async def test_a_reading_that_fails_leaves_it_condemned() -> None:
     assert (await load(tier, KEYS))[0] == [LOADED, Missed("damaged"), LOADED]
     inner.breaks = True
     await lease.release()
-    assert tier.contains(KEYS) == {KEYS[0], KEYS[2]} and inner.statistics().blocks == 3
+    assert tier.contains_nowait(KEYS) == {KEYS[0], KEYS[2]} and inner.statistics().blocks == 3
     inner.breaks = False
     await tier.bury()
     assert inner.statistics().blocks == 2 and not tier._condemned
@@ -413,4 +413,4 @@ async def test_a_few_are_read_at_a_time_and_all_of_them_have_their_turn(monkeypa
     await holder.release()
     await tier.bury()
     assert tier.inner.statistics().blocks == 0 and tier.statistics().deleted == 0
-    assert source_of(BLOCKS).contains(KEYS) == set(KEYS)
+    assert source_of(BLOCKS).contains_nowait(KEYS) == set(KEYS)

@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from backends import Unproven
-from backends.abc import STORED
+from backends.abc import STORED, RoomRequest
 from backends.file import FileTier
 from backends.pages import copy_pages, new_pages
 from backends.slots import SlotTier
@@ -104,7 +104,7 @@ async def tier(request, tmp_path):
 
 
 async def store(tier, place):
-    reservation = await tier.reserve(KEYS, SIZE, "fail")
+    reservation = await tier.reserve(RoomRequest(KEYS, SIZE, "fail"))
     try:
         return list(await reservation.transfer(place, place.upgrade(KEYS)))
     finally:

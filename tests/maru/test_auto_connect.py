@@ -6,6 +6,7 @@ import pytest
 import trio
 import trio.testing
 
+from backends.abc import RoomRequest
 from backends.maru import MaruTier
 from maru import HandlerClosed, NoAnswer, Stored
 from maru._wire import Code
@@ -86,8 +87,8 @@ async def test_a_tier_over_an_open_handler_that_is_not_connected_yet_does_not_op
     async with joined(World()) as handler:
         async with MaruTier(handler) as tier:
             with pytest.raises(trio.WouldBlock):
-                tier.reserve_nowait([b"key"], PAGE, "wait")
-            reservation = await tier.reserve([b"key"], PAGE, "wait")
+                tier.reserve_nowait(RoomRequest([b"key"], PAGE, "wait"))
+            reservation = await tier.reserve(RoomRequest([b"key"], PAGE, "wait"))
             assert len(reservation.granted) == 1
             reservation.release()
         assert handler.connected

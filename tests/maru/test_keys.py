@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from backends.abc import RoomRequest
 from backends.maru import MaruTier
 from maru import MaruHandler
 from maru._client.keys import list_keys
@@ -106,8 +107,8 @@ async def test_a_tier_reserves_nothing_for_what_is_no_key(keys, error, text, whe
         assert salt == 7, "the keys above are as long as fits beside it"
         for reserve in (tier.reserve, tier.reserve_nowait):
             with pytest.raises(error, match=text):
-                await reserve(keys, PAGE, when_full)
+                await reserve(RoomRequest(keys, PAGE, when_full))
         assert tier.statistics().reserved_blocks == 0
-        reservation = await tier.reserve([b"k" * 28], PAGE, when_full)
+        reservation = await tier.reserve(RoomRequest([b"k" * 28], PAGE, when_full))
         assert len(reservation.granted) == 1
         reservation.release()

@@ -14,7 +14,7 @@ import pytest
 import trio
 
 import offload
-from backends.abc import DUPLICATE, LOADED, STORED, Deletion
+from backends.abc import DUPLICATE, LOADED, STORED, Deletion, RoomRequest
 from backends.maru import MaruTier
 from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
@@ -42,7 +42,7 @@ def filled(n: int = 6) -> tuple[FakeTier, list[bytes]]:
 
 
 async def put(tier: Any, source: FakeTier, keys: list[bytes]) -> list[Any]:
-    reservation = await tier.reserve(keys, PAGE, "wait")
+    reservation = await tier.reserve(RoomRequest(keys, PAGE, "wait"))
     guards = source.upgrade(keys)
     try:
         return list(await reservation.transfer(source, guards))
@@ -71,7 +71,7 @@ async def test_a_tier_that_was_left_is_entered_again_and_its_counters_go_on() ->
             await tier.delete(keys[:1])
             await tier.contains(keys)
             before, era = tier.statistics(), tier.handler.era
-            stale = await tier.reserve(keys[4:5], PAGE, "wait")
+            stale = await tier.reserve(RoomRequest(keys[4:5], PAGE, "wait"))
         with pytest.raises(HandlerClosed):
             await tier.contains(keys)
         async with tier:

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import trio
 
-from backends.abc import STORED, CapacityError
+from backends.abc import STORED, CapacityError, RoomRequest
 from backends.maru import MaruTier
 from backends.maru.l1 import MaruL1
 from backends.memory import MemoryTier
@@ -173,14 +173,14 @@ async def test_a_tier_that_can_never_hold_so_many_says_so_at_once(when_full, aut
     async with small_server() as server, MaruTier(MaruHandler(**knobs_to(server, auto_expand=auto_expand))) as tier:
         with pytest.raises(CapacityError, match=rf"{HOLDS + 1} blocks: .*pool_size = 104857600.* {POOL} bytes"):
             with trio.fail_after(PATIENCE):
-                await tier.reserve(keys_of(HOLDS + 1), PAGE, when_full)
+                await tier.reserve(RoomRequest(keys_of(HOLDS + 1), PAGE, when_full))
         assert tier.statistics().reserved_blocks == 0
         source = MemoryTier(HOLDS * PAGE, PAGE)
         keys = keys_of(HOLDS)
         for key in keys:
             source.put(key, payload_of(key, PAGE))
         with trio.fail_after(PATIENCE):
-            reservation = await tier.reserve(keys, PAGE, when_full)
+            reservation = await tier.reserve(RoomRequest(keys, PAGE, when_full))
         outcomes = await reservation.transfer(source, source.upgrade(keys))
         assert list(outcomes) == [STORED] * HOLDS
         assert tier.statistics().capacity_bytes == POOL
@@ -192,21 +192,21 @@ async def test_who_waits_behind_one_that_can_never_be_met_is_served():
 
         async def too_many():
             with pytest.raises(CapacityError):
-                await tier.reserve(keys_of(HOLDS + 1), PAGE, "wait")
+                await tier.reserve(RoomRequest(keys_of(HOLDS + 1), PAGE, "wait"))
             told.append("too many")
 
         with trio.fail_after(PATIENCE):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(too_many)
                 nursery.start_soon(too_many)
-            reservation = await tier.reserve(keys_of(1), PAGE, "wait")
+            reservation = await tier.reserve(RoomRequest(keys_of(1), PAGE, "wait"))
         assert told == ["too many"] * 2 and len(reservation.granted) == 1
         reservation.release()
 
 
 async def test_a_partial_reservation_takes_what_there_is():
     async with small_server() as server, MaruTier(MaruHandler(**knobs_to(server))) as tier:
-        reservation = await tier.reserve(keys_of(HOLDS + 3), PAGE, "partial")
+        reservation = await tier.reserve(RoomRequest(keys_of(HOLDS + 3), PAGE, "partial"))
         assert list(reservation.granted) == keys_of(HOLDS)
         reservation.release()
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import trio
 
+from backends.abc import RoomRequest
 from backends.testing import FakeTier
 from offload import NO_WAIT, Status
 from offload.abc import Leased, Precondition
@@ -199,14 +200,18 @@ async def test_waiting_for_room_raises_once(autojump_clock, error: str) -> None:
         await go_on(world, raised=bool(raised), spared=2 if error in ORDINARY else 0)
 
 
-async def test_narrow_raises_and_who_cancels_is_not_told(autojump_clock) -> None:
+async def test_asking_for_less_room_raises_and_the_caller_of_cancel_is_not_told(autojump_clock) -> None:
     async with open_world(min_batch_size=4) as world:
         world.faults.room = trio.Event()
 
-        def narrow(asked: Any, keys: Any) -> bool:
+        def broken() -> bool:
             raise Broken
 
-        world.destination.narrow = narrow  # type: ignore[method-assign]
+        async def reserve(request: RoomRequest) -> Any:
+            with request.waiting(broken):
+                return await FakeTier.reserve(world.destination, request)
+
+        world.destination.reserve = reserve  # type: ignore[method-assign]
         one, two = world.store("a", 2), world.store("b", 2)
         await trio.sleep(5 * TICK)
         await one.cancel()
@@ -221,10 +226,10 @@ async def test_what_one_container_makes_a_place_raise_fails_that_container(autoj
         place: Any = world.destination if method == "reserve_nowait" else world.source
         inner = getattr(place, method)
 
-        def picky(keys: Any, *rest: Any) -> Any:
-            if b"b1" in keys:
+        def picky(asked: Any) -> Any:
+            if b"b1" in getattr(asked, "keys", asked):
                 raise Broken("not this one")
-            return inner(keys, *rest)
+            return inner(asked)
 
         setattr(place, method, picky)
         handles = {label: world.store(label, 2) for label in "abc"}

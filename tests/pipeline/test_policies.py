@@ -20,7 +20,6 @@ from offload.policies import (
     PassAll,
     PresenceFilter,
     PriorityPrefixFilter,
-    RemotePresenceFilter,
     as_policy,
     read_answer,
 )
@@ -35,15 +34,17 @@ class Place:
         self.keys = set(keys)
         self.asked = []
 
-    def contains(self, keys):
+    def contains_nowait(self, keys):
         self.asked.append(list(keys))
         return self.keys.intersection(keys)
 
 
 class RemotePlace(Place):
+    contains_nowait = None
+
     async def contains(self, keys):
         await trio.sleep(1)
-        return super().contains(keys)
+        return super().contains_nowait(keys)
 
 
 class Rejecting:
@@ -115,14 +116,9 @@ def test_presence_filter_rejects_what_the_tier_contains_in_one_call():
     assert repr(place) in repr(PresenceFilter(place))
 
 
-def test_presence_filter_refuses_a_place_that_must_be_awaited():
-    with pytest.raises(TypeError, match="RemotePresenceFilter"):
-        PresenceFilter(RemotePlace())
-
-
-async def test_remote_presence_filter_awaits_the_place(autojump_clock):
+async def test_presence_filter_asks_a_place_that_does_not_know_at_once(autojump_clock):
     place = RemotePlace(B)
-    policy = RemotePresenceFilter(place)
+    policy = PresenceFilter(place)
     assert isinstance(policy, AsyncPolicy)
     assert await policy.evaluate(KEYS) == {B: "present"}
     assert await policy.evaluate([A]) is NOTHING_REJECTED

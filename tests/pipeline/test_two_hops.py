@@ -18,7 +18,7 @@ import attrs
 import pytest
 import trio
 
-from backends.abc import LOADED, Deletion, Key
+from backends.abc import LOADED, Deletion, Key, RoomRequest
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
 from backends.slots import PagesDestination
@@ -203,7 +203,7 @@ async def stored_elsewhere(hops: Hops, keys: Sequence[Key]) -> None:
     source = MemoryTier(len(keys) * SIZE, SIZE)
     for key in keys:
         source.put(key, payload_of(key, SIZE))
-    reservation = await hops.other.reserve(keys, SIZE, "fail")
+    reservation = await hops.other.reserve(RoomRequest(keys, SIZE, "fail"))
     try:
         await reservation.transfer(source, source.upgrade(keys))
     finally:
@@ -282,7 +282,7 @@ async def test_a_page_store_that_does_not_answer_costs_the_blocks_and_no_store(c
         with trio.fail_after(60):
             async with impatient(hops.maru.handler):
                 await hops.store(NAMES[4:6])
-        assert hops.host.contains(NAMES[:6]) == {*NAMES[:2], *NAMES[4:6]}
+        assert hops.host.contains_nowait(NAMES[:6]) == {*NAMES[:2], *NAMES[4:6]}
         dropped = hops.engine.statistics().spills["maru"].dropped
         assert sum(dropped.values()) == 2
         assert any("dropped instead of copied to maru" in record.getMessage() for record in caplog.records)
@@ -350,7 +350,7 @@ async def test_what_comes_back_is_promoted_and_others_go_down_for_it() -> None:
             result = await hops.engine.load(hit, destination, promote=True)
         assert result.loaded == 2
         await hops.engine.drain()
-        assert hops.host.contains(NAMES[:8]) == {*NAMES[:2], *NAMES[4:6]}
+        assert hops.host.contains_nowait(NAMES[:8]) == {*NAMES[:2], *NAMES[4:6]}
         assert await hops.other.contains(NAMES[:8]) == {*NAMES[:4], *NAMES[6:8]}
         assert hops.engine.statistics().promoted_blocks == 2
         calls = [call for call in hops.recorder.take() if call != "UNPIN"]
@@ -392,7 +392,7 @@ async def test_a_delete_that_nobody_answers_is_unavailable_and_the_host_has_forg
             async with impatient(hops.maru.handler, 0.1, Code.DROP):
                 answers = await hops.engine.delete([NAMES[0], NAMES[5]])
         assert answers == [Deletion.UNAVAILABLE, Deletion.UNAVAILABLE]
-        assert hops.host.contains(NAMES[:8]) == {NAMES[4], NAMES[6], NAMES[7]}
+        assert hops.host.contains_nowait(NAMES[:8]) == {NAMES[4], NAMES[6], NAMES[7]}
         assert any("maru could not be asked to delete 2 blocks" in record.getMessage() for record in caplog.records)
         hops.recorder.fates.clear()
         assert await hops.engine.delete([NAMES[0]]) == [Deletion.DELETED]

@@ -20,18 +20,18 @@ from backends.blocks import Registry, _HeldKeys
 from backends.pooled import Lease, PooledReservation, PooledTier
 from backends.slots import SlotTier
 from offload import OffloadBatch, Pipeline, TransferFailed
+from offload._errors import PipelineClosed, PipelineFull
 from offload._pipeline.accumulator import Accumulator
+from offload._pipeline.admission import Admission
+from offload._pipeline.awaiting import Awaiting
+from offload._pipeline.batching import Batching
 from offload._pipeline.budget import Budget
 from offload._pipeline.chain import Chain
 from offload._pipeline.channel import CancellableChannel
 from offload._pipeline.container import OffloadContainer
-from offload._errors import PipelineClosed, PipelineFull
 from offload._pipeline.lifecycle import Phase, Status
 from offload._pipeline.marks import PendingMarks
 from offload._pipeline.settlement import Settlement
-from offload._pipeline.admission import Admission
-from offload._pipeline.awaiting import Awaiting
-from offload._pipeline.batching import Batching
 from offload._pipeline.transfer import Slot
 from offload._pipeline.waiting import Waiter
 from offload.testing.scenarios._generate import generate
@@ -234,8 +234,8 @@ def published_before_the_commit(patch):
     """Who has room has its blocks found."""
     reserve = PooledTier.reserve_nowait
 
-    def reserve_nowait(self, keys, block_bytes, when_full):
-        reservation = reserve(self, keys, block_bytes, when_full)
+    def reserve_nowait(self, request):
+        reservation = reserve(self, request)
         _publish(self, reservation)
         return reservation
 
@@ -243,7 +243,7 @@ def published_before_the_commit(patch):
 
 
 def _publish(tier, reservation):
-    if EVICTED not in reservation._slots and not tier.contains(reservation.granted):
+    if EVICTED not in reservation._slots and not tier.contains_nowait(reservation.granted):
         tier.pool._slot_of.update(zip(reservation.granted, reservation._slots, strict=True))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from backends.abc import Key
+from backends.abc import Key, RoomRequest
 from backends.device import DeviceTier
 from backends.file import FileTier
 from backends.maru import MaruTier
@@ -118,7 +118,9 @@ async def opened(kind: str, directory: Path, blocks: int = 8, block_bytes: int =
 
 async def store(tier: Any, source: Any, keys: list[Key], block_bytes: int | None = None) -> list[Any]:
     """Copy blocks of a source into a tier, as a pipeline does."""
-    reservation = await tier.reserve(keys, tier.block_bytes if block_bytes is None else block_bytes, "fail")
+    reservation = await tier.reserve(
+        RoomRequest(keys, tier.block_bytes if block_bytes is None else block_bytes, "fail")
+    )
     guards = source.upgrade(keys)
     try:
         assert list(reservation.granted) == keys

@@ -7,7 +7,7 @@ from typing import Any
 
 import trio
 
-from backends.abc import Destination, Key, Outcome, ReadLease
+from backends.abc import Destination, Key, Outcome, ReadLease, RoomRequest
 from backends.slots import PagesDestination
 from backends.testing import FakeTier
 from offload import BreakerConfig, BreakerTier, with_breaker
@@ -50,9 +50,9 @@ class Ill(FakeTier):
         await self.ask("delete")
         return await super().delete(keys)
 
-    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: Any) -> Any:
+    async def reserve(self, request: RoomRequest) -> Any:
         await self.ask("reserve")
-        return await super().reserve(keys, block_bytes, when_full)
+        return await super().reserve(request)
 
     def at_rest(self) -> bool:
         statistics = self.statistics()
@@ -71,9 +71,11 @@ class RemoteIll:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.inner, name, value)
 
+    contains_nowait: Any = None
+
     async def contains(self, keys: Sequence[Key]) -> Any:
         await self.ask("contains")
-        return self.inner.contains(keys)
+        return self.inner.contains_nowait(keys)
 
 
 def ill_and_guard(kind: Any = Ill, *, capacity: int = 16, **breaker: Any) -> tuple[Any, Any]:

@@ -4,6 +4,7 @@ import pytest
 import trio
 import trio.testing
 
+from backends.abc import RoomRequest
 from backends.slots import PagesDestination
 from backends.testing import FakeTier
 
@@ -20,7 +21,7 @@ def filled_source():
 
 async def store(tier, source, keys=KEYS, when_full="fail"):
     """Reserve, transfer, release."""
-    reservation = await tier.reserve(keys, SIZE, when_full)
+    reservation = await tier.reserve(RoomRequest(keys, SIZE, when_full))
     guards = source.upgrade(keys)
     try:
         return await reservation.transfer(source, guards)

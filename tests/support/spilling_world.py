@@ -105,7 +105,7 @@ class Stairs:
         return self.spillings[0]
 
     def store(self, keys: list[Key]) -> Any:
-        self.source.fill([key for key in keys if not self.source.contains([key])])
+        self.source.fill([key for key in keys if not self.source.contains_nowait([key])])
         return self.into.enqueue_nowait(self.source.weak(keys), precondition=NO_WAIT)
 
     async def stored(self, keys: list[Key]) -> Any:

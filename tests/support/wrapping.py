@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from backends.abc import Key
+from backends.abc import Key, RoomRequest
 from backends.file import FileTier
 from backends.maru import MaruTier
 from backends.memory import MemoryTier
@@ -137,7 +137,7 @@ def source_of(blocks: dict[bytes, bytes], **options: Any) -> MemoryTier:
 
 async def store(tier: Any, blocks: dict[bytes, bytes], when_full: Any = "fail", source: Any = None) -> list[Any]:
     source = source or source_of(blocks)
-    reservation = await tier.reserve(list(blocks), tier.block_bytes, when_full)
+    reservation = await tier.reserve(RoomRequest(list(blocks), tier.block_bytes, when_full))
     guards = source.upgrade(list(blocks))
     try:
         return list(await reservation.transfer(source, guards))

@@ -6,13 +6,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any, Final, TypeAlias
 
-from ...abc import Key, RemoteTier, Tier
+from ...abc import Key, ReadableTier
 from . import _reading as reading
 from . import _room as room
 from . import _storing as storing
 from ._trying import BLOCKS, Case
 
-MakeTier: TypeAlias = Callable[[int, int], Tier | RemoteTier]
+MakeTier: TypeAlias = Callable[[int, int], ReadableTier]
 """``make_tier(blocks, block_bytes)``: an empty tier for so many blocks of this size. Entered if it is an async context manager,
 closed if it has a ``close``."""
 
@@ -23,7 +23,7 @@ _PROMISES: Final[tuple[Callable[[Case], Awaitable[None]], ...]] = (
     storing.first_writer_wins,
     room.grants_what_fits,
     room.waits_for_room,
-    room.who_asks_for_less_keeps_his_turn,
+    room.a_request_that_shrinks_keeps_its_turn,
     room.evicts_what_nobody_holds,
     room.refuses_what_cannot_fit,
     room.a_cancelled_wait_holds_nothing,
@@ -53,8 +53,8 @@ async def check_tier(
 ) -> None:
     """Try every promise of :class:`backends.abc.Tier` on a tier of yours, and of :class:`backends.abc.Source` if it is one.
 
-    A tier whose ``contains`` is async is a :class:`backends.abc.RemoteTier`: it may have to ask before it grants room, and what
-    it is told may take a moment to arrive. All else it promises as well.
+    One that has no ``contains_nowait`` is no :class:`backends.abc.Tier`: it may have to ask before it grants room, and what it
+    is told may take a moment to arrive. All else it promises as well.
 
     A tier that declares ``capabilities`` (:class:`backends.abc.Capabilities`) is tried for what it declares, and for what
     it then answers instead.

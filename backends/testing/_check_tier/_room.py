@@ -8,7 +8,7 @@ import trio
 import trio.testing
 
 from ..._errors import BlockSizeError, CapacityError
-from ...abc import STORED, Key, WhenFull
+from ...abc import STORED, Key, RoomRequest, WhenFull
 from ._trying import BLOCKS, PATIENCE, Case, must
 
 
@@ -31,7 +31,7 @@ async def waits_for_room(case: Case) -> None:
     keys = occupied.keys
     first, second = case.keys(3, "b"), case.keys(1, "c")
     try:
-        case.tier.reserve_nowait(first, case.block_bytes, "wait").release()
+        case.tier.reserve_nowait(case.request(first, "wait")).release()
     except trio.WouldBlock:
         pass
     else:
@@ -60,44 +60,47 @@ async def waits_for_room(case: Case) -> None:
     occupied.end()
 
 
-async def who_asks_for_less_keeps_his_turn(case: Case) -> None:
+async def a_request_that_shrinks_keeps_its_turn(case: Case) -> None:
     occupied = await case.occupy()
     keys = occupied.keys
     first, second = case.keys(3, "b"), case.keys(1, "c")
     got: list[list[Key]] = []
 
-    async def wait(wanted: list[Key]) -> None:
-        reservation = await case.reserve(wanted, "wait")
+    async def wait(request: RoomRequest) -> None:
+        reservation = await case.tier.reserve(request)
+        must(list(reservation.granted) == list(request.keys), "granted is what the request wants by then", request)
         got.append(list(reservation.granted))
         reservation.release()
 
-    must(not case.tier.narrow(first, first[:1]), "nobody waits for these keys")
+    request = case.request(first, "wait")
+    must(not request.shrink(first[:1]) and request.keys == first, "what does not wait does not shrink")
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(wait, first)
+        nursery.start_soon(wait, request)
         await trio.testing.wait_all_tasks_blocked()
-        nursery.start_soon(wait, second)
+        nursery.start_soon(wait, case.request(second, "wait"))
         await trio.testing.wait_all_tasks_blocked()
-        asked = list(first)
-        must(not case.tier.narrow(asked, asked[:1]), "equal keys are not those that were asked for")
-        can = case.tier.narrow(first, kept := first[1:])
-        wanted = kept if can else first
+        can = request.shrink(first[1:])
+        wanted = first[1:] if can else first
+        must(list(request.keys) == wanted, "a request that cannot shrink stays as it was")
         await occupied.free(keys[:1])
         await trio.testing.wait_all_tasks_blocked()
-        must(got == [], "asking for less, he neither loses his turn nor is he granted less than he asks for", got)
+        must(got == [], "a request that shrinks neither loses its turn nor is granted less than it wants", got)
         await occupied.free(keys[1 : len(wanted)])
         await case.until(
-            lambda: got == [wanted, second], "who asks for less keeps his turn, and gets what he asks for", got
+            lambda: got == [wanted, second], "a request that shrinks keeps its turn, and gets what it wants", got
         )
+    must(not request.shrink(()), "what was granted does not shrink")
     if not can:
         occupied.end()
         return
     await occupied.more(case.keys(await case.room(), "d"))
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(wait, first)
+        request = case.request(first, "wait")
+        nursery.start_soon(wait, request)
         await trio.testing.wait_all_tasks_blocked()
         await occupied.free(keys[3:4])
-        must(case.tier.narrow(first, kept := first[2:]), "once a tier narrows, it always does")
-    must(got[2:] == [kept], "less that fits already is granted at once", got)
+        must(request.shrink(first[2:]), "where one request can shrink, any can")
+    must(got[2:] == [first[2:]], "less that fits already is granted at once", got)
     occupied.end()
 
 
@@ -146,10 +149,11 @@ async def _stays_full(case: Case, keys: Sequence[Key]) -> None:
 
 async def refuses_what_cannot_fit(case: Case) -> None:
     keys = case.keys(BLOCKS + 1)
-    for when_full in ("wait", "evict"):
+    whens: tuple[WhenFull, ...] = ("wait", "evict")
+    for when_full in whens:
         for reserve in (case.tier.reserve, case.tier.reserve_nowait):
             try:
-                answer = reserve(keys, case.block_bytes, when_full)
+                answer = reserve(case.request(keys, when_full))
                 if isinstance(answer, Awaitable):
                     answer = await answer
             except CapacityError:
@@ -157,7 +161,7 @@ async def refuses_what_cannot_fit(case: Case) -> None:
             must(False, "more than fits into an empty place is a CapacityError", answer)
     if not case.any_block_size:
         try:
-            case.tier.reserve_nowait(keys[:1], case.block_bytes + 1, "fail").release()
+            case.tier.reserve_nowait(RoomRequest(keys[:1], case.block_bytes + 1, "fail")).release()
         except BlockSizeError:
             pass
         else:

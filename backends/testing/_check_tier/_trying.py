@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from collections.abc import Set as AbstractSet
-from inspect import iscoroutinefunction
 from typing import Any, Final
 
 import attrs
@@ -13,7 +12,19 @@ import trio
 import trio.testing
 import xxhash
 
-from ...abc import LOADED, STORED, Capabilities, Deletion, Key, Missed, Outcome, Reservation, WhenFull
+from ...abc import (
+    LOADED,
+    STORED,
+    Capabilities,
+    Deletion,
+    Key,
+    Missed,
+    Outcome,
+    Reservation,
+    RoomRequest,
+    Tier,
+    WhenFull,
+)
 from ...pages import Pages, copy_pages, pages_of
 from .._fake import payload_of
 
@@ -136,8 +147,8 @@ class Case:
 
     @property
     def remote(self) -> bool:
-        """Whether it is a :class:`~backends.abc.RemoteTier`: others change it, and it must be asked."""
-        return iscoroutinefunction(self.tier.contains)
+        """Whether it is no :class:`~backends.abc.Tier`: others change it, and it must be asked."""
+        return not isinstance(self.tier, Tier)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -155,15 +166,19 @@ class Case:
         """Keys for ``n`` blocks."""
         return [f"{name}{number}".encode() * 4 for number in range(n)]
 
+    def request(self, keys: Sequence[Key], when_full: WhenFull) -> RoomRequest:
+        """What the tier is asked for to get room for these."""
+        return RoomRequest(keys, self.block_bytes, when_full)
+
     async def reserve(self, keys: Sequence[Key], when_full: WhenFull = "fail") -> Reservation:
         """Room for these, or what there is of it."""
-        reservation: Reservation = await self.tier.reserve(keys, self.block_bytes, when_full)
+        reservation: Reservation = await self.tier.reserve(self.request(keys, when_full))
         return reservation
 
     async def reserve_now(self, keys: Sequence[Key], when_full: WhenFull) -> Reservation:
         """What fits now. Only a tier that must be asked may say that this cannot be told without waiting."""
         try:
-            reservation: Reservation = self.tier.reserve_nowait(keys, self.block_bytes, when_full)
+            reservation: Reservation = self.tier.reserve_nowait(self.request(keys, when_full))
         except trio.WouldBlock:
             must(self.remote, "partial and fail never wait")
             return await self.reserve(keys, when_full)
@@ -171,7 +186,9 @@ class Case:
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
         """Those that the tier says it has."""
-        found: AbstractSet[Key] = await self.tier.contains(keys) if self.remote else self.tier.contains(keys)
+        found: AbstractSet[Key] = await self.tier.contains(keys)
+        if not self.remote:
+            must(found == self.tier.contains_nowait(keys), "contains and contains_nowait say the same", found)
         return found
 
     async def until(self, holds: Callable[[], bool], promise: str, *details: object) -> None:

@@ -94,7 +94,7 @@ class PipelineSystem:
 
     def policies_of(self, pipeline: str) -> list[Policy | AsyncPolicy]:
         """What may leave through a pipeline."""
-        return make_policies(self.world, pipeline, lambda tier, keys: self.tiers[tier].contains(keys))
+        return make_policies(self.world, pipeline, lambda tier, keys: self.tiers[tier].contains_nowait(keys))
 
     # -- who is who ----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 import attrs
 import trio
 
-from backends.abc import STORED, Destination, Failed, Key, Outcome, ReadLease, Source, Unproven, WhenFull
+from backends.abc import STORED, Destination, Failed, Key, Outcome, ReadLease, RoomRequest, Source, Unproven
 from backends.pooled import PooledReservation
 from backends.testing import FakeTier, payload_of
 from maru.eviction import LRU, AdaptiveLRFU, EvictionPolicy
@@ -342,20 +342,22 @@ class VirtualTier(FakeTier):
     def __repr__(self) -> str:
         return f"<{self.name}: {len(self.pool)} of {self.pool.capacity} blocks>"
 
-    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> PooledReservation:
+    async def reserve(self, request: RoomRequest) -> PooledReservation:
         """Take room, unless the world withholds it."""
         self.place.check_alive()
-        if when_full in ("wait", "evict"):
+        if request.waits:
             await self.place.wait_for_room()
-        return await super().reserve(keys, block_bytes, when_full)
+        return await super().reserve(request)
 
-    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> PooledReservation:
+    def reserve_nowait(self, request: RoomRequest) -> PooledReservation:
         """Take room, unless the world withholds it."""
         self.place.check_alive()
-        return super().reserve_nowait(keys, block_bytes, when_full)
+        return super().reserve_nowait(request)
 
-    def _grantable(self, keys: Sequence[Key], when_full: WhenFull) -> Sequence[Key]:
-        return keys if self.place.withheld() is None else ()
+    def _grantable(self, request: RoomRequest) -> RoomRequest:
+        if self.place.withheld() is None:
+            return request
+        return RoomRequest((), request.block_bytes, request.when_full)
 
     def _dialled(self, reservation: PooledReservation) -> PooledReservation:
         return _Reservation(self, reservation.granted, reservation._slots, reservation.block_bytes)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import attrs
 import trio
 
-from backends.abc import LOADED, STORED, Deletion, Destination, Key, Outcome, ReadLease, Source, WhenFull
+from backends.abc import LOADED, STORED, Deletion, Destination, Key, Outcome, ReadLease, RoomRequest, Source
 from backends.maru import MaruReservation, MaruTier
 from backends.pages import new_pages
 from backends.slots import PagesDestination
@@ -77,7 +77,7 @@ class _ClientView:
     def _now(self) -> _Figures:
         handler = self._tier.handler.statistics()
         staged = handler.pages.allocated + handler.pages.registering - self._tier.place.ballast
-        return _Figures(handler.pinned, max(0, staged), len(self._tier._turns))
+        return _Figures(handler.pinned, max(0, staged), len(self._tier._waiters))
 
 
 class _Reservation(MaruReservation):
@@ -139,7 +139,7 @@ class PageStoreTier(MaruTier):
                 wire = self.place.wire = await stack.enter_async_context(open_lossy_wire(self.place.store.endpoint))
                 wire.decide = self.place.fate
                 self.handler = MaruHandler(attrs.evolve(self.handler.config, server_url=wire.endpoint))
-                self.handler.on_pages_freed(self._turns.wake)
+                self.handler.on_pages_freed(self._wake_first)
             await stack.enter_async_context(self)
             batch = await self.handler.alloc_pages(1)  # its region is taken now, and not when the first block comes
             assert batch is not None
@@ -227,14 +227,14 @@ class PageStoreTier(MaruTier):
 
     # -- the tier ------------------------------------------------------------------------------------------------------
 
-    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> MaruReservation:
+    async def reserve(self, request: RoomRequest) -> MaruReservation:
         """Take pages."""
-        granted = await super().reserve(keys, block_bytes, when_full)
+        granted = await super().reserve(request)
         return _Reservation(self, granted.granted, granted._batch)
 
-    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> MaruReservation:
+    def reserve_nowait(self, request: RoomRequest) -> MaruReservation:
         """Take pages that are known to be free here."""
-        granted = super().reserve_nowait(keys, block_bytes, when_full)
+        granted = super().reserve_nowait(request)
         return _Reservation(self, granted.granted, granted._batch)
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:

@@ -22,7 +22,7 @@ import trio
 
 from maru.exception_groups import holds, raise_unwrapped
 from offload.abc import AsyncPolicy, Policy
-from offload.policies import RemotePresenceFilter
+from offload.policies import PresenceFilter
 
 from .._check import demand
 from .._defaults import first_destination
@@ -184,7 +184,7 @@ class RealPipelineSystem(PipelineSystem):
         for i, policy in enumerate(spec.policies):
             tier: object = self.tiers[policy.tier or spec.to]
             if policy.do == "present" and isinstance(tier, PageStoreTier):
-                made[i] = RemotePresenceFilter(tier)
+                made[i] = PresenceFilter(tier)
         return made
 
     def _tier(self, place: TierModel) -> VirtualTier:

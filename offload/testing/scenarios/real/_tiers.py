@@ -30,7 +30,7 @@ import trio
 import xxhash
 
 from backends._blockfile import HEADER_BYTES, Refused, name_of, pack_header
-from backends.abc import STORED, Destination, Key, Outcome, ReadLease, Source, WhenFull
+from backends.abc import STORED, Destination, Key, Outcome, ReadLease, RoomRequest, Source
 from backends.file import FileTier
 from backends.memory import MemoryTier
 from backends.pages import Pages, new_pages, pages_of
@@ -280,25 +280,27 @@ class _FaultyTier(PooledTier[Any]):
         self.copied = []
         self.copying = 0
 
-    async def reserve(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> PooledReservation:
+    async def reserve(self, request: RoomRequest) -> PooledReservation:
         """Take room, unless the world withholds it."""
         self.place.check_alive()
-        if when_full in ("wait", "evict"):
+        if request.waits:
             await self.place.wait_for_room()
-        granted = await super().reserve(self._grantable(keys), block_bytes, when_full)
+        granted = await super().reserve(self._grantable(request))
         return _Reservation(self, granted.granted, granted._slots, granted.block_bytes)
 
-    def reserve_nowait(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> PooledReservation:
+    def reserve_nowait(self, request: RoomRequest) -> PooledReservation:
         """Take room, unless the world withholds it."""
         self.place.check_alive()
-        grantable = self._grantable(keys)
-        if len(grantable) < len(keys) and when_full in ("wait", "evict"):
+        grantable = self._grantable(request)
+        if len(grantable.keys) < len(request.keys) and request.waits:
             raise trio.WouldBlock
-        granted = super().reserve_nowait(grantable, block_bytes, when_full)
+        granted = super().reserve_nowait(grantable)
         return _Reservation(self, granted.granted, granted._slots, granted.block_bytes)
 
-    def _grantable(self, keys: Sequence[Key]) -> Sequence[Key]:
-        return keys if self.place.withheld() is None else ()
+    def _grantable(self, request: RoomRequest) -> RoomRequest:
+        if self.place.withheld() is None:
+            return request
+        return RoomRequest((), request.block_bytes, request.when_full)
 
     async def _before_load(self, blocks: int) -> None:
         self.place.check_alive()

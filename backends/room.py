@@ -1,0 +1,184 @@
+"""Room in a place: who waits for it, and in which order it is granted.
+
+Rule 1. Room is granted in the order in which it was asked for. While a request waits, none that came later is granted room.
+Rule 2. A request that shrinks (:class:`backends.abc.RoomRequest`) keeps its turn.
+Rule 3. Room that was granted to a request that is cancelled in the same tick is given back.
+
+:class:`WaitQueue` is the order, for every tier. :class:`Room` grants from it what this process knows to be free; a tier that
+must ask for room lets the first of the queue ask, while the others wait.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import attrs
+import trio
+
+from ._errors import CapacityError
+from .abc import Key, RoomRequest, WhenFull
+
+
+@attrs.define(eq=False)
+class Waiter:
+    """One request in a :class:`WaitQueue`."""
+
+    request: RoomRequest
+    size: int
+    """What one block takes, in the unit of the place."""
+    changed: trio.Event = attrs.field(factory=trio.Event)
+    """Set when there may be room for it now, or when it has been granted some."""
+    slots: list[int] | None = None
+    """What it was granted, by :meth:`WaitQueue.grant`."""
+
+
+class WaitQueue:
+    """Requests that wait for room in one place, in the order of their arrival.
+
+    Args:
+        serve: called whenever the first request may be served: it is another one than before, or has shrunk.
+    """
+
+    def __init__(self, serve: Callable[[], None]) -> None:
+        self._waiters: OrderedDict[Waiter, None] = OrderedDict()
+        self._serve = serve
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    @property
+    def first(self) -> Waiter | None:
+        """The request whose turn it is; ``None`` where none waits."""
+        return next(iter(self._waiters), None)
+
+    @contextmanager
+    def join(self, request: RoomRequest, size: int = 1) -> Iterator[Waiter]:
+        """Wait at the end of the queue while inside. Left in whatever way, the next request is served."""
+        waiter = Waiter(request, size)
+
+        def shrunk() -> bool:
+            # Granted already: what was granted is for the keys as they were, so the caller must give it back and ask again.
+            if waiter not in self._waiters:
+                return False
+            self._serve()  # fewer blocks may fit already
+            return True
+
+        self._waiters[waiter] = None
+        try:
+            with request.waiting(shrunk):
+                yield waiter
+        finally:
+            if waiter in self._waiters:
+                del self._waiters[waiter]
+                self._serve()  # the next request may need less
+
+    def grant(self, waiter: Waiter, slots: list[int]) -> None:
+        """Take a request out of the queue, with room."""
+        del self._waiters[waiter]
+        waiter.slots = slots
+        waiter.changed.set()
+
+
+class Room(ABC):
+    """The room of one place, in this process. What room is, a subclass says.
+
+    ``size`` is what one block takes of it, in the unit of the subclass.
+    """
+
+    def __init__(self) -> None:
+        self._waiters = WaitQueue(self._serve)
+        self._serving = False
+
+    # --- what a subclass says -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def could_hold(self, n: int, size: int = 1) -> bool:
+        """Whether ``n`` blocks fit into an empty place."""
+
+    @abstractmethod
+    def fitting(self, n: int, size: int = 1) -> int:
+        """How many of ``n`` blocks fit into what is free now."""
+
+    @abstractmethod
+    def take(self, n: int, size: int = 1) -> list[int] | None:
+        """``n`` slots, which are staged from now on; ``None`` if there is no room for all of them."""
+
+    @abstractmethod
+    def take_evicting(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
+        """A staged slot for each key, making room for what is missing; ``None`` if too much is held.
+
+        A key that the eviction policy rejects gets ``EVICTED`` instead of a slot. The other slots ascend.
+        """
+
+    @abstractmethod
+    def give_back(self, slots: Sequence[int]) -> None:
+        """Staged slots that were not registered are free again. ``EVICTED`` is ignored."""
+
+    # --- room -----------------------------------------------------------------------------------------------------
+
+    def reserve_nowait(self, keys: Sequence[Key], when_full: WhenFull, size: int = 1) -> list[int]:
+        """A staged slot for each key, or for a prefix of them under ``partial`` and ``fail``.
+
+        Raises:
+            trio.WouldBlock: there is no room now, or others wait for it.
+            CapacityError: under ``wait`` and ``evict``: they would not fit if all the place were free.
+        """
+        if when_full == "partial" or when_full == "fail":
+            room = 0 if self._waiters else self.fitting(len(keys), size)
+            return self.take(room, size) or []
+        if not self.could_hold(len(keys), size):
+            raise CapacityError(f"{self!r} cannot hold {len(keys)} more blocks, even if it were empty")
+        slots = None if self._waiters else self._try(keys, size, when_full)
+        if slots is None:
+            raise trio.WouldBlock
+        return slots
+
+    async def reserve(self, request: RoomRequest, size: int = 1) -> list[int]:
+        """A staged slot for each of ``request.keys`` as they are when this returns, or for a prefix; waits for room, in turn.
+
+        A checkpoint; cancelled, it holds nothing.
+
+        Raises:
+            CapacityError: see :meth:`reserve_nowait`.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        try:
+            slots = self.reserve_nowait(request.keys, request.when_full, size)
+        except trio.WouldBlock:
+            pass
+        else:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return slots
+        with self._waiters.join(request, size) as waiter:
+            try:
+                await waiter.changed.wait()
+            except BaseException:
+                if waiter.slots is not None:
+                    self.give_back(waiter.slots)  # rule 3
+                raise
+        assert waiter.slots is not None
+        return waiter.slots
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _try(self, keys: Sequence[Key], size: int, when_full: WhenFull) -> list[int] | None:
+        return self.take_evicting(keys, size) if when_full == "evict" else self.take(len(keys), size)
+
+    def _serve(self) -> None:
+        """Grant room to the request that has waited longest, as long as there is enough for it."""
+        # A spiller may let go of a victim at once, which calls this while it chooses the victims for the first request: that
+        # one is being tried already, and tried twice it would be granted two sets of slots.
+        if self._serving:
+            return
+        self._serving = True
+        try:
+            while (waiter := self._waiters.first) is not None:
+                slots = self._try(waiter.request.keys, waiter.size, waiter.request.when_full)
+                if slots is None:
+                    return
+                self._waiters.grant(waiter, slots)
+        finally:
+            self._serving = False
