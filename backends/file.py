@@ -18,30 +18,27 @@ from collections.abc import Mapping, Sequence
 import trio
 
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
-from maru.exception_groups import holds
 
 from ._blockfile import MAX_FOUND_NUMBER, NAME, Directory, Refused, layout_digest, name_of, unpack_header
-from ._copying import StoreCopy, places_for
-from ._errors import BlockSizeError, DamagedBlock, PlaceClosed, Unproven
+from ._copying import StoreCopy
+from ._errors import BlockSizeError, DamagedBlock, PlaceClosed
 from ._file_copies import Reading, Writing, remove
 from ._file_registry import FileRegistry
 from .abc import (
     EVICTED,
-    LOADED,
     MAX_KEY_BYTES,
     Deletion,
     Destination,
     Failed,
     Key,
     Missed,
-    Outcome,
     ReadLease,
     RoomRequest,
     Source,
     TierStatistics,
 )
 from .pages import Pages
-from .pooled import PooledTier
+from .pooled import Lease, PooledTier
 from .threads import run_in_thread, run_in_thread_or_leave, run_in_thread_to_the_end
 
 _OTHER_SIZE = Missed("size")
@@ -195,38 +192,23 @@ class FileTier(PooledTier[FileRegistry]):
 
     # --- Tier -----------------------------------------------------------------------------------------------------
 
-    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Read the leased blocks into the first places of ``destination`` and verify them.
+    kept_reasons = frozenset({"size"})
 
-        The lease must be held until this returns. A block that is not what was stored is missed, counted and no longer
-        found. An exception of the destination makes every block :class:`~backends.abc.Failed`. Cancelled, it leaves
-        only when the copy is over.
+    def _place_bytes(self, destination: Destination) -> int:
+        return destination.block_bytes  # a block of another size is missed
 
-        Raises:
-            ValueError: the lease is not of this tier or was released, or the destination is too small.
-            RepeatedPlaces: two of its places share memory.
-            Unproven: the destination says so; or, within :func:`backends.threads.leave_after`, the disk did not answer in time.
-        """
-        guards, keys, directory = self._guards_of(lease), lease.keys, self._open_directory()
-        there = places_for(self, len(guards), destination.block_bytes, destination)
-        work = Reading(directory, self._layout, self.checksums, list(zip(keys, guards, strict=True)), {})
+    def _held(self, lease: ReadLease) -> Lease:
+        held = super()._held(lease)
+        self._open_directory()
+        return held
+
+    async def _load(self, lease: Lease, destination: Destination, there: Pages | None) -> Mapping[int, Missed | Failed]:
+        blocks = list(zip(lease.keys, lease.guards, strict=True))
+        work = Reading(self._open_directory(), self._layout, self.checksums, blocks, {})
         sizes, size = self.pool.sizes, destination.block_bytes
-        work.bad = {at: _OTHER_SIZE for at, guard in enumerate(guards) if sizes[guard] != size}
-        try:
-            await run_in_thread_or_leave(work.run, destination, there)
-        except Exception as exc:
-            if holds(exc, Unproven):
-                raise
-            return [Failed(exc)] * len(guards)
-        outcomes: list[Outcome] = [LOADED] * len(guards)
-        for at, outcome in work.bad.items():
-            outcomes[at] = outcome
-            if isinstance(outcome, Missed):
-                self._missed[outcome.reason] += 1
-            if outcome is not _OTHER_SIZE:
-                self.pool.forget((keys[at],), (guards[at],))
-        self._loaded += len(guards) - len(work.bad)
-        return outcomes
+        work.bad = {at: _OTHER_SIZE for at, (_, slot) in enumerate(blocks) if sizes[slot] != size}
+        await run_in_thread_or_leave(work.run, destination, there)
+        return work.bad
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
         """Forget these keys and remove their files; a held one is ``PINNED`` and stays.

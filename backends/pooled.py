@@ -5,20 +5,19 @@ The :class:`~backends.blocks.Registry` decides; what is here gives its columns t
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Generic, TypeVar
 
 import trio
 
-from ._errors import BlockSizeError, MissingKeys
+from ._errors import MissingKeys
 from ._keys import check_keys
 from .abc import (
     DUPLICATE,
     EVICTED,
     STORED,
-    Failed,
     Key,
     Outcome,
     Rejected,
@@ -30,6 +29,7 @@ from .abc import (
 from .blocks import Registry
 from .leaving import Listener, Spill
 from .pages import Pages
+from .tier_base import TierBase, TierLease, TierReservation
 
 R = TypeVar("R", bound=Registry)
 
@@ -38,64 +38,19 @@ REJECTED = Rejected("not admitted")
 """The eviction policy thinks less of the block than of what it would push out."""
 
 
-class PooledReservation:
+class PooledReservation(TierReservation["PooledTier[Any]"]):
     """Staged slots for some keys. Made by :meth:`PooledTier.reserve`."""
 
-    __slots__ = ("_guards", "_slots", "_tier", "_used", "block_bytes", "granted")
+    __slots__ = ("_guards", "_slots")
 
     def __init__(self, tier: PooledTier[Any], keys: Sequence[Key], slots: list[int], block_bytes: int) -> None:
-        self._tier = tier
-        self.block_bytes: int = block_bytes
+        super().__init__(tier, keys, block_bytes)
         self._slots = slots
         self._guards: list[int] | None = None  # of what was stored, where that is held
-        self._used = False
-        self.granted: Sequence[Key] = keys
-        """The keys there is room for."""
-
-    def __repr__(self) -> str:
-        return f"<room for {len(self.granted)} blocks in {self._tier!r}>"
-
-    def keep(self, keys: Sequence[Key]) -> None:
-        """Give back the room of every granted key not in ``keys``, a subsequence of ``granted``. Never blocks."""
-        if len(keys) == len(self.granted):
-            return
-        wanted = set(keys)
-        kept: list[int] = []
-        back: list[int] = []
-        for key, slot in zip(self.granted, self._slots, strict=True):
-            (kept if key in wanted else back).append(slot)
-        if len(kept) != len(keys):
-            raise ValueError(f"{len(keys)} keys to keep, of which {len(kept)} were granted")
-        self.granted, self._slots = keys, kept
-        self._tier.pool.give_back(back)
 
     def hold(self) -> None:
         """Hold what the transfer stores or finds there until :meth:`release`; see :class:`backends.abc.HoldingReservation`."""
         self._guards = []
-
-    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
-        """Copy the blocks from ``source`` and register them; see :class:`backends.abc.Reservation`.
-
-        A block whose key is there by now is not copied; its slot goes back at once. Cancelled, it leaves at once:
-        nothing is registered, and the slots stay staged.
-
-        Raises:
-            ValueError: not one guard per granted key, or a second call.
-            BlockSizeError: the source's blocks are of another size than what was reserved.
-        """
-        tier, keys, slots = self._tier, self.granted, self._slots
-        if self._used or len(guards) != len(keys) or len(slots) != len(keys):
-            raise ValueError(f"a transfer takes one guard per kept block, once: {len(guards)} guards for {self!r}")
-        if source.block_bytes != self.block_bytes:
-            raise BlockSizeError(tier, self.block_bytes, source.block_bytes)
-        self._used = True
-        present = tier.pool.contains(keys)
-        if present or EVICTED in slots:
-            return await self._transfer_some(source, guards, present)
-        outcomes: list[Outcome] = [STORED] * len(keys)
-        for position, outcome in (await self._copy(source, keys, guards)).items():
-            outcomes[position] = outcome
-        return outcomes
 
     def release(self) -> None:
         """Give back the slots of what was not registered, and what is held. Idempotent; never blocks, never raises."""
@@ -106,63 +61,55 @@ class PooledReservation:
         if guards:
             self._tier.release(guards)
 
-    async def _copy(self, source: Source, keys: Sequence[Key], guards: Sequence[int]) -> Mapping[int, Outcome]:
-        """Copy into all slots and register them. Returns what became of the blocks that were not stored."""
-        tier, slots = self._tier, self._slots
-        failures = await tier.write(source, guards, keys, slots)
-        self._slots = []
-        if not failures:
-            return dict.fromkeys(tier.pool.register(keys, slots, self._guards), DUPLICATE)
-        good = [position for position in range(len(keys)) if position not in failures]
-        outcomes: dict[int, Outcome] = {position: Failed(error) for position, error in failures.items()}
-        stored, into = [keys[position] for position in good], [slots[position] for position in good]
-        for at in tier.pool.register(stored, into, self._guards):
-            outcomes[good[at]] = DUPLICATE
-        tier.pool.give_back([slots[position] for position in failures])
-        return outcomes
+    def _size(self) -> int:
+        return len(self._slots)
 
-    async def _transfer_some(
-        self, source: Source, guards: Sequence[int], present: AbstractSet[Key]
-    ) -> Sequence[Outcome]:
-        outcomes: list[Outcome] = []
-        positions: list[int] = []
-        back: list[int] = []
-        for position, (key, slot) in enumerate(zip(self.granted, self._slots, strict=True)):
+    def _keep(self, positions: Sequence[int]) -> None:
+        slots, kept = self._slots, set(positions)
+        self._slots = [slots[at] for at in positions]
+        self._tier.pool.give_back([slot for at, slot in enumerate(slots) if at not in kept])
+
+    def _decide(self, keys: Sequence[Key]) -> Mapping[int, Outcome]:
+        pool, slots = self._tier.pool, self._slots
+        present = pool.contains(keys)
+        if not present and EVICTED not in slots:
+            return {}
+        decided: dict[int, Outcome] = {}
+        for at, (key, slot) in enumerate(zip(keys, slots, strict=True)):
             if slot == EVICTED:
-                outcomes.append(REJECTED)
+                decided[at] = REJECTED
             elif key in present:
-                outcomes.append(DUPLICATE)
-                back.append(slot)
-            else:
-                outcomes.append(STORED)
-                positions.append(position)
+                decided[at] = DUPLICATE
         if self._guards is not None:  # now: they may be gone when the copy of the others is over
-            self._guards += self._tier.upgrade([key for key in self.granted if key in present])
-        keys = [self.granted[position] for position in positions]
-        self._slots = [self._slots[position] for position in positions]
-        self._tier.pool.note_duplicates(len(back))
-        self._tier.pool.give_back(back)
-        if positions:
-            others = await self._copy(source, keys, [guards[position] for position in positions])
-            for at, outcome in others.items():
-                outcomes[positions[at]] = outcome
+            self._guards += self._tier.upgrade([key for key in keys if key in present])
+        pool.note_duplicates(sum(outcome is DUPLICATE for outcome in decided.values()))
+        return decided
+
+    async def _copy(self, source: Source, keys: Sequence[Key], guards: Sequence[int]) -> Mapping[int, Exception]:
+        return await self._tier.write(source, guards, keys, self._slots)
+
+    async def _register(self, keys: Sequence[Key]) -> Sequence[Outcome]:
+        slots, self._slots = self._slots, []
+        outcomes: list[Outcome] = [STORED] * len(keys)
+        for at in self._tier.pool.register(keys, slots, self._guards):
+            outcomes[at] = DUPLICATE
         return outcomes
 
 
-class Lease:
-    """A hold on the prefix of some keys. Made by :meth:`PooledTier.pin`."""
+class Lease(TierLease["PooledTier[Any]"]):
+    """A hold on the prefix of some keys, by guards. Made by :meth:`PooledTier.pin`."""
 
-    __slots__ = ("guards", "keys", "tier")
+    __slots__ = ("guards",)
 
     def __init__(self, tier: PooledTier[Any], keys: Sequence[Key], guards: list[int]) -> None:
-        self.tier: PooledTier[Any] = tier
-        self.keys: Sequence[Key] = keys
-        """What is held."""
+        super().__init__(tier, keys)
         self.guards: list[int] = guards
         """How it is held; empty once it is released."""
 
-    def __repr__(self) -> str:
-        return f"<lease of {len(self.keys)} blocks in {self.tier!r}>"
+    @property
+    def is_held(self) -> bool:
+        """Whether it was not released."""
+        return len(self.guards) == len(self.keys)
 
     def forget(self, positions: Sequence[int]) -> None:
         """The blocks at these positions are not what was stored; see :class:`backends.abc.ForgettingLease`."""
@@ -175,17 +122,6 @@ class Lease:
         self.guards = []
         if guards:
             self.tier.release(guards)
-
-    async def release(self) -> None:
-        """Let go. Idempotent; it has let go even when cancelled."""
-        self.release_nowait()
-        await trio.lowlevel.checkpoint()
-
-    async def __aenter__(self) -> Lease:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self.release_nowait()
 
 
 def hold_all(source: Source, keys: Sequence[Key]) -> StrongBlocks:
@@ -206,7 +142,7 @@ def hold_all(source: Source, keys: Sequence[Key]) -> StrongBlocks:
         raise
 
 
-class PooledTier(ABC, Generic[R]):
+class PooledTier(TierBase[Lease], Generic[R]):
     """A tier and a source over a registry, called on one thread: the trio thread of whoever runs pipelines over it.
 
     Attributes:
@@ -214,6 +150,7 @@ class PooledTier(ABC, Generic[R]):
     """
 
     pool: R
+    lease_type = Lease
 
     # --- Source ---------------------------------------------------------------------------------------------------
 
@@ -319,9 +256,3 @@ class PooledTier(ABC, Generic[R]):
         if prefix:
             self.pool.use(prefix)
         return Lease(self, prefix, self.pool.upgrade(prefix))
-
-    def _guards_of(self, lease: object) -> list[int]:
-        """The guards of a lease of this tier that is still held."""
-        if not isinstance(lease, Lease) or lease.tier is not self or len(lease.guards) != len(lease.keys):
-            raise ValueError(f"{lease!r} does not hold blocks in {self!r}")
-        return lease.guards

@@ -20,10 +20,9 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 import trio
 
 from maru.eviction import EvictionPolicy
-from maru.exception_groups import holds
 
-from ._copying import StoreCopy, deliver, load_pages, places_for, unequal
-from ._errors import BlockSizeError, CapacityError, Unproven
+from ._copying import StoreCopy, deliver, load_pages, unequal
+from ._errors import BlockSizeError, CapacityError
 from ._in_place import INLINE_BYTES as INLINE_BYTES
 from ._in_place import PORTION_BYTES as PORTION_BYTES
 from ._in_place import CopiesInPlace
@@ -32,7 +31,6 @@ from ._unproven import kept_if_unproven
 from .abc import (
     DUPLICATE,
     EVICTED,
-    LOADED,
     STORED,
     Deletion,
     Destination,
@@ -41,16 +39,16 @@ from .abc import (
     Key,
     Missed,
     Outcome,
-    ReadLease,
     RoomRequest,
     Source,
     TierStatistics,
 )
 from .blocks import BlockPool
 from .pages import Pages, check_apart, checksums, copy_pages, new_pages, pages_of
-from .pooled import REJECTED, PooledTier
+from .pooled import REJECTED, Lease, PooledTier
 from .threads import run_in_thread, run_in_thread_to_the_end
 
+_DAMAGED = Missed("damaged")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -192,7 +190,8 @@ class SlotTier(PooledTier[BlockPool]):
                     self._storage.copy_out(guards, pages)
             data = bytes(pages[0])
             sums = checksums(pages) if self.checksums else None
-            if self._verify((key,), guards, sums):
+            if self._verify(guards, sums):
+                self.forget_damaged((key,), guards)
                 return None
         finally:
             self.pool.release(guards)
@@ -271,47 +270,15 @@ class SlotTier(PooledTier[BlockPool]):
 
     # --- Tier -----------------------------------------------------------------------------------------------------
 
-    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Copy the leased blocks into the first places of ``destination`` and verify them.
-
-        The lease must be held until this returns. An exception of the destination makes every block
-        :class:`~backends.abc.Failed`. Cancelled, it leaves only when the copy is over.
-
-        Raises:
-            BlockSizeError: the destination has places of another size.
-            ValueError: the lease is not of this tier or was released, or the destination is too small.
-            RepeatedPlaces: two of its places share memory.
-            Unproven: the destination says so.
-        """
-        n, guards = len(lease.keys), self._guards_of(lease)
-        there = places_for(self, n, self.block_bytes, destination)
-        await trio.lowlevel.checkpoint()
-        if not n:
-            return []
-        here, summed = self._storage.pages(guards), self.checksums
-        try:
-            if here is not None:
-                sums = await load_pages(
-                    here,
-                    destination,
-                    there,
-                    summed,
-                    self._in_place,
-                    run=self.to_the_end,
-                    inline_bytes=self.inline_bytes,
-                )
-            else:
-                sums = await self.to_the_end(_load, self._storage, guards, destination, there, summed)
-        except Exception as exc:
-            if holds(exc, Unproven):
-                raise
-            return [Failed(exc)] * n
-        bad = self._verify(lease.keys, guards, sums)
-        self._loaded += n - len(bad)
-        outcomes: list[Outcome] = [LOADED] * n
-        for position in bad:
-            outcomes[position] = Missed("damaged")
-        return outcomes
+    async def _load(self, lease: Lease, destination: Destination, there: Pages | None) -> Mapping[int, Missed | Failed]:
+        guards, here, summed = lease.guards, self._storage.pages(lease.guards), self.checksums
+        if here is not None:
+            sums = await load_pages(
+                here, destination, there, summed, self._in_place, run=self.to_the_end, inline_bytes=self.inline_bytes
+            )
+        else:
+            sums = await self.to_the_end(_load, self._storage, guards, destination, there, summed)
+        return dict.fromkeys(self._verify(guards, sums), _DAMAGED)
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
         """Forget these keys; a held one is ``PINNED`` and stays. Cancelled, it did nothing."""
@@ -372,14 +339,9 @@ class SlotTier(PooledTier[BlockPool]):
         for slot in slots:
             self._sums.pop(slot, None)
 
-    def _verify(self, keys: Sequence[Key], slots: Sequence[int], sums: Sequence[int] | None) -> list[int]:
-        """Positions of the blocks that are not what was stored: counted, and no longer found."""
-        if sums is None:
-            return []
-        bad = unequal(list(map(self._sums.get, slots)), sums)
-        if bad:
-            self.forget_damaged([keys[at] for at in bad], [slots[at] for at in bad])
-        return bad
+    def _verify(self, slots: Sequence[int], sums: Sequence[int] | None) -> list[int]:
+        """Positions of the blocks that are not what was stored, by the sums of what was read."""
+        return [] if sums is None else unequal(list(map(self._sums.get, slots)), sums)
 
     def _check(self, request: RoomRequest) -> int:
         if request.block_bytes != self.block_bytes:

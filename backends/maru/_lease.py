@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import trio
+import attrs
 
 from ..abc import Key
 from ..pages import Pages
+from ..tier_base import TierLease
 
 if TYPE_CHECKING:
     from maru import HeldBatch
@@ -20,20 +21,20 @@ if TYPE_CHECKING:
     from ._tier import MaruTier
 
 
-class MaruLease:
+class MaruLease(TierLease["MaruTier"]):
     """A hold on the prefix of some keys. Made by :meth:`MaruTier.pin`."""
 
-    __slots__ = ("_held", "keys", "tier")
+    __slots__ = ("_held",)
 
     def __init__(self, tier: MaruTier, keys: Sequence[Key], held: HeldBatch) -> None:
         """Not to be called: a tier makes them."""
-        self.tier: MaruTier = tier
-        self.keys: Sequence[Key] = keys
-        """What is held."""
+        super().__init__(tier, keys)
         self._held = held
 
-    def __repr__(self) -> str:
-        return f"<lease of {len(self.keys)} blocks in {self.tier!r}>"
+    @property
+    def is_held(self) -> bool:
+        """Always: whether the server still keeps it is told by :meth:`check`, and is a miss of a load, no mistake."""
+        return True
 
     @property
     def expires(self) -> float:
@@ -73,23 +74,29 @@ class MaruLease:
 
     def forget(self, positions: Sequence[int]) -> None:
         """The blocks at these positions are not what was stored; see :class:`backends.abc.ForgettingLease`."""
-        blocks = [(self.keys[at], self.generations[at]) for at in positions]
-        self.tier.condemned.add(blocks, self.tier.handler.era)
+        era = self.tier.handler.era
+        self.tier.damaged.add(DamagedPage(self.keys[at], self.generations[at], era) for at in positions)
 
     def release_nowait(self) -> None:
-        """Let go. Idempotent; the server is told, and nobody waits for its answer."""
+        """Let go. Idempotent; the server is told, and its answer is not waited for."""
         self._held.release()
         self.tier.let_go()
 
-    async def release(self) -> None:
-        """Let go. Idempotent; it has let go even when cancelled."""
-        self.release_nowait()
-        await trio.lowlevel.checkpoint()
-        await self.tier.bury()
+    async def _after_release(self) -> None:
+        await self.tier.purge()
 
-    async def __aenter__(self) -> MaruLease:
-        return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        self.release_nowait()
-        await self.tier.bury()
+@attrs.frozen
+class DamagedPage:
+    """A block that was found damaged in the page store; see :class:`backends.damaged_blocks.DamagedBlocks`.
+
+    Its registration is meant and no other. What was stored anew under its key, in whatever process, has another generation,
+    and is neither deleted nor hidden for longer than it takes to ask.
+    """
+
+    key: Key
+    """What it is called."""
+    generation: int
+    """Its registration."""
+    era: int
+    """The era of the handler in which that means something: another server may count anew, and then nothing is known of it."""

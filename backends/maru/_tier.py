@@ -7,14 +7,14 @@ Rule 2. Keys are named by their hexadecimal digits. That can be undone (``bytes.
         a salted one. It costs 64 bytes for a digest of 32, where base64 costs 43; a message of 64 keys is 1.4 kB longer.
 Rule 3. Copies run without the interpreter's lock in threads of their own, or in place where that is faster; a block that was
         summed while it was copied need not be read again.
-Rule 4. What was found damaged is not found any more: it is deleted as soon as nobody holds it. See :mod:`._condemned`.
+Rule 4. What was found damaged is not found any more, and is deleted once it is not held; see :mod:`backends.damaged_blocks`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import TracebackType
 from typing import Final
@@ -23,30 +23,28 @@ import trio
 
 from maru import AllocBatch, LeaseLost, MaruError, MaruHandler, PoolFull
 from maru import Stored as MaruStored
-from maru.exception_groups import holds
 
-from .._copying import StoreCopy, load_pages, places_for, unequal
-from .._errors import BackendError, BlockSizeError, CapacityError, Unproven
+from .._copying import StoreCopy, load_pages, unequal
+from .._errors import BackendError, BlockSizeError, CapacityError
 from .._in_place import CopiesInPlace
 from .._keys import check_keys
 from .._visits import Visits
 from ..abc import (
-    LOADED,
     Deletion,
     Destination,
     Failed,
     Key,
     Missed,
     Outcome,
-    ReadLease,
     RoomRequest,
     TierStatistics,
 )
+from ..damaged_blocks import DamagedBlocks
 from ..pages import Pages
 from ..room import WaitQueue
+from ..tier_base import TierBase
 from ._answers import deletions_of, outcomes_of
-from ._condemned import Condemned
-from ._lease import MaruLease
+from ._lease import DamagedPage, MaruLease
 from ._reservation import MaruReservation
 
 _ASK_AGAIN: Final = 0.05
@@ -65,7 +63,7 @@ class PageSizeError(BackendError, ValueError):
         self.page_bytes = page_bytes
 
 
-class MaruTier:
+class MaruTier(TierBase[MaruLease]):
     """A tier over a handler of the page store: ``async with MaruTier(MaruHandler(...)) as tier``.
 
     Entering it opens the handler, unless that is open already; whoever has opened it so leaves last, and closes it. An engine
@@ -83,6 +81,9 @@ class MaruTier:
         PageSizeError: a block does not fit a page.
     """
 
+    lease_type = MaruLease
+    kept_reasons = frozenset({"lease"})
+
     def __init__(self, handler: MaruHandler, *, block_bytes: int | None = None, name: str = "maru") -> None:
         page_bytes = handler.config.chunk_size_bytes
         size = page_bytes if block_bytes is None else block_bytes
@@ -98,7 +99,7 @@ class MaruTier:
         self._visits = Visits()  # of the handler that was opened here: it may be entered by its maker and by engines
         self._opening = trio.Lock()
         self._opened = False
-        self.condemned: Condemned = Condemned()
+        self.damaged: DamagedBlocks[DamagedPage] = DamagedBlocks()
         """Found damaged, and not deleted yet."""
         self._stored = self._duplicates = self._loaded = self._deleted = self._dropped = 0
         self._missed = {"damaged": 0, "lease": 0, "size": 0}
@@ -245,7 +246,7 @@ class MaruTier:
         self._stored += answers.count(MaruStored.NEW)
         self._duplicates += answers.count(MaruStored.DUPLICATE)
         outcomes = outcomes_of(self, keys, answers)
-        self._duplicates -= self.condemned.judge(keys, outcomes)
+        self._duplicates -= self.damaged.note_stored(keys, outcomes)
         return outcomes
 
     # --- reading --------------------------------------------------------------------------------------------------
@@ -256,9 +257,9 @@ class MaruTier:
         Raises:
             maru.NoAnswer: it did not answer. That is not to say that it has none of them.
         """
-        await self.bury()
+        await self.purge()
         there = await self.handler.batch_exists([key.hex() for key in keys])
-        return {key for key, is_there in zip(keys, there, strict=True) if is_there and key not in self.condemned}
+        return {key for key, is_there in zip(keys, there, strict=True) if is_there and key not in self.damaged}
 
     async def pin(self, keys: Sequence[Key]) -> MaruLease:
         """Hold the longest prefix of ``keys`` that is there, wherever its pages lie. Cancelled, it holds nothing.
@@ -268,8 +269,8 @@ class MaruTier:
         Raises:
             maru.NoAnswer: the server did not answer. What it may have pinned is given back when its answer comes.
         """
-        await self.bury()
-        keys = self.condemned.before(keys) if self.condemned else keys
+        await self.purge()
+        keys = self.damaged.prefix_before(keys) if self.damaged else keys
         held = await self.handler.hold_pages([key.hex() for key in keys])
         lengths = held.lengths
         if lengths.count(self.block_bytes) != len(lengths):
@@ -277,48 +278,20 @@ class MaruTier:
             self._missed["size"] += 1
         return MaruLease(self, keys[: len(held)], held)
 
-    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Copy the leased blocks into the first places of ``destination`` and verify them. Asks nobody.
-
-        A block whose checksum differs is missed, ``damaged``, and soon deleted. If the lease turns out to be lost, by a restart
-        or a silence of the server, all are missed, ``lease``. An exception of the destination makes every block
-        :class:`~backends.abc.Failed`. Cancelled, it leaves only when the copy is over.
-
-        Raises:
-            BlockSizeError: the destination has places of another size.
-            ValueError: the lease is not of this tier, or the destination is too small.
-            RepeatedPlaces: two of its places share memory.
-            Unproven: the destination says so.
-        """
-        if not isinstance(lease, MaruLease) or lease.tier is not self:
-            raise ValueError(f"{lease!r} does not hold blocks in {self!r}")
-        n = len(lease.keys)
-        there = places_for(self, n, self.block_bytes, destination)
-        await trio.lowlevel.checkpoint()
-        if not n:
-            return []
+    async def _load(
+        self, lease: MaruLease, destination: Destination, there: Pages | None
+    ) -> Mapping[int, Missed | Failed]:
+        # Asks nobody. A lease that is lost, by a restart or a silence of the server, is so before or after the copy, and
+        # then nothing that was read means anything.
         expected = lease.checksums
-        summed = self.checksums and expected.count(None) < n
+        summed = self.checksums and expected.count(None) < len(expected)
         try:
             lease.check()
             sums = await load_pages(lease.pages, destination, there, summed, self._in_place)
             lease.check()
         except LeaseLost:
-            self._missed["lease"] += n
-            return [Missed("lease")] * n
-        except Exception as exc:
-            if holds(exc, Unproven):
-                raise
-            return [Failed(exc)] * n
-        outcomes: list[Outcome] = [LOADED] * n
-        bad = [] if sums is None else unequal(expected, sums)
-        for at in bad:
-            outcomes[at] = Missed("damaged")
-        if bad:
-            self._missed["damaged"] += len(bad)
-            lease.forget(bad)
-        self._loaded += outcomes.count(LOADED)
-        return outcomes
+            return dict.fromkeys(range(len(expected)), Missed("lease"))
+        return {} if sums is None else dict.fromkeys(unequal(expected, sums), Missed("damaged"))
 
     # --- deleting -------------------------------------------------------------------------------------------------
 
@@ -332,12 +305,18 @@ class MaruTier:
         self._deleted += answers.count(Deletion.DELETED)
         return answers
 
-    async def bury(self) -> None:
-        """Delete what was found damaged, as far as nobody holds it and the server answers. No checkpoint if there is none."""
-        if self.condemned:
-            keys, generations = self.condemned.columns(self.handler.era)
-            with contextlib.suppress(MaruError):
-                self.condemned.asked(keys, generations, await self._drop(keys, generations))
+    async def purge(self) -> None:
+        """Delete what was found damaged, as far as it is not held and the server answers. No checkpoint if there is none."""
+        if not self.damaged:
+            return
+        era = self.handler.era
+        self.damaged.clear([page for page in self.damaged if page.era != era])
+        with self.damaged.claim() as pages:
+            if pages:
+                # Housekeeping: that a caller gets no answer, it is told by the answer to its own request.
+                with contextlib.suppress(MaruError):
+                    answers = await self._drop([page.key for page in pages], [page.generation for page in pages])
+                    self.damaged.note_purged(pages, answers)
 
     async def _drop(self, keys: Sequence[Key], generations: Sequence[int] | None = None) -> list[Deletion]:
         names, handler = [key.hex() for key in keys], self.handler

@@ -265,7 +265,7 @@ async def test_a_damaged_block_that_somebody_still_reads_is_not_found_here_and_g
             await reader.release()
             with trio.fail_after(PATIENCE):
                 while await other.contains(keys) != {keys[0], keys[2]}:
-                    await tier.bury()
+                    await tier.purge()
             await all_is_free(tier, other, keys=keys)
 
 

@@ -144,7 +144,9 @@ def test_it_is_the_same_kind_of_tier(tmp_path):
         name = "queue"
         block_bytes = 0
         capabilities = Capabilities(pins=False)
-        reserve = reserve_nowait = contains = pin = load = delete = statistics = lambda self, *args: None
+        reserve = reserve_nowait = contains = contains_nowait = pin = load = delete = statistics = lambda self, *args: (
+            None
+        )
 
     tier = wrap(Queue(), *wrappers, block_bytes=64)
     assert type(tier) is WrappedTier and not isinstance(tier, Source)

@@ -142,9 +142,9 @@ async def test_of_two_processes_over_a_page_store_neither_deletes_what_the_other
         while await below_b.delete([name]) == [Deletion.PINNED]:  # the release is on its way
             pass
         assert await store(b, bad) == [STORED]
-        assert list(below_a.condemned.columns(below_a.handler.era)[0]) == [name]
-        await below_a.bury()
-        assert not below_a.condemned
+        assert [page.key for page in below_a.damaged] == [name]
+        await below_a.purge()
+        assert not below_a.damaged
         assert await load(a, KEYS) == await load(b, KEYS) == ([LOADED] * 3, list(blocks.values()))
         statistics = a.statistics()
         assert (statistics.deleted, statistics.missed["damaged"], statistics.duplicates) == (0, 1, 0)

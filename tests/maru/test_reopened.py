@@ -16,6 +16,7 @@ import trio
 import offload
 from backends.abc import DUPLICATE, LOADED, STORED, Deletion, RoomRequest
 from backends.maru import MaruTier
+from backends.maru._lease import DamagedPage
 from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from maru import CannotMap, HandlerClosed, MaruHandler
@@ -92,16 +93,19 @@ async def test_a_tier_that_was_left_is_entered_again_and_its_counters_go_on() ->
         assert not tier.handler.connected
 
 
-async def test_a_verdict_of_before_says_nothing_of_another_server() -> None:
-    from backends.maru._condemned import Condemned
+async def test_what_was_damaged_before_says_nothing_of_another_server() -> None:
+    async with open_test_server() as server, MaruTier(handler_to(server)) as tier:
+        era = tier.handler.era
+        tier.damaged.add([DamagedPage(b"a", 7, era - 1), DamagedPage(b"b", 1, era)])
+        asked: list[Any] = []
 
-    condemned = Condemned()
-    condemned.add([(b"a", 7)], 1)
-    assert condemned.columns(1) == ([b"a"], [7]) and b"a" in condemned
-    assert condemned.columns(2) == ([], []) and b"a" not in condemned
-    condemned.add([(b"b", 1)], 2)
-    condemned.add([(b"c", 1)], 3)
-    assert condemned.columns(3) == ([b"c"], [1])
+        async def drop(keys: Any, generations: Any) -> list[Deletion]:
+            asked.append((keys, generations))
+            return [Deletion.PINNED]
+
+        tier._drop = drop  # type: ignore[method-assign,assignment]
+        await tier.purge()
+        assert asked == [([b"b"], [1])] and b"a" not in tier.damaged and b"b" in tier.damaged
 
 
 # --- a task of its own that fails -------------------------------------------------------------------------------------

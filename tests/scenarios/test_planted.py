@@ -259,7 +259,7 @@ def the_blocks_of_a_failed_copy_are_found(patch):
 
 @plant("bytes")
 def checksums_are_not_verified(patch):
-    patch.setattr(SlotTier, "_verify", lambda self, keys, guards, sums: [])
+    patch.setattr(SlotTier, "_verify", lambda self, guards, sums: [])
 
 
 @plant("bytes")

@@ -1,0 +1,119 @@
+"""Damaged blocks of a tier that cannot drop them at once: what is not what was stored, until it is deleted. No bytes.
+
+A tier of this process drops a damaged block the moment its last holder lets go. Where the blocks are somebody else's to delete,
+in a page store, a plugin or a tier below, only a request to delete remains, later, and what lies under the key may have been
+deleted and stored anew by then. So each key is kept with what tells the damaged block from that: see ``B`` below.
+
+Rule 1. A damaged block is no longer found, and is deleted once nobody holds it any more.
+Rule 2. That very block is meant. What is stored anew under its key is found, and is not deleted as far as the tier can tell.
+Rule 3. Each is claimed by one caller at a time: a second deletion on the way would delete what was stored anew behind the
+        first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Final, Generic, Protocol, TypeVar
+
+from .abc import DUPLICATE, STORED, Deletion, Key, Outcome, Rejected
+
+DAMAGED: Final = Rejected("damaged")
+"""Why a block is not stored anew yet: what was found damaged under its key is still held."""
+
+MOST_DAMAGED: Final = 65_536
+"""How many keys are remembered, since a tier may refuse to delete them. Beyond it the oldest is found again."""
+
+
+class Damaged(Protocol):
+    """What identifies a damaged block: its key, and whatever tells it from a block stored anew under that key."""
+
+    @property
+    def key(self) -> Key:
+        """What it is called."""
+        ...
+
+
+B = TypeVar("B", bound=Damaged)
+
+
+class DamagedBlocks(Generic[B]):
+    """The damaged blocks of one tier. Pure; used on the trio thread.
+
+    Args:
+        most: how many are remembered.
+    """
+
+    def __init__(self, most: int = MOST_DAMAGED) -> None:
+        self._most = most
+        self._blocks: dict[Key, B] = {}
+        self._claimed: set[Key] = set()  # on their way to be deleted
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._blocks
+
+    def __iter__(self) -> Iterator[B]:
+        return iter(self._blocks.values())
+
+    def add(self, blocks: Iterable[B]) -> None:
+        """These were found damaged."""
+        self._blocks.update((block.key, block) for block in blocks)
+        while len(self._blocks) > self._most:
+            del self._blocks[next(iter(self._blocks))]
+
+    def prefix_before(self, keys: Sequence[Key]) -> Sequence[Key]:
+        """The longest prefix of ``keys`` without a damaged block."""
+        return keys[: next((at for at, key in enumerate(keys) if key in self._blocks), len(keys))]
+
+    @contextmanager
+    def claim(self, most: int = MOST_DAMAGED) -> Iterator[list[B]]:
+        """At most so many, for the caller alone meanwhile: those that were added, or claimed, the longest ago."""
+        free = (block for key, block in self._blocks.items() if key not in self._claimed)
+        some = list(islice(free, most))
+        self._claimed.update(block.key for block in some)
+        try:
+            yield some
+        finally:
+            self._claimed.difference_update(block.key for block in some)
+
+    def clear(self, blocks: Iterable[B]) -> None:
+        """What lies under these keys is something else now."""
+        for block in blocks:
+            # By identity: meanwhile another block may have been found damaged under the same key, and that one stays.
+            if self._blocks.get(block.key) is block:
+                del self._blocks[block.key]
+
+    def note_purged(self, blocks: Sequence[B], answers: Sequence[Deletion]) -> None:
+        """What the deletion of these came to. What stays goes behind the others, so that all are tried in turn."""
+        for block, answer in zip(blocks, answers, strict=True):
+            if self._blocks.get(block.key) is block:
+                del self._blocks[block.key]
+                if answer not in (Deletion.DELETED, Deletion.MISSING):
+                    self._blocks[block.key] = block
+
+    def note_deleted(self, keys: Sequence[Key], answers: Sequence[Deletion]) -> None:
+        """These were deleted by request."""
+        for key, answer in zip(keys, answers, strict=True):
+            if answer in (Deletion.DELETED, Deletion.MISSING):
+                self._blocks.pop(key, None)
+
+    def note_stored(self, keys: Sequence[Key], outcomes: list[Outcome]) -> int:
+        """What is stored anew is not damaged; a duplicate of a damaged block is none, and may be stored again later.
+
+        Returns:
+            How many duplicates are none; ``outcomes`` says :data:`DAMAGED` of them.
+        """
+        if not self._blocks:
+            return 0
+        refused = 0
+        for at, (key, outcome) in enumerate(zip(keys, outcomes, strict=False)):
+            if outcome == STORED:
+                self._blocks.pop(key, None)
+            elif outcome == DUPLICATE and key in self._blocks:
+                outcomes[at] = DAMAGED
+                refused += 1
+        return refused

@@ -1,0 +1,281 @@
+"""The base of tiers: one reservation, one lease and one load, of which a tier says only what differs.
+
+A store goes through a :class:`TierReservation`, whatever the tier:
+
+    keep -> decide -> copy and verify -> give back the room of what failed -> register -> release
+
+A read goes through a :class:`TierLease` and :meth:`TierBase.load`:
+
+    pin -> check the places -> copy and verify -> forget what is damaged -> release
+
+Rule 1. Nothing is registered before all of its bytes are there, and nothing that failed is. A block fails alone where the copy
+        can tell which one failed (:class:`backends._copying.StoreCopy` compares it with what its source knows of it).
+Rule 2. Cancelled during its copy, a reservation changes nothing and keeps its room: a thread may still write there. A caller
+        that quarantines it does not release it. Between the end of a copy and the registration of what it has copied a tier
+        of this process passes no checkpoint, so that a cancel cannot come between.
+Rule 3. What is loaded is verified. What is not what was stored is :class:`~backends.abc.Missed`, counted, and no longer found.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+import trio
+
+from maru.exception_groups import holds
+
+from ._copying import places_for
+from ._errors import BlockSizeError, Unproven
+from .abc import LOADED, Destination, Failed, Key, Missed, Outcome, ReadLease, Source
+from .pages import Pages
+
+T = TypeVar("T", bound="TierBase[Any]")
+L = TypeVar("L", bound="TierLease[Any]")
+Self = TypeVar("Self", bound="TierLease[Any]")
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+class TierReservation(ABC, Generic[T]):
+    """Room for some keys in a tier; see :class:`backends.abc.Reservation`. What room is, a subclass says.
+
+    Attributes:
+        granted: the keys there is room for.
+        block_bytes: size of every block.
+    """
+
+    __slots__ = ("_tier", "_used", "block_bytes", "granted")
+
+    def __init__(self, tier: T, keys: Sequence[Key], block_bytes: int) -> None:
+        """Not to be called: a tier makes them."""
+        self._tier: T = tier
+        self._used = False
+        self.block_bytes: int = block_bytes
+        self.granted: Sequence[Key] = keys
+
+    def __repr__(self) -> str:
+        return f"<room for {len(self.granted)} blocks in {self._tier!r}>"
+
+    # --- what a subclass says -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _size(self) -> int:
+        """For how many blocks this has room now; none once it was released."""
+
+    @abstractmethod
+    def _keep(self, positions: Sequence[int]) -> None:
+        """Give back all room but that at these ascending positions. Never blocks."""
+
+    def _decide(self, keys: Sequence[Key]) -> Mapping[int, Outcome]:
+        """What becomes of some blocks without a copy, by position: a duplicate, or one that is not admitted. Never blocks."""
+        return {}
+
+    @abstractmethod
+    async def _copy(self, source: Source, keys: Sequence[Key], guards: Sequence[int]) -> Mapping[int, Exception]:
+        """Copy blocks into the room there is, in order. Cancelled, it leaves at once.
+
+        Returns:
+            What must not be stored, by position, with why.
+        """
+
+    @abstractmethod
+    async def _register(self, keys: Sequence[Key]) -> Sequence[Outcome]:
+        """Publish what was copied. The room is the tier's from now on. What was not stored has no room any more."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give back the room of what was not published. Idempotent; never blocks, never raises."""
+
+    # --- the contract ---------------------------------------------------------------------------------------------
+
+    def keep(self, keys: Sequence[Key]) -> None:
+        """Give back the room of every granted key not in ``keys``, a subsequence of ``granted``. Never blocks."""
+        if len(keys) == len(self.granted):
+            return
+        wanted = set(keys)
+        positions = [at for at, key in enumerate(self.granted) if key in wanted]
+        if len(positions) != len(keys):
+            raise ValueError(f"{len(keys)} keys to keep, of which {len(positions)} were granted")
+        self.granted = keys
+        self._keep(positions)
+
+    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+        """Copy the blocks from ``source`` and register them; see :class:`backends.abc.Reservation`.
+
+        A block that is not what was stored in its source fails alone. Cancelled during the copy, it leaves at once: nothing is
+        registered, and the room stays taken until :meth:`release`.
+
+        Raises:
+            ValueError: not one guard per granted key, or a second call.
+            BlockSizeError: the source's blocks are of another size than what was reserved.
+        """
+        keys = self.granted
+        if self._used or len(guards) != len(keys) or self._size() != len(keys):
+            raise ValueError(f"a transfer takes one guard per kept block, once: {len(guards)} guards for {self!r}")
+        if source.block_bytes != self.block_bytes:
+            raise BlockSizeError(self._tier, self.block_bytes, source.block_bytes)
+        self._used = True
+        if not keys:
+            return []
+        decided = self._decide(keys)
+        if not decided:
+            return await self._store(source, keys, guards)
+        rest = _others(len(keys), decided)
+        self._keep(rest)
+        stored = await self._store(source, [keys[at] for at in rest], [guards[at] for at in rest]) if rest else ()
+        return _merged(len(keys), decided, stored)
+
+    async def _store(self, source: Source, keys: Sequence[Key], guards: Sequence[int]) -> Sequence[Outcome]:
+        failed = await self._copy(source, keys, guards)
+        if not failed:
+            return await self._register(keys)
+        good = _others(len(keys), failed)
+        self._keep(good)  # the copy is over: nothing writes into the others any more
+        stored = await self._register([keys[at] for at in good]) if good else ()
+        return _merged(len(keys), {at: Failed(error) for at, error in failed.items()}, stored)
+
+
+def _others(n: int, decided: Mapping[int, object]) -> list[int]:
+    return [at for at in range(n) if at not in decided]
+
+
+def _merged(n: int, decided: Mapping[int, Outcome], others: Iterable[Outcome]) -> list[Outcome]:
+    """The outcomes of all positions, from those that are decided and those of the others, in order."""
+    rest = iter(others)
+    return [decided[at] if at in decided else next(rest) for at in range(n)]
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+class TierLease(ABC, Generic[T]):
+    """A hold on the prefix of some keys; see :class:`backends.abc.ReadLease`. How it is held, a subclass says.
+
+    Attributes:
+        tier: whose blocks these are.
+        keys: what is held.
+    """
+
+    __slots__ = ("keys", "tier")
+
+    def __init__(self, tier: T, keys: Sequence[Key]) -> None:
+        """Not to be called: a tier makes them."""
+        self.tier: T = tier
+        self.keys: Sequence[Key] = keys
+
+    def __repr__(self) -> str:
+        return f"<lease of {len(self.keys)} blocks in {self.tier!r}>"
+
+    @property
+    @abstractmethod
+    def is_held(self) -> bool:
+        """Whether it holds what it says, so that it may be loaded."""
+
+    @abstractmethod
+    def forget(self, positions: Sequence[int]) -> None:
+        """The blocks at these positions are not what was stored; see :class:`backends.abc.ForgettingLease`."""
+
+    @abstractmethod
+    def release_nowait(self) -> None:
+        """Let go. Idempotent."""
+
+    async def _after_release(self) -> None:
+        """What can be done once these blocks are not held any more. No checkpoint if there is nothing to do."""
+
+    async def release(self) -> None:
+        """Let go. Idempotent; it has let go even when cancelled."""
+        self.release_nowait()
+        await trio.lowlevel.checkpoint()
+        await self._after_release()
+
+    async def __aenter__(self: Self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.release_nowait()
+        await self._after_release()
+
+
+class TierBase(ABC, Generic[L]):
+    """What all tiers share that give out a :class:`TierLease` of their own."""
+
+    lease_type: ClassVar[type[TierLease[Any]]]
+    """The class of its leases."""
+    kept_reasons: ClassVar[frozenset[str]] = frozenset()
+    """Why a block may be missed that is what was stored all the same: it stays."""
+    _loaded: int
+    _missed: dict[str, int]
+
+    def _place_bytes(self, destination: Destination) -> int:
+        """How large the places of a load must be."""
+        size: int = self.block_bytes  # type: ignore[attr-defined]
+        return size
+
+    @abstractmethod
+    async def _load(self, lease: L, destination: Destination, there: Pages | None) -> Mapping[int, Missed | Failed]:
+        """Copy the leased blocks, at least one, into ``there`` or have ``destination`` copy them, and verify them.
+
+        Cancelled, it leaves when the copy is over. May raise, for all of them.
+
+        Returns:
+            What could not be loaded, by position.
+        """
+
+    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
+        """Copy the leased blocks into the first places of ``destination`` and verify them.
+
+        The lease must be held until this returns. A block that is not what was stored is missed, counted and no longer found.
+        An exception of the destination makes every block :class:`~backends.abc.Failed`. Cancelled, it leaves only when the
+        copy is over.
+
+        Raises:
+            BlockSizeError: the destination has places of another size.
+            ValueError: the lease is not of this tier or was released, or the destination is too small.
+            RepeatedPlaces: two of its places share memory.
+            Unproven: the destination says so; or a disk did not answer within :func:`backends.threads.leave_after`.
+        """
+        held = self._held(lease)
+        n = len(held.keys)
+        there = places_for(self, n, self._place_bytes(destination), destination)
+        await trio.lowlevel.checkpoint()
+        if not n:
+            return []
+        try:
+            bad = await self._load(held, destination, there)
+        except Exception as error:
+            if holds(error, Unproven):
+                raise
+            return [Failed(error)] * n
+        self._loaded += n - len(bad)
+        outcomes: list[Outcome] = [LOADED] * n
+        if bad:
+            for at, outcome in bad.items():
+                outcomes[at] = outcome
+            self._note_bad(held, bad)
+        return outcomes
+
+    def _held(self, lease: ReadLease) -> L:
+        """The lease, which is this tier's and still held.
+
+        Raises:
+            ValueError: it is not.
+        """
+        held: Any = lease
+        if not isinstance(held, self.lease_type) or held.tier is not self or not held.is_held:
+            raise ValueError(f"{lease!r} does not hold blocks in {self!r}")
+        return held  # type: ignore[return-value]
+
+    def _note_bad(self, lease: L, bad: Mapping[int, Missed | Failed]) -> None:
+        """Count what could not be loaded, and forget what is not what was stored."""
+        damaged: list[int] = []
+        for at, outcome in bad.items():
+            if isinstance(outcome, Missed):
+                self._missed[outcome.reason] = self._missed.get(outcome.reason, 0) + 1
+                if outcome.reason in self.kept_reasons:
+                    continue
+            damaged.append(at)
+        if damaged:
+            lease.forget(damaged)
