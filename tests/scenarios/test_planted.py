@@ -265,13 +265,13 @@ def checksums_are_not_verified(patch):
 @plant("bytes")
 def a_load_answers_for_its_neighbour(patch):
     """It says loaded of what it did not find damaged, and missed of the block before."""
-    verify = SlotTier._verify
+    load = SlotTier.load
 
-    def shifted(self, keys, guards, sums):
-        bad = verify(self, keys, guards, sums)
-        return [(at + 1) % len(keys) for at in bad]
+    async def shifted(self, lease, destination):
+        outcomes = list(await load(self, lease, destination))
+        return outcomes[-1:] + outcomes[:-1]
 
-    patch.setattr(SlotTier, "_verify", shifted)
+    patch.setattr(SlotTier, "load", shifted)
 
 
 # --- readers ------------------------------------------------------------------------------------------------------
