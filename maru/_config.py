@@ -33,6 +33,8 @@ _QUOTA = r"[^=]+=\s*[0-9]{1,18}\s*([KMGTkmgt]([iI]?[bB])?)?"
 
 IPC_NAME: Final = "maru.sock"
 """The Unix socket of the protocol, in the runtime directory."""
+CHANNEL_NAME: Final = "channel.sock"
+"""The Unix socket of clients of ours on this host, beside it: they use it where it is there."""
 
 HOW_TO_REACH: Final = (
     "start a server (maru-server; for TCP: maru-server --host 127.0.0.1), or say where it is (--server or server_url, or "

@@ -131,7 +131,7 @@ class Server:
     """The server at the other end. Made by :func:`connected`."""
 
     def __init__(self, wish: Wish) -> None:
-        from .._client.reaching import blocking_dealer
+        from .._client.sockets import blocking_dealer
 
         self.address = wish.address
         self.timeout = wish.timeout

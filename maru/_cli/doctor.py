@@ -155,8 +155,7 @@ def _sockets(server: Mapping[str, object]) -> list[str]:
     """The Unix sockets that a server says it has."""
     endpoints = str(server.get("endpoints", "")).split(", ")
     paths = [one.removeprefix("ipc://") for one in endpoints if one.startswith("ipc://")]
-    descriptors = str(server.get("descriptors", ""))
-    return [*paths, descriptors] if descriptors else paths
+    return paths + [path for name in ("channel", "descriptors") if (path := str(server.get(name, "")))]
 
 
 def _as_int(value: object) -> int:

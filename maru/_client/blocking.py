@@ -40,7 +40,7 @@ from .face import Face, HandlerStatistics, beat_of
 from .keys import list_keys
 from .lines import Lines
 from .operations import Operation, Pin
-from .reaching import blocking_dealer
+from .sockets import blocking_dealer
 from .views import AllocHandle, MemoryInfo
 
 T = TypeVar("T")

@@ -18,11 +18,11 @@ from typing import Any, Generic, TypeVar
 
 from .._errors import BadMessage, HandlerClosed, MaruError, NoAnswer, ServerLost, ServerRefused
 from .._wire import ErrorReply
-from ..transport import BlockingDealer
+from ..transport import BlockingSocket
 from .fetching import fetch_region
 from .lines import Line, Lines
 from .operations import Alone, Call, Effect, Identify, Map, Operation, Standing, Start, Work
-from .reaching import identify
+from .sockets import identify
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class Driver:
     """Performs what operations ask for, in whatever thread calls."""
 
     def __init__(
-        self, standing: Standing, lock: AbstractContextManager[object], connect: Callable[[], BlockingDealer]
+        self, standing: Standing, lock: AbstractContextManager[object], connect: Callable[[], BlockingSocket]
     ) -> None:
         self.standing = standing
         self.timeout = standing.config.timeout_ms / 1e3

@@ -28,7 +28,7 @@ from .correlation import Correlation
 from .face import CallStatistics, beat_of
 from .fetching import fetch_region
 from .operations import Alone, Call, Effect, Identify, Map, Operation, Pin, Span, Standing, Start, Work
-from .reaching import identify
+from .sockets import identify
 
 T = TypeVar("T")
 

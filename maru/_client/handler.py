@@ -34,7 +34,7 @@ from .driving_trio import Driver
 from .face import Face, HandlerStatistics
 from .keys import list_keys
 from .operations import Operation
-from .reaching import open_dealer
+from .sockets import open_dealer
 from .views import AllocHandle, MemoryInfo
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from typing import Any
 
 from .._errors import BadFrame, BadMessage, HandlerClosed, NoAnswer
 from .._wire import HEADER_BYTES, decode_reply, read_header, request
-from ..transport import BlockingDealer
+from ..transport import BlockingSocket
 from .correlation import Correlation
 from .face import CallStatistics
 from .operations import Call
@@ -39,7 +39,7 @@ class Line:
 
     def __init__(
         self,
-        dealer: BlockingDealer,
+        dealer: BlockingSocket,
         window: int,
         lock: AbstractContextManager[object],
         late: Callable[[Call, Any], None],
@@ -162,7 +162,7 @@ class Lines:
 
     def __init__(
         self,
-        connect: Callable[[], BlockingDealer],
+        connect: Callable[[], BlockingSocket],
         window: int,
         lock: AbstractContextManager[object],
         late: Callable[[Call, Any], None],

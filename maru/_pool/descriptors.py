@@ -13,23 +13,23 @@ Rule 4. A descriptor that was opened for an answer is closed here, whether or no
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
 import socket
-import stat
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Annotated, Final, Protocol, TypeVar
 
 import attrs
 import msgspec
 import trio
 
-from .._errors import BadMessage, CannotMap, HandlerClosed, NoAnswer, NotOwner, PoolUnusable, ServerLost, ServerRefused
+from .._errors import BadMessage, CannotMap, HandlerClosed, NoAnswer, NotOwner, ServerLost, ServerRefused
 from .._listeners import peer_uid
+from ..transport._packet_listener import PacketListener
+from ..transport._packets import descriptors_in, reachable
 from .backing import RegionFile
 
 MAX_MESSAGE_BYTES: Final = 512
@@ -38,9 +38,7 @@ MAX_CONNECTIONS: Final = 256
 IDLE: Final = 10.0
 OPEN_TIME: Final = 10.0
 """A stalled file system: the client is told, and may ask again."""
-_BACKLOG: Final = 128
 _MAX_TEXT: Final = 256
-_BUSY = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 _log = logging.getLogger(__name__)
 
@@ -129,31 +127,27 @@ class DescriptorServer:
     async def run(self, path: str, *, task_status: trio.TaskStatus[str] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve at this path until cancelled. Started, it says the path. Afterwards the socket is gone.
 
-        Args:
-            path: where to make the socket (mode 0600), in a directory that only this user enters (mode 0700). A socket
-                that a dead server left there is replaced.
-
         Raises:
             PoolUnusable: the directory is open to others, or no socket can be made there.
         """
-        listening = _listen(path)
+        listener = PacketListener(path)
         try:
             async with trio.open_nursery() as nursery:
-                with trio.socket.from_stdlib_socket(listening) as sock:
-                    task_status.started(path)
-                    while True:
-                        try:
-                            peer, _ = await sock.accept()
-                        except OSError as exc:
-                            if exc.errno not in _BUSY:
-                                raise
-                            _log.warning("no descriptor left to talk to a client with: %s", exc)
-                            await trio.sleep(0.1)
-                        else:
-                            nursery.start_soon(self._serve, peer)
+
+                def take(sock: socket.socket) -> bool:
+                    if self._connections >= self._max_connections:
+                        return False
+                    self._connections += 1  # here, not in its task: many may be accepted before one of them runs
+                    nursery.start_soon(self._serve, trio.socket.from_stdlib_socket(sock))
+                    return True
+
+                task_status.started(path)
+                await listener.run(take, self._turn_away)
         finally:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+            listener.close()
+
+    def _turn_away(self) -> None:
+        self._turned_away += 1
 
     def statistics(self) -> DescriptorStatistics:
         """An immutable snapshot."""
@@ -161,10 +155,6 @@ class DescriptorServer:
 
     async def _serve(self, peer: trio.socket.SocketType) -> None:
         with peer:
-            if self._connections >= self._max_connections or not _is_ours(peer):
-                self._turned_away += 1
-                return
-            self._connections += 1
             try:
                 while await self._answer_one(peer):
                     pass
@@ -229,40 +219,6 @@ class DescriptorServer:
             await peer.sendmsg([msgspec.msgpack.encode(reply)], attached)
 
 
-def check_socket(path: str) -> None:
-    """See that nothing else than a socket has this path.
-
-    Raises:
-        PoolUnusable: something has.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise PoolUnusable(f"{path!r} is there, and is no socket")
-
-
-def _listen(path: str) -> socket.socket:
-    directory = os.path.dirname(os.path.abspath(path))
-    try:
-        status = os.stat(directory)
-        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise PoolUnusable(f"others may enter {directory!r}: a socket there needs its directory to have mode 0700")
-        check_socket(path)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            with _reachable(path) as name:
-                listening.bind(name)
-            os.chmod(path, 0o600)  # before that, its directory keeps others out
-            listening.listen(_BACKLOG)
-        except BaseException:
-            listening.close()
-            raise
-    except OSError as exc:
-        raise PoolUnusable(f"no socket can be made at {path!r}: {exc}") from exc
-    return listening
-
-
 # --- the client ---------------------------------------------------------------------------------------------------
 
 
@@ -289,9 +245,9 @@ def fetch_descriptor(path: str, request: DescriptorRequest, timeout: float) -> t
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         try:
             sock.settimeout(timeout)
-            with _reachable(path) as name:
+            with reachable(path) as name:
                 sock.connect(name)
-            if not _is_ours(sock):
+            if peer_uid(sock) != os.geteuid():
                 raise BadMessage(f"{path!r} is served by another user")
             sock.sendall(msgspec.msgpack.encode(request))
             sock.settimeout(max(0.001, deadline - time.monotonic()))
@@ -302,7 +258,7 @@ def fetch_descriptor(path: str, request: DescriptorRequest, timeout: float) -> t
             raise NoAnswer(f"{path!r} did not answer within {timeout:g} s") from exc
         except OSError as exc:
             raise ServerLost(f"{path!r}: {exc}") from exc
-    fds = _descriptors_in(attached)
+    fds = descriptors_in(attached)
     try:
         if not message:
             raise ServerLost(f"{path!r} hung up")
@@ -321,20 +277,7 @@ def fetch_descriptor(path: str, request: DescriptorRequest, timeout: float) -> t
             os.close(fd)
 
 
-def _descriptors_in(attached: list[tuple[int, int, bytes]]) -> list[int]:
-    fds = array("i")
-    for level, kind, data in attached:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    return list(fds)
-
-
 # --- both ---------------------------------------------------------------------------------------------------------
-
-
-def _is_ours(sock: socket.socket | trio.socket.SocketType) -> bool:
-    """Whether the process at the other end is this user's."""
-    return peer_uid(sock) == os.geteuid()
 
 
 def _decode(message: bytes, kind: type[M]) -> M:
@@ -344,17 +287,3 @@ def _decode(message: bytes, kind: type[M]) -> M:
         return msgspec.msgpack.decode(message, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
         raise BadMessage(f"no {kind.__name__}: {exc}") from exc
-
-
-@contextlib.contextmanager
-def _reachable(path: str) -> Iterator[str]:
-    """A name for this path that fits into a socket's address, which has 107 bytes: by way of its open directory."""
-    if len(os.fsencode(path)) <= 107:
-        yield path
-        return
-    directory, name = os.path.split(os.path.abspath(path))
-    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/{name}"
-    finally:
-        os.close(fd)

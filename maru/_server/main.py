@@ -90,6 +90,7 @@ def ready_line(server: MaruServer) -> str:
     facts = {
         "endpoints": list(server.endpoints),
         "rm_address": server.rm_address,
+        "channel": server.channel_path,
         "descriptors": server.descriptors_path,
         "pid": os.getpid(),
         "epoch": identifier(server.epoch),
@@ -101,8 +102,9 @@ def ready_line(server: MaruServer) -> str:
         return _as_json({"event": "ready", **facts})
     where = " ".join(server.endpoints)
     return (
-        f"maru-server is ready at {where} (resource manager {server.rm_address or 'off'}, {directory.entries} keys in "
-        f"{directory.regions} regions, after {facts['start']} s, pid {facts['pid']})"
+        f"maru-server is ready at {where} (channel {'on' if server.channel_path else 'off'}, resource manager "
+        f"{server.rm_address or 'off'}, {directory.entries} keys in {directory.regions} regions, after {facts['start']} s, "
+        f"pid {facts['pid']})"
     )
 
 

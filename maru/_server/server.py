@@ -1,4 +1,7 @@
-"""MaruServer: one directory behind one socket. The loop, the timer and the pool around the pure service.
+"""MaruServer: one directory behind two sockets. The loop, the timer and the pool around the pure service.
+
+Clients of ours on this host come over a channel (a Unix socket of packets), all others over ZeroMQ. Each is read by a task
+that runs the same loop, so that neither waits for the other; a frame means the same whichever way it came.
 
 A *step* is one round: frames are handed to the service, what it wants written down is written, and then the answers leave.
 Nothing in a step waits: memory is got and freed in tasks of their own, which end with a step.
@@ -19,13 +22,13 @@ import os
 import resource
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Final, TypeVar
 
 import attrs
 import trio
 
-from .._config import ServerConfig
+from .._config import CHANNEL_NAME, ServerConfig
 from .._errors import HandlerClosed, PoolFull, PoolUnusable
 from .._journal.compactor import keep_compacted
 from .._journal.journal import JournalStatistics
@@ -33,7 +36,14 @@ from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorS
 from .._pool.home import open_private
 from .._pool.pool import RegionFile, Totals
 from .._relay.lookup import Users, tells_users
-from ..transport import SocketStatistics, TrioSocket, open_socket
+from ..transport import (
+    ChannelServer,
+    ChannelStatistics,
+    SocketStatistics,
+    TrioSocket,
+    is_channel_peer,
+    open_socket,
+)
 from .committer import Answer, Committer
 from .listening import DESCRIPTORS_NAME, RELAYED_NAME, addresses, connections_of, socket_options, unlink_sockets
 from .relaying import RelayKeeper, RelayStatistics
@@ -69,6 +79,8 @@ class ServerStatistics:
     """Of TCP connections without keys; None where there are none."""
     descriptors: DescriptorStatistics
     socket: SocketStatistics
+    channel: ChannelStatistics | None
+    """Of the channel for clients on this host; None where there is none."""
     unread_answers: int
     """Given up, since who asked does not read."""
 
@@ -111,6 +123,7 @@ class MaruServer:
         self._descriptors = DescriptorServer(storage.pool, self._permits)
         self._nursery: trio.Nursery
         self._router: TrioSocket
+        self._channel: ChannelServer | None = None
         self._reading = trio.CancelScope()
         self._allocating = self._freeing = self._unread = 0
         self._freed = trio.lowlevel.ParkingLot()
@@ -134,6 +147,11 @@ class MaruServer:
         """The socket at which regions are handed out to clients of ours."""
         return self._service.descriptors
 
+    @property
+    def channel_path(self) -> str:
+        """The Unix socket over which clients of ours on this host come; empty where there is none."""
+        return "" if self._channel is None else self._channel.path
+
     async def wait_stopping(self) -> None:
         """Wait until somebody who may has asked this server to end."""
         await self._stopping.wait()
@@ -149,6 +167,7 @@ class MaruServer:
             None if self._relay is None else self._relay.statistics(),
             self._descriptors.statistics(),
             self._router.statistics(),
+            None if self._channel is None else self._channel.statistics(),
             self._unread,
         )
 
@@ -165,15 +184,31 @@ class MaruServer:
         config = self.config
         descriptor, runtime = open_private(config.runtime_dir or self._pool.home)
         os.close(descriptor)
+        # The channel first: a client that finds ZeroMQ's socket and no channel takes it that there is none.
         try:
-            async with open_socket(
-                "router", bind=addresses(config, runtime), options=socket_options(config), on_gone=self._gone
-            ) as self._router:
-                relayed = f"ipc://{runtime}/{RELAYED_NAME}"
-                self.endpoints = tuple(one for one in self._router.endpoints if one != relayed)
-                await self._run_tasks(runtime, task_status)
+            with self._open_channel(f"{runtime}/{CHANNEL_NAME}") as self._channel:
+                async with open_socket(
+                    "router", bind=addresses(config, runtime), options=socket_options(config), on_gone=self._gone
+                ) as self._router:
+                    relayed = f"ipc://{runtime}/{RELAYED_NAME}"
+                    self.endpoints = tuple(one for one in self._router.endpoints if one != relayed)
+                    await self._run_tasks(runtime, task_status)
         finally:
             unlink_sockets([*self.endpoints, f"ipc://{runtime}/{RELAYED_NAME}"])
+
+    def _open_channel(self, path: str) -> AbstractContextManager[ChannelServer | None]:
+        """The channel, where there is to be one. Not beside keys: who comes over it shows none."""
+        config = self.config
+        if not config.ipc or config.curve_key_file:
+            return nullcontext()
+        return ChannelServer(
+            path,
+            most=self._most_connections,
+            max_bytes=config.max_message_bytes,
+            peer_bytes=config.max_unread_bytes,
+            all_bytes=config.max_unread_bytes_together,
+            on_gone=self._gone,
+        )
 
     async def _run_tasks(self, runtime: str, task_status: trio.TaskStatus[None]) -> None:
         config, journal = self.config, self._storage.journal
@@ -197,7 +232,11 @@ class MaruServer:
             nursery.start_soon(self._tick)
             task_status.started()
             with self._reading:
-                await self._read()
+                async with trio.open_nursery() as readers:
+                    if self._channel is not None:
+                        readers.start_soon(self._channel.run)
+                        readers.start_soon(self._read, self._channel)
+                    await self._read(self._router)
 
     def _warn(self) -> None:
         """Of what whoever runs the server should know from the start."""
@@ -233,9 +272,9 @@ class MaruServer:
             await self._committer.wait_idle()
         self._nursery.cancel_scope.cancel()
 
-    async def _read(self) -> None:
+    async def _read(self, source: TrioSocket | ChannelServer) -> None:
         """The loop: frames come, and steps answer them. Between two steps all other tasks have their turn."""
-        handle, receive, committer = self._service.handle, self._router.receive_batch, self._committer
+        handle, receive, committer = self._service.handle, source.receive_batch, self._committer
         most = _BATCH
         while True:
             messages = await receive(most)
@@ -370,8 +409,11 @@ class MaruServer:
 
     def _send(self, answers: Sequence[Answer]) -> None:
         """Let answers leave. Who is gone misses nothing, and who does not read for thousands of them gets no more."""
-        send = self._router.send_nowait
+        send, channel = self._router.send_nowait, self._channel
         for identity, frame in answers:
+            if channel is not None and is_channel_peer(identity):
+                channel.send(identity, frame)
+                continue
             try:
                 send((identity, b"", frame))
             except trio.WouldBlock:
@@ -392,6 +434,7 @@ class MaruServer:
                 "version": _version(),
                 "pid": os.getpid(),
                 "endpoints": ", ".join(self.endpoints),
+                "channel": self.channel_path,
                 "up for": trio.current_time() - self._began,
                 "stood still for": self._time.away,
             },

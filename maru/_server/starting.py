@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import trio
 
-from .._config import ServerConfig, default_pool_path
+from .._config import CHANNEL_NAME, ServerConfig, default_pool_path
 from .._directory.lazy_order import LazyOrder
 from .._errors import MaruError
 from .._journal.replay import replay
-from .._pool.descriptors import check_socket
 from .._pool.home import check_private, identity_of
 from .._pool.pool import check_pool
 from ..transport import check_free
+from ..transport._packets import check_socket
 from .listening import DESCRIPTORS_NAME, addresses, socket_options
 from .storage import limits_of
 from .tcp import open_listener
@@ -88,7 +88,8 @@ async def _check_sockets(config: ServerConfig) -> None:
         for place in addresses(config, runtime):
             if place.startswith("ipc://"):
                 check_free(place.removeprefix("ipc://"))
-        check_socket(f"{runtime}/{DESCRIPTORS_NAME}")
+        for name in (DESCRIPTORS_NAME, CHANNEL_NAME):
+            check_socket(f"{runtime}/{name}")
 
     await trio.to_thread.run_sync(check)
 

@@ -19,7 +19,8 @@ import attrs
 import zmq
 
 from .._errors import HandlerClosed
-from ._frames import EVENTS, IN, OUT, Message, Port, TooManyFrames, poll_in
+from ._contract import Message
+from ._frames import EVENTS, IN, OUT, Port, TooManyFrames, poll_in
 from ._options import SocketOptions
 from ._waiting import SELDOM, yield_processor
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeAlias
 
-from ._frames import Message
 from ._waiting import Expected
+
+Message: TypeAlias = list[bytes]
+"""The frames of one message. At a ROUTER the first one says of which peer it is; over a channel there is one."""
 
 
 class MessageSocket(Protocol):
@@ -35,3 +37,19 @@ OnMessages: TypeAlias = Callable[[list[Message]], None]
 
 OpenMessageSocket: TypeAlias = Callable[[OnMessages], AbstractAsyncContextManager[MessageSocket]]
 """How to get a socket that hands its messages on: what a client takes, and a test replaces."""
+
+
+class BlockingSocket(Protocol):
+    """The same for a thread: one at a time."""
+
+    def send(self, frames: Sequence[bytes], timeout: float | None = None) -> bool:
+        """Send one message, waiting for room for so many seconds. Whether it was sent; if not, nothing of it was."""
+        ...
+
+    def receive(self, timeout: float | None = None) -> Message | None:
+        """The next message; ``None`` if there is none in that time."""
+        ...
+
+    def close(self) -> None:
+        """Close it. Nobody may wait in it."""
+        ...

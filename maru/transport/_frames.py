@@ -17,10 +17,10 @@ from typing import Any, Final, TypeAlias
 
 import zmq
 
+from ._contract import Message
 from ._options import SocketOptions, apply
+from ._packets import LONGEST_PATH
 
-Message: TypeAlias = list[bytes]
-"""The frames of one message. At a ROUTER the first one says of which peer it is."""
 Raw: TypeAlias = "zmq.Socket[bytes]"
 
 NOW: Final = int(zmq.NOBLOCK)
@@ -28,8 +28,6 @@ MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 EVENTS: Final = int(zmq.EVENTS)
 IN: Final = int(zmq.POLLIN)
 OUT: Final = int(zmq.POLLOUT)
-LONGEST_PATH: Final = 107
-"""Bytes of a Unix socket's name."""
 
 
 class TooManyFrames(Exception):

@@ -17,7 +17,8 @@ from typing import Final
 import trio
 import zmq
 
-from ._frames import NOW, Message, Port
+from ._contract import Message
+from ._frames import NOW, Port
 from ._monitor import Link, LinkEvent, Monitor
 from ._peers import Peers
 

@@ -20,8 +20,8 @@ import attrs
 import trio
 import zmq
 
-from ._contract import OnMessages
-from ._frames import EVENTS, IN, OUT, Message, Port, TooManyFrames
+from ._contract import Message, OnMessages
+from ._frames import EVENTS, IN, OUT, Port, TooManyFrames
 from ._keys import CurveServer
 from ._monitor import LinkEvent
 from ._options import SocketOptions

@@ -286,6 +286,15 @@ class Watch:
         self._heir = waiter
         trio.lowlevel.reschedule(task)
 
+    def move_to(self, descriptor: int) -> None:
+        """Wait at this descriptor from now on. The one of before may be closed afterwards; who sleeps at it looks anew."""
+        self._poll.unregister(self._descriptor)
+        if self.sleeper is not None:
+            trio.lowlevel.notify_closing(self._descriptor)
+        self._descriptor = descriptor
+        self._poll.register(descriptor, select.POLLIN)
+        self.touched = True  # a leader that is awake, and about to sleep, has not seen what is there
+
     def is_signalled(self) -> bool:
         """Whether the descriptor is readable: then the leader wakes by itself."""
         return bool(self._poll.poll(0))

@@ -227,7 +227,7 @@ async def test_another_users_process_is_turned_away_on_both_sides(tmp_path, monk
         monkeypatch.setattr(descriptors_module.os, "geteuid", lambda: 12345)
         with pytest.raises(BadMessage, match="served by another user"):
             await fetch(server, request)
-        monkeypatch.setattr(descriptors_module, "_is_ours", lambda sock: isinstance(sock, socket.socket))
+        monkeypatch.setattr(descriptors_module, "peer_uid", lambda sock: 12345)
         with pytest.raises(ServerLost):
             await fetch(server, request)
         await until(lambda: server.statistics().turned_away)

@@ -423,6 +423,7 @@ async def test_leaving_the_block_leaves_files_and_no_sockets(pool):
         await in_thread(talk)
         assert {path.name for path in pool.iterdir() if stat.S_ISSOCK(path.stat().st_mode)} == {
             "maru.sock",
+            "channel.sock",
             "tcp.sock",
             "descriptors.sock",
         }

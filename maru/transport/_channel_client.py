@@ -1,0 +1,255 @@
+"""A client's side of the same-host channel, for trio: any number of tasks send, and wait for what they expect.
+
+Rule 1. A frame goes out whole or not at all. Cancelled before :meth:`ChannelClient.send` has returned, nothing was sent.
+Rule 2. The waiting tasks read the connection themselves (`_waiting`). One small task beside them connects, connects again,
+        and sends what found no room; an established connection costs it nothing.
+Rule 3. What is sent while there is no server waits for one, within bounds, as ZeroMQ has it. What a server had already been
+        sent when it died is not sent again: nobody knows whether it was done, and its caller is told so when its time is
+        over.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final
+
+import trio
+
+from ..exception_groups import raise_unwrapped
+from ._contract import OnMessages
+from ._packets import PacketConnection, connect
+from ._waiting import Expected, Watch
+
+MAX_FRAME_BYTES: Final = 16 << 20
+"""Of an answer that is taken."""
+RECONNECT: Final = 0.01
+RECONNECT_MAX: Final = 0.5
+"""Seconds between two attempts to connect: the first ones, and at most."""
+_OUTBOX: Final = 1_024
+"""Frames that wait for the server, or for room in the socket."""
+_OUTBOX_BYTES: Final = 32 << 20
+_BATCH: Final = 256
+_TURN: Final = 1_024
+"""Frames handed on before the other tasks of the loop have their turn."""
+_GLANCE: Final = 100e-6
+
+
+def longer(pause: float) -> float:
+    """The pause before the next attempt to connect, after one of so long."""
+    return min(max(RECONNECT, 2 * pause), RECONNECT_MAX)
+
+
+class ChannelClient:
+    """A connection to a server on this host that comes back when it is lost. Made by :func:`open_channel`."""
+
+    def __init__(self, path: str, on_messages: OnMessages) -> None:
+        self._path = path
+        self._on_messages = on_messages
+        self._idle = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # never readable: to sleep at without a connection
+        self._watch = Watch(self._idle, self._drain, self._take, _GLANCE)
+        self._connection: PacketConnection | None = None
+        self._outbox: deque[bytes] = deque()
+        self._outbox_bytes = 0
+        self._room = trio.lowlevel.ParkingLot()
+        self._work = trio.Event()
+        self._pause = 0.0  # before the next attempt to connect; 0 once the server has been heard
+
+    def __repr__(self) -> str:
+        state = "closed" if self._watch.closed else "connected" if self._connection else "not connected"
+        return f"<ChannelClient of {self._path}: {state}>"
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a server at the other end, as far as is known."""
+        return self._connection is not None
+
+    # --- out ------------------------------------------------------------------------------------------------------
+
+    def send_nowait(self, frames: Sequence[bytes]) -> bool:
+        """Send the last of these frames; those before it are ZeroMQ's envelope, which nothing needs here.
+
+        Raises:
+            trio.WouldBlock: too much waits already. Nothing was sent.
+            trio.ClosedResourceError: it was closed.
+        """
+        watch = self._watch
+        if watch.closed:
+            watch.check_open()
+        frame = frames[-1]
+        if not self._outbox and self._connection is not None:
+            try:
+                self._connection.send(frame)
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._lose()
+            else:
+                return True
+        if len(self._outbox) >= _OUTBOX or self._outbox_bytes + len(frame) > _OUTBOX_BYTES:
+            raise trio.WouldBlock
+        self._outbox.append(frame)
+        self._outbox_bytes += len(frame)
+        self._work.set()
+        return True
+
+    async def send(self, frames: Sequence[bytes]) -> bool:
+        """Send one frame, waiting for room. Always a checkpoint; cancelled, nothing was sent."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        while True:
+            try:
+                sent = self.send_nowait(frames)
+            except trio.WouldBlock:
+                await self._room.park()
+            else:
+                await trio.lowlevel.cancel_shielded_checkpoint()
+                return sent
+
+    # --- in -------------------------------------------------------------------------------------------------------
+
+    def expect(self) -> Expected:
+        """Something that ``on_messages`` will deliver, for one task to wait for."""
+        return Expected(self._watch)
+
+    def _drain(self) -> bool:
+        """Hand on what is there: the other half of :class:`Watch`. Whether there may be more."""
+        left = _TURN
+        # Asked by a poll: to find nothing by receiving costs an exception, which is three times as much.
+        while self._connection is not None and self._watch.is_signalled():
+            self._watch.crowded = True
+            left -= self._hand_on(_BATCH)
+            if left <= 0:
+                return True
+        return False
+
+    def _take(self) -> None:
+        self._hand_on(1)
+
+    def _hand_on(self, most: int) -> int:
+        connection = self._connection
+        if connection is None:
+            return 0
+        batch: list[list[bytes]] = []
+        try:
+            while len(batch) < most:
+                batch.append([connection.receive()])
+        except BlockingIOError:
+            self._watch.crowded = len(batch) > 1
+        except OSError:
+            self._lose()
+        if batch:
+            self._pause = 0.0
+            try:
+                self._on_messages(batch)
+            except BaseException:
+                self.close()
+                raise
+        return len(batch)
+
+    # --- the connection -------------------------------------------------------------------------------------------
+
+    def _connect(self) -> bool:
+        """Try to connect, at once; whether there is a connection now."""
+        try:
+            connection = PacketConnection(connect(self._path), MAX_FRAME_BYTES)
+        except OSError:
+            self._pause = longer(self._pause)
+            return False
+        # A server that accepts and hangs up at once was not heard, and is asked ever more seldom.
+        self._pause = longer(self._pause)
+        self._watch.move_to(connection.descriptor)
+        self._connection = connection
+        self._flush()
+        return True
+
+    def _lose(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._watch.move_to(self._idle)
+            trio.lowlevel.notify_closing(connection.descriptor)
+            connection.close()
+            self._work.set()
+
+    def _flush(self) -> None:
+        """Send what waits, in its order, as far as there is room."""
+        outbox = self._outbox
+        while outbox and self._connection is not None:
+            try:
+                self._connection.send(outbox[0])
+            except BlockingIOError:
+                break
+            except OSError:
+                self._lose()
+                break
+            self._outbox_bytes -= len(outbox.popleft())
+        self._room.unpark_all()
+
+    async def _keep(self) -> None:
+        """Connect, connect again, and send what found no room, until closed."""
+        while not self._watch.closed:
+            connection = self._connection
+            if connection is None:
+                await trio.sleep(self._pause)
+                if not self._watch.closed:
+                    self._connect()
+            elif self._outbox:
+                try:
+                    await trio.lowlevel.wait_writable(connection.descriptor)
+                except trio.ClosedResourceError:
+                    continue  # lost meanwhile
+                self._flush()
+            else:
+                self._work = trio.Event()
+                await self._work.wait()
+
+    def close(self) -> None:
+        """Close it: whoever waits gets :exc:`trio.ClosedResourceError`. Idempotent."""
+        if self._watch.closed:
+            return
+        self._watch.close()
+        if self._connection is not None:
+            trio.lowlevel.notify_closing(self._connection.descriptor)
+            self._connection.close()
+            self._connection = None
+        os.close(self._idle)
+        self._outbox.clear()
+        self._room.unpark_all()
+
+    async def aclose(self) -> None:
+        """What :meth:`close` does, and a checkpoint."""
+        self.close()
+        await trio.lowlevel.checkpoint()
+
+
+@asynccontextmanager
+async def open_channel(path: str, on_messages: OnMessages) -> AsyncIterator[ChannelClient]:
+    """A channel to the server at this path, for as long as the ``async with`` block lasts, whether it is there already or not.
+
+    Args:
+        path: of the server's Unix socket.
+        on_messages: is handed the frames that come, each as a list of one, by whoever waits for one. If it raises, the
+            channel is closed and the error comes out where that one waits.
+    """
+    client = ChannelClient(path, on_messages)
+    keeping = trio.CancelScope(
+        shield=True
+    )  # who uses it may go on for a while, in a shield, when the scope around it is cancelled
+
+    async def keep() -> None:
+        with keeping:
+            await client._keep()
+
+    client._connect()
+    try:
+        with raise_unwrapped():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(keep)
+                try:
+                    yield client
+                finally:
+                    client.close()
+                    keeping.cancel()
+    finally:
+        client.close()

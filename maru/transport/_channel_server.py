@@ -1,0 +1,344 @@
+"""The server's side of the same-host channel: any number of connections of this user's processes, read by one task.
+
+Rule 1. All connections are in one epoll set, at which one task waits: a message costs no task of its own, and the set hands
+        out ready connections in turn, so that whoever sends most does not starve the others.
+Rule 2. What cannot leave at once waits here, bounded in bytes for each peer and for all of them. Whoever meets a bound and
+        does not read is hung up on. Never the loop: nothing here waits for a peer.
+Rule 3. The end of a connection is told once, and after the messages that were read from it have been handled: told earlier,
+        its last message would begin a life of its own.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final
+
+import attrs
+import trio
+
+from ._packet_listener import PacketListener
+from ._packets import INLINE_BYTES, PacketConnection
+from ._waiting import Waiter, Watch
+
+_BATCH: Final = 64
+_READY: Final = 64
+"""Connections that are looked at in one round."""
+_EACH: Final = 16
+"""Frames that are read from one connection before the next has its turn."""
+_BATCH_BYTES: Final = 1 << 20
+"""After so many, a batch is handed on: frames in memory of their own are large, and all of a batch is here at once."""
+_OVERHEAD: Final = 64
+"""Bytes that an unread frame costs beside its own: of many small ones it is most."""
+_GLANCE: Final = 100e-6
+_PREFIX: Final = b"\0chan"
+"""Of identities here. ZeroMQ's have five bytes and begin with a zero, or their peer chose them and they begin with no zero."""
+
+
+def is_channel_peer(identity: bytes) -> bool:
+    """Whether this names a connection of a channel; otherwise it is one of ZeroMQ's."""
+    return identity.startswith(_PREFIX) and len(identity) == len(_PREFIX) + 8
+
+
+@attrs.frozen
+class ChannelStatistics:
+    """A snapshot of the server's side of a channel; counters since it was opened."""
+
+    connections: int
+    """That are open."""
+    turned_away: int
+    """Closed at once: too many, or another user's."""
+    received: int
+    """Frames handed on."""
+    sent: int
+    """Frames that the kernel has taken."""
+    unreachable: int
+    """Frames for peers that were gone."""
+    bad: int
+    """Connections that ended because of what came over them."""
+    hung_up: int
+    """Connections that ended because their peer did not read."""
+    unread_bytes: int
+    """That wait for peers."""
+
+
+class _Connection:
+    __slots__ = ("identity", "in_memory", "outbox", "packets", "unread")
+
+    def __init__(self, identity: bytes, packets: PacketConnection) -> None:
+        self.identity = identity
+        self.packets = packets
+        self.outbox: deque[bytes] = deque()
+        """Frames that wait for room in the socket."""
+        self.unread = 0
+        """Bytes that count against the bounds: of the outbox, and of frames in memory that the peer may not have read."""
+        self.in_memory = 0
+        """Of these, the latter."""
+
+
+class ChannelServer:
+    """Where a server meets clients on this host: listens from when it is made until it is closed. A context manager.
+
+    Args:
+        path: of the Unix socket, in a directory that only this user enters.
+        most: connections at once; who comes beyond is turned away.
+        max_bytes: of a frame that is taken; who sends a larger one loses the connection.
+        peer_bytes: that may wait for one peer, beyond what the kernel holds in its socket (about 200 kB).
+        all_bytes: the same for all peers together; who has the most goes first.
+        on_gone: is told of each connection that has ended, once, after its last message.
+
+    Raises:
+        PoolUnusable: the directory is open to others, or no socket can be made there.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        most: int,
+        max_bytes: int,
+        peer_bytes: int,
+        all_bytes: int,
+        on_gone: Callable[[bytes], None],
+    ) -> None:
+        self._listener = PacketListener(path)
+        self.path: str = path
+        self._most = most
+        self._max_bytes = max_bytes
+        self._peer_bytes, self._all_bytes = peer_bytes, all_bytes
+        self._on_gone = on_gone
+        self._epoll = select.epoll()
+        self._watch = Watch(self._epoll.fileno(), self._drain, self._take, _GLANCE)
+        self._buffer = bytearray(INLINE_BYTES)
+        self._connections: dict[bytes, _Connection] = {}
+        self._by_descriptor: dict[int, _Connection] = {}
+        self._gone: list[bytes] = []
+        self._receiver: Waiter | None = None
+        self._batch: list[list[bytes]] = []
+        self._wanted = 0
+        self._last = self._unread = 0
+        self._turned_away = self._received = self._sent = self._unreachable = self._bad = self._hung_up = 0
+
+    def __repr__(self) -> str:
+        return f"<ChannelServer at {self.path}, {len(self._connections)} connections>"
+
+    def __enter__(self) -> ChannelServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def run(self) -> None:
+        """Let clients in until cancelled."""
+        await self._listener.run(self._accept, self._turn_away)
+
+    # --- in -------------------------------------------------------------------------------------------------------
+
+    async def receive_batch(self, most: int = _BATCH) -> list[list[bytes]]:
+        """Wait for frames, and take up to ``most`` of those that are there: each as [identity, frame].
+
+        Cancelled, they are there for the next call. First tells of the peers that are gone.
+
+        Raises:
+            trio.BusyResourceError: another task waits here.
+            trio.ClosedResourceError: it was closed.
+        """
+        if self._receiver is not None:
+            raise trio.BusyResourceError("one task reads a channel")
+        self._receiver = receiver = Waiter(self._watch)
+        self._wanted, self._batch = most, []
+        try:
+            await self._watch.until(receiver)
+        finally:
+            self._receiver = None
+        self._received += len(self._batch)
+        return self._batch
+
+    def _drain(self) -> bool:
+        """Read what is there: the other half of :class:`Watch`. Whether to look again before sleeping."""
+        self._tell_gone()
+        # What is found without waiting has waited for us: it came while the batch before was answered, so more may come.
+        self._watch.crowded = True
+        self._read()
+        return bool(self._gone)  # then there is something to tell in a moment, and sleeping would put it off
+
+    def _take(self) -> None:
+        self._read()
+
+    def _read(self) -> None:
+        batch, watch = self._batch, self._watch
+        each = _EACH if watch.crowded else 1
+        size = 0
+        for descriptor, events in self._epoll.poll(0, _READY):
+            connection = self._by_descriptor.get(descriptor)
+            if connection is None:
+                continue
+            if events & select.EPOLLOUT:
+                self._flush(connection)
+            if not events & ~select.EPOLLOUT or len(batch) >= self._wanted or size >= _BATCH_BYTES:
+                continue  # what is left is ready in the next round as well
+            identity, receive = connection.identity, connection.packets.receive
+            try:
+                for _ in range(each):
+                    frame = receive()
+                    batch.append([identity, frame])
+                    size += len(frame)
+                    if len(batch) >= self._wanted or size >= _BATCH_BYTES:
+                        break
+            except BlockingIOError:
+                pass
+            except OSError as exc:
+                self._bad += type(exc).__name__ == "BadPacket"
+                self._end(connection)
+        watch.crowded = len(batch) > 1
+        if batch and self._receiver is not None:
+            self._receiver.finish()
+
+    # --- out ------------------------------------------------------------------------------------------------------
+
+    def send(self, identity: bytes, frame: bytes) -> bool:
+        """Send one frame, now or as soon as its peer reads. Never waits; whether there is such a peer."""
+        connection = self._connections.get(identity)
+        if connection is None:
+            self._unreachable += 1
+            return False
+        if not connection.outbox and self._write(connection, frame):
+            return True
+        if identity not in self._connections:  # writing has found that it is gone
+            self._unreachable += 1
+            return False
+        return self._put_back(connection, frame)
+
+    def _write(self, connection: _Connection, frame: bytes) -> bool:
+        """Hand one frame to the kernel; whether it took it. What the kernel holds in memory of its own counts as unread."""
+        size = len(frame)
+        if size > INLINE_BYTES and not self._has_room(connection, size):
+            return False
+        try:
+            connection.packets.send(frame)
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._end(connection)
+            return False
+        self._sent += 1
+        if size > INLINE_BYTES:
+            connection.in_memory += size
+            self._count(connection, size)
+        return True
+
+    def _put_back(self, connection: _Connection, frame: bytes) -> bool:
+        size = len(frame) + _OVERHEAD
+        if not self._has_room(connection, size):
+            return False
+        if not connection.outbox:
+            self._epoll.modify(connection.packets.descriptor, select.EPOLLIN | select.EPOLLOUT)
+        connection.outbox.append(frame)
+        self._count(connection, size)
+        return True
+
+    def _flush(self, connection: _Connection) -> None:
+        outbox = connection.outbox
+        while outbox:
+            size = len(outbox[0]) + _OVERHEAD
+            self._count(connection, -size)  # before it is counted as what the kernel holds
+            if not self._write(connection, outbox[0]):
+                if connection.identity in self._connections:
+                    self._count(connection, size)
+                return
+            outbox.popleft()
+        self._epoll.modify(connection.packets.descriptor, select.EPOLLIN)
+
+    # --- bounds ---------------------------------------------------------------------------------------------------
+
+    def _has_room(self, connection: _Connection, size: int) -> bool:
+        """Whether so many bytes more may wait for this peer; whoever is found not to read is hung up on for it."""
+        if connection.unread + size > self._peer_bytes:
+            self._look(connection)
+            if connection.unread + size > self._peer_bytes:
+                self._hang_up(connection)
+                return False
+        if self._unread + size > self._all_bytes:
+            # Who has the most goes first; looked at before, since its reader may have caught up.
+            for other in sorted(self._by_descriptor.values(), key=lambda one: one.unread, reverse=True):
+                self._look(other)
+                if self._unread + size > self._all_bytes and other.unread:
+                    self._hang_up(other)
+                if self._unread + size <= self._all_bytes:
+                    break
+        return connection.identity in self._connections
+
+    def _look(self, connection: _Connection) -> None:
+        """Forget the frames in memory that its peer has read by now: the kernel tells when it has read all."""
+        if connection.in_memory and connection.packets.has_read_all():
+            self._count(connection, -connection.in_memory)
+            connection.in_memory = 0
+
+    def _count(self, connection: _Connection, size: int) -> None:
+        connection.unread += size
+        self._unread += size
+
+    def _hang_up(self, connection: _Connection) -> None:
+        self._hung_up += 1
+        self._end(connection)
+
+    # --- connections ----------------------------------------------------------------------------------------------
+
+    def _accept(self, sock: socket.socket) -> bool:
+        if len(self._connections) >= self._most:
+            return False
+        self._last += 1
+        identity = _PREFIX + self._last.to_bytes(8, "big")
+        connection = _Connection(identity, PacketConnection(sock, self._max_bytes, self._buffer))
+        self._connections[identity] = self._by_descriptor[connection.packets.descriptor] = connection
+        self._epoll.register(connection.packets.descriptor, select.EPOLLIN)
+        return True
+
+    def _turn_away(self) -> None:
+        self._turned_away += 1
+
+    def _end(self, connection: _Connection) -> None:
+        """This connection is over. That is told when what was read from it has been handled."""
+        if self._connections.pop(connection.identity, None) is None:
+            return
+        del self._by_descriptor[connection.packets.descriptor]
+        self._epoll.unregister(connection.packets.descriptor)
+        connection.packets.close()
+        connection.outbox.clear()
+        self._count(connection, -connection.unread)
+        self._gone.append(connection.identity)
+        self._watch.touched = True
+        self._watch.kick()  # whoever sleeps at the set tells of it
+
+    def _tell_gone(self) -> None:
+        while self._gone:
+            self._on_gone(self._gone.pop())
+
+    def close(self) -> None:
+        """Close everything. Whoever waits gets :exc:`trio.ClosedResourceError`."""
+        if not self._watch.closed:
+            self._listener.close()
+            self._watch.close()
+            for connection in self._connections.values():
+                connection.packets.close()
+            self._connections.clear()
+            self._by_descriptor.clear()
+            self._epoll.close()
+
+    def statistics(self) -> ChannelStatistics:
+        """An immutable snapshot."""
+        return ChannelStatistics(
+            connections=len(self._connections),
+            turned_away=self._turned_away,
+            received=self._received,
+            sent=self._sent,
+            unreachable=self._unreachable,
+            bad=self._bad,
+            hung_up=self._hung_up,
+            unread_bytes=self._unread,
+        )
