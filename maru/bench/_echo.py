@@ -1,16 +1,19 @@
-"""A bare echo: what ZeroMQ and pyzmq cost without any of us. The limit of every request.
+"""Bare echoes: what ZeroMQ and pyzmq, or a Unix socket of packets, cost without any of us. The limit of every request.
 
 A ROUTER in a process of its own sends back whatever comes. It is spoken to by a DEALER: *lockstep*, one message after
 the other, or *pipelined*, with so many on their way. Frames are those of the protocol, an empty one and the message, so that
-the same bytes travel. With the transport, this is the only module that imports zmq.
+the same bytes travel. A second one sends back packets of a Unix socket, as the channel carries them. With the transport,
+this is the only module that imports zmq.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket as sockets
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
@@ -20,14 +23,18 @@ import zmq
 
 from ._processes import PATIENCE, Child
 
+_PACKET_BYTES = 64 << 10
+
 
 class Echo(Child):
-    """The process that echoes, over TCP and over a Unix socket."""
+    """The process that echoes, over TCP, over a Unix socket of ZeroMQ's, and over one of packets."""
 
     def __init__(self, directory: str) -> None:
-        super().__init__(["-m", "maru.bench._echo", "tcp://127.0.0.1:*", f"ipc://{directory}/echo"])
-        tcp, ipc = self.ready["endpoints"]
-        self.addresses: dict[str, str] = {"tcp": tcp, "ipc": ipc}
+        super().__init__(
+            ["-m", "maru.bench._echo", "tcp://127.0.0.1:*", f"ipc://{directory}/echo", f"{directory}/packets"]
+        )
+        tcp, ipc, packets = self.ready["endpoints"]
+        self.addresses: dict[str, str] = {"tcp": tcp, "ipc": ipc, "channel": packets}
         """Where it listens, by transport."""
 
 
@@ -86,15 +93,56 @@ class Caller:
         self.close()
 
 
+class PacketCaller:
+    """A Unix socket of packets at an echo. A context manager."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET)
+        self._socket.settimeout(PATIENCE)
+        self._socket.connect(path)
+        self._socket.setblocking(True)  # a timeout would cost a poll for each packet
+
+    def lockstep(self, messages: Sequence[bytes]) -> float:
+        """Send each and wait until it is back; messages per second."""
+        send, receive = self._socket.send, self._socket.recv
+        start = perf_counter()
+        for message in messages:
+            send(message)
+            receive(_PACKET_BYTES)
+        return len(messages) / (perf_counter() - start)
+
+    def __enter__(self) -> PacketCaller:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._socket.close()
+
+
+def _echo_packets(listener: sockets.socket) -> None:
+    while True:
+        peer, _ = listener.accept()
+        with peer:
+            while packet := peer.recv(_PACKET_BYTES):
+                peer.send(packet)
+
+
 def _main(addresses: Sequence[str]) -> None:
     """Echo until SIGTERM ends the process: there is nothing to be put in order."""
+    *addresses, path = addresses
+    listener = sockets.socket(sockets.AF_UNIX, sockets.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen()
+    # In a thread: while one of the echoes is measured, the other waits without the interpreter's lock.
+    threading.Thread(target=_echo_packets, args=(listener,), daemon=True).start()
     socket: zmq.Socket[bytes] = zmq.Context().socket(zmq.ROUTER)
     socket.linger = 0
     endpoints = []
     for address in addresses:
         socket.bind(address)
         endpoints.append(socket.get_string(zmq.LAST_ENDPOINT))
-    print(json.dumps({"endpoints": endpoints}), flush=True)
+    print(json.dumps({"endpoints": [*endpoints, path]}), flush=True)
     send, receive = socket.send_multipart, socket.recv_multipart
     while True:
         send(receive())

@@ -1,9 +1,10 @@
 """``maru bench rpc``: what a request costs, as a share of a bare echo of its bytes.
 
 Server and echo are processes of their own, the clients are in this one. Their turns go back and forth, over TCP and over a
-Unix socket. A *single* operation is EXISTS of one key, through the handlers. Batches have 64 keys, go through a bare client
-(`_bare`), and count from the arguments to the decoded reply; the server writes its journal. Where a goal compares with the
-published server, the row's goal is the figure that follows from that server's own.
+Unix socket; and over the channel of this host, beside an echo of packets. (A handler at the Unix socket of a server of ours
+uses the channel: what is beside it there is ZeroMQ's echo.) A *single* operation is EXISTS of one key, through the handlers.
+Batches have 64 keys, go through a bare client (`_bare`), and count from the arguments to the decoded reply; the server writes
+its journal. Where a goal compares with the published server, the row's goal is the figure that follows from that server's own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .._wire import (
 )
 from . import _codec, _ready
 from ._bare import Bare
-from ._echo import Caller, echo
+from ._echo import Caller, PacketCaller, echo
 from ._keys import keys_of
 from ._measure import Effort, Sample, in_trio, in_turn, noisiest
 from ._processes import BenchFailed, server
@@ -61,6 +62,8 @@ _LOCKSTEP: Final[Mapping[tuple[str, Transport], float]] = {
     ("blocking", "ipc"): 0.75,
 }
 _PIPELINED: Final = {"trio": 0.70, "blocking": 0.95}
+_CHECKPOINTS: Final = 24
+"""What a message to the server may cost in Python on both ends together, beside the echo of its channel."""
 _THEIRS: Final = 120_000
 """Keys that the published server looked up in a second, in batches of 64, on the machine the goals were drawn on."""
 
@@ -71,6 +74,7 @@ def rows(effort: Effort) -> Iterator[Row]:
         transports: tuple[Transport, ...] = ("tcp", "ipc")
         for transport in transports:
             yield from _single(transport, bare.addresses[transport], ours.addresses[transport], effort)
+        yield from _channel(bare.addresses["channel"], ours.addresses["ipc"], effort)
         for transport in transports:
             yield from _batches(transport, bare.addresses[transport], ours.addresses[transport], effort)
     yield from _codec.rows(effort)
@@ -119,6 +123,42 @@ def _single(transport: Transport, bare: str, ours: str, effort: Effort) -> Itera
             pipelined["echo"],
             _PIPELINED[face],
         )
+
+
+def _channel(bare: str, ours: str, effort: Effort) -> Iterator[Row]:
+    """Over the channel of this host, beside an echo of packets. What is left of it is Python, of both ends: in checkpoints."""
+    calls = effort.size(4_096, 2 * _WINDOW)
+    [key] = keys_of(1)
+    messages = [request(Code.EXISTS_KV, 1, KeyRequest(key))] * calls
+    with PacketCaller(bare) as caller, MaruHandler(server_url=ours, pool_size=0) as handler:
+
+        def beside_echo() -> dict[str, float]:
+            # The three within one repetition: what is left when one is taken from another is small beside either's noise.
+            echo = caller.lockstep(messages)
+            checkpoint = trio.run(_checkpoints, calls)
+            rates = {
+                "trio": trio.run(_trio_lockstep, ours, key, calls),
+                "blocking": _blocking_lockstep(handler, key, calls),
+            }
+            left = {f"{face}.left": (1 / rate - 1 / echo) * checkpoint for face, rate in rates.items()}
+            return {"echo": echo, **rates, **left}
+
+        measured = in_turn("single, channel", effort, {"channel": beside_echo})
+    for face in ("trio", "blocking"):
+        yield _row(
+            f"rpc.single.lockstep.{face}.channel", measured[face], "bare echo of packets", measured["echo"], None
+        )
+        left = measured[f"{face}.left"]
+        goal = Goal("value", "<=", _CHECKPOINTS)
+        yield Row(f"rpc.python.{face}.channel", left.median, "checkpoints", goal=goal, noise=noisiest(left))
+
+
+async def _checkpoints(calls: int) -> float:
+    """Checkpoints per second, of a task that is alone."""
+    start = perf_counter()
+    for _ in range(calls):
+        await trio.lowlevel.checkpoint()
+    return calls / (perf_counter() - start)
 
 
 async def _trio_lockstep(address: str, key: str, calls: int) -> float:
