@@ -37,6 +37,9 @@ _INT: Final = struct.Struct("i")
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 # Space for exactly one descriptor: CMSG_SPACE would round up to two, and the second would be ours to close.
 _ONE_DESCRIPTOR: Final = socket.CMSG_LEN(_INT.size)
+# As numbers: an operator of an enum costs half a microsecond, and these are looked at for each packet.
+_CLOSE_ON_EXEC: Final = int(socket.MSG_CMSG_CLOEXEC)
+_CUT: Final = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _BACKLOG: Final = 128
 
 
@@ -88,14 +91,14 @@ class PacketConnection:
             BadPacket: what came is no frame. The connection is to be closed.
             OSError: the connection is over.
         """
-        n, attached, flags, _ = self._receive(self._buffers, _ONE_DESCRIPTOR, socket.MSG_CMSG_CLOEXEC)
-        if not attached and not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        n, attached, flags, _ = self._receive(self._buffers, _ONE_DESCRIPTOR, _CLOSE_ON_EXEC)
+        if not attached and not flags & _CUT:
             if n:
                 return bytes(self._view[:n])
             raise ConnectionResetError("the peer has hung up")
         descriptors = descriptors_in(attached)
         try:
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(descriptors) != 1 or n != _SIZE.size:
+            if flags & _CUT or len(descriptors) != 1 or n != _SIZE.size:
                 raise BadPacket(f"a packet of {n} bytes with {len(descriptors)} descriptors, flags {flags:#x}")
             return self._read_sealed(descriptors[0], _SIZE.unpack(self._view[:n])[0])
         finally:
