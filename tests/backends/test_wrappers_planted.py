@@ -5,196 +5,48 @@ from typing import Any
 
 import pytest
 import trio
-import xxhash
 
-from backends import _copying
-from backends.wrappers import UnknownTenant, _aes_gcm, _chain, _coding, _fp8, _pool, _source, _tenants, _tier
+from backends.wrappers import UnknownTenant
 from tests.backends import test_wrappers_cancel as cancel
 from tests.backends import test_wrappers_codecs as codecs
 from tests.backends import test_wrappers_source as source
 from tests.backends import test_wrappers_tier as tier
-
-# --- the faults ---------------------------------------------------------------------------------------------------
-
-
-def a_nonce_is_used_again(patch):
-    patch.setattr(_aes_gcm.os, "urandom", lambda n: b"\x07" * n)
-
-
-def a_nonce_counts_from_the_start_of_the_process(patch):
-    numbers = iter(range(1 << 30))
-    patch.setattr(_aes_gcm.os, "urandom", lambda n: next(numbers).to_bytes(n, "little"))
-
-
-def the_key_is_not_authenticated(patch):
-    patch.setattr(_aes_gcm, "_associated", lambda context, before, nbytes: context.chain + before[:16])
-
-
-def the_key_is_not_in_the_checksum(patch):
-    sum_of = _chain._sum_of
-    patch.setattr(_chain, "_sum_of", lambda head, key, body: sum_of(head, b"", body))
-
-
-def the_checksum_is_of_the_plain_bytes(patch):
-    """Taken before encoding, and verified behind decoding."""
-    encode, decode, sums = _coding.Coder.encode, _coding.Coder.decode, {}
-
-    def summed(self, context, plain, page, scratch):
-        sums[context.key] = xxhash.xxh3_64_intdigest(plain)
-        return encode(self, context, plain, page, scratch)
-
-    def verified(self, context, page, plain, scratch):
-        decode(self, context, page, plain, scratch)
-        if sums[context.key] != xxhash.xxh3_64_intdigest(plain):
-            raise _chain.Damaged
-
-    patch.setattr(_coding.Coder, "encode", summed)
-    patch.setattr(_coding.Coder, "decode", verified)
-    patch.setattr(_chain, "_sum_of", lambda head, key, body: 0)
-
-
-def the_body_is_not_in_the_checksum(patch):
-    sum_of = _chain._sum_of
-    patch.setattr(_chain, "_sum_of", lambda head, key, body: sum_of(head, key, body[:0]))
-
-
-def lengths_are_believed(patch):
-    patch.setattr(_chain.Chain, "_possible", lambda self, lengths, page_bytes: True)
-
-
-def one_staging_is_for_all(patch):
-    things = {}
-    patch.setattr(_pool.Pool, "take", lambda self: _Always(things.setdefault(self, self._make())))
-
-
-class _Always:
-    """A context manager that gives out the same thing to everybody."""
-
-    def __init__(self, scratch):
-        self.scratch = scratch
-
-    def __enter__(self):
-        return self.scratch
-
-    def __exit__(self, *exc):
-        pass
-
-
-def of_two_tenants_the_first_wins(patch):
-    patch.setattr(_tenants.Tenants, "of", lambda self, key: next(iter(self._claims.get(key, {""})), ""))
-
-
-def whose_a_block_is_is_asked_when_it_is_decoded(patch):
-    decode = _coding.Coder.decode
-    now = {}
-    carry = _tenants.Tenants.carry
-
-    def carried(self, keys, tenant):
-        now.update(dict.fromkeys(keys, tenant))
-        return carry(self, keys, tenant)
-
-    def latest(self, context, *rest):
-        return decode(self, _tier.Context(context.key, now.get(context.key, ""), context.chain), *rest)
-
-    patch.setattr(_tenants.Tenants, "carry", carried)
-    patch.setattr(_coding.Coder, "decode", latest)
-
-
-def what_is_foreign_is_forgotten(patch):
-    damaged = _tier.Damaged.__init__
-    patch.setattr(_tier.Damaged, "__init__", lambda self, reason="damaged", *, keep=False: damaged(self, reason))
-
-
-def what_cannot_be_decoded_stays(patch):
-    patch.setattr(_tier.WrappedPlace, "forget", lambda self, lease, positions: None)
-
-
-def what_was_refused_is_left_lying_there(patch):
-    patch.setattr(_coding.ctypes, "memset", lambda *args: None)
-
-
-def sources_are_believed(patch):
-    patch.setattr(_copying, "_known_checksums", lambda source, keys, guards: None)
-
-
-def anybody_is_encrypted_for(patch):
-    patch.setattr(_coding.Coder, "refusals", lambda self, contexts: {})
-
-
-def the_name_below_is_the_key(patch):
-    patch.setattr(_chain.Chain, "name", lambda self, key: key)
-
-
-def a_scale_is_of_the_whole_block(patch):
-    quantize = _fp8.Fp8._quantize
-
-    def together(self, values, scales, small, room):
-        quantize(self, values, scales, small, room)
-        wide = small.float().view(-1) * scales.repeat_interleave(self.row)[: small.numel()]
-        scales.fill_(scales.max())
-        small.copy_(wide / scales[0])
-
-    patch.setattr(_fp8.Fp8, "_quantize", together)
-
-
-def values_are_cut_off_instead_of_rounded(patch):
-    quantize = _fp8.Fp8._quantize
-
-    def lower(self, values, scales, small, room):
-        quantize(self, values, scales, small, room)
-        small.copy_(small.float() * 0.9)
-
-    patch.setattr(_fp8.Fp8, "_quantize", lower)
-
-
-def what_is_not_finite_is_not_looked_for(patch):
-    patch.setattr(_fp8.math, "isfinite", lambda value: True)
-
-
-def guards_are_not_counted(patch):
-    release = _source.WrappedSourceTier.release
-
-    def once(self, guards):
-        self._guarded = {guard: held for guard, held in self._guarded.items() if guard not in guards}
-        release(self, guards)
-
-    patch.setattr(_source.WrappedSourceTier, "release", once)
-
+from tests.support.planted import wrappers as P
 
 # --- who finds them -----------------------------------------------------------------------------------------------
 
 Finder = Callable[..., Any]
 PLANTED: list[tuple[Finder, Finder, tuple[Any, ...]]] = [
-    (a_nonce_is_used_again, codecs.test_nonces_are_all_different, ()),
-    (a_nonce_counts_from_the_start_of_the_process, codecs.test_nonces_are_all_different, ()),
-    (the_key_is_not_authenticated, lambda: tier.swapped_blocks_are_misses("aes", repaired=True), ()),
-    (the_key_is_not_authenticated, lambda: tier.swapped_blocks_are_misses("zstd-aes", repaired=True), ()),
-    (the_key_is_not_in_the_checksum, lambda: tier.swapped_blocks_are_misses("zstd", repaired=False), ()),
-    (the_checksum_is_of_the_plain_bytes, tier.no_wrapper_sees_what_was_not_verified, ()),
-    (the_body_is_not_in_the_checksum, tier.every_byte_changed_is_a_miss, ("fp8",)),
-    (lengths_are_believed, tier.no_length_is_believed, ()),
-    (one_staging_is_for_all, cancel.copies_at_the_same_time_do_not_meet, ()),
-    (of_two_tenants_the_first_wins, tier.test_whoever_claims_anothers_key_at_the_same_time_gets_nothing, ()),
+    (P.a_nonce_is_used_again, codecs.test_nonces_are_all_different, ()),
+    (P.a_nonce_counts_from_the_start_of_the_process, codecs.test_nonces_are_all_different, ()),
+    (P.the_key_is_not_authenticated, lambda: tier.swapped_blocks_are_misses("aes", repaired=True), ()),
+    (P.the_key_is_not_authenticated, lambda: tier.swapped_blocks_are_misses("zstd-aes", repaired=True), ()),
+    (P.the_key_is_not_in_the_checksum, lambda: tier.swapped_blocks_are_misses("zstd", repaired=False), ()),
+    (P.the_checksum_is_of_the_plain_bytes, tier.no_wrapper_sees_what_was_not_verified, ()),
+    (P.the_body_is_not_in_the_checksum, tier.every_byte_changed_is_a_miss, ("fp8",)),
+    (P.lengths_are_believed, tier.no_length_is_believed, ()),
+    (P.one_staging_is_for_all, cancel.copies_at_the_same_time_do_not_meet, ()),
+    (P.of_two_tenants_the_first_wins, tier.test_whoever_claims_anothers_key_at_the_same_time_gets_nothing, ()),
     (
-        whose_a_block_is_is_asked_when_it_is_decoded,
+        P.whose_a_block_is_is_asked_when_it_is_decoded,
         tier.test_whoever_claims_anothers_key_at_the_same_time_gets_nothing,
         (),
     ),
-    (what_is_foreign_is_forgotten, lambda tmp: tier.test_a_block_is_its_tenants("memory", tmp), ("tmp_path",)),
-    (what_cannot_be_decoded_stays, tier.every_byte_changed_is_a_miss, ("zstd",)),
-    (what_was_refused_is_left_lying_there, tier.every_byte_changed_is_a_miss, ("zstd",)),
+    (P.what_is_foreign_is_forgotten, lambda tmp: tier.test_a_block_is_its_tenants("memory", tmp), ("tmp_path",)),
+    (P.what_cannot_be_decoded_stays, tier.every_byte_changed_is_a_miss, ("zstd",)),
+    (P.what_was_refused_is_left_lying_there, tier.every_byte_changed_is_a_miss, ("zstd",)),
     (
-        what_was_refused_is_left_lying_there,
+        P.what_was_refused_is_left_lying_there,
         tier.test_what_lies_behind_the_stored_bytes_is_zero_and_means_nothing,
         (),
     ),
-    (sources_are_believed, tier.test_a_source_that_knows_its_block_to_be_damaged_fails_that_one_alone, ()),
-    (anybody_is_encrypted_for, tier.test_a_tenant_without_a_secret_fails_alone, ()),
-    (the_name_below_is_the_key, tier.test_blocks_of_two_chains_do_not_meet_in_one_place, ()),
-    (a_scale_is_of_the_whole_block, codecs.test_rows_are_scaled_each_for_itself, ()),
-    (values_are_cut_off_instead_of_rounded, codecs.test_it_is_what_plain_arithmetic_says, ("float16", 8)),
-    (what_is_not_finite_is_not_looked_for, codecs.test_what_is_not_finite_is_told_and_spoils_nothing_else, ()),
-    (guards_are_not_counted, source.two_holds_are_two, ()),
+    (P.sources_are_believed, tier.test_a_source_that_knows_its_block_to_be_damaged_fails_that_one_alone, ()),
+    (P.anybody_is_encrypted_for, tier.test_a_tenant_without_a_secret_fails_alone, ()),
+    (P.the_name_below_is_the_key, tier.test_blocks_of_two_chains_do_not_meet_in_one_place, ()),
+    (P.a_scale_is_of_the_whole_block, codecs.test_rows_are_scaled_each_for_itself, ()),
+    (P.values_are_cut_off_instead_of_rounded, codecs.test_it_is_what_plain_arithmetic_says, ("float16", 8)),
+    (P.what_is_not_finite_is_not_looked_for, codecs.test_what_is_not_finite_is_told_and_spoils_nothing_else, ()),
+    (P.guards_are_not_counted, source.two_holds_are_two, ()),
 ]
 
 

@@ -14,8 +14,10 @@ from tests.maru import test_hostile as hostile
 from tests.maru import test_kill as kill
 from tests.maru import test_sharing as sharing
 from tests.support import maru_actors, maru_processes
-from tests.support import maru_plants as plants
 from tests.support.maru_processes import Server, temporary_pool
+from tests.support.planted import AREAS, Fault, replaced_by
+from tests.support.planted import faults as planted_faults
+from tests.support.planted import maru as plants
 
 
 def killed(pool):
@@ -285,6 +287,15 @@ STUMBLES: dict[Any, type[BaseException]] = {  # but for these, where it is right
 }
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault, id=f"{area}-{fault.__name__}") for area in AREAS for fault in planted_faults(area)],
+)
+def test_what_a_fault_replaces_is_there(fault: Fault) -> None:
+    """Of all areas. A fault whose names have moved changes nothing, or something else, and what looks for it finds nothing."""
+    assert replaced_by(fault)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("planted", "places", "test", "arguments"), CASES)
 def test_it_is_found(planted, places, test, arguments, monkeypatch, tmp_path):
@@ -294,7 +305,7 @@ def test_it_is_found(planted, places, test, arguments, monkeypatch, tmp_path):
         if where == "client":
             fault(monkeypatch)
         else:
-            monkeypatch.setitem(maru_processes.PLANTED, where, f"tests.support.maru_plants:plant:{fault.__name__}")
+            monkeypatch.setitem(maru_processes.PLANTED, where, f"tests.support.planted:plant:{fault.__name__}")
     allowed = (*NOT_BY_ACCIDENT, STUMBLES.get(planted[0], AssertionError))
     with temporary_pool() as pool, pytest.raises(allowed) as found:
         run(test, {"pool": pool, "tmp_path": tmp_path, "monkeypatch": monkeypatch, **arguments}, arguments)

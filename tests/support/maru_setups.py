@@ -1,4 +1,4 @@
-"""What is done to a server's process before it serves: conditions under which it has to live. Faults are in `maru_plants`."""
+"""What is done to a server's process before it serves: conditions under which it has to live. Faults are in `planted`."""
 
 from __future__ import annotations
 

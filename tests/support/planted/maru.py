@@ -1,30 +1,8 @@
-"""Faults, to be planted into servers and clients of ours: what looks for them must find them.
-
-Each takes something with ``setattr`` and ``setitem``: a test's ``monkeypatch``, or what stands for it in another process
-(:func:`plant`).
-"""
+"""Faults of servers and clients of the page store, of its pool and its journal."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import trio
-
-
-class ForGood:
-    """In the place of ``monkeypatch``, in a process that is going to end."""
-
-    def setattr(self, target: Any, name: str, value: Any) -> None:
-        setattr(target, name, value)
-
-    def setitem(self, target: Any, key: Any, value: Any) -> None:
-        target[key] = value
-
-
-def plant(name: str) -> None:
-    """Plant this fault in this process: a ``setup`` for `maru_processes`."""
-    globals()[name](ForGood())
-
 
 # --- in clients --------------------------------------------------------------------------------------------------------
 
