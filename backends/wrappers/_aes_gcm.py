@@ -18,7 +18,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from ._contract import Context, Damaged, MissingExtra, UnknownTenant
+from ._chain import Context, Damaged, MissingExtra, UnknownTenant
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM

@@ -1,28 +1,176 @@
-"""A chain of wrappers, without its bytes: the order, the bounds, the name of a block, and the header before what is stored.
+"""Wrappers and chains of them, without bytes: the contract, whose a block is, its name, and the header before what is stored.
 
     magic 4 | version 2 | wrappers 2 | chain 8 | plain bytes 8 | bytes behind each wrapper, 8 each | xxh3-64 8 | body
 
 All of it little-endian. Pure.
 
+A wrapper makes other bytes of the bytes of a block, in a copy thread. It knows no tier and keeps no block; several copy threads
+call it at once, and between two calls nothing of one block may be left that another one could see.
+
 Rule 1. What loses something comes first, what encrypts last: nothing can be compressed once it is encrypted.
 Rule 2. A chain is part of a block's name. Below a wrapped tier a block is called by its key with the chain's id behind it, so
-        that nobody who reads the place another way, today or after a change of the chain, takes one for the other.
+        that no reader that decodes another way, today or after a change of the chain, takes one for the other.
 Rule 3. The checksum is of the stored bytes, the header's and the key's among them. It is verified before a wrapper sees any of
-        them: what was torn, overwritten or put under another key is told at the price of reading it.
+        them: what was torn, overwritten or put under another key is found out at the price of reading it.
 Rule 4. A length is believed only within the bounds that the chain itself computes.
+Rule 5. A key belongs to the tenant that carries it, as long as it does. Where two tenants claim one key at the same time it
+        belongs to neither: a store fails, a load misses. (Keys are salted by tenant, so this takes a mistake or an attempt.)
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
+import attrs
 import xxhash
 
+from .._errors import BackendError
 from ..abc import Key
-from ._contract import ChainError, Damaged, Wrapper
+
+
+@attrs.frozen
+class Context:
+    """What a wrapper may know of the block that it is given."""
+
+    key: Key
+    """Its name."""
+    tenant: str | None
+    """The tenant it belongs to; the empty text where none was named, None where several claim it at the same time."""
+    chain: bytes
+    """The id of all wrappers it passes through, in their order."""
+
+
+class Damaged(BackendError):
+    """What is to be decoded is not what was encoded, or belongs to another tenant."""
+
+    def __init__(self, reason: str = "damaged", *, keep: bool = False) -> None:
+        super().__init__(f"the stored bytes are refused: {reason}")
+        self.reason: str = reason
+        """Why, in a word: what the miss is counted under."""
+        self.keep: bool = keep
+        """Whether another tenant may be able to decode the block, so that it must not be forgotten."""
+
+
+class ChainError(BackendError, ValueError):
+    """The caller's wrappers make no chain; the text says which, and what would."""
+
+
+class LossyNotChosen(BackendError, ValueError):
+    """The caller uses what changes values without having said ``lossy=True``."""
+
+
+class MissingExtra(BackendError, ImportError):
+    """The caller uses what is not installed; the text names the extra that brings it."""
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        super().__init__(f"{what} needs {package}, which is not installed: pip install 'trio-offload[{extra}]'")
+        self.extra: str = extra
+        """The extra of this distribution that brings it."""
+
+
+class UnknownTenant(BackendError, LookupError):
+    """A block is to be encrypted for a tenant without a secret, or for several tenants at once."""
+
+
+@runtime_checkable
+class Wrapper(Protocol):
+    """One step of a chain. Thread-safe: called in copy threads, several at a time."""
+
+    @property
+    def id(self) -> bytes:
+        """What it does, parameters included, as far as decoding depends on them: another id is another format."""
+        ...
+
+    @property
+    def lossy(self) -> bool:
+        """Whether what it decodes may differ from what it was given."""
+        ...
+
+    def bound(self, size: int) -> int:
+        """How many bytes :meth:`encode` makes of ``size`` bytes at most; never less for more.
+
+        Raises:
+            ValueError: it cannot encode so many.
+        """
+        ...
+
+    def encode(self, context: Context, src: memoryview, dst: memoryview) -> int:
+        """Encode ``src`` into the beginning of ``dst``, which is ``bound(len(src))`` bytes long; says how many it made.
+
+        Called in a copy thread. An exception fails the whole batch (see :class:`Sealing` for one that fails alone).
+        """
+        ...
+
+    def decode(self, context: Context, src: memoryview, dst: memoryview) -> None:
+        """Fill ``dst``, which is as long as what was encoded, from ``src``, which is what :meth:`encode` has made of it.
+
+        Called in a copy thread. Whatever ``src`` holds, nothing but ``dst`` is written, and no more memory taken than a
+        small multiple of its length.
+
+        Raises:
+            Damaged: it is not what was encoded, or not for this tenant. ``dst`` may hold anything then.
+        """
+        ...
+
+
+@runtime_checkable
+class Sealing(Wrapper, Protocol):
+    """A wrapper that encrypts: the last one of its chain, since what it makes can be neither compressed nor guessed."""
+
+    @property
+    def seals(self) -> bool:
+        """Whether it does; a wrapper without this attribute does not."""
+        ...
+
+    def refusal(self, context: Context) -> Exception | None:
+        """Why a block with this context cannot be encoded, if so: it then fails alone. Called in a copy thread."""
+        ...
+
+
+NO_TENANT: Final = ""
+"""The tenant of a key that no tenant carries."""
+
+
+class TenantTags:
+    """Which tenant each key belongs to now: rule 5."""
+
+    def __init__(self) -> None:
+        self._claims: dict[Key, dict[str, int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
+        """These keys are this tenant's until the returned function is called. Calling that again does nothing."""
+        carried: list[Key] = list(keys)
+        for key in carried:
+            claims = self._claims.setdefault(key, {})
+            claims[tenant] = claims.get(tenant, 0) + 1
+
+        def end() -> None:
+            while carried:
+                self._drop(carried.pop(), tenant)
+
+        return end
+
+    def of(self, key: Key) -> str | None:
+        """The tenant of a key: :data:`NO_TENANT` if none carries it, None if several do."""
+        claims = self._claims.get(key)
+        if claims is None:
+            return NO_TENANT
+        return next(iter(claims)) if len(claims) == 1 else None
+
+    def _drop(self, key: Key, tenant: str) -> None:
+        claims = self._claims[key]
+        claims[tenant] -= 1
+        if not claims[tenant]:
+            del claims[tenant]
+            if not claims:
+                del self._claims[key]
+
 
 ID_BYTES: Final = 8
 FORMAT: Final = 1

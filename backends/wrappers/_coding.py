@@ -7,23 +7,88 @@ Rule 1. What a block leaves unused of its slot is zero: nothing of an earlier on
 Rule 2. A place whose block is refused is zeroed: what could not be verified is not left lying there.
 Rule 3. A block that is known not to be what was stored where it comes from is not encoded: with a checksum of its own it would
         be believed here.
+Rule 4. The memory that a copy works with belongs to one thread at a time, which gives it back itself: an abandoned copy still
+        writes to it.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, Generic, TypeVar
 
 import attrs
 
-from .._copying import StoreCopy
-from .._errors import BackendError
+from maru.exception_groups import holds
+
+from .._copying import Bounce, StoreCopy
+from .._errors import BackendError, Unproven
+from .._unproven import kept_if_unproven
 from ..abc import Destination, Key
-from ..pages import Pages
-from ._chain import Chain, seals
-from ._contract import Context, Damaged
-from ._pool import Pool
-from ._staging import Scratch
+from ..pages import Pages, new_pages
+from ._chain import Chain, Context, Damaged, seals
+
+T = TypeVar("T")
+
+_KEPT: Final = 4
+"""How many unused things are kept: as many as copies run at once in common configurations."""
+
+
+class Pool(Generic[T]):
+    """Things that are expensive to make, and that one thread uses at a time: taken, given back, and used again.
+
+    The thread that works with a thing gives it back itself when its work is over, whatever became of the task that waits for
+    it: so an abandoned copy never writes to what another copy uses. What a copy has used that may still go on
+    (:class:`Unproven`) is not used again.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._idle: list[T] = []  # `pop` and `append` are atomic, so threads need no lock
+        self.made: int = 0
+        """How many were made, in all."""
+
+    @contextmanager
+    def take(self) -> Iterator[T]:
+        """One of them, for the time that this thread is in the block. Any thread."""
+        try:
+            thing = self._idle.pop()
+        except IndexError:
+            thing = self._make()
+            self.made += 1
+        try:
+            with kept_if_unproven(thing):
+                yield thing
+        except BaseException as error:
+            if not holds(error, Unproven):
+                self._give_back(thing)
+            raise
+        self._give_back(thing)
+
+    def _give_back(self, thing: T) -> None:
+        if len(self._idle) < _KEPT:
+            self._idle.append(thing)
+
+
+PORTION_BYTES: Final = 4 << 20
+"""Blocks that are not in host memory pass through so much of it at a time; one that is larger, alone."""
+
+
+class Scratch(Bounce):
+    """What one copy thread works with. Taken from the system when it is first needed."""
+
+    def __init__(self, between_bytes: int) -> None:
+        super().__init__(PORTION_BYTES)
+        self._between_bytes = between_bytes
+        self._between: tuple[memoryview, memoryview] | None = None
+
+    def between(self, step: int) -> memoryview:
+        """Room for what goes from one wrapper to the next; two of them take turns, by the number of the step."""
+        if self._between is None:
+            first, second = new_pages(2, self._between_bytes)
+            self._between = (first, second)
+        return self._between[step % 2]
 
 
 class BrokenWrapper(BackendError):
@@ -131,13 +196,13 @@ class EncodedSource:
         return self._encoding.coder.slot_bytes
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """They are held already, by whoever transfers them."""
+        """They are held already, by the transfer."""
         chain = self._encoding.coder.chain
         position = {chain.name(context.key): at for at, context in enumerate(self._encoding.contexts)}
         return [position[key] for key in keys]
 
     def release(self, guards: Sequence[int]) -> None:
-        """Nothing to do: see :meth:`upgrade`."""
+        """Nothing to do, as in :meth:`upgrade`."""
 
     def views(self, guards: Sequence[int]) -> None:
         """No encoded block lies anywhere yet."""
@@ -206,17 +271,17 @@ def decode_pages(coder: Coder, contexts: Sequence[Context], stored: Pages, plain
     """Decode all of these pages, or say which one could not be.
 
     Raises:
-        Refused: with its position; its page is zeroed.
+        Undecodable: with its position; its page is zeroed.
     """
     for at, (context, page, block) in enumerate(zip(contexts, stored, plain, strict=True)):
         try:
             coder.decode(context, page, block, scratch)
         except Damaged as exc:
             ctypes.memset(plain.addresses[at], 0, block.nbytes)
-            raise Refused(at, exc) from None
+            raise Undecodable(at, exc) from None
 
 
-class Refused(Exception):
+class Undecodable(Exception):
     """One of several blocks could not be decoded."""
 
     def __init__(self, at: int, why: Damaged) -> None:

@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from ._contract import Context, Damaged, LossyNotChosen, MissingExtra
-from ._pool import Pool
+from ._chain import Context, Damaged, LossyNotChosen, MissingExtra
+from ._coding import Pool
 
 if TYPE_CHECKING:
     import torch

@@ -1,15 +1,15 @@
 """A tier in wrappers: the same promises, over encoded blocks.
 
-All room, all waiting, all eviction is the tier's below. What is here gives its blocks other names and other bytes, knows whose
-a block is, and makes a miss of what cannot be decoded.
+Room, waiting and eviction are those of the tier below. Here its blocks get other names and other bytes, each block its tenant,
+and what cannot be decoded is a miss.
 
 Rule 1. A slot below is as large as a block can become at most. So a tier of fixed slots holds no more blocks for being
         compressed (quantized, it does); a place that writes only what is used writes less.
-Rule 2. What cannot be decoded is a miss, counted, and no longer found: it goes as soon as nobody holds it. Except for what is
-        another tenant's: that stays, since to him it may be good. The tier below is told while the block is held, if it can
-        be; otherwise see :mod:`._condemned`.
-Rule 3. Whose a block is, is looked up when it is asked for, on the trio thread: at the pin of a read, at the transfer of a
-        store, at the upgrade of a copy to elsewhere.
+Rule 2. What cannot be decoded is a miss, counted, and no longer found: it is deleted once it is not held any more. What belongs
+        to another tenant is the exception: it stays, since that tenant can decode it. The tier below is told while the block is
+        held, if it can be; otherwise see :mod:`._damaged_blocks`.
+Rule 3. Whose a block is, is looked up on the trio thread: at the pin of a read, at the transfer of a store, at the upgrade of a
+        copy to elsewhere.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AsyncExitStack
-from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
@@ -29,7 +27,6 @@ from .._unproven import kept_if_unproven
 from ..abc import (
     LOADED,
     STORED,
-    Capabilities,
     Deletion,
     Destination,
     Failed,
@@ -44,66 +41,130 @@ from ..abc import (
     Tier,
     TierStatistics,
 )
+from ..forwarding import ForwardingTier
+from ..leaving import SpillingTier
 from ..pages import new_pages
 from ..slots import PagesDestination
 from ..threads import run_in_thread
-from ._chain import Chain
-from ._coding import Coder, Decoding, Encoding
-from ._condemned import Condemned
-from ._contract import Context, Damaged
-from ._lease import WrappedLease
-from ._reservation import WrappedReservation
-from ._staging import PORTION_BYTES
-from ._statistics import Counters, WrapperStatistics
-from ._tenants import Tenants
+from ._chain import Chain, Context, Damaged, TenantTags, Wrapper, chain_id, check_order
+from ._coding import PORTION_BYTES, Coder, Decoding, Encoding
+from ._damaged_blocks import DamagedBlocks
+from ._source import SOURCE_METHODS, SPILLING_METHODS, DecodedSource
+from ._transfers import Counters, WrappedLease, WrappedReservation, WrapperStatistics
+
+_NEEDED: Final = ("reserve", "reserve_nowait", "contains", "pin", "load", "delete", "statistics")
 
 
-class WrappedPlace:
-    """What :class:`WrappedTier` and :class:`WrappedRemoteTier` have in common. Made by :func:`wrap` only.
+def wrap(tier: ReadableTier, *wrappers: Wrapper, block_bytes: int) -> WrappedTier:
+    """Put wrappers around a tier: blocks pass through them on their way in, and back on their way out.
 
-    An async context manager, which enters and closes the tier below if that is one.
+    What is returned keeps the contracts that the tier keeps. Where that is a :class:`~backends.abc.Tier`, so is this, and a
+    :class:`~backends.abc.Source` and a :class:`~backends.leaving.SpillingTier` as well if the tier is.
+
+    Args:
+        tier: whose slots hold at least :func:`slot_bytes`. It is to be used through this one only, from now on.
+        wrappers: in the order in which a plain block passes through them: what loses something, what compresses, what
+            encrypts.
+        block_bytes: size of every plain block.
+
+    Raises:
+        ChainError: no wrapper, one twice, or in an order that makes no sense.
+        BlockSizeError: the slots of the tier are too small.
+        ValueError: a wrapper cannot encode blocks of this size.
+        TypeError: this is no tier, or one that gives out its pages, as :class:`backends.maru.l1.MaruL1`.
+    """
+    missing = [method for method in _NEEDED if not hasattr(tier, method)]
+    if missing:
+        raise TypeError(f"{tier!r} cannot be wrapped: it has no {', '.join(missing)}")
+    chain = Chain(wrappers, block_bytes)
+    return WrappedTier(tier, chain, _slot_of(tier, chain.slot_bytes))
+
+
+def slot_bytes(block_bytes: int, *wrappers: Wrapper) -> int:
+    """How large the slots of a tier must be to hold blocks of this size in these wrappers, whatever is in them.
+
+    Raises:
+        ChainError: as :func:`wrap`.
+        ValueError: a wrapper cannot encode blocks of this size.
+    """
+    return Chain(wrappers, block_bytes).slot_bytes
+
+
+def layout_of(layout: str, wrappers: Sequence[Wrapper]) -> str:
+    """The layout of blocks that were in these wrappers, from which keys or fingerprints of them are made.
+
+    What a lossy wrapper gives back is not what was computed, so it needs keys of its own, made with this as layout or salt. The
+    same layout as before, if they lose nothing.
+
+    Raises:
+        ChainError: as :func:`wrap`.
+    """
+    check_order(wrappers)
+    lossy = [wrapper for wrapper in wrappers if wrapper.lossy]
+    return f"{layout}+lossy-{chain_id(lossy).hex()}" if lossy else layout
+
+
+def _slot_of(tier: Any, needed: int) -> int:
+    """The size of the tier's slots; of one that takes any size, what is needed."""
+    has = getattr(tier, "block_bytes", 0)
+    if has in (0, needed):
+        return needed
+    try:
+        tier.reserve_nowait(RoomRequest((), needed, "fail")).release()
+    except BlockSizeError as exc:
+        if exc.expected_bytes < needed:
+            raise
+        return exc.expected_bytes
+    return needed
+
+
+class WrappedTier(ForwardingTier):
+    """A tier of encoded blocks. Made by :func:`wrap` only.
+
+    Attributes:
+        chain: what blocks pass through.
+        coder: encodes and decodes them.
+        damaged: what could not be decoded, and is to be deleted.
+        counters: the numbers behind :meth:`wrapper_statistics`.
     """
 
-    inner: Any
-    """The tier below, which holds the encoded blocks."""
+    contains_nowait: Callable[[Sequence[Key]], AbstractSet[Key]]
+    """Only where the tier below is a :class:`~backends.abc.Tier`, which knows at once what it contains."""
     carry: Callable[[Sequence[Key], str], Callable[[], None]]
     """Only where a wrapper encrypts, here or below: ``carry(keys, tenant)``, until the function that it returns is called these
     keys are this tenant's; see :class:`backends.abc.TenantTier`."""
 
     def __init__(self, inner: ReadableTier, chain: Chain, slot_bytes: int) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.chain: Chain = chain
-        """What blocks pass through."""
         self.coder: Coder = Coder(chain, slot_bytes)
-        """How they do."""
+        self.damaged: DamagedBlocks = DamagedBlocks()
+        self.counters: Counters = Counters()
         self.off_thread: Callable[..., Awaitable[Any]] = getattr(inner, "off_thread", run_in_thread)
         """How work is done that is left at once when it is cancelled: as the tier below does it."""
-        self._tenants = Tenants()
-        if self.coder.seals or isinstance(
-            inner, TenantTier
-        ):  # whoever has the method must be told whose its blocks are
+        self._tags = TenantTags()
+        # The three below correct the statistics of the tier below, which counts what this tier does for itself:
+        self._undecoded = 0  # loaded there, and not decoded here
+        self._purged = 0  # deleted there, not by request
+        self._missed_again: dict[str, int] = {}  # missed there when a damaged block was read once more
+        self._source: DecodedSource | None = None
+        self._keep_contracts_of(inner)
+
+    def _keep_contracts_of(self, inner: ReadableTier) -> None:
+        """Have the optional contracts of the tier below: they are recognised by their methods."""
+        local = isinstance(inner, Tier)
+        if local:
+            self.contains_nowait = self._contains_nowait
+        # Where any wrapper below encrypts, the tenant must be known there, so this tier has to be told as well.
+        if self.coder.seals or isinstance(inner, TenantTier):
             self.carry = self._carry
-        self._condemned = Condemned()
-        self._counters = Counters()
-        self._lost = 0  # loaded by the tier below, and not decoded
-        self._buried = 0  # deleted there on nobody's request
-        self._missed_again: dict[str, int] = {}  # there, by a reading that was nobody's
-        self._entered: list[AsyncExitStack] = []
+        if local and isinstance(inner, Source):
+            self._source = DecodedSource(self)
+            for name in (*SOURCE_METHODS, *(SPILLING_METHODS if isinstance(inner, SpillingTier) else ())):
+                setattr(self, name, getattr(self._source, name))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.chain!r} over {self.inner!r}>"
-
-    async def __aenter__(self) -> Any:
-        stack = AsyncExitStack()
-        if hasattr(type(self.inner), "__aenter__"):
-            await stack.enter_async_context(self.inner)
-        self._entered.append(stack)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._entered.pop().__aexit__(kind, error, trace)
 
     def close(self) -> None:
         """Close the tier below, if it can be closed."""
@@ -113,7 +174,7 @@ class WrappedPlace:
 
     @property
     def name(self) -> str:
-        """What statistics and hits call it: as the tier below."""
+        """What statistics and hits call it: the name of the tier below."""
         return str(getattr(self.inner, "name", "") or type(self.inner).__name__.lower())
 
     @property
@@ -126,23 +187,26 @@ class WrappedPlace:
         """What a block takes in the tier below."""
         return self.coder.slot_bytes
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """What the tier below can do."""
-        return getattr(self.inner, "capabilities", Capabilities())
-
     # --- names and tenants ----------------------------------------------------------------------------------------
 
     def stored_key(self, key: Key) -> Key:
-        """What the tier below calls this block."""
+        """The name of this block in the tier below."""
         return self.chain.name(key)
 
     def names(self, keys: Iterable[Key]) -> list[Key]:
-        """What the tier below calls these blocks."""
+        """The names of these blocks in the tier below."""
         return [self.chain.name(key) for key in keys]
 
+    def context(self, key: Key) -> Context:
+        """What the chain is told of a block, as things are now: rule 3."""
+        return Context(key, self._tags.of(key), self.chain.id)
+
+    def contexts(self, keys: Sequence[Key]) -> list[Context]:
+        """What the chain is told of these blocks, as things are now: rule 3."""
+        return [self.context(key) for key in keys]
+
     def _carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        end = self._tenants.carry(keys, tenant)
+        end = self._tags.carry(keys, tenant)
         if not isinstance(self.inner, TenantTier):
             return end
         end_below = self.inner.carry(self.names(keys), tenant)
@@ -152,10 +216,6 @@ class WrappedPlace:
             end_below()
 
         return end_both
-
-    def context(self, key: Key) -> Context:
-        """What the chain is told of a block, as things are."""
-        return Context(key, self._tenants.of(key), self.chain.id)
 
     # --- room -----------------------------------------------------------------------------------------------------
 
@@ -167,7 +227,7 @@ class WrappedPlace:
             CapacityError: it could not hold so many blocks even if it were empty.
         """
         self.check_size(request.block_bytes)
-        await self.bury()
+        await self.purge()
         below = self._below(request)
         with request.waiting(lambda: below.shrink(self.names(request.keys))):
             inner = await self.inner.reserve(below)
@@ -188,38 +248,44 @@ class WrappedPlace:
         if block_bytes != self.block_bytes:
             raise BlockSizeError(self, self.block_bytes, block_bytes)
 
-    # --- writing: what a reservation does -------------------------------------------------------------------------
-
-    def contexts(self, keys: Sequence[Key]) -> list[Context]:
-        """What the chain is told of these blocks, as things are: whose each is, is decided here."""
-        return [self.context(key) for key in keys]
+    # --- writing: for reservations --------------------------------------------------------------------------------
 
     def encoding(self, source: Source, guards: Sequence[int], contexts: Sequence[Context]) -> Encoding:
-        """What is to be encoded."""
+        """The blocks of a source, to be encoded while they are copied."""
         copy = StoreCopy(source, [context.key for context in contexts], guards, summed=False)
         return Encoding(self.coder, copy, contexts)
 
-    def stored(self, encoding: Encoding, outcomes: list[Outcome]) -> None:
-        """A copy is over: count it. A duplicate of what is condemned is none; the store may be tried again."""
-        counters = self._counters
+    def note_stored(self, encoding: Encoding, outcomes: list[Outcome]) -> None:
+        """Count a copy that is over, and correct its outcomes where a duplicate is of a damaged block."""
+        counters = self.counters
         counters.encoded += outcomes.count(STORED)
         counters.plain_bytes += sum(encoding.plain_bytes.values())
         counters.stored_bytes += sum(encoding.stored_bytes.values())
-        if self._condemned:
-            self._condemned.judge([context.key for context in encoding.contexts], outcomes)
+        if self.damaged:
+            self.damaged.note_stored([context.key for context in encoding.contexts], outcomes)
 
     # --- reading --------------------------------------------------------------------------------------------------
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that could be found when it was asked. An exception is no answer, and so no miss."""
-        await self.bury()
+        """Those of ``keys`` that could be found when the tier below was asked. An exception is no answer, and so no miss."""
+        await self.purge()
         return self._found(keys, await self.inner.contains(self.names(keys)))
+
+    def _contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` that can be found right now. Never blocks."""
+        self._handle_undecodable()
+        return self._found(keys, self.inner.contains_nowait(self.names(keys)))
+
+    def _found(self, keys: Sequence[Key], names: AbstractSet[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` whose names were found below, and that could be decoded as far as is known."""
+        name, damaged = self.chain.name, self.damaged
+        return {key for key in keys if name(key) in names and key not in damaged}
 
     async def pin(self, keys: Sequence[Key]) -> WrappedLease:
         """Hold the longest prefix of ``keys`` that is there. Whose they are is decided now. Cancelled, it holds nothing."""
         contexts = self.contexts(keys)
-        await self.bury()
-        keys = self._condemned.before(keys) if self._condemned else keys
+        await self.purge()
+        keys = self.damaged.prefix_before(keys) if self.damaged else keys
         inner = await self.inner.pin(self.names(keys))
         return WrappedLease(self, contexts[: len(inner.keys)], inner)
 
@@ -241,17 +307,17 @@ class WrappedPlace:
         there = places_for(self, len(lease.keys), self.block_bytes, destination)
         decoding = Decoding(self.coder, destination, there, lease.contexts)
         outcomes = list(await self.inner.load(lease.inner, decoding))
-        counters = self._counters
+        counters = self.counters
         damaged: list[int] = []
         for at, outcome in enumerate(outcomes):
             if outcome != LOADED:
-                continue  # refused below, where it was counted; what was made of it means nothing
+                continue  # the tier below refused it, and has counted it: whatever was decoded of it means nothing
             error = decoding.bad.get(at)
             if error is None:
                 counters.decoded += 1
                 counters.read_bytes += decoding.stored_bytes[at]
                 continue
-            self._lost += 1
+            self._undecoded += 1
             if isinstance(error, Damaged):
                 outcomes[at] = Missed(error.reason)
                 counters.miss(error.reason)
@@ -264,40 +330,40 @@ class WrappedPlace:
         return outcomes
 
     def forget(self, lease: WrappedLease, positions: Sequence[int]) -> None:
-        """These blocks are not what was stored, and to be found no more. For leases."""
+        """These blocks are not what was stored, and are found no more. For leases."""
         forget = getattr(lease.inner, "forget", None)
         if forget is not None:
             forget(positions)
         else:
-            self._condemned.add([lease.contexts[at] for at in positions])
+            self.damaged.add([lease.contexts[at] for at in positions])
 
     # --- deleting -------------------------------------------------------------------------------------------------
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Forget these keys; a held one is ``PINNED`` and stays."""
+        """Delete these keys; a held one is ``PINNED`` and stays."""
         answers: list[Deletion] = await self.inner.delete(self.names(keys))
-        if self._condemned:
-            self._condemned.deleted(keys, answers)
+        if self.damaged:
+            self.damaged.note_deleted(keys, answers)
         return answers
 
-    async def bury(self) -> None:
-        """Delete what could not be decoded, as far as nobody holds it. No checkpoint if there is none.
+    async def purge(self) -> None:
+        """Delete what could not be decoded, as far as it is not held. No checkpoint if there is nothing to delete.
 
         A tier that deletes nothing is not asked to: there it is only no longer found.
         """
-        self._settle()
-        if self._condemned and self.capabilities.deletes:
+        self._handle_undecodable()
+        if self.damaged and self.capabilities.deletes:
             most = max(1, PORTION_BYTES // max(1, self.slot_bytes))
-            # Housekeeping: who asks for something is told by the answer to that.
-            with contextlib.suppress(Exception), self._condemned.in_hand(most) as condemned:
-                bad = [context for context in condemned if not await self._is_other_now(context)]
+            # An error of this housekeeping is not the caller's: if the tier does not work, the caller's own call says so.
+            with contextlib.suppress(Exception), self.damaged.claim(most) as damaged:
+                bad = [context for context in damaged if not await self._is_other_now(context)]
                 if bad:
                     answers = await self.inner.delete(self.names([context.key for context in bad]))
-                    self._buried += answers.count(Deletion.DELETED)
-                    self._condemned.asked(bad, answers)
+                    self._purged += answers.count(Deletion.DELETED)
+                    self.damaged.note_purged(bad, answers)
 
     async def _is_other_now(self, context: Context) -> bool:
-        """Read a condemned block once more; if it is gone, or something else, it is condemned no longer."""
+        """Read a damaged block once more: whether it is gone, or was stored anew. Then it is damaged no longer."""
         pages = new_pages(1, self.block_bytes)
         decoding = Decoding(self.coder, PagesDestination(pages), pages, [context])
         async with await self.inner.pin(self.names([context.key])) as lease:
@@ -309,55 +375,34 @@ class WrappedPlace:
         if isinstance(outcome, Missed) and lease.keys:
             self._missed_again[outcome.reason] = self._missed_again.get(outcome.reason, 0) + 1
         elif outcome == LOADED:
-            self._lost += 1
+            self._undecoded += 1
             if error is not None and not (isinstance(error, Damaged) and error.keep):
                 return False
         elif isinstance(outcome, Failed):
             raise outcome.error
-        self._condemned.acquit([context])
+        self.damaged.clear([context])
         return True
 
-    def _settle(self) -> None:
-        """Take in what copy threads have found, if they find anything."""
-
-    def _found(self, keys: Sequence[Key], names: AbstractSet[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that are called by one of these names below, and could be decoded as far as is known."""
-        name, condemned = self.chain.name, self._condemned
-        return {key for key in keys if name(key) in names and key not in condemned}
+    def _handle_undecodable(self) -> None:
+        if self._source is not None:
+            self._source.handle_undecodable()
 
     # --- watching -------------------------------------------------------------------------------------------------
 
     def statistics(self) -> TierStatistics:
         """An immutable snapshot: room and blocks as the tier below counts them, so bytes in slots of its size."""
-        self._settle()
+        self._handle_undecodable()
         below: TierStatistics = self.inner.statistics()
         missed = dict(below.missed)
-        for reason, count in self._counters.missed.items():
+        for reason, count in self.counters.missed.items():
             missed[reason] = missed.get(reason, 0) + count
         for reason, count in self._missed_again.items():  # as far as the tier below counts what it misses
             missed[reason] = max(0, missed.get(reason, 0) - count)
         return attrs.evolve(
-            below, missed=missed, loaded=below.loaded - self._lost, deleted=below.deleted - self._buried
+            below, missed=missed, loaded=below.loaded - self._undecoded, deleted=below.deleted - self._purged
         )
 
     def wrapper_statistics(self) -> WrapperStatistics:
         """An immutable snapshot of what the chain has done."""
-        self._settle()
-        return self._counters.snapshot(self.coder.staging.made)
-
-
-class WrappedTier(WrappedPlace):
-    """A :class:`~backends.abc.Tier` of encoded blocks."""
-
-    inner: Tier
-
-    def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that can be found right now. Never blocks."""
-        self._settle()
-        return self._found(keys, self.inner.contains_nowait(self.names(keys)))
-
-
-class WrappedRemoteTier(WrappedPlace):
-    """A :class:`~backends.abc.ReadableTier` of encoded blocks that must be asked what it contains."""
-
-    inner: ReadableTier
+        self._handle_undecodable()
+        return self.counters.snapshot(self.coder.staging.made)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from ._contract import Context, Damaged, MissingExtra
-from ._pool import Pool
+from ._chain import Context, Damaged, MissingExtra
+from ._coding import Pool
 
 if TYPE_CHECKING:
     import zstandard

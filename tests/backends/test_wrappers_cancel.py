@@ -10,7 +10,7 @@ from backends.abc import LOADED, STORED, Missed, RoomRequest
 from backends.slots import PagesDestination
 from backends.threads import keep_threads
 from backends.wrappers import AesGcm, Context, Zstd, slot_bytes, wrap
-from backends.wrappers._condemned import Condemned
+from backends.wrappers._damaged_blocks import DamagedBlocks
 from tests.support.wrapping import (
     SECRETS,
     Foreign,
@@ -243,7 +243,7 @@ async def test_a_cancelled_wait_for_room_holds_nothing():
 # --- what could not be decoded, and is to go -----------------------------------------------------------------------
 
 
-async def with_one_condemned():
+async def with_one_damaged():
     """A tier with a block that could not be decoded and is held, so that it could not go either."""
     tier = slow(Zstd())
     await store(tier, BLOCKS)
@@ -256,20 +256,20 @@ async def with_one_condemned():
 
 
 @pytest.mark.parametrize("waits", ["pin", "delete"])
-@pytest.mark.parametrize("what", ["reserve", "pin", "release", "leave", "bury"])
-async def test_cancelled_while_it_is_deleted_it_stays_condemned_and_nothing_is_held(what, waits):
-    tier = await with_one_condemned()
+@pytest.mark.parametrize("what", ["reserve", "pin", "release", "leave", "purge"])
+async def test_cancelled_while_it_is_deleted_it_stays_damaged_and_nothing_is_held(what, waits):
+    tier = await with_one_damaged()
     lease = None
     if what in ("release", "leave"):
-        kept, tier._condemned = tier._condemned, Condemned()
+        kept, tier.damaged = tier.damaged, DamagedBlocks()
         lease = await tier.pin(KEYS[1:])
-        tier._condemned = kept
+        tier.damaged = kept
     doing = {
         "reserve": lambda: tier.reserve(RoomRequest([b"new"], 64, "wait")),
         "pin": lambda: tier.pin(KEYS[1:]),
         "release": lambda: lease.release(),
         "leave": lambda: lease.__aexit__(None, None, None),
-        "bury": lambda: tier.bury(),
+        "purge": lambda: tier.purge(),
     }[what]
     tier.inner.gate, tier.inner.waits = trio.Event(), (waits,)
 
@@ -283,8 +283,8 @@ async def test_cancelled_while_it_is_deleted_it_stays_condemned_and_nothing_is_h
     tier.inner.gate = None
     assert tier.contains_nowait(KEYS) == set(KEYS[1:])
     at_rest(tier)
-    await tier.bury()
-    assert tier.inner.statistics().blocks == 2 and not tier._condemned
+    await tier.purge()
+    assert tier.inner.statistics().blocks == 2 and not tier.damaged
 
 
 async def test_a_remote_tier_is_cancelled_while_it_is_asked():
@@ -296,13 +296,13 @@ async def test_a_remote_tier_is_cancelled_while_it_is_asked():
         assert await tier.contains(KEYS) == set()
 
 
-async def test_a_remote_tier_deletes_what_is_condemned_before_it_is_asked():
+async def test_a_remote_tier_deletes_what_is_damaged_before_it_is_asked():
     async with page_store(checksums=False) as make, wrap(make(), AesGcm(SECRETS), block_bytes=1000) as tier:
         blocks = blocks_of(3, 1000)
         assert await store(tier, blocks) == [STORED] * 3
-        tier._condemned.add([Context(KEYS[0], "", b"another chain")])
+        tier.damaged.add([Context(KEYS[0], "", b"another chain")])
         assert await tier.contains(KEYS) == set(KEYS[1:])
-        assert not tier._condemned and await tier.inner.contains(tier.names(KEYS)) == set(tier.names(KEYS[1:]))
+        assert not tier.damaged and await tier.inner.contains(tier.names(KEYS)) == set(tier.names(KEYS[1:]))
 
 
 async def test_what_cannot_be_deleted_now_is_later():
@@ -342,9 +342,9 @@ async def test_entering_and_leaving_are_cancelled_as_the_tier_below():
     tier = wrap(Inner(8 * size, size), Zstd(), block_bytes=64)
     tier.inner.gate = trio.Event()
     assert await cut_off(tier.__aenter__)
-    assert events == [] and not tier._entered
+    assert events == []
     tier.inner.gate = None
     await tier.__aenter__()
     tier.inner.gate = trio.Event()
     assert await cut_off(tier.__aexit__, None, None, None)
-    assert events == ["entered", "left"] and not tier._entered
+    assert events == ["entered", "left"]

@@ -20,7 +20,7 @@ from backends.wrappers import (
     layout_of,
     slot_bytes,
 )
-from backends.wrappers._tenants import Tenants
+from backends.wrappers._chain import TenantTags
 from tests.support.wrapping import NAMES, SECRETS, Spy, sealed_again, wrappers_of
 
 FP8 = Fp8("float16", lossy=True)
@@ -239,7 +239,7 @@ def test_a_body_may_not_end_behind_its_page():
 
 
 def test_a_key_is_whose_who_carries_it():
-    tenants = Tenants()
+    tenants = TenantTags()
     assert tenants.of(b"k") == ""
     first = tenants.carry([b"k", b"l"], "ann")
     second = tenants.carry([b"k"], "ann")
@@ -252,7 +252,7 @@ def test_a_key_is_whose_who_carries_it():
 
 
 def test_what_two_tenants_claim_is_nobodys():
-    tenants = Tenants()
+    tenants = TenantTags()
     ends = [tenants.carry([b"k"], tenant) for tenant in ("ann", "bob", "")]
     assert tenants.of(b"k") is None
     ends[1]()

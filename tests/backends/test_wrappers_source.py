@@ -106,7 +106,7 @@ async def test_what_is_read_from_it_is_what_was_stored(name, place, tmp_path):
     expected = [oracle(tier.chain.wrappers, BLOCKS[key]) for key in (KEYS[1], KEYS[0])]
     assert await copied_out(tier, [guards[0], guards[2]]) == expected
     tier.release(guards)
-    assert not tier._guarded
+    assert not tier._source.guarded
     at_rest(tier)
     tier.close()
 
@@ -169,7 +169,7 @@ async def test_a_block_that_cannot_be_decoded_is_not_copied_on_and_no_longer_fou
     assert tier.contains_nowait(KEYS) == {KEYS[0], KEYS[2], KEYS[3]}
     assert tier.upgrade(KEYS[1:2]) == [EVICTED]
     assert tier.statistics().missed["damaged"] == 1
-    await tier.bury()
+    await tier.purge()
     assert tier.statistics().blocks == 3
     assert await store(tier, {KEYS[1]: BLOCKS[KEYS[1]]}) == [STORED]
     at_rest(tier)
@@ -204,7 +204,7 @@ async def test_one_hold_for_two_tenants_is_nobodys():
         await copied_out(tier, his)
     tier.release(his)
     tier.release(hers)
-    assert not tier._guarded
+    assert not tier._source.guarded
     at_rest(tier)
 
 
@@ -216,7 +216,7 @@ async def two_holds_are_two():
     tier.release(first)
     assert await copied_out(tier, second) == [BLOCKS[KEYS[0]]]
     tier.release(second)
-    assert not tier._guarded
+    assert not tier._source.guarded
     at_rest(tier)
 
 

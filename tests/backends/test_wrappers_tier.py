@@ -22,6 +22,7 @@ from backends.abc import (
     RoomRequest,
     Source,
     TenantTier,
+    Tier,
 )
 from backends.file import FileTier
 from backends.leaving import SpillingTier
@@ -35,11 +36,9 @@ from backends.wrappers import (
     BrokenWrapper,
     Context,
     UnknownTenant,
-    WrappedRemoteTier,
-    WrappedSpillingTier,
     WrappedTier,
     Zstd,
-    _condemned,
+    _damaged_blocks,
     slot_bytes,
     wrap,
 )
@@ -133,7 +132,7 @@ def test_it_is_the_same_kind_of_tier(tmp_path):
     size = slot_bytes(64, *wrappers)
     for inner in (MemoryTier(8 * size, size), FileTier(tmp_path, 8 * size)):
         tier = wrap(inner, *wrappers, block_bytes=64)
-        assert isinstance(tier, WrappedSpillingTier)
+        assert isinstance(tier, SpillingTier)
         assert isinstance(tier, Source) and isinstance(tier, SpillingTier)
         assert not isinstance(tier, TenantTier), "nobody needs to say whose a block is that is only compressed"
         assert isinstance(memory(wrappers_of("zstd-aes")), TenantTier)
@@ -149,7 +148,7 @@ def test_it_is_the_same_kind_of_tier(tmp_path):
         )
 
     tier = wrap(Queue(), *wrappers, block_bytes=64)
-    assert type(tier) is WrappedTier and not isinstance(tier, Source)
+    assert type(tier) is WrappedTier and not isinstance(tier, Source | SpillingTier)
     assert (tier.name, tier.capabilities.pins, tier.slot_bytes) == ("queue", False, size)
     tier.close()
 
@@ -157,7 +156,7 @@ def test_it_is_the_same_kind_of_tier(tmp_path):
 async def test_a_remote_tier_stays_one():
     async with page_store() as make:
         tier = wrap(make(), Zstd(), block_bytes=1000)
-        assert type(tier) is WrappedRemoteTier
+        assert type(tier) is WrappedTier and not isinstance(tier, Tier)
         assert not isinstance(tier, Source)
         assert (tier.name, tier.slot_bytes) == ("maru", PAGE)
 
@@ -366,7 +365,7 @@ async def test_what_is_held_by_another_reader_is_no_longer_found_and_may_be_stor
     assert (await load(tier, KEYS)) == ([LOADED] * 4, list(BLOCKS.values()))
     await other.release()
     assert tier.inner.statistics().used_bytes == 4 * tier.slot_bytes
-    assert tier.statistics().deleted == 0 and not tier._condemned
+    assert tier.statistics().deleted == 0 and not tier.damaged
     at_rest(tier)
 
 
@@ -413,7 +412,7 @@ async def test_what_made_room_below_may_be_stored_anew():
 async def test_what_cannot_be_decoded_can_be_deleted_by_request():
     tier = await condemned_and_held()
     assert await tier.delete(KEYS[:2]) == [Deletion.DELETED] * 2
-    assert not tier._condemned and tier.statistics().deleted == 2
+    assert not tier.damaged and tier.statistics().deleted == 2
 
 
 @pytest.mark.parametrize("deletes", [True, False])
@@ -431,19 +430,19 @@ async def test_a_plugin_that_deletes_nothing_is_not_asked_to_again_and_again(del
         assert (name in connector.blocks) is not deletes
 
 
-def test_the_condemned_are_bounded(monkeypatch):
-    monkeypatch.setattr(_condemned, "MOST_CONDEMNED", 2)
-    condemned = _condemned.Condemned()
+def test_the_damaged_blocks_are_bounded(monkeypatch):
+    monkeypatch.setattr(_damaged_blocks, "MOST_DAMAGED", 2)
+    damaged = _damaged_blocks.DamagedBlocks()
     for key in KEYS:
-        condemned.add([Context(key, "", b"")])
-    with condemned.in_hand(9) as contexts:
+        damaged.add([Context(key, "", b"")])
+    with damaged.claim(9) as contexts:
         assert [context.key for context in contexts] == KEYS[-2:]
-        with condemned.in_hand(9) as others:
+        with damaged.claim(9) as others:
             assert others == []
 
 
 @pytest.mark.parametrize("kind", [memory, foreign])
-async def test_what_is_another_tenants_is_not_condemned(kind):
+async def test_what_is_another_tenants_is_not_damaged(kind):
     tier = kind(wrappers_of("aes"))
     end = tier.carry(KEYS, "ann")
     await store(tier, BLOCKS)
@@ -451,7 +450,7 @@ async def test_what_is_another_tenants_is_not_condemned(kind):
     end = tier.carry(KEYS, "bob")
     assert (await load(tier, KEYS))[0] == [Missed("foreign")] * 4
     end()
-    assert not tier._condemned and tier.inner.statistics().blocks == 4
+    assert not tier.damaged and tier.inner.statistics().blocks == 4
 
 
 async def test_a_plugin_with_larger_slots_is_wrapped_before_it_is_open():
@@ -584,7 +583,7 @@ async def test_one_who_must_know_below_is_told_too():
     assert await as_tenant(tier, "ann", store, BLOCKS) == [STORED] * 4
     assert (await as_tenant(tier, "ann", load, KEYS))[0] == [LOADED] * 4
     assert (await as_tenant(tier, "bob", load, KEYS))[0] == [Missed("foreign")] * 4
-    assert not len(tier._tenants) and not len(below._tenants)
+    assert not len(tier._tags) and not len(below._tags)
 
 
 async def test_blocks_of_two_chains_do_not_meet_in_one_place():

@@ -675,7 +675,7 @@ async def test_a_tier_that_encrypts_is_told_whose_its_blocks_are_also_of_those_t
                     outcomes = list(await late.load(lease, PagesDestination.over(buffers)))
                 end()
                 assert (outcomes == [LOADED]) == (tenant == "ann"), (key, tenant)
-        assert not late.made._tenants._claims and not late._claims
+        assert not late.made._tags._claims and not late._claims
 
 
 async def test_what_is_made_too_late_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

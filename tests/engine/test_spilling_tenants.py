@@ -78,8 +78,8 @@ async def readers(tier: Any, key: Key) -> list[str]:
 
 def at_rest(engine: Engine, *tiers: Any) -> None:
     for tier in tiers:
-        if hasattr(tier, "_tenants"):
-            assert len(tier._tenants) == 0
+        if hasattr(tier, "_tags"):
+            assert len(tier._tags) == 0
     for name, owners in engine._carrying._owners.items():
         assert not owners._coming, name
 

@@ -80,7 +80,7 @@ async def test_two_wrapped_tiers_over_one_place_spare_each_others_blocks(
     assert await store(b, BAD) == [STORED]
     if other is not None:
         await other.release()
-    await a.bury()
+    await a.purge()
     assert await load(a, KEYS) == await load(b, KEYS) == ALL
     assert a.statistics().deleted == 0 and inner.statistics().blocks == 3
     at_rest(a)
@@ -99,7 +99,7 @@ async def test_what_a_copy_to_elsewhere_has_found_is_what_it_read(place: str, tm
     assert a.contains_nowait(KEYS) == {KEYS[0], KEYS[2]}
     assert await store(b, BAD) == [STORED]
     a.release(guards)
-    await a.bury()
+    await a.purge()
     assert await load(a, KEYS) == ALL
     assert a.statistics().missed["damaged"] == 1 and inner.statistics().blocks == 3
     at_rest(a)
@@ -207,7 +207,7 @@ async def test_what_another_process_has_stored_anew_is_read_once_more_and_stays(
         assert await b.delete(KEYS[1:2]) == [Deletion.DELETED] and await store(b, BAD) == [STORED]
         assert there[name] != good[name]
         await lease.release()
-        assert not a._condemned and name in there
+        assert not a.damaged and name in there
         assert await load(a, KEYS) == await load(b, KEYS) == ALL
         statistics = a.statistics()
         assert (statistics.loaded, statistics.missed["damaged"], statistics.deleted) == (5, 1, 0)
@@ -218,7 +218,7 @@ async def test_what_is_still_damaged_is_deleted() -> None:
         await store(a, BLOCKS)
         name = spoil(there, a, KEYS[1])
         assert (await load(a, KEYS))[0] == [LOADED, Missed("damaged"), LOADED]
-        assert name not in there and not a._condemned
+        assert name not in there and not a.damaged
         assert await store(a, BAD) == [STORED]
         assert await load(a, KEYS) == ALL
 
@@ -231,7 +231,7 @@ async def test_what_has_gone_by_itself_is_not_deleted() -> None:
         await load(a, KEYS)
         del there[name]
         await lease.release()
-        assert not a._condemned
+        assert not a.damaged
         assert a.statistics().missed == {"gone": 0, "damaged": 1}
 
 
@@ -335,12 +335,12 @@ async def test_what_a_tier_misses_and_does_not_count_is_not_taken_from_its_count
     assert (await load(tier, KEYS))[0][1] == Missed("damaged")
     tier.inner.misses = True
     await lease.release()
-    assert not tier._condemned
+    assert not tier.damaged
     missed = tier.statistics().missed
     assert (missed["damaged"], missed.get("busy", 0)) == (1, 0)
 
 
-async def test_a_reading_that_fails_leaves_it_condemned() -> None:
+async def test_a_reading_that_fails_leaves_it_damaged() -> None:
     class Broken(Foreign):
         breaks = False
 
@@ -359,12 +359,12 @@ async def test_a_reading_that_fails_leaves_it_condemned() -> None:
     await lease.release()
     assert tier.contains_nowait(KEYS) == {KEYS[0], KEYS[2]} and inner.statistics().blocks == 3
     inner.breaks = False
-    await tier.bury()
-    assert inner.statistics().blocks == 2 and not tier._condemned
+    await tier.purge()
+    assert inner.statistics().blocks == 2 and not tier.damaged
     at_rest(tier)
 
 
-async def test_one_at_a_time_deletes_what_is_condemned() -> None:
+async def test_one_at_a_time_deletes_what_is_damaged() -> None:
     class Gated(Foreign):
         gate: Any = None
         asked = 0
@@ -384,12 +384,12 @@ async def test_one_at_a_time_deletes_what_is_condemned() -> None:
     await holder.release()
     inner.gate, inner.asked = trio.Event(), 0
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(tier.bury)
+        nursery.start_soon(tier.purge)
         with trio.fail_after(10):
             while not inner.asked:  # a thread reads it once more before
                 await trio.lowlevel.checkpoint()
         with trio.fail_after(10):
-            await tier.bury()  # which would delete what is stored anew behind the first deletion
+            await tier.purge()  # which would delete what is stored anew behind the first deletion
             await tier.pin(KEYS[:1])
         assert inner.asked == 1
         inner.gate.set()
@@ -408,9 +408,9 @@ async def test_a_few_are_read_at_a_time_and_all_of_them_have_their_turn(monkeypa
     assert (await load(tier, KEYS))[0] == [Missed("damaged")] * 3
     await lease.release()
     for _ in range(4):
-        await tier.bury()
+        await tier.purge()
     assert tier.inner.statistics().blocks == 1, "the one that is held does not stand in the way"
     await holder.release()
-    await tier.bury()
+    await tier.purge()
     assert tier.inner.statistics().blocks == 0 and tier.statistics().deleted == 0
     assert source_of(BLOCKS).contains_nowait(KEYS) == set(KEYS)

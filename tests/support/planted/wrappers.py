@@ -3,7 +3,7 @@
 import xxhash
 
 from backends import _copying
-from backends.wrappers import _aes_gcm, _chain, _coding, _fp8, _pool, _source, _tenants, _tier
+from backends.wrappers import _aes_gcm, _chain, _coding, _fp8, _source, _tier
 
 # --- the faults ---------------------------------------------------------------------------------------------------
 
@@ -55,7 +55,7 @@ def lengths_are_believed(patch):
 
 def one_staging_is_for_all(patch):
     things = {}
-    patch.setattr(_pool.Pool, "take", lambda self: _Always(things.setdefault(self, self._make())))
+    patch.setattr(_coding.Pool, "take", lambda self: _Always(things.setdefault(self, self._make())))
 
 
 class _Always:
@@ -72,13 +72,13 @@ class _Always:
 
 
 def of_two_tenants_the_first_wins(patch):
-    patch.setattr(_tenants.Tenants, "of", lambda self, key: next(iter(self._claims.get(key, {""})), ""))
+    patch.setattr(_chain.TenantTags, "of", lambda self, key: next(iter(self._claims.get(key, {""})), ""))
 
 
 def whose_a_block_is_is_asked_when_it_is_decoded(patch):
     decode = _coding.Coder.decode
     now = {}
-    carry = _tenants.Tenants.carry
+    carry = _chain.TenantTags.carry
 
     def carried(self, keys, tenant):
         now.update(dict.fromkeys(keys, tenant))
@@ -87,7 +87,7 @@ def whose_a_block_is_is_asked_when_it_is_decoded(patch):
     def latest(self, context, *rest):
         return decode(self, _tier.Context(context.key, now.get(context.key, ""), context.chain), *rest)
 
-    patch.setattr(_tenants.Tenants, "carry", carried)
+    patch.setattr(_chain.TenantTags, "carry", carried)
     patch.setattr(_coding.Coder, "decode", latest)
 
 
@@ -97,7 +97,7 @@ def what_is_foreign_is_forgotten(patch):
 
 
 def what_cannot_be_decoded_stays(patch):
-    patch.setattr(_tier.WrappedPlace, "forget", lambda self, lease, positions: None)
+    patch.setattr(_tier.WrappedTier, "forget", lambda self, lease, positions: None)
 
 
 def what_was_refused_is_left_lying_there(patch):
@@ -143,10 +143,10 @@ def what_is_not_finite_is_not_looked_for(patch):
 
 
 def guards_are_not_counted(patch):
-    release = _source.WrappedSourceTier.release
+    release = _source.DecodedSource.release
 
     def once(self, guards):
-        self._guarded = {guard: held for guard, held in self._guarded.items() if guard not in guards}
+        self.guarded = {guard: held for guard, held in self.guarded.items() if guard not in guards}
         release(self, guards)
 
-    patch.setattr(_source.WrappedSourceTier, "release", once)
+    patch.setattr(_source.DecodedSource, "release", once)
