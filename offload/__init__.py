@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .preconditions import NO_WAIT as NO_WAIT
     from .preconditions import all_of as all_of
     from .preconditions import any_of as any_of
+    from backends.abc import TransferExecutor as TransferExecutor
     from ._pipeline.handle import TransferHandle as TransferHandle
     from ._pipeline.lifecycle import Status as Status
     from ._pipeline.result import TransferResult as TransferResult
@@ -82,6 +83,7 @@ _HOMES = {
     "NO_WAIT": ".preconditions",
     "all_of": ".preconditions",
     "any_of": ".preconditions",
+    "TransferExecutor": "backends.abc",
     "TransferHandle": "._pipeline.handle",
     "Status": "._pipeline.lifecycle",
     "TransferResult": "._pipeline.result",

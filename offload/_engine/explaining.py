@@ -166,7 +166,7 @@ def _room(pipeline: Pipeline, container: OffloadContainer) -> str:
         return "admission"
     if container.status is Status.TRANSFERRING:
         return "chain" if container.completed else "transfer"
-    if container in pipeline._batching.ready.parked:
+    if container in pipeline._ready.parked:
         return "batching"
     return "transfer" if container.holder in pipeline._transfer.slots else "awaiting"
 

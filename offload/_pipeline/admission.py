@@ -25,7 +25,6 @@ from .container import OffloadContainer
 from .containment import what_leaves
 from .lifecycle import Status
 from .settlement import Settlement
-from .waiting import Waiter
 
 _NOTHING = NOTHING_REJECTED
 _QUEUED = Status.QUEUED
@@ -38,15 +37,14 @@ _PER_HURRIED_TICK = 2
 
 @attrs.define(eq=False)
 class Admission:
-    """The first room."""
+    """The first stage."""
 
     policies: Sequence[Policy | AsyncPolicy]
     config: PipelineConfig
     settlement: Settlement
     hooks: Hooks
-    forward: Callable[[Sequence[OffloadContainer], float], None]
-    """Where containers go from here, and the time."""
-    queue: CancellableChannel = attrs.field(init=False)
+    inbound: CancellableChannel
+    outbound: CancellableChannel
     waiting: int = 0
     """Containers whose policies are waiting."""
     errors: int = 0
@@ -62,7 +60,6 @@ class Admission:
     _async_policy: AsyncPolicy | None = attrs.field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
-        self.queue = CancellableChannel(self.settlement.settle)
         self._mark = self.settlement.marks.mark
         policies = [timed(as_policy(policy), self._held_the_loop) for policy in self.policies]
         policy = policies[0] if len(policies) == 1 else AllOf(*policies) if policies else None
@@ -89,22 +86,22 @@ class Admission:
         )
 
     async def run(self) -> None:
-        """Drain the queue for ever."""
+        """Take what comes in, for ever."""
         if self._async_policy is not None:
             await self._run_waiting(self._async_policy)
-        queue = self.queue
+        inbound = self.inbound
         while True:
-            await queue.wait_filled()
+            await inbound.wait_filled()
             passed = []
             for _ in range(_PER_TICK if not self.settlement.hurried else _PER_HURRIED_TICK):
-                if not queue.parked:
+                if not inbound.parked:
                     break
                 # One by one: what runs in between may cancel those that are still inside.
-                container = queue.pop()
+                container = inbound.pop()
                 if self._passes(container):
                     passed.append(container)
             if passed:
-                self.forward(passed, trio.current_time())
+                self.outbound.send(passed, trio.current_time())
 
     def _passes(self, container: OffloadContainer) -> bool:
         if self.hooks.admission:
@@ -121,20 +118,21 @@ class Admission:
     # -- policies that wait ----------------------------------------------------------------------------------------
 
     async def _run_waiting(self, policy: AsyncPolicy) -> None:
-        turns = trio.Semaphore(self.config.max_waiting_policies)
+        permits = trio.Semaphore(self.config.max_waiting_policies)
         async with trio.open_nursery() as nursery:
             while True:
-                await turns.acquire()
-                while not self.queue.parked:
-                    await self.queue.wait_filled()
-                container = self.queue.pop()
-                waiter = Waiter(self.config.policy_timeout)
-                container.holder = waiter
+                # The permit first: a container leaves the channel, where a cancel takes it out at once, only to be waited for.
+                await permits.acquire()
+                while not self.inbound.parked:
+                    await self.inbound.wait_filled()
+                container = self.inbound.pop()
+                # Before its task starts, so that a cancel in between is not lost: the scope is cancelled when it is entered.
+                container.cancel_scope = trio.CancelScope(deadline=trio.current_time() + self.config.policy_timeout)
                 self.waiting += 1
-                nursery.start_soon(self._evaluate, policy, container, waiter, turns)
+                nursery.start_soon(self._evaluate, policy, container, container.cancel_scope, permits)
 
     async def _evaluate(
-        self, policy: AsyncPolicy, container: OffloadContainer, waiter: Waiter, turns: trio.Semaphore
+        self, policy: AsyncPolicy, container: OffloadContainer, scope: trio.CancelScope, permits: trio.Semaphore
     ) -> None:
         answer: Reasons | Leased = _NOTHING
         error: BaseException | None = None
@@ -143,7 +141,7 @@ class Admission:
             if self.hooks.admission:
                 self.hooks.fire("admission", container)
             if container.walks_on:
-                with waiter.scope:
+                with scope:
                     answer = await policy.evaluate(container.keys)
         except Exception as exc:
             error = exc
@@ -155,18 +153,18 @@ class Admission:
         finally:
             # In a finally clause, since code behind the scope is skipped when an outer one is cancelled in the same tick.
             self.waiting -= 1
-            turns.release()
-            container.holder = None
+            permits.release()
+            container.cancel_scope = None
             if leaving is not None:  # not its own: the pipeline is being torn down
                 container.abandon(PipelineClosed(f"the pipeline ended while a policy waited: {error!r}"))
                 self.settlement.settle(container)
             elif error is not None:
                 self._refuse(container, "error", error)
-            elif waiter.scope.cancelled_caught and container.walks_on:
+            elif scope.cancelled_caught and container.walks_on:
                 late = trio.TooSlowError(f"policies took over {self.config.policy_timeout} s")
                 self._refuse(container, "timeout", late)
             elif self._admit(container, answer):
-                self.forward([container], trio.current_time())
+                self.outbound.send([container], trio.current_time())
 
     # -- the decision ----------------------------------------------------------------------------------------------
 

@@ -1,15 +1,15 @@
 """PreconditionAwaiter: is the forward pass done?
 
-P6: a precondition is waited for together with the cancel token, whichever comes first; the gate decides when both come in
-the same tick. Waiting takes no transfer slot. A precondition that holds already costs a call. One that does not gets a task;
-where waiting runs nobody's code, one task keeps vigil for all containers that wait for the same: a step of the model has one
-event and many containers, and cancelling a task costs ten times what taking a container out of a table does.
+P6: a precondition is waited for together with a cancellation, whichever comes first; the gate decides when both come in
+the same tick. Waiting takes no transfer slot. A precondition that holds already costs a call. One that does not gets a
+task, whose scope is the container's ``cancel_scope``. Where waiting runs no code of the caller's, all containers that wait
+for the same share one task and park in its channel: a step of the model has one event and many containers, and cancelling a
+task costs ten times what taking a container out of a channel does.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import attrs
 import trio
@@ -18,50 +18,47 @@ from .._config import PipelineConfig
 from .._errors import PreconditionFailed
 from .._instruments import Hooks
 from ..abc import Precondition
+from .channel import CancellableChannel
 from .container import OffloadContainer
 from .containment import what_leaves
 from .settlement import Settlement
-from .waiting import Waiter
 
 
-@attrs.define(eq=False)
-class _Vigil:
-    """Holds the containers that wait for one passive precondition."""
+class SharedWait:
+    """One task's wait for a passive precondition, on behalf of all containers parked in its channel."""
 
-    precondition: Precondition
-    withdrawn: Callable[[_Vigil, OffloadContainer], None]
-    """Told of a container that is parked here no longer, since its gate has closed."""
-    parked: OrderedDict[OffloadContainer, float] = attrs.Factory(OrderedDict)
-    """Who waits, and until when: in the order in which they came, which is that of their deadlines."""
-    scope: trio.CancelScope = attrs.Factory(trio.CancelScope)
-    """What the task waits in."""
+    __slots__ = ("channel", "precondition", "scope", "stage")
 
-    def withdraw(self, container: OffloadContainer) -> None:
-        """Take it out; it settles now."""
-        del self.parked[container]
-        container.holder = None
-        self.withdrawn(self, container)
+    def __init__(self, precondition: Precondition, stage: Awaiting) -> None:
+        self.precondition = precondition
+        self.stage = stage
+        # In the order in which they came, which is that of their deadlines.
+        self.channel = CancellableChannel(self._withdrawn)
+        self.scope = trio.CancelScope()
+
+    def _withdrawn(self, container: OffloadContainer) -> None:
+        self.stage.withdrawn(self, container)
 
 
 @attrs.define(eq=False)
 class Awaiting:
-    """The second room."""
+    """The second stage."""
 
     config: PipelineConfig
     settlement: Settlement
     hooks: Hooks
-    forward: Callable[[Sequence[OffloadContainer], float], None]
-    """Where containers go from here, and the time."""
+    inbound: CancellableChannel
+    outbound: CancellableChannel
     waiting: int = 0
     """Containers whose precondition does not hold yet."""
-    _vigils: dict[Precondition, _Vigil] = attrs.Factory(dict)
+    _shared: dict[Precondition, SharedWait] = attrs.Factory(dict)
     _nursery: trio.Nursery | None = attrs.field(init=False, default=None)
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Be the parent of those who wait, for ever."""
+    async def run(self) -> None:
+        """Receive what was admitted, and be the parent of the tasks that wait, for ever."""
         async with trio.open_nursery() as self._nursery:
-            task_status.started()
-            await trio.sleep_forever()
+            with self.inbound.stepped_by(self.step):
+                await trio.sleep_forever()
 
     def step(self, containers: Sequence[OffloadContainer], now: float) -> None:
         """Pass on those whose precondition holds, and have a task wait for each of the others."""
@@ -70,7 +67,7 @@ class Awaiting:
                 self.hooks.fire("awaiting", container)
         ready = [container for container in containers if container.precondition is None or self._holds(container)]
         if ready:
-            self.forward(ready, now)
+            self.outbound.send(ready, now)
 
     def _holds(self, container: OffloadContainer) -> bool:
         precondition = container.precondition
@@ -80,54 +77,59 @@ class Awaiting:
             return False
         try:
             holds, passive = precondition.is_set(), precondition.passive
-            hash(precondition)  # by which those who wait for the same are found
+            hash(precondition)  # by which those that wait for the same are found
         except Exception as error:
             self._fail(container, error)
             return False
         if not holds:
             self.waiting += 1
+            deadline = trio.current_time() + self.config.precondition_timeout
             if passive:
-                self._park(precondition, container)
+                self._join(precondition, container, deadline)
             else:
-                container.holder = waiter = Waiter(self.config.precondition_timeout)
-                self._nursery.start_soon(self._wait, precondition, container, waiter)
+                # Before its task starts, so that a cancel in between is not lost: the scope is cancelled when it is entered.
+                container.cancel_scope = scope = trio.CancelScope(deadline=deadline)
+                self._nursery.start_soon(self._wait, precondition, container, scope)
         return holds
 
-    # -- waiting that runs nobody's code -----------------------------------------------------------------------------
+    # -- a wait that many share: it runs no code of the caller's -----------------------------------------------------------
 
-    def _park(self, precondition: Precondition, container: OffloadContainer) -> None:
-        vigil = self._vigils.get(precondition)
-        if vigil is None:
-            vigil = self._vigils[precondition] = _Vigil(precondition, self._withdrawn)
+    def _join(self, precondition: Precondition, container: OffloadContainer, deadline: float) -> None:
+        wait = self._shared.get(precondition)
+        if wait is None:
+            wait = self._shared[precondition] = SharedWait(precondition, self)
             assert self._nursery is not None
-            self._nursery.start_soon(self._keep, vigil)
-        container.holder = vigil
-        vigil.parked[container] = trio.current_time() + self.config.precondition_timeout
+            self._nursery.start_soon(self._wait_for_all, wait)
+        container.deadline = deadline
+        wait.channel.put(container)
 
-    def _withdrawn(self, vigil: _Vigil, container: OffloadContainer) -> None:
+    def withdrawn(self, wait: SharedWait, container: OffloadContainer) -> None:
+        """A container has left a shared wait, since its gate has closed: it settles now, and nothing waits for its last."""
         self.waiting -= 1
         self.settlement.settle(container)
-        if not vigil.parked:
-            self._end(vigil)
-            vigil.scope.cancel()
+        if not wait.channel.parked:
+            self._close(wait)
+            wait.scope.cancel()
 
-    def _end(self, vigil: _Vigil) -> None:
-        """Nobody joins it any more."""
-        if self._vigils.get(vigil.precondition) is vigil:
-            del self._vigils[vigil.precondition]
+    def _close(self, wait: SharedWait) -> None:
+        """No container joins it any more. The next one that waits for the same gets a new task."""
+        if self._shared.get(wait.precondition) is wait:
+            del self._shared[wait.precondition]
 
-    async def _keep(self, vigil: _Vigil) -> None:
-        """Wait until the precondition holds, or nobody waits for it any more."""
+    async def _wait_for_all(self, wait: SharedWait) -> None:
+        """Wait until the precondition holds, or no container waits for it any more."""
+        parked = wait.channel.parked
         held = False
         error: BaseException | None = None
         try:
-            while vigil.parked and not held:
-                vigil.scope = trio.CancelScope(deadline=next(iter(vigil.parked.values())))
-                with vigil.scope:
-                    await vigil.precondition.wait()
+            while parked and not held:
+                # One scope for the oldest deadline, not one for each container, which would cost fifty times as much.
+                wait.scope = trio.CancelScope(deadline=next(iter(parked)).deadline)
+                with wait.scope:
+                    await wait.precondition.wait()
                     held = True
                 if not held:
-                    self._expire(vigil)
+                    self._expire(wait)
         except Exception as exc:
             error = exc
         except BaseException as exc:
@@ -136,38 +138,36 @@ class Awaiting:
                 raise leaving from leaving.__cause__
         finally:
             # In a finally clause, since code behind the scope is skipped when an outer one is cancelled in the same tick.
-            self._end(vigil)
-            containers = list(vigil.parked)
-            vigil.parked.clear()
+            self._close(wait)
+            # All are taken out before any is passed on or failed: an observer of one may cancel another, which is then in no
+            # channel any more, and settles when its turn comes.
+            containers = []
+            while parked:
+                containers.append(wait.channel.pop())
             self.waiting -= len(containers)
-            for container in containers:
-                container.holder = None
             if held and containers:
-                self.forward(containers, trio.current_time())
+                self.outbound.send(containers, trio.current_time())
             elif not held:
                 for container in containers:
                     self._fail(container, error or self._too_slow())
 
-    def _expire(self, vigil: _Vigil) -> None:
+    def _expire(self, wait: SharedWait) -> None:
         """Fail those whose time is over. An observer of one may cancel another, or enqueue one that joins."""
         now = trio.current_time()
-        while vigil.parked:
-            container, deadline = next(iter(vigil.parked.items()))
-            if deadline > now:
-                return
-            del vigil.parked[container]
-            container.holder = None
+        parked = wait.channel.parked
+        while parked and next(iter(parked)).deadline <= now:
+            container = wait.channel.pop()
             self.waiting -= 1
             self._fail(container, self._too_slow())
 
-    # -- waiting in code of the caller's -----------------------------------------------------------------------------
+    # -- a wait of its own: it runs code of the caller's ---------------------------------------------------------------
 
-    async def _wait(self, precondition: Precondition, container: OffloadContainer, waiter: Waiter) -> None:
+    async def _wait(self, precondition: Precondition, container: OffloadContainer, scope: trio.CancelScope) -> None:
         held = False
         error: BaseException | None = None
         try:
             if container.walks_on:
-                with waiter.scope:
+                with scope:
                     await precondition.wait()
                     held = True
         except Exception as exc:
@@ -179,11 +179,11 @@ class Awaiting:
         finally:
             # In a finally clause, since code behind the scope is skipped when an outer one is cancelled in the same tick.
             self.waiting -= 1
-            container.holder = None
+            container.cancel_scope = None
             if not container.walks_on:
                 self.settlement.settle(container)
             elif held:
-                self.forward([container], trio.current_time())
+                self.outbound.send([container], trio.current_time())
             else:
                 self._fail(container, error or self._too_slow())
 

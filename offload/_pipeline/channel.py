@@ -1,7 +1,10 @@
 """CancellableChannel: what links two stages. First in, first out, with removal from anywhere in constant time.
 
-Putting is synchronous and never refuses: the pipeline's budget bounds what can be inside. One task consumes; it pops one
-container at a time, because whatever it runs in between may cancel one that is still inside.
+Rule 1. A stage that can step containers now is handed them at once, as trio's memory channel hands a value to a waiting
+        receiver. Where none can, they are parked. So a burst passes four stages at the price of four calls, not of four
+        wake-ups.
+Rule 2. Sending is synchronous and never refuses: the pipeline's budget bounds what can be inside.
+Rule 3. A parked container that is cancelled is taken out in place, in constant time, and settles in the same step.
 
 An ordered dictionary is the queue: deleting from the middle leaves no tombstone, and popping the front stays constant (a
 plain dict scans over what was deleted before, so that popping its front turns quadratic).
@@ -10,61 +13,120 @@ plain dict scans over what was deleted before, so that popping its front turns q
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TypeAlias
 
 import trio
 
-from .container import OffloadContainer
+from .container import Holder, OffloadBatch, OffloadContainer
+
+Step: TypeAlias = Callable[[Sequence[OffloadContainer], float], None]
+"""What a stage does at once with containers that are sent to it; the second argument is the time, in seconds."""
 
 
 class CancellableChannel:
-    """Containers parked between two stages. A parked container that is withdrawn settles at once.
+    """Containers on their way from one stage to the next. One that is cancelled while it is parked settles at once.
 
     Attributes:
         parked: what is inside, first in first. To be looked at, also as a truth value; changed by the methods only.
     """
 
-    __slots__ = ("_consumer", "_settle", "parked")
+    __slots__ = ("_receiver", "_settle", "_step", "parked")
 
     def __init__(self, settle: Callable[[OffloadContainer], None]) -> None:
+        """Park nothing yet.
+
+        Args:
+            settle: ends a container that was cancelled or failed while it was parked here.
+        """
         self.parked: OrderedDict[OffloadContainer, None] = OrderedDict()
-        self._consumer: trio.lowlevel.Task | None = None
+        self._receiver: trio.lowlevel.Task | None = None
+        self._step: Step | None = None
         self._settle = settle
 
+    # -- the sending stage ---------------------------------------------------------------------------------------------
+
+    def send(self, containers: Sequence[OffloadContainer], now: float) -> None:
+        """Hand containers to the receiving stage: at once where it can step them now, else they are parked, in order."""
+        if self._step is not None:
+            self._step(containers, now)
+        else:
+            for container in containers:
+                self.put(container)
+
     def put(self, container: OffloadContainer) -> None:
-        """Park a container; wakes the consumer."""
+        """Park a container; wakes the receiver."""
         container.holder = self
         self.parked[container] = None
-        if self._consumer is not None:
-            consumer, self._consumer = self._consumer, None
-            trio.lowlevel.reschedule(consumer)
+        if self._receiver is not None:
+            receiver, self._receiver = self._receiver, None
+            trio.lowlevel.reschedule(receiver)
 
     def put_back(self, container: OffloadContainer) -> None:
         """Park a container before all others."""
         self.put(container)
         self.parked.move_to_end(container, last=False)
 
+    # -- the receiving stage -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def stepped_by(self, step: Step) -> Iterator[None]:
+        """While the block lasts, what is sent is handed to ``step`` at once; begins with what is parked.
+
+        So stages may start in any order: what is sent to one that does not run yet waits here for it.
+        """
+        # One at a time: stepping one may run an observer that cancels the next, which must still be parked then.
+        while self.parked:
+            step([self.pop()], trio.current_time())
+        self._step = step
+        try:
+            yield
+        finally:
+            self._step = None
+
     def pop(self) -> OffloadContainer:
-        """Take out the first container; it is in nobody's hands then. The channel must not be empty."""
+        """Take out the first container; nothing holds it then. The channel must not be empty."""
         container = self.parked.popitem(last=False)[0]
         container.holder = None
         return container
 
+    async def wait_filled(self) -> None:
+        """Return once something is inside. For one receiver only; nothing is taken, so nothing is lost on cancel."""
+        if self.parked:
+            await trio.lowlevel.checkpoint()
+            return
+        self._receiver = trio.lowlevel.current_task()
+
+        def abort(_: object) -> trio.lowlevel.Abort:
+            self._receiver = None
+            return trio.lowlevel.Abort.SUCCEEDED
+
+        await trio.lowlevel.wait_task_rescheduled(abort)
+
+    # -- a cancel ------------------------------------------------------------------------------------------------------
+
     def withdraw(self, container: OffloadContainer) -> None:
-        """Take a container out, wherever it stands, and settle it."""
+        """Take out a container whose gate has closed, wherever it is in the queue, and settle it."""
         del self.parked[container]
         container.holder = None
         self._settle(container)
 
-    async def wait_filled(self) -> None:
-        """Return once something is inside. For the one consumer only; nothing is taken, so nothing is lost on cancel."""
-        if self.parked:
-            await trio.lowlevel.checkpoint()
-            return
-        self._consumer = trio.lowlevel.current_task()
 
-        def abort(_: object) -> trio.lowlevel.Abort:
-            self._consumer = None
-            return trio.lowlevel.Abort.SUCCEEDED
+class BatchReceiver(Protocol):
+    """The receiving end of batching, as transfer sees it: a free slot takes a batch from it when one is due.
 
-        await trio.lowlevel.wait_task_rescheduled(abort)
+    A batch is put together when it is taken, so that until then each of its containers stays parked and can be cancelled alone.
+    """
+
+    async def receive(self, owner: Holder) -> OffloadBatch:
+        """Wait until a batch is due and take it for the slot ``owner``. Cancelled while waiting, it has taken nothing."""
+        ...
+
+    def receive_nowait(self, owner: Holder) -> OffloadBatch | None:
+        """Take a batch if one is due, else None."""
+        ...
+
+    def put_back(self, container: OffloadContainer) -> None:
+        """Take a container back as the first of the next batch; settles it where it was cancelled meanwhile."""
+        ...

@@ -1,13 +1,13 @@
 """The unit that walks (OffloadContainer), and what a slot carries (OffloadBatch).
 
 P1: a container is cancelled whole or not at all: its phase is one value for all of its blocks.
-P2: a container carries its own cancel token from enqueue on: the phase, and whoever holds it right now.
+P2: a container carries its own cancellation from enqueue on: the phase, and what waits for it or holds it right now.
 P4: the last sweep comes right before the upgrade: :meth:`OffloadBatch.sweep_cancelled`.
 P5: behind the upgrade a batch is one flat list of blocks, in which each container owns a span.
 
-A container is always in exactly one of these hands, its *holder*: a channel it is parked in, a waiter that waits on its
-behalf, a slot that owns its batch, or nobody (``None``) while a stage steps it synchronously. Whoever closes the gate tells
-the holder, and the holder sees to it that the container settles. That is what makes a cancel O(1).
+A container is always in exactly one place: a task waits on its behalf (``cancel_scope`` is the scope that this wait is in);
+or a channel has it parked, or a slot owns its batch (that is its ``holder``); or, with neither, a stage steps it synchronously.
+When the gate closes, the scope is cancelled, or the holder takes the container out, and it settles. So a cancel is O(1).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NO_FAILURES: Mapping[Key, BaseException] = MappingProxyType({})
 
 
 class Holder(Protocol):
-    """Whoever has a container in hand."""
+    """What holds a container: a channel it is parked in, or a slot that owns its batch."""
 
     def withdraw(self, container: OffloadContainer) -> None:
         """The container's gate has just closed (cancelled, or failed): see to it that it settles. Synchronous."""
@@ -65,7 +65,11 @@ class OffloadContainer:
     status: Status = Status.EVALUATING
     """What the handle shows."""
     holder: Holder | None = None
-    """Who must be told when the gate closes."""
+    """The channel or slot that takes it out when the gate closes."""
+    cancel_scope: trio.CancelScope | None = None
+    """What the task is in that waits on its behalf, if one does: a fresh one each time, as a scope can be entered once only."""
+    deadline: float = 0.0
+    """When a wait that it shares with others is over for it, on trio's clock, in seconds."""
     ready_at: float = 0.0
     """When it became ready for a batch, on trio's clock, in seconds."""
     evaluated: bool = False
@@ -134,10 +138,12 @@ class OffloadContainer:
     def _close(self, phase: Phase) -> None:
         if self.phase is not _OPEN or self.status.terminal:
             return
+        # The phase first: it is the truth, and what is woken below decides by it. The scope is only the wake-up.
         self.phase = phase
-        holder = self.holder
-        if holder is not None:
-            holder.withdraw(self)
+        if self.cancel_scope is not None:
+            self.cancel_scope.cancel()
+        elif self.holder is not None:
+            self.holder.withdraw(self)
 
     def claim(self) -> bool:
         """Ask the gate for the commit: True from then on, False where it was cancelled or failed before."""

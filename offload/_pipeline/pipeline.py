@@ -1,13 +1,14 @@
-"""The corridor: four rooms, what links them, one nursery. The only place that knows the order.
+"""The pipeline: four stages, the channels that link them, one nursery. The only module that knows the order.
 
     enqueue -> admission -> awaiting -> batching -> transfer -> settled
                (policies)   (preconditions)         (sweep, claim, upgrade, copy)
 
-A container that a room need not wait for passes straight through by a plain call, so that a burst costs one wake-up and not
-four; the rooms' tasks are there for what must wait.
+Each stage is a task, ``run()``, and knows the next one only by its channel; they may start in any order. A container that a
+stage need not wait for passes straight through (see :class:`offload._pipeline.channel.CancellableChannel`); the tasks are there
+for what must wait.
 
 The stages run in one shielded child of the pipeline's nursery: cancelling the scope around ``async with`` never tears a copy
-apart, and the caller's own body is never shielded. Leaving the block closes the door, knocks at every container's gate
+apart, and the caller's own body is never shielded. Leaving the block refuses new blocks, asks every container's gate to fail
 (shutdown against commit is decided there, like a cancel), drains what is committed, bounded, and leaves no task.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from itertools import islice
 from types import TracebackType
-from typing import cast
+from typing import Protocol, cast
 
 import trio
 
@@ -32,9 +33,10 @@ from ..abc import AsyncPolicy, Instrument, Policy, Precondition, PreconditionLik
 from ..preconditions import NO_WAIT, as_precondition
 from .admission import Admission
 from .awaiting import Awaiting
-from .batching import Batching
+from .batching import Batching, ReadyChannel
 from .budget import Budget
 from .chain import Chain
+from .channel import CancellableChannel
 from .container import OffloadContainer
 from .handle import TransferHandle
 from .lifecycle import Phase
@@ -46,7 +48,11 @@ from .statistics import PipelineStatistics
 from .transfer import Transfer
 
 _SWEPT = 64
-"""Parked containers that the safety net looks at in each room, per round."""
+"""Parked containers that the safety net looks at in each channel, per round."""
+
+
+class _Stage(Protocol):
+    async def run(self) -> None: ...
 
 
 class Pipeline:
@@ -74,7 +80,7 @@ class Pipeline:
         self._settlement = Settlement(self._marks, self._budget, self.hooks)
         self._chain = Chain(chain, destination, self._settlement) if chain else None  # type: ignore[arg-type]
         self._origin = place_of(source)
-        self._wire(precedence)
+        self._link(precedence)
         self._closed = False
         self._enqueued = self._dropped = self._swept_late = 0
         self._draining = 0
@@ -82,31 +88,27 @@ class Pipeline:
         self._sweeper_sleeps = False
         self._scope = trio.CancelScope(shield=True)
 
-    def _wire(self, precedence: Precedence | None) -> None:
-        """Join the rooms, last one first."""
+    def _link(self, precedence: Precedence | None) -> None:
+        """Make the channels, and the stages that they link."""
         config, settlement, hooks = self.config, self._settlement, self.hooks
-        finish = settlement.settle_all if self._chain is None else self._chain.follow
-        self._batching = batching = Batching(config, settlement, hooks)
-        self._deference: Deference | None = None
-        hand_over: Batching | Deference = batching
-        if precedence is not None:
-            hand_over = Deference(precedence, batching.wait_due, batching.next_batch_nowait)
-            self._deference = hand_over
+        enqueued, admitted, awaited = [CancellableChannel(settlement.settle) for _ in range(3)]
+        self._ready = ready = ReadyChannel(config.batch_config, settlement)
+        self._channels: Sequence[CancellableChannel] = (enqueued, admitted, awaited, ready)
+        self._deference = None if precedence is None else Deference(precedence, ready)
+        self._admission = Admission(self._policies, config, settlement, hooks, inbound=enqueued, outbound=admitted)
+        self._awaiting = Awaiting(config, settlement, hooks, inbound=admitted, outbound=awaited)
+        self._batching = Batching(config, settlement, hooks, inbound=awaited, outbound=ready)
         self._transfer = Transfer(
             self._origin,
             self.destination,
             config,
             settlement,
             hooks,
-            next_batch=hand_over.next_batch,
-            next_batch_nowait=hand_over.next_batch_nowait,
-            put_back=batching.put_back,
-            finish=finish,
-            hold=None if self._chain is None else self._chain.hold,
+            inbound=self._deference or ready,
+            chain=self._chain,
             deference=self._deference,
         )
-        self._awaiting = Awaiting(config, settlement, hooks, forward=self._batching.step)
-        self._admission = Admission(self._policies, config, settlement, hooks, forward=self._awaiting.step)
+        self._stages: Sequence[_Stage] = (self._admission, self._awaiting, self._batching, self._transfer)
 
     def __repr__(self) -> str:
         return f"<Pipeline {self.name}: {self._budget.used} blocks inside>"
@@ -226,7 +228,7 @@ class Pipeline:
         container = OffloadContainer(self._enqueued, blocks, precondition, blocks.keys, phase)
         self._settlement.live[container] = None
         if blocks.keys:
-            self._admission.queue.put(container)
+            self._admission.inbound.put(container)
         else:
             container.evaluated = True
             self._settlement.settle(container)
@@ -273,9 +275,9 @@ class Pipeline:
             used_blocks=self._budget.used,
             waiting_enqueues=self._budget.waiting,
             inside=len(settlement.live),
-            in_admission=len(self._admission.queue.parked) + self._admission.waiting,
+            in_admission=len(self._admission.inbound.parked) + self._admission.waiting,
             in_awaiting=self._awaiting.waiting,
-            in_batching=len(self._batching.ready.parked),
+            in_batching=len(self._ready.parked),
             in_transfer=sum(len(slot.copying.containers) for slot in transfer.slots if slot.copying is not None),
             in_chain=self._chain.following if self._chain is not None else 0,
             pending_marks=len(self._marks),
@@ -307,12 +309,12 @@ class Pipeline:
         More may be enqueued meanwhile and afterwards. Cancelled, it stops waiting; nothing inside is cancelled.
         """
         self._draining += 1
-        self._batching.flush(True)
+        self._ready.flush(True)
         try:
             await self._settlement.wait_settled()
         finally:
             self._draining -= 1
-            self._batching.flush(bool(self._draining))
+            self._ready.flush(bool(self._draining))
 
     async def aclose(self) -> None:
         """Shut down: settle what is not committed as FAILED, drain what is, for ``drain_timeout`` at most.
@@ -327,7 +329,7 @@ class Pipeline:
             if self._deference is not None:
                 self._deference.hurry()
             self._draining += 1
-            self._batching.flush(True)
+            self._ready.flush(True)
             with trio.move_on_at(deadline):
                 await self._settlement.wait_settled()
             if self._settlement.live:
@@ -346,7 +348,8 @@ class Pipeline:
         """The time to drain is over: end what is still parked. Copies have deadlines of their own by now."""
         if self._chain is not None:
             self._chain.cut_off()
-        for container in [*self._admission.queue.parked, *self._batching.ready.parked]:
+        # A list: what settles may run an observer that cancels another one that is parked.
+        for container in [container for channel in self._channels for container in channel.parked]:
             container.abandon(PipelineClosed(f"{self!r} closed before it was its turn"))
             assert container.holder is not None
             container.holder.withdraw(container)
@@ -358,22 +361,22 @@ class Pipeline:
         try:
             with self._scope:
                 async with keep_threads(), trio.open_nursery() as nursery:
-                    await nursery.start(self._awaiting.run)
                     if self._chain is not None:
                         await nursery.start(self._chain.run)
-                    nursery.start_soon(self._admission.run)
-                    nursery.start_soon(self._transfer.run)
+                    # In any order: what is sent to a stage that does not run yet is parked in its channel.
+                    for stage in self._stages:
+                        nursery.start_soon(stage.run)
                     nursery.start_soon(self._sweep)
                     task_status.started()
         finally:
-            self._bury()
+            self._finish_all()
 
     def stop(self) -> None:
         """End the stages; the last thing done to a pipeline."""
         self._scope.cancel()
 
-    def _bury(self) -> None:
-        """Nobody walks any more. After a clean end nothing is left inside; after a crash whoever waits must not hang."""
+    def _finish_all(self) -> None:
+        """No stage runs any more. After a clean end nothing is left inside; after a crash those who wait must not hang."""
         if self._deference is not None:
             self._deference.close()
         self._close_door()
@@ -394,12 +397,12 @@ class Pipeline:
                 await self._busy.wait()
                 self._sweeper_sleeps = False
             await trio.sleep(self.config.sweep_interval)
-            for room in (self._admission.queue, self._batching.ready):
+            for channel in self._channels:
                 # What is parked for long comes to the front: a look at the front is enough, and costs the same for any queue.
-                front = list(islice(room.parked, _SWEPT))
+                front = list(islice(channel.parked, _SWEPT))
                 for container in [container for container in front if not container.phase.walks_on]:
                     self._swept_late += 1
-                    room.withdraw(container)
+                    channel.withdraw(container)
 
 
 class _OpenPipeline:

@@ -10,14 +10,15 @@ batch. Where room was long in coming it asks again: loads may have begun meanwhi
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
+from typing import Protocol
 
 import attrs
 import trio
 
-from .container import Holder, OffloadBatch
+from .channel import BatchReceiver
+from .container import Holder, OffloadBatch, OffloadContainer
 from .right_of_way import RightOfWay, Store
 
 
@@ -146,36 +147,42 @@ class _Loading:
         self._precedence._end()
 
 
+class _Ready(BatchReceiver, Protocol):
+    async def wait_due(self) -> None: ...
+
+
 @attrs.define(eq=False)
 class Deference:
     """How the slots of one pipeline stand back: what stands between batching and transfer where there is a precedence."""
 
     precedence: Precedence
-    wait_due: Callable[[], Awaitable[None]]
-    """Waits until a batch is due; takes nothing."""
-    take_nowait: Callable[[Holder], OffloadBatch | None]
-    """Takes a batch if one is due."""
+    ready: _Ready
+    """Batching's receiving end."""
     _turns: dict[Holder, Turn] = attrs.Factory(dict)
     """Slots whose batch has a turn."""
     _hurried: bool = False
 
-    async def next_batch(self, owner: Holder) -> OffloadBatch:
+    async def receive(self, owner: Holder) -> OffloadBatch:
         """Wait until a batch is due and may start, and take it. Cancelled while waiting, it has taken nothing."""
         self.give_up(owner)
         while True:
-            await self.wait_due()
+            await self.ready.wait_due()
             if not self._goes_first():
                 # Stand back without a batch in hand: what is parked can be cancelled, and has time to become more.
                 self._turns[owner] = await self.precedence.may_copy()
-            batch = self.take_nowait(owner)
+            batch = self.ready.receive_nowait(owner)
             if batch is not None:
                 return batch
             self.give_up(owner)
 
-    def next_batch_nowait(self, owner: Holder) -> OffloadBatch | None:
+    def receive_nowait(self, owner: Holder) -> OffloadBatch | None:
         """Take a batch if one is due and may start."""
         self.give_up(owner)
-        return self.take_nowait(owner) if self._goes_first() else None
+        return self.ready.receive_nowait(owner) if self._goes_first() else None
+
+    def put_back(self, container: OffloadContainer) -> None:
+        """Take a container back as the first of the next batch."""
+        self.ready.put_back(container)
 
     async def stand_back(self, owner: Holder) -> None:
         """Wait until the batch in hand may start. No checkpoint where it may at once."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import attrs
 import trio
@@ -52,7 +52,9 @@ from .._errors import (
     TransferFailed,
 )
 from .._instruments import Hooks
-from .container import FlatBlocks, Holder, OffloadBatch, OffloadContainer
+from .chain import Chain
+from .channel import BatchReceiver
+from .container import FlatBlocks, OffloadBatch, OffloadContainer
 from .containment import give_back, only_cancelled, what_leaves
 from .lifecycle import Phase, Status
 from .priority import Deference
@@ -70,25 +72,20 @@ _GIVE_WAY = 3
 
 @attrs.define(eq=False)
 class Transfer:
-    """The last room: what its slots share."""
+    """The last stage: what its slots share."""
 
     source: Source
     destination: TransferExecutor
     config: PipelineConfig
     settlement: Settlement
     hooks: Hooks
-    next_batch: Callable[[Holder], Awaitable[OffloadBatch]]
-    """Waits for a batch; the asking slot owns it."""
-    next_batch_nowait: Callable[[Holder], OffloadBatch | None]
-    """The same without waiting: None where no batch is due."""
-    put_back: Callable[[OffloadContainer], None]
-    """Takes a container back as the next one to go."""
-    finish: Callable[[list[OffloadContainer]], None]
-    """Where containers go once their copy is over."""
-    hold: Callable[[list[OffloadContainer]], None] | None = None
-    """Where they are passed on from the destination: holds there what arrived, while its reservation still holds it."""
+    inbound: BatchReceiver
+    """Batching's receiving end, from which a free slot takes a batch when one is due."""
+    chain: Chain | None = None
+    """The pipelines that lead on from the destination, where there are any. Containers settle when their copy is over, or else
+    when these have ended."""
     deference: Deference | None = None
-    """How the slots stand back for loads, where they do. It stands before ``next_batch`` then."""
+    """How the slots stand back for loads, where they do. It is ``inbound`` then."""
     quarantine: Quarantine = attrs.Factory(Quarantine)
     cutoff: float = math.inf
     """No wait of a slot goes on behind this time: the end of a shutdown's drain."""
@@ -168,7 +165,7 @@ class Slot:
                 while True:
                     if batch is None:
                         await self._give_way()
-                        batch = await self.stage.next_batch(self)
+                        batch = await self.stage.inbound.receive(self)
                     if self._bound.cancel_called:
                         break  # the last deadline came in the tick in which we were woken: it is not this batch's
                     carried, batch = batch, None
@@ -176,7 +173,7 @@ class Slot:
                     # Where copies do not wait, a few in the same tick share the price of being scheduled.
                     in_a_row += 1
                     if in_a_row < _IN_A_ROW and not self.stage.settlement.hurried:
-                        batch = self.stage.next_batch_nowait(self)
+                        batch = self.stage.inbound.receive_nowait(self)
                     if batch is None:
                         in_a_row = 0  # a tick ends here
 
@@ -302,7 +299,7 @@ class Slot:
             self._end(batch, error)
             return
         for container in reversed(others):
-            self.stage.put_back(container)
+            self.stage.inbound.put_back(container)
         batch.keep([first])
 
     def _reject(self, batch: OffloadBatch, error: TierUnavailable) -> None:
@@ -393,7 +390,7 @@ class Slot:
         outcomes: Sequence[Outcome] | None = None
         cause: BaseException | None = None
         try:
-            if stage.hold is not None:
+            if stage.chain is not None:
                 hold_until_released(reservation)
             outcomes = list(await reservation.transfer(stage.source, flat.guards))
             if (cause := _unproven_among(outcomes)) is not None:
@@ -457,10 +454,14 @@ class Slot:
                 container.completed = container.keys
         else:
             _sort_out(flat, outcomes)
-        if stage.hold is not None:
-            stage.hold(flat.containers)
-        give_back(reservation.release)
-        stage.finish(flat.containers)
+        if stage.chain is None:
+            give_back(reservation.release)
+            stage.settlement.settle_all(flat.containers)
+        else:
+            # Held for the routes while the reservation still holds it: in between, it could be evicted.
+            stage.chain.hold(flat.containers)
+            give_back(reservation.release)
+            stage.chain.follow(flat.containers)
 
 
 def _unproven_among(outcomes: Sequence[Outcome]) -> BaseException | None:

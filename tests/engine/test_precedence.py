@@ -561,7 +561,5 @@ async def test_a_batch_that_waits_for_room_keeps_nobody_else(autojump_clock) -> 
 async def test_a_pipeline_without_a_precedence_has_nothing_in_between() -> None:
     source = FakeTier()
     async with open_pipeline(source, FakeTier()) as pipeline:
-        transfer, batching = pipeline._transfer, pipeline._batching
-        assert transfer.next_batch == batching.next_batch
-        assert transfer.next_batch_nowait == batching.next_batch_nowait
-        assert transfer.deference is None
+        assert pipeline._transfer.inbound is pipeline._ready
+        assert pipeline._transfer.deference is None

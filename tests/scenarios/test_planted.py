@@ -24,7 +24,7 @@ from offload._errors import PipelineClosed, PipelineFull
 from offload._pipeline.accumulator import Accumulator
 from offload._pipeline.admission import Admission
 from offload._pipeline.awaiting import Awaiting
-from offload._pipeline.batching import Batching
+from offload._pipeline.batching import Batching, ReadyChannel
 from offload._pipeline.budget import Budget
 from offload._pipeline.chain import Chain
 from offload._pipeline.channel import CancellableChannel
@@ -33,7 +33,6 @@ from offload._pipeline.lifecycle import Phase, Status
 from offload._pipeline.marks import PendingMarks
 from offload._pipeline.settlement import Settlement
 from offload._pipeline.transfer import Slot
-from offload._pipeline.waiting import Waiter
 from offload.testing.scenarios._generate import generate
 from offload.testing.scenarios._play import play
 
@@ -85,7 +84,14 @@ def a_neighbour_fails_with_who_is_cancelled(patch):
 
 @plant("I9", first=23)
 def a_waiting_container_is_not_woken_by_its_cancel(patch):
-    patch.setattr(Waiter, "withdraw", lambda self, container: None)
+    closed = OffloadContainer._close
+
+    def close(self, phase):
+        self.cancel_scope, scope = None, self.cancel_scope
+        closed(self, phase)
+        self.cancel_scope = scope
+
+    patch.setattr(OffloadContainer, "_close", close)
 
 
 @plant("")
@@ -109,7 +115,7 @@ def shutdown_forgets_what_is_ready(patch):
         self._closed = True
         self._budget.close()
         for container in list(self._settlement.live):
-            if container.holder is not self._batching.ready:
+            if container.holder is not self._ready:
                 container.fail(PipelineClosed("closed before the commit"))
 
     patch.setattr(Pipeline, "_close_door", close_door)
@@ -159,9 +165,9 @@ def strong_guards_are_not_released(patch):
 @plant("I3")
 def drain_returns_early(patch):
     async def drain(self):
-        self._batching.flush(True)
+        self._ready.flush(True)
         await trio.lowlevel.checkpoint()
-        self._batching.flush(False)
+        self._ready.flush(False)
 
     patch.setattr(Pipeline, "drain", drain)
 
@@ -478,9 +484,9 @@ def of_many_the_handles_come_in_another_order(patch):
 def the_policy_timeout_is_not_kept_to(patch):
     evaluate = Admission._evaluate
 
-    async def patient(self, policy, container, waiter, turns):
-        waiter.scope.deadline = math.inf
-        await evaluate(self, policy, container, waiter, turns)
+    async def patient(self, policy, container, scope, permits):
+        scope.deadline = math.inf
+        await evaluate(self, policy, container, scope, permits)
 
     patch.setattr(Admission, "_evaluate", patient)
 
@@ -498,7 +504,7 @@ def a_precondition_that_raised_holds(patch):
         if isinstance(error, trio.TooSlowError) or not container.walks_on:
             fail(self, container, error)
         else:
-            self.forward([container], trio.current_time())
+            self.outbound.send([container], trio.current_time())
 
     patch.setattr(Awaiting, "_fail", forgiving)
 
@@ -518,28 +524,28 @@ def only_the_first_who_waits_for_an_event_is_told(patch):
 
 @plant("hang")
 def a_batch_is_taken_inside_the_scope_of_the_flush_timer(patch):
-    async def next_batch(self, owner):
+    async def receive(self, owner):
         while True:
-            deadline = self._leaves_at() if self.ready.parked else math.inf
+            deadline = self._leaves_at() if self.parked else math.inf
             batch = None
             with trio.CancelScope(deadline=deadline):
-                while not self._due():
-                    await self._sleep()
+                while not self._due(now := trio.current_time()):
+                    await self._sleep(now)
                 batch = self._take(owner)
                 await trio.lowlevel.checkpoint()
                 return batch
 
-    patch.setattr(Batching, "next_batch", next_batch)
+    patch.setattr(ReadyChannel, "receive", receive)
 
 
 @plant("S38")
 def the_last_who_is_ready_goes_first(patch):
     def take(self, owner):
-        ready, batch, size = self.ready, [], 0
-        while ready.parked and size < self.accumulator.config.max_batch_size:
-            container, _ = ready.parked.popitem(last=True)
+        batch, size = [], 0
+        while self.parked and size < self.accumulator.config.max_batch_size:
+            container, _ = self.parked.popitem(last=True)
             if not self.accumulator.fits(size, len(container.keys)):
-                ready.put(container)
+                self.put(container)
                 break
             size += len(container.keys)
             container.holder = owner
@@ -547,7 +553,7 @@ def the_last_who_is_ready_goes_first(patch):
         self.accumulator.blocks -= size
         return OffloadBatch(batch)
 
-    patch.setattr(Batching, "_take", take)
+    patch.setattr(ReadyChannel, "_take", take)
 
 
 @plant("S36")
@@ -769,12 +775,12 @@ def what_is_put_back_wakes_nobody(patch):
 
     def put_back(self, container):
         if container.phase.walks_on:
-            self.ready.put_back(container)
+            CancellableChannel.put_back(self, container)
             self.accumulator.add(len(container.keys))
         else:
-            self.settlement.settle(container)
+            self._settlement.settle(container)
 
-    patch.setattr(Batching, "put_back", put_back)
+    patch.setattr(ReadyChannel, "put_back", put_back)
 
 
 @pytest.mark.long
