@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .preconditions import any_of as any_of
     from backends.abc import TransferExecutor as TransferExecutor
     from ._pipeline.handle import TransferHandle as TransferHandle
+    from ._pipeline.cancellation import CancellationToken as CancellationToken
     from ._pipeline.lifecycle import Status as Status
     from ._pipeline.result import TransferResult as TransferResult
     from ._pipeline.result import Progress as Progress
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from ._errors import PreconditionFailed as PreconditionFailed
     from ._errors import DestinationFull as DestinationFull
     from ._errors import TransferFailed as TransferFailed
+    from ._errors import TransferCancelled as TransferCancelled
     from ._errors import TierUnavailable as TierUnavailable
     from ._errors import TierTooSlow as TierTooSlow
     from ._errors import TierNotEntered as TierNotEntered
@@ -85,6 +87,7 @@ _HOMES = {
     "any_of": ".preconditions",
     "TransferExecutor": "backends.abc",
     "TransferHandle": "._pipeline.handle",
+    "CancellationToken": "._pipeline.cancellation",
     "Status": "._pipeline.lifecycle",
     "TransferResult": "._pipeline.result",
     "Progress": "._pipeline.result",
@@ -122,6 +125,7 @@ _HOMES = {
     "PreconditionFailed": "._errors",
     "DestinationFull": "._errors",
     "TransferFailed": "._errors",
+    "TransferCancelled": "._errors",
     "TierUnavailable": "._errors",
     "TierTooSlow": "._errors",
     "TierNotEntered": "._errors",

@@ -84,6 +84,10 @@ class TransferFailed(OffloadError):
     """The executor failed the whole batch, or broke its contract; its cause is what it raised. The copy is over."""
 
 
+class TransferCancelled(OffloadError):
+    """A transfer was cancelled before its commit; raised by ``result.raise_for_status()`` only. Nothing was copied."""
+
+
 class DrainUnproven(OffloadError):
     """The end of a copy could not be proven in time: what it touches is quarantined, named, and not reused.
 

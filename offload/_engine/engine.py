@@ -26,6 +26,7 @@ from backends.pages import check_apart
 from .._explaining import Explanation
 from .._health import BreakerTier
 from .._keys import BlockKey
+from .._pipeline.cancellation import CancellationToken
 from .._pipeline.handle import TransferHandle
 from .._pipeline.marks import place_of
 from .._pipeline.pipeline import Pipeline
@@ -116,7 +117,13 @@ class Engine:
     # --- down -----------------------------------------------------------------------------------------------------
 
     async def store(
-        self, blocks: Blocks, *, precondition: PreconditionLike, tenant: str = "", to: str | None = None
+        self,
+        blocks: Blocks,
+        precondition: PreconditionLike,
+        *,
+        tenant: str = "",
+        to: str | None = None,
+        cancel_token: CancellationToken | None = None,
     ) -> TransferHandle:
         """Take in blocks, waiting for room; see :meth:`offload.Pipeline.enqueue`.
 
@@ -127,25 +134,32 @@ class Engine:
             precondition: what must hold before the bytes may be read.
             tenant: whose they are, for tiers that must know (it is in the keys already).
             to: the tier that they go to, by another route than that to the first tier.
+            cancel_token: what cancels this store together with others, of this engine or of another one.
 
         Raises:
             ValueError: no route leads from where the blocks are to that tier.
         """
         pipeline, end = self._begin_store(blocks, tenant, to)
         try:
-            handle = await pipeline.enqueue(blocks, precondition=precondition)
+            handle = await pipeline.enqueue(blocks, precondition, cancel_token=cancel_token)
         except BaseException:
             end()
             raise
         return self._carrying.until_settled(handle, end)
 
     def store_nowait(
-        self, blocks: Blocks, *, precondition: PreconditionLike, tenant: str = "", to: str | None = None
+        self,
+        blocks: Blocks,
+        precondition: PreconditionLike,
+        *,
+        tenant: str = "",
+        to: str | None = None,
+        cancel_token: CancellationToken | None = None,
     ) -> TransferHandle:
         """Take in blocks as :meth:`store` does, or raise :class:`offload.PipelineFull`."""
         pipeline, end = self._begin_store(blocks, tenant, to)
         try:
-            handle = pipeline.enqueue_nowait(blocks, precondition=precondition)
+            handle = pipeline.enqueue_nowait(blocks, precondition, cancel_token=cancel_token)
         except BaseException:
             end()
             raise

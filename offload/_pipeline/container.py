@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from backends.abc import Blocks, StrongBlocks
 
     from ..abc import Precondition
+    from .cancellation import CancellationToken
     from .result import TransferResult
 
 _log = logging.getLogger("offload.pipeline")
@@ -94,6 +95,8 @@ class OffloadContainer:
     """What arrived, held at the destination once for each route of the chain; empty once the routes have them."""
     routes: Mapping[str, TransferResult] | None = None
     """What became of the blocks further down the chain, by pipeline."""
+    cancel_token: CancellationToken | None = None
+    """What cancels it together with others, if it was enqueued with one; it leaves that when it settles."""
     confirmed: trio.Event | None = None
     """Set once it has settled; made when somebody waits."""
     watch: AsyncValue[Status] | None = None

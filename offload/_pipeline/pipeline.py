@@ -35,6 +35,7 @@ from .admission import Admission
 from .awaiting import Awaiting
 from .batching import Batching, ReadyChannel
 from .budget import Budget
+from .cancellation import CancellationToken
 from .chain import Chain
 from .channel import CancellableChannel
 from .container import OffloadContainer
@@ -115,7 +116,9 @@ class Pipeline:
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
-    def enqueue_nowait(self, blocks: Blocks, *, precondition: PreconditionLike) -> TransferHandle:
+    def enqueue_nowait(
+        self, blocks: Blocks, precondition: PreconditionLike, *, cancel_token: CancellationToken | None = None
+    ) -> TransferHandle:
         """Take in blocks, or raise. Synchronous; nothing has been decided about them when it returns.
 
         Strong blocks belong to the pipeline from this call on, also when it raises.
@@ -124,6 +127,8 @@ class Pipeline:
             blocks: from the pipeline's source: its ``weak(keys)``, ``strong(keys)`` or ``external(ids, keys)``.
             precondition: what must hold before the bytes may be read: :data:`offload.NO_WAIT`, an event of trio, of a
                 thread or of CUDA, an async callable, or several (:func:`offload.all_of`, :func:`offload.any_of`).
+            cancel_token: what cancels these blocks together with others. One that was cancelled before needs no room: the
+                handle is CANCELLED at once, and no policy is asked.
 
         Raises:
             PipelineFull: there is no room in the budget (unless ``on_overflow`` is ``drop``).
@@ -135,14 +140,16 @@ class Pipeline:
             blocks.hand_over()
         try:
             awaited = self._check(blocks, precondition)
-            if not self._budget.take_nowait(len(blocks.keys)):
+            if not self._take_room_nowait(len(blocks.keys), cancel_token):
                 return self._overflow(blocks)
         except BaseException:
             blocks.release()
             raise
-        return self._admit(blocks, awaited)
+        return self._admit(blocks, awaited, cancel_token)
 
-    def enqueue_many(self, many: Iterable[Blocks], *, precondition: PreconditionLike) -> list[TransferHandle]:
+    def enqueue_many(
+        self, many: Iterable[Blocks], precondition: PreconditionLike, *, cancel_token: CancellationToken | None = None
+    ) -> list[TransferHandle]:
         """Take in several sets of blocks, one container each: all of them or, when it raises, none. For bursts."""
         many = list(many)
         handed: list[Blocks] = []
@@ -153,8 +160,8 @@ class Pipeline:
             checked = [self._check(blocks, precondition) for blocks in many]
             need = sum(len(blocks.keys) for blocks in many)
             if self._drops(many):
-                return [self.enqueue_nowait(blocks, precondition=precondition) for blocks in many]
-            if not self._budget.take_nowait(need):
+                return [self.enqueue_nowait(blocks, precondition, cancel_token=cancel_token) for blocks in many]
+            if not self._take_room_nowait(need, cancel_token):
                 raise PipelineFull(
                     f"{self!r} has no room for {need} blocks more (budget_blocks = {self._budget.total})"
                 )
@@ -162,57 +169,64 @@ class Pipeline:
             for blocks in handed:
                 blocks.release()
             raise
-        return [self._admit(blocks, awaited) for blocks, awaited in zip(many, checked, strict=True)]
+        return [self._admit(blocks, awaited, cancel_token) for blocks, awaited in zip(many, checked, strict=True)]
 
-    @trio.lowlevel.enable_ki_protection
-    async def enqueue(self, blocks: Blocks, *, precondition: PreconditionLike) -> TransferHandle:
+    async def enqueue(
+        self, blocks: Blocks, precondition: PreconditionLike, *, cancel_token: CancellationToken | None = None
+    ) -> TransferHandle:
         """Take in blocks, waiting for room in the budget if there is none; otherwise like :meth:`enqueue_nowait`.
 
-        Who waits is served in order. Cancelled while waiting, nothing is left behind: strong blocks are released.
+        Waiting calls are served in order. Cancelled while it waits, it leaves nothing behind: strong blocks are released. Where
+        its ``cancel_token`` is cancelled meanwhile, it returns a handle that is CANCELLED.
         """
+        return await self._enqueue(blocks, precondition, cancel_token, Phase.OPEN)
+
+    async def enqueue_committed(self, blocks: Blocks) -> TransferHandle:
+        """Take in blocks of a chain: like :meth:`enqueue`, but their gate is committed from the start."""
+        return await self._enqueue(blocks, NO_WAIT, None, Phase.COMMITTED)
+
+    @trio.lowlevel.enable_ki_protection
+    async def _enqueue(
+        self, blocks: Blocks, precondition: PreconditionLike, cancel_token: CancellationToken | None, phase: Phase
+    ) -> TransferHandle:
         taken, size = 0, len(blocks.keys)
         blocks.hand_over()
         try:
             await trio.lowlevel.checkpoint_if_cancelled()
             awaited = self._check(blocks, precondition)
-            if self._budget.take_nowait(size):
+            if cancel_token is not None and cancel_token.cancel_called:
+                await trio.lowlevel.cancel_shielded_checkpoint()
+            elif self._budget.take_nowait(size):
                 taken = size
+                # Shielded, as what was taken would be lost otherwise: a checkpoint is promised, not that it can be cancelled.
                 await trio.lowlevel.cancel_shielded_checkpoint()
             elif self._drops([blocks]):
                 await trio.lowlevel.cancel_shielded_checkpoint()
-                self._check(blocks, precondition)  # the door may have shut meanwhile
+                self._check(blocks, precondition)  # it may have closed meanwhile
                 return self._overflow(blocks)
-            else:
+            elif cancel_token is None:
                 await self._budget.take(size)
                 taken = size
+            else:
+                with cancel_token.scope():
+                    await self._budget.take(size)
+                    taken = size
             if self._closed:
                 raise PipelineClosed(f"{self!r} closed meanwhile")
         except BaseException:
             self._budget.give_back(taken)
             blocks.release()
             raise
-        return self._admit(blocks, awaited)
+        # Where there was no need to take room, the token is cancelled: the container gives this back within the next call.
+        self._budget.used += size - taken
+        return self._admit(blocks, awaited, cancel_token, phase)
 
-    @trio.lowlevel.enable_ki_protection
-    async def enqueue_committed(self, blocks: Blocks) -> TransferHandle:
-        """Take in blocks of a chain: like :meth:`enqueue`, but their gate is committed from the start."""
-        taken, size = 0, len(blocks.keys)
-        blocks.hand_over()
-        try:
-            self._check(blocks, NO_WAIT)
-            if self._budget.take_nowait(size):
-                taken = size
-                await trio.lowlevel.cancel_shielded_checkpoint()
-            else:
-                await self._budget.take(size)
-                taken = size
-            if self._closed:
-                raise PipelineClosed(f"{self!r} closed meanwhile")
-        except BaseException:
-            self._budget.give_back(taken)
-            blocks.release()
-            raise
-        return self._admit(blocks, None, Phase.COMMITTED)
+    def _take_room_nowait(self, size: int, cancel_token: CancellationToken | None) -> bool:
+        """Take room if there is some. What is cancelled already needs none: it gives it back within the same call."""
+        if cancel_token is not None and cancel_token.cancel_called:
+            self._budget.used += size
+            return True
+        return self._budget.take_nowait(size)
 
     def _check(self, blocks: Blocks, precondition: PreconditionLike) -> Precondition | None:
         if self._closed:
@@ -223,14 +237,25 @@ class Pipeline:
             raise ValueError(f"{len(blocks.keys)} blocks at once are more than budget_blocks = {self._budget.total}")
         return None if precondition is NO_WAIT else as_precondition(precondition)
 
-    def _admit(self, blocks: Blocks, precondition: Precondition | None, phase: Phase = Phase.OPEN) -> TransferHandle:
+    def _admit(
+        self,
+        blocks: Blocks,
+        precondition: Precondition | None,
+        cancel_token: CancellationToken | None = None,
+        phase: Phase = Phase.OPEN,
+    ) -> TransferHandle:
+        """Put blocks that have room into the first channel, or settle them at once where nothing is to be done with them."""
         self._enqueued += 1
         container = OffloadContainer(self._enqueued, blocks, precondition, blocks.keys, phase)
         self._settlement.live[container] = None
-        if blocks.keys:
+        if cancel_token is not None:
+            # Before it is put anywhere: a token that was cancelled closes its gate here, and no stage sees it.
+            container.cancel_token = cancel_token
+            cancel_token.join(container, self._settlement)
+        if blocks.keys and container.phase.walks_on:
             self._admission.inbound.put(container)
         else:
-            container.evaluated = True
+            container.evaluated = not blocks.keys
             self._settlement.settle(container)
         if self._sweeper_sleeps:
             self._busy.set()

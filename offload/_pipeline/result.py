@@ -8,6 +8,7 @@ import attrs
 
 from backends.abc import Key
 
+from .._errors import TransferCancelled, TransferFailed
 from .lifecycle import Status
 
 
@@ -52,3 +53,23 @@ class TransferResult:
     """Why the container as a whole failed, if it did."""
     routes: Mapping[str, TransferResult]
     """How the completed blocks fared further down the chain, by the name of the pipeline; empty without a chain."""
+
+    def raise_for_status(self) -> TransferResult:
+        """The result itself where it is COMPLETE (blocks that were filtered or evicted included), else an exception.
+
+        Raises:
+            TransferCancelled: it was cancelled: nothing was copied.
+            OffloadError: why the container as a whole failed: PreconditionFailed, PolicyFailed, PipelineClosed, DrainUnproven.
+            TransferFailed: some of its blocks failed; the cause is why, a group where there are several reasons.
+        """
+        if self.status is Status.CANCELLED:
+            raise TransferCancelled("the transfer was cancelled before its commit: nothing was copied")
+        if self.error is not None:
+            # Without the frames of whoever raised it before: one result may be asked by many.
+            raise self.error.with_traceback(None)
+        if self.failed:
+            reasons = list(dict.fromkeys(self.failed.values()))
+            failure = TransferFailed(f"{len(self.failed)} blocks failed, {len(self.completed)} are at the destination")
+            errors = [reason for reason in reasons if isinstance(reason, Exception)]
+            raise failure from (reasons[0] if len(errors) < 2 else ExceptionGroup("why blocks failed", errors))
+        return self

@@ -91,6 +91,8 @@ class Settlement:
             self.hooks.fire("settled", container)
         if container.confirmed is not None:
             container.confirmed.set()
+        if container.cancel_token is not None:
+            container.cancel_token.leave(container, container.error)
         for drain in self._drains:
             if container.number <= drain.last:
                 drain.remaining -= 1

@@ -13,7 +13,7 @@ from typing import Any
 
 from backends.abc import Blocks, Key
 from backends.testing import FakeTier
-from offload import NO_WAIT, BatchConfig, Pipeline, PipelineConfig, TransferHandle, open_pipeline
+from offload import NO_WAIT, BatchConfig, CancellationToken, Pipeline, PipelineConfig, TransferHandle, open_pipeline
 from offload.testing.scenarios._invariants import ContainerHistory as ContainerHistory
 from offload.testing.scenarios._invariants import at_rest as at_rest
 from offload.testing.scenarios._invariants import tasks_of_the_package as tasks_of_the_package
@@ -79,18 +79,31 @@ class World:
         return blocks
 
     def store(
-        self, label: str, n: int = 1, *, kind: str = "weak", precondition: Any = NO_WAIT, keys: Any = None
+        self,
+        label: str,
+        n: int = 1,
+        *,
+        kind: str = "weak",
+        precondition: Any = NO_WAIT,
+        keys: Any = None,
+        cancel_token: CancellationToken | None = None,
     ) -> TransferHandle:
         """Enqueue ``n`` blocks called ``label0``, ``label1``, ... at once."""
         blocks = self.blocks(label, n, kind=kind, keys=keys)
-        return self._took(label, self.pipeline.enqueue_nowait(blocks, precondition=precondition))
+        return self._took(label, self.pipeline.enqueue_nowait(blocks, precondition, cancel_token=cancel_token))
 
     async def enqueue(
-        self, label: str, n: int = 1, *, kind: str = "weak", precondition: Any = NO_WAIT
+        self,
+        label: str,
+        n: int = 1,
+        *,
+        kind: str = "weak",
+        precondition: Any = NO_WAIT,
+        cancel_token: CancellationToken | None = None,
     ) -> TransferHandle:
         """Enqueue, waiting for room."""
         blocks = self.blocks(label, n, kind=kind)
-        return self._took(label, await self.pipeline.enqueue(blocks, precondition=precondition))
+        return self._took(label, await self.pipeline.enqueue(blocks, precondition, cancel_token=cancel_token))
 
     def _took(self, label: str, handle: TransferHandle) -> TransferHandle:
         self.handles[label] = handle

@@ -1,0 +1,158 @@
+"""CancellationToken: one cancellation for any number of containers, in any number of pipelines.
+
+P2: each container carries its own cancellation from enqueue on, its gate. A token handed in at enqueue is a second way to that
+gate: cancelling the token asks the gate of every container that has it, as ``handle.request_cancel()`` asks one.
+
+Rule 1. A container joins the token when it is enqueued, and leaves it when it settles: a token holds nothing that has ended.
+Rule 2. A token is cancelled once and for good. What is enqueued with it afterwards settles as CANCELLED at once, and no
+        policy is asked.
+Rule 3. ``cancel()`` returns when all that were in it at that moment have settled. So it promises for each of them what
+        ``handle.cancel()`` promises for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import attrs
+import trio
+
+from .._errors import DrainUnproven
+
+
+class _Member(Protocol):
+    """What a token cancels: a container, or the scope of an enqueue that waits for room."""
+
+    def cancel(self) -> None: ...
+
+
+class _Settlement(Protocol):
+    hurried: int
+
+
+@attrs.define(eq=False)
+class Confirmation:
+    """What one call of ``cancel()`` waits for."""
+
+    remaining: set[_Member]
+    """Members that have not left yet."""
+    unproven: list[DrainUnproven] = attrs.Factory(list)
+    """Of those that have: copies whose end could not be proven."""
+    over: trio.Event = attrs.Factory(trio.Event)
+
+    def note(self, member: _Member, error: BaseException | None) -> None:
+        """A member has left, with this error, if any."""
+        if member in self.remaining:
+            self.remaining.discard(member)
+            if isinstance(error, DrainUnproven):
+                self.unproven.append(error)
+            if not self.remaining:
+                self.over.set()
+
+
+class CancellationToken:
+    """Cancels any number of containers together: hand it in at ``enqueue(..., cancel_token=token)``, as often as you like.
+
+    For one trio run. A thread that knows no trio uses :class:`offload.from_thread.CancellationToken`.
+    """
+
+    __slots__ = ("_called", "_confirmations", "_members")
+
+    def __init__(self) -> None:
+        self._called = False
+        # Each with what lets its containers out, or None for an enqueue that waits for room. A dict keeps the order of enqueue.
+        self._members: dict[_Member, _Settlement | None] = {}
+        self._confirmations: list[Confirmation] = []
+
+    def __repr__(self) -> str:
+        return f"<CancellationToken: {'cancelled' if self._called else 'not cancelled'}, {len(self._members)} inside>"
+
+    def __len__(self) -> int:
+        """How many containers (and enqueues that wait for room) have it and have not ended."""
+        return len(self._members)
+
+    def __bool__(self) -> bool:
+        """Always true: a token without containers is a token."""
+        return True
+
+    @property
+    def cancel_called(self) -> bool:
+        """Whether a cancellation was asked for."""
+        return self._called
+
+    def request_cancel(self) -> None:
+        """Ask for the cancellation of all containers that have it, without waiting. Harmless when repeated.
+
+        Those that are not committed end as CANCELLED; the copies of the others drain.
+        """
+        self._called = True
+        # A copy: a container that is parked settles, and so leaves, within this call; an observer may enqueue another.
+        for member in list(self._members):
+            if member in self._members:
+                member.cancel()
+
+    async def cancel(self) -> None:
+        """Ask for the cancellation of all containers that have it, and wait until each is confirmed.
+
+        When it returns, nothing of any of them is referenced, reserved or in flight any more. Any number of callers may
+        wait; one that is itself cancelled leaves the request standing. Always a checkpoint.
+
+        Raises:
+            DrainUnproven: the end of one copy could not be proven in time; what it touched is quarantined.
+            ExceptionGroup: of DrainUnproven, one for each such container, where there are several.
+        """
+        # Before the request, which makes some of them leave at once: theirs is a confirmation, too.
+        settlements = {settlement for settlement in self._members.values() if settlement is not None}
+        confirmation = Confirmation(set(self._members))
+        self._confirmations.append(confirmation)
+        for settlement in settlements:
+            settlement.hurried += 1
+        try:
+            self.request_cancel()
+            if confirmation.remaining:
+                await confirmation.over.wait()
+            else:
+                await trio.lowlevel.checkpoint()
+        finally:
+            self._confirmations.remove(confirmation)
+            for settlement in settlements:
+                settlement.hurried -= 1
+        unproven = [_again(error) for error in confirmation.unproven]
+        if len(unproven) == 1:
+            raise unproven[0]
+        if unproven:
+            raise ExceptionGroup("the end of several copies could not be proven", unproven)
+
+    # -- for the pipeline ----------------------------------------------------------------------------------------------
+
+    def join(self, member: _Member, settlement: _Settlement | None) -> None:
+        """A container (with its settlement) or a scope is cancelled with the token from now on: at once, where that was."""
+        self._members[member] = settlement
+        if self._called:
+            member.cancel()
+
+    def leave(self, member: _Member, error: BaseException | None) -> None:
+        """It has ended, with this error, if any. Called once everything it held is released."""
+        if member in self._members:
+            del self._members[member]
+            for confirmation in list(self._confirmations):
+                confirmation.note(member, error)
+
+    @contextmanager
+    def scope(self) -> Iterator[trio.CancelScope]:
+        """A scope that is cancelled with the token, for a wait before there is a container."""
+        with trio.CancelScope() as scope:
+            self.join(scope, None)
+            try:
+                yield scope
+            finally:
+                self.leave(scope, None)
+
+
+def _again(error: DrainUnproven) -> DrainUnproven:
+    """The same to be raised here: an exception that is raised in several tasks collects the frames of all of them."""
+    again = DrainUnproven(*error.args)
+    again.__cause__ = error
+    return again
