@@ -233,8 +233,9 @@ async def test_what_waits_below_is_cancelled_there(what):
 async def test_a_cancelled_wait_for_room_holds_nothing():
     tier = slow(Zstd())
     await store(tier, blocks_of(8, name="full"))
-    assert await cut_off(tier.reserve, RoomRequest(KEYS, 64, "wait"))
-    assert not tier._asked
+    request = RoomRequest(KEYS, 64, "wait")
+    assert await cut_off(tier.reserve, request)
+    assert not request.shrink(KEYS[:1]), "it waits no more"
     await tier.delete(list(blocks_of(8, name="full")))
     at_rest(tier)
     assert await store(tier, BLOCKS, "wait") == [STORED] * 3
