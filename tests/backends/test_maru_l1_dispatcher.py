@@ -10,10 +10,9 @@ from backends.abc import DUPLICATE, STORED, Deletion
 from backends.maru.l1 import KVLayout, MaruL1Dispatcher
 from backends.testing import payload_of
 from maru import LeaseLost
-from tests.maru.test_client_cancel import AtStep
-from tests.support import determinism
 from tests.support.maru_l1_world import ALL, KNOWN, MANY, MORE, at_rest, open_site, settle, store
 from tests.support.maru_world import PAGE, World
+from tests.support.steps import at_every_step, played
 
 
 def fill(pages):
@@ -170,9 +169,9 @@ async def play(case, instrument):
         await store(site.l1, KNOWN)
         l1 = MaruL1Dispatcher(site.l1)
         with trio.CancelScope() as scope:
-            instrument.scope = scope
+            instrument.do = scope.cancel
             await case(l1)
-        instrument.scope = None
+        instrument.do = None
         l1.abort_write([key for key in ALL if key in l1._writing])  # what its caller would do, who keeps keys
         await l1.finish_read([key for key in ALL if key in l1._reading])
         assert not l1._writing and not l1._reading
@@ -182,17 +181,7 @@ async def play(case, instrument):
 @pytest.mark.parametrize("case", [writing, writing_and_reading, reading], ids=lambda case: case.__name__)
 def test_cancelled_at_every_step_what_was_reserved_can_be_given_back(case):
     assert len(MANY) == 8
-    for k in range(1, 500):
-        instrument = AtStep(k)
-        try:
-            determinism.run(play, case, instrument, seed=k, instruments=[instrument])
-        except BaseException as exc:
-            exc.add_note(f"{case.__name__} at step {k}")
-            raise
-        if instrument.left > 0:
-            assert k > 2
-            return
-    raise AssertionError("it never ended")
+    at_every_step(lambda k: played(play, case, k=k, seed=k), most=500, least=2, name=case.__name__)
 
 
 @pytest.mark.parametrize("keys", [["text"], "text", b"key", [7], [bytes(441)]])

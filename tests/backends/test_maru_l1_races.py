@@ -17,8 +17,6 @@ from backends.maru.l1 import ReservationOver
 from backends.testing import payload_of
 from maru import FateUnknown, LeaseLost, MaruError, NoAnswer, ServerLost
 from maru._wire import Code
-from tests.maru.test_client_cancel import AtStep
-from tests.support import determinism
 from tests.support.maru_l1_world import (
     DTYPE,
     KNOWN,
@@ -34,6 +32,7 @@ from tests.support.maru_l1_world import (
     store,
 )
 from tests.support.maru_world import PAGE, PublishedWorld, World
+from tests.support.steps import at_every_step, played
 
 # --- cancelled at every step --------------------------------------------------------------------------------------
 
@@ -139,26 +138,16 @@ async def play(case, instrument):
     world = World(capacity_regions=6)
     async with open_site(world, known=KNOWN) as site, open_site(world, "b") as other:
         with trio.CancelScope() as scope:
-            instrument.scope = scope
+            instrument.do = scope.cancel
             await case(site, other)
-        instrument.scope = None
+        instrument.do = None
         site.socket.fate = lambda code: None
         await at_rest(world, site, other)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_cancelled_at_every_step_it_leaves_no_page_and_no_pin_behind(case):
-    for k in range(1, 2_000):
-        instrument = AtStep(k)
-        try:
-            determinism.run(play, case, instrument, seed=k, instruments=[instrument])
-        except BaseException as exc:
-            exc.add_note(f"{case.__name__} at step {k}")
-            raise
-        if instrument.left > 0:
-            assert k > 2
-            return
-    raise AssertionError("it never ended")
+    at_every_step(lambda k: played(play, case, k=k, seed=k), most=2_000, least=2, name=case.__name__)
 
 
 async def play_registering(instrument):
@@ -166,9 +155,9 @@ async def play_registering(instrument):
     site = Site(world)
     async with site.l1 as l1:
         with trio.CancelScope() as scope:
-            instrument.scope = scope
+            instrument.do = scope.cancel
             await l1.register_kv_layout(SHAPES, DTYPE)
-        instrument.scope = None
+        instrument.do = None
         await l1.register_kv_layout(SHAPES, DTYPE)
         assert l1.get_memory_usage() == (0, 8 * PAGE)
         assert await store(l1, MORE) == [STORED] * 3
@@ -176,17 +165,7 @@ async def play_registering(instrument):
 
 
 def test_registering_a_layout_can_be_cancelled_at_every_step_and_done_again():
-    for k in range(1, 200):
-        instrument = AtStep(k)
-        try:
-            determinism.run(play_registering, instrument, seed=k, instruments=[instrument])
-        except BaseException as exc:
-            exc.add_note(f"at step {k}")
-            raise
-        if instrument.left > 0:
-            assert k > 3
-            return
-    raise AssertionError("it never ended")
+    at_every_step(lambda k: played(play_registering, k=k, seed=k), most=200, least=3, name="play_registering")
 
 
 # --- the gate of a commit -----------------------------------------------------------------------------------------

@@ -18,10 +18,9 @@ from backends.testing import payload_of
 from maru._client.operations import beat
 from maru._errors import LeaseLost, MaruError, NoAnswer, ServerLost
 from maru._wire import Code
-from tests.maru.test_client_cancel import AtStep
-from tests.support import determinism
 from tests.support.maru_l1_world import ALL, KNOWN, MANY, MORE
 from tests.support.maru_world import PAGE, Joined, World
+from tests.support.steps import at_every_step, played
 
 
 def source_of(keys):
@@ -158,26 +157,16 @@ async def play(case, instrument):
     world = World(capacity_regions=6)
     async with two_tiers(world) as (tier, other):
         with trio.CancelScope() as scope:
-            instrument.scope = scope
+            instrument.do = scope.cancel
             await case(tier, other)
-        instrument.scope = None
+        instrument.do = None
         tier.socket.fate = lambda code: None
         await at_rest(world, tier, other)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_cancelled_at_every_step_it_leaves_no_page_and_no_pin_behind(case):
-    for k in range(1, 2_000):
-        instrument = AtStep(k)
-        try:
-            determinism.run(play, case, instrument, seed=k, instruments=[instrument])
-        except BaseException as exc:
-            exc.add_note(f"{case.__name__} at step {k}")
-            raise
-        if instrument.left > 0:
-            assert k > 3
-            return
-    raise AssertionError("it never ended")
+    at_every_step(lambda k: played(play, case, k=k, seed=k), most=2_000, least=3, name=case.__name__)
 
 
 # --- answers that do not come -------------------------------------------------------------------------------------

@@ -18,22 +18,8 @@ from maru._errors import BadMessage, HandlerClosed, NoAnswer, ServerRefused
 from maru._wire import Code, error_reply
 from maru._wire.frames import frame_of
 from tests.maru.test_operations import keys_of, value_of, values_of
-from tests.support import determinism
 from tests.support.maru_world import PAGE, Joined, PublishedWorld, World
-
-
-class AtStep(trio.abc.Instrument):
-    """Cancels before the k-th step of a task, from when it is told to begin."""
-
-    def __init__(self, k):
-        self.left = k
-        self.scope = None
-
-    def before_task_step(self, task):
-        if self.scope is not None:
-            self.left -= 1
-            if not self.left:
-                self.scope.cancel()
+from tests.support.steps import at_every_step, played
 
 
 async def put(handler, other):
@@ -174,10 +160,10 @@ async def play(case, instrument):
         await handler.batch_put(keys_of(3), values_of(keys_of(3)))
         await other.batch_put(["o1"], [value_of("o1")])
         with trio.CancelScope() as scope:
-            instrument.scope = scope
+            instrument.do = scope.cancel
             await case(handler, other)
-            instrument.scope = None
-        instrument.scope = None
+            instrument.do = None
+        instrument.do = None
         if case in (pin_and_unpin, unpin_while_claiming):
             await handler.batch_unpin(["k1", "o1"])  # whether or not it was cancelled between the two
         await at_rest(world, handler, other)
@@ -190,17 +176,7 @@ async def play(case, instrument):
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_cancelled_at_every_step_it_leaves_no_page_and_no_pin_behind(case, seed):
-    for k in range(1, 500):
-        instrument = AtStep(k)
-        try:
-            determinism.run(play, case, instrument, seed=seed, instruments=[instrument])
-        except BaseException as exc:
-            exc.add_note(f"{case.__name__} at step {k}")
-            raise
-        if instrument.left > 0:
-            assert k > 3
-            return
-    raise AssertionError("it never ended")
+    at_every_step(lambda k: played(play, case, k=k, seed=seed), most=500, least=3, name=case.__name__)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
@@ -209,22 +185,17 @@ def test_cancelled_from_outside_at_every_step_the_handler_ends_at_once(case):
         world = World(capacity_regions=6)
         with trio.CancelScope() as scope:
             if case is CASES[0]:
-                instrument.scope = scope
+                instrument.do = scope.cancel
             async with Joined(world, "a", pool_size=4 * PAGE) as handler, Joined(world, "b") as other:
                 handler._standing_world = world
                 await handler.batch_put(keys_of(3), values_of(keys_of(3)))
                 await other.batch_put(["o1"], [value_of("o1")])
-                instrument.scope = scope  # what is before is the same in all cases
+                instrument.do = scope.cancel  # what is before is the same in all cases
                 await case(handler, other)
-        instrument.scope = None
+        instrument.do = None
         assert trio.current_time() < 20_000
 
-    for k in range(1, 2_000):
-        instrument = AtStep(k)
-        determinism.run(main, instrument, instruments=[instrument])
-        if instrument.left > 0:
-            return
-    raise AssertionError("it never ended")
+    at_every_step(lambda k: played(main, k=k, seed=0), most=2_000, name=case.__name__)
 
 
 # --- one at a time ----------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from maru._pool.spans import Spans
 from maru._pool.threads import GivenUp, Workers
 from tests.support.held_by_process import open_descriptors
 from tests.support.pools import Stall, is_there, until
+from tests.support.steps import AtStep
 
 NOTHING = {"maru.lock", "maru.pool", "maru.state"}
 """What a pool without regions has in its directory."""
@@ -443,23 +444,11 @@ async def test_regions_may_lie_elsewhere_than_what_outlives_the_server(tmp_path)
 # --- cancelling and stalling --------------------------------------------------------------------------------------
 
 
-class AtStep(trio.abc.Instrument):
-    """Cancels before the k-th step of any task, trio's own included: the one that hears of threads among them."""
-
-    def __init__(self, k, scope):
-        self.left, self.scope = k, scope
-
-    def before_task_step(self, task):
-        self.left -= 1
-        if not self.left:
-            self.scope.cancel()
-
-
 async def cancelled_at_step(k, call):
     """What ``call`` returned, if it did; and whether it came to its end before the k-th step."""
     returned = None
     with trio.CancelScope() as scope:
-        instrument = AtStep(k, scope)
+        instrument = AtStep(k, scope.cancel)
         trio.lowlevel.add_instrument(instrument)
         try:
             returned = await call()

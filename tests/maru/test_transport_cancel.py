@@ -16,24 +16,11 @@ from maru.transport import SocketOptions, open_socket
 from tests.support import determinism
 from tests.support.held_by_process import zmq_is_idle
 from tests.support.maru_sockets import PATIENCE, Calls, echo
+from tests.support.steps import AtStep, at_every_step
 
 LARGE = bytes(1 << 18)
 NARROW = SocketOptions(send_high_water_mark=2, receive_high_water_mark=1, glance=0.0)
 MOST_STEPS = 60
-
-
-class AtStep(trio.abc.Instrument):
-    """Cancels a scope before the k-th step of the task that is named like this."""
-
-    def __init__(self, k, scope):
-        self.left = k
-        self._scope = scope
-
-    def before_task_step(self, task):
-        if task.name == "victim":
-            self.left -= 1
-            if not self.left:
-                self._scope.cancel()
 
 
 # --- the cases: each gets a nursery, a scope for the victim, and the sockets -----------------------------------------
@@ -196,7 +183,7 @@ def test_cancelled_at_every_step(case, glance, tmp_path):
 
     def run(k):
         scope = trio.CancelScope()
-        instrument = AtStep(k, scope)
+        instrument = AtStep(k, scope.cancel, counts=lambda task: task.name == "victim")
 
         async def main():
             with trio.fail_after(PATIENCE):
@@ -206,13 +193,4 @@ def test_cancelled_at_every_step(case, glance, tmp_path):
             trio.run(main, instruments=[instrument])
         return instrument.left > 0
 
-    for k in range(1, MOST_STEPS):
-        try:
-            untouched = run(k)
-        except BaseException as error:
-            error.add_note(f"{case}, cancelled at step {k}")
-            raise
-        if untouched:
-            assert k > least
-            return
-    raise AssertionError("it never ended")
+    at_every_step(run, most=MOST_STEPS, least=least, name=case)

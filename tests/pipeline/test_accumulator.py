@@ -11,6 +11,7 @@ from offload import BatchConfig, Status
 from offload._pipeline.accumulator import Accumulator
 from tests.support import determinism
 from tests.support.invariants import TICK, World, keys_of, open_world
+from tests.support.steps import AtStep
 
 configs = st.builds(
     lambda most, least, flush: BatchConfig(most, min(least, most), flush * TICK),
@@ -100,19 +101,6 @@ def test_the_first_container_always_fits(config, blocks):
 
 
 # --- in a pipeline: hand-over by call, mixed with wake-ups --------------------------------------------------------
-
-
-class AtStep(trio.abc.Instrument):
-    """Does something before the k-th step of any task."""
-
-    def __init__(self, k, do):
-        self.left = k
-        self.do = do
-
-    def before_task_step(self, task):
-        self.left -= 1
-        if not self.left:
-            self.do()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])

@@ -18,6 +18,7 @@ from offload import DrainUnproven, Pipeline, PipelineClosed, Status, all_of, any
 from tests.support import determinism
 from tests.support.actors import Lock, Slow, Unwinding
 from tests.support.invariants import TICK, World, config_of, open_world
+from tests.support.steps import AtStep, at_every_step
 
 MOST_STEPS = 2_000
 
@@ -67,20 +68,6 @@ class Case:
         await self.closing.wait()
         if self.closed:
             await (self.victim or self.world.pipeline).aclose()
-
-
-class AtStep(trio.abc.Instrument):
-    """Does something before the k-th step of a task that belongs to the case."""
-
-    def __init__(self, k: int, do: Callable[[], None]) -> None:
-        self.left = k
-        self._do = do
-
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        if task.name.startswith(("offload.", __name__)):
-            self.left -= 1
-            if not self.left:
-                self._do()
 
 
 # --- the cases ----------------------------------------------------------------------------------------------------
@@ -274,10 +261,14 @@ CASES = [
 # --- the driver ---------------------------------------------------------------------------------------------------
 
 
+def is_of_the_case(task: trio.lowlevel.Task) -> bool:
+    return task.name.startswith(("offload.", __name__))
+
+
 def play(scenario: Callable[[Case], Any], what: str, k: int, seed: int) -> tuple[Case, bool]:
     """Play once; whether it was disturbed."""
     case = Case()
-    instrument = AtStep(k, lambda: getattr(case, what)())
+    instrument = AtStep(k, lambda: getattr(case, what)(), counts=is_of_the_case)
 
     async def main() -> None:
         with trio.fail_after(3_600):
@@ -295,18 +286,13 @@ def play(scenario: Callable[[Case], Any], what: str, k: int, seed: int) -> tuple
 @pytest.mark.parametrize("what", ["task", "handle", "outside", "close"])
 @pytest.mark.parametrize("scenario", CASES, ids=lambda scenario: scenario.__name__)
 def test_cancelled_at_every_step(scenario, what, seed):
-    for k in range(1, MOST_STEPS):
-        try:
-            case, disturbed = play(scenario, what, k, seed)
-            for label, handle in case.world.handles.items():
-                check_end(case, what, label, handle)
-        except BaseException as error:
-            error.add_note(f"{scenario.__name__}, {what} at step {k}, seed {seed}")
-            raise
-        if not disturbed:
-            assert k > 10
-            return
-    raise AssertionError("it never ended")
+    def run(k):
+        case, disturbed = play(scenario, what, k, seed)
+        for label, handle in case.world.handles.items():
+            check_end(case, what, label, handle)
+        return not disturbed
+
+    at_every_step(run, most=MOST_STEPS, least=10, name=f"{scenario.__name__}, {what}, seed {seed}")
 
 
 def check_end(case, what, label, handle):
