@@ -20,7 +20,7 @@ from offload.testing.scenarios._errors import ScenarioError
 from offload.testing.scenarios._files import SUFFIX, read, read_text
 from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import Expect, Scenario, TierSpec
-from offload.testing.scenarios.real._run import play_real
+from offload.testing.scenarios._real._run import play_real
 from tests.support.breaker_faults import a_breaker_never_closes, a_breaker_never_tries_again
 from tests.support.scenario_plays import unhurried
 

@@ -10,8 +10,8 @@ import pytest
 
 from offload.testing.scenarios._files import SUFFIX, read, read_text, to_toml
 from offload.testing.scenarios._program import Scenario
+from offload.testing.scenarios._real._run import play_real
 from offload.testing.scenarios._trace import Report
-from offload.testing.scenarios.real._run import play_real
 
 CATALOGUE = Path(__file__).parent
 FILES = sorted(CATALOGUE.glob(f"maru-*{SUFFIX}"))

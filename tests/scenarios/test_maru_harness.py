@@ -20,11 +20,11 @@ from offload.testing.scenarios._errors import NeedsProcesses, NotForReal, Scenar
 from offload.testing.scenarios._files import SUFFIX, read, read_text, to_toml
 from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import Scenario
+from offload.testing.scenarios._real import _page_store_tier as maru_tiers
+from offload.testing.scenarios._real._page_store import NoPageStore, PageStore
+from offload.testing.scenarios._real._page_store_tier import PageStoreTier
+from offload.testing.scenarios._real._run import play_real
 from offload.testing.scenarios._trace import Report
-from offload.testing.scenarios.real import _page_store_tier as maru_tiers
-from offload.testing.scenarios.real._page_store import NoPageStore, PageStore
-from offload.testing.scenarios.real._page_store_tier import PageStoreTier
-from offload.testing.scenarios.real._run import play_real
 
 CATALOGUE = Path(__file__).parent
 

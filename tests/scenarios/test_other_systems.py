@@ -30,11 +30,11 @@ from offload.testing.scenarios._program import (
     TierSpec,
     Window,
 )
+from offload.testing.scenarios._real._asyncio_system import AsyncioWorld, from_asyncio
+from offload.testing.scenarios._real._run import play_real
+from offload.testing.scenarios._real._thread_system import ThreadWorld, from_threads
 from offload.testing.scenarios._sync_system import SyncWorld, from_sync
 from offload.testing.scenarios._systems import Outcome, Refused
-from offload.testing.scenarios.real._asyncio_system import AsyncioWorld, from_asyncio
-from offload.testing.scenarios.real._run import play_real
-from offload.testing.scenarios.real._thread_system import ThreadWorld, from_threads
 from tests.support.scenario_plays import unhurried
 
 # --- three caches that do the same ----------------------------------------------------------------------------------

@@ -31,12 +31,12 @@ from offload.testing.scenarios._program import (
     Window,
 )
 from offload.testing.scenarios._program import Load as LoadSpec
+from offload.testing.scenarios._real import _world as disk_module
+from offload.testing.scenarios._real import _world as world
+from offload.testing.scenarios._real._run import play_real
+from offload.testing.scenarios._real._world import NoDisk, SmallDisk
 from offload.testing.scenarios._systems import Outcome
 from offload.testing.scenarios._trace import Moment, Report
-from offload.testing.scenarios.real import _world as disk_module
-from offload.testing.scenarios.real import _world as world
-from offload.testing.scenarios.real._run import play_real
-from offload.testing.scenarios.real._world import NoDisk, SmallDisk
 from tests.support.scenario_plays import unhurried
 
 

@@ -25,9 +25,9 @@ from offload.testing.scenarios._program import (
     TierSpec,
     Window,
 )
-from offload.testing.scenarios.real._child import MessageSocket
-from offload.testing.scenarios.real._process import ChildProcess, _RemotePipelines, needs_process
-from offload.testing.scenarios.real._run import play_real
+from offload.testing.scenarios._real._child import MessageSocket
+from offload.testing.scenarios._real._process import ChildProcess, _RemotePipelines, needs_process
+from offload.testing.scenarios._real._run import play_real
 from tests.support.scenario_plays import unhurried
 
 
@@ -134,7 +134,7 @@ def test_a_child_ends_when_nobody_is_there_any_more() -> None:
     program = (
         "import socket, subprocess, sys\n"
         "ours, theirs = socket.socketpair()\n"
-        "program = 'offload.testing.scenarios.real._child'\n"
+        "program = 'offload.testing.scenarios._real._child'\n"
         "child = subprocess.Popen([sys.executable, '-m', program, str(theirs.fileno()), '.'],"
         " pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL)\n"
         "theirs.close(); ours.close()\n"

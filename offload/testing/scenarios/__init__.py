@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ._generate import generate as generate
     from ._loads import unroll as unroll
     from ._play import play as play
-    from .real._run import play_real as play_real
+    from ._real._run import play_real as play_real
     from ._errors import NotForReal as NotForReal
     from ._workers import play_many as play_many
     from ._workers import Playing as Playing
@@ -58,10 +58,10 @@ if TYPE_CHECKING:
     from ._systems import Refused as Refused
     from ._sync_system import from_sync as from_sync
     from ._sync_system import SyncWorld as SyncWorld
-    from .real._asyncio_system import from_asyncio as from_asyncio
-    from .real._asyncio_system import AsyncioWorld as AsyncioWorld
-    from .real._thread_system import from_threads as from_threads
-    from .real._thread_system import ThreadWorld as ThreadWorld
+    from ._real._asyncio_system import from_asyncio as from_asyncio
+    from ._real._asyncio_system import AsyncioWorld as AsyncioWorld
+    from ._real._thread_system import from_threads as from_threads
+    from ._real._thread_system import ThreadWorld as ThreadWorld
     from ._errors import NeedsRealTime as NeedsRealTime
     from ._errors import NeedsProcesses as NeedsProcesses
     from ._ledger import judged_pipeline as judged_pipeline
@@ -99,7 +99,7 @@ _HOMES = {
     "generate": "._generate",
     "unroll": "._loads",
     "play": "._play",
-    "play_real": ".real._run",
+    "play_real": "._real._run",
     "NotForReal": "._errors",
     "play_many": "._workers",
     "Playing": "._workers",
@@ -118,10 +118,10 @@ _HOMES = {
     "Refused": "._systems",
     "from_sync": "._sync_system",
     "SyncWorld": "._sync_system",
-    "from_asyncio": ".real._asyncio_system",
-    "AsyncioWorld": ".real._asyncio_system",
-    "from_threads": ".real._thread_system",
-    "ThreadWorld": ".real._thread_system",
+    "from_asyncio": "._real._asyncio_system",
+    "AsyncioWorld": "._real._asyncio_system",
+    "from_threads": "._real._thread_system",
+    "ThreadWorld": "._real._thread_system",
     "NeedsRealTime": "._errors",
     "NeedsProcesses": "._errors",
     "judged_pipeline": "._ledger",

@@ -85,7 +85,7 @@ class ChildProcess:
             command = [
                 sys.executable,
                 "-m",
-                "offload.testing.scenarios.real._child",
+                "offload.testing.scenarios._real._child",
                 str(theirs.fileno()),
                 world.workdir,
             ]
