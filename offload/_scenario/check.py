@@ -33,8 +33,8 @@ from offload.testing.scenarios._systems import SEAMS
 from offload.testing.scenarios._trace import Report, Violation
 from offload.testing.scenarios._workers import SubprocessPlayer, cores, play_many
 
-from ._asking import SUFFIX, BadInput, check_system, json_option, line, processes_option, seconds_of, told
-from ._showing import columns, duration, grid, in_short, plural, print_json, progressing, show, styled, verdict
+from ._options import SUFFIX, BadInput, check_system, json_option, line, processes_option, seconds_of, usage_errors
+from ._output import columns, duration, grid, in_short, plural, print_json, progressing, show, styled, verdict
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -72,7 +72,11 @@ def command(system: str, seconds: float, keep: str, processes: int | None, as_js
     began = perf_counter()
     deadline = monotonic() + seconds
     judge = _Judge(system, keep, processes or min(cores(), 4))
-    with told(), progressing(None, quiet=as_json, seconds=seconds) as progress, until_interrupted() as interruption:
+    with (
+        usage_errors(),
+        progressing(None, quiet=as_json, seconds=seconds) as progress,
+        until_interrupted() as interruption,
+    ):
         judge.probe()
         if judge.opened:
             judge.keep_promises(progress)

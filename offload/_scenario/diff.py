@@ -19,8 +19,8 @@ from offload.testing.scenarios._trace import (
     trace_of,
 )
 
-from ._asking import BadInput, check_system, json_option, one_file, system_option, told
-from ._showing import plural, print_json, show
+from ._options import BadInput, check_system, json_option, one_file, system_option, usage_errors
+from ._output import plural, print_json, show
 from .shrink import playing
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def command(files: tuple[str, ...], seeds: tuple[int, ...], system: str, as_json
     check_system(system)
     chosen = list(seeds) if seeds else [None]
     places = [files[0], files[-1]]
-    with told():
+    with usage_errors():
         left, right = (_trace(place, seed, system) for place, seed in zip(places, [chosen[0], chosen[-1]], strict=True))
     parting = first_difference(left, right)
     if as_json:

@@ -27,7 +27,7 @@ from offload.testing.scenarios._explore import (
 from offload.testing.scenarios._summary import Summary, reachable
 from offload.testing.scenarios._workers import Playing, play_many
 
-from ._asking import (
+from ._options import (
     BadInput,
     File,
     check_system,
@@ -38,10 +38,10 @@ from ._asking import (
     processes_for,
     processes_option,
     system_option,
-    told,
+    usage_errors,
     watchdog_option,
 )
-from ._showing import (
+from ._output import (
     columns,
     counted,
     duration,
@@ -51,7 +51,7 @@ from ._showing import (
     progressing,
     show,
     verdict,
-    wrongs,
+    violation_lines,
 )
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def command(
         refuse(("actions", "pairs"), "says what to explore, and --only what to explore of that: leave out one of them")
     found = one_file(file, system)
     used_seed = found.scenario.seed if seed is None else seed
-    with told():
+    with usage_errors():
         base = Playing(found.scenario, found.base, system)(used_seed)
     try:
         variants = [spots_from(only)] if only is not None else variants_of(base, actions, pairs=pairs)
@@ -126,7 +126,7 @@ def command(
     summary, explored = Summary(), Explored()
     make = Exploring(found.scenario, used_seed, variants, found.base, system)
     began = perf_counter()
-    with told(), progressing(len(variants), quiet=as_json) as progress:
+    with usage_errors(), progressing(len(variants), quiet=as_json) as progress:
         stream = play_many(make, range(len(variants)), processes=used, watchdog=watchdog, progress=progress, keep=True)
         with until_interrupted() as interruption:
             for spots, run in zip(variants, stream, strict=False):
@@ -176,7 +176,7 @@ def _for_people(
     for action, table in explored.tables.items():
         wide = len(table.whos) <= _WIDE
         shown = columns(f"{action} at", "hook", *(table.whos if wide else ["containers"]))
-        for hook in sorted(table.hooks, key=_walking_order(table.hooks)):
+        for hook in sorted(table.hooks, key=_hook_order(table.hooks)):
             cells = {who: table.cells.get((hook, who)) for who in table.whos}
             if wide:
                 shown.add_row(
@@ -192,14 +192,14 @@ def _for_people(
     if not explored.tables:
         yield "nothing to explore: no hook was visited"
     if not summary.good:
-        yield from wrongs(summary.complaints)
+        yield from violation_lines(summary.found_violations)
     yield (
         f"{verdict(summary.good, interrupted)}: {file.scenario.name}: {plural(summary.seeds, 'variant')}, "
         f"{summary.wrong:,} wrong, in {duration(seconds)}"
     )
 
 
-def _walking_order(hooks: Sequence[str]) -> Callable[[str], int]:
+def _hook_order(hooks: Sequence[str]) -> Callable[[str], int]:
     """Ours as a container meets them, those of another system as they came."""
     return HOOKS.index if set(hooks) <= set(HOOKS) else hooks.index
 

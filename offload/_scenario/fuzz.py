@@ -17,7 +17,7 @@ from offload.testing.scenarios._summary import Summary, reachable
 from offload.testing.scenarios._trace import Report
 from offload.testing.scenarios._workers import Player, Playing, play_many
 
-from ._asking import (
+from ._options import (
     check_mix,
     check_system,
     fuzzing,
@@ -32,10 +32,10 @@ from ._asking import (
     seed_range,
     seeds_text,
     system_option,
-    told,
+    usage_errors,
     watchdog_option,
 )
-from ._showing import (
+from ._output import (
     columns,
     grid,
     interruption_as_dict,
@@ -45,7 +45,7 @@ from ._showing import (
     show,
     totals,
     verdict,
-    wrongs,
+    violation_lines,
 )
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def command(
     make: Player = fuzzing(system) if system else Playing(mix=mix)
     summary, saved = Summary(), list[str]()
     began = perf_counter()
-    with told(), progressing(total, quiet=as_json, seconds=seconds) as progress:
+    with usage_errors(), progressing(total, quiet=as_json, seconds=seconds) as progress:
         stream = play_many(
             make,
             chosen if seconds is None else _until(monotonic() + seconds, chosen, endless=seeds is None),
@@ -173,6 +173,6 @@ def _for_people(
     for rule, count in summary.by_rule.most_common():
         rules.add_row(rule, f"{count:,}")
     yield rules
-    yield from wrongs(summary.complaints)
+    yield from violation_lines(summary.found_violations)
     yield f"WRONG: {summary.wrong:,} of {plural(summary.seeds, 'seed')}; make the first one small:"
-    yield f"  {line('shrink', '--fuzz-seed', summary.complaints[0].seed, system=system, mix=mix)}"
+    yield f"  {line('shrink', '--fuzz-seed', summary.found_violations[0].seed, system=system, mix=mix)}"

@@ -6,8 +6,8 @@ import click
 
 from offload.testing.scenarios._names import expand
 
-from ._asking import File, files_in, json_option
-from ._showing import plural, print_json, show
+from ._options import File, files_in, json_option
+from ._output import plural, print_json, show
 
 
 @click.command("list")

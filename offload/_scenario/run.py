@@ -16,7 +16,7 @@ from offload.testing.scenarios._summary import Case, Played, Suite, Summary, rea
 from offload.testing.scenarios._trace import Report
 from offload.testing.scenarios._workers import Playing, play_many
 
-from ._asking import (
+from ._options import (
     BadInput,
     File,
     check_system,
@@ -28,10 +28,10 @@ from ._asking import (
     processes_option,
     seed_range,
     system_option,
-    told,
+    usage_errors,
     watchdog_option,
 )
-from ._showing import (
+from ._output import (
     columns,
     counted,
     duration,
@@ -43,8 +43,8 @@ from ._showing import (
     styled,
     totals,
     verdict,
+    violation_lines,
     virtual,
-    wrongs,
 )
 
 if TYPE_CHECKING:
@@ -111,37 +111,37 @@ def command(
         refuse(("pace",), "is for --real: virtual time has none")
     check_system(system)
     found, left_out = _playable(files_in(files, system, real=real), real=real)
-    wish = _Wish(tuple(found), seed if seed is not None else seeds, system, real, pace)
+    plan = _RunPlan(tuple(found), seed if seed is not None else seeds, system, real, pace)
     outputs = {"--timeline": timeline, "--trace": trace, "--save-trace": save_trace}
-    pictures = {option: place for option, place in outputs.items() if place is not None}
-    if pictures and len(wish) != 1:
-        raise BadInput(f"{next(iter(pictures))} is of one run, and this is {len(wish):,}: name one file and one --seed")
-    used = 0 if real else processes_for(len(wish), processes, here_below=here_below(_HERE_BELOW))
-    runs = _Runs(wish, left_out, keep_report=bool(pictures))
-    with told():
-        wish.warm()
+    pictures = {option: path for option, path in outputs.items() if path is not None}
+    if pictures and len(plan) != 1:
+        raise BadInput(f"{next(iter(pictures))} is of one run, and this is {len(plan):,}: name one file and one --seed")
+    used = 0 if real else processes_for(len(plan), processes, here_below=here_below(_HERE_BELOW))
+    runs = _RunResults(plan, left_out, keep_report=bool(pictures))
+    with usage_errors():
+        plan.warm()
     began = perf_counter()
-    with told(), progressing(len(wish), quiet=as_json or len(wish) < _HERE_BELOW) as progress:
+    with usage_errors(), progressing(len(plan), quiet=as_json or len(plan) < _HERE_BELOW) as progress:
         stream = play_many(
-            wish, range(len(wish)), processes=used, watchdog=watchdog, progress=progress, keep=bool(pictures)
+            plan, range(len(plan)), processes=used, watchdog=watchdog, progress=progress, keep=bool(pictures)
         )
         with until_interrupted() as interruption:
             for number, run in enumerate(stream):
                 runs.add(number, run)
     runs.interrupted = interruption.came
     seconds = perf_counter() - began
-    for option, place in pictures.items():
+    for option, path in pictures.items():
         if runs.report is None:  # it was interrupted
             break
-        write_output(place, _picture(option, runs.report, wish.repeat(0)))
+        write_output(path, _picture(option, runs.report, plan.repeat(0)))
     if junit is not None:
         write_output(junit, to_junit(runs.suites()))
     if as_json:
         print_json(runs.as_dict(seconds))
     else:
         show(*runs.for_people(seconds, used))
-        for place in pictures.values() if runs.report is not None else ():
-            click.echo(f"wrote {place}")
+        for path in pictures.values() if runs.report is not None else ():
+            click.echo(f"wrote {path}")
     interruption.go_on()
     if not runs.total.good:
         sys.exit(ExitCode.CHECK_FAILED)
@@ -187,7 +187,7 @@ def _picture(option: str, report: Report, repeat: str) -> str:
 
 
 @attrs.frozen
-class _Wish:
+class _RunPlan:
     """Every run that was asked for, by number: file by file, seed by seed."""
 
     files: Sequence[File]
@@ -235,24 +235,24 @@ class _Wish:
 # --- what came of it ----------------------------------------------------------------------------------------------
 
 
-class _Runs:
+class _RunResults:
     """The runs so far, summed for each file."""
 
-    def __init__(self, wish: _Wish, left_out: Sequence[tuple[File, str]], *, keep_report: bool) -> None:
+    def __init__(self, plan: _RunPlan, left_out: Sequence[tuple[File, str]], *, keep_report: bool) -> None:
         self.total = Summary()
-        self.by_file = [Summary() for _ in wish.files]
+        self.by_file = [Summary() for _ in plan.files]
         self.interrupted = False
-        self.notes: list[dict[str, None]] = [{} for _ in wish.files]
+        self.notes: list[dict[str, None]] = [{} for _ in plan.files]
         """What a reader must know beside, of each file."""
         self.report: Report | None = None
-        self._wish = wish
+        self._plan = plan
         self._left_out = left_out
         self._keep_report = keep_report
-        self._cases: list[list[Case]] = [[] for _ in wish.files]
+        self._cases: list[list[Case]] = [[] for _ in plan.files]
 
     def add(self, number: int, run: Played) -> None:
-        file, _ = self._wish.at(number)
-        repeat = self._wish.repeat(number)
+        file, _ = self._plan.at(number)
+        repeat = self._plan.repeat(number)
         self.by_file[file].add(run, repeat)
         self.total.add(run, repeat)
         self.notes[file].update(dict.fromkeys(run.notes))
@@ -261,7 +261,7 @@ class _Runs:
         self._cases[file].append(Case(f"seed {run.seed}", attrs.evolve(run, report=None), repeat))
 
     def suites(self) -> list[Suite]:
-        return [Suite(str(file.path), cases) for file, cases in zip(self._wish.files, self._cases, strict=True)]
+        return [Suite(str(file.path), cases) for file, cases in zip(self._plan.files, self._cases, strict=True)]
 
     def as_dict(self, seconds: float) -> dict[str, Any]:
         each = [
@@ -273,14 +273,14 @@ class _Runs:
                 "virtual_ms": summary.virtual_ms,
                 "ends": dict(sorted(summary.ends.items())),
                 "faults": {"planned": summary.planned.total(), "fired": summary.fired.total()},
-                "violations": [attrs.asdict(complaint) for complaint in summary.complaints],
+                "violations": [attrs.asdict(found_violation) for found_violation in summary.found_violations],
                 "trace_hash": summary.trace_hash,
                 "notes": list(notes),
             }
-            for file, summary, notes in zip(self._wish.files, self.by_file, self.notes, strict=True)
+            for file, summary, notes in zip(self._plan.files, self.by_file, self.notes, strict=True)
         ]
         return {
-            **self.total.as_dict(seconds, reachable(self._wish.system)),
+            **self.total.as_dict(seconds, reachable(self._plan.system)),
             "good": self.total.good and not self.interrupted,
             "files": each,
             "left_out": [{"file": str(file.path), "why": why} for file, why in self._left_out],
@@ -289,7 +289,7 @@ class _Runs:
 
     def for_people(self, seconds: float, processes: int) -> Iterator[RenderableType]:
         played = [
-            (file, summary) for file, summary in zip(self._wish.files, self.by_file, strict=True) if summary.seeds
+            (file, summary) for file, summary in zip(self._plan.files, self.by_file, strict=True) if summary.seeds
         ]
         if not played and self._left_out and not self.interrupted:
             yield from self._not_played()
@@ -312,7 +312,7 @@ class _Runs:
             for file, summary in played:
                 if not summary.good:
                     yield styled(file.scenario.name)
-                    yield from wrongs(summary.complaints, indent=2)
+                    yield from violation_lines(summary.found_violations, indent=2)
         yield from self._not_played()
         yield self._last_line(seconds)
 
@@ -326,14 +326,14 @@ class _Runs:
 
         head = Text.assemble(styled(verdict(summary.good)), f"  {file.scenario.name}")
         yield head
-        if isinstance(self._wish.seeds, range):
+        if isinstance(self._plan.seeds, range):
             yield grid(totals(summary, seconds, processes, interrupted=self.interrupted), indent=2)
         else:
             faults = f"{summary.fired.total():,} of {summary.planned.total():,} hit something alive"
             if summary.fired:
                 faults += f": {counted(dict(sorted(summary.fired.items())))}"
             took = f"{duration(seconds)} real"
-            if not self._wish.real:
+            if not self._plan.real:
                 took = f"{virtual(summary.virtual_ms)}, {took}"
             yield grid(
                 [
@@ -345,16 +345,16 @@ class _Runs:
                 ],
                 indent=2,
             )
-        notes = self.notes[self._wish.files.index(file)]
+        notes = self.notes[self._plan.files.index(file)]
         if notes:
             yield grid([("note", note) for note in notes], indent=2)
         if not summary.good:
-            yield from wrongs(summary.complaints, indent=2)
+            yield from violation_lines(summary.found_violations, indent=2)
 
     def _last_line(self, seconds: float) -> str:
         runs = self.total.seeds
-        text = f"{plural(len(self._wish.files), 'file')}, {plural(runs, 'run')}"
+        text = f"{plural(len(self._plan.files), 'file')}, {plural(runs, 'run')}"
         if self.interrupted:
-            text += f" of {len(self._wish):,}, interrupted"
+            text += f" of {len(self._plan):,}, interrupted"
         good = runs - self.total.wrong
         return f"{text}: {good:,} ok, {self.total.wrong:,} wrong, in {duration(seconds)}"

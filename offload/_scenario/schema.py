@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ._showing import print_json
+from ._output import print_json
 
 
 @click.command()

@@ -22,8 +22,8 @@ from offload.testing.scenarios._program import (
     TierSpec,
 )
 
-from ._asking import json_option, one_file, told
-from ._showing import grid, plural, show
+from ._options import json_option, one_file, usage_errors
+from ._output import grid, plural, show
 
 _NOT_KNOBS = {"source", "to", "policies", "chain"}
 
@@ -44,7 +44,7 @@ def command(file: str, steps: bool, seed: int | None, as_json: bool) -> None:
     if steps:
         from offload.testing.scenarios._loads import unroll
 
-        with told():
+        with usage_errors():
             scenario = unroll(scenario, scenario.seed if seed is None else seed, found.base)
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(scenario)).decode())

@@ -23,7 +23,7 @@ from offload.testing.scenarios._shrink import (
 )
 from offload.testing.scenarios._workers import RUN_TIMEOUT, SubprocessPlayer
 
-from ._asking import (
+from ._options import (
     SUFFIX,
     BadInput,
     check_mix,
@@ -35,9 +35,9 @@ from ._asking import (
     program_of,
     seconds_of,
     system_option,
-    told,
+    usage_errors,
 )
-from ._showing import duration, grid, plural, print_json, show
+from ._output import duration, grid, plural, print_json, show
 
 if TYPE_CHECKING:
     from offload.testing.scenarios._generate import Mix
@@ -98,7 +98,11 @@ def command(
     large, used, base = _chosen(file, fuzz_seed, seed, system, mix)
     place = out if out is not None else output_file(f"regression-{used}{SUFFIX}")
     began = perf_counter()
-    with told(), _progressing(quiet=as_json) as progress, SubprocessPlayer(system, base, patience=watchdog) as play:
+    with (
+        usage_errors(),
+        _progressing(quiet=as_json) as progress,
+        SubprocessPlayer(system, base, patience=watchdog) as play,
+    ):
         try:
             small = shrink(large, used, play=play, budget=budget, progress=progress)
         except NotBroken as error:

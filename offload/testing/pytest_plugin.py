@@ -3,7 +3,7 @@
 Every ``*.scenario.toml`` that pytest comes across is a test: one run, or one for each seed of ``--scenario-seeds``. It fails
 with what was wrong and with the line that repeats the run.
 
-Rule 1. pytest imports this module in each run of whoever has this package installed. It imports nothing but pytest; trio and
+Rule 1. pytest imports this module in each test run where this package is installed. It imports nothing but pytest; trio and
         the harness are imported by the first scenario, or by the first test that asks for a fixture.
 Rule 2. Plugins of others look at every item as if it were a function (pytest-trio 0.8 at ``item.obj``): ours has what they
         look at, and says that it is none.

@@ -29,7 +29,7 @@ from offload._engine.promoting import Staging
 from offload._health.breaker_tier import BreakerTier
 from offload._pipeline.chain import Chain
 from offload._pipeline.marks import place_of
-from offload._scenario._asking import line
+from offload._scenario._options import line
 from offload.cli import main
 from offload.testing.scenarios._check import check
 from offload.testing.scenarios._files import read_text, to_toml

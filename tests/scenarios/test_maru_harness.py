@@ -74,7 +74,7 @@ def test_a_server_that_died_by_itself_is_a_violation(monkeypatch: pytest.MonkeyP
 
     async def settle_and_kill(self: PageStoreTier) -> None:
         await settle(self)
-        self.place.store.kill()
+        self.model.store.kill()
 
     monkeypatch.setattr(PageStoreTier, "settle", settle_and_kill)
     report = play_real(SMALL)
@@ -208,7 +208,7 @@ def planted(name: str, monkeypatch: pytest.MonkeyPatch, owner: Any, attribute: s
 
 def test_planted_a_lease_that_is_never_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pins of a reader stay: its pages can never be deleted again."""
-    monkeypatch.setattr(maru_tiers, "_PATIENCE", 4.0)
+    monkeypatch.setattr(maru_tiers, "_REST_TIMEOUT", 4.0)
     rules = planted("maru-server-stands-still", monkeypatch, HeldBatch, "release", lambda self: _KEPT.append(self))
     assert "I1" in rules
 
@@ -229,7 +229,7 @@ def test_planted_pages_that_are_free_under_a_reader(monkeypatch: pytest.MonkeyPa
 
 
 def test_planted_pages_of_who_was_cancelled_that_are_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maru_tiers, "_PATIENCE", 4.0)
+    monkeypatch.setattr(maru_tiers, "_REST_TIMEOUT", 4.0)
     rules = planted("maru-cancelled-in-every-hold", monkeypatch, Standing, "free", lambda self, pages: None)
     assert rules & {"I1", "hang"}
 

@@ -30,50 +30,50 @@ KINDS = [
 
 def program(seed):
     """A random program that uses only what the small cache has."""
-    dice = Rng(seed)
-    n = 2 + dice.below(6, "stores")
-    steps = [_store(dice, i) for i in range(n)]
+    rng = Rng(seed)
+    n = 2 + rng.below(6, "stores")
+    steps = [_store(rng, i) for i in range(n)]
     steps += [
-        Step(at_ms=dice.below(24, "load", i), load=LoadStep(keys=", ".join(SHARED)))
-        for i in range(dice.below(4, "loads"))
+        Step(at_ms=rng.below(24, "load", i), load=LoadStep(keys=", ".join(SHARED)))
+        for i in range(rng.below(4, "loads"))
     ]
-    if dice.chance(0.3, "delete"):
-        steps.append(Step(at_ms=dice.below(24, "delete at"), delete=KeysStep(keys="k0, k1")))
-    if dice.chance(0.2, "drain"):
-        steps.append(Step(at_ms=dice.below(24, "drain at"), drain="main"))
-    policies = [PolicySpec(do="reject", keys="k5"), PolicySpec(do="sleep", ms=1)] if dice.chance(0.3, "policy") else []
+    if rng.chance(0.3, "delete"):
+        steps.append(Step(at_ms=rng.below(24, "delete at"), delete=KeysStep(keys="k0, k1")))
+    if rng.chance(0.2, "drain"):
+        steps.append(Step(at_ms=rng.below(24, "drain at"), drain="main"))
+    policies = [PolicySpec(do="reject", keys="k5"), PolicySpec(do="sleep", ms=1)] if rng.chance(0.3, "policy") else []
     return Scenario(
         name=f"any {seed}",
         seed=seed,
         limit_ms=60_000,
-        tier={"host": TierSpec(capacity=dice.pick([3, 16], "capacity"), latency_ms=dice.below(4, "latency"))},
+        tier={"host": TierSpec(capacity=rng.pick([3, 16], "capacity"), latency_ms=rng.below(4, "latency"))},
         pipeline={"main": PipelineSpec(to="host", policies=policies)},
         step=sorted(steps, key=lambda step: step.at_ms),
-        fault=[_fault(dice, n, i) for i in range(dice.below(8, "faults"))],
+        fault=[_fault(rng, n, i) for i in range(rng.below(8, "faults"))],
     )
 
 
-def _store(dice, i):
-    keys = [key for key in SHARED if dice.chance(0.4, "key", i, key)]
-    made_of = dice.pick(["trio", "async", "thread", "stubborn"], "as", i)
-    after = [After(ms=dice.below(8, "after", i), made_of=made_of)] if dice.chance(0.3, "waits", i) else []
+def _store(rng, i):
+    keys = [key for key in SHARED if rng.chance(0.4, "key", i, key)]
+    made_of = rng.pick(["trio", "async", "thread", "stubborn"], "as", i)
+    after = [After(ms=rng.below(8, "after", i), made_of=made_of)] if rng.chance(0.3, "waits", i) else []
     store = StoreStep(id=f"s{i}", keys=", ".join(keys), per=len(keys) or 1, after=after)
-    return Step(at_ms=dice.below(10, "at", i), store=store)
+    return Step(at_ms=rng.below(10, "at", i), store=store)
 
 
-def _fault(dice, n, i):
-    kind = dice.pick(KINDS, "kind", i)
+def _fault(rng, n, i):
+    kind = rng.pick(KINDS, "kind", i)
     told = {"do": kind}
     if kind.startswith("cancel"):
-        told["who"] = f"s{dice.below(n, 'who', i)}"
+        told["who"] = f"s{rng.below(n, 'who', i)}"
     elif kind == "clock":
         told["ms"] = 2
     elif kind != "flip":
-        told["for_ms"] = 1 + dice.below(6, "for", i)
-    if dice.chance(0.5, "at a hook", i):
-        told |= {"at_hook": dice.pick(HOOKS, "hook", i), "visit": 1 + dice.below(3, "visit", i)}
+        told["for_ms"] = 1 + rng.below(6, "for", i)
+    if rng.chance(0.5, "at a hook", i):
+        told |= {"at_hook": rng.pick(HOOKS, "hook", i), "visit": 1 + rng.below(3, "visit", i)}
     else:
-        told["at_ms"] = dice.below(20, "fault at", i)
+        told["at_ms"] = rng.below(20, "fault at", i)
     return Fault(**told)
 
 

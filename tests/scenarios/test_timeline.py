@@ -152,11 +152,11 @@ def test_the_line_that_repeats_it_is_there() -> None:
 def test_moments_of_one_instant_stand_in_their_order_inside_its_column() -> None:
     report = cancel_one_of_four()
     axis = Axis(report.moments)
-    places = [axis.x(position) for position in range(len(report.moments))]
-    assert places == sorted(set(places))
+    tier_models = [axis.x(position) for position in range(len(report.moments))]
+    assert tier_models == sorted(set(tier_models))
     assert [column.at_ms for column in axis.columns] == [0, 2, 3, 4]
     for instant, column in zip(instants_of(report.moments), axis.columns, strict=True):
-        inside = places[instant.first : instant.first + instant.count]
+        inside = tier_models[instant.first : instant.first + instant.count]
         assert column.left < inside[0] and inside[-1] < column.left + column.width
     assert all(a.left + a.width < b.left for a, b in zip(axis.columns, axis.columns[1:], strict=False))
 

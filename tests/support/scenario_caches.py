@@ -125,12 +125,12 @@ class Lending(Careful):
 
     def __init__(self, world, nursery) -> None:
         super().__init__(world, nursery)
-        self.places = world.scenario.tier.get("host", TierSpec()).capacity
+        self.tier_models = world.scenario.tier.get("host", TierSpec()).capacity
         self.lent: list[bytes] = []
 
     async def move(self, keys: Sequence[bytes]) -> Outcome:
         outcome = await super().move(keys)
-        for key in [key for key in self.blocks if not self.held(key)][: max(0, len(self.blocks) - self.places)]:
+        for key in [key for key in self.blocks if not self.held(key)][: max(0, len(self.blocks) - self.tier_models)]:
             del self.blocks[key]
         return outcome
 

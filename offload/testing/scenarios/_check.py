@@ -3,7 +3,7 @@
 Rule 1. Everything that is wrong is found at once, each with its path in the file (``fault[2].who``).
 Rule 2. An unknown name comes with the nearest known one. Whatever is wrong comes with a way out.
 Rule 3. What could never have an effect is wrong as well: a fault at a time that never comes, a field that the kind of fault
-        does not look at, an expectation of a figure that nobody keeps.
+        does not look at, an expectation of a figure that is not kept.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ def check(
     Args:
         scenario: of one's own making, or read from a file.
         seams: those that the system under test has; ``None`` for ours, which has all of them.
-        hooks: the names of its hooks; ``None`` for ours, or, with ``seams``, for hooks that nobody knows beforehand.
+        hooks: the names of its hooks; ``None`` for ours, or, with ``seams``, for hooks that are not known beforehand.
     """
-    c = Checker(scenario, seams, HOOKS if hooks is None and seams is None else hooks)
+    checker = Checker(scenario, seams, HOOKS if hooks is None and seams is None else hooks)
     if not scenario.name.strip():
-        c.wrong("name", "is empty: say in a few words what the scenario shows")
-    collect_labels(c)
-    check_tiers(c)
-    check_pipelines(c)
-    check_load(c)
-    check_steps(c)
-    check_engine(c)
-    if not c.problems:  # or else it would complain about the same again
-        check_capacities(c)
-    check_faults(c)
-    check_page_stores(c)
-    check_expectations(c)
-    return c.problems
+        checker.wrong("name", "is empty: say in a few words what the scenario shows")
+    collect_labels(checker)
+    check_tiers(checker)
+    check_pipelines(checker)
+    check_load(checker)
+    check_steps(checker)
+    check_engine(checker)
+    if not checker.problems:  # or else it would complain about the same again
+        check_capacities(checker)
+    check_faults(checker)
+    check_page_stores(checker)
+    check_expectations(checker)
+    return checker.problems
 
 
 def demand(scenario: Scenario, seams: Collection[Seam] | None = None, *, hooks: Collection[str] | None = None) -> None:
@@ -96,63 +96,63 @@ _ANYWHERE: Final = frozenset({"evict", "flip", "peer_death"})
 """Those of a tier that are not about copies into it."""
 
 
-def check_faults(c: Checker) -> None:
-    """What goes wrong."""
-    for i, fault in enumerate(c.scenario.fault):
+def check_faults(checker: Checker) -> None:
+    """Check every fault: when it happens, what it hits, and whether its kind can happen there."""
+    for i, fault in enumerate(checker.scenario.fault):
         path = f"fault[{i}]"
-        _when(c, path, fault)
-        _whom(c, path, fault)
-        c.unused(path, fault, fault.do, USED_BY_FAULT[fault.do], _FIELDS)
-        _how(c, path, fault)
-        c.distinct(f"{path}.keys", c.names(f"{path}.keys", fault.keys), "key")
-        if fault.tier and c.one(f"{path}.tier", fault.tier, c.tiers, "tier"):
-            _where(c, f"{path}.tier", fault)
+        _when(checker, path, fault)
+        _whom(checker, path, fault)
+        checker.unused(path, fault, fault.do, USED_BY_FAULT[fault.do], _FIELDS)
+        _how(checker, path, fault)
+        checker.distinct(f"{path}.keys", checker.names(f"{path}.keys", fault.keys), "key")
+        if fault.tier and checker.one(f"{path}.tier", fault.tier, checker.tiers, "tier"):
+            _where(checker, f"{path}.tier", fault)
         for seam in SEAMS_OF[fault.do]:
-            c.seam(f"{path}.do", seam)
+            checker.seam(f"{path}.do", seam)
 
 
-def _when(c: Checker, path: str, fault: Fault) -> None:
+def _when(checker: Checker, path: str, fault: Fault) -> None:
     if (fault.at_ms is None) == (not fault.at_hook):
         found = "both at_ms and at_hook" if fault.at_hook else "no time"
-        c.wrong(path, f"has {found}: say exactly one of at_ms and at_hook")
+        checker.wrong(path, f"has {found}: say exactly one of at_ms and at_hook")
     if fault.at_ms is not None:
-        c.in_time(f"{path}.at_ms", fault.at_ms)
+        checker.in_time(f"{path}.at_ms", fault.at_ms)
     if fault.at_hook:
-        c.seam(f"{path}.at_hook", "hook")
-        if c.hooks is not None:
-            c.one(f"{path}.at_hook", fault.at_hook, c.hooks, "hook")
+        checker.seam(f"{path}.at_hook", "hook")
+        if checker.hooks is not None:
+            checker.one(f"{path}.at_hook", fault.at_hook, checker.hooks, "hook")
         return
     for name in ("of", "visit"):
         if is_set(fault, name):
-            c.wrong(f"{path}.{name}", "is about visits of a hook: say at_hook as well")
+            checker.wrong(f"{path}.{name}", "is about visits of a hook: say at_hook as well")
 
 
-def _whom(c: Checker, path: str, fault: Fault) -> None:
-    c.each(f"{path}.of", fault.of, c.labels, "container")
-    c.each(f"{path}.who", fault.who, c.labels, "container")
+def _whom(checker: Checker, path: str, fault: Fault) -> None:
+    checker.each(f"{path}.of", fault.of, checker.labels, "container")
+    checker.each(f"{path}.who", fault.who, checker.labels, "container")
     if fault.do not in _ON_CONTAINERS or fault.who.strip():
         return
     if not fault.at_hook:
-        c.wrong(f"{path}.who", f'is missing: say whom {fault.do!r} hits, as in who = "a0"')
+        checker.wrong(f"{path}.who", f'is missing: say whom {fault.do!r} hits, as in who = "a0"')
     elif fault.do == "abandon":
-        c.wrong(f"{path}.who", "is missing: no hook is about a container that still waits for room")
+        checker.wrong(f"{path}.who", "is missing: no hook is about a container that still waits for room")
 
 
-def _how(c: Checker, path: str, fault: Fault) -> None:
+def _how(checker: Checker, path: str, fault: Fault) -> None:
     if not fault.by:
-        c.wrong(f"{path}.by", "0 answers too many are as many as there should be: say 1, or -1")
+        checker.wrong(f"{path}.by", "0 answers too many are as many as there should be: say 1, or -1")
     if fault.grouped and fault.do == "fail" and (fault.keys or fault.at_hook):
         why = "the blocks fail, and nothing is raised" if fault.keys else "at a hook it is about blocks, which fail"
-        c.wrong(f"{path}.grouped", f"{why}: leave it out, or say at_ms without keys")
+        checker.wrong(f"{path}.grouped", f"{why}: leave it out, or say at_ms without keys")
 
 
-def _where(c: Checker, path: str, fault: Fault) -> None:
+def _where(checker: Checker, path: str, fault: Fault) -> None:
     if fault.do == "evict":
-        c.source(path, fault.tier)
+        checker.source(path, fault.tier)
     elif fault.do not in _ANYWHERE:
-        into = dict.fromkeys([spec.to for spec in c.pipelines.values()])
+        into = dict.fromkeys([spec.to for spec in checker.pipelines.values()])
         if fault.tier not in into:
-            c.wrong(path, f"nothing is copied into {fault.tier!r}{nearest(fault.tier, into)}")
+            checker.wrong(path, f"nothing is copied into {fault.tier!r}{nearest(fault.tier, into)}")
 
 
 # --- page stores ------------------------------------------------------------------------------------------------------
@@ -168,43 +168,45 @@ _CONTAINERS: Final[frozenset[FaultKind]] = frozenset(
 _ONLY_OF_IT: Final = ("patience_ms", "lease_ms")
 
 
-def check_page_stores(c: Checker) -> None:
+def check_page_stores(checker: Checker) -> None:
     """Tiers of kind ``maru``, and what of the others is only theirs."""
-    stores = {name for name, tier in c.scenario.tier.items() if tier.kind == "maru"}
-    for name, tier in c.scenario.tier.items():
+    stores = {name for name, tier in checker.scenario.tier.items() if tier.kind == "maru"}
+    for name, tier in checker.scenario.tier.items():
         path = f"tier.{quoted(name)}"
         if name not in stores:
             for field in _ONLY_OF_IT:
                 if is_set(tier, field):
-                    c.wrong(
+                    checker.wrong(
                         f"{path}.{field}", f"is about page stores, and this tier is of kind {tier.kind!r}: leave it out"
                     )
         elif tier.eviction != "lru":
-            c.wrong(f"{path}.eviction", "a page store evicts what was used least recently: leave it out")
-    for name, spec in c.pipelines.items():
+            checker.wrong(f"{path}.eviction", "a page store evicts what was used least recently: leave it out")
+    for name, spec in checker.pipelines.items():
         path = f"pipeline.{quoted(name)}"
         if spec.source in stores:
-            c.wrong(
+            checker.wrong(
                 f"{path}.from", f"{spec.source!r} is a page store, from which no pipeline starts: let it be the last"
             )
         for i, policy in enumerate(spec.policies):
             if policy.do == "present" and (policy.tier or spec.to) in stores:
-                _present(c, f"{path}.policies[{i}]", policy)
-    for i, fault in enumerate(c.scenario.fault):
-        tier_name = fault.tier or first_destination(c.scenario)
+                _present(checker, f"{path}.policies[{i}]", policy)
+    for i, fault in enumerate(checker.scenario.fault):
+        tier_name = fault.tier or first_destination(checker.scenario)
         if fault.do in _CONTAINERS or tier_name not in stores:
             continue
         if fault.do not in FAULTS_OF_A_PAGE_STORE:
             can = ", ".join(sorted(FAULTS_OF_A_PAGE_STORE))
-            c.wrong(f"fault[{i}].do", f"nobody can do {fault.do!r} to a page store, {tier_name!r}: it can meet {can}")
+            checker.wrong(
+                f"fault[{i}].do", f"nobody can do {fault.do!r} to a page store, {tier_name!r}: it can meet {can}"
+            )
         elif fault.do == "fail" and (fault.keys or fault.at_hook):
-            c.wrong(f"fault[{i}].do", "of a page store a whole copy fails, not one block: say at_ms, and no keys")
+            checker.wrong(f"fault[{i}].do", "of a page store a whole copy fails, not one block: say at_ms, and no keys")
 
 
-def _present(c: Checker, path: str, policy: PolicySpec) -> None:
+def _present(checker: Checker, path: str, policy: PolicySpec) -> None:
     for field in ("keys", "ms", "p"):
         if is_set(policy, field):
-            c.wrong(
+            checker.wrong(
                 f"{path}.{field}",
                 "a page store is asked by the filter that an engine has, which asks of all: leave it out",
             )
@@ -219,66 +221,68 @@ FIGURES: Final = tuple([field.name for field in attrs.fields(PipelineStatistics)
 """What ``statistics()`` says of our pipelines."""
 
 
-def check_expectations(c: Checker) -> None:
-    """What must hold."""
-    for i, expect in enumerate(c.scenario.expect):
+def check_expectations(checker: Checker) -> None:
+    """Check every expectation: its containers, events, counts, tiers and figures must exist."""
+    for i, expect in enumerate(checker.scenario.expect):
         path = f"expect[{i}]"
         if expect == Expect():
-            c.wrong(path, "expects nothing: say status, result, count, order, time, found, missing or never")
+            checker.wrong(path, "expects nothing: say status, result, count, order, time, found, missing or never")
         for label in expect.status or ():
-            c.one(f"{path}.status.{quoted(label)}", label, c.labels, "container")
+            checker.one(f"{path}.status.{quoted(label)}", label, checker.labels, "container")
         for label in expect.result or ():
-            c.one(f"{path}.result.{quoted(label)}", label, c.labels, "container")
-        _counts(c, path, expect)
-        _events(c, path, expect)
-        _found_keys(c, path, expect)
-        _metrics(c, path, expect)
+            checker.one(f"{path}.result.{quoted(label)}", label, checker.labels, "container")
+        _counts(checker, path, expect)
+        _events(checker, path, expect)
+        _found_keys(checker, path, expect)
+        _metrics(checker, path, expect)
 
 
-def _counts(c: Checker, path: str, expect: Expect) -> None:
-    if c.hooks is None:
+def _counts(checker: Checker, path: str, expect: Expect) -> None:
+    if checker.hooks is None:
         return
-    known = [*COUNTED, *c.hooks]
+    known = [*COUNTED, *checker.hooks]
     for name in ("count", "at_most", "at_least"):
         for what in getattr(expect, name) or ():
             if what not in known:
-                c.wrong(f"{path}.{name}.{quoted(what)}", f"nobody counts {what!r}{nearest(what, known)}")
+                checker.wrong(f"{path}.{name}.{quoted(what)}", f"nobody counts {what!r}{nearest(what, known)}")
 
 
-def _events(c: Checker, path: str, expect: Expect) -> None:
+def _events(checker: Checker, path: str, expect: Expect) -> None:
     for name in ("order", "never"):
         for i, event in enumerate(getattr(expect, name) or ()):
-            _event(c, f"{path}.{name}[{i}]", event)
+            _event(checker, f"{path}.{name}[{i}]", event)
     for i, window in enumerate(expect.time or ()):
         at = f"{path}.time[{i}]"
-        _event(c, f"{at}.event", window.event)
+        _event(checker, f"{at}.event", window.event)
         if window.since:
-            _event(c, f"{at}.since", window.since)
+            _event(checker, f"{at}.since", window.since)
         if window.at_most_ms is not None and window.at_most_ms < window.at_least_ms:
-            c.wrong(at, f"nothing is at least {window.at_least_ms} and at most {window.at_most_ms}: turn them round")
+            checker.wrong(
+                at, f"nothing is at least {window.at_least_ms} and at most {window.at_most_ms}: turn them round"
+            )
 
 
-def _event(c: Checker, path: str, event: str) -> None:
+def _event(checker: Checker, path: str, event: str) -> None:
     label, _, what = event.partition(" ")
     if not label or not what.strip():
-        c.wrong(path, f'{event!r} is no event: say "<container> <what happens>", as in "a0 settled"')
-    elif c.one(path, label, [*c.labels, *c.loads], "container") and c.hooks is not None:
-        c.one(path, what, [*EVENTS, *c.hooks], "event")
+        checker.wrong(path, f'{event!r} is no event: say "<container> <what happens>", as in "a0 settled"')
+    elif checker.one(path, label, [*checker.labels, *checker.loads], "container") and checker.hooks is not None:
+        checker.one(path, what, [*EVENTS, *checker.hooks], "event")
 
 
-def _found_keys(c: Checker, path: str, expect: Expect) -> None:
+def _found_keys(checker: Checker, path: str, expect: Expect) -> None:
     for name in ("found", "missing"):
         for tier, keys in (getattr(expect, name) or {}).items():
             at = f"{path}.{name}.{quoted(tier)}"
-            c.one(at, tier, c.tiers, "tier")
-            c.names(at, keys)
-            c.seam(at, "found")
+            checker.one(at, tier, checker.tiers, "tier")
+            checker.names(at, keys)
+            checker.seam(at, "found")
 
 
-def _metrics(c: Checker, path: str, expect: Expect) -> None:
+def _metrics(checker: Checker, path: str, expect: Expect) -> None:
     for pipeline, figures in (expect.metric or {}).items():
         at = f"{path}.metric.{quoted(pipeline)}"
-        if c.one(at, pipeline, c.pipelines, "pipeline") and c.seams is None:
+        if checker.one(at, pipeline, checker.pipelines, "pipeline") and checker.seams is None:
             for figure in figures:
-                more = ENGINE_FIGURES if c.scenario.engine is not None else ()
-                c.one(f"{at}.{quoted(figure)}", figure, (*FIGURES, *more), "figure")
+                more = ENGINE_FIGURES if checker.scenario.engine is not None else ()
+                checker.one(f"{at}.{quoted(figure)}", figure, (*FIGURES, *more), "figure")

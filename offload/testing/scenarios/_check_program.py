@@ -9,10 +9,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 import attrs
-import msgspec
 
 from maru._errors import KnobError
 from offload._config import knobs
@@ -20,6 +19,7 @@ from offload._config import knobs
 from ._defaults import (
     FIELD_OF,
     config_of,
+    default_values,
     keys_of,
     last_of,
     load_of,
@@ -38,6 +38,7 @@ from ._program import (
     EngineSpec,
     KeysStep,
     LoadStep,
+    Part,
     PipelineSpec,
     PolicySpec,
     Scenario,
@@ -62,14 +63,19 @@ class Checker:
     labels: dict[str, str] = attrs.Factory(dict)
     """Containers, and where each comes from."""
     loads: dict[str, str] = attrs.Factory(dict)
-    """The same for loads."""
+    """Loads, and where each comes from."""
 
     def __attrs_post_init__(self) -> None:
         self.pipelines = pipelines_of(self.scenario)
         self.tiers = dict.fromkeys([*self.scenario.tier, "device", "host"])
 
     def wrong(self, path: str, text: str) -> None:
-        """One more."""
+        """Note a problem.
+
+        Args:
+            path: where in the file, as ``fault[2].who``.
+            text: what is wrong, and what to say instead.
+        """
         self.problems.append(Problem(path, text))
 
     def names(self, path: str, names: str) -> tuple[str, ...]:
@@ -81,30 +87,30 @@ class Checker:
             return ()
 
     def distinct(self, path: str, names: Collection[str], what: str) -> None:
-        """No name may be there twice."""
+        """Note a problem if a name is in the list twice."""
         if len(set(names)) < len(names):
             seen: set[str] = set()
             twice = next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
             self.wrong(path, f"the {what} {twice!r} is named twice: once is enough")
 
     def one(self, path: str, name: str, known: Collection[str], what: str) -> bool:
-        """A name must be known."""
+        """Note a problem if a name is not known. Returns whether it is known."""
         if name in known:
             return True
         self.wrong(path, f"there is no {what} {name!r}{nearest(name, known)}")
         return False
 
     def each(self, path: str, names: str, known: Collection[str], what: str) -> None:
-        """All names of a list must be known."""
+        """Note a problem for each name of a list that is not known."""
         for name in self.names(path, names):
             self.one(path, name, known, what)
 
     def plain(self, path: str, name: str, what: str) -> None:
-        """A name that is defined must be one that can be used."""
-        if not name or any(c.isspace() for c in name):
+        """Note a problem if a name that is defined here cannot be used as one."""
+        if not name or any(one.isspace() for one in name):
             self.wrong(path, f"{name!r} is no name of {what}: it is not empty, and has no space in it")
 
-    def unused(self, path: str, part: msgspec.Struct, kind: str, used: Collection[str], fields: Iterable[str]) -> None:
+    def unused(self, path: str, part: Part, kind: str, used: Collection[str], fields: Iterable[str]) -> None:
         """What a kind does not look at must not be there: it would be a promise that nobody keeps."""
         for name, default in _foreign(type(part), tuple(used), tuple(fields)):
             if getattr(part, name) != default:
@@ -112,18 +118,18 @@ class Checker:
                 self.wrong(f"{path}.{name}", f"has no meaning for {kind!r}: {says}")
 
     def seam(self, path: str, seam: Seam) -> None:
-        """The system must have this seam."""
+        """Note a problem if the system lacks this seam."""
         if self.seams is not None and seam not in self.seams:
             self.wrong(path, f"the system lacks the seam {seam!r}: one that has it {SEAMS[seam]}")
 
     def in_time(self, path: str, at_ms: int) -> None:
-        """A time must come."""
+        """Note a problem if a time is behind the end of the run."""
         limit = self.scenario.limit_ms
         if at_ms > limit:
             self.wrong(path, f"{at_ms} never comes: the run is over by limit_ms = {limit}")
 
     def source(self, path: str, tier: str) -> None:
-        """Of a tier that is known: a pipeline must start from it."""
+        """Note a problem if no pipeline starts from this tier."""
         sources = dict.fromkeys([spec.source for spec in self.pipelines.values()])
         if tier in self.tiers and tier not in sources:
             self.wrong(path, f"{tier!r} is no source of a pipeline{nearest(tier, sources)}")
@@ -142,24 +148,19 @@ def nearest(name: str, known: Collection[str]) -> str:
 
 def quoted(name: str) -> str:
     """A key of a table as a path has it: bare where TOML allows it."""
-    bare = name and all(c.isascii() and (c.isalnum() or c in "-_") for c in name)
+    bare = name and all(one.isascii() and (one.isalnum() or one in "-_") for one in name)
     return name if bare else '"' + name.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def is_set(part: msgspec.Struct, name: str) -> bool:
+def is_set(part: Part, name: str) -> bool:
     """Whether a field is anything but its default."""
-    return bool(getattr(part, name) != _defaults(type(part))[name])
+    return bool(getattr(part, name) != default_values(type(part))[name])
 
 
 @lru_cache(maxsize=256)  # a random program has dozens of faults, of the same few kinds
-def _foreign(cls: type[msgspec.Struct], used: tuple[str, ...], fields: tuple[str, ...]) -> Sequence[tuple[str, object]]:
+def _foreign(cls: type[Part], used: tuple[str, ...], fields: tuple[str, ...]) -> Sequence[tuple[str, object]]:
     """Of these fields, those that are not used, and how they are when nothing is said."""
-    return [(name, _defaults(cls)[name]) for name in fields if name not in used]
-
-
-@lru_cache(maxsize=64)
-def _defaults(cls: type[msgspec.Struct]) -> Mapping[str, Any]:
-    return {one.name: one.default for one in msgspec.structs.fields(cls)}
+    return [(name, default_values(cls)[name]) for name in fields if name not in used]
 
 
 # --- tiers and pipelines ----------------------------------------------------------------------------------------------
@@ -172,64 +173,64 @@ USED_BY_POLICY: Final[Mapping[str, tuple[str, ...]]] = {
 """The fields that a policy of each kind looks at, besides how likely it acts."""
 
 
-def check_tiers(c: Checker) -> None:
-    """Each on its own."""
-    for name, tier in c.scenario.tier.items():
+def check_tiers(checker: Checker) -> None:
+    """Check each tier on its own: its name, and that what it holds fits."""
+    for name, tier in checker.scenario.tier.items():
         path = f"tier.{quoted(name)}"
-        c.plain(path, name, "a tier")
-        held = c.names(f"{path}.holds", tier.holds)
-        c.distinct(f"{path}.holds", held, "key")
+        checker.plain(path, name, "a tier")
+        held = checker.names(f"{path}.holds", tier.holds)
+        checker.distinct(f"{path}.holds", held, "key")
         if len(held) > tier.capacity:
-            c.wrong(f"{path}.holds", f"{len(held)} keys do not fit: capacity = {tier.capacity}")
+            checker.wrong(f"{path}.holds", f"{len(held)} keys do not fit: capacity = {tier.capacity}")
 
 
-def check_pipelines(c: Checker) -> None:
+def check_pipelines(checker: Checker) -> None:
     """Each with the tiers it is between, and all of them as chains."""
-    for name, spec in c.scenario.pipeline.items():
+    for name, spec in checker.scenario.pipeline.items():
         path = f"pipeline.{quoted(name)}"
-        c.plain(path, name, "a pipeline")
-        _ends(c, path, spec)
-        _knobs(c, path, spec)
+        checker.plain(path, name, "a pipeline")
+        _ends(checker, path, spec)
+        _knobs(checker, path, spec)
         for i, policy in enumerate(spec.policies):
-            _policy(c, f"{path}.policies[{i}]", policy)
-        _chain(c, path, name, spec)
-    _loops(c)
+            _policy(checker, f"{path}.policies[{i}]", policy)
+        _chain(checker, path, name, spec)
+    _loops(checker)
 
 
-def check_capacities(c: Checker) -> None:
+def check_capacities(checker: Checker) -> None:
     """A source that is described must hold what is stored from it. Only where all names are right."""
-    tiers = tiers_of(c.scenario)
-    filled = {spec.to for spec in c.pipelines.values()}
-    for name in dict.fromkeys([spec.source for spec in c.pipelines.values()]):
-        needed = len(stored_from(c.scenario, name)) if name not in filled else 0
+    tiers = tiers_of(checker.scenario)
+    filled = {spec.to for spec in checker.pipelines.values()}
+    for name in dict.fromkeys([spec.source for spec in checker.pipelines.values()]):
+        needed = len(stored_from(checker.scenario, name)) if name not in filled else 0
         if needed > tiers[name].capacity:
             stored = f"{needed} keys are stored from it and do not fit: say capacity = {needed}, or more"
-            c.wrong(f"tier.{quoted(name)}.capacity", stored)
+            checker.wrong(f"tier.{quoted(name)}.capacity", stored)
 
 
-def _ends(c: Checker, path: str, spec: PipelineSpec) -> None:
+def _ends(checker: Checker, path: str, spec: PipelineSpec) -> None:
     known = [
-        c.one(f"{path}.from", spec.source, c.tiers, "tier"),
-        c.one(f"{path}.to", spec.to, c.tiers, "tier"),
+        checker.one(f"{path}.from", spec.source, checker.tiers, "tier"),
+        checker.one(f"{path}.to", spec.to, checker.tiers, "tier"),
     ]
     if not all(known):
         return
     if spec.source == spec.to:
-        c.wrong(f"{path}.to", f"{spec.to!r} is where it starts from: name another tier")
-    source, to = c.scenario.tier.get(spec.source), c.scenario.tier.get(spec.to)
+        checker.wrong(f"{path}.to", f"{spec.to!r} is where it starts from: name another tier")
+    source, to = checker.scenario.tier.get(spec.source), checker.scenario.tier.get(spec.to)
     if source is not None and to is not None and source.block_bytes != to.block_bytes:
         sizes = f"{spec.source!r} has blocks of {source.block_bytes} bytes, {spec.to!r} of {to.block_bytes}"
-        c.wrong(f"{path}.to", f"{sizes}: give both the same block_bytes")
+        checker.wrong(f"{path}.to", f"{sizes}: give both the same block_bytes")
 
 
-def _knobs(c: Checker, path: str, spec: PipelineSpec) -> None:
+def _knobs(checker: Checker, path: str, spec: PipelineSpec) -> None:
     try:
         config_of(spec)
     except KnobError as error:
         knob = error.knob.rpartition(".")[2]
         field = FIELD_OF[knob]
         bound = _in_ms(knob) if field.endswith("_ms") else error.bound
-        c.wrong(f"{path}.{field}", f"{getattr(spec, field)}: {bound}")
+        checker.wrong(f"{path}.{field}", f"{getattr(spec, field)}: {bound}")
 
 
 def _in_ms(knob: str) -> str:
@@ -240,46 +241,52 @@ def _in_ms(knob: str) -> str:
     return f"must be from {-int(-low // TICK)} to {int(high / TICK)} virtual milliseconds"
 
 
-def _policy(c: Checker, path: str, policy: PolicySpec) -> None:
-    c.names(f"{path}.keys", policy.keys)
-    c.unused(path, policy, policy.do, USED_BY_POLICY[policy.do], ("keys", "reason", "tier", "who", "ms"))
+def _policy(checker: Checker, path: str, policy: PolicySpec) -> None:
+    checker.names(f"{path}.keys", policy.keys)
+    checker.unused(path, policy, policy.do, USED_BY_POLICY[policy.do], ("keys", "reason", "tier", "who", "ms"))
     if policy.tier:
-        c.one(f"{path}.tier", policy.tier, c.tiers, "tier")
+        checker.one(f"{path}.tier", policy.tier, checker.tiers, "tier")
     if policy.do == "cancel" and not policy.who.strip():
-        c.wrong(f"{path}.who", 'is missing: say whose cancel is asked for, as in who = "a0"')
-    c.each(f"{path}.who", policy.who, c.labels, "container")
+        checker.wrong(f"{path}.who", 'is missing: say whose cancel is asked for, as in who = "a0"')
+    checker.each(f"{path}.who", policy.who, checker.labels, "container")
     if policy.do == "reject" and not policy.reason:
-        c.wrong(f"{path}.reason", "is empty: say in a word why blocks are filtered")
+        checker.wrong(f"{path}.reason", "is empty: say in a word why blocks are filtered")
 
 
-def _chain(c: Checker, path: str, name: str, spec: PipelineSpec) -> None:
+def _chain(checker: Checker, path: str, name: str, spec: PipelineSpec) -> None:
     for i, route in enumerate(spec.chain):
         at = f"{path}.chain[{i}]"
         if route == name:
-            c.wrong(at, f"{name!r} leads to itself: name another pipeline")
+            checker.wrong(at, f"{name!r} leads to itself: name another pipeline")
         elif route in spec.chain[:i]:
-            c.wrong(at, f"{route!r} is named twice: once is enough")
-        elif c.one(at, route, c.pipelines, "pipeline") and c.pipelines[route].source != spec.to:
-            starts = c.pipelines[route].source
-            c.wrong(at, f'{route!r} starts from {starts!r}: to go on from here it needs from = "{spec.to}"')
+            checker.wrong(at, f"{route!r} is named twice: once is enough")
+        elif checker.one(at, route, checker.pipelines, "pipeline") and checker.pipelines[route].source != spec.to:
+            starts = checker.pipelines[route].source
+            checker.wrong(at, f'{route!r} starts from {starts!r}: to go on from here it needs from = "{spec.to}"')
 
 
-def _loops(c: Checker) -> None:
+def _loops(checker: Checker) -> None:
     """A chain that comes back to where it was would never end."""
     done: set[str] = set()
-    for name in c.pipelines:
-        walk = [name]
-        while walk:
-            here = walk[-1]
-            onward = [one for one in c.pipelines[here].chain if one in c.pipelines and one not in done and one != here]
+    for name in checker.pipelines:
+        path = [name]
+        while path:
+            here = path[-1]
+            onward = [
+                one
+                for one in checker.pipelines[here].chain
+                if one in checker.pipelines and one not in done and one != here
+            ]
             if not onward:
-                done.add(walk.pop())
-            elif onward[0] in walk:
-                loop = [*walk[walk.index(onward[0]) :], onward[0]]
-                c.wrong(f"pipeline.{quoted(here)}.chain", f"goes round, {' -> '.join(loop)}: let it end somewhere")
+                done.add(path.pop())
+            elif onward[0] in path:
+                loop = [*path[path.index(onward[0]) :], onward[0]]
+                checker.wrong(
+                    f"pipeline.{quoted(here)}.chain", f"goes round, {' -> '.join(loop)}: let it end somewhere"
+                )
                 return
             else:
-                walk.append(onward[0])
+                path.append(onward[0])
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -292,47 +299,47 @@ ENGINE_FIGURES: Final = ("well", "faults", "asked_in_vain", "left_out", "promote
 was dead or stood still. ``left_out``: lookups without it. ``promoted``: blocks, of the engine as a whole."""
 
 
-def check_engine(c: Checker) -> None:
-    """An engine, where there is one."""
-    engine = c.scenario.engine
+def check_engine(checker: Checker) -> None:
+    """Check the engine, if there is one, and that nothing is asked of it that only pipelines do."""
+    engine = checker.scenario.engine
     if engine is None:
         return
-    _tiers(c, engine)
+    _tiers(checker, engine)
     if engine.first_wait_ms > engine.longest_wait_ms:
-        c.wrong("engine.first_wait_ms", f"must be at most longest_wait_ms = {engine.longest_wait_ms}")
-    if len(c.scenario.pipeline) > 1:
-        c.wrong("pipeline", "an engine makes its pipelines itself: name one, for the knobs of all")
-    for name, spec in c.scenario.pipeline.items():
+        checker.wrong("engine.first_wait_ms", f"must be at most longest_wait_ms = {engine.longest_wait_ms}")
+    if len(checker.scenario.pipeline) > 1:
+        checker.wrong("pipeline", "an engine makes its pipelines itself: name one, for the knobs of all")
+    for name, spec in checker.scenario.pipeline.items():
         for field in ("policies", "chain"):
             if getattr(spec, field):
-                c.wrong(
+                checker.wrong(
                     f"pipeline.{quoted(name)}.{field}", "an engine has its own, what is there already: leave it out"
                 )
-    for i, step in enumerate(c.scenario.step):
+    for i, step in enumerate(checker.scenario.step):
         if step.close is not None and step.close.how == "close":
-            c.wrong(f"step[{i}].close.how", "an engine ends with its block: say leave, or cancel")
+            checker.wrong(f"step[{i}].close.how", "an engine ends with its block: say leave, or cancel")
         if step.store is not None and step.store.how != "wait":
-            c.wrong(f"step[{i}].store.how", "an engine is asked to store one after the other: leave it out")
+            checker.wrong(f"step[{i}].store.how", "an engine is asked to store one after the other: leave it out")
         if step.store is not None and step.store.pipeline not in ("", *engine.tiers[:1]):
-            c.wrong(f"step[{i}].store.pipeline", "an engine stores into its first tier: leave it out")
-    for i, fault in enumerate(c.scenario.fault):
+            checker.wrong(f"step[{i}].store.pipeline", "an engine stores into its first tier: leave it out")
+    for i, fault in enumerate(checker.scenario.fault):
         if fault.do == "shut_down":
-            c.wrong(f"fault[{i}].do", "an engine ends with its block: say cancel_host")
+            checker.wrong(f"fault[{i}].do", "an engine ends with its block: say cancel_host")
 
 
-def _tiers(c: Checker, engine: EngineSpec) -> None:
+def _tiers(checker: Checker, engine: EngineSpec) -> None:
     if not engine.tiers:
-        c.wrong("engine.tiers", 'is empty: name at least one tier, as in ["host", "disk"]')
+        checker.wrong("engine.tiers", 'is empty: name at least one tier, as in ["host", "disk"]')
     for i, tier in enumerate(engine.tiers):
         path = f"engine.tiers[{i}]"
         if tier == "device":
-            c.wrong(path, "'device' is where blocks come from: name the others")
+            checker.wrong(path, "'device' is where blocks come from: name the others")
         elif tier in engine.tiers[:i]:
-            c.wrong(path, f"{tier!r} is named twice: once is enough")
-        elif tier not in c.tiers:
-            c.one(path, tier, c.tiers, "tier")
-        elif i + 1 < len(engine.tiers) and tier in c.scenario.tier and c.scenario.tier[tier].kind == "maru":
-            c.wrong(path, f"{tier!r} is a page store, from which no pipeline starts: let it be the last")
+            checker.wrong(path, f"{tier!r} is named twice: once is enough")
+        elif tier not in checker.tiers:
+            checker.one(path, tier, checker.tiers, "tier")
+        elif i + 1 < len(engine.tiers) and tier in checker.scenario.tier and checker.scenario.tier[tier].kind == "maru":
+            checker.wrong(path, f"{tier!r} is a page store, from which no pipeline starts: let it be the last")
 
 
 # --- steps and load ---------------------------------------------------------------------------------------------------
@@ -342,166 +349,166 @@ MOST_BLOCKS: Final = 1 << 20
 """Blocks that one step may store."""
 
 
-def collect_labels(c: Checker) -> None:
+def collect_labels(checker: Checker) -> None:
     """The names of all containers and loads, each of which must be there once."""
-    load = c.scenario.load
+    load = checker.scenario.load
     if load is not None and load.mix is not None:
-        c.labels |= dict.fromkeys(mix_labels(load.mix), "load.mix")
-        c.loads |= dict.fromkeys([load_of(label) for label in mix_labels(load.mix)], "load.mix")
+        checker.labels |= dict.fromkeys(mix_labels(load.mix), "load.mix")
+        checker.loads |= dict.fromkeys([load_of(label) for label in mix_labels(load.mix)], "load.mix")
     if load is not None and load.trace is not None:
-        c.labels |= dict.fromkeys(trace_labels(load.trace), "load.trace")
-        c.loads |= dict.fromkeys([load_of(label) for label in trace_labels(load.trace)], "load.trace")
-    for i, step in enumerate(c.scenario.step):
+        checker.labels |= dict.fromkeys(trace_labels(load.trace), "load.trace")
+        checker.loads |= dict.fromkeys([load_of(label) for label in trace_labels(load.trace)], "load.trace")
+    for i, step in enumerate(checker.scenario.step):
         if step.store is not None:
-            _collect(c, f"step[{i}].store.id", step.store.id, c.labels)
+            _collect(checker, f"step[{i}].store.id", step.store.id, checker.labels)
         if step.load is not None:
-            _collect(c, f"step[{i}].load.id", step.load.id, c.loads)
+            _collect(checker, f"step[{i}].load.id", step.load.id, checker.loads)
 
 
-def _collect(c: Checker, path: str, names: str, known: dict[str, str]) -> None:
+def _collect(checker: Checker, path: str, names: str, known: dict[str, str]) -> None:
     twice = ""
-    for label in c.names(path, names):
-        before = c.labels.get(label) or c.loads.get(label)
+    for label in checker.names(path, names):
+        before = checker.labels.get(label) or checker.loads.get(label)
         if before and not twice:
             twice = f"{label!r} is there already, from {before}: give each a name of its own"
         known[label] = path
     if twice:
-        c.wrong(path, twice)
+        checker.wrong(path, twice)
 
 
-def check_load(c: Checker) -> None:
-    """The load that nobody wrote down."""
-    load = c.scenario.load
+def check_load(checker: Checker) -> None:
+    """Check the load that is generated: a mix or a trace."""
+    load = checker.scenario.load
     if load is None:
         return
     if load.mix is None and load.trace is None:
-        c.wrong("load", "is empty: say load.mix or load.trace")
+        checker.wrong("load", "is empty: say load.mix or load.trace")
     if load.mix is not None:
-        last, limit = last_of(load.mix), c.scenario.limit_ms
+        last, limit = last_of(load.mix), checker.scenario.limit_ms
         if last > limit:
             why = f"what is drawn may come as late as {last}, and the run is over by limit_ms = {limit}"
-            c.wrong("load.mix.over_ms", f"{why}: say less, or a larger limit_ms")
+            checker.wrong("load.mix.over_ms", f"{why}: say less, or a larger limit_ms")
     if load.trace is not None and not load.trace.path:
-        c.wrong("load.trace.path", "is empty: say which file, relative to this one")
+        checker.wrong("load.trace.path", "is empty: say which file, relative to this one")
 
 
-def check_steps(c: Checker) -> None:
-    """What is done."""
-    fired = {step.fire for step in c.scenario.step if step.fire}
-    for i, step in enumerate(c.scenario.step):
+def check_steps(checker: Checker) -> None:
+    """Check every step: exactly one verb, at a time that comes, about what exists."""
+    fired = {step.fire for step in checker.scenario.step if step.fire}
+    for i, step in enumerate(checker.scenario.step):
         path = f"step[{i}]"
         verbs = [verb for verb in VERBS if getattr(step, verb) is not None]
         if len(verbs) != 1:
             found = " and ".join(verbs) if verbs else "nothing"
-            c.wrong(path, f"does {found}: say exactly one of {', '.join(VERBS)}")
-        c.in_time(f"{path}.at_ms", step.at_ms)
-        _step(c, path, step, fired)
+            checker.wrong(path, f"does {found}: say exactly one of {', '.join(VERBS)}")
+        checker.in_time(f"{path}.at_ms", step.at_ms)
+        _step(checker, path, step, fired)
 
 
-def _step(c: Checker, path: str, step: Step, fired: set[str]) -> None:
+def _step(checker: Checker, path: str, step: Step, fired: set[str]) -> None:
     if step.store is not None:
-        _store(c, f"{path}.store", step.store, fired)
+        _store(checker, f"{path}.store", step.store, fired)
     if step.load is not None:
-        _load(c, f"{path}.load", step.load)
+        _load(checker, f"{path}.load", step.load)
     if step.fire is not None:
-        c.plain(f"{path}.fire", step.fire, "an event")
+        checker.plain(f"{path}.fire", step.fire, "an event")
     if step.evict is not None:
-        _keys(c, f"{path}.evict", step.evict)
-        c.source(f"{path}.evict.tier", step.evict.tier)
-        c.seam(f"{path}.evict", "evict")
+        _keys(checker, f"{path}.evict", step.evict)
+        checker.source(f"{path}.evict.tier", step.evict.tier)
+        checker.seam(f"{path}.evict", "evict")
     if step.delete is not None:
-        _keys(c, f"{path}.delete", step.delete)
-        c.seam(f"{path}.delete", "delete")
+        _keys(checker, f"{path}.delete", step.delete)
+        checker.seam(f"{path}.delete", "delete")
         if step.delete.again:
-            c.wrong(f"{path}.delete.again", "is for evict: what is deleted does not come back by itself")
+            checker.wrong(f"{path}.delete.again", "is for evict: what is deleted does not come back by itself")
     if step.drain is not None:
-        c.one(f"{path}.drain", step.drain, c.pipelines, "pipeline")
-        c.seam(f"{path}.drain", "drain")
+        checker.one(f"{path}.drain", step.drain, checker.pipelines, "pipeline")
+        checker.seam(f"{path}.drain", "drain")
     if step.release is not None:
-        c.one(f"{path}.release", step.release, c.pipelines, "pipeline")
+        checker.one(f"{path}.release", step.release, checker.pipelines, "pipeline")
     if step.close is not None and step.close.how == "close":
-        c.seam(f"{path}.close", "close_now")
+        checker.seam(f"{path}.close", "close_now")
 
 
-def _store(c: Checker, path: str, store: StoreStep, fired: set[str]) -> None:
+def _store(checker: Checker, path: str, store: StoreStep, fired: set[str]) -> None:
     try:
         labels = expand(store.id)
     except ValueError:  # complained about when the labels were collected
         return
     if not labels:
-        c.wrong(f"{path}.id", 'is empty: name the containers, as in id = "a{0..3}"')
+        checker.wrong(f"{path}.id", 'is empty: name the containers, as in id = "a{0..3}"')
         return
-    _deal(c, path, store, len(labels))
-    _into(c, path, store)
+    _deal(checker, path, store, len(labels))
+    _into(checker, path, store)
     for i, after in enumerate(store.after):
-        _after(c, f"{path}.after[{i}]", after, fired)
+        _after(checker, f"{path}.after[{i}]", after, fired)
     if store.after:
-        c.seam(f"{path}.after", "after")
+        checker.seam(f"{path}.after", "after")
     if store.how == "many":
-        c.seam(f"{path}.how", "store_many")
+        checker.seam(f"{path}.how", "store_many")
     if store.any_of and not store.after:
-        c.wrong(f"{path}.any_of", "is about after, which is missing: say after what")
+        checker.wrong(f"{path}.any_of", "is about after, which is missing: say after what")
 
 
-def _deal(c: Checker, path: str, store: StoreStep, containers: int) -> None:
+def _deal(checker: Checker, path: str, store: StoreStep, containers: int) -> None:
     """Keys must deal out to the containers without a rest."""
     blocks = containers * store.per
     if blocks > MOST_BLOCKS:
-        c.wrong(f"{path}.per", f"{blocks:,} blocks in one step are more than {MOST_BLOCKS:,}: name fewer")
+        checker.wrong(f"{path}.per", f"{blocks:,} blocks in one step are more than {MOST_BLOCKS:,}: name fewer")
         return
     if not store.keys.strip():
         return
-    keys = c.names(f"{path}.keys", store.keys)
+    keys = checker.names(f"{path}.keys", store.keys)
     if keys and len(keys) != blocks:
         per, rest = divmod(len(keys), containers)
         dealt = f"{containers} container{'s' if containers > 1 else ''} of per = {store.per}"
         way_out = f"name {blocks} keys" if rest else f"say per = {per}, or name {blocks} keys"
-        c.wrong(f"{path}.keys", f"{len(keys)} keys do not deal out to {dealt}: {way_out}")
+        checker.wrong(f"{path}.keys", f"{len(keys)} keys do not deal out to {dealt}: {way_out}")
     elif keys:
         for one in keys_of(store).values():
-            c.distinct(f"{path}.keys", one, "key")
+            checker.distinct(f"{path}.keys", one, "key")
 
 
-def _into(c: Checker, path: str, store: StoreStep) -> None:
+def _into(checker: Checker, path: str, store: StoreStep) -> None:
     """What the pipeline must be able to do for it."""
-    name = store.pipeline or next(iter(c.pipelines))
-    if not c.one(f"{path}.pipeline", name, c.pipelines, "pipeline"):
+    name = store.pipeline or next(iter(checker.pipelines))
+    if not checker.one(f"{path}.pipeline", name, checker.pipelines, "pipeline"):
         return
-    spec = c.pipelines[name]
+    spec = checker.pipelines[name]
     if spec.budget_blocks is not None and store.per > spec.budget_blocks:
         never = f"{name!r} could never take in so many, its budget_blocks = {spec.budget_blocks}: name fewer"
-        c.wrong(f"{path}.per", f"{store.per} blocks in a container: {never}")
-    if store.kind == "external" and any(spec.source == other.to for other in c.pipelines.values()):
+        checker.wrong(f"{path}.per", f"{store.per} blocks in a container: {never}")
+    if store.kind == "external" and any(spec.source == other.to for other in checker.pipelines.values()):
         why = f"{spec.source!r} is filled by a pipeline, and no engine keeps its blocks alive"
-        c.wrong(f"{path}.kind", f'{why}: store from there with kind = "weak"')
+        checker.wrong(f"{path}.kind", f'{why}: store from there with kind = "weak"')
 
 
-def _after(c: Checker, path: str, after: After, fired: set[str]) -> None:
+def _after(checker: Checker, path: str, after: After, fired: set[str]) -> None:
     if after.do == "never" and (after.event or after.ms is not None):
-        c.wrong(path, "never comes to an end, yet says when: leave out event and ms, or do")
+        checker.wrong(path, "never comes to an end, yet says when: leave out event and ms, or do")
     if after.event and after.event not in fired:
         way_out = nearest(after.event, sorted(fired)) if fired else f': say [[step]] fire = "{after.event}", or ms'
-        c.wrong(f"{path}.event", f"no step fires {after.event!r}{way_out}")
+        checker.wrong(f"{path}.event", f"no step fires {after.event!r}{way_out}")
 
 
-def _load(c: Checker, path: str, load: LoadStep) -> None:
+def _load(checker: Checker, path: str, load: LoadStep) -> None:
     if not load.keys.strip():
-        c.wrong(f"{path}.keys", "is empty: say which keys are loaded")
-    c.distinct(f"{path}.keys", c.names(f"{path}.keys", load.keys), "key")
+        checker.wrong(f"{path}.keys", "is empty: say which keys are loaded")
+    checker.distinct(f"{path}.keys", checker.names(f"{path}.keys", load.keys), "key")
     try:
         if len(expand(load.id)) > 1:
-            c.wrong(f"{path}.id", "names several: a load is one")
+            checker.wrong(f"{path}.id", "names several: a load is one")
     except ValueError:  # complained about when the labels were collected
         pass
     if load.tier:
-        c.one(f"{path}.tier", load.tier, c.tiers, "tier")
+        checker.one(f"{path}.tier", load.tier, checker.tiers, "tier")
     if load.hold_ms:
-        c.seam(f"{path}.hold_ms", "hold")
+        checker.seam(f"{path}.hold_ms", "hold")
 
 
-def _keys(c: Checker, path: str, step: KeysStep) -> None:
+def _keys(checker: Checker, path: str, step: KeysStep) -> None:
     if not step.keys.strip():
-        c.wrong(f"{path}.keys", "is empty: say which keys")
-    c.distinct(f"{path}.keys", c.names(f"{path}.keys", step.keys), "key")
+        checker.wrong(f"{path}.keys", "is empty: say which keys")
+    checker.distinct(f"{path}.keys", checker.names(f"{path}.keys", step.keys), "key")
     if step.tier:
-        c.one(f"{path}.tier", step.tier, c.tiers, "tier")
+        checker.one(f"{path}.tier", step.tier, checker.tiers, "tier")

@@ -1,6 +1,6 @@
 """A trio run that goes the same way every time: virtual time, and no order that depends on addresses or on chance.
 
-Four things are needed, and each alone is not enough (``test_scenario_determinism.py`` fails when one is removed):
+Four things are needed, and each alone is not enough (``tests/scenarios/test_clock.py`` fails when one is removed):
 
 * the scheduler's random source is seeded;
 * a batch of runnable tasks is sorted before it is shuffled (what trio does for Hypothesis);
@@ -102,7 +102,7 @@ def collected() -> Iterator[None]:
 
 
 class VirtualClock(trio.abc.Clock):
-    """Time that stands still while anybody has something to do, and then is that of the next deadline.
+    """Virtual time: it stands still while a task can run, and then jumps to the next deadline.
 
     It asks neither sockets nor threads. Where a system may have some, a :class:`trio.testing.MockClock` gives them a turn
     before it jumps; otherwise a run goes the same way with both.
@@ -115,14 +115,14 @@ class VirtualClock(trio.abc.Clock):
         return f"<virtual time {self.now}>"
 
     def start_clock(self) -> None:
-        """It stands."""
+        """Do nothing: virtual time needs no start."""
 
     def current_time(self) -> float:
         """Seconds since the run began."""
         return self.now
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        """Nobody can run: jump, unless somebody waits for just that, or a call came from a thread (or from a signal)."""
+        """No task can run: jump, unless a task waits for just that, or a call came from a thread or a signal."""
         if self.now < deadline < math.inf:
             runner = inside.GLOBAL_RUN_CONTEXT.runner
             if runner.waiting_for_idle or runner.entry_queue.size():
@@ -131,7 +131,7 @@ class VirtualClock(trio.abc.Clock):
         return deadline - self.now
 
     def jump(self, seconds: float) -> None:
-        """It is so much later."""
+        """Move the time ahead by so many seconds."""
         self.now += seconds
 
 

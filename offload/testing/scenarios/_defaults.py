@@ -112,7 +112,7 @@ def stored_from(scenario: Scenario, tier: str) -> set[str]:
 
 
 def mix_labels(mix: Mix) -> list[str]:
-    """The containers of a mix."""
+    """The names of the containers of a mix."""
     return [f"m{i}" for i in range(mix.containers)]
 
 

@@ -9,7 +9,7 @@ Rule 1. A store that is complete has a good end on each of its routes: each bloc
 Rule 2. A lookup has patience (:func:`patience_of`), and is over by then: no silent tier keeps what the others have.
 
 What a tier of virtual time meets is met by whatever is asked of it, not only by copies: a dead peer raises, and one that stands
-still answers when it is over. A page store is asked over its socket, and needs nobody to pretend that.
+still answers when it is over. A page store is asked over its socket, and needs no such pretence.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 
 
 class FaultyQueries:
-    """A tier whose place answers questions as it copies: not at all while its peer is dead, later while it stands still."""
+    """A tier that answers questions as its model copies: with an error while its peer is dead, late while it is stalled."""
 
     if TYPE_CHECKING:
-        place: Any
+        model: Any
     asked_in_vain: int = 0
     """Questions that met a dead peer, or one that stands still."""
 
@@ -63,25 +63,25 @@ class FaultyQueries:
         Raises:
             OSError: its peer is dead.
         """
-        stall = self.place.window("stall")
-        self.asked_in_vain += stall is not None or self.place.window("peer_death") is not None
+        stall = self.model.window("stall")
+        self.asked_in_vain += stall is not None or self.model.window("peer_death") is not None
         if stall is not None:
-            stall.line.fired = True
+            stall.entry.fired = True
             await trio.sleep_until(stall.until)
-        self.place.check_alive()
+        self.model.check_peer()
 
     async def pin(self, keys: Sequence[Key]) -> Any:
-        """Ask, then hold."""
+        """Wait until the tier answers, then pin."""
         await self.answer()
         return await super().pin(keys)  # type: ignore[misc]
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Ask, then load."""
+        """Wait until the tier answers, then load."""
         await self.answer()
         return await super().load(lease, destination)  # type: ignore[misc, no-any-return]
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Ask, then delete."""
+        """Wait until the tier answers, then delete."""
         await self.answer()
         return await super().delete(keys)  # type: ignore[misc, no-any-return]
 
@@ -89,8 +89,8 @@ class FaultyQueries:
 class VirtualEngineTier(FaultyQueries, VirtualTier):
     """A tier of virtual time that is asked. While the end of its copies is unknown, that of its loads is, too."""
 
-    def __init__(self, place: TierModel, unproven: list[Pages]) -> None:
-        super().__init__(place)
+    def __init__(self, model: TierModel, unproven: list[Pages]) -> None:
+        super().__init__(model)
         self._unproven = unproven
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
@@ -104,11 +104,11 @@ class VirtualEngineTier(FaultyQueries, VirtualTier):
         if views is not None:
             written = {address for pages in self._unproven for address in pages.addresses}
             if not written.isdisjoint(views.addresses):
-                self.place.clashes.append(f"{self.name} loads to where a load without a proven end may still write")
-        window = self.place.window("unproven")
+                self.model.clashes.append(f"{self.name} loads to where a load without a proven end may still write")
+        window = self.model.window("unproven")
         if window is None or views is None:
             return await super().load(lease, destination)
-        window.line.fired = True
+        window.entry.fired = True
         self._unproven.append(views)
         error = Unknown(f"nobody knows how a load from {self.name} ended")
         raise ExceptionGroup(f"a load from {self.name}", [error]) if window.grouped else error
@@ -121,12 +121,12 @@ class VirtualEngineParts(PipelineSystem):
         self._unproven: list[Pages] = []
         super().__init__(world)
 
-    def _tier(self, place: TierModel) -> VirtualTier:
-        return VirtualEngineTier(place, self._unproven)
+    def _tier(self, model: TierModel) -> VirtualTier:
+        return VirtualEngineTier(model, self._unproven)
 
 
 class _HookInstrument(Every):
-    """Tells the world what is about to happen to the containers that somebody stored."""
+    """Tells the world what is about to happen to the containers that users stored."""
 
     def __init__(self, parts: PipelineSystem) -> None:
         self._parts = parts
@@ -144,7 +144,7 @@ class _HookInstrument(Every):
             self._parts.world.hook(hook, labels, "")
 
     def _all_went_on(self, container: OffloadContainer) -> None:
-        """Rule 1."""
+        """Check rule 1: what a complete store put into the first tier went on along each of its routes."""
         for name, route in (container.routes or {}).items():
             lost = set(container.completed).difference(route.completed, route.filtered)
             if lost:
@@ -155,7 +155,7 @@ class _HookInstrument(Every):
 
 
 class EngineSystem:
-    """An engine, behind the contract."""
+    """An engine as a system under test."""
 
     def __init__(self, parts: PipelineSystem, engine: Engine, patience: float) -> None:
         self._parts = parts
@@ -170,12 +170,12 @@ class EngineSystem:
 
     async def store(self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str) -> Ticket:
         """Take in a container: into the first tier, and down from there."""
-        parcel, parts = self._world.parcels[label], self._parts
-        parts._keep_alive(parcel)
+        request, parts = self._world.requests[label], self._parts
+        parts._keep_alive(request)
         blocks = None
         try:
-            blocks = parts._blocks(parts.tiers[self._world.pipelines[parcel.pipeline].source], parcel)
-            return await self._engine.store(blocks, precondition=parcel.after or NO_WAIT)
+            blocks = parts._blocks(parts.tiers[self._world.pipelines[request.pipeline].source], request)
+            return await self._engine.store(blocks, precondition=request.after or NO_WAIT)
         except (PipelineFull, PipelineClosed, CapacityError, MissingKeys, ValueError) as error:
             parts.ended(label)
             raise Refused(type(error).__name__) from error
@@ -199,7 +199,7 @@ class EngineSystem:
         return found
 
     async def load_from(self, tier: str, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
-        """From one tier, past the engine."""
+        """Load from one tier, without asking the engine."""
         return await self._parts.load_from(tier, keys)
 
     @asynccontextmanager
@@ -213,7 +213,7 @@ class EngineSystem:
             yield lambda: self._read(hit, len(keys))
 
     async def _lookup(self, keys: Sequence[Key]) -> Hit:
-        """Rule 2."""
+        """Look keys up, and check rule 2: the lookup is over when its timeout is."""
         began = trio.current_time()
         hit = await self._engine.lookup(keys, within=self._patience)
         took, jumps = trio.current_time() - began, self._world.jumps
@@ -246,7 +246,7 @@ class EngineSystem:
         return {key: bytes(pages[at]) for at, key in enumerate(keys)}
 
     async def delete(self, tier: str, keys: Sequence[Key]) -> None:
-        """Forget keys of one tier."""
+        """Delete keys of one tier."""
         await self._parts.delete(tier, keys)
 
     async def drain(self, pipeline: str) -> None:
@@ -315,7 +315,7 @@ def lookup_timeout_of(spec: EngineSpec) -> float:
 
 @asynccontextmanager
 async def running_engine(parts: PipelineSystem, patience: float = math.inf) -> AsyncIterator[EngineSystem]:
-    """An engine over these tiers, those that the scenario names. On the wall nobody's patience is measured."""
+    """An engine over these tiers, those that the scenario names. In a real run lookups have no bound."""
     world = parts.world
     spec = world.scenario.engine
     assert spec is not None

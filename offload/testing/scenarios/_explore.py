@@ -28,7 +28,7 @@ _SPOT: Final = re.compile(r"(\w+)@([^:@+]+):([^:@+]+):([1-9][0-9]*)")
 
 
 class NoSuchSpot(ValueError):
-    """This names no visit of a hook."""
+    """A text names no visit of a hook; the message says how one is written."""
 
 
 @attrs.frozen
@@ -46,7 +46,7 @@ class Spot:
         return f"{self.action}@{self.hook}:{self.who}:{self.visit}"
 
     def fault(self) -> Fault:
-        """It as a fault of a program."""
+        """Return it as a fault of a program."""
         if self.action == "cancel":
             return Fault(do="cancel", at_hook=self.hook, who=self.who, visit=self.visit)
         return Fault(do=self.action, at_hook=self.hook, of=self.who, visit=self.visit)
@@ -120,7 +120,7 @@ class Exploring:
         Playing(system=self.system).warm()
 
     def __call__(self, number: int) -> Report:
-        """One run."""
+        """Play the variant of this number."""
         return Playing(variant(self.scenario, self.variants[number]), self.base, self.system)(self.seed)
 
 

@@ -15,7 +15,7 @@ import trio
 from backends.abc import Key
 
 from ._defaults import first_destination, first_source
-from ._names import expand
+from ._names import expand, shown
 from ._program import (
     TICK,
     Fault,
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 class PlannedFault:
-    """One fault of a scenario, waiting for its moment."""
+    """One fault of a scenario, until its time or its hook comes."""
 
-    __slots__ = ("fault", "keys", "left", "line", "of", "who")
+    __slots__ = ("entry", "fault", "keys", "left", "of", "who")
 
     def __init__(self, fault: Fault) -> None:
         self.fault: Fault = fault
@@ -41,11 +41,11 @@ class PlannedFault:
         self.of: frozenset[str] = frozenset(expand(fault.of) or self.who)
         self.keys: tuple[Key, ...] = tuple([key.encode() for key in expand(fault.keys)])
         self.left: int = fault.visit
-        self.line: TraceEntry | None = None
+        self.entry: TraceEntry | None = None
 
     @property
     def name(self) -> str:
-        """What it is counted as."""
+        """The name it is counted by: ``cancel``, or ``cancel at post_claim``."""
         return f"{self.fault.do} at {self.fault.at_hook}" if self.fault.at_hook else self.fault.do
 
     def visit(self, world: VirtualWorld, who: Sequence[str], where: str) -> None:
@@ -56,156 +56,152 @@ class PlannedFault:
                 self.happen(world, who, where)
 
     def happen(self, world: VirtualWorld, who: Sequence[str] = (), where: str = "") -> None:
-        """Its moment has come. What it raises is a violation, and never the system's affair."""
+        """Make it happen now. What this raises is noted as a violation, and never reaches the system."""
         try:
             FAULTS[self.fault.do](world, self, (*(self.who or who),) * self.fault.times, where)
         except Exception:
             world.wrong("crash", f"the fault {self.name} raised: {traceback.format_exc()}")
 
 
-def plan_faults(scenario: Scenario, dice: Rng) -> Iterator[PlannedFault]:
+def plan_faults(scenario: Scenario, rng: Rng) -> Iterator[PlannedFault]:
     """The faults of a scenario that happen at all with this seed."""
     for i, fault in enumerate(scenario.fault):
-        if fault.p >= 1.0 or dice.chance(fault.p, "fault", i, "happens"):
+        if fault.p >= 1.0 or rng.chance(fault.p, "fault", i, "happens"):
             yield PlannedFault(fault)
 
 
 # --- to containers ------------------------------------------------------------------------------------------------
 
 
-def _cancel(world: VirtualWorld, planted: PlannedFault, who: Sequence[str], where: str) -> None:
-    line = planted.line = world.line_of(planted, who, where, "")
+def _cancel(world: VirtualWorld, planned: PlannedFault, who: Sequence[str], where: str) -> None:
+    entry = planned.entry = world.log_fault(planned, who, where, "")
     for label in who:
-        parcel = world.parcels.get(label)
-        if parcel is None or parcel.ticket is None:
+        request = world.requests.get(label)
+        if request is None or request.ticket is None:
             continue
-        line.fired |= parcel.alive
-        ask_cancel(world, parcel)
+        entry.fired |= request.alive
+        ask_cancel(world, request)
 
 
-def ask_cancel(world: VirtualWorld, parcel: Request) -> None:
-    """Ask for the cancel of a container, and have somebody wait for its confirmation."""
-    assert parcel.ticket is not None
-    note_cancel(world, parcel)
-    parcel.ticket.request_cancel()
-    world.askers.start_soon(await_cancel, world, parcel)
+def ask_cancel(world: VirtualWorld, request: Request) -> None:
+    """Ask for the cancel of a container, and start a task that waits for its confirmation."""
+    assert request.ticket is not None
+    note_cancel(world, request)
+    request.ticket.request_cancel()
+    world.askers.start_soon(await_cancel, world, request)
 
 
-def note_cancel(world: VirtualWorld, parcel: Request) -> None:
+def note_cancel(world: VirtualWorld, request: Request) -> None:
     """Its cancel is asked for now: whether that comes in time is decided now as well."""
-    world.step("cancel asked", parcel.label)
-    parcel.cancelled = True
-    if world.ledger is not None and world.ledger.cancel_is_in_time(parcel.ticket):
-        parcel.in_time = True
+    world.step("cancel asked", request.label)
+    request.cancelled = True
+    if world.ledger is not None and world.ledger.cancel_is_in_time(request.ticket):
+        request.in_time = True
 
 
-async def await_cancel(world: VirtualWorld, parcel: Request) -> None:
+async def await_cancel(world: VirtualWorld, request: Request) -> None:
     """Wait for the confirmation of a cancel."""
-    ticket = parcel.ticket
+    ticket = request.ticket
     assert ticket is not None
-    began, prompt = trio.current_time(), parcel.in_time and parcel.alive
+    began, prompt = trio.current_time(), request.in_time and request.alive
     with trio.CancelScope() as scope:
-        parcel.waiting.append(scope)
+        request.waiting.append(scope)
         try:
             await ticket.cancel()
         except Exception as error:
-            world.step("unconfirmed", parcel.label, type(error).__name__)
-            world.unconfirmed(parcel, error)
+            world.step("unconfirmed", request.label, type(error).__name__)
+            world.unconfirmed(request, error)
         else:
-            world.step("confirmed", parcel.label)
-            world.confirmed(parcel)
+            world.step("confirmed", request.label)
+            world.confirmed(request)
             if prompt:
-                world.prompt(parcel, began)
+                world.prompt(request, began)
         finally:
-            parcel.waiting.remove(scope)
+            request.waiting.remove(scope)
             if scope.cancel_called:
-                world.step("waiter gone", parcel.label)
+                world.step("waiter gone", request.label)
 
 
-def _abandon(world: VirtualWorld, planted: PlannedFault, who: Sequence[str], where: str) -> None:
-    line = planted.line = world.line_of(planted, who, where, "")
+def _abandon(world: VirtualWorld, planned: PlannedFault, who: Sequence[str], where: str) -> None:
+    entry = planned.entry = world.log_fault(planned, who, where, "")
     for label in who:
-        parcel = world.parcels.get(label)
-        if parcel is not None and parcel.storing is not None:
-            line.fired = True
-            parcel.storing.cancel()
+        request = world.requests.get(label)
+        if request is not None and request.storing is not None:
+            entry.fired = True
+            request.storing.cancel()
 
 
-def _cancel_waiter(world: VirtualWorld, planted: PlannedFault, who: Sequence[str], where: str) -> None:
-    line = planted.line = world.line_of(planted, who, where, "")
+def _cancel_waiter(world: VirtualWorld, planned: PlannedFault, who: Sequence[str], where: str) -> None:
+    entry = planned.entry = world.log_fault(planned, who, where, "")
     for label in who:
-        parcel = world.parcels.get(label)
-        for scope in list(parcel.waiting) if parcel is not None else ():
-            line.fired |= not scope.cancel_called
+        request = world.requests.get(label)
+        for scope in list(request.waiting) if request is not None else ():
+            entry.fired |= not scope.cancel_called
             scope.cancel()
 
 
 # --- to the system ------------------------------------------------------------------------------------------------
 
 
-def _cancel_host(world: VirtualWorld, planted: PlannedFault, who: Sequence[str], where: str) -> None:
-    line = planted.line = world.line_of(planted, (), where, "")
-    line.fired = world.busy()
+def _cancel_host(world: VirtualWorld, planned: PlannedFault, who: Sequence[str], where: str) -> None:
+    entry = planned.entry = world.log_fault(planned, (), where, "")
+    entry.fired = world.busy()
     world.close("cancel")
 
 
-def _shut_down(world: VirtualWorld, planted: PlannedFault, who: Sequence[str], where: str) -> None:
-    line = planted.line = world.line_of(planted, (), where, "")
-    line.fired = world.busy() and world.closed_at is None
+def _shut_down(world: VirtualWorld, planned: PlannedFault, who: Sequence[str], where: str) -> None:
+    entry = planned.entry = world.log_fault(planned, (), where, "")
+    entry.fired = world.busy() and world.closed_at is None
     world.close("close")
 
 
-def _clock(world: VirtualWorld, planted: PlannedFault, who: Sequence[str], where: str) -> None:
-    line = planted.line = world.line_of(planted, (), where, f"{planted.fault.ms} ms")
-    line.fired = world.busy()
-    world.jump(planted.fault.ms * TICK)
+def _clock(world: VirtualWorld, planned: PlannedFault, who: Sequence[str], where: str) -> None:
+    entry = planned.entry = world.log_fault(planned, (), where, f"{planned.fault.ms} ms")
+    entry.fired = world.busy()
+    world.jump(planned.fault.ms * TICK)
 
 
 # --- to blocks ----------------------------------------------------------------------------------------------------
 
 
-def _keys(world: VirtualWorld, planted: PlannedFault, who: Sequence[str]) -> tuple[Key, ...]:
+def _keys(world: VirtualWorld, planned: PlannedFault, who: Sequence[str]) -> tuple[Key, ...]:
     """Which blocks it is about: those named, or, at a hook, those of the containers it is about; none: all."""
-    if planted.keys or not planted.fault.at_hook:
-        return planted.keys
-    parcels = [world.parcels[label] for label in who if label in world.parcels]
-    return tuple(dict.fromkeys([key for parcel in parcels for key in parcel.keys]))
+    if planned.keys or not planned.fault.at_hook:
+        return planned.keys
+    requests = [world.requests[label] for label in who if label in world.requests]
+    return tuple(dict.fromkeys([key for request in requests for key in request.keys]))
 
 
-def _evict(world: VirtualWorld, planted: PlannedFault, who: Sequence[str], where: str) -> None:
-    tier = planted.fault.tier or first_source(world.scenario)
-    keys = _keys(world, planted, who)
-    line = planted.line = world.line_of(planted, (), tier, _said(keys))
-    line.fired = bool(world.evict(tier, keys, again=False))
+def _evict(world: VirtualWorld, planned: PlannedFault, who: Sequence[str], where: str) -> None:
+    tier = planned.fault.tier or first_source(world.scenario)
+    keys = _keys(world, planned, who)
+    entry = planned.entry = world.log_fault(planned, (), tier, shown(keys))
+    entry.fired = bool(world.evict(tier, keys, again=False))
 
 
-def _flip(world: VirtualWorld, planted: PlannedFault, who: Sequence[str], where: str) -> None:
-    place = world.places[planted.fault.tier or first_destination(world.scenario)]
-    keys = _keys(world, planted, who)
-    line = planted.line = world.line_of(planted, (), place.name, _said(keys))
-    if place.content is not None:
-        flipped = place.content.flip(keys)
-        place.flipped.update(flipped)
-        line.fired = bool(flipped)
+def _flip(world: VirtualWorld, planned: PlannedFault, who: Sequence[str], where: str) -> None:
+    model = world.tier_models[planned.fault.tier or first_destination(world.scenario)]
+    keys = _keys(world, planned, who)
+    entry = planned.entry = world.log_fault(planned, (), model.name, shown(keys))
+    if model.content is not None:
+        flipped = model.content.flip(keys)
+        model.flipped.update(flipped)
+        entry.fired = bool(flipped)
     else:
-        place.armed.update(dict.fromkeys(keys or world.all_keys, line))
+        model.flip_on_arrival.update(dict.fromkeys(keys or world.all_keys, entry))
 
 
 # --- to a tier, for a while ---------------------------------------------------------------------------------------
 
 
-def _window(world: VirtualWorld, planted: PlannedFault, who: Sequence[str], where: str) -> None:
-    fault = planted.fault
-    place = world.places[planted.fault.tier or first_destination(world.scenario)]
-    keys = _keys(world, planted, who) if fault.do in ("fail", "torn") else ()
-    note = f"for {fault.for_ms} ms" + (f": {_said(keys)}" if keys else "")
-    line = planted.line = world.line_of(planted, (), place.name, note)
+def _window(world: VirtualWorld, planned: PlannedFault, who: Sequence[str], where: str) -> None:
+    fault = planned.fault
+    model = world.tier_models[planned.fault.tier or first_destination(world.scenario)]
+    keys = _keys(world, planned, who) if fault.do in ("fail", "torn") else ()
+    note = f"for {fault.for_ms} ms" + (f": {shown(keys)}" if keys else "")
+    entry = planned.entry = world.log_fault(planned, (), model.name, note)
     until = trio.current_time() + fault.for_ms * TICK
-    place.opens(FaultWindow(fault.do, until, frozenset(keys), line, fault.ms, fault.by, fault.grouped))
-
-
-def _said(keys: Sequence[Key]) -> str:
-    return ",".join([key.decode(errors="backslashreplace") for key in keys])
+    model.open_window(FaultWindow(fault.do, until, frozenset(keys), entry, fault.ms, fault.by, fault.grouped))
 
 
 _Act = Callable[["VirtualWorld", PlannedFault, Sequence[str], str], None]

@@ -76,7 +76,7 @@ def nearest_line(lines: Mapping[TomlPath, int], path: TomlPath) -> int:
 
 
 class _Scan:
-    """A walk through a document."""
+    """Scans a valid document once, and notes the line of every value."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -63,7 +63,7 @@ _BELOW: Final[Sequence[Below]] = (
 
 
 def generate(seed: int) -> Scenario:
-    """The program of a seed."""
+    """Return the random program of a seed."""
     return Draft(Rng(seed)).scenario()
 
 
@@ -71,7 +71,7 @@ def generate(seed: int) -> Scenario:
 class Draft:
     """A program while it is being written."""
 
-    dice: Rng
+    rng: Rng
     engine: Below | None = None
     """What leads to the tiers of an engine behind its first one, if this is to be one."""
     puts: list[PlannedStore] = attrs.Factory(list)
@@ -81,43 +81,43 @@ class Draft:
     held: list[str] = attrs.Factory(list)
     """What the first destination has from the start."""
     read: list[PlannedStore] = attrs.Factory(list)
-    """What of that somebody reads, and holds for a while."""
+    """What of that readers hold for a while."""
     drops: bool = False
     """Where there is no room in the budget, weak containers are dropped."""
     loads: int = 0
 
     def scenario(self) -> Scenario:
-        dice = self.dice
+        rng = self.rng
         below = self.engine
-        twin = below is None and dice.chance(0.2, "twin")
+        twin = below is None and rng.chance(0.2, "twin")
         if below is None:
-            below = dice.pick(_BELOW, "below") if dice.chance(0.2, "route") else _NOTHING_BELOW
-        capacity = dice.pick([4, 8, 16, AMPLE, AMPLE, AMPLE], "capacity")
+            below = rng.pick(_BELOW, "below") if rng.chance(0.2, "route") else _NOTHING_BELOW
+        capacity = rng.pick([4, 8, 16, AMPLE, AMPLE, AMPLE], "capacity")
         main = self._main(capacity)
         budget = main.budget_blocks or AMPLE_BUDGET
         self.drops = main.on_overflow == "drop"
         self._stores(twin, budget)
-        for i in range(dice.pick([1, 1, 1, 2], "prefixes")):
+        for i in range(rng.pick([1, 1, 1, 2], "prefixes")):
             self._prefix(i, min(capacity, budget))
         tiers = self._tiers(below, capacity)
         pipelines = {"main": msgspec.structs.replace(main, chain=_from("host", below), policies=self._policies())}
         if twin:
             pipelines["twin"] = self._twin()
         for name, (source, to) in below.items():
-            patience = dice.pick([4, 100], name, "timeout")
+            patience = rng.pick([4, 100], name, "timeout")
             pipelines[name] = PipelineSpec(
-                source=source, to=to, chain=_from(to, below), destination_ms=patience, flush_ms=dice.pick([1, 10], name)
+                source=source, to=to, chain=_from(to, below), destination_ms=patience, flush_ms=rng.pick([1, 10], name)
             )
         self._disturb(tiers)
         host = tiers["host"]
         return Scenario(
-            name=f"seed {dice.seed}",
-            seed=dice.seed,
+            name=f"seed {rng.seed}",
+            seed=rng.seed,
             tier=tiers,
             pipeline=pipelines,
             step=sorted(self.steps, key=lambda step: step.at_ms),
             fault=FaultPlan(
-                dice,
+                rng,
                 self.puts,
                 read=self.read,
                 below=[to for _, to in below.values()],
@@ -127,90 +127,90 @@ class Draft:
             ).all(),
         )
 
-    # -- the house -----------------------------------------------------------------------------------------------------
+    # -- tiers and pipelines -------------------------------------------------------------------------------------------
 
     def _main(self, capacity: int) -> PipelineSpec:
-        dice = self.dice
-        budget = dice.pick([8, 16, 24, AMPLE_BUDGET, AMPLE_BUDGET], "budget")
-        most = min(dice.pick([1, 2, 4, 8, 16], "max_batch_size"), budget)
+        rng = self.rng
+        budget = rng.pick([8, 16, 24, AMPLE_BUDGET, AMPLE_BUDGET], "budget")
+        most = min(rng.pick([1, 2, 4, 8, 16], "max_batch_size"), budget)
         full: tuple[WhenFull, ...] = ("wait", "wait", "evict", "partial", "fail")
-        if capacity < AMPLE:  # nobody deletes as much as is stored
+        if capacity < AMPLE:  # less is deleted than is stored
             full = ("wait", "evict", "evict", "partial", "fail")
         return PipelineSpec(
             to="host",
             max_batch_size=most,
-            min_batch_size=1 + dice.below(most, "min_batch_size"),
-            flush_ms=dice.pick([0, 1, 4, 10], "flush_interval"),
-            policy_ms=dice.pick([2, 4, 40], "policy_timeout"),
-            on_policy_error=dice.pick(["filter", "fail"], "on_policy_error"),
-            max_waiting_policies=dice.pick([1, 2, 64], "max_waiting_policies"),
-            precondition_ms=dice.pick([8, 20, 200, 200, 200], "precondition_timeout"),
-            max_concurrent_transfers=dice.pick([1, 2, 2, 3], "slots"),
-            on_destination_full=dice.pick(full, "full"),
-            destination_ms=dice.pick([4, 10, 100, 100], "destination_timeout"),
-            transfer_ms=dice.pick([6, 20, *[1000] * 10], "transfer_timeout"),
-            drain_ms=dice.pick([0, 4, 100, 1000], "drain_timeout"),
+            min_batch_size=1 + rng.below(most, "min_batch_size"),
+            flush_ms=rng.pick([0, 1, 4, 10], "flush_interval"),
+            policy_ms=rng.pick([2, 4, 40], "policy_timeout"),
+            on_policy_error=rng.pick(["filter", "fail"], "on_policy_error"),
+            max_waiting_policies=rng.pick([1, 2, 64], "max_waiting_policies"),
+            precondition_ms=rng.pick([8, 20, 200, 200, 200], "precondition_timeout"),
+            max_concurrent_transfers=rng.pick([1, 2, 2, 3], "slots"),
+            on_destination_full=rng.pick(full, "full"),
+            destination_ms=rng.pick([4, 10, 100, 100], "destination_timeout"),
+            transfer_ms=rng.pick([6, 20, *[1000] * 10], "transfer_timeout"),
+            drain_ms=rng.pick([0, 4, 100, 1000], "drain_timeout"),
             budget_blocks=budget,
-            on_overflow=dice.pick(["wait", "wait", "drop"], "overflow"),
+            on_overflow=rng.pick(["wait", "wait", "drop"], "overflow"),
         )
 
     def _twin(self) -> PipelineSpec:
-        dice = self.dice
+        rng = self.rng
         return PipelineSpec(
             to="host",
-            destination_ms=dice.pick([4, 100], "twin timeout"),
-            flush_ms=dice.pick([0, 4], "twin flush"),
-            max_concurrent_transfers=1 + dice.below(2, "twin slots"),
-            on_destination_full=dice.pick(["wait", "evict", "partial", "fail"], "twin full"),
+            destination_ms=rng.pick([4, 100], "twin timeout"),
+            flush_ms=rng.pick([0, 4], "twin flush"),
+            max_concurrent_transfers=1 + rng.below(2, "twin slots"),
+            on_destination_full=rng.pick(["wait", "evict", "partial", "fail"], "twin full"),
         )
 
     def _tiers(self, below: Below, capacity: int) -> dict[str, TierSpec]:
-        dice = self.dice
-        held = self.held + (sample(dice, SHARED, 0.2, "held") if dice.chance(0.2, "holds") else [])
+        rng = self.rng
+        held = self.held + (sample(rng, SHARED, 0.2, "held") if rng.chance(0.2, "holds") else [])
         tiers = {
             "device": TierSpec(capacity=512, block_bytes=BLOCK_BYTES),
             "host": TierSpec(
                 capacity=capacity,
                 block_bytes=BLOCK_BYTES,
-                latency_ms=dice.pick([0, 1, 1, 2, 3, 5], "latency"),
-                bytes_per_ms=dice.pick([0, 0, BLOCK_BYTES, 4 * BLOCK_BYTES], "bandwidth"),
+                latency_ms=rng.pick([0, 1, 1, 2, 3, 5], "latency"),
+                bytes_per_ms=rng.pick([0, 0, BLOCK_BYTES, 4 * BLOCK_BYTES], "bandwidth"),
                 holds=compress(held[:capacity]),
             ),
         }
         for _, to in below.values():
             tiers[to] = TierSpec(
-                capacity=dice.pick([4, AMPLE], to, "capacity"),
+                capacity=rng.pick([4, AMPLE], to, "capacity"),
                 block_bytes=BLOCK_BYTES,
-                latency_ms=dice.below(4, to, "latency"),
+                latency_ms=rng.below(4, to, "latency"),
             )
         return tiers
 
     def _policies(self) -> list[PolicySpec]:
-        return [self._policy(i) for i in range(self.dice.pick([0, 0, 1, 1, 2, 3], "policies"))]
+        return [self._policy(i) for i in range(self.rng.pick([0, 0, 1, 1, 2, 3], "policies"))]
 
     def _policy(self, i: int) -> PolicySpec:
-        dice, where = self.dice, ("policy", i)
+        rng, where = self.rng, ("policy", i)
 
         def keys_with(p: float) -> str:
             known = dict.fromkeys([*SHARED, *[key for put in self.puts for key in put.keys]])
-            return compress(sample(dice, [*known], p, *where, "keys") or SHARED[:1])
+            return compress(sample(rng, [*known], p, *where, "keys") or SHARED[:1])
 
         kinds = ["present", "reject", "sleep", "raise", "lock", "lock now", "cancel", "hang"]
-        match dice.pick(kinds, *where):
+        match rng.pick(kinds, *where):
             case "present":
                 return PolicySpec(do="present", tier="host")
             case "reject":
                 return PolicySpec(do="reject", keys=keys_with(0.25))
             case "sleep":
-                return PolicySpec(do="sleep", ms=1 + dice.below(6, *where, "ms"), keys=keys_with(0.2))
+                return PolicySpec(do="sleep", ms=1 + rng.below(6, *where, "ms"), keys=keys_with(0.2))
             case "raise":
-                return PolicySpec(do="raise", keys=keys_with(0.08), ms=dice.pick([0, 0, 1, 3], *where, "ms"))
+                return PolicySpec(do="raise", keys=keys_with(0.08), ms=rng.pick([0, 0, 1, 3], *where, "ms"))
             case "lock":
-                return PolicySpec(do="lock", ms=1 + dice.below(4, *where, "ms"), p=0.5)
+                return PolicySpec(do="lock", ms=1 + rng.below(4, *where, "ms"), p=0.5)
             case "lock now":
                 return PolicySpec(do="lock")
             case "cancel":
-                who = [put.label for put in self.puts if dice.chance(0.3, *where, put.label)]
+                who = [put.label for put in self.puts if rng.chance(0.3, *where, put.label)]
                 return PolicySpec(do="cancel", who=compress(who or [self.puts[0].label]), p=0.2)
             case _:
                 return PolicySpec(do="hang", keys=keys_with(0.03))
@@ -218,22 +218,22 @@ class Draft:
     # -- the load ------------------------------------------------------------------------------------------------------
 
     def _stores(self, twin: bool, budget: int) -> None:
-        dice = self.dice
-        for i in range(3 + dice.below(16, "stores")):
+        rng = self.rng
+        for i in range(3 + rng.below(16, "stores")):
             where = ("store", i)
-            pipeline = "twin" if twin and dice.chance(0.4, *where, "twin") else ""
-            self._store(f"s{i}", dice.below(SPAN, *where, "at"), where, pipeline)
-        if dice.chance(0.6 if budget < AMPLE_BUDGET else 0.2, "burst"):
+            pipeline = "twin" if twin and rng.chance(0.4, *where, "twin") else ""
+            self._store(f"s{i}", rng.below(SPAN, *where, "at"), where, pipeline)
+        if rng.chance(0.6 if budget < AMPLE_BUDGET else 0.2, "burst"):
             self._burst(budget)
 
     def _burst(self, budget: int) -> None:
         """Several at once; where the budget is small, more than fit in."""
-        dice = self.dice
+        rng = self.rng
         least = budget // 4 if budget < AMPLE_BUDGET else 0
-        labels = [f"b{i}" for i in range(2 + dice.below(6, "burst", "many"))]
-        at, per = dice.below(SPAN, "burst", "at"), 1 + least + dice.below(2, "burst", "per")
-        how: Any = dice.pick(["wait", "wait", "wait", "now", "many", "many"], "burst", "how")
-        kind: Any = dice.pick(["weak", "weak", "strong"], "burst", "kind")
+        labels = [f"b{i}" for i in range(2 + rng.below(6, "burst", "many"))]
+        at, per = rng.below(SPAN, "burst", "at"), 1 + least + rng.below(2, "burst", "per")
+        how: Any = rng.pick(["wait", "wait", "wait", "now", "many", "many"], "burst", "how")
+        kind: Any = rng.pick(["weak", "weak", "strong"], "burst", "kind")
         self.puts += [
             PlannedStore(label, at, tuple([f"{label}.{n}" for n in range(per)]), waits=self._waits(how, kind))
             for label in labels
@@ -245,62 +245,62 @@ class Draft:
 
     def _prefix(self, i: int, room: int) -> None:
         """What comes again and again: stored in peace, read, grown, taken away, stored once more, and read again."""
-        dice, where = self.dice, ("prefix", i)
-        keys = [f"p{i}.{n}" for n in range(min(2 + dice.below(4, *where, "n"), room))]
-        at = 10 + dice.below(20, *where, "at")
-        if dice.chance(0.5, *where, "held"):
+        rng, where = self.rng, ("prefix", i)
+        keys = [f"p{i}.{n}" for n in range(min(2 + rng.below(4, *where, "n"), room))]
+        at = 10 + rng.below(20, *where, "at")
+        if rng.chance(0.5, *where, "held"):
             self.held += keys
-            if dice.chance(0.8, *where, "held on to"):
+            if rng.chance(0.8, *where, "held on to"):
                 self._hold_on(keys, where)
         else:
             self._at(at, store=StoreStep(id=f"p{i}", per=len(keys)))  # and no fault is aimed at it
-        read = at + 28 + dice.below(12, *where, "read")
+        read = at + 28 + rng.below(12, *where, "read")
         self._load(read, keys)
-        if dice.chance(0.4, *where, "grows"):
+        if rng.chance(0.4, *where, "grows"):
             longer = [*keys, f"q{i}.0"][-room:]
-            self._turn(f"q{i}", read + dice.below(6, *where, "grows at"), longer, where)
-        if dice.chance(0.5, *where, "gone"):
-            gone = read + 2 + dice.below(8, *where, "gone at")
-            self._at(gone, delete=KeysStep(keys=compress(keys[dice.below(len(keys), *where, "from") :])))
-            self._load(gone + dice.below(4, *where, "missed at"), keys)
-            if dice.chance(0.6, *where, "again"):
-                self._turn(f"r{i}", gone + 1 + dice.below(4, *where, "again at"), keys, where)
-        for time in range(1 + dice.below(2, *where, "times")):
-            self._load(read + 24 + dice.below(24, *where, "read again", time), keys)
+            self._turn(f"q{i}", read + rng.below(6, *where, "grows at"), longer, where)
+        if rng.chance(0.5, *where, "gone"):
+            gone = read + 2 + rng.below(8, *where, "gone at")
+            self._at(gone, delete=KeysStep(keys=compress(keys[rng.below(len(keys), *where, "from") :])))
+            self._load(gone + rng.below(4, *where, "missed at"), keys)
+            if rng.chance(0.6, *where, "again"):
+                self._turn(f"r{i}", gone + 1 + rng.below(4, *where, "again at"), keys, where)
+        for time in range(1 + rng.below(2, *where, "times")):
+            self._load(read + 24 + rng.below(24, *where, "read again", time), keys)
 
     def _hold_on(self, keys: Sequence[str], where: tuple[object, ...]) -> None:
-        """Hold what is there from the start while others store, and need the room; and perhaps somebody would delete it."""
-        dice = self.dice
-        at, hold = dice.below(8, *where, "early"), dice.pick([8, 24, 40], *where, "for")
+        """Hold what is there from the start while others store, and need the room; and perhaps try to delete it."""
+        rng = self.rng
+        at, hold = rng.below(8, *where, "early"), rng.pick([8, 24, 40], *where, "for")
         self._load(at, keys, hold=hold)
         self.read.append(PlannedStore("", at, tuple(keys), within=hold))
-        if dice.chance(0.5, *where, "deleted"):
-            self._at(at + 1 + dice.below(hold, *where, "deleted at"), delete=KeysStep(keys=compress(keys)))
+        if rng.chance(0.5, *where, "deleted"):
+            self._at(at + 1 + rng.below(hold, *where, "deleted at"), delete=KeysStep(keys=compress(keys)))
 
     def _turn(self, label: str, at: int, keys: Sequence[str], where: tuple[object, ...]) -> None:
-        kind: Any = self.dice.pick(["weak", "strong"], *where, label)
+        kind: Any = self.rng.pick(["weak", "strong"], *where, label)
         self._at(at, store=StoreStep(id=label, keys=compress(keys), per=len(keys), kind=kind))
         self.puts.append(PlannedStore(label, at, tuple(keys)))
 
     def _load(self, at: int, keys: Sequence[str], tier: str = "", hold: int | None = None) -> None:
-        """Read, and perhaps hold that for a while; perhaps beside somebody who holds the same, and lets go before or after."""
-        dice, where, long = self.dice, ("hold", self.loads), hold is not None
+        """Read, and perhaps hold that for a while; perhaps beside another reader of the same, which lets go before or after."""
+        rng, where, long = self.rng, ("hold", self.loads), hold is not None
         if hold is None:
-            hold = dice.pick(HOLDS, *where)
+            hold = rng.pick(HOLDS, *where)
         self._read(at, keys, tier, hold)
-        if hold and dice.chance(0.8 if long else 0.2, *where, "beside"):
-            self._read(at + dice.below(hold, *where, "beside at"), keys, tier, dice.pick([2, 16], *where, "beside for"))
+        if hold and rng.chance(0.8 if long else 0.2, *where, "beside"):
+            self._read(at + rng.below(hold, *where, "beside at"), keys, tier, rng.pick([2, 16], *where, "beside for"))
 
     def _read(self, at: int, keys: Sequence[str], tier: str, hold: int) -> None:
         self._at(at, load=LoadStep(id=f"l{self.loads}", keys=compress(keys), tier=tier, hold_ms=hold))
         self.loads += 1
 
     def _store(self, label: str, at: int, where: tuple[object, ...], pipeline: str) -> None:
-        dice = self.dice
-        kind: Any = dice.pick(["weak", "weak", "weak", "strong", "external"], *where, "kind")
-        n = dice.pick([0, 1, 1, 2, 2, 3, 4, 6], *where, "n")
-        own = kind == "external" or n == 0 or dice.chance(0.5, *where, "own")
-        start = dice.below(len(SHARED), *where, "start")
+        rng = self.rng
+        kind: Any = rng.pick(["weak", "weak", "weak", "strong", "external"], *where, "kind")
+        n = rng.pick([0, 1, 1, 2, 2, 3, 4, 6], *where, "n")
+        own = kind == "external" or n == 0 or rng.chance(0.5, *where, "own")
+        start = rng.below(len(SHARED), *where, "start")
         keys = [f"{label}.{i}" for i in range(n)] if own else [*SHARED, *SHARED][start : start + n]
         after, any_of = self._after(label, at, where)
         step = StoreStep(
@@ -309,7 +309,7 @@ class Draft:
             per=n,
             kind=kind,
             pipeline=pipeline,
-            how=dice.pick(["now", "many", "wait", "wait", "wait"], *where, "how"),
+            how=rng.pick(["now", "many", "wait", "wait", "wait"], *where, "how"),
             after=after,
             any_of=any_of,
         )
@@ -322,25 +322,25 @@ class Draft:
 
     def _after(self, label: str, at: int, where: tuple[object, ...]) -> tuple[list[After], bool]:
         """What must hold before a container may be read, and whether one of it is enough."""
-        dice = self.dice
-        ms = dice.below(dice.pick([6, 12, 30], *where, "opens within"), *where, "opens")
+        rng = self.rng
+        ms = rng.below(rng.pick([6, 12, 30], *where, "opens within"), *where, "opens")
         kinds = [*["none"] * 8, "set", "trio", "thread", "sleep", "raise", "never", "all", "any", "stubborn", "shared"]
-        match dice.pick(kinds, *where, "precondition"):
+        match rng.pick(kinds, *where, "precondition"):
             case "none":
                 return [], False
             case "set":
-                return [After(made_of=dice.pick(["trio", "thread", "async"], *where, "as"))], False
+                return [After(made_of=rng.pick(["trio", "thread", "async"], *where, "as"))], False
             case "trio" | "thread" as made_of:
-                if dice.chance(0.5, *where, "by an event"):
+                if rng.chance(0.5, *where, "by an event"):
                     self._at(at + ms, fire=f"e-{label}")
                     return [After(event=f"e-{label}", made_of=made_of)], False
                 return [After(ms=ms, made_of=made_of)], False
             case "sleep":
                 return [After(ms=ms, made_of="async")], False
             case "raise":
-                return [After(ms=ms, do="raise", made_of=dice.pick(["async", "stubborn"], *where, "as"))], False
+                return [After(ms=ms, do="raise", made_of=rng.pick(["async", "stubborn"], *where, "as"))], False
             case "never":
-                return [After(do="never", made_of=dice.pick(["trio", "async"], *where, "as"))], False
+                return [After(do="never", made_of=rng.pick(["trio", "async"], *where, "as"))], False
             case "all":
                 return [After(ms=ms), After(ms=max(ms - 1, 0), made_of="thread"), After(ms=ms, made_of="async")], False
             case "any":
@@ -348,33 +348,33 @@ class Draft:
             case "stubborn":
                 return [After(ms=ms, made_of="stubborn")], False
             case _:
-                self._at(dice.below(40, "shared event"), fire="e")
+                self._at(rng.below(40, "shared event"), fire="e")
                 return [After(event="e")], False
 
     def _disturb(self, tiers: Mapping[str, TierSpec]) -> None:
         """What else is done meanwhile: it takes away, reads, waits, and ends."""
-        dice, lower = self.dice, [name for name in tiers if name not in ("device", "host")]
-        for i in range(dice.below(4, "evictions")):
-            keys = sample(dice, SHARED, 0.4, "evict", i, "keys")
+        rng, lower = self.rng, [name for name in tiers if name not in ("device", "host")]
+        for i in range(rng.below(4, "evictions")):
+            keys = sample(rng, SHARED, 0.4, "evict", i, "keys")
             if keys:
-                again = dice.chance(0.5, "evict", i, "again")
-                self._at(dice.below(40, "evict", i), evict=KeysStep(keys=compress(keys), again=again))
-        for i in range(dice.below(3, "deletions")):
-            keys = sample(dice, SHARED, 0.5, "delete", i, "keys")
+                again = rng.chance(0.5, "evict", i, "again")
+                self._at(rng.below(40, "evict", i), evict=KeysStep(keys=compress(keys), again=again))
+        for i in range(rng.below(3, "deletions")):
+            keys = sample(rng, SHARED, 0.5, "delete", i, "keys")
             if keys:
-                tier = dice.pick(lower, "delete", i, "which") if lower and dice.chance(0.3, "delete", i, "tier") else ""
-                self._at(dice.below(60, "delete", i), delete=KeysStep(tier=tier, keys=compress(keys)))
-        for i in range(dice.below(4, "loads") if self.plain else 0):
-            put = dice.pick(self.plain, "load", i, "of")
-            tier = dice.pick(lower, "load", i, "which") if lower and dice.chance(0.3, "load", i, "tier") else ""
-            self._load(put.at_ms + 30 + dice.below(40, "load", i), put.keys, tier)
-        if dice.chance(0.2, "drains"):
-            self._at(dice.below(40, "drain"), drain="main")
-        if dice.chance(0.1, "releases"):
-            self._at(20 + dice.below(60, "release"), release="main")
-        if dice.chance(0.2, "ends early"):
-            how: Any = dice.pick(["leave", "close", "cancel", "cancel", "raise"], "ending")
-            self._at(8 + dice.below(50, "ends"), close=CloseStep(how=how))
+                tier = rng.pick(lower, "delete", i, "which") if lower and rng.chance(0.3, "delete", i, "tier") else ""
+                self._at(rng.below(60, "delete", i), delete=KeysStep(tier=tier, keys=compress(keys)))
+        for i in range(rng.below(4, "loads") if self.plain else 0):
+            put = rng.pick(self.plain, "load", i, "of")
+            tier = rng.pick(lower, "load", i, "which") if lower and rng.chance(0.3, "load", i, "tier") else ""
+            self._load(put.at_ms + 30 + rng.below(40, "load", i), put.keys, tier)
+        if rng.chance(0.2, "drains"):
+            self._at(rng.below(40, "drain"), drain="main")
+        if rng.chance(0.1, "releases"):
+            self._at(20 + rng.below(60, "release"), release="main")
+        if rng.chance(0.2, "ends early"):
+            how: Any = rng.pick(["leave", "close", "cancel", "cancel", "raise"], "ending")
+            self._at(8 + rng.below(50, "ends"), close=CloseStep(how=how))
 
     def _at(self, at_ms: int, **verb: Any) -> None:
         step = Step(at_ms=at_ms, **verb)
@@ -401,45 +401,45 @@ _LOOKUP_MS: Final = 12
 
 
 def generate_engine(seed: int) -> Scenario:
-    """The program of a seed."""
-    dice = Rng(seed)
-    below = dice.pick(_TIERS, "engine")
-    plain = Draft(dice, engine=below).scenario()
+    """Return the random program of a seed."""
+    rng = Rng(seed)
+    below = rng.pick(_TIERS, "engine")
+    plain = Draft(rng, engine=below).scenario()
     main = msgspec.structs.replace(plain.pipeline["main"], chain=[], policies=[])
     names = ["host", *below]
-    tiers = _holding(dice, plain.tier, names)
+    tiers = _holding(rng, plain.tier, names)
     return msgspec.structs.replace(
         plain,
         name=f"engine, seed {seed}",
-        engine=_engine(dice, names),
+        engine=_engine(rng, names),
         tier=tiers,
         pipeline={"main": main},
-        step=sorted([*map(_of_an_engine, plain.step), *_readers(dice, plain)], key=lambda step: step.at_ms),
-        fault=[fault for fault in plain.fault if fault.do != "shut_down"] + list(_breaks(dice, names)),
+        step=sorted([*map(_of_an_engine, plain.step), *_readers(rng, plain)], key=lambda step: step.at_ms),
+        fault=[fault for fault in plain.fault if fault.do != "shut_down"] + list(_breaks(rng, names)),
     )
 
 
-def _engine(dice: Rng, names: list[str]) -> EngineSpec:
-    wait = dice.pick([4, 8, 24], "first wait")
+def _engine(rng: Rng, names: list[str]) -> EngineSpec:
+    wait = rng.pick([4, 8, 24], "first wait")
     return EngineSpec(
         tiers=names,
-        promote=dice.chance(0.6, "promote"),
-        on_load_failure=dice.pick(["miss", "retry"], "on_load_failure"),
-        max_faults=dice.pick([1, 2, 3, 3], "max_faults"),
+        promote=rng.chance(0.6, "promote"),
+        on_load_failure=rng.pick(["miss", "retry"], "on_load_failure"),
+        max_faults=rng.pick([1, 2, 3, 3], "max_faults"),
         first_wait_ms=wait,
-        longest_wait_ms=wait * dice.pick([1, 2], "longest wait"),
-        call_ms=dice.pick([4, 20, 5_120], "call"),
+        longest_wait_ms=wait * rng.pick([1, 2], "longest wait"),
+        call_ms=rng.pick([4, 20, 5_120], "call"),
         lookup_ms=_LOOKUP_MS,
-        load_ms=dice.pick([24, 60, 5_120], "load time"),
+        load_ms=rng.pick([24, 60, 5_120], "load time"),
     )
 
 
-def _holding(dice: Rng, tiers: Mapping[str, TierSpec], names: Sequence[str]) -> dict[str, TierSpec]:
+def _holding(rng: Rng, tiers: Mapping[str, TierSpec], names: Sequence[str]) -> dict[str, TierSpec]:
     """What was to be in the first tier from the start is in some of them."""
     held = expand(tiers["host"].holds)
     return {
         name: msgspec.structs.replace(
-            spec, holds=compress(sample(dice, held, 0.6, "holds", name)[: spec.capacity]) if name in names else ""
+            spec, holds=compress(sample(rng, held, 0.6, "holds", name)[: spec.capacity]) if name in names else ""
         )
         for name, spec in tiers.items()
     }
@@ -459,27 +459,27 @@ def _of_an_engine(step: Step) -> Step:
     return msgspec.structs.replace(step, **changed) if changed else step
 
 
-def _readers(dice: Rng, plain: Scenario) -> Iterator[Step]:
+def _readers(rng: Rng, plain: Scenario) -> Iterator[Step]:
     """Those who read what several have stored, while tiers break, and when all is well again."""
     read = [step.load.keys for step in plain.step if step.load is not None]
-    for i in range(3 + dice.below(4, "readers")):
+    for i in range(3 + rng.below(4, "readers")):
         where = ("reader", i)
-        keys = dict.fromkeys([key for n in range(2) for key in expand(dice.pick(read, *where, n))])
-        hold = dice.pick([0, 0, 6, 20], *where, "hold")
+        keys = dict.fromkeys([key for n in range(2) for key in expand(rng.pick(read, *where, n))])
+        hold = rng.pick([0, 0, 6, 20], *where, "hold")
         yield Step(
-            at_ms=dice.below(_LAST, *where, "at"), load=LoadStep(id=f"x{i}", keys=compress([*keys]), hold_ms=hold)
+            at_ms=rng.below(_LAST, *where, "at"), load=LoadStep(id=f"x{i}", keys=compress([*keys]), hold_ms=hold)
         )
 
 
-def _breaks(dice: Rng, names: list[str]) -> Iterator[Fault]:
+def _breaks(rng: Rng, names: list[str]) -> Iterator[Fault]:
     """Tiers that do not answer for a while."""
-    for i in range(dice.below(4, "breaks")):
+    for i in range(rng.below(4, "breaks")):
         where = ("break", i)
         yield Fault(
-            do=dice.pick(["peer_death", "peer_death", "stall"], *where),
-            tier=dice.pick(names, *where, "tier"),
-            at_ms=dice.below(_LAST - 60, *where, "at"),
-            for_ms=dice.pick([3, 10, 50], *where, "for"),
+            do=rng.pick(["peer_death", "peer_death", "stall"], *where),
+            tier=rng.pick(names, *where, "tier"),
+            at_ms=rng.below(_LAST - 60, *where, "at"),
+            for_ms=rng.pick([3, 10, 50], *where, "for"),
         )
 
 

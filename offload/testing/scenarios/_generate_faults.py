@@ -75,14 +75,14 @@ _CROWD: Final = 4
 
 @attrs.frozen
 class PlannedStore:
-    """A container to come."""
+    """A container that the program will store."""
 
     label: str
     """Its name; empty: no container, but what a reader holds."""
     at_ms: int
     """When it is stored, or read."""
     keys: tuple[str, ...]
-    """Of its blocks."""
+    """Keys of its blocks."""
     kept: bool = False
     """The engine keeps its blocks alive."""
     waits: bool = False
@@ -95,8 +95,8 @@ class PlannedStore:
 class FaultPlan:
     """The faults of a program, aimed at its containers."""
 
-    dice: Rng
-    """Of the program."""
+    rng: Rng
+    """The choices of the program's seed."""
     puts: Sequence[PlannedStore]
     """Its containers."""
     read: Sequence[PlannedStore]
@@ -112,16 +112,16 @@ class FaultPlan:
     _orders: dict[FaultKind, Sequence[PlannedStore]] = attrs.Factory(dict)
 
     def all(self) -> list[Fault]:
-        """All of them."""
-        dice, kinds = self.dice, self._kinds()
+        """Draw all faults of the program."""
+        rng, kinds = self.rng, self._kinds()
         most = {kind: self._most(kind) for kind in kinds}
         low, high = COUNT
         weighted = [kind for kind in kinds if most[kind] for _ in range(_WEIGHTS[kind])]
         faults: list[Fault] = []
-        for i in range(low + dice.below(high - low + 1, "faults")):
+        for i in range(low + rng.below(high - low + 1, "faults")):
             if not weighted:
                 break
-            kind = dice.pick(weighted, "fault", i, "what")
+            kind = rng.pick(weighted, "fault", i, "what")
             most[kind] -= 1
             if not most[kind]:
                 weighted = [other for other in weighted if other != kind]
@@ -129,9 +129,9 @@ class FaultPlan:
         return faults
 
     def _kinds(self) -> list[FaultKind]:
-        """Those of this program."""
-        chosen = [kind for kind in _WEIGHTS if self.dice.chance(_LIKELY.get(kind, 0.55), "kind", kind)]
-        return [*dict.fromkeys([*chosen, *self.dice.pick(_AT_LEAST, "at least")])]
+        """Draw which kinds of faults this program has."""
+        chosen = [kind for kind in _WEIGHTS if self.rng.chance(_LIKELY.get(kind, 0.55), "kind", kind)]
+        return [*dict.fromkeys([*chosen, *self.rng.pick(_AT_LEAST, "at least")])]
 
     def _most(self, kind: FaultKind) -> int:
         """How often a kind may occur: not much more often than there is something for it to hit."""
@@ -139,7 +139,7 @@ class FaultPlan:
             return 1
         containers = len(self.puts)
         if kind in _HARSH:
-            return 1 + self.dice.below(3, "most", kind)
+            return 1 + self.rng.below(3, "most", kind)
         if kind == "abandon":
             return min(4, len(self._order(kind)))
         if kind == "reorder":
@@ -159,7 +159,7 @@ class FaultPlan:
             if kind == "abandon":
                 order = self._crowded()
             else:
-                order = sorted(self.puts, key=lambda put: self.dice.fraction("order", kind, put.label))
+                order = sorted(self.puts, key=lambda put: self.rng.fraction("order", kind, put.label))
             if kind == "flip":
                 order = [*self.read, *order]
             self._orders[kind] = order
@@ -177,21 +177,21 @@ class FaultPlan:
         return sorted(crowded, key=lambda put: -crowds[put])
 
     def _fault(self, i: int, kind: FaultKind, number: int) -> Fault:
-        dice, where = self.dice, ("fault", i)
+        rng, where = self.rng, ("fault", i)
         aim = self._aim(kind, number)
         told: dict[str, Any] = {"do": kind}
-        if dice.chance(0.03, *where, "perhaps"):
+        if rng.chance(0.03, *where, "perhaps"):
             told["p"] = 0.5
-        at_hook = kind != "abandon" and bool(aim.label) and dice.chance(_AT_HOOK.get(kind, 0.65), *where, "at a hook")
+        at_hook = kind != "abandon" and bool(aim.label) and rng.chance(_AT_HOOK.get(kind, 0.65), *where, "at a hook")
         if at_hook:
-            hooks = HOOKS if dice.chance(0.2, *where, "anywhere") else _WHERE.get(kind, HOOKS)
-            told["at_hook"] = dice.pick(hooks, *where, "hook")
-            if dice.chance(0.35 if kind in _ON_CONTAINERS else 0.15, *where, "of one"):
+            hooks = HOOKS if rng.chance(0.2, *where, "anywhere") else _WHERE.get(kind, HOOKS)
+            told["at_hook"] = rng.pick(hooks, *where, "hook")
+            if rng.chance(0.35 if kind in _ON_CONTAINERS else 0.15, *where, "of one"):
                 told["of"] = aim.label
             else:
-                told["visit"] = 1 + dice.below(_VISITS.get(told["at_hook"], 2), *where, "visit")
+                told["visit"] = 1 + rng.below(_VISITS.get(told["at_hook"], 2), *where, "visit")
         else:
-            told["at_ms"] = aim.at_ms + dice.below(aim.within or _WITHIN.get(kind, 12), *where, "at")
+            told["at_ms"] = aim.at_ms + rng.below(aim.within or _WITHIN.get(kind, 12), *where, "at")
         return Fault(**{**told, **self._told(kind, where, aim, told)})
 
     @functools.cached_property
@@ -203,51 +203,51 @@ class FaultPlan:
         self, kind: FaultKind, where: tuple[object, ...], aim: PlannedStore, when: Mapping[str, Any]
     ) -> dict[str, Any]:
         """What a fault of this kind says besides when."""
-        dice, at_hook = self.dice, "at_hook" in when
+        rng, at_hook = self.rng, "at_hook" in when
         if kind in _ON_CONTAINERS:
             if not at_hook:
                 return {"who": aim.label, **self._again(kind, where)}
-            if when["at_hook"] != "settled" and not dice.chance(0.3, *where, "a neighbour"):
+            if when["at_hook"] != "settled" and not rng.chance(0.3, *where, "a neighbour"):
                 return self._again(kind, where)
-            other = dice.pick(self.puts, *where, "other")
+            other = rng.pick(self.puts, *where, "other")
             return {"who": other.label, "of": when.get("of") or self._anybody, **self._again(kind, where)}
         if kind == "evict":
             # Those of others as well: what an engine drops it drops for all, but never what it keeps alive itself.
-            keys = [] if aim.kept else sample(dice, aim.keys, 0.7, *where, "its own")
-            keys += [key for key in sample(dice, SHARED, 0.1, *where, "others") if key not in keys]
+            keys = [] if aim.kept else sample(rng, aim.keys, 0.7, *where, "its own")
+            keys += [key for key in sample(rng, SHARED, 0.1, *where, "others") if key not in keys]
             return {"keys": compress(keys or SHARED[:1])}
         if kind == "clock":
-            return {"ms": 1 + dice.below(20, *where, "ms")}
+            return {"ms": 1 + rng.below(20, *where, "ms")}
         if kind not in _ON_COPIES | _ON_KEYS:
             return {}
         told: dict[str, Any] = {}
-        if self.below and dice.chance(0.2, *where, "tier"):
-            told["tier"] = dice.pick(self.below, *where, "which tier")
-        whole = kind == "fail" and not at_hook and dice.chance(0.5, *where, "whole copies")
+        if self.below and rng.chance(0.2, *where, "tier"):
+            told["tier"] = rng.pick(self.below, *where, "which tier")
+        whole = kind == "fail" and not at_hook and rng.chance(0.5, *where, "whole copies")
         if kind in _ON_KEYS and not whole and (not at_hook or "of" in when):
-            told["keys"] = compress(aim.keys[: 1 + dice.below(3, *where, "how many")] or SHARED[:2])
+            told["keys"] = compress(aim.keys[: 1 + rng.below(3, *where, "how many")] or SHARED[:2])
         if kind == "delay":
-            told["ms"] = 1 + dice.below(4, *where, "ms")
+            told["ms"] = 1 + rng.below(4, *where, "ms")
         if kind != "flip":
-            told["for_ms"] = 1 + dice.below(6, *where, "for") + (30 if kind == "reorder" else 0)
-        if kind == "fail" and "keys" in told and dice.chance(0.3, *where, "for good"):
+            told["for_ms"] = 1 + rng.below(6, *where, "for") + (30 if kind == "reorder" else 0)
+        if kind == "fail" and "keys" in told and rng.chance(0.3, *where, "for good"):
             told["for_ms"] = 200
         if kind == "miscount":
-            told["by"] = dice.pick([-2, -1, -1, 1, 3], *where, "by")
+            told["by"] = rng.pick([-2, -1, -1, 1, 3], *where, "by")
         elif kind in ("unproven", "torn", "drop") or (kind == "fail" and not at_hook and "keys" not in told):
-            told["grouped"] = dice.chance(0.5, *where, "grouped")
+            told["grouped"] = rng.chance(0.5, *where, "grouped")
         return told
 
     def _again(self, kind: FaultKind, where: tuple[object, ...]) -> dict[str, Any]:
-        """Now and then somebody asks for a cancel twice."""
-        return {"times": 2} if kind == "cancel" and self.dice.chance(0.1, *where, "twice") else {}
+        """Now and then a cancel is asked for twice."""
+        return {"times": 2} if kind == "cancel" and self.rng.chance(0.1, *where, "twice") else {}
 
 
-def sample(dice: Rng, keys: Sequence[str], p: float, *where: object) -> list[str]:
+def sample(rng: Rng, keys: Sequence[str], p: float, *where: object) -> list[str]:
     """Each of these keys with this probability, a dozen from one hash."""
     found: list[str] = []
     for first in range(0, len(keys), 12):
-        bits = dice.below(1 << 48, *where, first)
+        bits = rng.below(1 << 48, *where, first)
         for key in keys[first : first + 12]:
             if bits % 16 < p * 16:
                 found.append(key)

@@ -76,39 +76,39 @@ class ContainerHistory:
         return f"{self.pipeline.name}#{self.container.number}"
 
 
-def wrong_end(seen: ContainerHistory) -> Iterator[str]:
+def wrong_end(history: ContainerHistory) -> Iterator[str]:
     """What does not add up, each with its rule."""
-    container, result = seen.container, seen.handle.result
+    container, result = history.container, history.handle.result
     if result is None:
-        yield f"I2: {seen} never ended: {container.status}"
+        yield f"I2: {history} never ended: {container.status}"
         return
-    if seen.settled != 1:
-        yield f"I2: {seen} settled {seen.settled} times"
+    if history.settled != 1:
+        yield f"I2: {history} settled {history.settled} times"
     ends = (list(result.completed), list(result.filtered), list(result.failed), list(result.evicted))
     known = [key for end in ends for key in end]
     if len(set(known)) != len(known) or not set(known) <= set(container.blocks.keys):
-        yield f"I5: {seen}: its blocks did not end once each: {result}"
+        yield f"I5: {history}: its blocks did not end once each: {result}"
     completed, filtered, failed, evicted = map(len, ends)
     size = len(container.blocks.keys)
-    passed = len(seen.handle.passed_blocks)
-    if seen.committed:
+    passed = len(history.handle.passed_blocks)
+    if history.committed:
         if passed + filtered != size:
-            yield f"I6: {seen}: {passed} passed + {filtered} filtered, of {size}"
+            yield f"I6: {history}: {passed} passed + {filtered} filtered, of {size}"
         if completed + failed + evicted != passed:
-            yield f"I6: {seen}: {completed} + {failed} + {evicted} of {passed} that passed: {result}"
+            yield f"I6: {history}: {completed} + {failed} + {evicted} of {passed} that passed: {result}"
         if result.status is Status.CANCELLED:
-            yield f"I4: {seen} was cancelled after its commit"
+            yield f"I4: {history} was cancelled after its commit"
     else:
-        if seen.copied or completed or evicted:
-            yield f"I4: {seen} was never committed, but {result}"
+        if history.copied or completed or evicted:
+            yield f"I4: {history} was never committed, but {result}"
         if result.status is Status.COMPLETE and filtered != size:
-            yield f"I6: {seen} is complete without a commit: {result}"
+            yield f"I6: {history} is complete without a commit: {result}"
     if result.status is Status.COMPLETE and (failed or result.error is not None):
-        yield f"I5: {seen} is complete, but {result}"
+        yield f"I5: {history} is complete, but {result}"
     if result.status is Status.FAILED and not failed and result.error is None:
-        yield f"I9: {seen} failed without a cause"
-    if seen.handle.progress != Progress(size, passed, filtered, completed, failed, evicted):
-        yield f"S56: {seen} ended with {seen.handle.progress}, which is not its result {result}"
+        yield f"I9: {history} failed without a cause"
+    if history.handle.progress != Progress(size, passed, filtered, completed, failed, evicted):
+        yield f"S56: {history} ended with {history.handle.progress}, which is not its result {result}"
 
 
 # --- order of batches (S36, S38) --------------------------------------------------------------------------------------
@@ -121,15 +121,15 @@ class ReadyOrder:
         self._ready: dict[Pipeline, dict[OffloadContainer, None]] = {}
 
     def joins(self, pipeline: Pipeline, container: OffloadContainer) -> None:
-        """It is ready now."""
+        """Note that a container is ready for a batch."""
         self._ready.setdefault(pipeline, {})[container] = None
 
     def gone(self, pipeline: Pipeline, container: OffloadContainer) -> None:
-        """It has settled, wherever it stood."""
+        """Note that a container has settled; it leaves the order."""
         self._ready.get(pipeline, {}).pop(container, None)
 
     def leave(self, pipeline: Pipeline, batch: Sequence[OffloadContainer]) -> Iterator[str]:
-        """These leave together. What is wrong with that, each with its rule."""
+        """Note that these leave together for a batch. Yields what is wrong with that, each with its rule."""
         ready = self._ready.get(pipeline, {})
         # One that was given back, as its neighbours were too large for the tier, has left the line before: it goes first.
         leaving = [container for container in batch if container in ready]
@@ -157,7 +157,7 @@ def late_batches(
     Args:
         pipeline: the pipeline.
         log: the hooks of all pipelines, each with its time and the numbers of the containers.
-        jumps: of the clock, from when and to when: nobody can be patient across one.
+        jumps: of the clock, from when and to when: no wait can be judged across one.
     """
     ready: dict[int, float] = {}
     left: dict[int, float] = {}
@@ -194,12 +194,12 @@ def late_batches(
 
 
 def source_of(pipeline: Pipeline) -> FakeTier:
-    """Where a pipeline reads from: whatever is judged here runs between fakes."""
+    """The source of a pipeline, as the fake that it is here: what is checked here runs between fakes."""
     return cast("FakeTier", pipeline.source)
 
 
 def destination_of(pipeline: Pipeline) -> FakeTier:
-    """Where it writes to."""
+    """The destination of a pipeline, as the fake that it is here."""
     return cast("FakeTier", pipeline.destination)
 
 
@@ -252,7 +252,7 @@ _SLACK = 4 * TICK
 
 
 class Causes:
-    """What a scenario has reasons for."""
+    """Derives from a scenario and from what happened what could have happened, and reports what has no reason."""
 
     def __init__(self, world: VirtualWorld, oracle: Oracle) -> None:
         self._world = world
@@ -264,112 +264,124 @@ class Causes:
         self._stored: dict[str, int] = {}
         """The blocks that may need room in each tier."""
         self._shared: dict[tuple[str, Key], int] = {}
-        for planted in world.faults:
-            if planted.line is not None and planted.line.fired and planted.line.where in world.places:
-                self._hit.setdefault(planted.line.where, set()).add(planted.fault.do)
-        for name, place in world.places.items():
-            self._failing[name] = set(place.failed)
-            self._stored[name] = len(expand(place.spec.holds))
-        for parcel in world.parcels.values():
-            if parcel.state:
-                for tier in oracle.below(parcel.pipeline):
-                    self._stored[tier] += len(parcel.keys)
-                    for key in parcel.keys:
+        for planned in world.faults:
+            if planned.entry is not None and planned.entry.fired and planned.entry.where in world.tier_models:
+                self._hit.setdefault(planned.entry.where, set()).add(planned.fault.do)
+        for name, model in world.tier_models.items():
+            self._failing[name] = set(model.failed)
+            self._stored[name] = len(expand(model.spec.holds))
+        for request in world.requests.values():
+            if request.state:
+                for tier in oracle.below(request.pipeline):
+                    self._stored[tier] += len(request.keys)
+                    for key in request.keys:
                         self._shared[tier, key] = self._shared.get((tier, key), 0) + 1
         self._jumped = bool(world.jumps)
         self._fires = {step.fire: step.at_ms * TICK for step in world.scenario.step if step.fire}
 
     def all(self) -> Iterator[tuple[str, str]]:
         """What has no reason, each with the rule that it breaks."""
-        for parcel in self._world.parcels.values():
-            if isinstance(parcel.result, TransferResult):
-                yield from self._one(parcel, parcel.result)
+        for request in self._world.requests.values():
+            if isinstance(request.result, TransferResult):
+                yield from self._one(request, request.result)
         if self._world.locks:
             yield "I1", f"{self._world.locks} locks are still held"
 
-    def _one(self, parcel: Request, result: TransferResult) -> Iterator[tuple[str, str]]:
-        if parcel.in_time and result.status is not Status.CANCELLED:
-            yield "I4", f"{parcel.label} was cancelled in time, and ended {result}"
-        if result.status is Status.CANCELLED and not parcel.cancelled:
-            yield "I9", f"{parcel.label} was cancelled, and nobody asked for that"
-        spec = self._world.pipelines[parcel.pipeline]
-        tiers = self._oracle.below(parcel.pipeline)
+    def _one(self, request: Request, result: TransferResult) -> Iterator[tuple[str, str]]:
+        if request.in_time and result.status is not Status.CANCELLED:
+            yield "I4", f"{request.label} was cancelled in time, and ended {result}"
+        if result.status is Status.CANCELLED and not request.cancelled:
+            yield "I9", f"{request.label} was cancelled, and nobody asked for that"
+        spec = self._world.pipelines[request.pipeline]
+        tiers = self._oracle.below(request.pipeline)
         for key, error in [(None, result.error), *result.failed.items()]:
-            if error is not None and not self._may_fail(parcel, spec, tiers, key, error):
+            if error is not None and not self._may_fail(request, spec, tiers, key, error):
                 cause = f" because of {error.__cause__!r}" if error.__cause__ is not None else ""
                 about = "" if key is None else f" for {key.decode()}"
-                yield "I9", f"{parcel.label} failed{about} with {error!r}{cause}, for which there is no reason"
+                yield "I9", f"{request.label} failed{about} with {error!r}{cause}, for which there is no reason"
         for key, reason in result.filtered.items():
-            if not self._may_filter(parcel, spec, key, reason):
-                yield "I9", f"{parcel.label} had {key.decode()} filtered as {reason!r}, for which there is no reason"
-        if result.completed and parcel.label in self._world.places[spec.to].miscounted:
-            yield "S34", f"{parcel.label} believes a copy that did not answer once for each block: {result}"
+            if not self._may_filter(request, spec, key, reason):
+                yield "I9", f"{request.label} had {key.decode()} filtered as {reason!r}, for which there is no reason"
+        if result.completed and request.label in self._world.tier_models[spec.to].miscounted:
+            yield "S34", f"{request.label} believes a copy that did not answer once for each block: {result}"
         missing = [route for route in spec.chain if route not in result.routes] if result.completed else []
         if missing:
-            yield "I5", f"{parcel.label} has ended, and nothing is known of its way through {', '.join(missing)}"
+            yield "I5", f"{request.label} has ended, and nothing is known of its way through {', '.join(missing)}"
         gone = self._world.evicted.get(spec.source, {})
         filled = any(spec.source == other.to for other in self._world.pipelines.values())
         for key in result.evicted:
-            if parcel.store.kind != "weak" or not (key in gone or filled):
-                yield "I9", f"{parcel.label} had {key.decode()} evicted, for which there is no reason"
+            if request.store.kind != "weak" or not (key in gone or filled):
+                yield "I9", f"{request.label} had {key.decode()} evicted, for which there is no reason"
 
     # -- errors --------------------------------------------------------------------------------------------------------
 
     def _may_fail(
-        self, parcel: Request, spec: PipelineSpec, tiers: tuple[str, ...], key: Key | None, error: BaseException
+        self, request: Request, spec: PipelineSpec, tiers: tuple[str, ...], key: Key | None, error: BaseException
     ) -> bool:
         hit = set().union(*[self._hit.get(tier, set()) for tier in tiers])
         match error:
             case PolicyFailed():
-                return spec.on_policy_error == "fail" and (
-                    self._may_raise(spec, parcel) or self._may_overrun(spec, parcel)
+                return any(
+                    one.on_policy_error == "fail" and (self._may_raise(one, request) or self._may_overrun(one, request))
+                    for one in self._on_its_way(spec)
                 )
             case PreconditionFailed():
-                return self._may_not_hold(spec, parcel)
+                return self._may_not_hold(spec, request)
             case PipelineClosed():
                 return self._world.closed_at is not None or self._world.stuck
             case DestinationFull():
                 return "full" in hit or any(self._may_be_full(tier) for tier in tiers)
             case DrainUnproven():
-                return self._may_be_unproven(parcel, tiers, hit)
+                return self._may_be_unproven(request, tiers, hit)
             case TransferFailed():
                 return bool(hit & (_RAISE | self._silent(tiers))) or _too_large(
-                    error, parcel, min(self._world.tiers[tier].capacity for tier in tiers)
+                    error, request, min(self._world.tiers[tier].capacity for tier in tiers)
                 )
             case DamagedBlock():  # found on its way out of a tier in which a bit of it was flipped
-                return any(error.key in place.flipped for place in self._world.places.values())
+                return any(error.key in model.flipped for model in self._world.tier_models.values())
             case OSError():
                 return any(key in self._failing[tier] for tier in tiers) or (key is None and "fail" in hit)
             case BackendError():  # a page store says that a store was not done, and that nothing of it is left
                 return bool(hit & self._silent(tiers))
+            case ValueError():  # a route whose budget is less than what the chain brings can never take it
+                return any(
+                    one.budget_blocks is not None and len(request.keys) > one.budget_blocks
+                    for one in self._on_its_way(spec)
+                )
             case _:
                 return False
+
+    def _on_its_way(self, spec: PipelineSpec) -> Iterator[PipelineSpec]:
+        """A pipeline and, after it, the routes of its chain and of theirs."""
+        yield spec
+        for route in spec.chain:
+            yield from self._on_its_way(self._world.pipelines[route])
 
     def _silent(self, tiers: tuple[str, ...]) -> set[str]:
         """What keeps a page store from answering, which fails what was asked of it: of other tiers it only takes longer."""
         kinds = {self._world.tiers[tier].kind for tier in tiers}
         return {"stall", "drop", "peer_death"} if "maru" in kinds else set()
 
-    def _may_raise(self, spec: PipelineSpec, parcel: Request) -> bool:
-        return any(policy.do == "raise" and _about(policy.keys, parcel) for policy in spec.policies)
+    def _may_raise(self, spec: PipelineSpec, request: Request) -> bool:
+        return any(policy.do == "raise" and _about(policy.keys, request) for policy in spec.policies)
 
-    def _may_overrun(self, spec: PipelineSpec, parcel: Request) -> bool:
+    def _may_overrun(self, spec: PipelineSpec, request: Request) -> bool:
         waiting = [policy for policy in spec.policies if policy.ms or policy.do in ("sleep", "hang")]
         if waiting and self._jumped:
             return True
-        acting = [policy for policy in waiting if _about(policy.keys, parcel)]
+        acting = [policy for policy in waiting if _about(policy.keys, request)]
         needed = sum(policy.ms for policy in acting) * TICK
         return any(policy.do == "hang" for policy in acting) or needed >= config_of(spec).policy_timeout
 
-    def _may_not_hold(self, spec: PipelineSpec, parcel: Request) -> bool:
+    def _may_not_hold(self, spec: PipelineSpec, request: Request) -> bool:
         patience = config_of(spec).precondition_timeout
-        for after in parcel.store.after:
+        for after in request.store.after:
             if after.do in ("raise", "never") or self._world.slow or self._jumped:
                 return True
-            times = [parcel.asked_at + after.ms * TICK] if after.ms is not None else []
+            times = [request.asked_at + after.ms * TICK] if after.ms is not None else []
             if after.event:
                 times.append(self._fires.get(after.event, float("inf")))
-            if times and min(times) + _SLACK >= parcel.asked_at + patience:
+            if times and min(times) + _SLACK >= request.asked_at + patience:
                 return True
             if times and (self._world.leaves or self._world.closed_at is not None):
                 return True  # the step that fires it may never be done
@@ -378,21 +390,21 @@ class Causes:
     def _may_be_full(self, tier: str) -> bool:
         return self._stored[tier] > self._world.tiers[tier].capacity
 
-    def _may_be_unproven(self, parcel: Request, tiers: tuple[str, ...], hit: set[str]) -> bool:
+    def _may_be_unproven(self, request: Request, tiers: tuple[str, ...], hit: set[str]) -> bool:
         world = self._world
         if hit & {"unproven", "drop", "stall", "delay", "reorder"} or world.closed_at is not None or self._jumped:
             return True
         for spec in world.pipelines.values():
             if spec.to in tiers:
                 config, size = config_of(spec), world.tiers[spec.to].block_bytes
-                most = max(config.batch_config.max_batch_size, *[len(one.keys) for one in world.parcels.values()])
-                if world.places[spec.to].duration(most * size) >= config.transfer_timeout:
+                most = max(config.batch_config.max_batch_size, *[len(one.keys) for one in world.requests.values()])
+                if world.tier_models[spec.to].duration(most * size) >= config.transfer_timeout:
                     return True
         return False
 
     # -- filtered ------------------------------------------------------------------------------------------------------
 
-    def _may_filter(self, parcel: Request, spec: PipelineSpec, key: Key, reason: str) -> bool:
+    def _may_filter(self, request: Request, spec: PipelineSpec, key: Key, reason: str) -> bool:
         policies = spec.policies
         if any(one.do == "reject" and one.reason == reason and _about_key(one.keys, key) for one in policies):
             return True
@@ -401,20 +413,20 @@ class Causes:
         if reason == "pending":
             return self._shared.get((spec.to, key), 0) > 1
         if reason == "overflow":
-            return spec.on_overflow == "drop" and parcel.store.kind == "weak"
+            return spec.on_overflow == "drop" and request.store.kind == "weak"
         if reason == "error":
-            return spec.on_policy_error != "fail" and self._may_raise(spec, parcel)
+            return spec.on_policy_error != "fail" and self._may_raise(spec, request)
         if reason == "timeout":
-            return spec.on_policy_error != "fail" and self._may_overrun(spec, parcel)
+            return spec.on_policy_error != "fail" and self._may_overrun(spec, request)
         return False
 
 
-def _too_large(error: BaseException, parcel: Request, capacity: int) -> bool:
-    return isinstance(error.__cause__, CapacityError) and len(parcel.keys) > capacity
+def _too_large(error: BaseException, request: Request, capacity: int) -> bool:
+    return isinstance(error.__cause__, CapacityError) and len(request.keys) > capacity
 
 
-def _about(keys: str, parcel: Request) -> bool:
-    return not keys or not {key.encode() for key in expand(keys)}.isdisjoint(parcel.keys)
+def _about(keys: str, request: Request) -> bool:
+    return not keys or not {key.encode() for key in expand(keys)}.isdisjoint(request.keys)
 
 
 def _about_key(keys: str, key: Key) -> bool:

@@ -1,8 +1,8 @@
-"""The invariants I1..I9 of our own pipelines as one judge.
+"""The invariants I1..I9 of our own pipelines, checked while they run and when they have closed.
 
 A :class:`Ledger` watches pipelines as an instrument does, notes what it sees, and never raises while they run: its
-findings are in ``violations``, and :meth:`Ledger.judge` raises them when everything is over. It believes nobody's word
-about the commit but the announcement ``post_claim``, and judges what was copied by the bytes themselves.
+findings are in ``violations``, and :meth:`Ledger.judge` raises them when everything is over. About the commit it
+believes only the announcement ``post_claim``, and it checks what was copied by the bytes themselves.
 
 * I1 at rest there is no live source guard, pending mark, destination reservation, lock or limiter token.
 * I2 each handle becomes terminal exactly once; its status never goes backwards.
@@ -61,7 +61,7 @@ _COUNTS = ("passed", "filtered", "completed", "failed", "evicted")
 
 
 class _LedgerInstrument(Every):
-    """The ledger's eye in one pipeline."""
+    """The instrument that passes the hooks of one pipeline to the ledger."""
 
     def __init__(self, ledger: Ledger, pipeline: Pipeline) -> None:
         self._ledger = ledger
@@ -81,22 +81,22 @@ class Ledger:
         self.violations: list[str] = []
         self.events: list[tuple[str, tuple[int, ...]]] = []
         self.log: list[tuple[float, Pipeline, str, tuple[int, ...]]] = []
-        """The events, with time and place."""
-        self.seen: dict[OffloadContainer, ContainerHistory] = {}
+        """The events, with their time and pipeline."""
+        self.histories: dict[OffloadContainer, ContainerHistory] = {}
         self.pipelines: list[Pipeline] = []
         self.strong: list[StrongBlocks] = []
         self.states: set[str] = {Status.EVALUATING.name}
         """States that containers were seen in."""
         self.damaged: dict[FakeTier, set[Key]] = defaultdict(set)
-        """Blocks of which somebody flipped a bit: they need not be what was stored."""
+        """Blocks of which a bit was flipped: they need not be what was stored."""
         self.reading: dict[FakeTier, list[Sequence[Key]]] = defaultdict(list)
         """What loads under way hold."""
         self.jumps: Sequence[tuple[float, float]] = ()
-        """Jumps of the clock: nobody can be patient across one."""
+        """Jumps of the clock: no wait can be judged across one."""
         self.before: dict[FakeTier, set[Key]] = {}
-        """What was in a destination before anybody stored into it."""
+        """What was in a destination before anything was stored into it."""
         self.batches: dict[FakeTier, list[tuple[Key, ...]]] = defaultdict(list)
-        self._line = ReadyOrder()
+        self._ready_order = ReadyOrder()
         self._flying: dict[FakeTier, dict[Key, ContainerHistory]] = defaultdict(dict)
         self._claimed: dict[OffloadContainer, ContainerHistory] = {}
         self._ending: dict[OffloadContainer, list[OffloadContainer]] = {}  # over, not settled: each with its batch
@@ -109,7 +109,7 @@ class Ledger:
             self.violations.append(text)
 
     def know(self, pipeline: Pipeline) -> None:
-        """There is this pipeline, and somebody will say what it does; its destination holds nothing by its doing yet."""
+        """Add a pipeline whose hooks will be passed to :meth:`saw`; its destination holds nothing by its doing yet."""
         self.pipelines.append(pipeline)
         tier = destination_of(pipeline)
         self.before.setdefault(tier, set()).update(tier.pool._slot_of)
@@ -124,8 +124,8 @@ class Ledger:
         if not isinstance(ticket, TransferHandle):
             return False
         container = ticket._container
-        seen = self.seen.get(container)
-        if seen is None or seen.committed or ticket.status.terminal:
+        history = self.histories.get(container)
+        if history is None or history.committed or ticket.status.terminal:
             return False
         return container.phase is not Phase.FAILED
 
@@ -135,62 +135,62 @@ class Ledger:
         return handle
 
     def _of(self, pipeline: Pipeline, container: OffloadContainer) -> ContainerHistory:
-        if container not in self.seen:
-            self.seen[container] = ContainerHistory(container, pipeline, route=container.phase is Phase.COMMITTED)
-        return self.seen[container]
+        if container not in self.histories:
+            self.histories[container] = ContainerHistory(container, pipeline, route=container.phase is Phase.COMMITTED)
+        return self.histories[container]
 
     # -- while it runs -------------------------------------------------------------------------------------------------
 
     def saw(self, pipeline: Pipeline, hook: str, subject: Any) -> None:
-        """An event."""
+        """Take in one hook call of a pipeline, and check what can be checked now."""
         if isinstance(subject, OffloadContainer):
             containers: Sequence[OffloadContainer] = [subject]
         else:
             containers = subject.containers if isinstance(subject, OffloadBatch) else subject
-        seen = [self._of(pipeline, container) for container in containers]
+        histories = [self._of(pipeline, container) for container in containers]
         numbers = tuple([container.number for container in containers])
         self.events.append((hook, numbers))
         self.log.append((trio.current_time(), pipeline, hook, numbers))
-        for one in seen:
+        for one in histories:
             self._look(one, hook)
-        # What drops out of a batch settles after keep(); an observer of the claim may settle somebody else before.
+        # What drops out of a batch settles after keep(); an observer of the claim may settle another container before.
         if hook != "settled" and hook not in ("sweep_claim_gap", "post_claim"):
             self._reserved.pop(pipeline, None)
         elif hook == "settled" and containers[0] in self._reserved.get(pipeline, ((),))[0]:
             del self._reserved[pipeline]
         if hook == "batching":
-            self._line.joins(pipeline, containers[0])
+            self._ready_order.joins(pipeline, containers[0])
         elif hook == "transfer":
-            for text in self._line.leave(pipeline, containers):
+            for text in self._ready_order.leave(pipeline, containers):
                 self.wrong(text)
             self._reserving.update(dict.fromkeys(containers, destination_of(pipeline)))
         elif hook == "pre_claim":
             for container in containers:
                 self._reserving.pop(container, None)
-            self._reserved[pipeline] = (set(containers), sum(len(one.container.keys) for one in seen))
+            self._reserved[pipeline] = (set(containers), sum(len(one.container.keys) for one in histories))
         elif hook == "post_claim":
-            self._claims(seen)
+            self._claims(histories)
         elif hook == "xfer_start":
-            self._starts(destination_of(pipeline), seen)
+            self._starts(destination_of(pipeline), histories)
         elif hook == "xfer_end":
-            self._ends(destination_of(pipeline), seen)
+            self._ends(destination_of(pipeline), histories)
         elif hook == "settled":
-            self._line.gone(pipeline, containers[0])
-            self._settles(seen[0])
+            self._ready_order.gone(pipeline, containers[0])
+            self._settles(histories[0])
             self._count(pipeline)
 
-    def _look(self, seen: ContainerHistory, hook: str) -> None:
-        container = seen.container
-        old, new = seen.status, container.status
+    def _look(self, history: ContainerHistory, hook: str) -> None:
+        container = history.container
+        old, new = history.status, container.status
         if old is not new:
             self.states.add(new.name)
             if old.terminal:
-                self.wrong(f"I2: {seen} was {old} and became {new}")
+                self.wrong(f"I2: {history} was {old} and became {new}")
             elif not new.terminal and _RANK[new] < _RANK[old]:
-                self.wrong(f"I2: {seen} went back from {old} to {new}")
-            seen.status = new
-        elif old.terminal and hook == "settled" and seen.settled:
-            self.wrong(f"I2: {seen} settled twice, {old} and {new}")
+                self.wrong(f"I2: {history} went back from {old} to {new}")
+            history.status = new
+        elif old.terminal and hook == "settled" and history.settled:
+            self.wrong(f"I2: {history} settled twice, {old} and {new}")
         filtered = len(container.filtered)
         counts = (
             len(container.blocks.keys) - filtered if container.evaluated else 0,
@@ -199,83 +199,87 @@ class Ledger:
             len(container.failed),
             len(container.evicted),
         )
-        if counts != seen.counts:
-            for name, before, now in zip(_COUNTS, seen.counts, counts, strict=True):
+        if counts != history.counts:
+            for name, before, now in zip(_COUNTS, history.counts, counts, strict=True):
                 if now < before:
-                    self.wrong(f"S56: {seen}: {name} went down, from {before} to {now}")
-            seen.counts = counts
+                    self.wrong(f"S56: {history}: {name} went down, from {before} to {now}")
+            history.counts = counts
 
     def _claims(self, several: Iterable[ContainerHistory]) -> None:
-        for seen in several:
-            if seen.committed:
-                self.wrong(f"I2: {seen} was announced as committed twice")
-            if seen.settled:
-                self.wrong(f"I2: {seen} was committed after it had settled")
-            if seen.pipeline._closed and not seen.route:
-                self.wrong(f"S47: {seen} was committed after the door was shut")
-            seen.committed = True
-            self._claimed[seen.container] = seen
+        for history in several:
+            if history.committed:
+                self.wrong(f"I2: {history} was announced as committed twice")
+            if history.settled:
+                self.wrong(f"I2: {history} was committed after it had settled")
+            if history.pipeline._closed and not history.route:
+                self.wrong(f"S47: {history} was committed after the door was shut")
+            history.committed = True
+            self._claimed[history.container] = history
 
     def _starts(self, destination: FakeTier, several: Sequence[ContainerHistory]) -> None:
-        self.batches[destination].append(tuple([key for seen in several for key in seen.container.keys]))
-        flying = self._flying[destination]
+        self.batches[destination].append(tuple([key for history in several for key in history.container.keys]))
+        in_flight = self._flying[destination]
         quarantined = self._quarantined("destination", destination)
-        for seen in several:
-            seen.copied = tuple(seen.container.keys)
-            if not seen.committed:
-                self.wrong(f"I4: the copy of {seen} started without its commit")
-            for key in seen.copied:
-                if key in flying:
-                    self.wrong(f"I7: {key!r} is copied by {seen} while {flying[key]} copies it")
+        for history in several:
+            history.copied = tuple(history.container.keys)
+            if not history.committed:
+                self.wrong(f"I4: the copy of {history} started without its commit")
+            for key in history.copied:
+                if key in in_flight:
+                    self.wrong(f"I7: {key!r} is copied by {history} while {in_flight[key]} copies it")
                 if key in quarantined:
-                    self.wrong(f"I7: {key!r} is copied by {seen} while it is quarantined")
-                flying[key] = seen
+                    self.wrong(f"I7: {key!r} is copied by {history} while it is quarantined")
+                in_flight[key] = history
 
     def _ends(self, destination: FakeTier, several: Sequence[ContainerHistory]) -> None:
-        batch = [seen.container for seen in several]
-        for seen in several:
-            seen.over = True
-            if bare := self._bare(seen):
-                self.wrong(f"I3: the copy of {seen} reads {bare}, which nobody holds in the source")
-            self._ending[seen.container] = batch
-            for key in seen.copied:
+        batch = [history.container for history in several]
+        for history in several:
+            history.over = True
+            if bare := self._bare(history):
+                self.wrong(f"I3: the copy of {history} reads {bare}, which nobody holds in the source")
+            self._ending[history.container] = batch
+            for key in history.copied:
                 self._flying[destination].pop(key, None)
 
-    def _bare(self, seen: ContainerHistory) -> list[Key]:
+    def _bare(self, history: ContainerHistory) -> list[Key]:
         """What is copied without a guard. An engine keeps external blocks alive itself; damaged ones are found by no key."""
-        if isinstance(seen.container.blocks, ExternalBlocks):
+        if isinstance(history.container.blocks, ExternalBlocks):
             return []
-        pool, damaged = source_of(seen.pipeline).pool, self.damaged[source_of(seen.pipeline)]
-        return [key for key in seen.copied if pool._slot_of.get(key, -1) not in pool._held and key not in damaged]
+        pool, damaged = source_of(history.pipeline).pool, self.damaged[source_of(history.pipeline)]
+        return [key for key in history.copied if pool._slot_of.get(key, -1) not in pool._held and key not in damaged]
 
-    def _settles(self, seen: ContainerHistory) -> None:
-        seen.settled += 1
-        self._claimed.pop(seen.container, None)
-        self._reserving.pop(seen.container, None)
-        if not seen.container.status.terminal:
-            self.wrong(f"I2: {seen} settled as {seen.container.status}")
-        if seen.container in self._ending:
+    def _settles(self, history: ContainerHistory) -> None:
+        history.settled += 1
+        self._claimed.pop(history.container, None)
+        self._reserving.pop(history.container, None)
+        if not history.container.status.terminal:
+            self.wrong(f"I2: {history} settled as {history.container.status}")
+        if history.container in self._ending:
             # What the copy held was released for the whole batch, before the first of it settled.
-            for container in self._ending[seen.container]:
+            for container in self._ending[history.container]:
                 self._claimed.pop(container, None)
                 self._ending.pop(container, None)
-        if isinstance(seen.container.error, DrainUnproven) and any(
-            set(entry.keys).issuperset(seen.copied) for entry in seen.pipeline.quarantine
+        if isinstance(history.container.error, DrainUnproven) and any(
+            set(entry.keys).issuperset(history.copied) for entry in history.pipeline.quarantine
         ):
             return
-        container, source, destination = seen.container, source_of(seen.pipeline), destination_of(seen.pipeline)
+        container, source, destination = (
+            history.container,
+            source_of(history.pipeline),
+            destination_of(history.pipeline),
+        )
         keys = container.blocks.keys
         if isinstance(container.blocks, StrongBlocks) and container.blocks.guards:
-            self.wrong(f"I3: {seen} settled with its guards")
+            self.wrong(f"I3: {history} settled with its guards")
         held = {key for key in keys if source.pool._slot_of.get(key) in source.pool._held}
         if held and (held := held - self._may_be_held(source)):
-            self.wrong(f"I3: {seen} settled, and the source still holds {sorted(held)}")
+            self.wrong(f"I3: {history} settled, and the source still holds {sorted(held)}")
         marked = marks_of(destination)._pending.intersection(keys)
         if marked and (marked := marked - self._may_be_marked(destination)):
-            self.wrong(f"I3: {seen} settled, and {sorted(marked)} are still marked")
+            self.wrong(f"I3: {history} settled, and {sorted(marked)} are still marked")
         staged = destination.pool.statistics().staged
         if staged and staged > (most := self._may_be_staged(destination)):
-            self.wrong(f"I3: {seen} settled, and {staged} places are reserved where {most} can have an owner")
+            self.wrong(f"I3: {history} settled, and {staged} places are reserved where {most} can have an owner")
 
     def _count(self, pipeline: Pipeline) -> None:
         statistics = pipeline.statistics()
@@ -305,34 +309,36 @@ class Ledger:
         for blocks in self.strong:
             if blocks.guards and blocks.source is source:
                 allowed.update(blocks.keys)
-        for seen in self._claimed.values():
-            if seen.pipeline.source is source:
-                allowed.update(seen.container.keys)
+        for history in self._claimed.values():
+            if history.pipeline.source is source:
+                allowed.update(history.container.keys)
         for keys in self.reading.get(source, ()):
             allowed.update(keys)
-        for seen in self.seen.values():
-            if seen.settled:
+        for history in self.histories.values():
+            if history.settled:
                 continue
             # In the midst of a chain: held for those of its routes that are not over, each by guards of its own.
-            if seen.container.completed and destination_of(seen.pipeline) is source:
-                allowed.update(seen.container.completed)
-            if isinstance(seen.container.blocks, StrongBlocks) and source_of(seen.pipeline) is source:
-                allowed.update(seen.container.blocks.keys)
+            if history.container.completed and destination_of(history.pipeline) is source:
+                allowed.update(history.container.completed)
+            if isinstance(history.container.blocks, StrongBlocks) and source_of(history.pipeline) is source:
+                allowed.update(history.container.blocks.keys)
         return allowed
 
     def _may_be_marked(self, destination: FakeTier) -> set[Key]:
         allowed = self._quarantined("destination", destination)
-        for seen in self.seen.values():
-            if not seen.settled and seen.pipeline.destination is destination:
-                allowed.update(seen.container.keys)
+        for history in self.histories.values():
+            if not history.settled and history.pipeline.destination is destination:
+                allowed.update(history.container.keys)
         return allowed
 
     def _may_be_staged(self, destination: FakeTier) -> int:
         claimed = sum(
-            len(seen.container.keys) for seen in self._claimed.values() if seen.pipeline.destination is destination
+            len(history.container.keys)
+            for history in self._claimed.values()
+            if history.pipeline.destination is destination
         )
         reserved = sum(
-            places for pipeline, (_, places) in self._reserved.items() if pipeline.destination is destination
+            tier_models for pipeline, (_, tier_models) in self._reserved.items() if pipeline.destination is destination
         )
         reserved += sum(len(container.keys) for container, tier in self._reserving.items() if tier is destination)
         return (
@@ -357,15 +363,15 @@ class Ledger:
         """Look at what is there now that all pipelines are closed. Releases what is in quarantine."""
         if left := tasks_of_the_package():
             self.wrong(f"I8: tasks are left: {left}")
-        for seen in self.seen.values():
-            self._look(seen, "the end")
-            for text in wrong_end(seen):
+        for history in self.histories.values():
+            self._look(history, "the end")
+            for text in wrong_end(history):
                 self.wrong(text)
         tiers = dict.fromkeys(tier for one in self.pipelines for tier in (source_of(one), destination_of(one)))
         for pipeline in self.pipelines:
-            own = [seen for seen in self.seen.values() if seen.pipeline is pipeline]
+            own = [history for history in self.histories.values() if history.pipeline is pipeline]
             for entry in pipeline.quarantine:
-                if not any(self._unproven(seen) and set(entry.keys).intersection(seen.copied) for seen in own):
+                if not any(self._unproven(history) and set(entry.keys).intersection(history.copied) for history in own):
                     self.wrong(f"I3: {entry!r} is the end of no handle")
                 entry.release()
         for pipeline in self.pipelines:
@@ -383,12 +389,15 @@ class Ledger:
                     self.wrong(f"bytes: {key!r} in {tier!r} is not what was stored")
 
     @staticmethod
-    def _unproven(seen: ContainerHistory) -> bool:
-        return any(isinstance(error, DrainUnproven) for error in seen.container.failed.values())
+    def _unproven(history: ContainerHistory) -> bool:
+        return any(isinstance(error, DrainUnproven) for error in history.container.failed.values())
 
     def _judge_content(self, destination: FakeTier) -> None:
         started = {
-            key for seen in self.seen.values() if seen.pipeline.destination is destination for key in seen.copied
+            key
+            for history in self.histories.values()
+            if history.pipeline.destination is destination
+            for key in history.copied
         }
         unexplained = set(destination.pool._slot_of) - self.before[destination] - started
         if unexplained:
@@ -434,7 +443,7 @@ async def judged_pipeline(
 ) -> AsyncIterator[Pipeline]:
     """An open pipeline; once it has closed, an ``AssertionError`` says which invariants were broken.
 
-    To be used in virtual time: the judge compares times exactly.
+    To be used in virtual time: the ledger compares times exactly.
 
     Args:
         source: by default a fake of 512 blocks, without any.

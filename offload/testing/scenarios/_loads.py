@@ -86,24 +86,24 @@ def _on_its_way(scenario: Scenario) -> int:
     return round(config_of(spec).batch_config.flush_interval / TICK) + tiers_of(scenario)[spec.to].latency_ms + 1
 
 
-def _unroll_mix(mix: Mix, dice: Rng, way: int, steps: list[Step], faults: list[Fault]) -> None:
+def _unroll_mix(mix: Mix, rng: Rng, way: int, steps: list[Step], faults: list[Fault]) -> None:
     span = max(mix.over_ms, 1)
     for label in mix_labels(mix):
         where = ("mix", label)
-        at = dice.below(span, *where, "at")
-        kind: Literal["weak", "strong", "external"] = dice.pick([*(mix.kinds or _USUAL)], *where, "kind")
-        n = min(dice.below(mix.most + 1, *where, "n"), mix.keys)
-        start = dice.below(mix.keys, *where, "start")
-        # An engine that keeps blocks alive lets nobody else have them under that key.
+        at = rng.below(span, *where, "at")
+        kind: Literal["weak", "strong", "external"] = rng.pick([*(mix.kinds or _USUAL)], *where, "kind")
+        n = min(rng.below(mix.most + 1, *where, "n"), mix.keys)
+        start = rng.below(mix.keys, *where, "start")
+        # An engine that keeps blocks alive lets no other container have them under that key.
         own = kind == "external" or n == 0
         keys = [f"{label}.{i}" for i in range(n)] if own else [f"k{(start + i) % mix.keys}" for i in range(n)]
         steps.append(Step(at_ms=at, store=StoreStep(id=label, keys="" if own else compress(keys), per=n, kind=kind)))
-        if keys and dice.chance(mix.loads, *where, "loaded"):
-            later = at + 1 + dice.below(2 * span, *where, "loaded at")
+        if keys and rng.chance(mix.loads, *where, "loaded"):
+            later = at + 1 + rng.below(2 * span, *where, "loaded at")
             steps.append(Step(at_ms=later, load=LoadStep(id=load_of(label), keys=compress(keys))))
-        if dice.chance(mix.cancels, *where, "cancelled"):
-            soon = 1 + dice.below(way, *where, "cancelled within")  # batches that fill up leave sooner
-            faults.append(Fault(do="cancel", who=label, at_ms=at + dice.below(soon, *where, "cancelled at")))
+        if rng.chance(mix.cancels, *where, "cancelled"):
+            soon = 1 + rng.below(way, *where, "cancelled within")  # batches that fill up leave sooner
+            faults.append(Fault(do="cancel", who=label, at_ms=at + rng.below(soon, *where, "cancelled at")))
 
 
 def _requests(trace: TraceLoad, base: Path | None) -> Sequence[Request]:
@@ -118,7 +118,7 @@ def _requests(trace: TraceLoad, base: Path | None) -> Sequence[Request]:
 
 
 def _unroll_requests(requests: Sequence[Request], trace: TraceLoad, limit_ms: int, steps: list[Step]) -> None:
-    """Each request stores the blocks that nobody had asked for before, and loads the others."""
+    """Each request stores the blocks that no request asked for before, and loads the others."""
     seen: set[int] = set()
     for label, request in zip(trace_labels(trace), requests, strict=False):
         at = int((request.timestamp - requests[0].timestamp) / trace.speed)
@@ -152,7 +152,7 @@ class RecordedTier:
 
     kind: Literal["memory", "file"]
     capacity: int
-    """Blocks."""
+    """In blocks."""
     block_bytes: int
     checksums: bool = True
 
@@ -162,7 +162,7 @@ class RecordedRequest:
     """What one request did."""
 
     at_ms: float
-    """Since the first one began."""
+    """When it came, in milliseconds since the first request began."""
     blocks: Sequence[int]
     """The hash ids of its prompt."""
     runs: Sequence[tuple[int, int]]

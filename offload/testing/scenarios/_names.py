@@ -94,3 +94,8 @@ def _counted(name: str) -> tuple[str, int]:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:60]}...")
+
+
+def shown(keys: Iterable[bytes], separator: str = ",") -> str:
+    """Keys as text for a reader; bytes that are no text are escaped."""
+    return separator.join([key.decode(errors="backslashreplace") for key in keys])

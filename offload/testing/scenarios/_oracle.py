@@ -3,8 +3,8 @@
 It knows what the scenario did and what the world copied, and of the system it believes only what a ticket shows. Of each key
 in each tier it knows one of three things: it *must* be there, it *may* be, or it must not.
 
-    must    held from the start, or completed by a container, and nobody took it away since
-    may     on its way; or it was there, and was deleted while somebody might hold it, or had a bit flipped,
+    must    held from the start, or completed by a container, and not taken away since
+    may     on its way; or it was there, and was deleted while it might be held, or had a bit flipped,
             or the tier may evict
     not     everything else: what was never completed must not be found
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ._names import expand
+from ._names import expand, shown
 from ._systems import Outcome
 from ._trace import NoOutcome, outcome_of
 
@@ -35,9 +35,9 @@ class Load:
     """Empty: from any of them."""
     keys: Sequence[Key]
     must: set[Key] = attrs.Factory(set)
-    """Those that were there when it began, and nobody touched since."""
+    """Those that were there when it began, and were not touched since."""
     must_not: set[Key] = attrs.Factory(set)
-    """Those that were not, and nobody touched since."""
+    """Those that were not, and were not touched since."""
 
 
 class Oracle:
@@ -53,10 +53,10 @@ class Oracle:
         """When a key was last taken away."""
         self._asked: dict[str, int] = {}
         self._last_asked: dict[tuple[str, Key], int] = {}
-        """When somebody was last to store a key."""
+        """When a key was last to be stored."""
         self._loads: dict[Load, None] = {}
         self._unasked: set[tuple[str, Key]] = set()
-        """What may have been written without anybody having asked for it."""
+        """What may have been written without having been asked for: by a promotion."""
         self._on_the_way: dict[str, dict[Key, int]] = {tier: {} for tier in self._tiers}
         self._below: dict[str, tuple[str, ...]] = {}
         self._evicting: dict[str, bool] = {}
@@ -88,7 +88,7 @@ class Oracle:
     # -- what happens --------------------------------------------------------------------------------------------------
 
     def _touch(self, tier: str, keys: Iterable[Key]) -> None:
-        """Something happens to these: whoever loads them now may or may not find them."""
+        """Something happens to these: a load of them that is under way may or may not find them."""
         self._moment += 1
         for key in keys if self._loads else ():
             for load in self._loads:
@@ -96,48 +96,48 @@ class Oracle:
                     load.must.discard(key)
                     load.must_not.discard(key)
 
-    def asked(self, parcel: Request) -> None:
+    def asked(self, request: Request) -> None:
         """A container is on its way in from now on, until it has ended or was never taken."""
-        for tier in self.below(parcel.pipeline):
-            self._touch(tier, parcel.keys)
+        for tier in self.below(request.pipeline):
+            self._touch(tier, request.keys)
             way = self._on_the_way[tier]
-            for key in parcel.keys:
+            for key in request.keys:
                 way[key] = way.get(key, 0) + 1
-        self._asked[parcel.label] = self._moment
-        for tier in self.below(parcel.pipeline):
-            for key in parcel.keys:
+        self._asked[request.label] = self._moment
+        for tier in self.below(request.pipeline):
+            for key in request.keys:
                 self._last_asked[tier, key] = self._moment
 
-    def not_taken(self, parcel: Request) -> None:
+    def not_taken(self, request: Request) -> None:
         """It was refused, or given up before it was taken in."""
-        self._arrived(parcel)
+        self._arrived(request)
 
-    def ended(self, parcel: Request) -> None:
+    def ended(self, request: Request) -> None:
         """A container has ended: what it completed must be there, what it did not is as before."""
-        self._arrived(parcel)
-        assert parcel.outcome is not None
-        self._end(parcel.pipeline, parcel.outcome, parcel.result, self._asked.get(parcel.label, 0))
+        self._arrived(request)
+        assert request.outcome is not None
+        self._end(request.pipeline, request.outcome, request.result, self._asked.get(request.label, 0))
 
-    def _arrived(self, parcel: Request) -> None:
-        for tier in self.below(parcel.pipeline):
+    def _arrived(self, request: Request) -> None:
+        for tier in self.below(request.pipeline):
             way = self._on_the_way[tier]
-            for key in parcel.keys:
+            for key in request.keys:
                 way[key] -= 1
 
     def _end(self, pipeline: str, outcome: Outcome, result: Any, asked: int) -> None:
         world, spec = self._world, self._world.pipelines[pipeline]
-        tier, place = spec.to, world.places[spec.to]
+        tier, model = spec.to, world.tier_models[spec.to]
         must, may = self._must[tier], self._may[tier]
         for key in outcome.completed:
             sure = self._gone.get((tier, key), 0) <= asked
-            if key in place.flipped or not sure or self._evicting[tier]:
+            if key in model.flipped or not sure or self._evicting[tier]:
                 must.pop(key, None)
                 may[key] = None
             else:
                 may.pop(key, None)
                 must[key] = None
         for key, error in outcome.failed.items():
-            if key not in must and place.arrived.get(key):
+            if key not in must and model.arrived.get(key):
                 may[key] = None
             if error == "PipelineClosed":
                 # What a chain had under way when it was cut off may still arrive: its routes go on to their own end.
@@ -149,7 +149,7 @@ class Oracle:
             self._end(name, outcome_of(route), route, asked)
 
     def taken_away(self, tier: str, keys: Iterable[Key]) -> None:
-        """Nobody knows any more whether these are there: evicted, or flipped."""
+        """Note that these may be gone: they were evicted, or flipped."""
         if tier not in self._must:
             return
         keys = list(keys)
@@ -161,13 +161,13 @@ class Oracle:
                 self._may[tier][key] = None
 
     def deleting(self, tier: str, keys: Sequence[Key]) -> Mapping[Key, bool]:
-        """A delete begins. Returns who was on the way then: how long it takes is nobody's promise."""
+        """A delete begins. Returns who was on the way then: a delete may take any time."""
         self.taken_away(tier, keys)
         way = self._on_the_way.get(tier, {})
         return {key: bool(way.get(key)) for key in keys}
 
     def deleted(self, tier: str, keys: Sequence[Key], before: Mapping[Key, bool]) -> None:
-        """These were deleted: not there any more, unless somebody may have held or stored them meanwhile."""
+        """These were deleted: not there any more, unless they may have been held or stored meanwhile."""
         if tier not in self._must:
             return
         began = min([self._gone.get((tier, key), 0) for key in keys], default=0)
@@ -182,7 +182,7 @@ class Oracle:
                 self._may[tier].pop(key, None)
 
     def may_arrive(self, tiers: Iterable[str], keys: Iterable[Key]) -> None:
-        """Somebody may write these there, without anybody having asked for it: they are promoted."""
+        """Note that these may be written there without having been asked for: they are promoted."""
         keys = list(keys)
         for tier in tiers:
             self._touch(tier, keys)
@@ -194,11 +194,11 @@ class Oracle:
     # -- loads ---------------------------------------------------------------------------------------------------------
 
     def loading(self, tier: str, keys: Sequence[Key]) -> Load:
-        """A load begins."""
+        """Note that a load begins, and what it must and must not find."""
         load = Load(tier, keys)
         tiers = self._tiers if not tier else [tier] if tier in self._must else []
         for key in keys if tiers else ():
-            if any(key in self._must[one] and key not in self._world.places[one].flipped for one in tiers):
+            if any(key in self._must[one] and key not in self._world.tier_models[one].flipped for one in tiers):
                 load.must.add(key)
             elif not any(
                 key in self._must[one] or key in self._may[one] or self._on_the_way[one].get(key) for one in tiers
@@ -225,15 +225,15 @@ class Oracle:
             data = found.get(key)
             if data is None:
                 if key in load.must and key not in flipped:
-                    world.wrong("model", f"{_said(key)} must be in {where}, and was not loaded")
+                    world.wrong("model", f"{shown([key])} must be in {where}, and was not loaded")
                 if key in flipped:
                     for tier in tiers:
                         self.taken_away(tier, [key])
                 continue
             if bytes(data) != world.payload(key, load.tier):
-                world.wrong("bytes", f"{_said(key)} was loaded from {where}, and is not what was stored")
+                world.wrong("bytes", f"{shown([key])} was loaded from {where}, and is not what was stored")
             if key in load.must_not:
-                world.wrong("model", f"{_said(key)} was loaded from {where}, and nobody has completed it")
+                world.wrong("model", f"{shown([key])} was loaded from {where}, and nobody has completed it")
 
     def held_on(self, load: Load, first: Mapping[Key, bytes], again: Mapping[Key, bytes]) -> Sequence[Key]:
         """Of what a load has held and read twice: what was not there any more, or was something else."""
@@ -241,22 +241,22 @@ class Oracle:
         for key in load.keys:
             had, has = first.get(key), again.get(key)
             if key in flipped and (had is None or has is None):
-                short = True  # found out as damaged, and whoever reads it may read no further
+                short = True  # found out as damaged, and its reader may read no further
             elif had != has and not (short and (had is None or has is None)):
                 lost.append(key)
         return lost
 
     def flipped(self, load: Load) -> AbstractSet[Key]:
         """Blocks of which a bit was flipped where this load reads."""
-        places = self._world.places
+        tier_models = self._world.tier_models
         tiers = [load.tier] if load.tier else self._tiers
-        return set().union(*[places[tier].flipped for tier in tiers if tier in places])
+        return set().union(*[tier_models[tier].flipped for tier in tiers if tier in tier_models])
 
     # -- when it is over -----------------------------------------------------------------------------------------------
 
     def must(self, tier: str) -> Sequence[Key]:
         """What must be found in a tier now."""
-        flipped = self._world.places[tier].flipped
+        flipped = self._world.tier_models[tier].flipped
         return [key for key in self._must[tier] if key not in flipped]
 
     @property
@@ -268,27 +268,27 @@ class Oracle:
         """Compare what a tier says it has with what it must and may have."""
         missing = [key for key in self.must(tier) if key not in found]
         if missing:
-            self._world.wrong("model", f"{_said(*missing)} must be in {tier}, and cannot be found")
+            self._world.wrong("model", f"{shown(missing, ', ')} must be in {tier}, and cannot be found")
         must, may, way = self._must[tier], self._may[tier], self._on_the_way[tier]
         strange = sorted([key for key in found if key not in must and key not in may and not way.get(key)])
         if strange:
-            self._world.wrong("model", f"{_said(*strange)} can be found in {tier}, and nobody has completed it")
+            self._world.wrong("model", f"{shown(strange, ', ')} can be found in {tier}, and nobody has completed it")
 
     def judge_tickets(self) -> None:
         """What tickets show, and whether it is possible."""
-        for parcel in self._world.parcels.values():
-            if parcel.ticket is not None:
-                for rule, text in self._ticket(parcel):
+        for request in self._world.requests.values():
+            if request.ticket is not None:
+                for rule, text in self._ticket(request):
                     self._world.wrong(rule, text)
 
-    def _ticket(self, parcel: Request) -> Iterator[tuple[str, str]]:
-        world, label, outcome = self._world, parcel.label, parcel.outcome
-        assert parcel.ticket is not None
+    def _ticket(self, request: Request) -> Iterator[tuple[str, str]]:
+        world, label, outcome = self._world, request.label, request.outcome
+        assert request.ticket is not None
         if outcome is None:
             yield "I2", f"{label} never ended"
             return
         try:
-            now = outcome_of(parcel.ticket.result)
+            now = outcome_of(request.ticket.result)
         except NoOutcome as error:
             yield "I2", f"{label} has lost its result: {error}"
             return
@@ -296,32 +296,28 @@ class Oracle:
             yield "I2", f"{label} ended {outcome}, and now says {now}"
         ends = (outcome.completed, tuple(outcome.filtered), tuple(outcome.failed), outcome.evicted)
         known = [key for end in ends for key in end]
-        if len(set(known)) != len(known) or not set(known) <= set(parcel.keys):
+        if len(set(known)) != len(known) or not set(known) <= set(request.keys):
             yield "I5", f"{label}: its blocks did not end once each: {outcome}"
         if outcome.status == "COMPLETE":
             if outcome.failed or outcome.error:
                 yield "I5", f"{label} is complete, but {outcome}"
-            if known and len(known) != len(parcel.keys):
-                yield "I6", f"{label} is complete, and says nothing of {len(parcel.keys) - len(known)} of its blocks"
-        place = world.places[world.pipelines[parcel.pipeline].to]
+            if known and len(known) != len(request.keys):
+                yield "I6", f"{label} is complete, and says nothing of {len(request.keys) - len(known)} of its blocks"
+        model = world.tier_models[world.pipelines[request.pipeline].to]
         if outcome.status == "CANCELLED":
             if outcome.completed:
-                yield "I4", f"{label} was cancelled, and completed {_said(*outcome.completed)}"
-            moved = [key for key in parcel.keys if place.begun.get(key) and self._only(parcel, key)]
+                yield "I4", f"{label} was cancelled, and completed {shown(outcome.completed, ', ')}"
+            moved = [key for key in request.keys if model.begun.get(key) and self._only(request, key)]
             if moved:
-                yield "I4", f"{label} was cancelled, and {_said(*moved)} was copied into {place.name}"
-        held = set(expand(place.spec.holds))
-        if any(one.batches for one in world.places.values()):  # what it copies, it copies through the world
+                yield "I4", f"{label} was cancelled, and {shown(moved, ', ')} was copied into {model.name}"
+        held = set(expand(model.spec.holds))
+        if any(one.batches for one in world.tier_models.values()):  # what it copies, it copies through the world
             for key in outcome.completed:
-                if not place.arrived.get(key) and key.decode(errors="replace") not in held:
-                    yield "model", f"{label} completed {_said(key)}, which was never copied into {place.name}"
+                if not model.arrived.get(key) and key.decode(errors="replace") not in held:
+                    yield "model", f"{label} completed {shown([key])}, which was never copied into {model.name}"
 
-    def _only(self, parcel: Request, key: Key) -> bool:
-        """Whether nobody else had this key."""
-        if (self._world.pipelines[parcel.pipeline].to, key) in self._unasked:
+    def _only(self, request: Request, key: Key) -> bool:
+        """Whether no other container had this key."""
+        if (self._world.pipelines[request.pipeline].to, key) in self._unasked:
             return False
-        return all(other is parcel or other.state == "" for other in self._world.labels_of([key]))
-
-
-def _said(*keys: Key) -> str:
-    return ", ".join([key.decode(errors="backslashreplace") for key in keys])
+        return all(other is request or other.state == "" for other in self._world.labels_of([key]))

@@ -36,7 +36,7 @@ STAGES: Final[Mapping[str, str]] = {
     "copying": "its blocks are copied",
     "settling": "the copy is over, what it held is released",
 }
-"""The stages of a walk through one of our pipelines, in order, and what happens in each."""
+"""The stages of a path through one of our pipelines, in order, and what happens in each."""
 
 STAGE_AFTER: Final[Mapping[str, str]] = {
     "admission": "admission",
@@ -57,14 +57,14 @@ _REFUSALS: Final = {"refused": "REFUSED", "abandoned": "ABANDONED"}
 
 @attrs.frozen
 class Span:
-    """A stretch of a trace."""
+    """One stage of a container, or one copy, from a moment of the trace to another."""
 
     what: str
-    """Which stage."""
+    """The stage."""
     first: int
     """The position of the moment at which it began."""
     last: int
-    """And of the one that ended it."""
+    """The position of the moment that ended it."""
     over: bool = True
     """Whether it ended at all."""
 
@@ -101,7 +101,7 @@ class ContainerPath:
     end: str
     """``COMPLETE``, ``CANCELLED``, ``FAILED``, ``REFUSED``, ``ABANDONED``; empty: it never ended."""
     ended: int | None
-    """Where."""
+    """The position of its end."""
 
 
 @attrs.frozen
@@ -121,7 +121,7 @@ class Copy:
 
 
 def paths_of(report: Report) -> list[ContainerPath]:
-    """The walk of every container, in the order in which they were first heard of."""
+    """The path of every container, in the order in which they were first heard of."""
     about: dict[str, list[int]] = {}
     containers = {*report.outcomes, *_keys_by_container(report.scenario)}
     for position, moment in enumerate(report.moments):
@@ -144,10 +144,10 @@ def _is_container(report: Report, positions: Sequence[int]) -> bool:
 
 
 def _path_of(moments: Sequence[Moment], label: str, positions: Sequence[int]) -> ContainerPath:
-    walker = _PathBuilder(len(moments) - 1)
+    builder = _PathBuilder(len(moments) - 1)
     for position in positions:
-        walker.saw(position, moments[position])
-    return walker.walk(label)
+        builder.saw(position, moments[position])
+    return builder.path(label)
 
 
 class _PathBuilder:
@@ -188,7 +188,7 @@ class _PathBuilder:
         where = moment.where
         spans = self._lanes.setdefault(where, [])
         self._hooks[where].append(position)
-        if self._waiting is not None:  # its way in is over, whether or not whoever asked knows it yet
+        if self._waiting is not None:  # its way in is over, whether or not its user knows it yet
             self._before.append(Span(self._waiting[0], self._waiting[1], position))
             self._waiting = None
         stage = STAGE_AFTER.get(moment.name, moment.name)
@@ -218,9 +218,9 @@ class _PathBuilder:
             if cancel.last is None:
                 self._cancels[index] = Cancel(cancel.first, position, confirmed)
                 return
-        self._events.append(position)  # nobody asked: worth seeing
+        self._events.append(position)  # an answer without a question: worth seeing
 
-    def walk(self, label: str) -> ContainerPath:
+    def path(self, label: str) -> ContainerPath:
         self._close(self._horizon, over=False)
         lanes = [Lane(where, tuple(spans), tuple(self._hooks[where])) for where, spans in self._lanes.items()]
         if lanes:

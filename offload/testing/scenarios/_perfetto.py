@@ -63,17 +63,17 @@ class _EventWriter:
         self._report = report
         self._moments = report.moments
         self._times = _times(report.moments)
-        self._walks = paths_of(report)
+        self._paths = paths_of(report)
         self._copies = copies_of(report)
-        lanes = [lane.pipeline for walk in self._walks for lane in walk.lanes]
+        lanes = [lane.pipeline for path in self._paths for lane in path.lanes]
         self._pipelines = {name: _PIPELINES + n for n, name in enumerate(dict.fromkeys(lanes))}
         self._tiers = {name: _TIERS + n for n, name in enumerate(self._copies)}
-        self._threads = {walk.label: n for n, walk in enumerate(self._walks, 1)}
+        self._threads = {path.label: n for n, path in enumerate(self._paths, 1)}
 
     def events(self) -> list[Event]:
         found = [
             *self._named(),
-            *[event for walk in self._walks for event in self._walk(walk)],
+            *[event for path in self._paths for event in self._events_of_path(path)],
             *[event for tier in self._copies for event in self._tier(tier)],
             *self._points(),
             *self._counters(),
@@ -90,11 +90,11 @@ class _EventWriter:
         for pid, name in processes:
             yield _meta("process_name", pid, 0, name=name)
             yield _meta("process_sort_index", pid, 0, sort_index=pid)
-        for walk in self._walks:
-            tid = self._threads[walk.label]
-            homes = [self._pipelines[lane.pipeline] for lane in walk.lanes] + ([_CANCELS] if walk.cancels else [])
+        for path in self._paths:
+            tid = self._threads[path.label]
+            homes = [self._pipelines[lane.pipeline] for lane in path.lanes] + ([_CANCELS] if path.cancels else [])
             for pid in homes:
-                yield _meta("thread_name", pid, tid, name=walk.label)
+                yield _meta("thread_name", pid, tid, name=path.label)
                 yield _meta("thread_sort_index", pid, tid, sort_index=tid)
         for tier, copies in self._copies.items():
             for lane in sorted({copy.lane for copy in copies}):
@@ -102,14 +102,14 @@ class _EventWriter:
 
     # -- containers ----------------------------------------------------------------------------------------------------
 
-    def _walk(self, walk: ContainerPath) -> Iterator[Event]:
-        tid = self._threads[walk.label]
-        outcome = self._report.outcomes.get(walk.label)
-        for lane in walk.lanes:
+    def _events_of_path(self, path: ContainerPath) -> Iterator[Event]:
+        tid = self._threads[path.label]
+        outcome = self._report.outcomes.get(path.label)
+        for lane in path.lanes:
             pid = self._pipelines[lane.pipeline]
             if lane.spans:
-                whole = Span(f"{walk.label} {walk.end or 'never ended'}", lane.spans[0].first, lane.spans[-1].last)
-                arguments: dict[str, Any] = {"end": walk.end or "never ended"}
+                whole = Span(f"{path.label} {path.end or 'never ended'}", lane.spans[0].first, lane.spans[-1].last)
+                arguments: dict[str, Any] = {"end": path.end or "never ended"}
                 if outcome is not None:
                     arguments |= {
                         "completed": len(outcome.completed),
@@ -120,15 +120,15 @@ class _EventWriter:
                     }
                 yield self._slice(whole, "container", pid, tid, arguments)
             for span in lane.spans:
-                yield self._slice(span, "stage", pid, tid, {"container": walk.label, "over": span.over})
+                yield self._slice(span, "stage", pid, tid, {"container": path.label, "over": span.over})
             for position in lane.hooks:
                 moment = self._moments[position]
                 yield self._instant(position, f"hook {moment.name}", "hook", pid, tid, "t", with_=list(moment.who))
-        for cancel in walk.cancels:
-            yield self._short(cancel.first, "cancel asked", _CANCELS, tid, container=walk.label)
+        for cancel in path.cancels:
+            yield self._short(cancel.first, "cancel asked", _CANCELS, tid, container=path.label)
             if cancel.last is not None:
                 answer = "confirmed" if cancel.confirmed else "unconfirmed"
-                yield self._short(cancel.last, answer, _CANCELS, tid, container=walk.label)
+                yield self._short(cancel.last, answer, _CANCELS, tid, container=path.label)
                 flow = {"cat": "cancel", "name": "cancel", "pid": _CANCELS, "tid": tid, "id": cancel.first + 1}
                 yield {**flow, "ph": "s", "ts": self._middle(cancel.first)}
                 yield {**flow, "ph": "f", "bp": "e", "ts": self._middle(cancel.last)}
@@ -161,9 +161,9 @@ class _EventWriter:
         blocks = self._blocks()
         for name, pid in self._pipelines.items():
             lanes = [
-                (lane.spans[0].first, lane.spans[-1].last, blocks.get(walk.label, 1))
-                for walk in self._walks
-                for lane in walk.lanes
+                (lane.spans[0].first, lane.spans[-1].last, blocks.get(path.label, 1))
+                for path in self._paths
+                for lane in path.lanes
                 if lane.pipeline == name and lane.spans
             ]
             yield from self._counter("containers inside", pid, [(first, last, 1) for first, last, _ in lanes])

@@ -1,7 +1,7 @@
 """Our own pipelines as a system under test: real ones, over tiers whose copies go through the world.
 
 An instrument in each pipeline tells the ledger, then the world, what is about to happen. Each pipeline calls its containers
-by numbers; who is who is known here, also in the pipelines of a chain, where nobody has stored them.
+by numbers; who is who is known here, also in the pipelines of a chain, where no user stored them.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class _HookInstrument(Every):
     """Tells the ledger, then the world."""
 
     def __init__(self, ours: PipelineSystem, pipeline: Pipeline) -> None:
-        self._ours = ours
+        self._system = ours
         self._pipeline = pipeline
 
     def saw(self, hook: str, subject: OffloadContainer | OffloadBatch | Sequence[OffloadContainer]) -> None:
-        ours, world, pipeline = self._ours, self._ours.world, self._pipeline
+        ours, world, pipeline = self._system, self._system.world, self._pipeline
         try:
             ours.ledger.saw(pipeline, hook, subject)
             if isinstance(subject, OffloadContainer):
@@ -66,31 +66,31 @@ class _HookInstrument(Every):
 
 
 class PipelineSystem:
-    """Our pipelines, behind the contract."""
+    """Our pipelines as a system under test."""
 
     def __init__(self, world: VirtualWorld) -> None:
         self.world = world
         self.ledger = world.ledger = Ledger()
         self.ledger.jumps = world.jumps
-        self.tiers = {name: self._tier(place) for name, place in world.places.items()}
+        self.tiers = {name: self._tier(model) for name, model in world.tier_models.items()}
         self.pipelines: dict[str, Pipeline] = {}
         self._filled = {spec.to for spec in world.pipelines.values()}
         self._labels: dict[OffloadContainer, str] = {}
         self._stored: dict[Blocks, str] = {}
-        """What was stored, by whom."""
+        """The label of the container that has these blocks."""
         self._followed: Counter[tuple[str, str]] = Counter()
         self._external: dict[Key, int] = {}
         world.told = self.ended
         for name, tier in self.tiers.items():
-            tier.place.content = tier
+            tier.model.content = tier
             self.ledger.damaged[tier] = tier.flipped
             tier.fill([key.encode() for key in expand(world.tiers[name].holds)])
 
     def __repr__(self) -> str:
         return f"<our pipelines: {', '.join(self.pipelines)}>"
 
-    def _tier(self, place: TierModel) -> VirtualTier:
-        return VirtualTier(place)
+    def _tier(self, model: TierModel) -> VirtualTier:
+        return VirtualTier(model)
 
     def policies_of(self, pipeline: str) -> list[Policy | AsyncPolicy]:
         """What may leave through a pipeline."""
@@ -131,16 +131,16 @@ class PipelineSystem:
         return await self._take_in(list(many))
 
     async def _take_in(self, labels: Sequence[str]) -> Sequence[TransferHandle]:
-        world, parcels = self.world, [self.world.parcels[label] for label in labels]
-        pipeline = self.pipelines[parcels[0].pipeline]
+        world, requests = self.world, [self.world.requests[label] for label in labels]
+        pipeline = self.pipelines[requests[0].pipeline]
         mine: list[Blocks] = []
         try:
-            for parcel in parcels:
-                self._keep_alive(parcel)
-            for parcel in parcels:
-                mine.append(self._blocks(cast("VirtualTier", pipeline.source), parcel))
+            for request in requests:
+                self._keep_alive(request)
+            for request in requests:
+                mine.append(self._blocks(cast("VirtualTier", pipeline.source), request))
             given, mine = mine, []  # from here on they are the pipeline's, also when it raises
-            handles = await _enqueue(pipeline, given, parcels[0])
+            handles = await _enqueue(pipeline, given, requests[0])
         except BaseException as error:
             for blocks in mine:
                 blocks.release()
@@ -160,30 +160,30 @@ class PipelineSystem:
             self.ledger.took(pipeline, handle)
         return handles
 
-    def _blocks(self, source: VirtualTier, parcel: Request) -> Blocks:
-        keys = parcel.keys
+    def _blocks(self, source: VirtualTier, request: Request) -> Blocks:
+        keys = request.keys
         if source.name not in self._filled:  # an engine stores what it has just computed
             source.fill([key for key in keys if key not in source.pool._slot_of])
         blocks: Blocks
-        if parcel.store.kind == "external":
+        if request.store.kind == "external":
             blocks = source.external(source.pool.slots(keys), keys)
-        elif parcel.store.kind == "strong":
+        elif request.store.kind == "strong":
             blocks = source.strong(keys)
             self.ledger.strong.append(blocks)
         else:
             blocks = source.weak(keys)
-        self._stored[blocks] = parcel.label
+        self._stored[blocks] = request.label
         return blocks
 
-    def _keep_alive(self, parcel: Request) -> None:
+    def _keep_alive(self, request: Request) -> None:
         """The engine keeps its blocks, where it is to do so, until :meth:`ended`."""
-        for key in parcel.keys if parcel.store.kind == "external" else ():
+        for key in request.keys if request.store.kind == "external" else ():
             self._external[key] = self._external.get(key, 0) + 1
 
     def ended(self, label: str) -> None:
         """The engine need not keep the blocks of this container alive any more."""
-        parcel = self.world.parcels[label]
-        for key in parcel.keys if parcel.store.kind == "external" else ():
+        request = self.world.requests[label]
+        for key in request.keys if request.store.kind == "external" else ():
             if self._external.get(key, 0) <= 1:
                 self._external.pop(key, None)
             else:
@@ -247,7 +247,7 @@ class PipelineSystem:
         return dict(held)
 
     def close_now(self) -> None:
-        """Close the doors of the pipelines that nobody leads to; then drain everything, first to last."""
+        """Close to new containers the pipelines that are no route of a chain; then drain everything, first to last."""
         led_to = {route for spec in self.world.pipelines.values() for route in spec.chain}
         for name, pipeline in self.pipelines.items():
             if name not in led_to:
@@ -268,12 +268,12 @@ class PipelineSystem:
         keys = [key for key in keys if key not in self._external]
         answers = source.pool.delete(keys)
         gone = [key for key, answer in zip(keys, answers, strict=True) if answer is Deletion.DELETED]
-        if again:  # but where somebody waited for the room
+        if again:  # unless another took the room
             source.fill(gone[: source.free])
         return gone
 
     async def delete(self, tier: str, keys: Sequence[Key]) -> None:
-        """Forget keys."""
+        """Delete keys from a tier."""
         await self.tiers[tier].delete(keys)
 
     def found(self, tier: str) -> AbstractSet[Key]:
@@ -290,12 +290,12 @@ class PipelineSystem:
         return self.pipelines[pipeline].statistics()
 
 
-async def _enqueue(pipeline: Pipeline, many: Sequence[Blocks], parcel: Request) -> Sequence[TransferHandle]:
+async def _enqueue(pipeline: Pipeline, many: Sequence[Blocks], request: Request) -> Sequence[TransferHandle]:
     """As the scenario has it; several are stored alike."""
-    precondition = NO_WAIT if parcel.after is None else parcel.after
-    if parcel.store.how == "many":
+    precondition = NO_WAIT if request.after is None else request.after
+    if request.store.how == "many":
         return pipeline.enqueue_many(many, precondition=precondition)
-    if parcel.store.how == "now":
+    if request.store.how == "now":
         return [pipeline.enqueue_nowait(many[0], precondition=precondition)]
     return [await pipeline.enqueue(many[0], precondition=precondition)]
 

@@ -52,11 +52,11 @@ class _Steps(trio.abc.Instrument):
 
     def __init__(self, world: VirtualWorld) -> None:
         self._world = world
-        self._most = STEPS + STEPS_EACH * (len(world.parcels) + len(world.faults))
+        self._most = STEPS + STEPS_EACH * (len(world.requests) + len(world.faults))
         self._left = self._most
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        """One step more."""
+        """Count a step; after too many, give the run up."""
         self._left -= 1
         if not self._left:
             self._left = self._most
@@ -163,12 +163,12 @@ async def _watch(world: VirtualWorld) -> None:
 
 def report_of(world: VirtualWorld, rest: FinalState) -> Report:
     """What a run was, now that it is over."""
-    fired: Counter[str] = Counter(one.name for one in world.faults if one.line is not None and one.line.fired)
-    outcomes = {one.label: one.outcome for one in world.parcels.values() if one.outcome is not None}
-    moments = [line.moment() for line in world.moments.lines]
+    fired: Counter[str] = Counter(one.name for one in world.faults if one.entry is not None and one.entry.fired)
+    outcomes = {one.label: one.outcome for one in world.requests.values() if one.outcome is not None}
+    moments = [entry.moment() for entry in world.trace.lines]
     last = moments[-1].at_ms if moments else 0.0
     for one in world.faults:
-        if one.line is None:
+        if one.entry is None:
             moments.append(Moment(last, "fault", one.fault.do, one.who, note="never came", fired=False))
     report = Report(
         scenario=_as_drawn(world),
@@ -179,8 +179,8 @@ def report_of(world: VirtualWorld, rest: FinalState) -> Report:
         planned=len(world.scenario.fault),
         fired=dict(fired),
         counts={
-            "copied": sum(place.copied for place in world.places.values()),
-            "batches": sum(place.batches for place in world.places.values()),
+            "copied": sum(model.copied for model in world.tier_models.values()),
+            "batches": sum(model.batches for model in world.tier_models.values()),
             "loaded": world.loaded,
             "missed": world.missed,
             "fired": fired.total(),
@@ -204,13 +204,13 @@ def _reached(world: VirtualWorld) -> Iterator[str]:
     yield from [f"hook {name}" for name in world.visits]
     states = world.ledger.states if world.ledger is not None else ()
     yield from [f"state {name}" for name in (*world.states, *states)]
-    for parcel in world.parcels.values():
-        if parcel.state in ("refused", "abandoned"):
-            yield f"state {parcel.state.upper()}"
-        if parcel.outcome is not None:
-            yield from [f"end {error}" for error in (parcel.outcome.error, *parcel.outcome.failed.values()) if error]
-            yield from [f"filtered {reason}" for reason in parcel.outcome.filtered.values()]
-            if parcel.outcome.evicted:
+    for request in world.requests.values():
+        if request.state in ("refused", "abandoned"):
+            yield f"state {request.state.upper()}"
+        if request.outcome is not None:
+            yield from [f"end {error}" for error in (request.outcome.error, *request.outcome.failed.values()) if error]
+            yield from [f"filtered {reason}" for reason in request.outcome.filtered.values()]
+            if request.outcome.evicted:
                 yield "end evicted"
 
 
@@ -226,12 +226,12 @@ async def check_at_rest(world: VirtualWorld) -> FinalState:
     if world.ledger is not None:  # what is ours is looked at from inside, when it has closed
         return FinalState()
     await world.quiet()
-    for place in world.places.values():
-        place.calm()
+    for model in world.tier_models.values():
+        model.end_faults()
     system = world.system
     engine = world.scenario.engine
     if engine is not None:
-        await system.drain(world.first)  # type: ignore[attr-defined]  # nobody waits for what is on its way up
+        await system.drain(world.first)  # type: ignore[attr-defined]  # no container waits for promotions
         if not world.slow:  # by then, no tier is left alone any more
             await trio.sleep(engine.longest_wait_ms * TICK)
     _release(world)
@@ -246,8 +246,8 @@ def check_after_close(world: VirtualWorld, before: FinalState) -> FinalState:
     rest = before
     if world.stuck:  # whatever else is wrong comes of that
         return rest
-    for parcel in world.parcels.values():  # what ended with the system, nobody was there to see
-        world.look(parcel)
+    for request in world.requests.values():  # what ended with the system, no task saw
+        world.look(request)
     world.oracle.judge_tickets()
     if world.ledger is not None:
         figures = _metrics(world, world.system)
@@ -263,8 +263,8 @@ def check_after_close(world: VirtualWorld, before: FinalState) -> FinalState:
         for rule, text in Causes(world, world.oracle).all():
             world.wrong(rule, text)
     else:
-        for place in world.places.values():
-            for clash in place.clashes:
+        for model in world.tier_models.values():
+            for clash in model.clashes:
                 world.wrong("I7", clash)
         if not rest.found:  # it was closed before its time: what it may still say is for the expectations alone
             return _state_after_close(world)
@@ -275,7 +275,7 @@ def check_after_close(world: VirtualWorld, before: FinalState) -> FinalState:
 
 
 def _state_after_close(world: VirtualWorld) -> FinalState:
-    """What a system says that has closed, if it still answers: nobody promised that."""
+    """What a system says that has closed, if it still answers, which it need not."""
     found: Mapping[str, Any] = {}
     metrics: Mapping[str, Any] = {}
     with contextlib.suppress(Exception):
@@ -297,8 +297,8 @@ def _release(world: VirtualWorld) -> None:
 
 
 def _check_held(world: VirtualWorld, system: System) -> None:
-    if not hasattr(system, "release") and any(place.unknown for place in world.places.values()):
-        return  # what such a copy holds is in quarantine, and nobody can let it go
+    if not hasattr(system, "release") and any(model.unknown for model in world.tier_models.values()):
+        return  # what such a copy holds is in quarantine, and nothing can release it
     held = {what: amount for what, amount in system.audit().items() if amount}
     if held:
         world.wrong("I1", "at rest it still holds " + ", ".join([f"{what}: {n}" for what, n in sorted(held.items())]))

@@ -44,10 +44,10 @@ class _PolicyAction:
             return False
         if self.spec.p >= 1.0:
             return True
-        return self._world.dice.chance(self.spec.p, *self._site, self._world.label or tuple(keys))
+        return self._world.rng.chance(self.spec.p, *self._site, self._world.label or tuple(keys))
 
     def answer(self, keys: Sequence[Key]) -> Reasons | Leased:
-        """What it says of them."""
+        """The answer about these keys."""
         world, spec = self._world, self.spec
         if spec.do == "reject":
             return {key: spec.reason for key in keys if not self._about or key in self._about}
@@ -61,9 +61,9 @@ class _PolicyAction:
             return Leased(NOTHING_REJECTED, self._unlock)
         if spec.do == "cancel":
             for label in expand(spec.who):
-                parcel = world.parcels[label]
-                if parcel.ticket is not None:
-                    ask_cancel(world, parcel)
+                request = world.requests[label]
+                if request.ticket is not None:
+                    ask_cancel(world, request)
         return NOTHING_REJECTED
 
     def _unlock(self) -> None:
@@ -117,7 +117,7 @@ class WorldPolicies:
         self._policy = AllOf(*policies) if policies else None
 
     async def ask(self, keys: Sequence[Key]) -> Mapping[Key, str]:
-        """What they keep back. A lock they took is given back at once: this way there is nobody to hold it."""
+        """What they keep back. A lock they took is given back at once: this way no container holds it."""
         if isinstance(self._policy, AsyncPolicy):
             answer = await self._policy.evaluate(keys)
         else:
@@ -157,13 +157,13 @@ class Events:
     """The events of a scenario by name: what one step fires, many containers wait for."""
 
     timer: Callable[[float, Callable[[], object]], None]
-    """Has a function called at a time."""
+    """Calls a function at a time."""
     _shared: dict[tuple[str, type[_Event]], _Event] = attrs.Factory(dict)
     _listening: dict[str, list[_Event]] = attrs.Factory(dict)
     _fired: dict[str, None] = attrs.Factory(dict)
 
     def fire(self, name: str) -> None:
-        """Set it, for whoever waits for it and whoever will."""
+        """Set an event, for all that wait for it now or later."""
         self._fired[name] = None
         for event in self._listening.get(name, ()):
             event.set()

@@ -92,7 +92,7 @@ class Probing:
     others: tuple[Scenario, ...] = ()
 
     def __call__(self, number: int) -> Report:
-        """One run."""
+        """Play one run."""
         if number:
             return Series(self.system, self.others)(number - 1)
         from ._play import play
@@ -116,7 +116,7 @@ class SeamObserver:
 
     @asynccontextmanager
     async def __call__(self, world: World) -> AsyncIterator[System]:
-        """Open the other one."""
+        """Open a system of the other factory, and observe it."""
         async with self._factory(_ObservedWorld(world, self.seams)) as system:
             self.seams.update([seam for seam in ATTRIBUTES if callable(getattr(system, seam, None))])
             yield _ObservedSystem(system, self.seams)
@@ -191,7 +191,7 @@ def adapted_to(scenario: Scenario, seams: Sequence[Seam], hooks: Sequence[str]) 
     renamed = {hook: hooks[i % len(hooks)] for i, hook in enumerate(ours)} if hooks and "hook" in seams else {}
     scenario = msgspec.structs.replace(
         scenario,
-        # What a tier holds from the start nobody has stored: how should a cache know of it?
+        # What a tier holds from the start no user stored: a cache cannot know of it.
         tier={
             name: msgspec.structs.replace(spec, holds="")
             for name, spec in scenario.tier.items()
@@ -250,13 +250,13 @@ class Fuzzing:
     hooks: tuple[str, ...]
 
     def scenario(self, seed: int) -> Scenario:
-        """The program of a seed."""
+        """Return the program of a seed, as far as this system can be put through it."""
         from ._generate import generate
 
         return adapted_to(generate(seed), self.seams, self.hooks)
 
     def __call__(self, seed: int) -> Report:
-        """One run."""
+        """Play one run."""
         from ._play import play
 
         return play(self.scenario(seed), seed, factory=factory_of(self.system))
@@ -274,7 +274,7 @@ class Series:
     scenarios: tuple[Scenario, ...]
 
     def __call__(self, number: int) -> Report:
-        """One run."""
+        """Play one run."""
         from ._play import play
 
         return play(self.scenarios[number], factory=factory_of(self.system))

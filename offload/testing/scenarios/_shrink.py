@@ -1,7 +1,7 @@
 """A program that goes wrong, made small: as few steps and faults as show the same violation. Delta debugging.
 
-Rule 1. Chance goes first: what happened perhaps is said to happen, and an ordinal ("the third pre_claim") becomes a visit of
-        somebody ("the first pre_claim of a2"). Otherwise each step that is taken away would move all faults.
+Rule 1. Chance goes first: what happened perhaps is said to happen, and an ordinal ("the third pre_claim") becomes a visit of a
+        container ("the first pre_claim of a2"). Otherwise each step that is taken away would move all faults.
 Rule 2. In chunks, then one by one, then what is left is simplified, and again from the start until nothing gives way.
 Rule 3. A candidate counts when a rule that was broken is broken (:func:`same_violation`), however else it went.
 Rule 4. Time is bounded. What is best then is the answer.
@@ -108,7 +108,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 class _Spent(Exception):
-    """The budget is."""
+    """The budget of time is spent."""
 
 
 class _Shrinker:
@@ -235,14 +235,14 @@ def tidy(scenario: Scenario) -> Scenario:
 
 
 def stores(scenario: Scenario) -> Iterator[StoreStep]:
-    """All of them."""
+    """Every store of a program."""
     for step in scenario.step:
         if step.store is not None:
             yield step.store
 
 
 def _not_waiting(step: Step, fired: set[str]) -> Step:
-    """What would wait for an event that nobody fires does not wait for it: else every program could be made to hang."""
+    """What would wait for an event that no step fires does not wait for it: else every program could be made to hang."""
     if step.store is None or all(not after.event or after.event in fired for after in step.store.after):
         return step
     after = [one for one in step.store.after if not one.event or one.event in fired]
@@ -288,7 +288,7 @@ def certain(scenario: Scenario) -> Iterator[Scenario]:
 def pinned(scenario: Scenario, report: Report) -> Scenario:
     """With ordinals ("the third pre_claim") told by whom the visit is about ("the first pre_claim of a2").
 
-    An ordinal counts what other containers do, so that nothing can be taken away without hitting somebody else.
+    An ordinal counts what other containers do, so that nothing can be taken away without hitting another one.
     """
     return structs.replace(scenario, fault=[_pin(fault, report) for fault in scenario.fault])
 
@@ -365,5 +365,5 @@ def _renamed_key(key: str, names: Mapping[str, str], keys: Mapping[str, str]) ->
 
 
 def count_of(scenario: Scenario) -> tuple[int, int]:
-    """Steps and faults."""
+    """How many steps and faults a program has."""
     return len(scenario.step), len(scenario.fault)

@@ -1,7 +1,7 @@
 """Programs for Hypothesis: ``scenarios()`` emits valid scenarios and shrinks to small ones.
 
 They are built from their parts, not from a seed: leaving out a container, a fault or a knob is one step of shrinking, and
-what remains is as short as somebody would have written it.
+what remains is as short as a person would have written it.
 
 The strategies that do not depend on the program are made once: making them costs more than drawing from them.
 """
@@ -112,7 +112,7 @@ _parts: Final = st.sampled_from([1, 2, 4])
 
 @st.composite
 def _drawn_knobs(draw: st.DrawFn) -> dict[str, Any]:
-    """Those that are not left alone."""
+    """Draw the knobs that are set."""
     knobs = {name: draw(_KNOBS[name]) for name in sorted(draw(_said))}
     if "max_batch_size" in knobs:
         knobs["min_batch_size"] = max(1, knobs["max_batch_size"] // draw(_parts))
@@ -181,7 +181,7 @@ _policies: Final = (
 
 
 def _of(policy: PolicySpec, draw: st.DrawFn, labels: Sequence[str]) -> PolicySpec:
-    """A policy that cancels somebody has somebody to cancel."""
+    """A policy that cancels is given a container to cancel."""
     return (
         msgspec.structs.replace(policy, who=labels[draw(_anybody) % len(labels)]) if policy.do == "cancel" else policy
     )

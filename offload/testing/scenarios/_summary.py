@@ -123,7 +123,7 @@ class Summary:
     ends: Counter[str] = attrs.field(factory=Counter)
     reached: set[str] = attrs.field(factory=set)
     by_rule: Counter[str] = attrs.field(factory=Counter)
-    complaints: list[FoundViolation] = attrs.field(factory=list)
+    found_violations: list[FoundViolation] = attrs.field(factory=list)
     """At most :data:`MOST_VIOLATIONS`."""
     moments: int = 0
     virtual_ms: float = 0.0
@@ -149,8 +149,8 @@ class Summary:
         self.reached |= one.reached
         for violation in one.violations:
             self.by_rule[violation.rule] += 1
-            if len(self.complaints) < MOST_VIOLATIONS:
-                self.complaints.append(FoundViolation(one.seed, violation.rule, violation.text, repeat))
+            if len(self.found_violations) < MOST_VIOLATIONS:
+                self.found_violations.append(FoundViolation(one.seed, violation.rule, violation.text, repeat))
         self.moments += one.moments
         self.virtual_ms += one.virtual_ms
         if self.slowest is None or one.seconds > self.slowest[1]:
@@ -203,7 +203,7 @@ class Summary:
                 "by_kind": {kind: {"planned": self.planned[kind], "fired": self.fired[kind]} for kind in kinds},
             },
             "ends": dict(sorted(self.ends.items())),
-            "violations": [attrs.asdict(complaint) for complaint in self.complaints],
+            "violations": [attrs.asdict(found_violation) for found_violation in self.found_violations],
             "violations_by_rule": dict(sorted(self.by_rule.items())),
             "trace_hash": self.trace_hash,
             "moments": self.moments,

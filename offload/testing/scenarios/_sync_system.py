@@ -11,7 +11,7 @@
 and, if it likes, ``request_cancel(label)``, ``close_now()``, ``evict``, ``delete``, ``drain``, ``found``, ``release`` and
 ``statistics`` as the contract has them (`_contract`), all plain.
 
-Its calls of the world take virtual time without anybody being a coroutine: the cache runs in a thread that is handed control
+Its calls of the world take virtual time without any coroutine: the cache runs in a thread that is handed control
 to, and hands it back. While one of the two runs, the other one stands still. So there is no concurrency, no order but that of
 the calls, and a run is repeated exactly.
 
@@ -96,7 +96,7 @@ class _ThreadHandoff:
         return cast("T", what)
 
     def end(self) -> None:
-        """It is not called any more."""
+        """End the thread. Idempotent."""
         if self._thread is not None:
             self._to_cache.put(("end", None))
             self._thread.join()
@@ -121,9 +121,9 @@ class SyncWorld:
         self._world = world
         self._handing = handing
         self.scenario: Scenario = world.scenario
-        """What is played."""
+        """The scenario that is played."""
         self.seed: int = world.seed
-        """Of this run."""
+        """The seed of this run."""
 
     def __repr__(self) -> str:
         return f"<the world of {self.scenario.name!r}>"
@@ -304,7 +304,7 @@ class _Ticket:
             self._ended.set()
 
     def fail(self, error: Exception | None) -> None:
-        """It has ended by this, or by what nobody caught."""
+        """End it as failed by this error; without one, as cancelled."""
         name = type(error).__name__ if error is not None else "Cancelled"
         self.end(Outcome("FAILED", failed=dict.fromkeys(self.keys, name), error=name))
 

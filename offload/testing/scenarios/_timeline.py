@@ -66,14 +66,14 @@ class Row:
 
 def rows_of(report: Report, axis: Axis) -> list[Row]:
     """All rows, from top to bottom."""
-    walks = paths_of(report)
+    paths = paths_of(report)
     copies = copies_of(report)
     named = frozenset(label for violation in report.violations for label in re.findall(r"[\w.-]+", violation.text))
     hit = _hit_by(report.moments)
     rows = list(_fault_rows(report, axis))
-    for walk in walks:
-        rows += _container_rows(report, axis, walk, hit.get(walk.label, ()), wrong=walk.label in named)
-    rows += _other_rows(report, axis, {walk.label for walk in walks})
+    for path in paths:
+        rows += _container_rows(report, axis, path, hit.get(path.label, ()), wrong=path.label in named)
+    rows += _other_rows(report, axis, {path.label for path in paths})
     for tier, batches in copies.items():
         rows += _tier_rows(report, axis, tier, batches)
     return rows
@@ -92,28 +92,28 @@ def _hit_by(moments: Sequence[Moment]) -> dict[str, list[int]]:
 
 
 def _container_rows(
-    report: Report, axis: Axis, walk: ContainerPath, faults: Sequence[int], *, wrong: bool
+    report: Report, axis: Axis, path: ContainerPath, faults: Sequence[int], *, wrong: bool
 ) -> Iterator[Row]:
     moments = report.moments
-    for number, lane in enumerate(walk.lanes):
+    for number, lane in enumerate(path.lanes):
         parts = [_line_of_life(axis, lane)]
-        parts += [_bar(axis, moments, walk.label, span) for span in lane.spans]
+        parts += [_bar(axis, moments, path.label, span) for span in lane.spans]
         parts += [_hook(axis, moments, position) for position in lane.hooks]
         if number == 0:
-            parts += [_cancel(axis, moments, cancel) for cancel in walk.cancels]
-            parts += [_event(axis, moments, position) for position in walk.events if moments[position].name != "waited"]
+            parts += [_cancel(axis, moments, cancel) for cancel in path.cancels]
+            parts += [_event(axis, moments, position) for position in path.events if moments[position].name != "waited"]
             parts += [_struck(axis, moments, position) for position in faults]
-        last = number == len(walk.lanes) - 1
+        last = number == len(path.lanes) - 1
         if last:
-            parts.append(_end(axis, moments, walk))
+            parts.append(_end(axis, moments, path))
         yield Row(
-            label=walk.label if number == 0 else "",
-            small=lane.pipeline if len(walk.lanes) > 1 else "",
+            label=path.label if number == 0 else "",
+            small=lane.pipeline if len(path.lanes) > 1 else "",
             svg="".join(parts),
-            end=walk.end if number == 0 else "",
-            said=_in_words(moments, walk, lane),
+            end=path.end if number == 0 else "",
+            said=_in_words(moments, path, lane),
             wrong=wrong,
-            tags=" ".join([walk.label, walk.end or "never ended", *(["cancelled"] if walk.cancels else []),
+            tags=" ".join([path.label, path.end or "never ended", *(["cancelled"] if path.cancels else []),
                            *(["fault"] if faults else [])]),
         )  # fmt: skip
 
@@ -194,18 +194,18 @@ def _struck(axis: Axis, moments: Sequence[Moment], position: int) -> str:
     )
 
 
-def _end(axis: Axis, moments: Sequence[Moment], walk: ContainerPath) -> str:
-    at = walk.ended if walk.ended is not None else len(moments) - 1
+def _end(axis: Axis, moments: Sequence[Moment], path: ContainerPath) -> str:
+    at = path.ended if path.ended is not None else len(moments) - 1
     x = axis.x(at) + 7
-    when = f"at {ms(moments[at].at_ms)} ms" if walk.ended is not None else "by the end of the run"
-    title = f"{walk.label}: {walk.end or 'never ended'} {when}"
+    when = f"at {ms(moments[at].at_ms)} ms" if path.ended is not None else "by the end of the run"
+    title = f"{path.label}: {path.end or 'never ended'} {when}"
     return (
-        f'<g class="end {walk.end.lower() or "never"}"><title>{text_of(title)}</title>'
-        f'<text x="{x:.1f}" y="{ROW / 2 + 4}">{GLYPHS.get(walk.end, "•")} {text_of(walk.end or "never ended")}</text></g>'
+        f'<g class="end {path.end.lower() or "never"}"><title>{text_of(title)}</title>'
+        f'<text x="{x:.1f}" y="{ROW / 2 + 4}">{GLYPHS.get(path.end, "•")} {text_of(path.end or "never ended")}</text></g>'
     )
 
 
-def _in_words(moments: Sequence[Moment], walk: ContainerPath, lane: Lane) -> str:
+def _in_words(moments: Sequence[Moment], path: ContainerPath, lane: Lane) -> str:
     said = [
         f"{span.what} from {ms(moments[span.first].at_ms)}" + (f" to {ms(moments[span.last].at_ms)} ms" if span.over else
                                                                " ms without end")
@@ -214,11 +214,11 @@ def _in_words(moments: Sequence[Moment], walk: ContainerPath, lane: Lane) -> str
     said += [
         f"cancel asked at {ms(moments[cancel.first].at_ms)} ms"
         + ("" if cancel.last is None else f", answered at {ms(moments[cancel.last].at_ms)} ms")
-        for cancel in walk.cancels
+        for cancel in path.cancels
     ]
-    ended = "" if walk.ended is None else f" at {ms(moments[walk.ended].at_ms)} ms"
+    ended = "" if path.ended is None else f" at {ms(moments[path.ended].at_ms)} ms"
     place = f" in {lane.pipeline}" if lane.pipeline else ""
-    return f"{walk.label}{place}: {'; '.join([*said, (walk.end or 'never ended') + ended])}"
+    return f"{path.label}{place}: {'; '.join([*said, (path.end or 'never ended') + ended])}"
 
 
 # --- faults -------------------------------------------------------------------------------------------------------

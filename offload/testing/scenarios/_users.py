@@ -15,7 +15,7 @@ import trio
 
 from ._defaults import first_destination, first_source, keys_of
 from ._faults import PlannedFault
-from ._names import expand
+from ._names import expand, shown
 from ._policies import ScriptedError
 from ._program import (
     TICK,
@@ -59,10 +59,10 @@ class Users:
             raise ScriptedError("the user's own code broke")
         if world.leaves:
             return
-        for parcel in world.parcels.values():
-            if parcel.ticket is not None:
-                await parcel.ticket.wait()
-                world.look(parcel)
+        for request in world.requests.values():
+            if request.ticket is not None:
+                await request.ticket.wait()
+                world.look(request)
 
     async def _timeline(self) -> None:
         world = self._world
@@ -103,102 +103,104 @@ class Users:
             self._close(step.close.how)
 
     def _begin(self, task: Callable[[trio.Event], Awaitable[None]]) -> None:
-        """Start a task."""
+        """Start a task of a user; it sets its event when it has begun."""
         self._begun = trio.Event()
         self._nursery.start_soon(task, self._begun)
 
     async def _turn(self) -> None:
-        """Return once what was started last has begun. Before time passes it has, without anybody waiting for that."""
+        """Return once what was started last has begun. Before time passes it has begun anyway."""
         await self._begun.wait()
 
     # -- storing -------------------------------------------------------------------------------------------------------
 
     async def _store_all(self, step: StoreStep) -> None:
-        parcels = [self._world.parcels[label] for label in keys_of(step)]
+        requests = [self._world.requests[label] for label in keys_of(step)]
         if step.how == "now":
-            self._begin(partial(self._store_now, [[parcel] for parcel in parcels]))
+            self._begin(partial(self._store_now, [[request] for request in requests]))
         elif step.how == "many":
-            self._begin(partial(self._store_now, [parcels]))
+            self._begin(partial(self._store_now, [requests]))
         else:
-            for parcel in parcels:
+            for request in requests:
                 await self._turn()
-                self._begin(partial(self._store, parcel))
+                self._begin(partial(self._store, request))
 
     async def _store_now(self, groups: Sequence[Sequence[Request]], begun: trio.Event) -> None:
         """One after the other, and where the system does not wait, all at once."""
-        for parcels in groups:
-            if await self._take_in(parcels, begun):
-                for parcel in parcels:
-                    self._nursery.start_soon(self._wait, parcel)
+        for requests in groups:
+            if await self._take_in(requests, begun):
+                for request in requests:
+                    self._nursery.start_soon(self._wait, request)
 
-    async def _store(self, parcel: Request, begun: trio.Event) -> None:
-        if await self._take_in([parcel], begun):
-            await self._wait(parcel)
+    async def _store(self, request: Request, begun: trio.Event) -> None:
+        if await self._take_in([request], begun):
+            await self._wait(request)
 
-    async def _take_in(self, parcels: Sequence[Request], begun: trio.Event) -> bool:
+    async def _take_in(self, requests: Sequence[Request], begun: trio.Event) -> bool:
         """Whether the system has them now: one container, or several that are stored in one call."""
         world, now = self._world, trio.current_time()
-        after = world.events.precondition(parcels[0].store)
-        for parcel in parcels:
-            parcel.state, parcel.asked_at, parcel.after = "asked", now, after
-            world.step("asked", parcel.label)
-            self._oracle.asked(parcel)
+        after = world.events.precondition(requests[0].store)
+        for request in requests:
+            request.state, request.asked_at, request.after = "asked", now, after
+            world.step("asked", request.label)
+            self._oracle.asked(request)
         begun.set()
         tickets: Sequence[Ticket] = ()
         refusal = None
         try:
             with trio.CancelScope() as scope:
-                for parcel in parcels:
-                    parcel.storing = scope
-                tickets = await self._ask(parcels, after.wait if after is not None else None)
+                for request in requests:
+                    request.storing = scope
+                tickets = await self._ask(requests, after.wait if after is not None else None)
         except Refused as error:
             refusal = str(error)
         except Exception as error:
             refusal = type(error).__name__
-            world.crashed(error, f"store of {', '.join([parcel.label for parcel in parcels])}")
+            world.crashed(error, f"store of {', '.join([request.label for request in requests])}")
         finally:
-            for parcel in parcels:
-                parcel.storing = None
+            for request in requests:
+                request.storing = None
             if not tickets:
-                self._not_taken(parcels, refusal)
-        for parcel, ticket in zip(parcels, tickets, strict=bool(tickets)):
-            parcel.ticket, parcel.state = ticket, "taken"
-            world.step("taken", parcel.label)
-            world.look(parcel)
+                self._not_taken(requests, refusal)
+        for request, ticket in zip(requests, tickets, strict=bool(tickets)):
+            request.ticket, request.state = ticket, "taken"
+            world.step("taken", request.label)
+            world.look(request)
         return bool(tickets)
 
-    async def _ask(self, parcels: Sequence[Request], after: Callable[[], Awaitable[object]] | None) -> Sequence[Ticket]:
-        if parcels[0].store.how != "many":
-            return [await self._system.store(parcels[0].keys, after, parcels[0].label)]
-        many = {parcel.label: parcel.keys for parcel in parcels}
+    async def _ask(
+        self, requests: Sequence[Request], after: Callable[[], Awaitable[object]] | None
+    ) -> Sequence[Ticket]:
+        if requests[0].store.how != "many":
+            return [await self._system.store(requests[0].keys, after, requests[0].label)]
+        many = {request.label: request.keys for request in requests}
         tickets: Sequence[Ticket] = await self._system.store_many(many, after)  # type: ignore[attr-defined]
-        if len(tickets) != len(parcels):
-            raise ValueError(f"{len(tickets)} tickets for {len(parcels)} containers")
+        if len(tickets) != len(requests):
+            raise ValueError(f"{len(tickets)} tickets for {len(requests)} containers")
         return tickets
 
-    def _not_taken(self, parcels: Sequence[Request], refusal: str | None) -> None:
+    def _not_taken(self, requests: Sequence[Request], refusal: str | None) -> None:
         """They were refused; without a word, given up."""
-        for parcel in parcels:
-            parcel.state = "abandoned" if refusal is None else "refused"
-            self._world.step(parcel.state, parcel.label, refusal or "")
-            self._oracle.not_taken(parcel)
+        for request in requests:
+            request.state = "abandoned" if refusal is None else "refused"
+            self._world.step(request.state, request.label, refusal or "")
+            self._oracle.not_taken(request)
 
-    async def _wait(self, parcel: Request) -> None:
-        world, ticket = self._world, parcel.ticket
+    async def _wait(self, request: Request) -> None:
+        world, ticket = self._world, request.ticket
         assert ticket is not None
         with trio.CancelScope() as scope:
-            parcel.waiting.append(scope)
+            request.waiting.append(scope)
             try:
                 await ticket.wait()
             except Exception as error:
-                world.crashed(error, f"the wait for {parcel.label}")
+                world.crashed(error, f"the wait for {request.label}")
             else:
-                world.step("waited", parcel.label)
-                world.confirmed(parcel)
+                world.step("waited", request.label)
+                world.confirmed(request)
             finally:
-                parcel.waiting.remove(scope)
+                request.waiting.remove(scope)
                 if scope.cancel_called:
-                    world.step("waiter gone", parcel.label)
+                    world.step("waiter gone", request.label)
 
     # -- reading, taking away ------------------------------------------------------------------------------------------
 
@@ -232,9 +234,9 @@ class Users:
         world.loaded += len(there)
         world.missed += len(missed)
         if there:
-            world.step("loaded", label, _said(there), tier)
+            world.step("loaded", label, shown(there), tier)
         if missed:
-            world.step("missed", label, _said(missed), tier)
+            world.step("missed", label, shown(missed), tier)
         if step.hold_ms:
             self._oracle.ends(about)
         else:
@@ -252,7 +254,7 @@ class Users:
             lost = oracle.held_on(load, first, dict(await read()))
         if lost:
             where = load.tier or "whatever tier it was in"
-            world.wrong("model", f"{_said(lost)} was held in {where} by {label}, and was not the same under its hold")
+            world.wrong("model", f"{shown(lost)} was held in {where} by {label}, and was not the same under its hold")
         return {**dict.fromkeys(keys), **first}
 
     def _evict(self, step: KeysStep) -> None:
@@ -281,15 +283,15 @@ class Users:
 
     async def _drain(self, pipeline: str, begun: trio.Event) -> None:
         world = self._world
-        inside = [one for one in world.parcels.values() if one.pipeline == pipeline and one.alive]
+        inside = [one for one in world.requests.values() if one.pipeline == pipeline and one.alive]
         begun.set()
         try:
             await self._system.drain(pipeline)  # type: ignore[attr-defined]
         except Exception as error:
             world.crashed(error, "a drain")
-        for parcel in inside:
-            if parcel.alive:
-                world.wrong("I3", f"the drain of {pipeline} is over, but {parcel.label} is not")
+        for request in inside:
+            if request.alive:
+                world.wrong("I3", f"the drain of {pipeline} is over, but {request.label} is not")
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -310,7 +312,3 @@ class Users:
             world.close(how)
         except Exception as error:
             world.crashed(error, f"the end by {how}")
-
-
-def _said(keys: Sequence[Key]) -> str:
-    return ",".join([key.decode(errors="backslashreplace") for key in keys])

@@ -20,6 +20,7 @@ from backends.pooled import PooledReservation
 from backends.testing import FakeTier, payload_of
 from maru.eviction import LRU, AdaptiveLRFU, EvictionPolicy
 
+from ._names import shown
 from ._program import TICK, FaultKind, TierSpec
 from ._trace import TraceEntry, TraceLog
 
@@ -43,7 +44,7 @@ class FaultWindow:
     """On trio's clock, in seconds."""
     keys: frozenset[Key]
     """Which blocks it is about; empty: all."""
-    line: TraceEntry
+    entry: TraceEntry
     """Its line in the trace, which says whether it hit anything."""
     ms: int = 1
     """By how much it delays."""
@@ -54,7 +55,7 @@ class FaultWindow:
 
     @property
     def open(self) -> bool:
-        """Whether it is still so."""
+        """Whether it still lasts."""
         return trio.current_time() < self.until
 
 
@@ -67,7 +68,7 @@ class Copy:
     ends: float
     met: dict[FaultKind, FaultWindow] = attrs.Factory(dict)
 
-    def meets(self, window: FaultWindow, *, begins: bool = False) -> None:
+    def meet(self, window: FaultWindow, *, begins: bool = False) -> None:
         """The window is open while this copy is under way."""
         if window.keys and window.keys.isdisjoint(self.keys):
             return
@@ -78,7 +79,7 @@ class Copy:
         elif window.kind == "stall":
             self.ends += window.until - trio.current_time()
         if window.kind != "reorder":  # which holds one back at its end, or does not
-            window.line.fired = True
+            window.entry.fired = True
         self.met.setdefault(window.kind, window)
 
     @property
@@ -110,7 +111,7 @@ class Copy:
 
 
 class _Content(Protocol):
-    """What a place asks the system about itself."""
+    """What a model asks of the tier over it."""
 
     def flip(self, keys: Sequence[Key]) -> Sequence[Key]:
         """Flip a bit of each stored block. Returns those that were there."""
@@ -118,33 +119,33 @@ class _Content(Protocol):
 
 @attrs.define(eq=False)
 class TierModel:
-    """One tier of the world."""
+    """One tier of the world: its speed, its faults, and the copies into it."""
 
     name: str
     spec: TierSpec
-    moments: TraceLog
+    trace: TraceLog
     owners: Callable[[Sequence[Key]], Sequence[str]]
     """The containers that have these keys and are under way."""
     windows: list[FaultWindow] = attrs.Factory(list)
-    flying: dict[Copy, None] = attrs.Factory(dict)
+    in_flight: dict[Copy, None] = attrs.Factory(dict)
     arrived: dict[Key, int] = attrs.Factory(dict)
     """How often a block was copied to the end."""
     begun: dict[Key, int] = attrs.Factory(dict)
     """How often a copy of it began."""
     unknown: int = 0
-    """Copies whose end nobody knows, since it was never announced or said to be unknown."""
+    """Copies whose end is unknown: it was never announced, or said to be unknown."""
     failed: dict[Key, None] = attrs.Factory(dict)
     """Blocks that a fault had fail."""
     batches: int = 0
     copied: int = 0
-    """Blocks."""
+    """In blocks."""
     flipped: set[Key] = attrs.Factory(set)
     """Blocks of which a bit was flipped since they were stored."""
-    armed: dict[Key, TraceEntry] = attrs.Factory(dict)
+    flip_on_arrival: dict[Key, TraceEntry] = attrs.Factory(dict)
     """Blocks of which a bit is flipped when they arrive next: where the world does not hold the bytes itself."""
     content: _Content | None = None
     begins: Callable[[TierModel, Sequence[Key], Sequence[str] | None], None] | None = None
-    """Is told of each copy that begins: into which place, of which keys, of which containers where that is known."""
+    """Called for each copy that begins: into which tier, of which keys, of which containers where that is known."""
     miscounted: dict[str, None] = attrs.Factory(dict)
     """Containers whose copy did not answer once for each block."""
     clashes: list[str] = attrs.Factory(list)
@@ -154,11 +155,11 @@ class TierModel:
 
     # -- what goes wrong -----------------------------------------------------------------------------------------------
 
-    def opens(self, window: FaultWindow) -> None:
-        """From now on it is so, for a while."""
+    def open_window(self, window: FaultWindow) -> None:
+        """Begin a fault that lasts; copies under way meet it."""
         self.windows.append(window)
-        for flight in self.flying:
-            flight.meets(window)
+        for copy in self.in_flight:
+            copy.meet(window)
 
     def window(self, kind: FaultKind) -> FaultWindow | None:
         """The open window of this kind that lasts longest."""
@@ -168,12 +169,12 @@ class TierModel:
                 found = window
         return found
 
-    def calm(self) -> None:
-        """Nothing goes wrong here any more."""
+    def end_faults(self) -> None:
+        """End all faults of this tier."""
         self.windows.clear()
-        self.armed.clear()
+        self.flip_on_arrival.clear()
 
-    def check_alive(self) -> None:
+    def check_peer(self) -> None:
         """Raise where the peer that holds this tier is dead.
 
         Raises:
@@ -181,14 +182,14 @@ class TierModel:
         """
         window = self.window("peer_death") if self.windows else None
         if window is not None:
-            window.line.fired = True
+            window.entry.fired = True
             raise ConnectionResetError(f"the peer that holds {self.name} is dead")
 
     def withheld(self) -> FaultWindow | None:
-        """The window in which nobody is granted room, if it is open. Who asks is about to be told."""
+        """The window in which no room is granted, if it is open; the caller must be about to refuse or to wait."""
         window = self.window("full") if self.windows else None
         if window is not None:
-            window.line.fired = True
+            window.entry.fired = True
         return window
 
     async def wait_for_room(self) -> None:
@@ -203,46 +204,46 @@ class TierModel:
         spec = self.spec
         return (spec.latency_ms + (-(-nbytes // spec.bytes_per_ms) if spec.bytes_per_ms else 0)) * TICK
 
-    async def carry(
+    async def run_copy(
         self, keys: Sequence[Key], move: Callable[[Copy], Awaitable[T]], who: Sequence[str] | None = None
     ) -> T:
-        """One copy into this place: takes its time, and ends as what it has met has it.
+        """Run one copy into this tier: it takes its time, and ends as the windows it has met have it.
 
         ``move`` writes the bytes when their time has come, but for the blocks that are ``failing``, and answers.
 
         Raises:
             OSError: it failed.
-            Unknown: nobody knows.
+            Unknown: its end is unknown.
             ExceptionGroup: of one of these, where what it has met raises so.
         """
         now = trio.current_time()
         self.batches += 1
         for key in keys:
             self.begun[key] = self.begun.get(key, 0) + 1
-        for other in self.flying:
+        for other in self.in_flight:
             twice = set(keys).intersection(other.keys)
             if twice:
-                self.clashes.append(f"{_names(sorted(twice))} copied into {self.name} twice at the same time")
-        names = _names(keys)
+                self.clashes.append(f"{shown(sorted(twice))} copied into {self.name} twice at the same time")
+        names = shown(keys)
         if self.begins is not None:
             self.begins(self, keys, who)
         who = tuple(self.owners(keys) if who is None else who)
-        self.moments.add("tier", "copy", who, self.name, names)
-        flight = Copy(self.batches, keys, now + self.duration(len(keys) * self.spec.block_bytes))
+        self.trace.add("tier", "copy", who, self.name, names)
+        copy = Copy(self.batches, keys, now + self.duration(len(keys) * self.spec.block_bytes))
         if self.windows:
             self.windows = [window for window in self.windows if window.until > now]
             for window in self.windows:
-                flight.meets(window, begins=True)
-        self.flying[flight] = None
+                copy.meet(window, begins=True)
+        self.in_flight[copy] = None
         ended = "left"
         try:
-            await self._fly(flight)
-            self._break(flight)
-            if "drop" in flight.met:
+            await self._wait_until_over(copy)
+            self._raise_failure(copy)
+            if "drop" in copy.met:
                 ended = "dropped"
-                await _never_end(in_tasks=flight.met["drop"].grouped)
-            answer = await move(flight)
-            failing = flight.failing()
+                await _never_end(in_tasks=copy.met["drop"].grouped)
+            answer = await move(copy)
+            failing = copy.failing()
             self.failed.update(dict.fromkeys(sorted(failing)))
             for key in keys:
                 if key not in failing:
@@ -252,43 +253,43 @@ class TierModel:
             return answer
         except OSError as error:
             ended = "failed"
-            if any(window.grouped for window in flight.met.values()):
+            if any(window.grouped for window in copy.met.values()):
                 raise ExceptionGroup(f"a copy into {self.name}", [error]) from None
             raise
         finally:
-            if flight.miscounted:
+            if copy.miscounted:
                 self.miscounted.update(dict.fromkeys(who))
-            del self.flying[flight]
+            del self.in_flight[copy]
             self._ended.set()
             self._ended = trio.Event()
-            self.moments.add("tier", ended, who, self.name, names)
+            self.trace.add("tier", ended, who, self.name, names)
 
-    async def _fly(self, flight: Copy) -> None:
-        """Let its time pass. What it meets meanwhile may make that longer."""
-        await _until(flight.ends)
-        while trio.current_time() < flight.ends:
-            await _until(flight.ends)
-        if "reorder" in flight.met:
-            await self._hold_back(flight)
+    async def _wait_until_over(self, copy: Copy) -> None:
+        """Wait until a copy's time is over. What it meets meanwhile may make that longer."""
+        await _until(copy.ends)
+        while trio.current_time() < copy.ends:
+            await _until(copy.ends)
+        if "reorder" in copy.met:
+            await self._hold_back(copy)
 
-    async def _hold_back(self, flight: Copy) -> None:
+    async def _hold_back(self, copy: Copy) -> None:
         """Let one that began later end first, if there is one; and hold back only one at a time."""
-        window = flight.met["reorder"]
-        later = [other for other in self.flying if other.number > flight.number]
+        window = copy.met["reorder"]
+        later = [other for other in self.in_flight if other.number > copy.number]
         if self._held_back is not None or not later or not window.open:
             return
-        self._held_back = flight
-        window.line.fired = True
+        self._held_back = copy
+        window.entry.fired = True
         try:
             with trio.move_on_at(window.until):
-                while all(other in self.flying for other in later):
+                while all(other in self.in_flight for other in later):
                     await self._ended.wait()
         finally:
             self._held_back = None
 
-    def _break(self, flight: Copy) -> None:
-        """Raise what it has met."""
-        met = flight.met
+    def _raise_failure(self, copy: Copy) -> None:
+        """Raise the failure of the windows that a copy has met."""
+        met = copy.met
         if not met:
             return
         self.unknown += "unproven" in met or "drop" in met
@@ -301,7 +302,7 @@ class TierModel:
 
 
 async def _never_end(*, in_tasks: bool) -> None:
-    """Sleep for ever; where it is in several tasks, whoever cancels it meets a group of Cancelled."""
+    """Sleep for ever; where it is in several tasks, a cancel raises a group of Cancelled."""
     if not in_tasks:
         await trio.sleep_forever()
     async with trio.open_nursery() as nursery:
@@ -314,26 +315,22 @@ async def _until(time: float) -> None:
     await trio.sleep_until(time)
 
 
-def _names(keys: Sequence[Key]) -> str:
-    return ",".join([key.decode(errors="backslashreplace") for key in keys])
-
-
 # --- the tier over a model --------------------------------------------------------------------------------------------
 
 
 def eviction_of(spec: TierSpec) -> EvictionPolicy[Key]:
-    """Who makes room in a tier."""
+    """The eviction policy of a tier."""
     return AdaptiveLRFU() if spec.eviction == "adaptive" else LRU()
 
 
 class VirtualTier(FakeTier):
     """A real tier whose copies take the world's time, and go wrong as the world has it."""
 
-    def __init__(self, place: TierModel) -> None:
-        spec = place.spec
+    def __init__(self, model: TierModel) -> None:
+        spec = model.spec
         super().__init__(spec.capacity, spec.block_bytes, checksums=spec.checksums, eviction=eviction_of(spec))
-        self.place = place
-        self.name = place.name
+        self.model = model
+        self.name = model.name
         self.flipped: set[Key] = set()
         """Blocks of which a bit was flipped."""
         self.leaving: Sequence[str] | None = None
@@ -344,18 +341,18 @@ class VirtualTier(FakeTier):
 
     async def reserve(self, request: RoomRequest) -> PooledReservation:
         """Take room, unless the world withholds it."""
-        self.place.check_alive()
+        self.model.check_peer()
         if request.waits:
-            await self.place.wait_for_room()
+            await self.model.wait_for_room()
         return await super().reserve(request)
 
     def reserve_nowait(self, request: RoomRequest) -> PooledReservation:
         """Take room, unless the world withholds it."""
-        self.place.check_alive()
+        self.model.check_peer()
         return super().reserve_nowait(request)
 
     def _grantable(self, request: RoomRequest) -> RoomRequest:
-        if self.place.withheld() is None:
+        if self.model.withheld() is None:
             return request
         return RoomRequest((), request.block_bytes, request.when_full)
 
@@ -363,11 +360,11 @@ class VirtualTier(FakeTier):
         return _Reservation(self, reservation.granted, reservation._slots, reservation.block_bytes)
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Load, in the world's time."""
-        self.place.check_alive()
+        """Load; it takes the model's time."""
+        self.model.check_peer()
         with trio.CancelScope(shield=True):
-            await trio.sleep(self.place.duration(len(lease.keys) * self.block_bytes))
-        self.place.check_alive()
+            await trio.sleep(self.model.duration(len(lease.keys) * self.block_bytes))
+        self.model.check_peer()
         return await super().load(lease, destination)
 
     def flip(self, keys: Sequence[Key]) -> Sequence[Key]:
@@ -391,14 +388,14 @@ class _Reservation(PooledReservation):
         tier.batches.append(keys)
         tier.copying += 1
 
-        async def move(flight: Copy) -> list[Outcome]:
-            if (torn := flight.torn()) is not None:
+        async def move(copy: Copy) -> list[Outcome]:
+            if (torn := copy.torn()) is not None:
                 self._tear(torn)
-            failing = {key: OSError(f"{key.decode()} could not be written") for key in flight.failing()}
-            return flight.answers(await self._transfer_but(failing, source, guards))
+            failing = {key: OSError(f"{key.decode()} could not be written") for key in copy.failing()}
+            return copy.answers(await self._transfer_but(failing, source, guards))
 
         try:
-            outcomes = await tier.place.carry(keys, move, tier.leaving)
+            outcomes = await tier.model.run_copy(keys, move, tier.leaving)
         finally:
             tier.copying -= 1
         tier.copied += [key for key, outcome in zip(keys, outcomes, strict=False) if outcome == STORED]

@@ -4,10 +4,10 @@ A run is made by a *make*: called with a number, it plays and gives a report. Wo
 they send back a :class:`Played` for each, with the report only where it is wanted.
 
 Rule 1. What comes out does not depend on the number of processes, nor on which of them was quick.
-Rule 2. Memory is bounded: nobody runs ahead of the oldest unfinished chunk by more than :data:`_AHEAD` chunks a worker.
+Rule 2. Memory is bounded: no worker runs ahead of the oldest unfinished chunk by more than :data:`_AHEAD` chunks.
 Rule 3. A run that makes no progress for ``watchdog`` real seconds costs its worker, and is a violation like any other: nothing
         that runs in the same process could end it. So is a run whose process died.
-Rule 4. Whoever stops reading, or is interrupted, leaves no process behind.
+Rule 4. A caller that stops reading, or is interrupted, leaves no process behind.
 
 The workers are plain subprocesses rather than those of :mod:`multiprocessing`: those import the caller's main module again,
 which a script without ``if __name__ == "__main__"`` does not survive.
@@ -83,7 +83,7 @@ class Playing:
         factory_of(self.system)
 
     def __call__(self, seed: int) -> Report:
-        """One run."""
+        """Play one run."""
         from ._play import play
 
         scenario = self.scenario
@@ -171,12 +171,12 @@ class _Worker:
     chunk: _Chunk | None = None
     ready: bool = False
     since: float = attrs.field(factory=perf_counter)
-    """When it was last heard of."""
+    """When it last sent something."""
 
     def give(self, chunk: _Chunk) -> None:
         self.chunk = chunk
         self.since = perf_counter()
-        with contextlib.suppress(OSError):  # it died: its end of the line says so to whoever waits for it
+        with contextlib.suppress(OSError):  # it died: its end of the line says so to the parent
             self.connection.send(list(chunk.seeds))
 
     def end(self) -> None:
@@ -231,7 +231,7 @@ class WorkerPool:
                     worker.end()
 
     def _employ(self) -> bool:
-        """Give everybody something to do. Whether there was anything."""
+        """Give each idle worker a chunk, and start workers for the rest. Returns whether there was any."""
         given = False
         for worker in self._workers:
             if worker.chunk is None and worker.ready:
@@ -241,7 +241,7 @@ class WorkerPool:
                 worker.give(chunk)
                 given = True
         while len(self._workers) < self._processes and (chunk := self._next()) is not None:
-            with _uninterrupted():  # or else nobody would know of a process that has just been started
+            with _uninterrupted():  # or else a process that has just been started would be lost
                 worker = self._hire()
                 self._workers.append(worker)
             worker.give(chunk)
@@ -268,7 +268,7 @@ class WorkerPool:
             [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],
             pass_fds=handles,
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what a system prints is not for whoever reads our results
+            stdout=2,  # what a system prints does not belong among our results
             process_group=0,  # an interrupt is for the parent, which ends its workers
         )
         theirs.close()
@@ -277,7 +277,7 @@ class WorkerPool:
         return _Worker(process, ours, last_words)
 
     def _listen(self) -> None:
-        """Wait for somebody to say something, or to have said nothing for too long."""
+        """Wait until a worker sends something, or has been silent for too long."""
         busy = {worker.connection: worker for worker in self._workers if worker.chunk is not None}
         now = perf_counter()
         patience = [self._patience(worker) - (now - worker.since) for worker in busy.values()]
@@ -316,7 +316,7 @@ class WorkerPool:
             self._progress(one)
 
     def _bury(self, worker: _Worker) -> None:
-        """It has ended by itself: its watchdog ended it, or something else did."""
+        """Note a worker that has ended by itself: its watchdog ended it, or something else did."""
         code = worker.process.wait()
         worker.last_words.seek(0)
         said = worker.last_words.read().decode(errors="replace")
@@ -328,7 +328,7 @@ class WorkerPool:
             self._lose(worker, "crash", f"the process that played it ended with {_code(code)}")
 
     def _lose(self, worker: _Worker, rule: str, text: str) -> None:
-        """What it was playing is lost; the rest of its chunk goes to somebody else."""
+        """Note that the run of a worker is lost; the rest of its chunk goes to another worker."""
         chunk = worker.chunk
         worker.chunk = None
         self._workers.remove(worker)
@@ -370,7 +370,7 @@ def _where(traceback: str) -> str:
 
 
 def _serve(connection_handle: int, last_words_handle: int) -> None:
-    """What a worker does: play what it is told to, until nobody tells it any more."""
+    """What a worker does: play what the parent sends, until the pipe is closed."""
     import faulthandler
     import logging
 
@@ -418,7 +418,7 @@ Task: TypeAlias = tuple[Scenario, int]
 
 @attrs.frozen
 class _TaskPlayer:
-    """Plays what it is given."""
+    """Plays each task that it is given."""
 
     base: Path | None
     system: str

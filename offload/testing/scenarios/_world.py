@@ -49,14 +49,14 @@ from ._virtual_tier import Copy, TierModel
 
 
 class Clock(Protocol):
-    """What a world tells the time by."""
+    """The clock of a world."""
 
     def current_time(self) -> float:
         """Seconds since the run began."""
         ...
 
     def jump(self, seconds: float) -> None:
-        """It is so much later."""
+        """Move the time ahead by so many seconds."""
         ...
 
 
@@ -73,26 +73,26 @@ class VirtualWorld:
         self.scenario = scenario
         self.seed = seed
         self.clock = clock
-        self.dice: Rng = Rng(seed)
-        self.moments: TraceLog = TraceLog()
+        self.rng: Rng = Rng(seed)
+        self.trace: TraceLog = TraceLog()
         self.violations: list[Violation] = []
         self.tiers: Mapping[str, TierSpec] = tiers_of(scenario)
         self.pipelines: Mapping[str, PipelineSpec] = pipelines_of(scenario)
         self.first: str = next(iter(self.pipelines))
         """The first pipeline, which everything is about where none is named."""
-        self.places: dict[str, TierModel] = {
-            name: TierModel(name, spec, self.moments, self._owners) for name, spec in self.tiers.items()
+        self.tier_models: dict[str, TierModel] = {
+            name: TierModel(name, spec, self.trace, self._owners) for name, spec in self.tiers.items()
         }
-        for place in self.places.values():
-            place.begins = self._begins
-        self.parcels: dict[str, Request] = {}
+        for model in self.tier_models.values():
+            model.begins = self._begins
+        self.requests: dict[str, Request] = {}
         self._by_key: dict[Key, list[Request]] = {}
         for _, store in stores_of(scenario):
             for label, keys in keys_of(store).items():
                 coded = tuple([key.encode() for key in keys])
-                parcel = self.parcels[label] = Request(label, coded, store, store.pipeline or self.first)
+                request = self.requests[label] = Request(label, coded, store, store.pipeline or self.first)
                 for key in coded:
-                    self._by_key.setdefault(key, []).append(parcel)
+                    self._by_key.setdefault(key, []).append(request)
         self.visits: Counter[str] = Counter()
         self.states: dict[str, None] = {}
         """States that containers were seen in."""
@@ -105,7 +105,7 @@ class VirtualWorld:
         self.stuck: bool = False
         """The run was given up: it did not end, or did not come to rest."""
         self.locks = 0
-        """Locks of policies that somebody holds."""
+        """Locks of policies that are held."""
         self.system: System = None  # type: ignore[assignment]
         self.host: trio.CancelScope = trio.CancelScope()
         """The scope around the system."""
@@ -125,10 +125,10 @@ class VirtualWorld:
         self._policies: WorldPolicies | None = None
         self.faults: list[PlannedFault] = []
         self._at_hook: dict[str, list[PlannedFault]] = {}
-        for planted in plan_faults(scenario, self.dice):
-            self.faults.append(planted)
-            if planted.fault.at_hook:
-                self._at_hook.setdefault(planted.fault.at_hook, []).append(planted)
+        for planned in plan_faults(scenario, self.rng):
+            self.faults.append(planned)
+            if planned.fault.at_hook:
+                self._at_hook.setdefault(planned.fault.at_hook, []).append(planned)
 
     # -- the seams -----------------------------------------------------------------------------------------------------
 
@@ -136,26 +136,26 @@ class VirtualWorld:
         """Something is about to happen to these containers."""
         who = (label,) if isinstance(label, str) else tuple(label)
         self.visits[name] += 1
-        self.moments.add("hook", name, who, where)
+        self.trace.add("hook", name, who, where)
         for one in who:
-            parcel = self.parcels.get(one)
-            if parcel is not None and parcel.outcome is None and parcel.ticket is not None:
-                self.look(parcel)
-        planted = self._at_hook.get(name)
-        if planted is not None:
-            for one_planted in planted:
-                one_planted.visit(self, who, where)
+            request = self.requests.get(one)
+            if request is not None and request.outcome is None and request.ticket is not None:
+                self.look(request)
+        planned = self._at_hook.get(name)
+        if planned is not None:
+            for one_planned in planned:
+                one_planned.visit(self, who, where)
 
     async def reserve(self, tier: str, keys: Sequence[Key]) -> bool:
         """Whether there is room. What is in a tier only the system knows: so only what could never fit has none."""
-        place = self.places[tier]
+        model = self.tier_models[tier]
         await trio.lowlevel.checkpoint()
-        place.check_alive()
+        model.check_peer()
         if self._waits_for_room(tier):
-            await place.wait_for_room()
-        elif place.withheld() is not None:
+            await model.wait_for_room()
+        elif model.withheld() is not None:
             return False
-        return len(keys) <= place.spec.capacity
+        return len(keys) <= model.spec.capacity
 
     def _waits_for_room(self, tier: str) -> bool:
         rules = [spec.on_destination_full for spec in self.pipelines.values() if spec.to == tier]
@@ -163,29 +163,29 @@ class VirtualWorld:
 
     async def copy(self, tier: str, keys: Sequence[Key], data: Sequence[bytes]) -> Sequence[bytes]:
         """Write blocks into a tier; what has arrived."""
-        place = self.places[tier]
+        model = self.tier_models[tier]
         for key, block in zip(keys, data, strict=True):
             if bytes(block) != self.payload(key, tier):
                 self.wrong("bytes", f"{key.decode()} is copied into {tier}, and is not what was stored under that key")
 
-        async def move(flight: Copy) -> list[bytes]:
-            torn, failing = flight.torn(), flight.failing()
+        async def move(copy: Copy) -> list[bytes]:
+            torn, failing = copy.torn(), copy.failing()
             if torn is not None:
                 raise OSError(f"a copy into {tier} broke off in the middle of {torn.decode()}")
             if failing:
                 raise OSError(f"a copy into {tier} failed for {sorted(failing)}")
-            arrived = [self._arrives(place, key, bytes(block)) for key, block in zip(keys, data, strict=True)]
-            return flight.answers(arrived)
+            arrived = [self._arrives(model, key, bytes(block)) for key, block in zip(keys, data, strict=True)]
+            return copy.answers(arrived)
 
         await trio.lowlevel.checkpoint()
-        return await place.carry(tuple(keys), move)
+        return await model.run_copy(tuple(keys), move)
 
-    def _arrives(self, place: TierModel, key: Key, block: bytes) -> bytes:
-        line = place.armed.pop(key, None)
-        if line is None:
+    def _arrives(self, model: TierModel, key: Key, block: bytes) -> bytes:
+        entry = model.flip_on_arrival.pop(key, None)
+        if entry is None:
             return block
-        line.fired = True
-        place.flipped.add(key)
+        entry.fired = True
+        model.flipped.add(key)
         return bytes([block[0] ^ 1]) + block[1:]
 
     async def policy(self, keys: Sequence[Key]) -> Mapping[Key, str]:
@@ -200,15 +200,15 @@ class VirtualWorld:
 
     def asked(self, label: str) -> StoreStep:
         """What the scenario says of a container."""
-        return self.parcels[label].store
+        return self.requests[label].store
 
     # -- what is seen --------------------------------------------------------------------------------------------------
 
     def wrong(self, rule: str, text: str) -> None:
-        """Note a violation."""
+        """Note a violation; the first 20 are kept."""
         if len(self.violations) < 20:
             self.violations.append(Violation(rule, text))
-            self.moments.add("violation", rule, note=text.partition("\n")[0])
+            self.trace.add("violation", rule, note=text.partition("\n")[0])
 
     def crashed(self, error: BaseException, what: str) -> None:
         """Note that something raised what it must not."""
@@ -217,64 +217,64 @@ class VirtualWorld:
 
     def step(self, name: str, label: str = "", note: str = "", where: str = "") -> None:
         """Something that a user does, or is told."""
-        self.moments.add("step", name, (label,) if label else (), where, note)
+        self.trace.add("step", name, (label,) if label else (), where, note)
 
-    def look(self, parcel: Request) -> None:
+    def look(self, request: Request) -> None:
         """Note the end of a container, if it is there by now."""
-        ticket = parcel.ticket
-        if parcel.outcome is not None or ticket is None:
+        ticket = request.ticket
+        if request.outcome is not None or ticket is None:
             return
         result = ticket.result
         if result is None:
             return
-        parcel.result = result
-        parcel.outcome = outcome = outcome_of(result)
-        parcel.ended_at = trio.current_time()
-        self.moments.add("end", "ended", (parcel.label,), parcel.pipeline, outcome.status)
+        request.result = result
+        request.outcome = outcome = outcome_of(result)
+        request.ended_at = trio.current_time()
+        self.trace.add("end", "ended", (request.label,), request.pipeline, outcome.status)
         self.states[outcome.status] = None
-        self.oracle.ended(parcel)
+        self.oracle.ended(request)
         if self.told is not None:
-            self.told(parcel.label)
+            self.told(request.label)
 
-    def confirmed(self, parcel: Request) -> None:
-        """Somebody was told that it is over: it must be."""
-        assert parcel.ticket is not None
-        if parcel.ticket.result is None:
-            self.wrong("I3", f"{parcel.label} was confirmed, and has no result")
-        self.look(parcel)
+    def confirmed(self, request: Request) -> None:
+        """A user was told that it is over: check that it is."""
+        assert request.ticket is not None
+        if request.ticket.result is None:
+            self.wrong("I3", f"{request.label} was confirmed, and has no result")
+        self.look(request)
 
     def labels_of(self, keys: Sequence[Key]) -> list[Request]:
         """The containers that have one of these keys, and are under way or never were."""
-        return list(dict.fromkeys([parcel for key in keys for parcel in self._by_key.get(key, ())]))
+        return list(dict.fromkeys([request for key in keys for request in self._by_key.get(key, ())]))
 
-    def _begins(self, place: TierModel, keys: Sequence[Key], who: Sequence[str] | None) -> None:
-        """A copy begins: of each block somebody must want it who need not wait for it any more."""
+    def _begins(self, model: TierModel, keys: Sequence[Key], who: Sequence[str] | None) -> None:
+        """A copy begins: each of its blocks must belong to a container that need not wait for it any more."""
         now = trio.current_time()
         for key in keys:
             sharing = [one for one in self._by_key.get(key, ()) if (one.state if who is None else one.label in who)]
             if sharing and not any(self.events.holds(one.store, one.asked_at, now) for one in sharing):
-                what = f"{key.decode(errors='backslashreplace')} is copied into {place.name}"
+                what = f"{key.decode(errors='backslashreplace')} is copied into {model.name}"
                 self.wrong("bytes", f"{what}, and what {sharing[0].label} waits for does not hold yet")
 
     def _owners(self, keys: Sequence[Key]) -> tuple[str, ...]:
         return tuple(
-            [parcel.label for parcel in self.labels_of(keys) if parcel.state == "taken" and parcel.outcome is None]
+            [request.label for request in self.labels_of(keys) if request.state == "taken" and request.outcome is None]
         )
 
-    def unconfirmed(self, parcel: Request, error: Exception) -> None:
+    def unconfirmed(self, request: Request, error: Exception) -> None:
         """The confirmation of a cancel was refused: only what has no proven end may do that."""
-        assert parcel.ticket is not None
-        self.look(parcel)
-        if parcel.outcome is None:
-            self.wrong("I3", f"{parcel.label} has not ended, and its cancel raised {error!r}")
+        assert request.ticket is not None
+        self.look(request)
+        if request.outcome is None:
+            self.wrong("I3", f"{request.label} has not ended, and its cancel raised {error!r}")
 
-    def prompt(self, parcel: Request, began: float) -> None:
+    def prompt(self, request: Request, began: float) -> None:
         """A cancel that came before the commit is confirmed: only the caller's own code may have kept it waiting."""
         took = trio.current_time() - began
-        if took > unwinding(parcel.store.after) and not any(
+        if took > unwinding(request.store.after) and not any(
             began <= to and since <= began + took for since, to in self.jumps
         ):
-            self.wrong("I9", f"the cancel of {parcel.label} took {took / TICK:g} ms")
+            self.wrong("I9", f"the cancel of {request.label} took {took / TICK:g} ms")
 
     @property
     def all_keys(self) -> Sequence[Key]:
@@ -283,12 +283,12 @@ class VirtualWorld:
 
     def busy(self) -> bool:
         """Whether a container is under way."""
-        return any(parcel.alive for parcel in self.parcels.values())
+        return any(request.alive for request in self.requests.values())
 
     # -- what is done to the system ------------------------------------------------------------------------------------
 
     def close(self, how: str) -> None:
-        """Begin the end of the system: at once, and from within a hook."""
+        """Begin to end the system, at once; also from within a hook."""
         if self.closed_at is None:
             self.closed_at = trio.current_time()
         if how == "close":
@@ -311,7 +311,7 @@ class VirtualWorld:
         """The system is open: the scenario's time begins. In virtual time, nothing has passed."""
 
     async def quiet(self) -> None:
-        """Return once nobody has anything to do any more."""
+        """Return once no task has anything to do any more."""
         await wait_all_tasks_blocked()
 
     # -- a run that is given up ----------------------------------------------------------------------------------------
@@ -325,16 +325,16 @@ class VirtualWorld:
 
     def unfinished(self) -> str:
         """Who has not ended, for a reader."""
-        left = [f"{one.label} was {one.state}" for one in self.parcels.values() if one.state == "asked" or one.alive]
+        left = [f"{one.label} was {one.state}" for one in self.requests.values() if one.state == "asked" or one.alive]
         left += [
             f"{one.label} is over, and somebody waits for it"
-            for one in self.parcels.values()
+            for one in self.requests.values()
             if one.waiting and not one.alive
         ]
         return ", ".join(left) if left else "all containers are, but not the system"
 
     def note_crash(self, error: BaseException) -> None:
-        """The run ended with an exception that nobody expected."""
+        """The run ended with an unexpected exception."""
         told = "".join(traceback.format_exception(error))
         self.violations.append(Violation("crash", f"the run ended with {type(error).__name__}: {error}\n{told}"))
 
@@ -346,7 +346,7 @@ class VirtualWorld:
 
     @property
     def label(self) -> str:
-        """The container for which this task does what it does; empty: nobody knows."""
+        """The container for which this task does what it does; empty: it is not known."""
         return self._labels.get(trio.lowlevel.current_task(), "")
 
     # -- time ----------------------------------------------------------------------------------------------------------
@@ -364,16 +364,16 @@ class VirtualWorld:
         self.clock.jump(seconds)
         self.jumps.append((now, now + seconds))
 
-    def line_of(self, planted: PlannedFault, who: Sequence[str], where: str, note: str) -> TraceEntry:
+    def log_fault(self, planned: PlannedFault, who: Sequence[str], where: str, note: str) -> TraceEntry:
         """A fault happens now; whether it hits anything is not known yet."""
-        return self.moments.add("fault", planted.fault.do, who, where, note, fired=False)
+        return self.trace.add("fault", planned.fault.do, who, where, note, fired=False)
 
 
 # --- containers -------------------------------------------------------------------------------------------------------
 
 
 class Request:
-    """One container, as those see it who store it."""
+    """One container, as its user sees it: what was asked, what came of it so far, and who waits for it."""
 
     __slots__ = (
         "after", "asked_at", "cancelled", "ended_at", "in_time", "keys", "label", "outcome", "pipeline", "result", "state",

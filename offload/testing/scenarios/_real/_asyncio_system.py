@@ -164,7 +164,7 @@ class _Loop:
             return
 
     def keep(self, task: asyncio.Future[Any]) -> None:
-        """Nobody else holds it: without this it may be collected before it is done."""
+        """Keep a task until it is done: nothing else refers to it, and it might be collected."""
         self._kept.add(task)
         task.add_done_callback(self._kept.discard)
 
@@ -302,7 +302,7 @@ class _Ticket:
 
     @property
     def result(self) -> Any:
-        """How it ended, or ``None``."""
+        """How it ended; ``None``: it has not."""
         return self._ticket.result
 
     async def wait(self) -> object:

@@ -8,8 +8,8 @@
 Rule 1. A visit is served whatever the trio thread is doing, also while it waits for an answer of the system
         (:meth:`Bridge.ask`): otherwise both would wait for each other.
 Rule 2. What a fault does to the system at a hook, is done by the thread that is in the hook, before the hook returns: hooks are
-        synchronous in every colour.
-Rule 3. When the run is over, nobody is left waiting: hooks return at once, futures are cancelled.
+        synchronous for every kind of system.
+Rule 3. When the run is over, no thread is left waiting: hooks return at once, futures are cancelled.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def in_real_time(world: World, colour: str) -> RealWorld:
     """This world, which must be that of a real run.
 
     Raises:
-        NeedsRealTime: the run is in virtual time, which a system of this colour does not follow.
+        NeedsRealTime: the run is in virtual time, which a system of this kind does not follow.
     """
     if not getattr(world, "slow", False):
         raise NeedsRealTime(colour)
@@ -59,12 +59,12 @@ def in_real_time(world: World, colour: str) -> RealWorld:
 
 
 class RunIsOver(RuntimeError):
-    """The run is over; nobody can do this for the system any more."""
+    """The run is over; the world does nothing for the system any more."""
 
 
 @attrs.define(eq=False)
 class _HookCall:
-    """Somebody is in a hook."""
+    """A hook call of a thread of the system, under way."""
 
     name: str
     label: str | Sequence[str]
@@ -103,14 +103,14 @@ class Bridge:
     def shown(self, label: str, ticket: Ticket) -> None:
         """The system has taken a container in: the world knows its ticket from now on, before any later hook.
 
-        The task that stores it is woken later, and a cancel at a hook between would find nobody to cancel.
+        The task that stores it is woken later, and a cancel at a hook between would find nothing to cancel.
         """
         self._soon(self._show, label, ticket)
 
     def _show(self, label: str, ticket: Ticket) -> None:
-        parcel = self.world.parcels.get(label)
-        if parcel is not None and parcel.ticket is None:
-            parcel.ticket = ticket
+        request = self.world.requests.get(label)
+        if request is not None and request.ticket is None:
+            request.ticket = ticket
 
     def submit(self, call: Callable[..., Awaitable[T]], *args: object) -> Future[T]:
         """Have the world do something. To cancel the future cancels that."""
@@ -239,7 +239,7 @@ def result_of(answer: Future[T], seconds: float | None = None) -> T:
 
 
 class VisibleWorld:
-    """What a world shows without being asked to do anything, in any colour."""
+    """The part of a world that needs no waiting, for systems of asyncio and of threads."""
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
@@ -250,12 +250,12 @@ class VisibleWorld:
 
     @property
     def scenario(self) -> Scenario:
-        """What is played."""
+        """The scenario that is played."""
         return self._world.scenario
 
     @property
     def seed(self) -> int:
-        """Of this run."""
+        """The seed of this run."""
         return self._world.seed
 
     def hook(self, name: str, label: str | Sequence[str]) -> None:

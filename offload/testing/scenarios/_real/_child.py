@@ -80,7 +80,7 @@ class MessageSocket:
         return message
 
     def keep(self, message: list[Any]) -> None:
-        """Who waits as a task is to have this one."""
+        """Leave a message for the task that waits."""
         self._later.append(message)
         self._wake()
 
@@ -100,7 +100,7 @@ class MessageSocket:
             self._parked.cancel()
 
     def close(self) -> None:
-        """Idempotent. Nobody may wait in it."""
+        """Close the socket. Idempotent; no task may wait in it."""
         self._socket.close()
 
     def _next(self) -> list[Any] | None:
@@ -136,12 +136,12 @@ class ChildWorld(RealWorld):
     fsync = True
 
     def __init__(
-        self, scenario: Scenario, seed: int, clock: WallClock, workdir: str, wire: MessageSocket, planted: Sequence[str]
+        self, scenario: Scenario, seed: int, clock: WallClock, workdir: str, wire: MessageSocket, planned: Sequence[str]
     ) -> None:
         super().__init__(scenario, seed, clock, workdir)
         self.wire = wire
         self.at_once: Callable[[list[Any]], object] = lambda message: None
-        self._stops = frozenset(planted)
+        self._stops = frozenset(planned)
 
     def hook(self, name: str, label: str | Sequence[str], where: str = "") -> None:
         """Tell it, and stand still where something is planted."""
@@ -158,33 +158,33 @@ class ChildWorld(RealWorld):
             else:
                 self.wire.keep(message)
 
-    def look(self, parcel: Request) -> None:
+    def look(self, request: Request) -> None:
         """Tell of an end as soon as it is seen."""
-        if parcel.outcome is None and parcel.ticket is not None and parcel.ticket.result is not None:
-            parcel.outcome = outcome_of(parcel.ticket.result)
-            self.wire.send("ended", parcel.label, attrs.asdict(parcel.outcome))
+        if request.outcome is None and request.ticket is not None and request.ticket.result is not None:
+            request.outcome = outcome_of(request.ticket.result)
+            self.wire.send("ended", request.label, attrs.asdict(request.outcome))
             if self.told is not None:
-                self.told(parcel.label)
+                self.told(request.label)
 
 
 class _CommandLoop:
-    """What is told, done."""
+    """Does what the parent asks for, one task for each question."""
 
     def __init__(self, world: ChildWorld, ours: RealPipelineSystem) -> None:
         self._world = world
-        self._ours = ours
+        self._system = ours
         self._holds: dict[str, trio.Event] = {}
         self._broken: set[str] = set()
         world.at_once = self.at_once
 
     async def live(self) -> None:
-        """Until it is told to end."""
+        """Serve messages until the parent asks to end, or is gone."""
         world = self._world
         async with trio.open_nursery() as nursery:
             while True:
                 try:
                     message = await world.wire.wait()
-                except ConnectionResetError:  # whoever started it is gone
+                except ConnectionResetError:  # the parent is gone
                     message = ["end"]
                 if message[0] == "end":
                     nursery.cancel_scope.cancel()
@@ -195,11 +195,11 @@ class _CommandLoop:
                     nursery.start_soon(self._answer, nursery, *message)
 
     def at_once(self, message: list[Any]) -> None:
-        """What is synchronous."""
+        """Do what must be done at once, within a hook."""
         what, *args = message
-        world, ours = self._world, self._ours
+        world, ours = self._world, self._system
         if what == "request_cancel":
-            ticket = world.parcels[args[0]].ticket
+            ticket = world.requests[args[0]].ticket
             if ticket is not None:
                 ticket.request_cancel()
         elif what == "holds":
@@ -225,7 +225,7 @@ class _CommandLoop:
                 nursery.start_soon(self._watch, args[0])
 
     async def _store(self, label: str, waits: bool) -> None:
-        parcel = self._world.parcels[label]
+        request = self._world.requests[label]
         if waits:
             holds = self._holds.setdefault(label, trio.Event())
 
@@ -234,39 +234,39 @@ class _CommandLoop:
                 if label in self._broken:
                     raise ScriptedError("what it waited for never comes")
 
-            parcel.after = AsyncCallable(wait)
-        parcel.state = "taken"
-        ticket: Ticket = await self._ours.store(parcel.keys, None, label)
-        parcel.ticket = ticket
-        self._world.look(parcel)
+            request.after = AsyncCallable(wait)
+        request.state = "taken"
+        ticket: Ticket = await self._system.store(request.keys, None, label)
+        request.ticket = ticket
+        self._world.look(request)
 
     async def _watch(self, label: str) -> None:
-        parcel = self._world.parcels[label]
-        assert parcel.ticket is not None
-        await parcel.ticket.wait()
-        self._world.look(parcel)
+        request = self._world.requests[label]
+        assert request.ticket is not None
+        await request.ticket.wait()
+        self._world.look(request)
 
     async def _cancel(self, label: str) -> None:
-        ticket = self._world.parcels[label].ticket
+        ticket = self._world.requests[label].ticket
         if ticket is None:
             raise Refused(f"there is no {label} here")
         await ticket.cancel()
 
     async def _load(self, tier: str, keys: Sequence[bytes]) -> list[bytes | None]:
-        found = await self._ours.load_from(tier, keys)
+        found = await self._system.load_from(tier, keys)
         return [found[key] for key in keys]
 
     async def _delete(self, tier: str, keys: Sequence[bytes]) -> None:
-        await self._ours.delete(tier, keys)
+        await self._system.delete(tier, keys)
 
     async def _drain(self, pipeline: str) -> None:
-        await self._ours.drain(pipeline)
+        await self._system.drain(pipeline)
 
     async def _audit(self) -> dict[str, int]:
-        return dict(self._ours.audit())
+        return dict(self._system.audit())
 
     async def _found(self, tier: str) -> list[bytes]:
-        return list(self._ours.found(tier))
+        return list(self._system.found(tier))
 
 
 async def _main(world: ChildWorld) -> None:
@@ -281,8 +281,8 @@ async def _main(world: ChildWorld) -> None:
                 await _CommandLoop(world, ours).live()
             world.background.cancel_scope.cancel()
         ours.ledger.close()
-        for parcel in world.parcels.values():
-            world.look(parcel)
+        for request in world.requests.values():
+            world.look(request)
         wrong = [*ours.ledger.violations, *[f"{one.rule}: {one.text}" for one in world.violations]]
         with contextlib.suppress(OSError):
             world.wire.send("over", wrong)
@@ -291,11 +291,11 @@ async def _main(world: ChildWorld) -> None:
 def run(wire: MessageSocket, directory: str) -> None:
     """What is told first is the scenario, its seed, the hooks at which something is planted, and the pace."""
     try:
-        text, seed, planted, pace = wire.receive()
-    except ConnectionResetError:  # whoever started it is gone
+        text, seed, planned, pace = wire.receive()
+    except ConnectionResetError:  # the parent is gone
         return
     clock = WallClock(pace)
-    world = ChildWorld(msgspec.json.decode(text, type=Scenario), seed, clock, directory, wire, planted)
+    world = ChildWorld(msgspec.json.decode(text, type=Scenario), seed, clock, directory, wire, planned)
     trio.run(_main, world, clock=clock)
 
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _READY_WITHIN: Final = 30.0
 _ENDED_WITHIN: Final = 10.0
 
-# It ends with whoever started it; what else it does is the command.
+# It ends with its parent; what else it does is the command.
 _PROGRAM: Final = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -80,12 +80,12 @@ class PageStore:
 
     def __init__(self, nbytes: int, *options: str) -> None:
         try:
-            place = find_place(nbytes)
+            location = find_place(nbytes)
         except PoolUnusable as exc:
             raise NoPageStore(str(exc)) from exc
-        self.note: str = place.note
+        self.note: str = location.note
         """What a reader of the report must know of where its pool is; most often empty."""
-        self.directory: str = tempfile.mkdtemp(prefix=f"offload-maru-{os.getpid()}-", dir=place.parent)
+        self.directory: str = tempfile.mkdtemp(prefix=f"offload-maru-{os.getpid()}-", dir=location.parent)
         """Of its pool, its journal and its sockets; its path is short, since a socket's name has 107 bytes."""
         self.starts: int = 0
         self._options = ("--capacity-bytes", str(nbytes), *options)
@@ -143,18 +143,18 @@ class PageStore:
         self.starts += 1
 
     def kill(self) -> None:
-        """``kill -9``, and see it buried. Idempotent."""
+        """``kill -9``, and wait for its end. Idempotent."""
         process = self._process
         if process is not None and process.poll() is None:
             process.kill()
             process.wait()
 
     def stand_still(self) -> None:
-        """``SIGSTOP``: it does nothing, and nobody is told."""
+        """``SIGSTOP``: it does nothing, and tells no peer."""
         self._send(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """``SIGCONT``."""
+        """``SIGCONT``: it goes on."""
         self._send(signal.SIGCONT)
 
     def end(self) -> str:
@@ -205,7 +205,7 @@ def _ended(process: subprocess.Popen[bytes]) -> str:
 
 
 def _line_of(fd: int) -> bytes:
-    """What comes before the first end of a line; nothing, if whoever writes is gone before, or says nothing for too long."""
+    """What comes before the first end of a line; nothing, if the writer is gone before, or is silent for too long."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     deadline = time.monotonic() + _READY_WITHIN
@@ -244,10 +244,10 @@ class PageStoreModel(RealTierModel):
     _on_the_wire: list[FaultWindow] = attrs.field(factory=list, kw_only=True)
     _stops: int = attrs.field(default=0, kw_only=True)
 
-    def opens(self, window: FaultWindow) -> None:
+    def open_window(self, window: FaultWindow) -> None:
         """From now on it is so, for a while."""
         if window.kind not in TO_THE_SERVER:
-            super().opens(window)
+            super().open_window(window)
             return
         self.disturbed += 1
         if window.kind == "peer_death":
@@ -259,9 +259,9 @@ class PageStoreModel(RealTierModel):
         else:
             self._on_the_wire.append(window)
 
-    def calm(self) -> None:
+    def end_faults(self) -> None:
         """Nothing goes wrong here any more, but for a server that is on its way up."""
-        super().calm()
+        super().end_faults()
         self._on_the_wire.clear()
         self._stops = 0
         self.store.go_on()
@@ -275,13 +275,13 @@ class PageStoreModel(RealTierModel):
 
     @property
     def _alive(self) -> bool:
-        """Whether there is a server to hit: one that is on its way up is nobody's peer yet."""
+        """Whether there is a server to hit: one that is on its way up has no clients yet."""
         return self._up.is_set() and self.store.alive
 
     def _kill(self, window: FaultWindow) -> None:
         if not self._alive:
             return
-        window.line.fired = True
+        window.entry.fired = True
         self.store.kill()
         self._up = trio.Event()
         self.starting(lambda: self._again(window.until))
@@ -295,7 +295,7 @@ class PageStoreModel(RealTierModel):
     def _stop(self, window: FaultWindow) -> None:
         if not self._alive:
             return
-        window.line.fired = True
+        window.entry.fired = True
         self._stops += 1
         self.store.stand_still()
         self.later(window.until, self._go_on)
@@ -313,7 +313,7 @@ class PageStoreModel(RealTierModel):
             return Fate.PASS
         for window in self._on_the_wire:
             if window.open:
-                window.line.fired = True
+                window.entry.fired = True
                 return Fate.LOSE_ANSWER if window.kind == "drop" else Fate.TWICE
         return Fate.PASS
 
@@ -322,7 +322,7 @@ class PageStoreModel(RealTierModel):
     def _fill(self, window: FaultWindow) -> None:
         assert self.tier is not None
         batch = self.tier.handler.alloc_pages_nowait(self.tier.handler.free_pages)
-        window.line.fired = True
+        window.entry.fired = True
         if batch is not None:
             self._ballast.append(batch)
         self.later(window.until, self._empty)
@@ -334,7 +334,7 @@ class PageStoreModel(RealTierModel):
 
     @property
     def ballast(self) -> int:
-        """Pages that are taken only so that nobody else has them."""
+        """Pages that are taken only so that they are not free."""
         return sum(len(batch) for batch in self._ballast)
 
 

@@ -57,7 +57,7 @@ class _Figures:
 
 
 class _ClientView:
-    """What a registry would show of a page store."""
+    """The figures of a page store as the ledger reads them from other tiers."""
 
     def __init__(self, tier: PageStoreTier) -> None:
         self._tier = tier
@@ -70,13 +70,13 @@ class _ClientView:
         return self._last or self._now()
 
     def freeze(self) -> None:
-        """It closes now: what is in limbo then, nobody will ever know."""
+        """Keep the figures as they are now, since the store closes: pages in doubt count as staged."""
         limbo = self._tier.handler.statistics().pages.limbo
         self._last = attrs.evolve(self._now(), staged=self._now().staged + limbo)
 
     def _now(self) -> _Figures:
         handler = self._tier.handler.statistics()
-        staged = handler.pages.allocated + handler.pages.registering - self._tier.place.ballast
+        staged = handler.pages.allocated + handler.pages.registering - self._tier.model.ballast
         return _Figures(handler.pinned, max(0, staged), len(self._tier._waiters))
 
 
@@ -91,17 +91,17 @@ class _Reservation(MaruReservation):
         tier, keys = self._tier, tuple(self.granted)
         tier.batches.append(keys)
         tier.copying += 1
-        copy = super().transfer
+        transfer = super().transfer
 
-        async def move(flight: Copy) -> list[Outcome]:
+        async def move(copy: Copy) -> list[Outcome]:
             try:
-                return flight.answers(await copy(GatedSource(source, tier.place, flight), guards))
+                return copy.answers(await transfer(GatedSource(source, tier.model, copy), guards))
             except MaruError:  # no answer, or none any more: it may have been done
-                tier.place.nobody_knows(flight)
+                tier.model.end_unknown(copy)
                 raise
 
         try:
-            outcomes = await tier.place.carry(keys, move, tier.leaving)
+            outcomes = await tier.model.run_copy(keys, move, tier.leaving)
         finally:
             tier.copying -= 1
         stored = [key for key, outcome in zip(keys, outcomes, strict=False) if outcome == STORED]
@@ -113,11 +113,11 @@ class _Reservation(MaruReservation):
 class PageStoreTier(MaruTier):
     """Pages of a store of its own; has the attributes of a fake tier, for the ledger."""
 
-    def __init__(self, place: PageStoreModel, judge: _Violations) -> None:
-        spec = place.spec
-        handler = MaruHandler(server_url=place.store.endpoint, **knobs_of(spec))
-        super().__init__(handler, block_bytes=spec.block_bytes, name=place.name)
-        self.place = place
+    def __init__(self, model: PageStoreModel, judge: _Violations) -> None:
+        spec = model.spec
+        handler = MaruHandler(server_url=model.store.endpoint, **knobs_of(spec))
+        super().__init__(handler, block_bytes=spec.block_bytes, name=model.name)
+        self.model = model
         self.pool = _ClientView(self)
         self.flipped: set[Key] = set()
         self.leaving: Sequence[str] | None = None
@@ -127,7 +127,7 @@ class PageStoreTier(MaruTier):
         self._judge = judge
         self._held_from_the_start: list[Key] = []
         self._bytes: dict[Key, bytes] = {}
-        place.tier = self
+        model.tier = self
 
     # -- its life ------------------------------------------------------------------------------------------------------
 
@@ -136,8 +136,8 @@ class PageStoreTier(MaruTier):
         """Connected for the length of the block, through a wire that loses what it is told to where that is wanted."""
         async with AsyncExitStack() as stack:
             if lossy:
-                wire = self.place.wire = await stack.enter_async_context(open_lossy_wire(self.place.store.endpoint))
-                wire.decide = self.place.fate
+                wire = self.model.wire = await stack.enter_async_context(open_lossy_wire(self.model.store.endpoint))
+                wire.decide = self.model.fate
                 self.handler = MaruHandler(attrs.evolve(self.handler.config, server_url=wire.endpoint))
                 self.handler.on_pages_freed(self._wake_first)
             await stack.enter_async_context(self)
@@ -161,8 +161,8 @@ class PageStoreTier(MaruTier):
 
     async def settle(self) -> None:
         """All is over: what is there is looked at and compared, then deleted, and all pages must be free."""
-        self.place.calm()
-        await self.place.back()
+        self.model.end_faults()
+        await self.model.back()
         await self._asking(self.handler.exists, "")
         await self._until(lambda: self._limbo == 0 and self.pool.statistics().held == 0)
         keys = list(dict.fromkeys([*self._judge.all_keys, *self._held_from_the_start]))
@@ -243,18 +243,18 @@ class PageStoreTier(MaruTier):
         Raises:
             OSError: what was done to the store meanwhile has cost it the lease.
         """
-        before = self.place.disturbed
+        before = self.model.disturbed
         with trio.CancelScope(shield=True):
-            await trio.sleep(self.place.duration(len(lease.keys) * self.block_bytes))
+            await trio.sleep(self.model.duration(len(lease.keys) * self.block_bytes))
         outcomes = await super().load(lease, destination)
-        if self.place.disturbed and any(getattr(outcome, "reason", "") == "lease" for outcome in outcomes):
+        if self.model.disturbed and any(getattr(outcome, "reason", "") == "lease" for outcome in outcomes):
             raise ConnectionResetError(
-                f"the lease in {self.name} was lost ({self.place.disturbed - before} times meanwhile)"
+                f"the lease in {self.name} was lost ({self.model.disturbed - before} times meanwhile)"
             )
         return outcomes
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Forget keys."""
+        """Delete keys."""
         answers = await super().delete(keys)
         for key, answer in zip(keys, answers, strict=True):
             if answer is not Deletion.PINNED:
@@ -272,9 +272,9 @@ class PageStoreTier(MaruTier):
         return self._bytes.get(key)
 
     def flip(self, keys: Sequence[Key]) -> Sequence[Key]:
-        """Flip a bit in the pages of each of these that is there, behind everybody's back; of none named: of all."""
+        """Flip a bit in the pages of each of these that is there, unseen by the store; of none named: of all."""
         there = [key for key in keys or list(self.pool._slot_of) if key in self.pool._slot_of]
-        pool = self.place.store.pool
+        pool = self.model.store.pool
         for name in os.listdir(pool):
             if name.endswith(".dat"):
                 with open(os.path.join(pool, name), "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:

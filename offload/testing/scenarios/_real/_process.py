@@ -66,7 +66,7 @@ class PeerDied(ConnectionResetError):
 
 @attrs.define(eq=False)
 class _PendingCall:
-    """A question under way."""
+    """A question that was sent and has no answer yet."""
 
     event: trio.Event = attrs.Factory(trio.Event)
     answer: Any = None
@@ -79,7 +79,7 @@ class ChildProcess:
     def __init__(self, world: RealWorld) -> None:
         scenario = msgspec.structs.replace(world.scenario, fault=[], expect=[])
         pace = next(iter(world.real.values())).clock.pace
-        planted = sorted({fault.at_hook for fault in world.scenario.fault if fault.at_hook})
+        planned = sorted({fault.at_hook for fault in world.scenario.fault if fault.at_hook})
         ours, theirs = socket.socketpair()
         with theirs:
             command = [
@@ -93,7 +93,7 @@ class ChildProcess:
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0
             )
         self.wire = MessageSocket(ours)
-        self.wire.send(msgspec.json.encode(scenario), world.seed, planted, pace)
+        self.wire.send(msgspec.json.encode(scenario), world.seed, planned, pace)
         try:
             assert self.wire.receive(_START) == ["ready"]
         except BaseException:
@@ -106,14 +106,14 @@ class ChildProcess:
             self.process.send_signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """Kill it, unless it has ended, and see it buried. Idempotent."""
+        """Kill it, unless it has ended, and wait for its end. Idempotent."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
 
 
 class _RemotePipelines:
-    """The pipelines, as this process sees them."""
+    """The pipelines of the child, as a system under test in this process."""
 
     def __init__(self, world: RealWorld, nursery: trio.Nursery, stack: ExitStack) -> None:
         self._world = world
@@ -127,8 +127,8 @@ class _RemotePipelines:
         self._number = 0
         self._asked: dict[int, _PendingCall] = {}
         self._tickets: dict[str, _Ticket] = {}
-        for place in world.real.values():
-            place.signal = self._signal
+        for model in world.real.values():
+            model.signal = self._signal
 
     def __repr__(self) -> str:
         return "<our pipelines in another process>"
@@ -136,7 +136,7 @@ class _RemotePipelines:
     # -- its life ------------------------------------------------------------------------------------------------------
 
     def begin(self, child: ChildProcess) -> None:
-        """This child is there."""
+        """Use this child from now on."""
         self._child = child
         self._nursery.start_soon(self._listen, child)
         self._dead = False
@@ -163,7 +163,7 @@ class _RemotePipelines:
         child = self._child
         if child is None or self._dead:
             return
-        window.line.fired = True
+        window.entry.fired = True
         if window.kind == "stall":
             child.process.send_signal(signal.SIGSTOP)
             self._world.at(window.until, child.go_on)
@@ -179,8 +179,8 @@ class _RemotePipelines:
             asked.error = PeerDied("the process of the pipelines is dead")
             asked.event.set()
         self._asked.clear()
-        for name, place in world.real.items():
-            if place.spec.kind == "memory" and name in world.oracle.tiers:
+        for name, model in world.real.items():
+            if model.spec.kind == "memory" and name in world.oracle.tiers:
                 world.oracle.taken_away(name, world.oracle.must(name))
         for ticket in self._tickets.values():
             ticket.die(world)
@@ -256,8 +256,8 @@ class _RemotePipelines:
         return asked.answer
 
     async def _ask_later(self, what: str, *args: object) -> _PendingCall:
-        """While it is dead there is nobody to ask; while it starts, that is waited for."""
-        if any(place.window("peer_death") is not None for place in self._world.real.values()):
+        """Ask once the child has started; while it is dead, raise."""
+        if any(model.window("peer_death") is not None for model in self._world.real.values()):
             raise PeerDied("the process of the pipelines is dead")
         await self._up.wait()
         return self._ask(what, *args)
@@ -307,11 +307,11 @@ class _RemotePipelines:
         return await self.load_from(first_destination(self._world.scenario), keys)
 
     async def load_from(self, tier: str, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
-        """From a tier."""
+        """Load from a tier."""
         return dict(zip(keys, await self.ask("load", tier, list(keys)), strict=True))
 
     async def delete(self, tier: str, keys: Sequence[Key]) -> None:
-        """Forget keys."""
+        """Delete keys from a tier."""
         await self.ask("delete", tier, list(keys))
 
     async def drain(self, pipeline: str) -> None:
@@ -369,17 +369,17 @@ class _Ticket:
             self._ended.set()
 
     def die(self, world: RealWorld) -> None:
-        """Its process has died: it has failed, and what of it is on the disk nobody knows."""
+        """Its process has died: it has failed, and what of it is on the disk is unknown."""
         if self.result is None:
             world.died[self.label] = None
-            place = world.real[world.pipelines[world.parcels[self.label].pipeline].to]
+            model = world.real[world.pipelines[world.requests[self.label].pipeline].to]
             for key in self.keys:
-                place.arrived[key] = place.arrived.get(key, 0) + 1
+                model.arrived[key] = model.arrived.get(key, 0) + 1
             # In the words of a pipeline whose tier died: what is expected of it is the same in virtual time.
             self.end(Outcome("FAILED", failed=dict.fromkeys(self.keys, "PeerDied"), error="TransferFailed"))
-            parcel = world.parcels[self.label]
-            if parcel.ticket is self:
-                world.look(parcel)
+            request = world.requests[self.label]
+            if request.ticket is self:
+                world.look(request)
 
     async def wait(self) -> object:
         """Return once it is terminal."""

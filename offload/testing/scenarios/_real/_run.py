@@ -1,9 +1,10 @@
 """A scenario for real: memory, files, copy threads, processes, and the clock on the wall.
 
 A virtual millisecond is a millisecond of the wall here, and the same files are played. What the harness plants is the real
-thing where there is one: see the tables in `places` and in docs/how-to/run-scenarios-for-real.md. The oracle is the
-same: the invariants at rest, every load compared byte for byte, and of the expectations all that do not hang on virtual ties
-(`expecting`). ``Report.notes`` says what was not judged. A trace is what happened this time, and not the same next time.
+thing where there is one: see the tables in `_tiers`, in `_page_store` and in docs/how-to/run-scenarios-for-real.md. The oracle
+is the same: the invariants at rest, every load compared byte for byte, and of the expectations all that do not hang on virtual
+ties (`_expectations`). ``Report.notes`` says what was not judged. A trace is what happened this time, and not the same next
+time.
 """
 
 from __future__ import annotations
@@ -113,9 +114,9 @@ def play_real(
     world.scenario = msgspec.structs.replace(scenario, expect=[])  # those are judged here
     report = attrs.evolve(report_of(world, rest), scenario=scenario)
     met_full = [
-        parcel.label
-        for parcel in world.parcels.values()
-        if any(key in place.without_room for place in world.real.values() for key in parcel.keys)
+        request.label
+        for request in world.requests.values()
+        if any(key in model.without_room for model in world.real.values() for key in request.keys)
     ]
     wrong, unjudged = ([], []) if world.stuck else failed_real_expectations(report, rest, met_full, world.died)
     return attrs.evolve(
@@ -187,8 +188,8 @@ class RealPipelineSystem(PipelineSystem):
                 made[i] = PresenceFilter(tier)
         return made
 
-    def _tier(self, place: TierModel) -> VirtualTier:
-        real, world = cast(RealTierModel, place), cast("RealWorld", self.world)
+    def _tier(self, model: TierModel) -> VirtualTier:
+        real, world = cast(RealTierModel, model), cast("RealWorld", self.world)
         asked = world.scenario.engine is not None  # and not only copied into
         tier: RealMemory | RealFile | PageStoreTier
         if isinstance(real, PageStoreModel):
@@ -201,7 +202,7 @@ class RealPipelineSystem(PipelineSystem):
 
 
 async def _live(world: RealWorld, factory: Factory, clock: WallClock) -> FinalState:
-    """The run. An interrupt comes here, so that nobody waits for patience that is measured in the scenario's time."""
+    """The run. An interrupt comes here, so that no timeout is waited for that is measured in the scenario's time."""
     rests: list[FinalState] = []
 
     async def play(over: trio.Event) -> None:

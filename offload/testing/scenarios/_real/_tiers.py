@@ -73,7 +73,7 @@ class WallClock(trio.abc.Clock):
         self._began = perf_counter() - now / self._scale
 
     def current_time(self) -> float:
-        """In any thread."""
+        """Seconds of virtual time since the start. May be called in any thread."""
         return (perf_counter() - self._began) * self._scale
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
@@ -87,8 +87,8 @@ class RealTierModel(TierModel):
 
     clock: WallClock = attrs.field(factory=WallClock, kw_only=True)
     over: threading.Event = attrs.field(factory=threading.Event, kw_only=True)
-    """Set when the run is: nobody stands at a gate any more."""
-    let_go: trio.Event = attrs.field(factory=trio.Event, kw_only=True)
+    """Set when the run is over: no copy waits at the gate any more."""
+    released: trio.Event = attrs.field(factory=trio.Event, kw_only=True)
     """The same for those who wait on the trio thread."""
     disk: SmallDisk | None = attrs.field(default=None, kw_only=True)
     """Where it is made of files, and may have to be full."""
@@ -103,22 +103,22 @@ class RealTierModel(TierModel):
 
     # -- in the copy thread --------------------------------------------------------------------------------------------
 
-    def gate(self, flight: Copy) -> None:
-        """Stand at the gate.
+    def gate(self, copy: Copy) -> None:
+        """Wait until the copy may be made.
 
         Raises:
             OSError: the copy fails.
         """
-        while (left := self.clock.deadline_to_sleep_time(flight.ends)) > 0:
+        while (left := self.clock.deadline_to_sleep_time(copy.ends)) > 0:
             if self.over.wait(left):
                 raise OSError(errno.ECANCELED, "the run is over")
-        self._break(flight)
+        self._raise_failure(copy)
 
     # -- on the trio thread --------------------------------------------------------------------------------------------
 
-    def opens(self, window: FaultWindow) -> None:
+    def open_window(self, window: FaultWindow) -> None:
         """From now on it is so, for a while."""
-        super().opens(window)
+        super().open_window(window)
         if self.signal is not None:
             self.signal(window)
         if window.kind == "full" and self.disk is not None:
@@ -129,74 +129,74 @@ class RealTierModel(TierModel):
         if self.disk is not None and self.window("full") is None:
             self.disk.empty()
 
-    def calm(self) -> None:
+    def end_faults(self) -> None:
         """Nothing goes wrong here any more."""
-        super().calm()
+        super().end_faults()
         self._empty()
 
     def withheld(self) -> FaultWindow | None:
-        """A full disk withholds no room: nobody knows of it but who writes."""
+        """A full disk withholds no room: only the one who writes meets it."""
         return None if self.disk is not None else super().withheld()
 
-    def met_no_room(self, flight: Copy, keys: Sequence[Key]) -> None:
+    def met_no_room(self, copy: Copy, keys: Sequence[Key]) -> None:
         """The disk had no room for these."""
-        window: FaultWindow | None = flight.met.get("full") or self.window("full")
+        window: FaultWindow | None = copy.met.get("full") or self.window("full")
         if window is not None:
-            window.line.fired = True
+            window.entry.fired = True
         self.without_room.update(dict.fromkeys(keys))
         self.failed.update(dict.fromkeys(keys))
-        self._lost[flight] = keys
+        self._lost[copy] = keys
 
     def flips(self, key: Key) -> TraceEntry | None:
         """Whether a bit of this block is to be flipped as soon as it has arrived, and on whose account."""
-        line = self.armed.pop(key, None)
-        if line is not None:
-            line.fired = True
+        entry = self.flip_on_arrival.pop(key, None)
+        if entry is not None:
+            entry.fired = True
             self.flipped.add(key)
-        return line
+        return entry
 
-    async def carry(
+    async def run_copy(
         self, keys: Sequence[Key], move: Callable[[Copy], Awaitable[T]], who: Sequence[str] | None = None
     ) -> T:
-        """One copy into this place: ``move`` makes it, past the gate, and what it has met decides how its end is told."""
+        """Run one copy into this tier: ``move`` makes it, past the gate, and what it has met decides how its end is told."""
 
-        async def really(flight: Copy) -> T:
-            answer = await move(flight)
-            met = flight.met
+        async def really(copy: Copy) -> T:
+            answer = await move(copy)
+            met = copy.met
             try:
-                self._break(flight)  # what came when the last byte had been written
+                self._raise_failure(copy)  # what came when the last byte had been written
             except OSError:
-                self.nobody_knows(flight)
+                self.end_unknown(copy)
                 raise
             if "unproven" in met:
-                self.nobody_knows(flight)
+                self.end_unknown(copy)
                 raise Unknown(f"nobody knows how a copy into {self.name} ended")
-            if "drop" in met or self._unannounced.pop(flight, None) is not None:
-                self.nobody_knows(flight)
-                await self.let_go.wait()
+            if "drop" in met or self._unannounced.pop(copy, None) is not None:
+                self.end_unknown(copy)
+                await self.released.wait()
                 raise Unknown(f"nobody was told how a copy into {self.name} ended")
             if "reorder" in met:
-                await self._hold_back(flight)
-            for key in self._lost.pop(flight, ()):  # what is counted as arrived next, has not
+                await self._hold_back(copy)
+            for key in self._lost.pop(copy, ()):  # what is counted as arrived next, has not
                 self.arrived[key] = self.arrived.get(key, 0) - 1
                 self.copied -= 1
             return answer
 
-        return await super().carry(keys, really, who)
+        return await super().run_copy(keys, really, who)
 
-    def nobody_knows(self, flight: Copy) -> None:
-        """What it has copied is there, and nobody is told: it may be found."""
-        for key in flight.keys:
+    def end_unknown(self, copy: Copy) -> None:
+        """Note that what a copy wrote may be there, though its end is unknown."""
+        for key in copy.keys:
             self.arrived[key] = self.arrived.get(key, 0) + 1
 
-    async def _fly(self, flight: Copy) -> None:
+    async def _wait_until_over(self, copy: Copy) -> None:
         # Its time passes in the copy thread. What was dropped is copied all the same, and never told of.
-        window = flight.met.pop("drop", None)
+        window = copy.met.pop("drop", None)
         if window is not None:
-            self._unannounced[flight] = window
+            self._unannounced[copy] = window
 
-    def _break(self, flight: Copy) -> None:
-        met = flight.met
+    def _raise_failure(self, copy: Copy) -> None:
+        met = copy.met
         if "peer_death" in met:
             raise ConnectionResetError(errno.ECONNRESET, f"the peer that holds {self.name} died")
         if "fail" in met and not met["fail"].keys:
@@ -209,10 +209,10 @@ class RealTierModel(TierModel):
 class GatedSource:
     """What one copy reads from, past the gate."""
 
-    def __init__(self, source: Source, place: RealTierModel, flight: Copy) -> None:
+    def __init__(self, source: Source, model: RealTierModel, copy: Copy) -> None:
         self._source = source
-        self._place = place
-        self.flight = flight
+        self._place = model
+        self.copy = copy
         self.obstacles: Sequence[str] = ()
         """Directories that the copy thread puts in the way of files, since these are to fail."""
 
@@ -227,7 +227,7 @@ class GatedSource:
 
     def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
         """In the copy thread: stand at the gate, then copy."""
-        self._place.gate(self.flight)
+        self._place.gate(self.copy)
         for path in self.obstacles:
             os.makedirs(path, exist_ok=True)
         self._source.copy_out(guards, pages)
@@ -247,13 +247,13 @@ class _Reservation(PooledReservation):
         tier, keys = self._tier, tuple(self.granted)
         tier.batches.append(keys)
         tier.copying += 1
-        copy = super().transfer
+        transfer = super().transfer
 
-        async def move(flight: Copy) -> list[Outcome]:
-            return flight.answers(await copy(GatedSource(source, tier.place, flight), guards))
+        async def move(copy: Copy) -> list[Outcome]:
+            return copy.answers(await transfer(GatedSource(source, tier.model, copy), guards))
 
         try:
-            outcomes = await tier.place.carry(keys, move, tier.leaving)
+            outcomes = await tier.model.run_copy(keys, move, tier.leaving)
         finally:
             tier.copying -= 1
         tier.copied += [key for key, outcome in zip(keys, outcomes, strict=False) if outcome == STORED]
@@ -263,7 +263,7 @@ class _Reservation(PooledReservation):
 class _FaultyTier(PooledTier[Any]):
     """What both tiers have in common; has the attributes of a fake one, for the ledger."""
 
-    place: RealTierModel
+    model: RealTierModel
     name: str
     flipped: set[Key]
     leaving: Sequence[str] | None
@@ -271,9 +271,9 @@ class _FaultyTier(PooledTier[Any]):
     copied: list[Key]
     copying: int
 
-    def _begin(self, place: RealTierModel) -> None:
-        self.place = place
-        self.name = place.name
+    def _begin(self, model: RealTierModel) -> None:
+        self.model = model
+        self.name = model.name
         self.flipped = set()
         self.leaving = None
         self.batches = []
@@ -282,15 +282,15 @@ class _FaultyTier(PooledTier[Any]):
 
     async def reserve(self, request: RoomRequest) -> PooledReservation:
         """Take room, unless the world withholds it."""
-        self.place.check_alive()
+        self.model.check_peer()
         if request.waits:
-            await self.place.wait_for_room()
+            await self.model.wait_for_room()
         granted = await super().reserve(self._grantable(request))
         return _Reservation(self, granted.granted, granted._slots, granted.block_bytes)
 
     def reserve_nowait(self, request: RoomRequest) -> PooledReservation:
         """Take room, unless the world withholds it."""
-        self.place.check_alive()
+        self.model.check_peer()
         grantable = self._grantable(request)
         if len(grantable.keys) < len(request.keys) and request.waits:
             raise trio.WouldBlock
@@ -298,25 +298,25 @@ class _FaultyTier(PooledTier[Any]):
         return _Reservation(self, granted.granted, granted._slots, granted.block_bytes)
 
     def _grantable(self, request: RoomRequest) -> RoomRequest:
-        if self.place.withheld() is None:
+        if self.model.withheld() is None:
             return request
         return RoomRequest((), request.block_bytes, request.when_full)
 
     async def _before_load(self, blocks: int) -> None:
-        self.place.check_alive()
+        self.model.check_peer()
         with trio.CancelScope(shield=True):
-            await trio.sleep(self.place.duration(blocks * self.block_bytes))
-        self.place.check_alive()
+            await trio.sleep(self.model.duration(blocks * self.block_bytes))
+        self.model.check_peer()
 
-    def _harmed(self, flight: Copy, keys: Sequence[Key], failures: Mapping[int, Exception]) -> dict[int, Exception]:
+    def _harmed(self, copy: Copy, keys: Sequence[Key], failures: Mapping[int, Exception]) -> dict[int, Exception]:
         """What fails, beside what has failed by itself."""
-        failures, failing = dict(failures), flight.failing()
+        failures, failing = dict(failures), copy.failing()
         for at, key in enumerate(keys):
             if key in failing:
                 failures.setdefault(at, OSError(errno.EIO, os.strerror(errno.EIO)))
         no_room = [keys[at] for at, error in failures.items() if getattr(error, "errno", None) == errno.ENOSPC]
         if no_room:
-            self.place.met_no_room(flight, no_room)
+            self.model.met_no_room(copy, no_room)
         return failures
 
 
@@ -325,8 +325,8 @@ class RealMemory(_FaultyTier, MemoryTier):
 
     inline_bytes = -1  # every copy in a copy thread
 
-    def __init__(self, place: RealTierModel) -> None:
-        spec = place.spec
+    def __init__(self, model: RealTierModel) -> None:
+        spec = model.spec
         super().__init__(
             spec.capacity * spec.block_bytes,
             spec.block_bytes,
@@ -335,7 +335,7 @@ class RealMemory(_FaultyTier, MemoryTier):
             pin_memory=False,
             populate=False,
         )
-        self._begin(place)
+        self._begin(model)
 
     async def write(
         self, source: Source, guards: Sequence[int], keys: Sequence[Key], slots: list[int]
@@ -344,10 +344,10 @@ class RealMemory(_FaultyTier, MemoryTier):
         failures = await super().write(source, guards, keys, slots)
         if not isinstance(source, GatedSource):
             return failures
-        torn = source.flight.torn()
+        torn = source.copy.torn()
         if torn is not None:
             self._cut(slots[keys.index(torn)] if torn in keys else slots[0], torn)
-        return self._harmed(source.flight, keys, failures)
+        return self._harmed(source.copy, keys, failures)
 
     def _cut(self, slot: int, key: Key) -> None:
         pages = self._storage.pages([slot])
@@ -357,7 +357,7 @@ class RealMemory(_FaultyTier, MemoryTier):
         raise Torn(f"a copy into {self.name} broke off in the middle of {key.decode()}")
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Load."""
+        """Load, after the time that the model gives it."""
         await self._before_load(len(lease.keys))
         return await super().load(lease, destination)
 
@@ -380,8 +380,8 @@ class RealMemory(_FaultyTier, MemoryTier):
 class RealFile(_FaultyTier, FileTier):
     """Files of a directory."""
 
-    def __init__(self, place: RealTierModel, directory: str, *, fsync: bool = False) -> None:
-        spec = place.spec
+    def __init__(self, model: RealTierModel, directory: str, *, fsync: bool = False) -> None:
+        spec = model.spec
         self.directory = directory
         FileTier.__init__(
             self,
@@ -393,10 +393,10 @@ class RealFile(_FaultyTier, FileTier):
             eviction=eviction_of(spec),
             block_bytes=spec.block_bytes,
         )
-        self._begin(place)
+        self._begin(model)
 
     def path_of(self, key: Key, slot: int) -> str:
-        """Where a block is."""
+        """The path of a block's file."""
         return f"{self.directory}/{name_of(key, slot)}"
 
     async def write(
@@ -405,7 +405,7 @@ class RealFile(_FaultyTier, FileTier):
         """Write blocks to files."""
         if not isinstance(source, GatedSource):
             return await super().write(source, guards, keys, slots)
-        failing, torn = source.flight.failing(), source.flight.torn()
+        failing, torn = source.copy.failing(), source.copy.torn()
         source.obstacles = [
             self.path_of(key, slot) + ".tmp" for key, slot in zip(keys, slots, strict=True) if key in failing
         ]
@@ -415,10 +415,10 @@ class RealFile(_FaultyTier, FileTier):
             for path in source.obstacles:
                 with contextlib.suppress(OSError):
                     os.rmdir(path)
-        torn = source.flight.torn()
+        torn = source.copy.torn()
         if torn is not None:
             self._cut(torn, slots[keys.index(torn)] if torn in keys else slots[0])
-        return self._harmed(source.flight, keys, failures)
+        return self._harmed(source.copy, keys, failures)
 
     def _cut(self, key: Key, slot: int) -> None:
         with contextlib.suppress(OSError):
@@ -426,7 +426,7 @@ class RealFile(_FaultyTier, FileTier):
         raise Torn(f"a copy into {self.name} broke off in the middle of {key.decode()}")
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Load."""
+        """Load, after the time that the model gives it."""
         await self._before_load(len(lease.keys))
         return await super().load(lease, destination)
 

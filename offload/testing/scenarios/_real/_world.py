@@ -1,8 +1,8 @@
 """The world of a real run: the same seams, the same faults, but threads, files and the clock on the wall.
 
-Rule 1. Times of the scenario are minimal distances. Nobody is blamed for being slow: what depends on how long something takes
-        is not judged (`expecting`), as if the clock jumped ahead all the time.
-Rule 2. Whatever stands at a gate leaves it when the run is over: no thread of a copy outlives it.
+Rule 1. Times of the scenario are minimal distances. Being slow is no violation: what depends on how long something takes
+        is not judged (`_expectations`), as if the clock jumped ahead all the time.
+Rule 2. Whatever waits at a gate leaves it when the run is over: no thread of a copy outlives it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RealWorld(VirtualWorld):
         self.workdir = workdir
         self._wall = clock
         self.over: threading.Event = threading.Event()
-        """The run is: nobody waits for anything any more."""
+        """Set when the run is over: no thread waits for anything any more."""
         self.died: dict[str, None] = {}
         """Containers that were under way in a process when it was killed."""
         self.notes: dict[str, None] = {}
@@ -71,24 +71,24 @@ class RealWorld(VirtualWorld):
         except BaseException:
             self.close_down()
             raise
-        self.places: dict[str, TierModel] = cast("dict[str, TierModel]", self.real)
+        self.tier_models: dict[str, TierModel] = cast("dict[str, TierModel]", self.real)
 
     def _open_places(self, scenario: Scenario, clock: WallClock) -> None:
         full = {fault.tier for fault in scenario.fault if fault.do == "full"}
         into = {spec.to for spec in pipelines_of(scenario).values()}
         first = next(iter(pipelines_of(scenario).values())).to
         for name, spec in tiers_of(scenario).items():
-            place = self.real[name] = self._place(name, spec, clock)
-            place.begins = self._begins
+            model = self.real[name] = self._place(name, spec, clock)
+            model.begins = self._begins
             if spec.kind == "file" and name in into and (name in full or ("" in full and name == first)):
                 try:
-                    place.disk = disk_for(spec.capacity, spec.block_bytes)
+                    model.disk = disk_for(spec.capacity, spec.block_bytes)
                 except NoDisk as error:
                     self.notes[f"full: {error}; so no room is granted in {name} instead"] = None
 
     def _place(self, name: str, spec: TierSpec, clock: WallClock) -> RealTierModel:
         if spec.kind != "maru":
-            return RealTierModel(name, spec, self.moments, self._owners, clock=clock, over=self.over, later=self.at)
+            return RealTierModel(name, spec, self.trace, self._owners, clock=clock, over=self.over, later=self.at)
         from ._page_store import PageStoreModel
         from ._page_store_tier import pool_bytes, server_options
 
@@ -99,7 +99,7 @@ class RealWorld(VirtualWorld):
         return PageStoreModel(
             name,
             spec,
-            self.moments,
+            self.trace,
             self._owners,
             clock=clock,
             over=self.over,
@@ -109,15 +109,15 @@ class RealWorld(VirtualWorld):
         )
 
     def close_down(self) -> None:
-        """It is over: let go of threads, disks and page stores. Idempotent."""
+        """Release threads, disks and page stores. Idempotent."""
         self.over.set()
         for store in self._stores:
             if wrong := store.end():
                 self.violations.append(Violation("crash", wrong))
-        for place in self.real.values():
-            if place.disk is not None:
-                place.disk.close()
-                place.disk = None
+        for model in self.real.values():
+            if model.disk is not None:
+                model.disk.close()
+                model.disk = None
 
     def directory_of(self, tier: str) -> str:
         """Where the files of a tier are."""
@@ -128,51 +128,51 @@ class RealWorld(VirtualWorld):
 
     async def copy(self, tier: str, keys: Sequence[Key], data: Sequence[bytes]) -> Sequence[bytes]:
         """Write blocks, in a copy thread: into memory and back, or into files and back."""
-        place = self.real[tier]
+        model = self.real[tier]
         for key, block in zip(keys, data, strict=True):
             if bytes(block) != self.payload(key, tier):
                 self.wrong("bytes", f"{key.decode()} is copied into {tier}, and is not what was stored under that key")
         blocks = [bytes(block) for block in data]
-        copied = self._through_files if place.spec.kind == "file" else self._through_memory
+        copied = self._through_files if model.spec.kind == "file" else self._through_memory
 
-        async def move(flight: Copy) -> list[bytes]:
-            flips = {at: line for at, key in enumerate(keys) if (line := place.flips(key)) is not None}
+        async def move(copy: Copy) -> list[bytes]:
+            flips = {at: entry for at, key in enumerate(keys) if (entry := model.flips(key)) is not None}
             try:
-                arrived = await run_in_thread(copied, place, flight, tuple(keys), blocks, frozenset(flips))
+                arrived = await run_in_thread(copied, model, copy, tuple(keys), blocks, frozenset(flips))
             except OSError as error:
                 if error.errno == 28:
-                    place.met_no_room(flight, keys)
+                    model.met_no_room(copy, keys)
                 raise
-            torn, failing = flight.torn(), flight.failing()
+            torn, failing = copy.torn(), copy.failing()
             if torn is not None:
                 raise Torn(f"a copy into {tier} broke off in the middle of {torn.decode()}")
             if failing:
                 raise OSError(f"a copy into {tier} failed for {sorted(failing)}")
-            return flight.answers(arrived)
+            return copy.answers(arrived)
 
-        place.check_alive()
+        model.check_peer()
         await trio.lowlevel.checkpoint()
-        return await place.carry(tuple(keys), move)
+        return await model.run_copy(tuple(keys), move)
 
     @staticmethod
     def _through_memory(
-        place: RealTierModel, flight: Copy, keys: Sequence[Key], blocks: Sequence[bytes], flips: frozenset[int]
+        model: RealTierModel, copy: Copy, keys: Sequence[Key], blocks: Sequence[bytes], flips: frozenset[int]
     ) -> list[bytes]:
-        place.gate(flight)
+        model.gate(copy)
         memory = [bytearray(block) for block in blocks]
         for at in flips:
             memory[at][0] ^= 1
         return [bytes(block) for block in memory]
 
     def _through_files(
-        self, place: RealTierModel, flight: Copy, keys: Sequence[Key], blocks: Sequence[bytes], flips: frozenset[int]
+        self, model: RealTierModel, copy: Copy, keys: Sequence[Key], blocks: Sequence[bytes], flips: frozenset[int]
     ) -> list[bytes]:
-        place.gate(flight)
-        directory = self.directory_of(place.name)
+        model.gate(copy)
+        directory = self.directory_of(model.name)
         os.makedirs(directory, exist_ok=True)
         arrived: list[bytes] = []
         for at, (key, block) in enumerate(zip(keys, blocks, strict=True)):
-            path = os.path.join(directory, f"{flight.number:x}-{key.hex()[:96]}.{at}")
+            path = os.path.join(directory, f"{copy.number:x}-{key.hex()[:96]}.{at}")
             try:
                 with open(path, "wb") as file:
                     file.write(bytes([block[0] ^ 1]) + block[1:] if at in flips else block)
@@ -193,8 +193,8 @@ class RealWorld(VirtualWorld):
         """It does not end by itself: open all gates and cancel it, and, when it drains for too long, mind no shield."""
         super().give_up(rule, text)
         self.over.set()
-        for place in self.real.values():
-            place.let_go.set()
+        for model in self.real.values():
+            model.released.set()
         self.background.start_soon(self._insist)
 
     async def _insist(self) -> None:
@@ -216,7 +216,7 @@ class RealWorld(VirtualWorld):
                 await trio.sleep(_POLL)
 
     def jump(self, seconds: float) -> None:
-        """Nobody can have this clock jump."""
+        """Raise: the wall clock cannot jump."""
         raise AssertionError("a scenario with a fault of the clock is not played for real")
 
     def at(self, time: float, call: Callable[[], object]) -> None:
@@ -239,7 +239,7 @@ def call(name, *args):
     if getattr(libc, name)(*args):
         error = ctypes.get_errno()
         sys.exit(f"{name}: {os.strerror(error)}")
-door, place, nbytes = int(sys.argv[1]), sys.argv[2].encode(), int(sys.argv[3])
+channel, directory, nbytes = int(sys.argv[1]), sys.argv[2].encode(), int(sys.argv[3])
 uid, gid = os.getuid(), os.getgid()
 if libc.unshare(NEWNS):
     call("unshare", NEWNS | NEWUSER)
@@ -247,9 +247,9 @@ if libc.unshare(NEWNS):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
 call("mount", b"none", b"/", None, REC | PRIVATE, None)
-call("mount", b"none", place, b"tmpfs", 0, f"size={nbytes},mode=700,uid={uid},gid={gid}".encode())
-root = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
-socket.send_fds(socket.socket(fileno=door), [b"x"], [root])
+call("mount", b"none", directory, b"tmpfs", 0, f"size={nbytes},mode=700,uid={uid},gid={gid}".encode())
+root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+socket.send_fds(socket.socket(fileno=channel), [b"x"], [root])
 """
 
 
@@ -282,19 +282,19 @@ class SmallDisk:
         fd = os.open("ballast", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=self._root)
         try:
             while free := self._free():
-                with contextlib.suppress(OSError):  # somebody else took some of it meanwhile
+                with contextlib.suppress(OSError):  # another writer took some of it meanwhile
                     os.posix_fallocate(fd, os.fstat(fd).st_size, free)
         finally:
             os.close(fd)
 
     def empty(self) -> None:
-        """Give it back."""
+        """Free what :meth:`fill` took."""
         if self._full:
             self._full = False
             os.unlink("ballast", dir_fd=self._root)
 
     def close(self) -> None:
-        """It is gone once nobody has a file of it open. Idempotent."""
+        """Let go of it; it is gone once no file of it is open. Idempotent."""
         root, self._root = self._root, -1
         if root >= 0:
             os.close(root)
@@ -317,9 +317,9 @@ def disk_for(blocks: int, block_bytes: int) -> SmallDisk:
 def _mounted(nbytes: int) -> int:
     """The root of a new tmpfs."""
     ours, theirs = socket.socketpair()
-    with ours, tempfile.TemporaryDirectory() as place:
+    with ours, tempfile.TemporaryDirectory() as directory:
         with theirs:
-            command = [sys.executable, "-S", "-E", "-c", _HELPER, str(theirs.fileno()), place, str(nbytes)]
+            command = [sys.executable, "-S", "-E", "-c", _HELPER, str(theirs.fileno()), directory, str(nbytes)]
             try:
                 done = subprocess.run(
                     command,

@@ -25,14 +25,14 @@ BLOCK = 256
 
 def a_trace(seed: int, requests: int) -> list[Request]:
     """Conversations that go on, branch off from each other and come back, as those of users do."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     conversations: list[list[int]] = [[0, 1]]
     made: list[Request] = []
     next_id = 2
     for number in range(requests):
-        past = dice.choice(conversations[-12:]) if dice.random() < 0.8 else [0, 1]
-        kept = past[: dice.randint(1, len(past))] if dice.random() < 0.3 else past
-        new = dice.randint(0, 6)
+        past = rng.choice(conversations[-12:]) if rng.random() < 0.8 else [0, 1]
+        kept = past[: rng.randint(1, len(past))] if rng.random() < 0.3 else past
+        new = rng.randint(0, 6)
         blocks = [*kept, *range(next_id, next_id + new)][:60]
         next_id += new
         conversations.append(blocks)

@@ -119,7 +119,7 @@ class File:
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def usage_errors() -> Iterator[None]:
     """What is wrong with a scenario, a system or a file is told in words; the exit code is 2."""
     from offload.testing.scenarios._errors import NoSuchSystem, ScenarioError
 
@@ -155,7 +155,7 @@ def files_in(places: Sequence[str], system: str = "", *, real: bool = False) -> 
             below = [path]
         else:
             raise BadInput(f"{place}: there is no such file{_near(path)}")
-        with told():
+        with usage_errors():
             found += [File(one, read(one, seams)) for one in below]
     return found
 
@@ -178,7 +178,7 @@ def check_system(system: str) -> None:
     """Say at once, and not in each worker, that there is no such system."""
     from offload.testing.scenarios._systems import factory_of
 
-    with told():
+    with usage_errors():
         factory_of(system)
 
 
@@ -187,7 +187,7 @@ def probed(system: str) -> Probe:
     """Which seams a system uses."""
     from offload.testing.scenarios._seams import probe
 
-    with told():
+    with usage_errors():
         return probe(system)
 
 

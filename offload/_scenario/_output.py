@@ -87,13 +87,13 @@ def columns(title: str, *names: str) -> Table:
     return table
 
 
-def wrongs(complaints: Sequence[FoundViolation], *, indent: int = 0) -> Iterator[RenderableType]:
+def violation_lines(found_violations: Sequence[FoundViolation], *, indent: int = 0) -> Iterator[RenderableType]:
     """For each run what was wrong, and the line that repeats it."""
     runs: dict[str, list[FoundViolation]] = {}
-    for complaint in complaints:
-        runs.setdefault(complaint.repeat, []).append(complaint)
+    for found_violation in found_violations:
+        runs.setdefault(found_violation.repeat, []).append(found_violation)
     for repeat, those in itertools.islice(runs.items(), SHOWN):
-        rows = [(complaint.rule, in_short(complaint.text)) for complaint in those[:_RULES]]
+        rows = [(found_violation.rule, in_short(found_violation.text)) for found_violation in those[:_RULES]]
         if len(those) > _RULES:
             rows.append(("...", f"and {len(those) - _RULES:,} more"))
         yield grid(rows, indent=indent)

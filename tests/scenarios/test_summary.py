@@ -78,9 +78,9 @@ def test_violations_are_bounded_and_counted() -> None:
     run = played(report_of(violations=[Violation("I1", "a"), Violation("I9", "b")]))
     for _ in range(MOST_VIOLATIONS):
         summary.add(run, "offload scenario ...")
-    assert len(summary.complaints) == MOST_VIOLATIONS
+    assert len(summary.found_violations) == MOST_VIOLATIONS
     assert summary.by_rule == {"I1": MOST_VIOLATIONS, "I9": MOST_VIOLATIONS}
-    assert summary.complaints[0].repeat == "offload scenario ..."
+    assert summary.found_violations[0].repeat == "offload scenario ..."
 
 
 def test_the_document_is_json_with_what_was_promised() -> None:
