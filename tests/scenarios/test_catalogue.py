@@ -22,7 +22,7 @@ ROWS = range(1, 58)
 TOLD_ELSEWHERE = {
     54: "a lock that expires needs a lease that several instances share",
     55: "a race for a lock needs several instances",
-    57: "the fuzz: test_scenario_fuzz.py",
+    57: "the fuzz: test_fuzz.py",
 }
 """Rows without a file, and why."""
 NOT_IN_THE_FORMAT = {
@@ -32,10 +32,10 @@ NOT_IN_THE_FORMAT = {
     49: "the scope is cancelled before the pipeline opens: a scenario begins when it is open",
     50: "more blocks at once than the budget: such a file is refused when it is read",
 }
-"""Cases of a row that has a file but are told in Python only (test_scenarios_*.py), and why."""
+"""Cases of a row that has a file but are told in Python only (test_catalogue_in_python.py), and why."""
 
 FILES = sorted(path for path in CATALOGUE.glob(f"*{SUFFIX}") if not path.name.startswith("maru-"))
-"""Those with a page store play with --real only: test_scenario_maru.py."""
+"""Those with a page store play with --real only: test_maru.py."""
 SCENARIOS = {path.name.removesuffix(SUFFIX): read(path) for path in FILES}
 by_file = pytest.mark.parametrize("name", SCENARIOS)
 
