@@ -17,7 +17,6 @@ import inspect
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
@@ -28,10 +27,9 @@ from backends.abc import Key
 from .._systems import System, World
 from ._bridge import (
     ANSWER_TIMEOUT,
-    AWAITABLES,
-    COMMANDS,
-    QUERIES,
     Bridge,
+    BridgedSystem,
+    BridgedTicket,
     VisibleWorld,
     in_real_time,
 )
@@ -211,19 +209,26 @@ class _Loop:
             await either(self.ended)
 
 
-class _System:
+class _System(BridgedSystem):
     """The cache, as trio sees it."""
 
     def __init__(self, loop: _Loop, bridge: Bridge) -> None:
         self._loop = loop
+        self.cache = loop.cache
         self._bridge = bridge
 
     def __repr__(self) -> str:
-        return f"<{self._loop.cache!r} of asyncio>"
+        return f"<{self.cache!r} of asyncio>"
 
-    async def store(self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str) -> _Ticket:
+    async def call(self, call: Callable[..., Any], *args: object) -> Any:
+        """Await a coroutine function in the event loop; a cancel cancels it there, and waits for its end."""
+        return await self._loop.wait_for(call, *args)
+
+    async def store(
+        self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str
+    ) -> BridgedTicket:
         """Take in a container."""
-        bridge = self._bridge
+        bridge, loop = self._bridge, self._loop
         waits: Callable[[], Awaitable[object]] | None = None
         if after is not None:
             call = after
@@ -231,35 +236,13 @@ class _System:
             async def waits() -> object:
                 return await asyncio.wrap_future(bridge.submit(call))
 
-        async def store() -> _Ticket:
-            ticket = _Ticket(self, await self._loop.cache.store(keys, waits, label))
+        async def store() -> BridgedTicket:
+            ticket = BridgedTicket(self, await self.cache.store(keys, waits, label), loop.wait_for)
             bridge.shown(label, ticket)
             return ticket
 
-        ticket: _Ticket = await self._loop.wait_for(store)
+        ticket: BridgedTicket = await self._loop.wait_for(store)
         return ticket
-
-    async def load(self, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
-        """The bytes of keys."""
-        found: Mapping[Key, bytes | None] = await self._loop.wait_for(self._loop.cache.load, keys)
-        return found
-
-    def audit(self) -> Mapping[str, int]:
-        """What is held."""
-        held: Mapping[str, int] = self.ask(self._loop.cache.audit)
-        return held
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        there = getattr(self._loop.cache, name)  # an AttributeError says that it lacks this seam
-        if name in COMMANDS:
-            return lambda *args: self.tell(partial(there, *args), name)
-        if name in QUERIES:
-            return lambda *args: self.ask(partial(there, *args))
-        if name in AWAITABLES:
-            return partial(self._loop.wait_for, there)
-        raise AttributeError(name)
 
     def tell(self, call: Callable[[], object], what: str) -> None:
         """Have it do something, in its loop: within the hook that it is in, or soon."""
@@ -291,31 +274,6 @@ class _System:
                 self._loop.soon(asked)
 
         return self._bridge.ask(begin, _name(call))
-
-
-class _Ticket:
-    """A ticket of the cache, as trio sees it."""
-
-    def __init__(self, system: _System, ticket: Any) -> None:
-        self._system = system
-        self._ticket = ticket
-
-    @property
-    def result(self) -> Any:
-        """How it ended; ``None``: it has not."""
-        return self._ticket.result
-
-    async def wait(self) -> object:
-        """Return once it is terminal."""
-        return await self._system._loop.wait_for(self._ticket.wait)
-
-    async def cancel(self) -> object:
-        """Ask for its cancel, and return once it is confirmed."""
-        return await self._system._loop.wait_for(self._ticket.cancel)
-
-    def request_cancel(self) -> None:
-        """Ask for its cancel."""
-        self._system.tell(self._ticket.request_cancel, "request_cancel")
 
 
 def _name(call: Any) -> str:

@@ -17,8 +17,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, InvalidStateError
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import attrs
@@ -269,3 +270,73 @@ class VisibleWorld:
     def asked(self, label: str) -> StoreStep:
         """What the scenario says of a container."""
         return self._world.asked(label)
+
+
+class BridgedSystem:
+    """A system of asyncio or of threads as trio sees it: what both have in common.
+
+    What differs is how something is called (:meth:`call`), told to be done (:meth:`tell`) and asked for (:meth:`ask`).
+    """
+
+    cache: Any
+    """The system itself; ``None`` until it is open."""
+
+    async def call(self, call: Callable[..., Any], *args: object) -> Any:
+        """Call a method of the system that may wait, and return what it returns."""
+        raise NotImplementedError
+
+    def tell(self, call: Callable[[], object], what: str) -> None:
+        """Have the system do something: within the hook that it is in, or soon. What it raises is noted as a crash."""
+        raise NotImplementedError
+
+    def ask(self, call: Callable[[], Any]) -> Any:
+        """Wait for a synchronous answer, and serve hooks meanwhile."""
+        raise NotImplementedError
+
+    async def load(self, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
+        """The bytes of keys; ``None`` for what is not there."""
+        found: Mapping[Key, bytes | None] = await self.call(self.cache.load, keys)
+        return found
+
+    def audit(self) -> Mapping[str, int]:
+        """What is held, by name."""
+        held: Mapping[str, int] = self.ask(self.cache.audit)
+        return held
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "cache":
+            raise AttributeError(name)
+        there = getattr(self.cache, name)  # an AttributeError says that it lacks this seam
+        if name in COMMANDS:
+            return lambda *args: self.tell(partial(there, *args), name)
+        if name in QUERIES:
+            return lambda *args: self.ask(partial(there, *args))
+        if name in AWAITABLES:
+            return partial(self.call, there)
+        raise AttributeError(name)
+
+
+class BridgedTicket:
+    """A ticket of such a system, as trio sees it."""
+
+    def __init__(self, system: BridgedSystem, ticket: Any, call: Callable[[Callable[[], Any]], Awaitable[Any]]) -> None:
+        self._system = system
+        self._ticket = ticket
+        self._call = call
+
+    @property
+    def result(self) -> Any:
+        """How the container ended; ``None``: it has not. Read in the trio thread, whatever the system does."""
+        return self._ticket.result
+
+    async def wait(self) -> object:
+        """Return once it is terminal."""
+        return await self._call(self._ticket.wait)
+
+    async def cancel(self) -> object:
+        """Ask for its cancel, and return once it is confirmed."""
+        return await self._call(self._ticket.cancel)
+
+    def request_cancel(self) -> None:
+        """Ask for its cancel."""
+        self._system.tell(self._ticket.request_cancel, "request_cancel")

@@ -29,10 +29,9 @@ from backends.abc import Key
 from .._systems import System, World
 from ._bridge import (
     ANSWER_TIMEOUT,
-    AWAITABLES,
-    COMMANDS,
-    QUERIES,
     Bridge,
+    BridgedSystem,
+    BridgedTicket,
     VisibleWorld,
     in_real_time,
     result_of,
@@ -149,7 +148,7 @@ class _After:
         return True
 
 
-class _System:
+class _System(BridgedSystem):
     """The cache, as trio sees it."""
 
     def __init__(self, bridge: Bridge, world: ThreadWorld) -> None:
@@ -165,49 +164,33 @@ class _System:
         """Call in a worker thread; ``leave``: who is cancelled does not wait for its end."""
         return await trio.to_thread.run_sync(call, *args, abandon_on_cancel=leave, limiter=self._limiter)
 
-    async def store(self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str) -> _Ticket:
+    async def call(self, call: Callable[..., Any], *args: object) -> Any:
+        """Call in a worker thread; a cancel waits for its end."""
+        return await self.in_thread(call, *args)
+
+    async def store(
+        self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str
+    ) -> BridgedTicket:
         """Take in a container."""
         waits = _After(self._bridge, after) if after is not None else None
         storing = self.world.storing[label] = _Storing()
 
-        def store() -> _Ticket:
+        def store() -> BridgedTicket:
             storing.thread = threading.get_ident()
             try:
-                ticket = _Ticket(self, self.cache.store(keys, waits, label))
+                ticket = BridgedTicket(self, self.cache.store(keys, waits, label), partial(self.in_thread, leave=True))
                 self._bridge.shown(label, ticket)
             finally:
                 storing.over.set()
             return ticket
 
-        ticket: _Ticket = await self.in_thread(store)
+        ticket: BridgedTicket = await self.in_thread(store)
         return ticket
-
-    async def load(self, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
-        """The bytes of keys."""
-        found: Mapping[Key, bytes | None] = await self.in_thread(self.cache.load, keys)
-        return found
-
-    def audit(self) -> Mapping[str, int]:
-        """What is held."""
-        held: Mapping[str, int] = self.ask(self.cache.audit)
-        return held
 
     async def audit_later(self) -> Mapping[str, int]:
         """The same, for who need not have it at once."""
         held: Mapping[str, int] = await self.in_thread(self.cache.audit)
         return held
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        there = getattr(self.cache, name)  # an AttributeError says that it lacks this seam
-        if name in COMMANDS:
-            return lambda *args: self.tell(partial(there, *args), name)
-        if name in QUERIES:
-            return lambda *args: self.ask(partial(there, *args))
-        if name in AWAITABLES:
-            return partial(self.in_thread, there)
-        raise AttributeError(name)
 
     def tell(self, call: Callable[[], object], what: str) -> None:
         """Have it do something, in a thread: within the hook that one is in, or soon."""
@@ -234,28 +217,3 @@ class _System:
             threading.Thread(target=asked, name="offload-scenario-ask", daemon=True).start()
 
         return self._bridge.ask(begin, getattr(call, "__name__", "the system"))
-
-
-class _Ticket:
-    """A ticket of the cache, as trio sees it."""
-
-    def __init__(self, system: _System, ticket: Any) -> None:
-        self._system = system
-        self._ticket = ticket
-
-    @property
-    def result(self) -> Any:
-        """How it ended, or ``None``."""
-        return self._ticket.result
-
-    async def wait(self) -> object:
-        """Return once it is terminal."""
-        return await self._system.in_thread(self._ticket.wait, leave=True)
-
-    async def cancel(self) -> object:
-        """Ask for its cancel, and return once it is confirmed."""
-        return await self._system.in_thread(self._ticket.cancel, leave=True)
-
-    def request_cancel(self) -> None:
-        """Ask for its cancel."""
-        self._system.tell(self._ticket.request_cancel, "request_cancel")
