@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ._engine import LoadResult as LoadResult
     from ._engine import EngineStatistics as EngineStatistics
     from ._pipeline.spill import SpillStatistics as SpillStatistics
-    from ._explaining import Explanation as Explanation
+    from ._engine.explain import Explanation as Explanation
     from ._health.breaker_tier import with_breaker as with_breaker
     from ._health.breaker_tier import BreakerTier as BreakerTier
     from ._health.breaker import Health as Health
@@ -106,7 +106,7 @@ _HOMES = {
     "LoadResult": "._engine",
     "EngineStatistics": "._engine",
     "SpillStatistics": "._pipeline.spill",
-    "Explanation": "._explaining",
+    "Explanation": "._engine.explain",
     "with_breaker": "._health.breaker_tier",
     "BreakerTier": "._health.breaker_tier",
     "Health": "._health.breaker",

@@ -174,7 +174,7 @@ class Server:
 
     def prefill(
         self, sequence: Generation, keys: Sequence[bytes], blocks_in_a_store: int = CHUNK_TOKENS
-    ) -> Iterator[list[from_thread.Ticket]]:
+    ) -> Iterator[list[from_thread.StoreFuture]]:
         """Compute what is missing, chunk by chunk; the blocks that each will fill are stored before it begins.
 
         Yields twice for each chunk: the tickets before it is computed, and nothing before it is said that it is.
@@ -299,9 +299,9 @@ def cancel_half(server: Server, prompt: bytes) -> dict[str, Any]:
     model, points = server.model, itertools.cycle(("at once", "waiting", "batching", "xfer_start"))
     sequence = model.add_sequence(prompt)
     keys = model.prefix_keys(sequence.tokens)
-    tickets: list[from_thread.Ticket] = []
-    asked: list[from_thread.Ticket] = []
-    waiting: list[from_thread.Ticket] = []
+    tickets: list[from_thread.StoreFuture] = []
+    asked: list[from_thread.StoreFuture] = []
+    waiting: list[from_thread.StoreFuture] = []
     for step in server.prefill(sequence, keys, _BLOCKS_IN_A_STORE):
         tickets += step
         for ticket in step[1::2]:
@@ -343,7 +343,7 @@ class Canceller:
     """An instrument: cancels chosen stores when they come to a chosen point."""
 
     def __init__(self) -> None:
-        self.plan: dict[bytes, tuple[str, from_thread.Ticket]] = {}
+        self.plan: dict[bytes, tuple[str, from_thread.StoreFuture]] = {}
         """By the first key of a store: at which hook, and what."""
 
     def batching(self, container: OffloadContainer) -> None:

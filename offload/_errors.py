@@ -93,3 +93,19 @@ class DrainUnproven(OffloadError):
 
     It is the error of the handle, and what ``await handle.cancel()`` raises: quiescence was not reached.
     """
+
+
+class WaitTimeout(OffloadError, TimeoutError):
+    """A call waited as long as it was told to. Nothing is known of what it waited for: never read it as an answer."""
+
+
+class EngineClosed(PipelineClosed):
+    """The engine is not open: it was closed, or never started. The caller opens another one."""
+
+
+class EngineCrashed(PipelineClosed):
+    """The engine's trio thread ended with an error, which is the cause. The caller opens another one."""
+
+
+class EngineForked(PipelineClosed):
+    """The engine belongs to the process that this one was forked from. The caller opens one here."""

@@ -1,4 +1,4 @@
-"""Every knob of an engine, and what it joins: tiers by name, and the routes between them. Pure, but for the reading of a file.
+"""Every knob of an engine, and what it joins: tiers by name, and the routes between them.
 
 In a file an engine is one table. Its tiers stand in it from the fastest to the slowest, each in a table of its own, and a
 route is a table of a list::
@@ -55,7 +55,7 @@ _knob: Final = Knobs("OFFLOAD", ConfigError)
 _NO_TABLES: Final[Mapping[str, Any]] = {}
 
 
-def _told(default: object, bound: str, reason: str, check: Callable[..., None], converter: Any = None) -> Any:
+def _field(default: object, bound: str, reason: str, check: Callable[..., None], converter: Any = None) -> Any:
     """A field that is no knob, with what is told of one."""
     return attrs.field(
         default=default, converter=converter, validator=check, metadata={"bound": bound, "reason": reason}
@@ -211,7 +211,7 @@ def _as_chain(value: Any) -> Any:
 class EngineConfig:
     """Everything that can be set on an engine. The reason for each bound and default is in :func:`engine_knobs`."""
 
-    source: Source | str | Mapping[str, Any] | None = _told(
+    source: Source | str | Mapping[str, Any] | None = _field(
         None,
         "a place, or how to make one",
         "Where blocks are stored from. Most often an object: the tensors of an engine are not to be named in a file.",
@@ -223,21 +223,21 @@ class EngineConfig:
         1 << 40,
         "Size of every block, needed only where the source is made from its name; else it tells. 0: it does.",
     )
-    tiers: Mapping[str, TierLike] = _told(
+    tiers: Mapping[str, TierLike] = _field(
         _NO_TABLES,
         "a table for each tier",
         "What is joined, by name, from the fastest to the slowest.",
         _check_tiers,
         converter=lambda tiers: dict(tiers) if isinstance(tiers, Mapping) else tiers,
     )
-    routes: tuple[Route, ...] = _told(
+    routes: tuple[Route, ...] = _field(
         (),
         "a list of tables",
         "Routes that are not as by default, or not there by default.",
         _check_routes,
         converter=_as_routes,
     )
-    chain: Chain = _told(
+    chain: Chain = _field(
         "on_store",
         f"one of {', '.join(get_args(Chain))}",
         "What feeds one tier from another. true is on_store, false is none.",
@@ -249,7 +249,7 @@ class EngineConfig:
         OnLoadFailure,
         "What a load does about a block that was found and does not come: end the prefix, raise, or look behind.",
     )
-    on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = _told(
+    on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = _field(
         "fail",
         f"one of {', '.join(get_args(OnEnterFailure))}, or that by the name of each tier: a table, or maru=miss,disk=fail",
         "What to do about a tier that cannot be made or entered, since nobody is there: fail, or count it as broken and go on. "
@@ -257,7 +257,7 @@ class EngineConfig:
         _check_enter_failure,
         converter=_as_enter_failure,
     )
-    promote: bool | str = _told(
+    promote: bool | str = _field(
         False,
         "true, false, or the name of a tier",
         "Whether what is loaded from a slower tier is written into a faster one as well: the fastest, or that one.",
@@ -297,12 +297,12 @@ class EngineConfig:
                     raise ConfigError(f"routes[{at}].{name}", value, f"must be the name of a place: {known}")
 
     @property
-    def way_in(self) -> PipelineConfig:
+    def first_pipeline(self) -> PipelineConfig:
         """The knobs of the route into the first tier: what bounds a store."""
         first = next(iter(self.tiers), None)
         return next((route.pipeline for route in self.routes if route.to == first), None) or self.pipeline
 
-    def goes_on_without(self, tier: str) -> bool:
+    def opens_without(self, tier: str) -> bool:
         """Whether the engine opens although this tier cannot be entered."""
         said = self.on_enter_failure
         return (said.get(tier, "fail") if isinstance(said, Mapping) else said) == "miss"

@@ -10,20 +10,9 @@ from types import MappingProxyType
 import attrs
 import trio
 
-from backends.abc import (
-    Blocks,
-    BlockSizeError,
-    Deletion,
-    Destination,
-    Failed,
-    Key,
-    ReadableTier,
-    Source,
-    check_keys,
-)
+from backends.abc import Blocks, BlockSizeError, Deletion, Destination, Failed, Key, ReadableTier, Source, check_keys
 from backends.pages import check_apart
 
-from .._explaining import Explanation
 from .._health import BreakerTier
 from .._keys import BlockKey
 from .._pipeline.cancellation import CancellationToken
@@ -34,16 +23,15 @@ from .._pipeline.priority import Precedence
 from .._pipeline.quarantine import Quarantined
 from .._pipeline.spill import Spilling
 from ..abc import PreconditionLike
-from .carrying import Carrying
 from .config import EngineConfig, OnLoadFailure
-from .deadlines import SharedTime
-from .explaining import History, Witnesses, asked
-from .finding import Place, find
-from .hits import Hit
+from .explain import BlockInspector, Explanation, keys_in_question
+from .history import History
 from .loading import LoadFailed, Loading, LoadResult
-from .promoting import Promoter
+from .lookup import Hit, Place, TimeShares, find
+from .promotion import Promoter
 from .routes import PlannedRoute
 from .statistics import Counts, EngineStatistics, count
+from .tenants import TenantTags
 
 _NOTHING: Mapping[str, Exception] = MappingProxyType({})
 _log = logging.getLogger("offload.engine")
@@ -61,7 +49,7 @@ class OpenRoute:
 
 
 @attrs.frozen(eq=False)
-class Parts:
+class EngineParts:
     """What an engine is put together from, by :mod:`offload._engine.opening`."""
 
     source: Source
@@ -74,7 +62,7 @@ class Parts:
     spills: Mapping[str, Spilling]
     """Of a chain on eviction: what carries victims along a route, by its name."""
     history: History
-    carrying: Carrying
+    tenant_tags: TenantTags
     promoter: Promoter
     precedence: Precedence
     counts: Counts
@@ -91,7 +79,7 @@ class Engine:
         promote: where a load also writes what comes from slower tiers, unless it says so itself.
     """
 
-    def __init__(self, parts: Parts, config: EngineConfig) -> None:
+    def __init__(self, parts: EngineParts, config: EngineConfig) -> None:
         """Not to be called: see :func:`open_engine`."""
         self.source: Source = parts.source
         self.tiers: Mapping[str, ReadableTier] = parts.tiers
@@ -104,8 +92,8 @@ class Engine:
         self._routes = parts.routes
         self._spills = parts.spills
         ways = [(route.plan.to, route.pipeline) for route in parts.routes] + parts.promoter.pipelines
-        self._witnesses = Witnesses(self._places, ways, parts.history)
-        self._carrying = parts.carrying
+        self._inspector = BlockInspector(self._places, ways, parts.history)
+        self._tenant_tags = parts.tenant_tags
         self._promoter = parts.promoter
         self._precedence = parts.precedence
         self._counts = parts.counts
@@ -145,7 +133,7 @@ class Engine:
         except BaseException:
             end()
             raise
-        return self._carrying.until_settled(handle, end)
+        return self._tenant_tags.until_settled(handle, end)
 
     def store_nowait(
         self,
@@ -163,7 +151,7 @@ class Engine:
         except BaseException:
             end()
             raise
-        return self._carrying.until_settled(handle, end)
+        return self._tenant_tags.until_settled(handle, end)
 
     async def drain(self) -> None:
         """The end of input: return when everything stored until now has settled, in every tier it was meant for.
@@ -196,7 +184,7 @@ class Engine:
         """
         check_keys(keys)
         within = _checked(within)
-        end = self._carrying.carry(keys, tenant)
+        end = self._tenant_tags.carry(keys, tenant)
         try:
             runs, unavailable = await find(self._places, keys, lookup_timeout=self._lookup_timeout, within=within)
         except BaseException:
@@ -213,7 +201,7 @@ class Engine:
     async def load(self, hit: Hit, destination: Destination, *, promote: bool | str | None = None) -> LoadResult:
         """Copy the blocks of a hit to ``destination``, position by position, and verify them.
 
-        Run by run, and no further than the first block that cannot be loaded; with ``on_load_failure = "retry"`` that is
+        Segment by run, and no further than the first block that cannot be loaded; with ``on_load_failure = "retry"`` that is
         looked for once more in the slower tiers. Cancelled, it leaves only when no copy into ``destination`` is under way
         any more. A hit that is released meanwhile stays pinned until this is over.
 
@@ -279,7 +267,7 @@ class Engine:
             ValueError: ``within`` is negative, or no number; or a key is longer than any tier takes.
         """
         check_keys(keys)
-        time = SharedTime(inf, trio.current_time() + _checked(within), len(self._places))
+        time = TimeShares(inf, trio.current_time() + _checked(within), len(self._places))
         answers = [Deletion.MISSING] * len(keys)
         for name, tier in self._places:
             try:
@@ -293,8 +281,8 @@ class Engine:
                 held = told.count(Deletion.PINNED)
                 _log.info("%s keeps %d of %d blocks that were to be deleted: they are held", name, held, len(keys))
             deleted = [key for key, one in zip(keys, told, strict=True) if one is _DELETED]
-            self._witnesses.history.deleted(name, deleted)
-            self._carrying.forget(name, deleted)
+            self._inspector.history.deleted(name, deleted)
+            self._tenant_tags.forget(name, deleted)
             answers = [max(pair, key=_WEIGHT.__getitem__) for pair in zip(answers, told, strict=True)]
         return answers
 
@@ -327,8 +315,8 @@ class Engine:
             TypeError: tokens without a naming.
             PermissionError: the naming is another tenant's.
         """
-        keys, made = asked(what, naming, others, tenant, operator=operator)
-        return await self._witnesses.explain(keys, made)
+        keys, made = keys_in_question(what, naming, others, tenant, operator=operator)
+        return await self._inspector.explain(keys, made)
 
     @property
     def quarantine(self) -> Sequence[Quarantined]:
@@ -355,7 +343,7 @@ class Engine:
             recovered_blocks=counts.recovered,
             promoted_blocks=counts.promoted,
             promotions_refused=dict(counts.refused),
-            promoting_blocks=self._promoter.under_way,
+            promoting_blocks=self._promoter.in_flight,
             spills={name: spilling.statistics() for name, spilling in self._spills.items()},
             open_hits=len(self._live_hits),
             quarantined=len(self.quarantine),
@@ -366,7 +354,7 @@ class Engine:
     def _begin_store(self, blocks: Blocks, tenant: str, to: str | None) -> tuple[Pipeline, Callable[[], None]]:
         """The pipeline that these go into, and what ends the carrying of their tenant."""
         try:
-            return self._pipeline_to(to, blocks), self._carrying.bring(blocks.keys, tenant)
+            return self._pipeline_to(to, blocks), self._tenant_tags.bring(blocks.keys, tenant)
         except BaseException:  # strong blocks are the engine's from the call on, also when it raises
             blocks.hand_over()
             blocks.release()

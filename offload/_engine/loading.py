@@ -17,8 +17,7 @@ from backends.pages import Pages
 from maru.exception_groups import holds
 
 from .._errors import OffloadError
-from .finding import Place, find
-from .hits import Run, let_go
+from .lookup import Place, Segment, find, release_segments
 from .statistics import Counts, count
 
 BEHIND_A_GAP: Final = Missed("behind a gap")
@@ -62,7 +61,7 @@ class Loading:
     origins: list[int] = attrs.Factory(list)
     """The position of the tier that each of them came from, or was last expected from by the hit."""
 
-    async def load(self, runs: Sequence[Run]) -> None:
+    async def load(self, runs: Sequence[Segment]) -> None:
         """Load run after run, each into the places behind the one before; stop at the first that does not come whole.
 
         Cancelled, no copy is under way any more, and nothing is pinned but what was before.
@@ -89,7 +88,7 @@ class Loading:
             outcomes += [BEHIND_A_GAP] * (wanted - len(outcomes))
         return LoadResult(loaded, outcomes)
 
-    async def _read(self, run: Run, start: int) -> tuple[list[Outcome], list[int]]:
+    async def _read(self, run: Segment, start: int) -> tuple[list[Outcome], list[int]]:
         """Load one run into the places from ``start`` on; then, with ``retry``, mend what did not come."""
         answers = await self._load(run, start)
         origins = [run.speed] * run.blocks
@@ -100,7 +99,7 @@ class Loading:
                 await self._mend(run.speed + 1, start, answers, origins)
         return answers, origins
 
-    async def _load(self, run: Run, start: int) -> list[Outcome]:
+    async def _load(self, run: Segment, start: int) -> list[Outcome]:
         """An ordinary error of the tier is every block's outcome."""
         whole = start == 0 and run.blocks == len(self.destination)
         destination = self.destination if whole else _Part(self.destination, start, run.blocks)
@@ -142,7 +141,7 @@ class Loading:
                 if answers.count(LOADED) < run.blocks:
                     break
         finally:
-            await let_go(runs)
+            await release_segments(runs)
         return outcomes, origins
 
 

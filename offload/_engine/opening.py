@@ -1,8 +1,9 @@
-"""Opening: tiers are given names, pipelines lead from one to the next, and all of it ends in the right order.
+"""Opening an engine: its arguments become one configuration, its places are entered, and pipelines lead from one to the next.
 
 First in, last out: the places are entered first, then the routes between them, the last one first, since a route is opened
-before what leads to it, then the ways up. At the end the hits go before the pipelines, and these before the places they are of.
-A tier that cannot be entered yet has its turn in that order all the same: who keeps it entered stands there.
+before what feeds it, then the routes of promotions. At the end the hits are released before the pipelines close, and these
+before the places they are of. A tier that cannot be entered yet has its turn in that order all the same: its Reconnector stands
+there.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ import attrs
 from backends.abc import ReadableTier, Source, TenantTier
 
 from .._config import BreakerConfig, PipelineConfig
+from .._errors import ConfigError
 from .._health import BreakerTier
+from .._pipeline.marks import place_of
 from .._pipeline.pipeline import Pipeline, open_pipeline
 from .._pipeline.priority import Precedence
 from .._pipeline.spill import Spilling, spill
 from .._pipeline.spill_route import what_is_new
 from ..abc import AsyncPolicy, Instrument, Policy
-from .carrying import Carrying
 from .config import SOURCE, Chain, EngineConfig, OnEnterFailure, OnLoadFailure, Route, TierLike
-from .engine import Engine, OpenRoute, Parts
-from .entering import check_late, enter_places
-from .explaining import History
-from .gathering import gather
-from .hits import release_forgotten
-from .making import is_source, make_policies
-from .promoting import Ascent, Promoter, open_ascent, promotion_config
-from .routes import PlannedRoute, plan
-from .spills import remembering, spill_knobs
+from .engine import Engine, EngineParts, OpenRoute
+from .factories import is_source, make_policies
+from .history import History
+from .lookup import release_forgotten
+from .places import check_placeholders, check_places, enter_places
+from .promotion import Promoter, PromotionRoute, open_promotion_route, promotion_config
+from .routes import PlannedRoute, plan, spill_configs, tiers_to_index
 from .statistics import Counts
+from .tenants import TenantTags
 
 
 @overload
@@ -109,7 +110,9 @@ def open_engine(
         BlockSizeError: a tier holds blocks of another size than the source.
         TypeError: something is said beside a config that says all.
     """
-    whole = gather(source, tiers, policies, config, chain, on_load_failure, routes, promote, breaker, on_enter_failure)
+    whole = configuration_of(
+        source, tiers, policies, config, chain, on_load_failure, routes, promote, breaker, on_enter_failure
+    )
     return _open(whole, instruments)
 
 
@@ -118,17 +121,19 @@ async def _open(config: EngineConfig, instruments: Sequence[Instrument | object]
     async with AsyncExitStack() as stack:
         history = History()
         places = await enter_places(stack, config, history)
-        opening = _Opening(stack, config, instruments, places.source, places.tiers, places.guards, history)
-        routes, spills = await opening.enter_routes()
-        promoter = Promoter(list(opening.guards.items()), await opening.enter_ascents(routes), opening.carrying)
-        engine = Engine(opening.parts(routes, spills, promoter), config)
+        builder = _EngineBuilder(stack, config, instruments, places.source, places.tiers, places.guards, history)
+        routes, spills = await builder.enter_routes()
+        promoter = Promoter(
+            list(builder.guards.items()), await builder.enter_promotion_routes(routes), builder.tenant_tags
+        )
+        engine = Engine(builder.parts(routes, spills, promoter), config)
         # Called first, and also when the block is cancelled.
         stack.push_async_callback(partial(release_forgotten, engine._live_hits))
         yield engine
 
 
 @attrs.define(eq=False)
-class _Opening:
+class _EngineBuilder:
     """What is shared by all that is opened for one engine."""
 
     stack: AsyncExitStack
@@ -138,12 +143,12 @@ class _Opening:
     tiers: Mapping[str, ReadableTier]
     guards: Mapping[str, BreakerTier]
     history: History
-    carrying: Carrying = attrs.field(init=False)
+    tenant_tags: TenantTags = attrs.field(init=False)
     precedence: Precedence = attrs.field(init=False)
     counts: Counts = attrs.Factory(Counts)
 
     def __attrs_post_init__(self) -> None:
-        self.carrying = Carrying(self.tiers.values())
+        self.tenant_tags = TenantTags(self.tiers.values())
         self.precedence = Precedence(patience=self.config.store_patience)
 
     async def enter_routes(self) -> tuple[list[OpenRoute], dict[str, Spilling]]:
@@ -151,12 +156,12 @@ class _Opening:
         config, tiers = self.config, self.tiers
         for name, place in [(SOURCE, self.source), *tiers.items()]:
             self.stack.callback(self.history.watch_tier(name, place))
-        check_late(tiers, config)
+        check_placeholders(tiers, config)
         planned = plan(list(tiers), [name for name in tiers if is_source(tiers[name])], config.routes, config.chain)
-        below = spill_knobs(planned, tiers, config)
+        below = spill_configs(planned, tiers, config)
         of_tenants = [name for name, tier in tiers.items() if isinstance(tier, TenantTier)]
-        for name in remembering(planned, below, of_tenants):
-            self.stack.callback(self.carrying.remember(name, tiers[name]))  # type: ignore[arg-type]
+        for name in tiers_to_index(planned, below, of_tenants):
+            self.stack.callback(self.tenant_tags.remember(name, place_of(tiers[name])))  # type: ignore[arg-type]
         pipelines: dict[str, Pipeline] = {}
         spills: dict[str, Spilling] = {}
         for route in reversed(planned):
@@ -169,7 +174,7 @@ class _Opening:
             self.history.watch_pipeline(route.to, pipeline)
             if leaving is not None:
                 dropped = self.history.dropped(route.above, route.to)
-                claim = self.carrying.victims(route.above, tiers[route.to])
+                claim = self.tenant_tags.victims(route.above, tiers[route.to])
                 spills[route.name] = await self.stack.enter_async_context(
                     spill(above, pipeline, dropped=dropped, claim=claim)
                 )
@@ -192,33 +197,124 @@ class _Opening:
             policies=policies,
             config=knobs,
             chain=feeds,
-            instruments=[*self.instruments, self.carrying] if self.carrying else self.instruments,
+            instruments=[*self.instruments, self.tenant_tags] if self.tenant_tags else self.instruments,
             name=route.name,
             precedence=self.precedence,
         )
 
-    async def enter_ascents(self, routes: Sequence[OpenRoute]) -> dict[str, Ascent]:
+    async def enter_promotion_routes(self, routes: Sequence[OpenRoute]) -> dict[str, PromotionRoute]:
         """Open the ways up, into all tiers but the slowest."""
-        ascents: dict[str, Ascent] = {}
+        routes_up: dict[str, PromotionRoute] = {}
         for name in list(self.tiers)[:-1]:
             down = next((route.plan.route.pipeline for route in routes if route.plan.to == name), None)
             knobs = promotion_config(down or self.config.pipeline, self.config.promotion_blocks)
-            ascents[name] = await self.stack.enter_async_context(
-                open_ascent(name, self.guards[name], self.source.block_bytes, knobs, self.counts, self.precedence)
+            routes_up[name] = await self.stack.enter_async_context(
+                open_promotion_route(
+                    name, self.guards[name], self.source.block_bytes, knobs, self.counts, self.precedence
+                )
             )
-        return ascents
+        return routes_up
 
-    def parts(self, routes: Sequence[OpenRoute], spills: Mapping[str, Spilling], promoter: Promoter) -> Parts:
+    def parts(self, routes: Sequence[OpenRoute], spills: Mapping[str, Spilling], promoter: Promoter) -> EngineParts:
         """All of it, for the engine."""
-        return Parts(
+        return EngineParts(
             source=self.source,
             tiers=self.tiers,
             guards=self.guards,
             routes=routes,
             spills=spills,
             history=self.history,
-            carrying=self.carrying,
+            tenant_tags=self.tenant_tags,
             promoter=promoter,
             precedence=self.precedence,
             counts=self.counts,
         )
+
+
+# --- the arguments as one configuration -------------------------------------------------------------------------------
+
+
+def configuration_of(
+    source: Source | EngineConfig,
+    tiers: Sequence[TierLike] | Mapping[str, TierLike] | EngineConfig,
+    policies: Sequence[Policy | AsyncPolicy] | None,
+    config: PipelineConfig | None,
+    chain: bool | Chain,
+    on_load_failure: OnLoadFailure,
+    routes: Sequence[Route],
+    promote: bool | str,
+    breaker: BreakerConfig | None,
+    on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = "fail",
+) -> EngineConfig:
+    """The arguments of :func:`open_engine`, but for the instruments, as one configuration with a source.
+
+    Raises:
+        ValueError: as :func:`open_engine`.
+        TypeError: something is said beside a config that says all.
+    """
+    said = (policies, config, chain, on_load_failure, tuple(routes), promote, breaker, on_enter_failure)
+    if isinstance(source, EngineConfig) or isinstance(tiers, EngineConfig):
+        whole = source if isinstance(source, EngineConfig) else tiers
+        if said != (None, None, True, "miss", (), False, None, "fail") or (whole is source and tiers != ()):
+            raise TypeError(
+                "an EngineConfig says all but the instruments: attrs.evolve(config, ...) changes what it says"
+            )
+        assert isinstance(whole, EngineConfig)
+        if not isinstance(source, EngineConfig):
+            whole = _with_source(whole, source)
+    else:
+        named = tiers if isinstance(tiers, Mapping) else _named(tiers)
+        if policies is not None:
+            routes = _first_route(named, routes, policies)
+        whole = EngineConfig(
+            source=source,
+            tiers=named,
+            routes=tuple(routes),
+            chain=chain,  # type: ignore[arg-type]  # a bool is converted
+            on_load_failure=on_load_failure,
+            promote=promote,
+            breaker=breaker or BreakerConfig(),
+            on_enter_failure=on_enter_failure,
+            pipeline=config or PipelineConfig(on_destination_full="evict" if chain == "on_evict" else "wait"),
+        )
+    if whole.source is None:
+        raise ConfigError("source", None, "must be a place: open_engine(source, config), or name one in the config")
+    check_places(whole.source, whole.tiers)
+    return whole
+
+
+def _with_source(config: EngineConfig, source: Source) -> EngineConfig:
+    if config.source is not None:
+        raise TypeError(f"the config names a source already: {config.source!r}")
+    return attrs.evolve(config, source=source)
+
+
+def _first_route(
+    tiers: Mapping[str, object], routes: Sequence[Route], policies: Sequence[Policy | AsyncPolicy]
+) -> list[Route]:
+    """``policies`` are those of the route to the first tier."""
+    first = next(iter(tiers), "")
+    if any(route.to == first for route in routes):
+        raise TypeError(f"policies = {policies!r}: the route to {first} has its own; say them there")
+    return [Route(first, policies=tuple(policies)), *routes]
+
+
+def _named(tiers: Sequence[TierLike]) -> dict[str, TierLike]:
+    """A name of its own for each tier: the one it has, or its type's."""
+    named: dict[str, TierLike] = {}
+    for tier in tiers:
+        name = stem = _name_of(tier)
+        number = 1
+        while name in named or name == SOURCE:
+            number += 1
+            name = f"{stem}-{number}"
+        named[name] = tier
+    return named
+
+
+def _name_of(tier: TierLike) -> str:
+    if isinstance(tier, Mapping):
+        tier = str(tier.get("type", "tier"))
+    if isinstance(tier, str):
+        return tier.rpartition(":")[2].lower()
+    return str(getattr(tier, "name", "") or type(tier).__name__.lower())

@@ -11,7 +11,7 @@ Rule 3. A store is one call, from its reservation to the end of its transfer: ta
         cancels a transfer, to bound it (:meth:`backends.abc.Reservation.transfer`), so that is a timeout, a fault.
 Rule 4. Releasing a lease never fails because the tier is broken: what a lease cannot give back, the tier has to.
 Rule 5. A tier that is absent is broken, and its probe is an attempt to enter it, which the engine makes
-        (:mod:`offload._engine.keeping`).
+        (:mod:`offload._engine.late_tiers`).
 Rule 6. All else is the tier's own, and goes through: its blocks as a source, its statistics, what it has beyond the contract.
 """
 

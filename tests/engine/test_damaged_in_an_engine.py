@@ -118,16 +118,16 @@ async def test_what_is_promoted_is_right_or_refused(upper, lower, tmp_path):
     async with opened(lower, tmp_path / "lower") as below, opened(upper, tmp_path / "upper") as above:
         await fill(below, keys)
         async with open_engine(source_of(keys), {"above": above, "below": below}) as engine:
-            ascent = engine._promoter.ascents["above"]
-            upgrade = ascent.staging.upgrade
+            route_up = engine._promoter.routes_up["above"]
+            upgrade = route_up.staging.upgrade
 
             def flipped(keys):
                 guards = upgrade(keys)
-                for key, page in zip(keys, ascent.staging.views(guards), strict=True):
+                for key, page in zip(keys, route_up.staging.views(guards), strict=True):
                     page[1] ^= key == BAD
                 return guards
 
-            ascent.staging.upgrade = flipped
+            route_up.staging.upgrade = flipped
             places = [bytearray(SIZE) for _ in keys]
             async with await engine.lookup(keys) as hit:
                 result = await engine.load(hit, PagesDestination.over(places), promote=True)

@@ -10,7 +10,7 @@ import pytest
 from backends.abc import Key
 from backends.testing import FakeTier
 from offload import NO_WAIT, DrainUnproven, EngineConfig, PipelineClosed, PipelineConfig, Route, Status, from_thread
-from offload._engine_thread import EngineThread, Question
+from offload.from_thread._worker import EngineWorker, PendingCall
 from tests.support.engine_places import SIZE, keys_of, payloads, room
 
 KEYS = keys_of(6)
@@ -74,14 +74,14 @@ def test_the_way_in_bounds_what_is_let_in() -> None:
     narrow = PipelineConfig(budget_blocks=64)
     with from_thread.open_engine(source, {"a": tier}, routes=[Route("a", pipeline=narrow)]) as engine:
         assert engine.statistics().budget_blocks == 64
-    assert EngineConfig(tiers={"a": tier}, pipeline=narrow).way_in is narrow
+    assert EngineConfig(tiers={"a": tier}, pipeline=narrow).first_pipeline is narrow
 
 
 def test_a_tenant_is_told_with_a_store_and_with_a_lookup() -> None:
     source, ward = source_with(KEYS), Ward()
     with from_thread.open_engine(source, [ward]) as engine:
-        ticket = engine.store(source.weak(KEYS), precondition=NO_WAIT, tenant="s")
-        assert ticket.result(30).status is Status.COMPLETE and ticket.tenant == "s"
+        future = engine.store(source.weak(KEYS), precondition=NO_WAIT, tenant="s")
+        assert future.result(30).status is Status.COMPLETE and future.tenant == "s"
         with engine.lookup(KEYS, tenant="l") as hit:
             assert engine.call(lambda: ward.open) == 1 and len(hit) == 6
         engine.delete([])  # behind the release
@@ -92,15 +92,15 @@ def test_a_tenant_is_told_with_a_store_and_with_a_lookup() -> None:
 # --- a close that ran out of time, and the thread that goes on ----------------------------------------------------
 
 
-def thread_of() -> EngineThread:
+def thread_of() -> EngineWorker:
     manager: Any = None  # it is never started
-    return EngineThread(source_with(KEYS), manager, budget_blocks=8, drops=False, timeout=1.0, close_timeout=1.0)
+    return EngineWorker(source_with(KEYS), manager, budget_blocks=8, drops=False, timeout=1.0, close_timeout=1.0)
 
 
-def asked(thread: EngineThread, function: Callable[[], Awaitable[str]], disposed: list[str]) -> Question[str]:
-    question = Question(function, dispose=disposed.append, to_the_end=False)
-    thread._questions[question] = None
-    return question
+def asked(thread: EngineWorker, function: Callable[[], Awaitable[str]], disposed: list[str]) -> PendingCall[str]:
+    call = PendingCall(function, dispose=disposed.append, to_the_end=False)
+    thread._pending_calls[call] = None
+    return call
 
 
 async def test_an_answer_behind_a_close_that_ran_out_of_time_is_let_go_of() -> None:
@@ -111,14 +111,14 @@ async def test_an_answer_behind_a_close_that_ran_out_of_time_is_let_go_of() -> N
         thread._settle_all(error)  # the other thread
         return "a hit"
 
-    question = asked(thread, late, disposed)
-    await thread._answer(question)
+    call = asked(thread, late, disposed)
+    await thread._answer(call)
     assert disposed == ["a hit"]
-    assert question.value is None and isinstance(question.error, PipelineClosed)
+    assert call.value is None and isinstance(call.error, PipelineClosed)
 
 
 async def test_a_close_that_ran_out_of_time_and_an_answer_at_once_answer_once() -> None:
-    """The question was looked for, was taken out by the other thread, and its second removal ended the engine."""
+    """The call was looked for, was taken out by the other thread, and its second removal ended the engine."""
     thread, disposed = thread_of(), list[str]()
 
     class Contested(dict[Any, None]):
@@ -127,15 +127,15 @@ async def test_a_close_that_ran_out_of_time_and_an_answer_at_once_answer_once() 
             thread._settle_all(DrainUnproven("not ended"))
             return found
 
-    thread._questions = Contested()
+    thread._pending_calls = Contested()
 
     async def answer() -> str:
         return "a hit"
 
-    question = asked(thread, answer, disposed)
-    await thread._answer(question)
-    assert question.answered and question.waiter.acquire(blocking=False)
-    assert (question.value, disposed) in (("a hit", []), (None, ["a hit"]))
+    call = asked(thread, answer, disposed)
+    await thread._answer(call)
+    assert call.answered and call.waiter.acquire(blocking=False)
+    assert (call.value, disposed) in (("a hit", []), (None, ["a hit"]))
 
 
 def test_what_another_thread_empties_meanwhile_is_empty() -> None:
@@ -147,5 +147,5 @@ def test_what_another_thread_empties_meanwhile_is_empty() -> None:
             return 1
 
     thread = thread_of()
-    thread._tickets, thread._questions = Emptied(), Emptied()
+    thread._futures, thread._pending_calls = Emptied(), Emptied()
     thread._settle_all(DrainUnproven("not ended"))

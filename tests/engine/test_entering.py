@@ -42,7 +42,7 @@ from offload import (
     from_thread,
     with_breaker,
 )
-from offload._engine.late import LateTier
+from offload._engine.late_tiers import PlaceholderTier
 from tests.support import determinism
 from tests.support.engine_places import SIZE, cancelled_at_checkpoint, keys_of, payloads, room
 from tests.support.maru_actors import be_patient
@@ -60,15 +60,15 @@ class Late(FakeTier):
         self.error = error
         self.hangs = hangs
         self.tries: list[float] = []
-        self.under_way = 0
+        self.in_flight = 0
         self.news: list[str] = []
         """What happened to it, in order."""
         self.task: Any = None
 
     async def __aenter__(self) -> Late:
-        assert not self.under_way, "two at a time"
+        assert not self.in_flight, "two at a time"
         self.tries.append(trio.current_time())
-        self.under_way += 1
+        self.in_flight += 1
         try:
             await trio.lowlevel.checkpoint()
             if len(self.tries) <= self.fails:
@@ -79,7 +79,7 @@ class Late(FakeTier):
             self.news.append("cut off")
             raise
         finally:
-            self.under_way -= 1
+            self.in_flight -= 1
         self.task = trio.lowlevel.current_task()
         self.news.append("entered")
         return self
@@ -493,7 +493,7 @@ async def test_the_end_waits_for_no_attempt(when: float, autojump_clock: object)
             began = trio.current_time()
             await trio.sleep(when)
     assert trio.current_time() == (1.0 if when == 0.0 else began + when)
-    assert late.under_way == 0
+    assert late.in_flight == 0
 
 
 async def test_a_tier_that_is_slow_to_be_left_is_cut_off_when_the_end_is_cancelled(autojump_clock: object) -> None:
@@ -529,7 +529,7 @@ async def test_cancelled_at_any_await_every_tier_that_was_entered_is_left(
             was = await cancelled_at_checkpoint(nth, body)
         caught += was
         for tier in (late, good):
-            assert tier.news.count("entered") == tier.news.count("left") and not tier.under_way, nth
+            assert tier.news.count("entered") == tier.news.count("left") and not tier.in_flight, nth
         nth += 1
         if not was and nth > 40:
             break
@@ -638,7 +638,7 @@ async def test_a_file_tier_whose_disk_is_not_mounted_is_made_when_it_is(chain: s
         for key in keys[:6]:
             await stored(engine, [key])
         assert (await look(engine, keys[2:6]))[:2] == ([("host", 4)], [])
-        assert isinstance(engine.tiers["disk"], LateTier) and engine.tiers["disk"].made is None
+        assert isinstance(engine.tiers["disk"], PlaceholderTier) and engine.tiers["disk"].made is None
         path.unlink()
         await until_entered(engine, "disk")
         for key in keys[6:18]:
@@ -852,7 +852,7 @@ def test_it_is_said_for_all_tiers_or_for_some_in_a_file_or_the_environment() -> 
         config = EngineConfig.from_toml(
             text, environ={f"OFFLOAD_ENGINE__{name}": value for name, value in environ.items()}
         )
-        return [config.goes_on_without(name) for name in ("host", "far")]
+        return [config.opens_without(name) for name in ("host", "far")]
 
     assert read() == [False, False]
     assert read(TOML.replace("[engine]", '[engine]\non_enter_failure = "miss"')) == [True, True]

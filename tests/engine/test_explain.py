@@ -25,18 +25,8 @@ from offload import (
     from_thread,
     open_engine,
 )
-from offload._explaining import (
-    MOST_REMEMBERED,
-    Cause,
-    Elsewhere,
-    Event,
-    Facts,
-    InFlight,
-    KeyMaker,
-    Record,
-    allowed,
-    explain,
-)
+from offload._engine.explain import Cause, Elsewhere, Facts, InFlight, KeyMaker, allowed, explain
+from offload._engine.history import MOST_REMEMBERED, Event, Record
 from offload.abc import AsyncPolicy
 
 SIZE = 16
@@ -114,7 +104,7 @@ def test_nothing_is_noted_for_blocks_that_walk_their_way(autojump_clock):
     async def main():
         async with open_engine(*places(64, 64), config=CONFIG) as engine:
             await store(engine, [b"%d" % number for number in range(48)])
-            history = engine._witnesses.history
+            history = engine._inspector.history
             assert (len(history.tombstones), len(history.refusals), len(history.deletions)) == (0, 0, 0)
             assert history.tombstones._entries == type(history.tombstones._entries)()
 
@@ -435,7 +425,7 @@ async def test_when_the_engine_has_ended_its_places_tell_it_nothing_more(autojum
     async with open_engine(source, tiers, config=CONFIG) as engine:
         await store(engine, [b"a", b"b"])
     tiers["host"].fill([b"c"])
-    assert len(engine._witnesses.history.tombstones) == 0
+    assert len(engine._inspector.history.tombstones) == 0
     assert tiers["host"].pool._evictions.listeners == source.pool._evictions.listeners == ()
 
 
@@ -443,7 +433,7 @@ def test_a_thread_that_knows_no_trio_is_told_the_same():
     source, tiers = places(8)
     source.fill(OURS.keys(TOKENS))
     with from_thread.open_engine(source, tiers, config=CONFIG) as engine:
-        engine.store(source.weak(OURS.keys(TOKENS)[:2]), precondition=from_thread.NO_WAIT).result()
+        engine.store(source.weak(OURS.keys(TOKENS)[:2]), precondition=NO_WAIT).result()
         assert str(engine.explain(OURS.keys(TOKENS)[0])) == "in host"
         assert engine.explain(TOKENS, naming=OURS, tenant="ours").usable == 2
         with pytest.raises(PermissionError):
@@ -458,19 +448,19 @@ def planted_evictions_are_told_to_nobody(patch):
 
 
 def planted_refusals_are_forgotten(patch):
-    from offload._engine.explaining import History
+    from offload._engine.history import History
 
     patch.setattr(History, "watch_pipeline", lambda self, name, pipeline: None)
 
 
 def planted_other_tenants_are_told(patch):
-    from offload._engine import explaining
+    from offload._engine import explain
 
-    patch.setattr(explaining, "allowed", lambda makers, tenant, operator: list(makers))
+    patch.setattr(explain, "allowed", lambda makers, tenant, operator: list(makers))
 
 
 def planted_deletions_are_forgotten(patch):
-    from offload._engine.explaining import History
+    from offload._engine.history import History
 
     patch.setattr(History, "deleted", lambda self, name, keys: None)
 

@@ -27,8 +27,9 @@ import offload
 from backends.abc import Deletion, Key
 from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
-from offload import NO_WAIT, PipelineConfig, PipelineFull, Status, _engine_thread, block_key, from_thread
-from offload._crossing import Mailbox
+from offload import NO_WAIT, PipelineConfig, PipelineFull, Status, block_key, from_thread
+from offload.from_thread import _future, _worker
+from offload.from_thread._mailbox import Mailbox
 
 SOON = 60.0  # what never takes so long unless it is broken
 
@@ -95,7 +96,7 @@ def slow_to_load(n: int) -> tuple[FakeTier, SlowToLoad, list[Key]]:
 def given_up(engine: from_thread.Engine) -> None:
     """Until the engine's thread has been told that nobody waits for an answer any more."""
     deadline = monotonic() + SOON
-    while not any([question.abandoned for question in list(engine._thread._questions)]):
+    while not any([call.abandoned for call in list(engine._worker._pending_calls)]):
         assert monotonic() < deadline
 
 
@@ -106,7 +107,7 @@ def places(n: int, block_bytes: int = 64) -> tuple[list[bytearray], PagesDestina
 
 def at_rest(engine: from_thread.Engine, *held: FakeTier) -> None:
     statistics = engine.statistics()
-    assert statistics.in_flight_blocks == statistics.unreleased_hits == statistics.unpolled_tickets == 0
+    assert statistics.in_flight_blocks == statistics.unreleased_hits == statistics.unpolled_stores == 0
     for pipeline in statistics.engine.pipelines.values():
         assert (pipeline.used_blocks, pipeline.inside, pipeline.pending_marks) == (0, 0, 0)
     for tier in held:
@@ -120,14 +121,14 @@ def test_store_lookup_load_delete() -> None:
     host, disk, keys = tiers(8)
     with from_thread.open_engine(host, [disk]) as engine:
         forward_pass = from_thread.Event()
-        ticket = engine.store(host.weak(keys), precondition=forward_pass)
-        assert not ticket.done()
-        assert ticket.status in (Status.EVALUATING, Status.QUEUED)
+        future = engine.store(host.weak(keys), precondition=forward_pass)
+        assert not future.done()
+        assert future.status in (Status.EVALUATING, Status.QUEUED)
         threading.Thread(target=forward_pass.set).start()
-        result = ticket.result()
-        assert (result.status, result.completed) == (Status.COMPLETE, ticket.keys)
-        assert ticket.done()
-        assert ticket.progress == offload.Progress(total=8, passed=8, filtered=0, completed=8, failed=0, evicted=0)
+        result = future.result()
+        assert (result.status, result.completed) == (Status.COMPLETE, future.keys)
+        assert future.done()
+        assert future.progress == offload.Progress(total=8, passed=8, filtered=0, completed=8, failed=0, evicted=0)
 
         with engine.lookup([*keys, b"unknown"]) as hit:
             assert list(hit.keys) == keys
@@ -151,9 +152,9 @@ def test_a_burst_keeps_its_order() -> None:
     host, disk = FakeTier(1000), FakeTier(1000)
     host.fill(keys)
     with from_thread.open_engine(host, [disk]) as engine:
-        tickets = [engine.store(host.weak([key]), precondition=NO_WAIT) for key in keys]
+        futures = [engine.store(host.weak([key]), precondition=NO_WAIT) for key in keys]
         engine.drain()
-        assert all(ticket.done() for ticket in tickets)
+        assert all(future.done() for future in futures)
         assert disk.copied == keys
 
 
@@ -187,14 +188,14 @@ def test_full_raises_without_asking_anybody() -> None:
     host, disk, keys = tiers(16)
     with from_thread.open_engine(host, [disk], config=ROOM_FOR_EIGHT) as engine:
         with holding(engine):  # so that nobody could be asked
-            tickets = [engine.store(host.weak(keys[at : at + 4]), precondition=NO_WAIT) for at in (0, 4)]
+            futures = [engine.store(host.weak(keys[at : at + 4]), precondition=NO_WAIT) for at in (0, 4)]
             with pytest.raises(trio.WouldBlock) as caught:
                 engine.store(host.weak(keys[8:12]), precondition=NO_WAIT)
             assert isinstance(caught.value, PipelineFull)
             with pytest.raises(ValueError, match="more than budget_blocks"):
                 engine.store(host.weak(keys[:9]), precondition=NO_WAIT)
-        for ticket in tickets:
-            ticket.result()
+        for future in futures:
+            future.result()
         assert engine.store(host.weak(keys[8:16]), precondition=NO_WAIT).result().status is Status.COMPLETE
         assert engine.statistics().refused_stores == 1
         assert engine.statistics().engine.pipelines["faketier"].blocks_completed == 16
@@ -244,13 +245,13 @@ def test_cancel_before_it_is_taken_in_moves_nothing() -> None:
     with from_thread.open_engine(host, [disk]) as engine:
         strong = engine.call(host.strong, keys[4:])
         with holding(engine):
-            tickets = [engine.store(blocks, precondition=NO_WAIT) for blocks in (host.weak(keys[:4]), strong)]
-            for ticket in tickets:
-                ticket.request_cancel()
-            assert tickets[0].status is Status.EVALUATING
-        for ticket in tickets:
-            ticket.cancel()
-            assert ticket.result(0).status is ticket.status is Status.CANCELLED
+            futures = [engine.store(blocks, precondition=NO_WAIT) for blocks in (host.weak(keys[:4]), strong)]
+            for future in futures:
+                future.request_cancel()
+            assert futures[0].status is Status.EVALUATING
+        for future in futures:
+            future.cancel()
+            assert future.result(0).status is future.status is Status.CANCELLED
         assert disk.batches == []
         at_rest(engine, host, disk)
 
@@ -258,12 +259,12 @@ def test_cancel_before_it_is_taken_in_moves_nothing() -> None:
 def test_cancel_before_the_commit_moves_nothing() -> None:
     host, disk, keys = tiers(8)
     with from_thread.open_engine(host, [disk]) as engine:
-        ticket = engine.store(host.weak(keys), precondition=from_thread.Event())
+        future = engine.store(host.weak(keys), precondition=from_thread.Event())
         engine.statistics()  # it has been taken in by now
-        ticket.cancel()
-        assert ticket.result().status is Status.CANCELLED
-        ticket.cancel()  # again, after the end
-        ticket.request_cancel()
+        future.cancel()
+        assert future.result().status is Status.CANCELLED
+        future.cancel()  # again, after the end
+        future.request_cancel()
         assert disk.batches == []
         at_rest(engine, host, disk)
 
@@ -273,15 +274,15 @@ def test_cancel_during_the_copy_waits_for_its_end() -> None:
     gate = disk.faults.gate = trio.Event()
     began = CopyBegan()
     with from_thread.open_engine(host, [disk], instruments=[began]) as engine:
-        ticket = engine.store(host.weak(keys), precondition=NO_WAIT)
+        future = engine.store(host.weak(keys), precondition=NO_WAIT)
         assert began.event.wait(SOON)
         with pytest.raises(from_thread.WaitTimeout):
-            ticket.cancel(timeout=0.01)
-        assert not ticket.done()
-        assert ticket.status is Status.TRANSFERRING
+            future.cancel(timeout=0.01)
+        assert not future.done()
+        assert future.status is Status.TRANSFERRING
         engine.call(gate.set)
-        ticket.cancel()
-        assert ticket.result().status is Status.COMPLETE
+        future.cancel()
+        assert future.result().status is Status.COMPLETE
         at_rest(engine, host, disk)
 
 
@@ -290,10 +291,10 @@ def test_cancel_says_when_the_end_is_unproven() -> None:
     disk.faults.hang = True
     config = PipelineConfig(transfer_timeout=0.05)
     with from_thread.open_engine(host, [disk], config=config) as engine:
-        ticket = engine.store(host.weak(keys), precondition=NO_WAIT)
-        assert isinstance(ticket.result().error, offload.DrainUnproven)
+        future = engine.store(host.weak(keys), precondition=NO_WAIT)
+        assert isinstance(future.result().error, offload.DrainUnproven)
         with pytest.raises(offload.DrainUnproven):
-            ticket.cancel()
+            future.cancel()
 
 
 # --- news -----------------------------------------------------------------------------------------------------------
@@ -303,9 +304,9 @@ def test_poll_returns_each_settled_ticket_once() -> None:
     host, disk, keys = tiers(64)
     with from_thread.open_engine(host, [disk]) as engine:
         assert engine.poll() == []
-        tickets = [engine.store(host.weak([key]), precondition=NO_WAIT) for key in keys]
+        futures = [engine.store(host.weak([key]), precondition=NO_WAIT) for key in keys]
         engine.drain()
-        assert engine.poll() == tickets
+        assert engine.poll() == futures
         assert engine.poll() == []
 
 
@@ -314,12 +315,12 @@ def test_who_is_told_of_an_end_finds_it_in_the_news() -> None:
     with from_thread.open_engine(host, [disk]) as engine:
         assert engine.poll() == []
         computed = from_thread.Event()
-        ticket = engine.store(host.weak(keys), precondition=computed)
-        found: list[from_thread.Ticket] = []
-        ticket._tell(lambda: found.extend(engine.poll()))
+        future = engine.store(host.weak(keys), precondition=computed)
+        found: list[from_thread.StoreFuture] = []
+        future._add_callback(lambda: found.extend(engine.poll()))
         computed.set()
         engine.drain()
-        assert found == [ticket]
+        assert found == [future]
 
 
 def test_fileno_becomes_readable_when_something_settles() -> None:
@@ -331,7 +332,7 @@ def test_fileno_becomes_readable_when_something_settles() -> None:
         waiting = {engine.store(host.weak([key]), precondition=NO_WAIT) for key in keys}
         while waiting:
             assert poller.poll(SOON)
-            waiting -= {ticket for ticket in engine.poll() if ticket.result(0).status is Status.COMPLETE}
+            waiting -= {future for future in engine.poll() if future.result(0).status is Status.COMPLETE}
         assert engine.fileno() == engine.fileno()
         at_rest(engine, host, disk)
         poller.close()
@@ -341,10 +342,10 @@ def test_tickets_settled_before_fileno_ring_it() -> None:
     host, disk, keys = tiers(8)
     with from_thread.open_engine(host, [disk]) as engine:
         engine.poll()
-        ticket = engine.store(host.weak(keys), precondition=NO_WAIT)
+        future = engine.store(host.weak(keys), precondition=NO_WAIT)
         engine.drain()
         assert select.select([engine.fileno()], [], [], 0)[0]
-        assert engine.poll() == [ticket]
+        assert engine.poll() == [future]
         assert not select.select([engine.fileno()], [], [], 0)[0]
 
 
@@ -354,7 +355,7 @@ def test_what_is_not_polled_takes_room() -> None:
         engine.fileno()
         engine.store(host.weak(keys[:8]), precondition=NO_WAIT)
         engine.drain()
-        with pytest.raises(PipelineFull, match="1 tickets wait to be polled"):
+        with pytest.raises(PipelineFull, match="1 futures wait to be polled"):
             engine.store(host.weak(keys[8:]), precondition=NO_WAIT)
         assert len(engine.poll()) == 1
         engine.store(host.weak(keys[8:]), precondition=NO_WAIT).result()
@@ -389,13 +390,13 @@ def test_a_loop_that_was_closed_meanwhile_harms_nobody() -> None:
     host, disk, keys = tiers(8)
     forward_pass = from_thread.Event()
     with from_thread.open_engine(host, [disk]) as engine:
-        ticket = engine.store(host.weak(keys), precondition=forward_pass)
+        future = engine.store(host.weak(keys), precondition=forward_pass)
         loop = asyncio.new_event_loop()
-        waiting = ticket.__await__()
+        waiting = future.__await__()
 
         async def wait() -> None:
             asyncio.get_running_loop().call_soon(asyncio.get_running_loop().stop)
-            await ticket
+            await future
 
         with pytest.raises(RuntimeError, match="stopped"):
             loop.run_until_complete(wait())
@@ -404,7 +405,7 @@ def test_a_loop_that_was_closed_meanwhile_harms_nobody() -> None:
         loop.close()
         waiting.close()
         forward_pass.set()
-        assert ticket.result().status is Status.COMPLETE
+        assert future.result().status is Status.COMPLETE
         del task
         gc.collect()
 
@@ -424,16 +425,16 @@ async def test_awaiting_in_trio_says_what_to_use() -> None:
 def test_a_timeout_is_no_answer() -> None:
     host, disk, keys = tiers(8)
     with from_thread.open_engine(host, [disk], timeout=0.02) as engine:
-        ticket = engine.store(host.weak(keys), precondition=from_thread.Event())
+        future = engine.store(host.weak(keys), precondition=from_thread.Event())
         with pytest.raises(TimeoutError):
-            ticket.result()
+            future.result()
         with pytest.raises(from_thread.WaitTimeout):
-            ticket.result(timeout=-1)
+            future.result(timeout=-1)
         with pytest.raises(ValueError, match="timeout"):
-            ticket.result(timeout=float("nan"))
+            future.result(timeout=float("nan"))
         with pytest.raises(from_thread.WaitTimeout):
             engine.drain()
-        assert not ticket.done()
+        assert not future.done()
 
 
 def test_a_lookup_out_of_time_holds_nothing() -> None:
@@ -471,7 +472,7 @@ def test_an_answer_that_comes_while_giving_up_is_disposed_of(monkeypatch: pytest
                 return LateLock if name == "Lock" else getattr(threading, name)
 
         with monkeypatch.context() as patched:
-            patched.setattr(_engine_thread, "threading", LateThreading())
+            patched.setattr(_future, "threading", LateThreading())
             with pytest.raises(from_thread.WaitTimeout):
                 engine.lookup(keys)
         assert answered.is_set()
@@ -498,11 +499,11 @@ def test_an_interrupted_load_has_come_to_its_end() -> None:
             gate = disk.gate = trio.Event()
 
             def interrupt() -> None:
-                while not engine._thread._questions:
+                while not engine._worker._pending_calls:
                     pass
                 signal.pthread_kill(main, signal.SIGINT)
                 given_up(engine)
-                engine._thread.mailbox.call(gate.set)
+                engine._worker.mailbox.call(gate.set)
 
             pool.submit(interrupt)
             with pytest.raises(KeyboardInterrupt):
@@ -523,7 +524,7 @@ def test_a_load_out_of_time_has_come_to_its_end() -> None:
 
             def let_go() -> None:
                 given_up(engine)
-                engine._thread.mailbox.call(gate.set)
+                engine._worker.mailbox.call(gate.set)
 
             pool.submit(let_go)
             with pytest.raises(from_thread.WaitTimeout):
@@ -535,7 +536,7 @@ def test_a_load_out_of_time_has_come_to_its_end() -> None:
 
 
 def test_a_load_without_an_end_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_engine_thread, "LEAVE_TIMEOUT", 0.05)
+    monkeypatch.setattr(_worker, "LEAVE_TIMEOUT", 0.05)
     host, disk, keys = slow_to_load(8)
     with from_thread.open_engine(host, [disk]) as engine:
         engine.store(host.weak(keys), precondition=NO_WAIT).result()
@@ -550,43 +551,43 @@ def test_a_keyboard_interrupt_ends_a_wait() -> None:
     host, disk, keys = tiers(8)
     forward_pass = from_thread.Event()
     with from_thread.open_engine(host, [disk]) as engine:
-        ticket = engine.store(host.weak(keys), precondition=forward_pass)
+        future = engine.store(host.weak(keys), precondition=forward_pass)
         main = threading.main_thread().ident
         assert main is not None
 
         def interrupt() -> None:
-            while not ticket._calls:  # until the main thread waits
+            while not future._callbacks:  # until the main thread waits
                 pass
             signal.pthread_kill(main, signal.SIGINT)
 
         with ThreadPoolExecutor(1) as pool:
             pool.submit(interrupt)
             with pytest.raises(KeyboardInterrupt):
-                ticket.result(SOON)
-        assert ticket._calls == []
+                future.result(SOON)
+        assert future._callbacks == []
         forward_pass.set()
-        assert ticket.result().status is Status.COMPLETE
+        assert future.result().status is Status.COMPLETE
         at_rest(engine, host, disk)
 
 
 def test_an_interrupted_ring_leaves_no_false_flag() -> None:
-    letters: list[object] = []
+    messages: list[object] = []
 
     class Token:
         def run_sync_soon(self, function: Callable[[], None]) -> None:
-            if len(box.letters) == 1:
+            if len(box.messages) == 1:
                 raise KeyboardInterrupt
             function()
 
-    box = Mailbox(letters.append)
+    box = Mailbox(messages.append)
     box._token = Token()  # type: ignore[assignment]
-    box.letters.append(1)
+    box.messages.append(1)
     with pytest.raises(KeyboardInterrupt):
-        box.ring()
-    assert not box.armed
-    box.letters.append(2)
-    box.ring()
-    assert letters == [1, 2]
+        box.wake()
+    assert not box.wake_pending
+    box.messages.append(2)
+    box.wake()
+    assert messages == [1, 2]
 
 
 def test_the_engines_own_thread_cannot_wait_for_it() -> None:
@@ -594,7 +595,7 @@ def test_the_engines_own_thread_cannot_wait_for_it() -> None:
     errors: list[Exception] = []
 
     def policy(asked: Sequence[Key]) -> dict[Key, str]:
-        for wait in (engine.statistics, engine.close, ticket.result):
+        for wait in (engine.statistics, engine.close, future.result):
             try:
                 wait()
             except RuntimeError as error:
@@ -603,8 +604,8 @@ def test_the_engines_own_thread_cannot_wait_for_it() -> None:
 
     with from_thread.open_engine(host, [disk], policies=[policy]) as engine:
         with holding(engine):
-            ticket = engine.store(host.weak(keys), precondition=NO_WAIT)
-        ticket.result()
+            future = engine.store(host.weak(keys), precondition=NO_WAIT)
+        future.result()
         assert len(errors) == 3
 
 
@@ -612,15 +613,15 @@ def test_the_engines_own_thread_cannot_wait_for_it() -> None:
 
 
 def test_four_threads_lose_nothing() -> None:
-    """10,000 stores, cancels and polls among them: every ticket ends, and is polled once."""
+    """10,000 stores, cancels and polls among them: every future ends, and is polled once."""
     n, size = 2500, 4
     host, disk = FakeTier(64), FakeTier(1 << 16, synchronous=True)
     host.fill(keys_of("resident"))
     config = PipelineConfig(budget_blocks=1024)
     start = threading.Barrier(5)
-    tickets: list[list[from_thread.Ticket]] = [[] for _ in range(4)]
+    futures: list[list[from_thread.StoreFuture]] = [[] for _ in range(4)]
     room, stop = threading.Condition(), threading.Event()
-    polled: list[from_thread.Ticket] = []
+    polled: list[from_thread.StoreFuture] = []
 
     with from_thread.open_engine(host, [disk], config=config) as engine:
         engine.fileno()
@@ -631,17 +632,17 @@ def test_four_threads_lose_nothing() -> None:
                 blocks = host.external(range(size), keys_of(*((me, number, at) for at in range(size))))
                 while True:
                     try:
-                        ticket = engine.store(blocks, precondition=NO_WAIT)
+                        future = engine.store(blocks, precondition=NO_WAIT)
                     except PipelineFull:
                         with room:
                             room.wait(0.05)
                     else:
                         break
-                tickets[me].append(ticket)
+                futures[me].append(future)
                 if number % 7 == 0:
-                    ticket.request_cancel()
+                    future.request_cancel()
                 elif number % 501 == 0:
-                    ticket.cancel(SOON)
+                    future.cancel(SOON)
 
         def poll() -> None:
             start.wait(SOON)
@@ -662,13 +663,13 @@ def test_four_threads_lose_nothing() -> None:
                 stop.set()
             poller.result(SOON)
         polled += engine.poll()
-        everything = [ticket for mine in tickets for ticket in mine]
+        everything = [future for mine in futures for future in mine]
         assert len(everything) == 4 * n
         assert len(polled) == len(set(polled)) == 4 * n
         assert set(polled) == set(everything)
-        assert {ticket.status for ticket in everything} <= {Status.COMPLETE, Status.CANCELLED}
-        for mine in tickets:  # each thread's order is kept
-            complete = [ticket.keys[0] for ticket in mine if ticket.status is Status.COMPLETE]
+        assert {future.status for future in everything} <= {Status.COMPLETE, Status.CANCELLED}
+        for mine in futures:  # each thread's order is kept
+            complete = [future.keys[0] for future in mine if future.status is Status.COMPLETE]
             positions = {key: at for at, key in enumerate(disk.copied)}
             assert [positions[key] for key in complete] == sorted(positions[key] for key in complete)
         at_rest(engine, host, disk)
@@ -678,8 +679,8 @@ def test_many_threads_wait_for_one_ticket() -> None:
     host, disk, keys = tiers(8)
     forward_pass = from_thread.Event()
     with from_thread.open_engine(host, [disk]) as engine, ThreadPoolExecutor(8) as pool:
-        ticket = engine.store(host.weak(keys), precondition=forward_pass)
-        waiting = [pool.submit(ticket.result, SOON) for _ in range(8)]
+        future = engine.store(host.weak(keys), precondition=forward_pass)
+        waiting = [pool.submit(future.result, SOON) for _ in range(8)]
         forward_pass.set()
         assert {future.result().status for future in waiting} == {Status.COMPLETE}
 
@@ -700,11 +701,11 @@ def test_close_settles_what_is_in_flight() -> None:
         assert waiting.result(SOON).status is Status.FAILED  # the door is closed, the copy still under way
         assert isinstance(waiting.result().error, offload.PipelineClosed)
         assert not copying.done()
-        engine._thread.mailbox.call(gate.set)
+        engine._worker.mailbox.call(gate.set)
         for closed in closing:
             closed.result(SOON)
     assert copying.result(0).status is Status.COMPLETE
-    assert not engine._thread.thread.is_alive()  # type: ignore[union-attr]
+    assert not engine._worker.thread.is_alive()  # type: ignore[union-attr]
     engine.close()  # again
     for call in (
         lambda: engine.store(host.weak(keys), precondition=NO_WAIT),
@@ -723,10 +724,10 @@ def test_close_settles_what_was_not_taken_in() -> None:
     engine = from_thread.open_engine(host, [disk]).start()
     with holding(engine) as go_on:
         strong = host.strong(keys)  # nobody else is there just now
-        ticket = engine.store(strong, precondition=NO_WAIT)
+        future = engine.store(strong, precondition=NO_WAIT)
         with pytest.raises(from_thread.WaitTimeout):
             engine.close(timeout=0.01)
-        assert isinstance(ticket.result(0).error, offload.DrainUnproven)
+        assert isinstance(future.result(0).error, offload.DrainUnproven)
         go_on()
     engine.close()
     assert disk.copied == []
@@ -740,7 +741,7 @@ def test_a_thread_that_hangs_does_not_keep_anybody() -> None:
     with holding(engine), ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(taken_in.result, SOON)
         asking = pool.submit(engine.lookup, keys, SOON)
-        while len(engine._thread._questions) < 2:  # that, and what holds the thread
+        while len(engine._worker._pending_calls) < 2:  # that, and what holds the thread
             pass
         with pytest.raises(from_thread.WaitTimeout, match="has not ended"):
             engine.close(timeout=0.01)
@@ -772,12 +773,12 @@ def test_a_dropped_hit_is_let_go() -> None:
 def test_a_dropped_engine_ends() -> None:
     host, disk, keys = tiers(8)
     engines = [from_thread.open_engine(host, [disk]).start()]
-    thread = engines[0]._thread.thread
+    thread = engines[0]._worker.thread
     assert thread is not None
-    ticket = engines[0].store(host.weak(keys), precondition=from_thread.Event())
+    future = engines[0].store(host.weak(keys), precondition=from_thread.Event())
     with pytest.warns(ResourceWarning, match="dropped without being closed"):
         engines.clear()
-    assert ticket.result(SOON).status is Status.FAILED
+    assert future.result(SOON).status is Status.FAILED
     thread.join(SOON)
     assert not thread.is_alive()
 
@@ -849,7 +850,7 @@ def test_a_crash_reaches_everybody() -> None:
             result = pool.submit(waiting.result, SOON)
             crashing = pool.submit(engine.call, crash)
             asking = pool.submit(engine.lookup, keys, SOON)
-            while len(engine._thread._questions) < 3:
+            while len(engine._worker._pending_calls) < 3:
                 pass
             unread = engine.store(host.weak(keys[:8]), precondition=from_thread.Event())
         assert result.result(SOON).status is Status.FAILED
@@ -916,7 +917,7 @@ def test_a_forked_child_is_told_to_open_its_own() -> None:
     engine = from_thread.open_engine(host, [disk]).start()
     engine.store(host.weak(keys[:8]), precondition=NO_WAIT).result()
     forward_pass = from_thread.Event()
-    ticket = engine.store(host.weak(keys[8:]), precondition=forward_pass)
+    future = engine.store(host.weak(keys[8:]), precondition=forward_pass)
     hit = engine.lookup(keys[:8])
     engine.fileno()
 
@@ -928,13 +929,13 @@ def test_a_forked_child_is_told_to_open_its_own() -> None:
             engine.drain,
             engine.fileno,
             engine.poll,
-            ticket.done,
-            ticket.result,
-            ticket.cancel,
+            future.done,
+            future.result,
+            future.cancel,
         ):
             with pytest.raises(from_thread.EngineForked, match=f"to process {os.getppid()}"):
                 call()
-        ticket.request_cancel()
+        future.request_cancel()
         hit.release()
         engine.close()
         engine.__exit__(None, None, None)
@@ -942,22 +943,22 @@ def test_a_forked_child_is_told_to_open_its_own() -> None:
         with from_thread.open_engine(here, [there]) as mine:
             assert mine.store(here.weak(others), precondition=NO_WAIT).result().status is Status.COMPLETE
 
-    before = engine._thread.mailbox._token
+    before = engine._worker.mailbox._token
     in_forked_child(check)
-    assert engine._thread.mailbox._token is before
-    assert not ticket.done()
+    assert engine._worker.mailbox._token is before
+    assert not future.done()
     assert len(hit) == disk.statistics().held_blocks == 8
     forward_pass.set()
-    assert ticket.result().status is Status.COMPLETE
+    assert future.result().status is Status.COMPLETE
     hit.release()
-    assert engine.poll() == [ticket]
+    assert engine.poll() == [future]
     at_rest(engine, host, disk)
     engine.close()
 
 
 def test_a_lock_held_during_the_fork_is_no_trap() -> None:
     host, disk, keys = tiers(8)
-    with from_thread.open_engine(host, [disk]) as engine, engine._thread.lock:
+    with from_thread.open_engine(host, [disk]) as engine, engine._worker.lock:
 
         def check() -> None:
             with pytest.raises(from_thread.EngineForked):
@@ -1022,12 +1023,12 @@ def test_an_engine_left_open_is_closed_at_exit_before_what_it_stands_on() -> Non
         keys = [offload.block_key(b"%d" % i) for i in range(8)]
         host.fill(keys)
         atexit.register(print, "registered before")
-        weakref.finalize(disk, lambda: print("finalizer; thread alive:", engine._thread.thread.is_alive()))
+        weakref.finalize(disk, lambda: print("finalizer; thread alive:", engine._worker.thread.is_alive()))
         engine = from_thread.open_engine(host, [disk]).start()
-        ticket = engine.store(host.weak(keys), precondition=NO_WAIT)
-        while ticket.status is not offload.Status.TRANSFERRING:
+        future = engine.store(host.weak(keys), precondition=NO_WAIT)
+        while future.status is not offload.Status.TRANSFERRING:
             pass
-        atexit.register(lambda: (print("registered later:", ticket.done()), engine.call(gate.set)))
+        atexit.register(lambda: (print("registered later:", future.done()), engine.call(gate.set)))
         """)
     assert out.splitlines() == [
         "registered later: False",
@@ -1050,9 +1051,9 @@ def test_tickets_are_done_at_exit() -> None:
         host, disk = FakeTier(), FakeTier()
         keys = [offload.block_key(b"%d" % i) for i in range(8)]
         host.fill(keys)
-        atexit.register(lambda: print(ticket.result(0).status))
+        atexit.register(lambda: print(future.result(0).status))
         engine = from_thread.open_engine(host, [disk]).start()
-        ticket = engine.store(host.weak(keys), precondition=from_thread.Event())
+        future = engine.store(host.weak(keys), precondition=from_thread.Event())
         """)
     assert out == "Status.FAILED\n"
 
@@ -1072,9 +1073,9 @@ def test_a_store_waits_for_nobody() -> None:
     columns = [host.external(range(8), keys_of(*((number, at) for at in range(8)))) for number in range(50)]
     with from_thread.open_engine(host, [disk], config=PipelineConfig(budget_blocks=1 << 16)) as engine:
         with holding(engine):
-            tickets = [engine.store(blocks, precondition=NO_WAIT) for blocks in columns]
-            assert not any([ticket.done() for ticket in tickets])
-        assert {ticket.result().status for ticket in tickets} == {Status.COMPLETE}
+            futures = [engine.store(blocks, precondition=NO_WAIT) for blocks in columns]
+            assert not any([future.done() for future in futures])
+        assert {future.result().status for future in futures} == {Status.COMPLETE}
 
 
 @pytest.mark.long

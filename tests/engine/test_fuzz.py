@@ -95,8 +95,8 @@ class Trouble:
         statistics = engine.statistics()
         assert statistics.open_hits == statistics.promoting_blocks == 0
         assert statistics.recovered_blocks <= statistics.retried_blocks
-        ascents = engine._promoter.ascents.values()
-        assert not any(ascent.staging._there or ascent.staging._held or ascent._ends for ascent in ascents)
+        routes_up = engine._promoter.routes_up.values()
+        assert not any(route_up.staging._there or route_up.staging._held or route_up._ends for route_up in routes_up)
         self.said["promoted"] += statistics.promoted_blocks
         self.said["recovered"] += statistics.recovered_blocks
         self.said["refused"] += sum(statistics.promotions_refused.values())

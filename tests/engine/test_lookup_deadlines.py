@@ -15,7 +15,7 @@ from backends.maru import MaruTier
 from backends.testing import FakeTier
 from maru import MaruHandler
 from offload import EngineConfig, HealthState, TierTooSlow, TierUnavailable, from_thread
-from offload._engine.deadlines import SharedTime
+from offload._engine.lookup import TimeShares
 from tests.support.engine_places import SIZE, Places, cancelled_at_checkpoint, keys_of, room
 from tests.support.maru_processes import Server, eventually, temporary_pool
 
@@ -211,18 +211,18 @@ async def test_the_time_of_a_delete_is_shared_as_well(autojump_clock: object) ->
 
 
 def test_what_one_tier_leaves_unused_is_shared_by_those_behind() -> None:
-    time = SharedTime(each=10.0, ends=9.0, tiers=3)
+    time = TimeShares(each=10.0, ends=9.0, tiers=3)
     assert time.left("a", 0.0) == 3.0
     time.spend("a", 1.0)
     assert time.left("b", 1.0) == 4.0 and time.left("a", 1.0) == 2.0
     assert time.left("c", 1.0) == 8.0
-    assert SharedTime(each=1.0, ends=9.0, tiers=2).left("a", 0.0) == 1.0
+    assert TimeShares(each=1.0, ends=9.0, tiers=2).left("a", 0.0) == 1.0
 
 
 def test_the_last_tier_gets_all_that_is_left() -> None:
-    time = SharedTime(each=float("inf"), ends=2.0, tiers=1)
+    time = TimeShares(each=float("inf"), ends=2.0, tiers=1)
     assert time.left("a", 0.5) == 1.5
-    assert SharedTime(each=float("inf"), ends=2.0, tiers=1).left("a", 3.0) == 0.0
+    assert TimeShares(each=float("inf"), ends=2.0, tiers=1).left("a", 3.0) == 0.0
 
 
 # --- from a thread ----------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_the_last_tier_gets_all_that_is_left() -> None:
 
 def test_a_thread_gets_what_was_found_and_the_silent_tier_is_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "offload._engine_thread._TIERS_SHARE", 0.002
+        "offload.from_thread._worker._TIERS_SHARE", 0.002
     )  # of a minute, so that no busy machine meets the rest
     joined, keys = Joined(host=FakeTier(64, SIZE), silent=Slow()), keys_of(4)
     joined["host"].fill(keys[:3])

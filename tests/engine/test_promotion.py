@@ -37,8 +37,8 @@ def ups(statistics: EngineStatistics) -> tuple[int, dict[str, int], int]:
 
 
 def assert_nothing_staged(engine: Engine) -> None:
-    for ascent in engine._promoter.ascents.values():
-        assert not ascent.staging._there and not ascent.staging._held and not ascent._ends
+    for route_up in engine._promoter.routes_up.values():
+        assert not route_up.staging._there and not route_up.staging._held and not route_up._ends
 
 
 # --- what goes up -------------------------------------------------------------------------------------------------

@@ -18,9 +18,8 @@ from backends.testing import FakeTier, payload_of
 from backends.wrappers import AesGcm, slot_bytes, wrap
 from maru.eviction import LRU
 from offload import NO_WAIT, BatchConfig, Engine, PipelineConfig, Route, Status
-from offload._engine.owners import Owners
-from offload._engine.routes import PlannedRoute
-from offload._engine.spills import remembering
+from offload._engine.routes import PlannedRoute, tiers_to_index
+from offload._engine.tenants import TenantIndex
 from tests.support import determinism
 from tests.support.wrapping import SECRETS
 
@@ -80,12 +79,12 @@ def at_rest(engine: Engine, *tiers: Any) -> None:
     for tier in tiers:
         if hasattr(tier, "_tags"):
             assert len(tier._tags) == 0
-    for name, owners in engine._carrying._owners.items():
+    for name, owners in engine._tenant_tags._indexes.items():
         assert not owners._coming, name
 
 
 def remembered(engine: Engine, name: str) -> dict[Key, str | None]:
-    return dict(engine._carrying._owners[name]._there)
+    return dict(engine._tenant_tags._indexes[name]._there)
 
 
 # --- whose they are below ---------------------------------------------------------------------------------------------
@@ -188,7 +187,7 @@ async def test_what_is_promoted_from_a_plain_tier_stays_whose_it_was_there(autoj
                 assert hit.runs == [("b", 1)]
                 await engine.load(hit, PagesDestination.over([bytearray(SIZE)]))
             await engine.drain()
-            assert engine._carrying._owners["a"].of(wanted) is None
+            assert engine._tenant_tags._indexes["a"].of(wanted) is None
         await store(engine, keys[4:], "ann")
         assert await readers(tiers["c"], keys[0]) == ["ann"] and not tiers["c"].contains_nowait([b"stray"])
         at_rest(engine, tiers["c"])
@@ -292,9 +291,9 @@ async def test_no_more_is_remembered_than_the_tier_has() -> None:
 async def test_where_nobody_must_know_nothing_is_remembered() -> None:
     async with opened({"upper": plain(), "lower": plain(64)}) as engine:
         await store(engine, keys_of("ann", 4), "ann")
-        assert engine._carrying._owners == {} and len(engine._carrying._ends) == 0
+        assert engine._tenant_tags._indexes == {} and len(engine._tenant_tags._ends) == 0
     async with opened({"upper": sealed(64), "lower": plain(64)}, chain="on_store", config=PipelineConfig()) as engine:
-        assert engine._carrying._owners == {}
+        assert engine._tenant_tags._indexes == {}
 
 
 def test_it_is_remembered_where_victims_come_to_or_from_one_that_must_know() -> None:
@@ -302,11 +301,11 @@ def test_it_is_remembered_where_victims_come_to_or_from_one_that_must_know() -> 
         return [PlannedRoute(to, to, above, Route(to), ()) for above, to in (step.split(">") for step in steps)]
 
     stairs = planned("source>a", "a>b", "b>c", "c>d")
-    assert remembering(stairs, ["b", "c", "d"], ["c"]) == {"a", "b", "c"}
-    assert remembering(stairs, ["b", "c", "d"], ["a"]) == {"a"}
-    assert remembering(stairs, ["b", "c", "d"], []) == set()
-    assert remembering(stairs, ["b", "d"], ["d"]) == {"c"}
-    assert remembering(planned("source>a", "a>c", "source>b", "b>c"), ["c"], ["c"]) == {"a", "b"}
+    assert tiers_to_index(stairs, ["b", "c", "d"], ["c"]) == {"a", "b", "c"}
+    assert tiers_to_index(stairs, ["b", "c", "d"], ["a"]) == {"a"}
+    assert tiers_to_index(stairs, ["b", "c", "d"], []) == set()
+    assert tiers_to_index(stairs, ["b", "d"], ["d"]) == {"c"}
+    assert tiers_to_index(planned("source>a", "a>c", "source>b", "b>c"), ["c"], ["c"]) == {"a", "b"}
 
 
 class Shelf:
@@ -324,7 +323,7 @@ class Shelf:
 
 def test_what_went_in_another_way_is_found_out() -> None:
     shelf = Shelf()
-    owners = Owners(shelf.contains)
+    owners = TenantIndex(shelf.contains)
     for number in range(1000):
         end = owners.bring([b"%d" % number], "ann")
         shelf.there = {b"%d" % number}
@@ -336,7 +335,7 @@ def test_what_went_in_another_way_is_found_out() -> None:
 
 def test_a_tier_that_does_not_say_what_it_has_makes_nothing_anybodys() -> None:
     shelf = Shelf()
-    owners = Owners(shelf.contains)
+    owners = TenantIndex(shelf.contains)
     shelf.there, shelf.broken = {b"k", b"l"}, True
     end = owners.bring([b"k"], "ann")
     shelf.broken = False
@@ -355,23 +354,23 @@ def test_owners_against_what_is_to_be_said_of_each_block() -> None:
     """Bring, arrive, evict and delete in any order: a block is its one bringer's, or nobody's, and never another's."""
     for seed in range(200):
         chance, shelf = random.Random(seed), Shelf()
-        owners = Owners(shelf.contains)
+        owners = TenantIndex(shelf.contains)
         names = [b"%d" % number for number in range(4)]
         wrote: dict[Key, str] = {}  # who truly wrote what is there; nobody: a stray
-        under_way: list[tuple[list[Key], str, Callable[[], None]]] = []
+        in_flight: list[tuple[list[Key], str, Callable[[], None]]] = []
         for _ in range(60):
             what = chance.randrange(5)
             if what == 0:
                 keys, tenant = chance.sample(names, 2), chance.choice(TENANTS)
-                under_way.append((keys, tenant, owners.bring(keys, tenant)))
-            elif what == 1 and under_way:
-                keys, tenant, _ = chance.choice(under_way)
+                in_flight.append((keys, tenant, owners.bring(keys, tenant)))
+            elif what == 1 and in_flight:
+                keys, tenant, _ = chance.choice(in_flight)
                 for key in keys:
                     if key not in shelf.there and chance.random() < 0.7:
                         shelf.there.add(key)
                         wrote[key] = tenant
-            elif what == 2 and under_way:
-                under_way.pop(chance.randrange(len(under_way)))[2]()
+            elif what == 2 and in_flight:
+                in_flight.pop(chance.randrange(len(in_flight)))[2]()
             elif what == 3 and shelf.there:
                 gone = chance.choice(sorted(shelf.there))
                 shelf.there.discard(gone)
@@ -379,14 +378,14 @@ def test_owners_against_what_is_to_be_said_of_each_block() -> None:
                 owners.forget([gone])
             elif what == 4:
                 stray = chance.choice(names)
-                if stray not in shelf.there and not any(stray in keys for keys, _, _ in under_way):
+                if stray not in shelf.there and not any(stray in keys for keys, _, _ in in_flight):
                     shelf.there.add(stray)
                     wrote[stray] = "stray"
             for key in shelf.there:
                 said = owners.of(key)
                 assert said is None or said == wrote[key], (seed, key, said, wrote[key])
-        while under_way:
-            under_way.pop()[2]()
+        while in_flight:
+            in_flight.pop()[2]()
         assert not owners._coming and set(owners._there) <= shelf.there, seed
 
 

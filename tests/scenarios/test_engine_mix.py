@@ -25,7 +25,7 @@ import offload._engine.loading as loading_module
 from backends.abc import LOADED, WeakBlocks
 from offload._engine import Engine, Hit
 from offload._engine.loading import Loading
-from offload._engine.promoting import Staging
+from offload._engine.promotion import Staging
 from offload._health.breaker_tier import BreakerTier
 from offload._pipeline.chain import Chain
 from offload._pipeline.marks import place_of
@@ -191,7 +191,7 @@ def what_is_looked_for_once_more_stays_pinned(patch: pytest.MonkeyPatch) -> None
     async def keep(runs: object) -> None:
         await trio.lowlevel.checkpoint()
 
-    patch.setattr(loading_module, "let_go", keep)
+    patch.setattr(loading_module, "release_segments", keep)
 
 
 @plant("bytes", first=41)

@@ -12,7 +12,7 @@ import pytest
 from backends.abc import Key
 from backends.pooled import Lease, PooledTier
 from offload._engine import Hit
-from offload._engine.promoting import Promoter
+from offload._engine.promotion import Promoter
 from offload._health import HealthState
 from offload._health.breaker import Breaker, Call, Verdict
 from offload.testing.scenarios._check import check

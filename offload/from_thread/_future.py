@@ -1,64 +1,70 @@
-"""Ticket: what a store from another thread returns, and how whoever waits for it is told.
+"""What the engine's thread owes other threads: a StoreFuture for each store, a PendingCall for each call that waits.
 
-Telling needs no lock, by the argument of ``offload.preconditions.ThreadEvent``: whoever waits puts himself down first and looks
-second; whoever settles says so first and tells second; so one of the two sees the other. Both may: then it is told by whoever
-takes the call out of the list.
+Waking a waiter of a StoreFuture needs no lock, by the argument of ``offload.preconditions.ThreadEvent``: a waiter registers
+first and looks second; the trio thread settles first and runs callbacks second; so one of the two sees the other. Both may:
+then the callback is run by the one that takes it out of the list.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Generic, TypeVar
+
+import trio
 
 from backends.abc import Blocks, Key
 
-from ._crossing import Crossing, WaitTimeout
-from ._errors import DrainUnproven
-from ._pipeline.handle import TransferHandle
-from ._pipeline.lifecycle import Status
-from ._pipeline.result import Progress, TransferResult
-from .abc import PreconditionLike
+from .._errors import DrainUnproven, WaitTimeout
+from .._pipeline.handle import TransferHandle
+from .._pipeline.lifecycle import Status
+from .._pipeline.result import Progress, TransferResult
+from ..abc import PreconditionLike
+from ._mailbox import ThreadBoundary
+
+T = TypeVar("T")
 
 _NO_ROUTES: Mapping[str, TransferResult] = MappingProxyType({})
 
 
-class Ticket:
+class StoreFuture:
     """What became, or will become, of the blocks of one ``store``. Made by an engine only; for any thread.
 
-    In asyncio, ``await ticket`` is :meth:`result` without a timeout (``asyncio.timeout`` bounds it; leaving it changes nothing
-    for the store). The blocks must stay as they are until the ticket is done.
+    In asyncio, ``await future`` is :meth:`result` without a timeout (``asyncio.timeout`` bounds it; leaving it changes nothing
+    for the store). The blocks must stay as they are until the future is done.
     """
 
     __slots__ = (
         "__weakref__",
-        "_calls",
+        "_boundary",
+        "_callbacks",
         "_cancelled",
-        "_crossing",
-        "_over",
-        "_what",
+        "_done",
+        "_outcome",
         "blocks",
         "precondition",
         "tenant",
     )
 
-    def __init__(self, crossing: Crossing, blocks: Blocks, precondition: PreconditionLike, tenant: str = "") -> None:
-        self._crossing = crossing
+    def __init__(
+        self, boundary: ThreadBoundary, blocks: Blocks, precondition: PreconditionLike, tenant: str = ""
+    ) -> None:
+        self._boundary = boundary
         self.blocks: Blocks = blocks
         """What was stored."""
         self.precondition: PreconditionLike = precondition
         """What it waits for."""
         self.tenant: str = tenant
         """Whose they are, for tiers that must know."""
-        self._what: TransferHandle | TransferResult | None = None  # once taken in; or how it ended without that
+        self._outcome: TransferHandle | TransferResult | None = None  # once taken in; or how it ended without that
         self._cancelled = False  # whether that was asked for
-        self._over = False
-        self._calls: list[Callable[[], None]] | None = None  # whom to tell; made when somebody waits
+        self._done = False
+        self._callbacks: list[Callable[[], None]] | None = None  # whom to tell; made when somebody waits
 
     def __repr__(self) -> str:
-        return f"<Ticket for {len(self.blocks)} blocks, {self.status.value}>"
+        return f"<StoreFuture for {len(self.blocks)} blocks, {self.status.value}>"
 
     @property
     def keys(self) -> Sequence[Key]:
@@ -75,23 +81,23 @@ class Ticket:
         Raises:
             EngineForked: it never will be, in this process.
         """
-        if not self._over:
-            self._crossing.check_process()
-        return self._over
+        if not self._done:
+            self._boundary.check_process()
+        return self._done
 
     @property
     def status(self) -> Status:
         """Where the blocks are, a moment ago. COMPLETE, CANCELLED and FAILED show once it is done."""
-        what = self._what
+        what = self._outcome
         if what is None:
             return Status.EVALUATING
         status = what.status
-        return Status.TRANSFERRING if status.terminal and not self._over else status
+        return Status.TRANSFERRING if status.terminal and not self._done else status
 
     @property
     def progress(self) -> Progress:
         """How many blocks are where, a moment ago; constant size. Its counts may be of neighbouring moments."""
-        what = self._what
+        what = self._outcome
         if isinstance(what, TransferHandle):
             return what.progress
         filtered = 0 if what is None else len(what.filtered)
@@ -99,8 +105,8 @@ class Ticket:
 
     @property
     def dropped(self) -> bool:
-        """Whether the blocks were dropped as the engine was full. Such a ticket is done when ``store`` returns."""
-        return isinstance(self._what, TransferResult) and self._what.status is Status.COMPLETE
+        """Whether the blocks were dropped as the engine was full. Such a future is done when ``store`` returns."""
+        return isinstance(self._outcome, TransferResult) and self._outcome.status is Status.COMPLETE
 
     # --- waiting --------------------------------------------------------------------------------------------------
 
@@ -114,9 +120,9 @@ class Ticket:
             WaitTimeout: it is not done yet; the store goes on.
             EngineForked: it never will be, in this process.
         """
-        if not self._over:
+        if not self._done:
             self._wait(timeout)
-        what = self._what
+        what = self._outcome
         result = what.result if isinstance(what, TransferHandle) else what
         assert result is not None
         return result
@@ -124,8 +130,8 @@ class Ticket:
     def request_cancel(self) -> None:
         """Ask for a cancellation and do not wait: before the commit it ends CANCELLED, after it by its result."""
         self._cancelled = True  # first, for whoever takes it out of the mailbox; then for whoever has done so before
-        if not self._over and self._crossing.refusal is None:
-            self._crossing.mailbox.call(self._cancel)
+        if not self._done and self._boundary.refusal is None:
+            self._boundary.mailbox.call(self._cancel)
 
     def cancel(self, timeout: float | None = None) -> None:
         """Ask for a cancellation and wait until nothing of it is referenced, reserved or in flight any more.
@@ -149,7 +155,7 @@ class Ticket:
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            raise RuntimeError("a ticket is awaited in asyncio; in trio, use offload.open_engine itself") from None
+            raise RuntimeError("a future is awaited in asyncio; in trio, use offload.open_engine itself") from None
         if self.done():
             return self.result(0)
         future: asyncio.Future[None] = loop.create_future()
@@ -162,46 +168,46 @@ class Ticket:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits there any more
                 loop.call_soon_threadsafe(end)
 
-        self._tell(call)
+        self._add_callback(call)
         try:
-            self._crossing.mailbox.ring()
+            self._boundary.mailbox.wake()
             await future
         finally:
-            self._untell(call)
+            self._remove_callback(call)
         return self.result(0)
 
     def _wait(self, timeout: float | None) -> None:
-        crossing = self._crossing
-        crossing.check_thread()
-        crossing.check_process()
-        seconds = crossing.seconds(timeout)
+        boundary = self._boundary
+        boundary.check_thread()
+        boundary.check_process()
+        seconds = boundary.seconds(timeout)
         waiter = threading.Lock()
         waiter.acquire()
-        self._tell(waiter.release)
+        self._add_callback(waiter.release)
         try:
-            crossing.mailbox.ring()
+            boundary.mailbox.wake()
             if not waiter.acquire(timeout=seconds):
                 raise WaitTimeout(f"{self!r} has not ended within {seconds:g} s")
         finally:
-            self._untell(waiter.release)
+            self._remove_callback(waiter.release)
 
-    def _tell(self, call: Callable[[], None]) -> None:
-        """Have this called once the ticket is over, or now."""
-        if self._calls is None:
+    def _add_callback(self, call: Callable[[], None]) -> None:
+        """Have this called once the future is over, or now."""
+        if self._callbacks is None:
             calls: list[Callable[[], None]] = []
-            with self._crossing.lock:  # of two threads, one brings the list
-                if self._calls is None:
-                    self._calls = calls
-        self._calls.append(call)
-        if self._over:
-            self._tell_all(self._calls)
+            with self._boundary.lock:  # of two threads, one brings the list
+                if self._callbacks is None:
+                    self._callbacks = calls
+        self._callbacks.append(call)
+        if self._done:
+            self._run_callbacks(self._callbacks)
 
-    def _untell(self, call: Callable[[], None]) -> None:
-        assert self._calls is not None
+    def _remove_callback(self, call: Callable[[], None]) -> None:
+        assert self._callbacks is not None
         with contextlib.suppress(ValueError):  # it was called
-            self._calls.remove(call)
+            self._callbacks.remove(call)
 
-    def _tell_all(self, calls: list[Callable[[], None]]) -> None:
+    def _run_callbacks(self, calls: list[Callable[[], None]]) -> None:
         while calls:
             try:
                 call = calls.pop()
@@ -211,29 +217,56 @@ class Ticket:
 
     # --- on the trio thread ---------------------------------------------------------------------------------------
 
-    def _taken_in(self, handle: TransferHandle) -> None:
+    def _admitted(self, handle: TransferHandle) -> None:
         """It is in the pipeline from now on."""
-        self._what = handle
+        self._outcome = handle
 
-    def _settle(self, note: Callable[[Ticket], None] | None = None) -> None:
+    def _settle(self, note: Callable[[StoreFuture], None] | None = None) -> None:
         """It is over, as its handle says. ``note`` it, then tell whoever waits: who is told finds it noted."""
-        self._over = True
+        self._done = True
         if note is not None:
             note(self)
-        if self._calls is not None:
-            self._tell_all(self._calls)
+        if self._callbacks is not None:
+            self._run_callbacks(self._callbacks)
 
     def _end(
         self,
         status: Status,
         error: BaseException | None = None,
         filtered: Mapping[Key, str] | None = None,
-        note: Callable[[Ticket], None] | None = None,
+        note: Callable[[StoreFuture], None] | None = None,
     ) -> None:
         """It is over without its handle."""
-        self._what = TransferResult(status, (), filtered or {}, {}, (), error, _NO_ROUTES)
+        self._outcome = TransferResult(status, (), filtered or {}, {}, (), error, _NO_ROUTES)
         self._settle(note)
 
     def _cancel(self) -> None:
-        if isinstance(self._what, TransferHandle):
-            self._what.request_cancel()
+        if isinstance(self._outcome, TransferHandle):
+            self._outcome.request_cancel()
+
+
+class PendingCall(Generic[T]):
+    """Something that a thread asks and waits for."""
+
+    __slots__ = ("abandoned", "answered", "dispose", "error", "function", "scope", "to_the_end", "value", "waiter")
+
+    def __init__(
+        self, function: Callable[[], Awaitable[T]], *, dispose: Callable[[T], None] | None, to_the_end: bool
+    ) -> None:
+        self.function: Callable[[], Awaitable[T]] = function
+        self.dispose: Callable[[T], None] | None = dispose
+        """Takes the answer, on the trio thread, if nobody waits for it any more."""
+        self.to_the_end: bool = to_the_end
+        """Whether the end of it matters to whoever is out of time."""
+        self.scope: trio.CancelScope = trio.CancelScope()
+        self.waiter: threading.Lock = threading.Lock()
+        self.waiter.acquire()
+        self.value: T | None = None
+        self.error: BaseException | None = None
+        self.answered: bool = False
+        self.abandoned: bool = False
+
+    def answer(self) -> None:
+        """Let the thread go on, with what is in here."""
+        self.answered = True
+        self.waiter.release()

@@ -1,17 +1,4 @@
-"""Drive an engine from a thread that knows no trio: the embedding face, for an inference engine's own threads.
-
-:func:`open_engine` starts a thread that runs trio, and in it the engine of :func:`offload.open_engine`. Everything here may be
-used in any thread but that one, by several threads at once, and keeps four rules:
-
-Rule 1. What an inference engine calls in its step never blocks: ``store``, ``poll``, ``request_cancel``, ``release``, and
-        whatever has no ``timeout`` and is not ``start``. The others wait, and each of them has a bound.
-Rule 2. A wait that runs out raises :class:`WaitTimeout`. It is never an answer: not a miss, not a failure.
-Rule 3. Every ticket ends, and nobody waits for ever: when the trio side crashes, all tickets are done, and every later call
-        raises.
-Rule 4. An engine belongs to the process that started it. A forked child is told so by every call, and touches nothing of it.
-
-Underneath: ``_crossing.py`` tells how things cross without anybody waiting, ``_engine_thread.py`` is the other side.
-"""
+"""What a thread calls: an engine in a thread of its own. The package has the rules."""
 
 from __future__ import annotations
 
@@ -27,26 +14,22 @@ import attrs
 
 from backends.abc import Blocks, Deletion, Destination, Key, Source, check_keys
 
-from ._config import BreakerConfig, PipelineConfig
-from ._crossing import EngineClosed as EngineClosed
-from ._crossing import EngineCrashed as EngineCrashed
-from ._crossing import EngineForked as EngineForked
-from ._crossing import WaitTimeout as WaitTimeout
-from ._engine import Chain, EngineConfig, EngineStatistics, LoadResult, OnEnterFailure, OnLoadFailure, Route, TierLike
-from ._engine import Hit as _PinnedHit
-from ._engine import open_engine as _open_engine
-from ._engine.gathering import gather
-from ._engine_thread import LEAVE_TIMEOUT, EngineThread, Question
-from ._explaining import Explanation
-from ._keys import BlockKey
-from ._ticket import Ticket as Ticket
-from .abc import AsyncPolicy, Instrument, Policy, PreconditionLike
-from .preconditions import NO_WAIT, ThreadEvent
+from .._config import BreakerConfig, PipelineConfig
+from .._engine import Chain, EngineConfig, EngineStatistics, LoadResult, OnEnterFailure, OnLoadFailure, Route, TierLike
+from .._engine import Hit as _PinnedHit
+from .._engine import open_engine as _open_engine
+from .._engine.explain import Explanation
+from .._engine.opening import configuration_of
+from .._errors import EngineCrashed
+from .._keys import BlockKey
+from ..abc import AsyncPolicy, Instrument, Policy, PreconditionLike
+from ..preconditions import NO_WAIT
+from ..preconditions import ThreadEvent as Event
+from ._future import PendingCall, StoreFuture
+from ._worker import LEAVE_TIMEOUT, EngineWorker
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-
-Event: TypeAlias = ThreadEvent
 
 WhenFull: TypeAlias = Literal["raise", "drop"]
 """What a store does in a full engine: raise :class:`offload.PipelineFull`, or drop the blocks and count them."""
@@ -102,32 +85,34 @@ def open_engine(
     for name, seconds in (("timeout", timeout), ("start_timeout", start_timeout)):
         if not 0 < seconds < float("inf"):
             raise ValueError(f"{name} = {seconds!r}: must be positive and finite")
-    whole = gather(source, tiers, policies, config, chain, on_load_failure, routes, promote, breaker, on_enter_failure)
+    whole = configuration_of(
+        source, tiers, policies, config, chain, on_load_failure, routes, promote, breaker, on_enter_failure
+    )
     place: Any = whole.source
     if isinstance(place, str | Mapping):
         raise TypeError(f"source = {place!r}: must be the place itself, since any thread's store is compared with it")
-    thread = EngineThread(
+    worker = EngineWorker(
         place,
         _open_engine(whole, instruments=instruments),
-        budget_blocks=whole.way_in.budget_blocks,
+        budget_blocks=whole.first_pipeline.budget_blocks,
         drops=when_full == "drop",
         timeout=timeout,
         # Pipelines end one after the other: those that lead down, up, and away from what is full.
-        close_timeout=whole.way_in.drain_timeout * 3 * len(whole.tiers) + 2 * LEAVE_TIMEOUT,
+        close_timeout=whole.first_pipeline.drain_timeout * 3 * len(whole.tiers) + 2 * LEAVE_TIMEOUT,
     )
-    return Engine(thread, start_timeout)
+    return Engine(worker, start_timeout)
 
 
 class Engine:
     """An engine in a thread of its own. Made by :func:`open_engine`; a context manager, which starts and closes it."""
 
-    def __init__(self, thread: EngineThread, start_timeout: float) -> None:
-        self._thread = thread
+    def __init__(self, worker: EngineWorker, start_timeout: float) -> None:
+        self._worker = worker
         self._start_timeout = start_timeout
 
     def __repr__(self) -> str:
-        refusal = self._thread.refusal
-        return f"<from_thread.Engine of {self._thread.source!r}: {'open' if refusal is None else refusal()}>"
+        refusal = self._worker.refusal
+        return f"<from_thread.Engine of {self._worker.source!r}: {'open' if refusal is None else refusal()}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} cannot go to another process: open one there")
@@ -142,16 +127,16 @@ class Engine:
             RuntimeError: it was started before.
             Exception: whatever opening it raises.
         """
-        thread = self._thread
-        thread.start(self._start_timeout)
+        worker = self._worker
+        worker.start(self._start_timeout)
         # In this order. At exit, what was registered last is called first: the engine closes before any finalizer runs, and
         # before whatever else was registered until now; the tiers and their directories are still there.
-        weakref.finalize(self, thread.drop).atexit = False
-        atexit.register(thread.close_at_exit)
+        weakref.finalize(self, worker.drop).atexit = False
+        atexit.register(worker.close_at_exit)
         return self
 
     def close(self, timeout: float | None = None) -> None:
-        """Close the engine and join its thread; every ticket is done then. Idempotent; in any thread.
+        """Close the engine and join its thread; every future is done then. Idempotent; in any thread.
 
         What is not committed ends FAILED, copies under way drain, as at the end of :func:`offload.open_engine`'s block. To have
         everything arrive, :meth:`drain` first. In a forked child it does nothing.
@@ -160,11 +145,11 @@ class Engine:
             timeout: how long to wait; by default a little longer than all pipelines may take to drain.
 
         Raises:
-            WaitTimeout: the thread has not ended. Its tickets are done, as FAILED by :class:`offload.DrainUnproven`: what they
+            WaitTimeout: the thread has not ended. Its futures are done, as FAILED by :class:`offload.DrainUnproven`: what they
                 name may still be read.
             EngineCrashed: the thread had ended with an error. Raised once.
         """
-        self._thread.close(timeout)
+        self._worker.close(timeout)
 
     def __enter__(self) -> Engine:
         return self.start()
@@ -178,10 +163,10 @@ class Engine:
 
     # --- down -----------------------------------------------------------------------------------------------------
 
-    def store(self, blocks: Blocks, *, precondition: PreconditionLike, tenant: str = "") -> Ticket:
+    def store(self, blocks: Blocks, *, precondition: PreconditionLike, tenant: str = "") -> StoreFuture:
         """Take in blocks of the source. Never blocks; what becomes of them is decided in the engine's thread.
 
-        Whether there is room is decided here and now, by the engine's own count: the blocks of all tickets that are not done
+        Whether there is room is decided here and now, by the engine's own count: the blocks of all futures that are not done
         (and, once :meth:`poll` or :meth:`fileno` is in use, not polled) may be ``budget_blocks`` together. Nothing else
         feeds the first pipeline, so that what is let in here is let in there.
 
@@ -196,31 +181,31 @@ class Engine:
             tenant: whose they are, for tiers that must know.
 
         Raises:
-            PipelineFull: there is no room. (With ``when_full="drop"``, the ticket is :attr:`~Ticket.dropped` instead.)
+            PipelineFull: there is no room. (With ``when_full="drop"``, the future is :attr:`~StoreFuture.dropped` instead.)
             PipelineClosed: the engine is closed, crashed, or another process's.
             ValueError: the blocks are another source's, or more than the budget.
             TypeError: ``precondition`` is none.
         """
-        thread = self._thread
+        worker = self._worker
         if precondition is not NO_WAIT and type(precondition) is not Event:
-            precondition = thread.checked(blocks, precondition)
-        ticket = Ticket(thread, blocks, precondition, tenant)
-        mailbox = thread.mailbox
-        with thread.lock:
-            entered = thread.entered + len(blocks.keys)
+            precondition = worker.checked(blocks, precondition)
+        future = StoreFuture(worker, blocks, precondition, tenant)
+        mailbox = worker.mailbox
+        with worker.lock:
+            entered = worker.entered + len(blocks.keys)
             fits = (
-                entered - thread.left <= thread.budget_blocks
-                and blocks.source is thread.source
-                and thread.refusal is None
+                entered - worker.left <= worker.budget_blocks
+                and blocks.source is worker.source
+                and worker.refusal is None
             )
             if fits:
-                thread.entered = entered
-                mailbox.letters.append(ticket)
+                worker.entered = entered
+                mailbox.messages.append(future)
         if not fits:
-            thread.refuse(ticket)
-        elif not mailbox.armed:
-            mailbox.ring()
-        return ticket
+            worker.refuse(future)
+        elif not mailbox.wake_pending:
+            mailbox.wake()
+        return future
 
     def drain(self, timeout: float | None = None) -> None:
         """Wait until everything stored before has settled, in every tier it was meant for.
@@ -228,7 +213,7 @@ class Engine:
         Raises:
             WaitTimeout: not yet; nothing is cancelled.
         """
-        self._ask(self._thread.drain, timeout=timeout, after_stores=True)
+        self._ask(self._worker.drain, timeout=timeout, after_stores=True)
 
     # --- news -----------------------------------------------------------------------------------------------------
 
@@ -240,18 +225,18 @@ class Engine:
         Raises:
             PipelineClosed: the engine is closed, crashed, or another process's.
         """
-        return self._thread.listen()
+        return self._worker.listen()
 
-    def poll(self) -> list[Ticket]:
-        """The tickets that settled since the last poll, oldest first. Never blocks.
+    def poll(self) -> list[StoreFuture]:
+        """The futures that settled since the last poll, oldest first. Never blocks.
 
-        It begins with the first call of this or of :meth:`fileno`. From then on every ticket that settles is returned by
+        It begins with the first call of this or of :meth:`fileno`. From then on every future that settles is returned by
         exactly one poll, and takes its room until then. (Dropped ones are not: they are done when ``store`` returns.)
 
         Raises:
             PipelineClosed: the engine is closed, crashed, or another process's, and there is nothing left to return.
         """
-        return self._thread.poll()
+        return self._worker.poll()
 
     def statistics(self, timeout: float | None = None) -> Statistics:
         """An immutable snapshot, taken in the engine's thread."""
@@ -274,10 +259,10 @@ class Engine:
             WaitTimeout: the engine's thread itself did not answer, which is no miss. What is found later is let go.
         """
         check_keys(keys)
-        thread = self._thread
-        by = monotonic() + thread.seconds(timeout)
-        pinned = self._ask(thread.lookup, list(keys), tenant, by, timeout=timeout, dispose=thread.release)
-        return Hit(thread, pinned)
+        worker = self._worker
+        by = monotonic() + worker.seconds(timeout)
+        pinned = self._ask(worker.lookup, list(keys), tenant, by, timeout=timeout, dispose=worker.release)
+        return Hit(worker, pinned)
 
     def load(
         self,
@@ -300,7 +285,7 @@ class Engine:
             LoadFailed: a block could not be loaded, and ``on_load_failure`` is ``fail``.
             ValueError: the hit was released or is another engine's, or the destination is too small.
         """
-        if hit._thread is not self._thread:
+        if hit._worker is not self._worker:
             raise ValueError(f"{hit!r} is another engine's")
         return self._ask(self._load, hit, destination, promote, timeout=timeout, to_the_end=True)
 
@@ -313,8 +298,8 @@ class Engine:
             WaitTimeout: the engine's thread itself did not answer. Some tiers may have forgotten.
         """
         check_keys(keys)
-        by = monotonic() + self._thread.seconds(timeout)
-        return self._ask(self._thread.delete, list(keys), by, timeout=timeout)
+        by = monotonic() + self._worker.seconds(timeout)
+        return self._ask(self._worker.delete, list(keys), by, timeout=timeout)
 
     def explain(
         self,
@@ -360,31 +345,31 @@ class Engine:
         after_stores: bool = False,
         to_the_end: bool = False,
     ) -> T:
-        question = Question(partial(function, *args), dispose=dispose, to_the_end=to_the_end)
-        return self._thread.ask(question, timeout, after_stores=after_stores)
+        call = PendingCall(partial(function, *args), dispose=dispose, to_the_end=to_the_end)
+        return self._worker.ask(call, timeout, after_stores=after_stores)
 
     # On the trio thread:
 
     async def _load(self, hit: Hit, destination: Destination, promote: bool | str | None) -> LoadResult:
         if hit._pinned is None:
             raise ValueError(f"{hit!r} was released")
-        return await self._thread.engine.load(hit._pinned, destination, promote=promote)
+        return await self._worker.engine.load(hit._pinned, destination, promote=promote)
 
     async def _explain(self, what: Key | Sequence[Key] | Sequence[int], options: Mapping[str, Any]) -> Explanation:
-        return await self._thread.engine.explain(what, **options)
+        return await self._worker.engine.explain(what, **options)
 
     async def _statistics(self) -> Statistics:
-        thread = self._thread
-        await thread.released()
+        worker = self._worker
+        await worker.released()
         return Statistics(
-            engine=thread.engine.statistics(),
-            budget_blocks=thread.budget_blocks,
-            in_flight_blocks=thread.entered - thread.left,
-            refused_stores=thread.refused_stores,
-            dropped_stores=thread.dropped_stores,
-            dropped_blocks=thread.dropped_blocks,
-            unpolled_tickets=len(thread.news),
-            unreleased_hits=len(thread.hits),
+            engine=worker.engine.statistics(),
+            budget_blocks=worker.budget_blocks,
+            in_flight_blocks=worker.entered - worker.left,
+            refused_stores=worker.refused_stores,
+            dropped_stores=worker.dropped_stores,
+            dropped_blocks=worker.dropped_blocks,
+            unpolled_stores=len(worker.unpolled),
+            unreleased_hits=len(worker.hits),
         )
 
 
@@ -398,10 +383,10 @@ class Hit:
             blocks.
     """
 
-    __slots__ = ("__weakref__", "_pinned", "_thread", "keys", "runs", "unavailable")
+    __slots__ = ("__weakref__", "_pinned", "_worker", "keys", "runs", "unavailable")
 
-    def __init__(self, thread: EngineThread, pinned: _PinnedHit) -> None:
-        self._thread = thread
+    def __init__(self, worker: EngineWorker, pinned: _PinnedHit) -> None:
+        self._worker = worker
         self._pinned: _PinnedHit | None = pinned
         self.keys: Sequence[Key] = pinned.keys
         self.runs: list[tuple[str, int]] = pinned.runs
@@ -417,8 +402,8 @@ class Hit:
     def release(self) -> None:
         """Let go of the blocks. Idempotent; never blocks, and harmless after the engine's end."""
         pinned, self._pinned = self._pinned, None
-        if pinned is not None and self._thread.refusal is None:
-            self._thread.mailbox.call(partial(self._thread.release, pinned))
+        if pinned is not None and self._worker.refusal is None:
+            self._worker.mailbox.call(partial(self._worker.release, pinned))
 
     def __enter__(self) -> Hit:
         return self
@@ -427,7 +412,7 @@ class Hit:
         self.release()
 
     def __del__(self) -> None:
-        if self._pinned is not None and self.keys and self._thread.refusal is None:
+        if self._pinned is not None and self.keys and self._worker.refusal is None:
             warnings.warn(f"{self!r} was dropped without being released", ResourceWarning, stacklevel=2, source=self)
         self.release()
 
@@ -441,14 +426,14 @@ class Statistics:
     budget_blocks: int
     """Blocks that may be in flight at once."""
     in_flight_blocks: int
-    """Blocks of tickets that are not done or, where :meth:`Engine.poll` is in use, not polled: what room is decided by."""
+    """Blocks of futures that are not done or, where :meth:`Engine.poll` is in use, not polled: what room is decided by."""
     refused_stores: int
     """Stores that raised :class:`offload.PipelineFull`."""
     dropped_stores: int
     """Stores that were dropped, as there was no room."""
     dropped_blocks: int
     """Their blocks."""
-    unpolled_tickets: int
-    """Tickets that are done and wait for :meth:`Engine.poll`."""
+    unpolled_stores: int
+    """Futures that are done and wait for :meth:`Engine.poll`."""
     unreleased_hits: int
     """Hits that hold blocks."""

@@ -1,4 +1,7 @@
-"""Making what a configuration only names: tiers and their wrappers, the policies of routes. Modules are imported here only."""
+"""Factories of what a configuration only names: tiers and their wrappers, the policies of routes.
+
+Modules are imported here only.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,7 @@ def _wrapped(name: str, tier: dict[str, Any], block_bytes: int, make: Callable[.
         raise
 
 
-def must_know_whose(name: str, tier: TierLike) -> bool:
+def needs_tenants(name: str, tier: TierLike) -> bool:
     """Whether the wrappers of a tier that is only named encrypt, so that it must know whose its blocks are."""
     said = tier.get("wrappers", ()) if isinstance(tier, Mapping) else ()
     wrappers = said if isinstance(said, list | tuple) else [said]

@@ -1,4 +1,4 @@
-"""Promotion: what was loaded from a slower tier is written into a faster one as well, behind the load's back.
+"""Promotion: what was loaded from a slower tier is written into a faster one as well, after the load has answered.
 
     load -------------------------------> answer
       '--> faster tier's own pipeline: is it there already? --> read it again, verified, into host memory --> copy in
@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 import attrs
 import trio
 
-from backends.abc import EVICTED, LOADED, Key, ReadableTier, WeakBlocks
+from backends.abc import EVICTED, LOADED, Key, ReadableTier, TenantTier, WeakBlocks
 from backends.pages import Pages, copy_and_sum, copy_pages, new_pages
 from backends.threads import kept_if_unproven, leave_after
 
@@ -32,12 +32,13 @@ from .._config import BatchConfig, PipelineConfig
 from .._errors import DestinationFull, PipelineClosed, PipelineFull, PreconditionFailed, TierUnavailable
 from .._pipeline.container import OffloadContainer
 from .._pipeline.handle import TransferHandle
+from .._pipeline.marks import place_of
 from .._pipeline.pipeline import Pipeline, open_pipeline
 from .._pipeline.priority import Precedence
-from .carrying import Carrying, nothing
-from .finding import Place
-from .making import presence_filter
+from .factories import presence_filter
+from .lookup import Place
 from .statistics import Counts, count
+from .tenants import TenantTags, nothing
 
 _LONGEST_WAIT = 1.0
 """Seconds that a promotion waits for room where everything is held: long enough for a load to let go, and nobody needs it."""
@@ -61,7 +62,7 @@ def promotion_config(config: PipelineConfig, blocks: int) -> PipelineConfig:
     )
 
 
-class Arrivals:
+class StagingBuffer:
     """Fresh host memory to read blocks into: a destination that sums up what arrives, in the thread that copies it."""
 
     def __init__(self, n: int, block_bytes: int) -> None:
@@ -168,7 +169,7 @@ class Staging:
 
 
 @attrs.define(eq=False)
-class Ascent:
+class PromotionRoute:
     """The way up into one tier. An instrument of its pipeline, which tells what has become of each promotion."""
 
     pipeline: Pipeline
@@ -188,7 +189,7 @@ class Ascent:
         if not keys:
             end()
             return
-        reading = _Reading(self, tier)
+        reading = _ReadFromSlowerTier(self, tier)
         try:
             reading.handle = self.pipeline.enqueue_nowait(self.staging.weak(keys), precondition=reading)
         except (PipelineClosed, PipelineFull) as error:
@@ -228,14 +229,14 @@ def _word(error: BaseException | None) -> str:
 
 
 @asynccontextmanager
-async def open_ascent(
+async def open_promotion_route(
     name: str,
     tier: ReadableTier,
     block_bytes: int,
     config: PipelineConfig,
     counts: Counts,
     precedence: Precedence,
-) -> AsyncIterator[Ascent]:
+) -> AsyncIterator[PromotionRoute]:
     """The way up into this tier, for the length of an ``async with`` block."""
     staging = Staging(block_bytes)
     async with open_pipeline(
@@ -246,16 +247,16 @@ async def open_ascent(
         name=f"up to {name}",
         precedence=precedence,
     ) as pipeline:
-        ascent = Ascent(pipeline, staging, counts)
-        pipeline.add_instrument(ascent)
-        yield ascent
+        route_up = PromotionRoute(pipeline, staging, counts)
+        pipeline.add_instrument(route_up)
+        yield route_up
 
 
 @attrs.define(eq=False)
-class _Reading:
+class _ReadFromSlowerTier:
     """The precondition of a promotion: that its bytes have been read and verified."""
 
-    ascent: Ascent
+    route_up: PromotionRoute
     tier: ReadableTier
     handle: TransferHandle | None = None
 
@@ -265,10 +266,10 @@ class _Reading:
         But for one of a disk that hangs: that is left ``drain_timeout`` later, and the memory it reads into is kept.
         """
         assert self.handle is not None
-        keys, staging = self.handle.passed_blocks, self.ascent.staging
-        async with self.ascent.turns, await self.tier.pin(keys) as lease:
-            arrivals = Arrivals(len(lease.keys), staging.block_bytes)
-            with leave_after(self.ascent.pipeline.config.drain_timeout), kept_if_unproven(arrivals):
+        keys, staging = self.handle.passed_blocks, self.route_up.staging
+        async with self.route_up.turns, await self.tier.pin(keys) as lease:
+            arrivals = StagingBuffer(len(lease.keys), staging.block_bytes)
+            with leave_after(self.route_up.pipeline.config.drain_timeout), kept_if_unproven(arrivals):
                 outcomes = await self.tier.load(lease, arrivals)
             for at, (key, outcome) in enumerate(zip(lease.keys, outcomes, strict=True)):
                 if outcome == LOADED:
@@ -281,9 +282,9 @@ class Promoter:
 
     places: Sequence[Place]
     """The tiers, the fastest first."""
-    ascents: dict[str, Ascent]
+    routes_up: dict[str, PromotionRoute]
     """The ways up, by the tier that they lead to."""
-    carrying: Carrying
+    tenant_tags: TenantTags
 
     def check(self, promote: bool | str) -> None:
         """Raise :class:`ValueError` where no tier has this name."""
@@ -308,32 +309,32 @@ class Promoter:
             if at == len(keys) or origins[at] != origins[start]:
                 if origins[start] > target:
                     self._begin(
-                        self.places[origins[start]], self.ascents[self.places[target][0]], keys[start:at], tenant
+                        self.places[origins[start]], self.routes_up[self.places[target][0]], keys[start:at], tenant
                     )
                 start = at
 
-    def _begin(self, origin: Place, ascent: Ascent, keys: Sequence[Key], tenant: str) -> None:
+    def _begin(self, origin: Place, route_up: PromotionRoute, keys: Sequence[Key], tenant: str) -> None:
         keys = list(dict.fromkeys(keys))
         name, tier = origin
         try:
-            end = self.carrying.bring_up(keys, tenant, name, tier)
+            end = self.tenant_tags.bring_up(keys, tenant, name, verified=isinstance(place_of(tier), TenantTier))
         except Exception:
             _log.exception("%d blocks are not promoted: nobody can be told whose they are", len(keys))
-            count(ascent.counts.refused, "failed", len(keys))
+            count(route_up.counts.refused, "failed", len(keys))
         else:
-            ascent.begin(tier, keys, end)
+            route_up.begin(tier, keys, end)
 
     @property
     def pipelines(self) -> list[tuple[str, Pipeline]]:
         """The ways up, each with the tier that it leads to."""
-        return [(name, ascent.pipeline) for name, ascent in self.ascents.items()]
+        return [(name, route_up.pipeline) for name, route_up in self.routes_up.items()]
 
     async def drain(self) -> None:
         """Return when everything on its way up has arrived, or will not."""
-        for ascent in self.ascents.values():
-            await ascent.pipeline.drain()
+        for route_up in self.routes_up.values():
+            await route_up.pipeline.drain()
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """Blocks on their way up."""
-        return sum([ascent.pipeline.statistics().used_blocks for ascent in self.ascents.values()])
+        return sum([route_up.pipeline.statistics().used_blocks for route_up in self.routes_up.values()])

@@ -1,7 +1,7 @@
-"""The thread an engine runs in: it opens letters and answers questions, and when it ends, nobody is left waiting.
+"""The worker: the thread an engine runs in. It handles messages and pending calls; when it ends, every one of them has ended.
 
-One task waits for the end of it all; every question that waits is a child of its nursery. A ticket needs no task: an instrument
-of the first pipeline says when its container has settled.
+One task waits for the end of it all; every call that waits is a child of its nursery. A store needs no task: an instrument of
+the first pipeline reports when its container has settled.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import trio
 
 from backends.abc import Blocks, Deletion, Source
 from maru._forks import belongs_to, watch_forks
 
-from ._crossing import Bell, Crossing, EngineClosed, EngineCrashed, EngineForked, WaitTimeout
-from ._engine import Engine, Hit
-from ._errors import DrainUnproven, OffloadError, PipelineFull
-from ._pipeline.container import OffloadContainer
-from ._pipeline.lifecycle import Status
-from ._ticket import Ticket
-from .abc import Precondition, PreconditionLike
-from .preconditions import as_precondition
+from .._engine import Engine, Hit
+from .._errors import DrainUnproven, EngineClosed, EngineCrashed, EngineForked, OffloadError, PipelineFull, WaitTimeout
+from .._pipeline.container import OffloadContainer
+from .._pipeline.lifecycle import Status
+from ..abc import Precondition, PreconditionLike
+from ..preconditions import as_precondition
+from ._future import PendingCall, StoreFuture
+from ._mailbox import Notifier, ThreadBoundary
 
 T = TypeVar("T")
 
@@ -45,47 +45,20 @@ LEAVE_TIMEOUT = 10.0
 """How long what ran out of time is waited for once more, in seconds, where its end matters."""
 
 
-class Question(Generic[T]):
-    """Something that a thread asks and waits for."""
+class _SettlementWatch:
+    """The instrument: which future a container is."""
 
-    __slots__ = ("abandoned", "answered", "dispose", "error", "function", "scope", "to_the_end", "value", "waiter")
-
-    def __init__(
-        self, function: Callable[[], Awaitable[T]], *, dispose: Callable[[T], None] | None, to_the_end: bool
-    ) -> None:
-        self.function: Callable[[], Awaitable[T]] = function
-        self.dispose: Callable[[T], None] | None = dispose
-        """Takes the answer, on the trio thread, if nobody waits for it any more."""
-        self.to_the_end: bool = to_the_end
-        """Whether the end of it matters to whoever is out of time."""
-        self.scope: trio.CancelScope = trio.CancelScope()
-        self.waiter: threading.Lock = threading.Lock()
-        self.waiter.acquire()
-        self.value: T | None = None
-        self.error: BaseException | None = None
-        self.answered: bool = False
-        self.abandoned: bool = False
-
-    def answer(self) -> None:
-        """Let the thread go on, with what is in here."""
-        self.answered = True
-        self.waiter.release()
-
-
-class _Watch:
-    """The instrument: which ticket a container is."""
-
-    def __init__(self, tickets: dict[OffloadContainer, Ticket], settle: Callable[[Ticket], None]) -> None:
-        self._tickets = tickets
+    def __init__(self, futures: dict[OffloadContainer, StoreFuture], settle: Callable[[StoreFuture], None]) -> None:
+        self._futures = futures
         self._settle = settle
 
     def settled(self, container: OffloadContainer) -> None:
-        ticket = self._tickets.pop(container, None)
-        if ticket is not None:
-            self._settle(ticket)
+        future = self._futures.pop(container, None)
+        if future is not None:
+            self._settle(future)
 
 
-class EngineThread(Crossing):
+class EngineWorker(ThreadBoundary):
     """An engine's thread, from both sides. It is not the public engine: that one may be dropped, and shall be noticed."""
 
     def __init__(
@@ -98,13 +71,13 @@ class EngineThread(Crossing):
         timeout: float,
         close_timeout: float,
     ) -> None:
-        super().__init__(self._open_letter, timeout)
+        super().__init__(self._handle_message, timeout)
         self.source: Source = source
         self.budget_blocks: int = budget_blocks
         self.entered: int = 0
         """Blocks let in, less those that were polled. Changes under the lock."""
         self.left: int = 0
-        """Blocks of tickets that settled and are not for polling. Changes on the trio thread."""
+        """Blocks of futures that settled and are not for polling. Changes on the trio thread."""
         self.refused_stores: int = 0
         self.dropped_stores: int = 0
         self.dropped_blocks: int = 0
@@ -118,16 +91,16 @@ class EngineThread(Crossing):
         self._leave = trio.Event()
         self._engine: Engine | None = None
         self._nursery: trio.Nursery | None = None
-        self._tickets: dict[OffloadContainer, Ticket] = {}
-        self._questions: dict[Question[Any], None] = {}
+        self._futures: dict[OffloadContainer, StoreFuture] = {}
+        self._pending_calls: dict[PendingCall[Any], None] = {}
         self.hits: dict[Hit, None] = {}
         """Those that were found and not released."""
         self._releasing: dict[Hit, trio.Event] = {}
-        self.news: deque[Ticket] = deque()
-        """Tickets that settled and were not polled."""
+        self.unpolled: deque[StoreFuture] = deque()
+        """Futures that settled and were not polled."""
         self._polling = False
         self._poll_lock = threading.Lock()
-        self._bell: Bell | None = None
+        self._notifier: Notifier | None = None
 
     # --- beginning ------------------------------------------------------------------------------------------------
 
@@ -142,7 +115,7 @@ class EngineThread(Crossing):
         except BaseException:
             self.thread = None
             raise
-        watch_forks(self, EngineThread._after_fork)
+        watch_forks(self, EngineWorker._after_fork)
         try:
             if not self._opened.wait(timeout):
                 raise WaitTimeout(f"the engine did not open within {timeout:g} s")
@@ -165,7 +138,7 @@ class EngineThread(Crossing):
     async def _main(self) -> None:
         async with self._manager as engine:
             self._engine = engine
-            engine.pipelines[0].add_instrument(_Watch(self._tickets, self._settle))
+            engine.pipelines[0].add_instrument(_SettlementWatch(self._futures, self._settle))
             try:
                 async with trio.open_nursery() as nursery:
                     self._nursery = nursery
@@ -180,7 +153,7 @@ class EngineThread(Crossing):
                         await engine.release(hit)
 
     async def _live(self) -> None:
-        """Be open until it is time to leave. What happens meanwhile, letters and questions begin."""
+        """Be open until it is time to leave. What happens meanwhile, messages and questions begin."""
         self.mailbox.attach()
         with self.lock:
             if not self._leaving:
@@ -190,39 +163,39 @@ class EngineThread(Crossing):
 
     # --- stores ---------------------------------------------------------------------------------------------------
 
-    def _open_letter(self, letter: Ticket | Question[Any]) -> None:
-        if isinstance(letter, Question):
-            self._look_into(letter)
+    def _handle_message(self, message: StoreFuture | PendingCall[Any]) -> None:
+        if isinstance(message, PendingCall):
+            self._start_call(message)
             return
-        if letter._cancelled:
-            letter.blocks.release()
-            self._settle(letter, Status.CANCELLED)
+        if message._cancelled:
+            message.blocks.release()
+            self._settle(message, Status.CANCELLED)
             return
         try:
-            handle = self.engine.store_nowait(letter.blocks, precondition=letter.precondition, tenant=letter.tenant)
+            handle = self.engine.store_nowait(message.blocks, precondition=message.precondition, tenant=message.tenant)
         except Exception as error:
-            self._settle(letter, Status.FAILED, error)
+            self._settle(message, Status.FAILED, error)
             return
-        letter._taken_in(handle)
+        message._admitted(handle)
         if handle.status.terminal:
-            self._settle(letter)
+            self._settle(message)
         else:
-            self._tickets[handle._container] = letter
+            self._futures[handle._container] = message
 
-    def _settle(self, ticket: Ticket, status: Status | None = None, error: BaseException | None = None) -> None:
+    def _settle(self, future: StoreFuture, status: Status | None = None, error: BaseException | None = None) -> None:
         if status is None:
-            ticket._settle(self._note)
+            future._settle(self._note)
         else:
-            ticket._end(status, error, note=self._note)
+            future._end(status, error, note=self._note)
 
-    def _note(self, ticket: Ticket) -> None:
-        """A ticket is over: put it into the news, or give its room back."""
+    def _note(self, future: StoreFuture) -> None:
+        """A future is over: put it into the news, or give its room back."""
         if self._polling:
-            self.news.append(ticket)
-            if self._bell is not None:
-                self._bell.ring()
+            self.unpolled.append(future)
+            if self._notifier is not None:
+                self._notifier.signal()
         else:
-            self.left += len(ticket.blocks.keys)
+            self.left += len(future.blocks.keys)
 
     def checked(self, blocks: Blocks, precondition: PreconditionLike) -> Precondition:
         """The precondition, if it is one."""
@@ -237,9 +210,9 @@ class EngineThread(Crossing):
         if blocks.guards and self.refusal is None:
             self.mailbox.call(blocks.release)
 
-    def refuse(self, ticket: Ticket) -> None:
-        """Say why a ticket was not let in, or drop its blocks."""
-        blocks = ticket.blocks
+    def refuse(self, future: StoreFuture) -> None:
+        """Say why a future was not let in, or drop its blocks."""
+        blocks = future.blocks
         self._give_back(blocks)
         if self.refusal is not None:
             raise self.refusal()
@@ -255,108 +228,108 @@ class EngineThread(Crossing):
             else:
                 self.refused_stores += 1
         if not self._drops:
-            unpolled = f", {len(self.news)} tickets wait to be polled" if self.news else ""
+            unpolled = f", {len(self.unpolled)} futures wait to be polled" if self.unpolled else ""
             raise PipelineFull(f"no room for {size} blocks more (budget_blocks = {self.budget_blocks}{unpolled})")
-        ticket._end(Status.COMPLETE, filtered=dict.fromkeys(blocks.keys, "overflow"))
+        future._end(Status.COMPLETE, filtered=dict.fromkeys(blocks.keys, "overflow"))
 
     # --- news -----------------------------------------------------------------------------------------------------
 
     def listen(self) -> int:
-        """The bell's descriptor; the bell is made when it is first asked for."""
+        """The notifier's descriptor; the notifier is made when it is first asked for."""
         with self._poll_lock:
             if self.refusal is not None:
                 raise self.refusal()
             self._polling = True
-            if self._bell is None:
-                self._bell = Bell()
-                if self.news:  # settled between a first poll and this
-                    self._bell.ring()
-            return self._bell.fd
+            if self._notifier is None:
+                self._notifier = Notifier()
+                if self.unpolled:  # settled between a first poll and this
+                    self._notifier.signal()
+            return self._notifier.fd
 
-    def poll(self) -> list[Ticket]:
-        """Take out the news, in the order of steps that the essay in _crossing asks for."""
+    def poll(self) -> list[StoreFuture]:
+        """Take out the news, in the order of steps that the essay in _mailbox asks for."""
         self.check_process()
         self._polling = True
         with self._poll_lock:  # never taken by the trio thread, nor by a store
-            if self._bell is not None:
-                self._bell.reset()
-            tickets = [self.news.popleft() for _ in range(len(self.news))]
-        blocks = sum([len(ticket.blocks.keys) for ticket in tickets])
+            if self._notifier is not None:
+                self._notifier.reset()
+            futures = [self.unpolled.popleft() for _ in range(len(self.unpolled))]
+        blocks = sum([len(future.blocks.keys) for future in futures])
         with self.lock:
             self.entered -= blocks
-        if not tickets and self.refusal is not None:
+        if not futures and self.refusal is not None:
             raise self.refusal()
-        return tickets
+        return futures
 
     # --- questions ------------------------------------------------------------------------------------------------
 
-    def ask(self, question: Question[T], timeout: float | None, *, after_stores: bool) -> T:
+    def ask(self, call: PendingCall[T], timeout: float | None, *, after_stores: bool) -> T:
         """Have the trio side answer, and wait for it."""
         self.check_thread()
         seconds = self.seconds(timeout)
         with self.lock:
             if self.refusal is not None:
                 raise self.refusal()
-            self._questions[question] = None
+            self._pending_calls[call] = None
             if after_stores:
-                self.mailbox.letters.append(question)
+                self.mailbox.messages.append(call)
             else:
-                self.mailbox.urgent.append(partial(self._look_into, question))
+                self.mailbox.urgent.append(partial(self._start_call, call))
         try:
-            self.mailbox.ring()
-            answered = question.waiter.acquire(timeout=seconds)
+            self.mailbox.wake()
+            answered = call.waiter.acquire(timeout=seconds)
         except BaseException as interruption:
-            if not self._give_up(question):
+            if not self._give_up(call):
                 interruption.add_note(_UNPROVEN)
             raise
-        if not answered and not self._give_up(question):
+        if not answered and not self._give_up(call):
             raise DrainUnproven(_UNPROVEN)
-        if not answered and not question.to_the_end:  # from here on, the answer is disposed of
+        if not answered and not call.to_the_end:  # from here on, the answer is disposed of
             raise WaitTimeout(f"no answer within {seconds:g} s")
-        if question.error is not None:
-            raise question.error
-        return question.value  # type: ignore[return-value]
+        if call.error is not None:
+            raise call.error
+        return call.value  # type: ignore[return-value]
 
-    def _give_up(self, question: Question[Any]) -> bool:
+    def _give_up(self, call: PendingCall[Any]) -> bool:
         """Have it ended, for lack of time. Whether it has come to its end, where that matters."""
-        self.mailbox.call(partial(self._abandon, question))
-        return not question.to_the_end or question.waiter.acquire(timeout=LEAVE_TIMEOUT)
+        self.mailbox.call(partial(self._abandon, call))
+        return not call.to_the_end or call.waiter.acquire(timeout=LEAVE_TIMEOUT)
 
-    def _look_into(self, question: Question[Any]) -> None:
+    def _start_call(self, call: PendingCall[Any]) -> None:
         if self._nursery is not None:  # else it is on its way out, and answers all that is left there
-            self._nursery.start_soon(self._answer, question)
+            self._nursery.start_soon(self._answer, call)
 
-    async def _answer(self, question: Question[Any]) -> None:
+    async def _answer(self, call: PendingCall[Any]) -> None:
         value: Any = None
         error: BaseException | None = None
         try:
-            with question.scope:
-                value = await question.function()
+            with call.scope:
+                value = await call.function()
         except Exception as exc:
             error = exc
-        if question.scope.cancelled_caught:
+        if call.scope.cancelled_caught:
             error = WaitTimeout("it took too long, and was ended")
         # Taking it out is one step, and gives the right to answer: a close that ran out of time may answer all that is left.
-        mine = self._questions.pop(question, self) is None
+        mine = self._pending_calls.pop(call, self) is None
         if mine:
-            question.value, question.error = value, error
-            question.answer()
-            if question.abandoned:
-                self._dispose(question)
-        elif question.dispose is not None and value is not None:
-            question.dispose(value)
+            call.value, call.error = value, error
+            call.answer()
+            if call.abandoned:
+                self._dispose(call)
+        elif call.dispose is not None and value is not None:
+            call.dispose(value)
 
-    def _abandon(self, question: Question[Any]) -> None:
-        if question.answered:
-            self._dispose(question)
+    def _abandon(self, call: PendingCall[Any]) -> None:
+        if call.answered:
+            self._dispose(call)
         else:
-            question.abandoned = True
-            question.scope.cancel()
+            call.abandoned = True
+            call.scope.cancel()
 
-    def _dispose(self, question: Question[Any]) -> None:
-        if question.dispose is not None and question.value is not None:
-            value, question.value = question.value, None
-            question.dispose(value)
+    def _dispose(self, call: PendingCall[Any]) -> None:
+        if call.dispose is not None and call.value is not None:
+            value, call.value = call.value, None
+            call.dispose(value)
 
     async def drain(self) -> None:
         """Wait for the end of what was taken in."""
@@ -408,7 +381,7 @@ class EngineThread(Crossing):
             if not self._ended and not self.forked:
                 self.refuse_with(partial(EngineClosed, "the engine was closed"))
         self.mailbox.call(self._leave.set)
-        self.mailbox.ring()
+        self.mailbox.wake()
 
     def drop(self) -> None:
         """The public engine was dropped. As any thread's finalizer: it takes no lock, which the thread may hold already."""
@@ -429,9 +402,9 @@ class EngineThread(Crossing):
             self._settle_all(DrainUnproven("the engine's thread has not ended: what it copies may still be read"))
             raise WaitTimeout(f"the engine's thread has not ended within {seconds:g} s")
         with self._poll_lock:
-            bell, self._bell = self._bell, None
-        if bell is not None:
-            bell.close()
+            notifier, self._notifier = self._notifier, None
+        if notifier is not None:
+            notifier.close()
         crash, self._crash = self._crash, None
         if crash is not None:
             raise _crashed(crash)
@@ -459,23 +432,23 @@ class EngineThread(Crossing):
                 self.refuse_with(partial(_crashed, crash))
             assert self.refusal is not None
         self._settle_all(self.refusal())
-        if self._bell is not None:
-            self._bell.ring()
+        if self._notifier is not None:
+            self._notifier.signal()
         self._opened.set()
         atexit.unregister(self.close_at_exit)
 
     def _settle_all(self, error: OffloadError) -> None:
         """Settle whatever is left. Taking it out of its box gives the right to; another thread may come by at its end."""
-        for letter in _emptied(self.mailbox.letters.popleft):
-            if isinstance(letter, Ticket):
+        for message in _emptied(self.mailbox.messages.popleft):
+            if isinstance(message, StoreFuture):
                 if threading.current_thread() is self.thread:
-                    letter.blocks.release()
-                self._settle(letter, Status.FAILED, error)
-        for _, ticket in _emptied(self._tickets.popitem):
-            self._settle(ticket, Status.FAILED, error)
-        for question, _ in _emptied(self._questions.popitem):
-            question.error = error if question.to_the_end or self.refusal is None else self.refusal()
-            question.answer()
+                    message.blocks.release()
+                self._settle(message, Status.FAILED, error)
+        for _, future in _emptied(self._futures.popitem):
+            self._settle(future, Status.FAILED, error)
+        for call, _ in _emptied(self._pending_calls.popitem):
+            call.error = error if call.to_the_end or self.refusal is None else self.refusal()
+            call.answer()
 
 
 def _emptied(take: Callable[[], T]) -> Iterator[T]:

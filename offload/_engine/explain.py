@@ -1,8 +1,8 @@
-"""Why a block is, or is not, where it was looked for: facts go in, an explanation comes out. Pure.
+"""Why a block is, or is not, where it was looked for.
 
-What there is now is asked for when somebody wants to know. What was, nobody can ask for, so four records are kept, each of
-the last 65,536 blocks: which were evicted, which were deleted, which were kept back from a store, and whose store failed.
-Keeping them costs one note for a whole batch, whatever is in it; only an explanation reads them.
+First part, pure: facts go in, an explanation comes out. Second part: the facts are collected. What there is now is asked of the
+tiers and pipelines at the time of the question; what was is noted when it happens (:mod:`offload._engine.history`). So blocks
+that are stored and found cost nothing, and the caller of an explanation pays for it.
 
 What explains a block, the first of these that is true:
 
@@ -17,116 +17,24 @@ from __future__ import annotations
 
 import enum
 import json
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import groupby, islice
-from typing import Any, Final, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, Literal, TypeAlias
 
 import attrs
+import trio
 
-from backends.abc import Key
+from backends.abc import Key, Tier
 
-MOST_REMEMBERED: Final = 65_536
-"""Blocks that each record remembers: some minutes of a busy engine, and about 10 MB."""
+from .._keys import BlockKey
+from .._pipeline.container import OffloadContainer
+from .._pipeline.lifecycle import Status
+from .._pipeline.pipeline import Pipeline
+from .history import Event, History
+from .lookup import Place
 
 Differs: TypeAlias = Literal["nothing", "layout", "salt"]
-
-
-# --- what is remembered -----------------------------------------------------------------------------------------------
-
-
-@attrs.frozen
-class Event:
-    """Something that happened to a block."""
-
-    where: str
-    """The tier that it went from, or the pipeline that did not take it."""
-    when: float
-    """On trio's clock, in seconds."""
-    why: str
-    """In a word or two."""
-
-
-@attrs.define(eq=False)
-class _Entry:
-    when: float
-    where: str
-    why: str
-    """Of all, or in front of each one's own."""
-    keys: Collection[Key]
-    """With their own reasons, where it is a mapping."""
-    skipped: int = 0
-
-    def __iter__(self) -> Iterator[Key]:
-        return islice(self.keys, self.skipped, None)
-
-    def about(self, key: Key) -> Event:
-        why = self.keys[key] if isinstance(self.keys, Mapping) else self.why
-        return Event(self.where, self.when, why)
-
-
-class Record:
-    """The last blocks that something happened to. Bounded in blocks; adding many costs as much as adding one."""
-
-    __slots__ = ("_entries", "_most", "_total")
-
-    def __init__(self, most: int = MOST_REMEMBERED) -> None:
-        self._most = most
-        self._total = 0
-        self._entries: deque[_Entry] = deque()
-
-    def __len__(self) -> int:
-        return self._total
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self._total} blocks>"
-
-    def note(self, where: str, keys: Collection[Key], when: float, why: str = "") -> None:
-        """It happened to these. The collection is kept, not copied; a mapping has each one's own reason."""
-        self._entries.append(_Entry(when, where, why, keys))
-        self._total += len(keys)
-        while self._total > self._most:
-            oldest = self._entries[0]
-            excess, there = self._total - self._most, len(oldest.keys) - oldest.skipped
-            if there <= excess:
-                self._entries.popleft()
-            else:
-                oldest.skipped += excess
-            self._total -= min(there, excess)
-
-    def of(self, keys: Collection[Key]) -> dict[Key, list[Event]]:
-        """What happened to these, the latest first, and once for each place. Reads all there is."""
-        wanted = set(keys)
-        found: dict[Key, dict[str, Event]] = {}
-        for entry in reversed(self._entries):
-            for key in entry:
-                if key in wanted:
-                    found.setdefault(key, {}).setdefault(entry.where, entry.about(key))
-        return {key: list(events.values()) for key, events in found.items()}
-
-
-class Tombstones(Record):
-    """The last blocks that were evicted from a tier, or dropped on their way to the next one."""
-
-    __slots__ = ()
-
-
-class Deletions(Record):
-    """The last blocks that were deleted from a tier by request."""
-
-    __slots__ = ()
-
-
-class Refusals(Record):
-    """The last blocks that were kept back from a store: by a policy, a pending mark, or an overflow."""
-
-    __slots__ = ()
-
-
-class Failures(Record):
-    """The last blocks whose store failed: a broken tier, a full one, a copy that went wrong."""
-
-    __slots__ = ()
 
 
 # --- the facts --------------------------------------------------------------------------------------------------------
@@ -326,3 +234,145 @@ def _plain(block: BlockExplanation) -> dict[str, Any]:
 
 def _spelt(value: Any) -> Any:
     return value.hex() if isinstance(value, bytes) else value
+
+
+# --- asking ------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class BlockInspector:
+    """All that can be asked about a block."""
+
+    places: Sequence[Place]
+    """The tiers, the fastest first."""
+    ways: Sequence[tuple[str, Pipeline]]
+    """The pipelines, each with the tier that it leads to."""
+    history: History
+
+    async def explain(self, keys: Sequence[Key], others: Sequence[tuple[KeyMaker, Sequence[Key]]] = ()) -> Explanation:
+        """Why these blocks are, or are not, there.
+
+        Args:
+            keys: what was looked for.
+            others: the same blocks under other keys, position by position.
+        """
+        there, unavailable = await self._where(keys)
+        in_flight = self._in_flight(keys)
+        missing = [at for at, key in enumerate(keys) if key not in there and key not in in_flight]
+        elsewhere = await self._elsewhere(missing, others)
+        gone = [keys[at] for at in missing]
+        history = self.history
+        evicted, deleted, refused, failed = [
+            record.of(gone) for record in (history.tombstones, history.deletions, history.refusals, history.failures)
+        ]
+        facts = [
+            Facts(
+                key,
+                there.get(key, ()),
+                in_flight.get(key, ()),
+                unavailable,
+                elsewhere.get(at, ()),
+                evicted.get(key, ()),
+                deleted.get(key, ()),
+                refused.get(key, ()),
+                failed.get(key, ()),
+            )
+            for at, key in enumerate(keys)
+        ]
+        return explain(facts, trio.current_time())
+
+    async def _where(self, keys: Sequence[Key]) -> tuple[dict[Key, list[str]], dict[str, str]]:
+        """Which tiers have which of these, and which do not say."""
+        there: dict[Key, list[str]] = {}
+        unavailable: dict[str, str] = {}
+        await trio.lowlevel.checkpoint()
+        for name, tier in self.places:
+            place: Any = tier
+            try:
+                found = place.contains_nowait(keys) if isinstance(place, Tier) else await place.contains(keys)
+            except Exception as error:
+                unavailable[name] = str(error) or repr(error)
+                continue
+            for key in found:
+                there.setdefault(key, []).append(name)
+        return there, unavailable
+
+    async def _elsewhere(
+        self, missing: Sequence[int], others: Iterable[tuple[KeyMaker, Sequence[Key]]]
+    ) -> dict[int, list[Elsewhere]]:
+        """Under which other keys the missing ones are there, by position."""
+        found: dict[int, list[Elsewhere]] = {}
+        for maker, keys in others:
+            there, _ = await self._where([keys[at] for at in missing if at < len(keys)])
+            for at in missing:
+                if at < len(keys) and keys[at] in there:
+                    found.setdefault(at, []).append(Elsewhere(maker.name, maker.differs, there[keys[at]]))
+        return found
+
+    def _in_flight(self, keys: Sequence[Key]) -> dict[Key, list[InFlight]]:
+        """Who is bringing which of these where: looks at all that is inside, of which there is a bound."""
+        wanted = set(keys)
+        found: dict[Key, list[InFlight]] = {}
+        for name, pipeline in self.ways:
+            for container in pipeline._settlement.live:
+                for key in wanted.intersection(container.keys):
+                    found.setdefault(key, []).append(InFlight(name, _room(pipeline, container)))
+        return found
+
+
+def _room(pipeline: Pipeline, container: OffloadContainer) -> str:
+    """Where in a pipeline a container is."""
+    if container.status is Status.EVALUATING:
+        return "admission"
+    if container.status is Status.TRANSFERRING:
+        return "chain" if container.completed else "transfer"
+    if container in pipeline._ready.parked:
+        return "batching"
+    return "transfer" if container.holder in pipeline._transfer.slots else "awaiting"
+
+
+# --- keys of tokens ---------------------------------------------------------------------------------------------------
+
+
+def keys_in_question(
+    what: Key | Sequence[Key] | Sequence[int],
+    naming: BlockKey | None,
+    others: Sequence[BlockKey],
+    tenant: str,
+    *,
+    operator: bool,
+) -> tuple[Sequence[Key], list[tuple[KeyMaker, Sequence[Key]]]]:
+    """The keys that are asked about; of tokens also those that other namings, which this caller may use, give them.
+
+    Raises:
+        TypeError: tokens without a naming.
+        PermissionError: the naming is another tenant's.
+    """
+    if isinstance(what, bytes):
+        return [what], []
+    keys = [key for key in what if isinstance(key, bytes)]
+    if len(keys) == len(what):
+        return keys, []
+    tokens = [token for token in what if not isinstance(token, bytes)]
+    if naming is None or keys:
+        raise TypeError("what is a key, keys, or tokens with a naming=, which says how their blocks are named")
+    if not operator and naming.tenant not in ("", tenant):
+        raise PermissionError(f"tenant {tenant!r} may not ask for the blocks of {naming.tenant!r}: operators only")
+    makers = [_maker(other, naming) for other in others if other != naming]
+    return naming.keys(tokens), [(maker, maker.make(tokens)) for maker in allowed(makers, tenant, operator=operator)]
+
+
+def _aligned(other: BlockKey, naming: BlockKey, tokens: Sequence[int]) -> list[Key]:
+    """The other keys, position by position: of blocks of another size the one in which ours ends."""
+    keys = other.keys(tokens)
+    ends = range(naming.block_size, len(tokens) + 1, naming.block_size)
+    return [keys[at] for at in [(end - 1) // other.block_size for end in ends] if at < len(keys)]
+
+
+def _maker(other: BlockKey, naming: BlockKey) -> KeyMaker:
+    """Another naming, and what is different: whatever the bytes of a block depend on is its layout."""
+    fields = [field.name for field in attrs.fields(BlockKey)]
+    different = [name for name in fields if getattr(other, name) != getattr(naming, name)]
+    name = ", ".join(f"{field} {getattr(other, field)!r}" for field in different)
+    differs: Differs = "salt" if different == ["tenant"] else "layout"
+    return KeyMaker(name, partial(_aligned, other, naming), differs, other.tenant)

@@ -1,11 +1,11 @@
-"""Entering the places of an engine: what was only named is made, what can be entered is entered, and who is absent may be late.
+"""The places of an engine, entered: what was only named is made, what can be entered is entered, what is absent may come later.
 
-Rule 1. A tier that an engine may open without (``on_enter_failure``) is kept by a task of its own (:mod:`.keeping`), whether it
-        is there at first or not; the others are entered by whoever opens the engine.
+Rule 1. A tier that an engine may open without (``on_enter_failure``) is entered by a task of its own (:mod:`.late_tiers`),
+        whether it is there at first or not; the others are entered by the task that opens the engine.
 Rule 2. How a tier is asked is decided before it is there: whether it must be awaited, can be read from, tells of its evictions,
-        must know whose its blocks are. Routes are made by that. One that turns out to be of another kind once it is entered, or
-        to hold blocks of another size, is refused.
-Rule 3. A tier that could not even be made has a stand-in (:mod:`.late`), which nothing can be read from as a source.
+        must know the tenant of its blocks. Routes are made by that. One that turns out to be of another kind once it is
+        entered, or to hold blocks of another size, is refused.
+Rule 3. A tier that could not even be made has a placeholder, which nothing can be read from as a source.
 Rule 4. What was made here is closed here, last of all, whether it was entered or not.
 """
 
@@ -26,11 +26,9 @@ from .._errors import ConfigError, TierNotEntered
 from .._health import BreakerTier, with_breaker
 from .._health.faults import describe, is_absence
 from .config import EngineConfig, TierLike
-from .explaining import History
-from .gathering import check_places
-from .keeping import Keeper, keep
-from .late import LateTier
-from .making import is_source, make_source, make_tier, must_know_whose
+from .factories import is_source, make_source, make_tier, needs_tenants
+from .history import History
+from .late_tiers import PlaceholderTier, Reconnector, keep
 
 
 @attrs.frozen(eq=False)
@@ -61,7 +59,7 @@ async def enter_places(stack: AsyncExitStack, config: EngineConfig, history: His
         tier = tiers[name] = _made(name, said, source.block_bytes, config)
         if tier is not said:
             stack.enter_context(closing(tier))  # whatever comes next, and after it was left
-        if config.goes_on_without(name) and (isinstance(tier, LateTier) or _can_be_entered(tier)):
+        if config.opens_without(name) and (isinstance(tier, PlaceholderTier) or _can_be_entered(tier)):
             guards[name] = await _keep(stack, name, tier, source, config, history)
         else:
             guards[name] = _guard(name, tier, config)
@@ -72,7 +70,21 @@ async def enter_places(stack: AsyncExitStack, config: EngineConfig, history: His
     return Places(source, tiers, guards)
 
 
-def check_late(tiers: Mapping[str, object], config: EngineConfig) -> None:
+def check_places(source: object, tiers: Mapping[str, object]) -> None:
+    """Whether these can be joined, as far as they are there yet."""
+    if not tiers:
+        raise ValueError("an engine needs at least one tier")
+    there = [place for place in (source, *tiers.values()) if place is not None and not isinstance(place, str | Mapping)]
+    if len({id(place) for place in there}) != len(there):
+        raise ValueError(f"the source and the tiers must be different places: {source!r}, {list(tiers.values())!r}")
+    wanted: int = getattr(source, "block_bytes", 0)
+    for tier in tiers.values():
+        size: int = getattr(tier, "block_bytes", 0)  # 0: any, so far
+        if wanted and size and size != wanted:
+            raise BlockSizeError(tier, size, wanted)
+
+
+def check_placeholders(tiers: Mapping[str, object], config: EngineConfig) -> None:
     """Whether no route starts at a tier that could not be made.
 
     Raises:
@@ -80,7 +92,7 @@ def check_late(tiers: Mapping[str, object], config: EngineConfig) -> None:
     """
     names = list(tiers)
     for at, (name, tier) in enumerate(tiers.items()):
-        if not isinstance(tier, LateTier):
+        if not isinstance(tier, PlaceholderTier):
             continue
         if any(route.source == name for route in config.routes) or (config.chain != "none" and at + 1 < len(names)):
             raise ConfigError(
@@ -100,9 +112,9 @@ def _made(name: str, said: TierLike, block_bytes: int, config: EngineConfig) -> 
     except Exception as error:
         if not is_absence(error):
             raise
-        if not config.goes_on_without(name):
+        if not config.opens_without(name):
             raise TierNotEntered(name, describe(error)) from error
-        return LateTier(make, block_bytes, error, seals=must_know_whose(knob, said))
+        return PlaceholderTier(make, block_bytes, error, seals=needs_tenants(knob, said))
 
 
 async def _keep(
@@ -114,19 +126,19 @@ async def _keep(
     runner = guard._runner
     runner.availability.leave_out()
 
-    def welcome() -> None:
-        if isinstance(tier, LateTier):
+    def check_entered() -> None:
+        if isinstance(tier, PlaceholderTier):
             if isinstance(tier.made, TenantTier) and not isinstance(tier, TenantTier):
                 raise TypeError("it must know whose its blocks are, which could not be known before it was made")
             history.watch_tier(name, tier.made)  # for as long as there is one: nobody else has it
         elif (now := _kind_of(name, tier)) != kind:
             raise TypeError(f"it is of another kind than before it was entered: {now}, not {kind}")
-        size: int = getattr(tier.made if isinstance(tier, LateTier) else tier, "block_bytes", 0)
+        size: int = getattr(tier.made if isinstance(tier, PlaceholderTier) else tier, "block_bytes", 0)
         if size and source.block_bytes and size != source.block_bytes:
             raise BlockSizeError(tier, size, source.block_bytes)
 
     await stack.enter_async_context(
-        keep(Keeper(runner, tier.enter if isinstance(tier, LateTier) else lambda: tier, welcome))
+        keep(Reconnector(runner, tier.enter if isinstance(tier, PlaceholderTier) else lambda: tier, check_entered))
     )
     return guard
 

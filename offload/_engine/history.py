@@ -1,0 +1,164 @@
+"""What has happened to blocks: the last that were evicted, deleted, kept back from a store, or whose store failed.
+
+What there is now can be asked for; what was cannot. So four records are kept, each of the last 65,536 blocks. Keeping them
+costs one note for a whole batch, whatever is in it; only an explanation reads them (:mod:`offload._engine.explain`). Nothing is
+noted for a block that is stored and arrives. An eviction is one note; a container of which something was kept back is one note.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Final
+
+import attrs
+import trio
+
+from backends.abc import Key
+from backends.leaving import SpillingTier
+
+from .._health.faults import describe
+from .._pipeline.pipeline import Pipeline
+
+MOST_REMEMBERED: Final = 65_536
+"""Blocks that each record remembers: some minutes of a busy engine, and about 10 MB."""
+
+
+# --- what is remembered -----------------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Event:
+    """Something that happened to a block."""
+
+    where: str
+    """The tier that it went from, or the pipeline that did not take it."""
+    when: float
+    """On trio's clock, in seconds."""
+    why: str
+    """In a word or two."""
+
+
+@attrs.define(eq=False)
+class _Entry:
+    when: float
+    where: str
+    why: str
+    """Of all, or in front of each one's own."""
+    keys: Collection[Key]
+    """With their own reasons, where it is a mapping."""
+    skipped: int = 0
+
+    def __iter__(self) -> Iterator[Key]:
+        return islice(self.keys, self.skipped, None)
+
+    def about(self, key: Key) -> Event:
+        why = self.keys[key] if isinstance(self.keys, Mapping) else self.why
+        return Event(self.where, self.when, why)
+
+
+class Record:
+    """The last blocks that something happened to. Bounded in blocks; adding many costs as much as adding one."""
+
+    __slots__ = ("_entries", "_most", "_total")
+
+    def __init__(self, most: int = MOST_REMEMBERED) -> None:
+        self._most = most
+        self._total = 0
+        self._entries: deque[_Entry] = deque()
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self._total} blocks>"
+
+    def note(self, where: str, keys: Collection[Key], when: float, why: str = "") -> None:
+        """It happened to these. The collection is kept, not copied; a mapping has each one's own reason."""
+        self._entries.append(_Entry(when, where, why, keys))
+        self._total += len(keys)
+        while self._total > self._most:
+            oldest = self._entries[0]
+            excess, there = self._total - self._most, len(oldest.keys) - oldest.skipped
+            if there <= excess:
+                self._entries.popleft()
+            else:
+                oldest.skipped += excess
+            self._total -= min(there, excess)
+
+    def of(self, keys: Collection[Key]) -> dict[Key, list[Event]]:
+        """What happened to these, the latest first, and once for each place. Reads all there is."""
+        wanted = set(keys)
+        found: dict[Key, dict[str, Event]] = {}
+        for entry in reversed(self._entries):
+            for key in entry:
+                if key in wanted:
+                    found.setdefault(key, {}).setdefault(entry.where, entry.about(key))
+        return {key: list(events.values()) for key, events in found.items()}
+
+
+class Tombstones(Record):
+    """The last blocks that were evicted from a tier, or dropped on their way to the next one."""
+
+    __slots__ = ()
+
+
+class Deletions(Record):
+    """The last blocks that were deleted from a tier by request."""
+
+    __slots__ = ()
+
+
+class Refusals(Record):
+    """The last blocks that were kept back from a store: by a policy, a pending mark, or an overflow."""
+
+    __slots__ = ()
+
+
+class Failures(Record):
+    """The last blocks whose store failed: a broken tier, a full one, a copy that went wrong."""
+
+    __slots__ = ()
+
+
+class History:
+    """What has happened to blocks: the last that were evicted, deleted, kept back from a store, or whose store failed."""
+
+    def __init__(self) -> None:
+        self.tombstones: Tombstones = Tombstones()
+        self.deletions: Deletions = Deletions()
+        self.refusals: Refusals = Refusals()
+        self.failures: Failures = Failures()
+
+    def watch_tier(self, name: str, tier: object) -> Callable[[], None]:
+        """Note what this place evicts, where it tells; returns what ends that."""
+        if isinstance(tier, SpillingTier):
+            return tier.on_evicted(partial(self._evicted, name))
+        return lambda: None
+
+    def watch_pipeline(self, name: str, pipeline: Pipeline) -> None:
+        """Note what is kept back from this pipeline, and what fails in it."""
+        pipeline._settlement.refused = partial(self._refused, name)
+
+    def dropped(self, name: str, to: str) -> Callable[[Sequence[Key], str], None]:
+        """What to tell of blocks that went from a tier without a copy in the next one."""
+        return lambda keys, reason: self.tombstones.note(
+            name, keys, trio.current_time(), f"not copied to {to}: {reason}"
+        )
+
+    def deleted(self, name: str, keys: Sequence[Key]) -> None:
+        """Note that these were deleted from a tier."""
+        if keys:
+            self.deletions.note(name, keys, trio.current_time())
+
+    def _evicted(self, name: str, keys: Sequence[Key]) -> None:
+        self.tombstones.note(name, keys, trio.current_time())
+
+    def _refused(self, name: str, reasons: Mapping[Key, str], failed: Mapping[Key, BaseException]) -> None:
+        now = trio.current_time()
+        if reasons:
+            self.refusals.note(name, reasons, now)
+        if failed:
+            self.failures.note(name, {key: describe(error) for key, error in failed.items()}, now)

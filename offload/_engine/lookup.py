@@ -1,0 +1,295 @@
+"""Lookup: the longest prefix over all tiers, each block in the fastest tier that has it, pinned there until it is released.
+
+A segment ends where its tier has no more, or where a faster tier has the next block; then every tier is asked again from that
+block on. It is over when all is found, or when every tier was asked for the same block in vain.
+
+Each tier has a share of the lookup's time (:class:`TimeShares`), and its breaker cancels a call that overruns it: so silence is
+a fault of that tier, and no end of the lookup. Rules 1 and 3 of the package are kept here.
+
+Times of a lookup:
+
+Rule 1. All questions of one lookup to one tier are its part. A part has ``lookup_timeout``: a tier that is silent costs a
+        lookup that much, and not what the tiers behind it have.
+Rule 2. Where the lookup itself has less time, what is left of it is shared evenly by the tiers that have not been asked yet.
+        One that answers at once leaves its share to those behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import cycle
+from math import inf
+from typing import TypeAlias
+
+import attrs
+import trio
+
+from backends.abc import Key, ReadableTier, ReadLease, Tier
+
+from .._errors import TierTooSlow
+from .._health import BreakerTier
+from .tenants import nothing
+
+# --- what was found ---------------------------------------------------------------------------------------------------
+
+
+_LONGEST_RELEASE = 10.0
+"""Seconds that the end of an engine waits for tiers that are slow to let go of forgotten hits."""
+_log = logging.getLogger("offload.engine")
+
+
+@attrs.frozen
+class Segment:
+    """Neighbouring blocks of a hit that lie in one tier."""
+
+    speed: int
+    """The position of the tier among those of the engine: 0 is the fastest."""
+    name: str
+    tier: ReadableTier
+    lease: ReadLease
+    blocks: int
+
+
+class Hit:
+    """The longest prefix that was found, pinned where it lies. Made by :meth:`Engine.lookup` only.
+
+    An async context manager: leaving it releases, also when cancelled.
+    """
+
+    __slots__ = ("_end", "_live", "_loads", "_released", "_runs", "_tenant", "keys", "unavailable")
+
+    def __init__(
+        self,
+        keys: Sequence[Key],
+        runs: list[Segment],
+        unavailable: Mapping[str, Exception],
+        live: dict[Hit, None],
+        tenant: str = "",
+        end: Callable[[], None] = nothing,
+    ) -> None:
+        self._runs = runs
+        self._live = live
+        live[self] = None
+        self._tenant = tenant
+        self._end = end
+        self._loads = 0
+        self._released = False
+        self.keys: Sequence[Key] = keys
+        """What was found, from the first key asked for to the last before the first that no tier has."""
+        self.unavailable: Mapping[str, Exception] = unavailable
+        """Tiers that were left out because they raised or were silent, by name. Not a miss: they may well have the blocks."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __repr__(self) -> str:
+        where = ", ".join(f"{blocks} in {name}" for name, blocks in self.runs)
+        return f"<Hit of {len(self.keys)} blocks: {where or 'nothing'}{', released' if self._released else ''}>"
+
+    @property
+    def runs(self) -> list[tuple[str, int]]:
+        """Where the prefix lies, in order: the name of a tier, and how many blocks are read from it."""
+        return [(run.name, run.blocks) for run in self._runs]
+
+    @property
+    def released(self) -> bool:
+        """Whether it has been released."""
+        return self._released
+
+    async def __aenter__(self) -> Hit:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._release()
+
+    async def _release(self) -> None:
+        """Give the pins back, or leave that to the last load that still reads through them."""
+        released, self._released = self._released, True
+        self._live.pop(self, None)
+        if not released and not self._loads:
+            await self._let_go()
+
+    def _begin_load(self) -> list[Segment]:
+        """Keep the pins until :meth:`_end_load`, whoever releases meanwhile."""
+        self._loads += 1
+        return self._runs
+
+    async def _end_load(self) -> None:
+        self._loads -= 1
+        if self._released and not self._loads:
+            await self._let_go()
+
+    async def _let_go(self) -> None:
+        try:
+            await release_segments(self._runs)
+        finally:
+            self._end()
+
+
+async def release_segments(runs: Sequence[Segment]) -> None:
+    """Release all leases, whatever one of them raises. Leaving a lease releases it by contract, also when cancelled."""
+    for at, run in enumerate(runs):
+        try:
+            await run.lease.__aexit__(None, None, None)
+        except BaseException:
+            await release_segments(runs[at + 1 :])
+            raise
+
+
+async def release_forgotten(live: Mapping[Hit, None]) -> None:
+    """The end of an engine is the end of its hits. Shielded, and bounded."""
+    forgotten = list(live)
+    if forgotten:
+        _log.warning("%d hits were never released, among them %r", len(forgotten), forgotten[0])
+    with trio.CancelScope(shield=True, deadline=trio.current_time() + _LONGEST_RELEASE):
+        for hit in forgotten:
+            try:
+                await hit._release()
+            except Exception:
+                _log.exception("%r could not be released", hit)
+
+
+# --- finding it -------------------------------------------------------------------------------------------------------
+
+
+Place: TypeAlias = tuple[str, BreakerTier]
+"""A tier, as it is asked, and its name."""
+
+
+async def find(
+    places: Sequence[Place],
+    keys: Sequence[Key],
+    behind: int = 0,
+    *,
+    lookup_timeout: float = inf,
+    within: float = inf,
+) -> tuple[list[Segment], dict[str, Exception]]:
+    """Pin the longest prefix of ``keys`` over those of ``places`` that stand at ``behind`` or later. The fastest is the first.
+
+    Args:
+        places: the tiers.
+        keys: what is wanted, in order.
+        behind: the position of the first tier that is asked.
+        lookup_timeout: how long each tier may take for its part, in seconds.
+        within: how long all of them may take together.
+
+    Returns:
+        The runs, in order; and the tiers that were left out because they raised or were too slow, by name. Cancelled, nothing
+        is pinned.
+    """
+    places = places[behind:]
+    asking = _TimedQueries(TimeShares(lookup_timeout, trio.current_time() + within, len(places)))
+    unavailable = asking.unavailable
+    runs: list[Segment] = []
+    found, wanted = 0, len(keys)
+    asked_in_vain = 0  # tiers that were asked for the block at `found` and do not have it
+    try:
+        if not wanted:
+            await trio.lowlevel.checkpoint()
+        for speed, (name, tier) in cycle(enumerate(places)):
+            if found == wanted or asked_in_vain == len(places):
+                break
+            end = await _end_of_run(places[:speed], keys, found, asking) if speed else wanted
+            if end == found:
+                continue  # a faster one has it
+            asked_in_vain += 1
+            lease = await asking.pin(name, tier, keys[found:end] if end - found < wanted else keys)
+            if lease is None:
+                continue
+            blocks = len(lease.keys)
+            runs.append(Segment(behind + speed, name, tier, lease, blocks))
+            found += blocks
+            asked_in_vain = 0 if found == end else 1
+    except BaseException:
+        await release_segments(runs)
+        raise
+    return runs, unavailable
+
+
+async def _end_of_run(faster: Sequence[Place], keys: Sequence[Key], found: int, asking: _TimedQueries) -> int:
+    """Where a run ends at the latest: at the first block from ``found`` on that a faster tier has."""
+    rest = keys[found:]
+    there: set[Key] = set()
+    for name, tier in faster:
+        there |= await asking.contained(name, tier, rest)
+    return next((found + at for at, key in enumerate(rest) if key in there), len(keys)) if there else len(keys)
+
+
+@attrs.define(eq=False)
+class _TimedQueries:
+    """The tiers of one lookup, as they are asked, each within what is left of its part."""
+
+    time: TimeShares
+    unavailable: dict[str, Exception] = attrs.Factory(dict)
+    """Those that raised or were too slow. They are not asked again."""
+
+    async def pin(self, name: str, tier: BreakerTier, keys: Sequence[Key]) -> ReadLease | None:
+        """Hold the prefix of these that is there; nothing where there is none, or no answer."""
+        began, seconds = self._begin(name)
+        if name in self.unavailable:
+            return None
+        try:
+            lease = await tier.pin(keys, within=seconds)
+            if len(lease.keys):
+                return lease
+            with trio.CancelScope(deadline=began + seconds):  # a lease has let go also when it is cut off
+                await lease.__aexit__(None, None, None)
+        except Exception as error:
+            self.unavailable[name] = error
+        finally:
+            self.time.spend(name, trio.current_time() - began)
+        return None
+
+    async def contained(self, name: str, tier: BreakerTier, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """What a faster tier has of these."""
+        began, seconds = self._begin(name)
+        if name in self.unavailable:
+            return frozenset()
+        try:
+            if isinstance(tier, Tier):
+                return tier.contains_nowait(keys)
+            return await tier.contains(keys, within=seconds)
+        except Exception as error:
+            self.unavailable[name] = error
+            return frozenset()
+        finally:
+            self.time.spend(name, trio.current_time() - began)
+
+    def _begin(self, name: str) -> tuple[float, float]:
+        """When a question begins, and how long it may take. A tier whose part is over is not asked, so it is at no fault."""
+        now = trio.current_time()
+        seconds = self.time.left(name, now)
+        if not seconds and name not in self.unavailable:
+            self.unavailable[name] = TierTooSlow(
+                f"no time was left to ask {name}: raise lookup_timeout, or the timeout of the lookup"
+            )
+        return now, seconds
+
+
+# --- how long each tier may take --------------------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class TimeShares:
+    """The time of one lookup, or of one delete. Times are on the clock of whoever asks, in seconds."""
+
+    each: float
+    """The longest part."""
+    ends: float
+    """When all of it is over."""
+    tiers: int
+    """How many will be asked."""
+    _left: dict[str, float] = attrs.Factory(dict)
+
+    def left(self, tier: str, now: float) -> float:
+        """What is left of a tier's part; the first time, the part is measured out."""
+        if tier not in self._left:
+            share = max(0.0, self.ends - now) / (self.tiers - len(self._left))
+            self._left[tier] = min(self.each, share)
+        return self._left[tier]
+
+    def spend(self, tier: str, seconds: float) -> None:
+        """A question to this tier has taken so long."""
+        self._left[tier] = max(0.0, self._left[tier] - seconds)
