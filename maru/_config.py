@@ -1,7 +1,7 @@
 """Every knob of a server and of a client: its default, its bound, and the reason for both. Pure.
 
 A server is the table ``[server]`` of a file and the variables ``MARU_SERVER__...``, a client ``[client]`` and
-``MARU_CLIENT__...``. :mod:`maru._knobs` has the rules. The command line's help and the documentation's tables are made
+``MARU_CLIENT__...``. :mod:`maru.configuration` has the rules. The command line's help and the documentation's tables are made
 from :func:`knobs`.
 """
 
@@ -15,9 +15,9 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 import attrs
 
 from ._errors import ConfigError
-from ._knobs import Knob as Knob
-from ._knobs import Knobs, as_bytes
 from ._wire.frames import MAX_FRAME_BYTES, MAX_KEY_BYTES, MAX_KEYS
+from .configuration import Knob as Knob
+from .configuration import Knobs, as_bytes
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 JournalSync: TypeAlias = Literal["never", "second", "each"]
@@ -67,7 +67,7 @@ class ServerConfig:
         "Where to listen for TCP. Empty: nowhere. Published clients expect 127.0.0.1; who may enter there are this user's "
         "processes. Any host but this one needs CURVE keys, or insecure.",
     )
-    port: int = _knob.count(
+    port: int = _knob.integer(
         5555,
         0,
         65_535,
@@ -128,10 +128,10 @@ class ServerConfig:
         1 << 50,
         "Most bytes in regions. 0: all that is free at the start but for a tenth. Reserved region by region.",
     )
-    high_watermark: float = _knob.share(
+    high_watermark: float = _knob.fraction(
         0.95, 0.01, 1.0, "An owner's regions are fuller than this: its least recently used keys go ahead of need."
     )
-    low_watermark: float = _knob.share(
+    low_watermark: float = _knob.fraction(
         0.9, 0.0, 1.0, "Down to here, so that evictions come in batches. At most high_watermark."
     )
     watermark_interval: float = _knob.seconds(
@@ -168,7 +168,7 @@ class ServerConfig:
     v1_read_grace: float = _knob.seconds(
         30.0, 0.0, _DAY, "How long a key that a published client looked up is kept: it reads without a pin."
     )
-    max_sessions: int = _knob.count(
+    max_sessions: int = _knob.integer(
         4_096, 1, 1 << 20, "Sessions at once, some kB each. Further handshakes are refused."
     )
     # durability
@@ -190,17 +190,17 @@ class ServerConfig:
     max_message_bytes: int = _knob.size(
         MAX_FRAME_BYTES, 4 << 10, 256 << 20, "Largest message; ZeroMQ hangs up on whoever sends a larger one."
     )
-    max_keys: int = _knob.count(
+    max_keys: int = _knob.integer(
         MAX_KEYS, 64, MAX_KEYS, "Keys in a batch: a context of a million tokens, which hold the loop for some 10 ms."
     )
-    max_key_bytes: int = _knob.count(
+    max_key_bytes: int = _knob.integer(
         MAX_KEY_BYTES, 32, MAX_KEY_BYTES, "Length of a key in UTF-8; those of vLLM and LMCache have about 100."
     )
-    max_entries: int = _knob.count(4_000_000, 1, 1 << 30, "Keys in all, about half a kB of the server's memory each.")
-    max_in_flight: int = _knob.count(
+    max_entries: int = _knob.integer(4_000_000, 1, 1 << 30, "Keys in all, about half a kB of the server's memory each.")
+    max_in_flight: int = _knob.integer(
         256, 1, 65_536, "Requests of one client that wait for memory at once. Four times what published clients send."
     )
-    high_water_mark: int = _knob.count(
+    high_water_mark: int = _knob.integer(
         256,
         64,
         1 << 20,
@@ -216,10 +216,10 @@ class ServerConfig:
     max_unread_bytes_together: int = _knob.size(
         256 << 20, 1 << 20, 1 << 40, "The same for all clients together. Who has the most goes first."
     )
-    max_regions: int = _knob.count(
+    max_regions: int = _knob.integer(
         16_384, 1, 65_536, "Regions in all: a list of them is a message of about a MiB. Further ones are no room."
     )
-    max_connections: int = _knob.count(
+    max_connections: int = _knob.integer(
         1_000,
         1,
         1 << 16,
@@ -313,8 +313,8 @@ class MaruConfig:
     instance_id: str = _knob.text("", "a text", _ANY, "Who owns the regions. Empty: a new random name at each connect.")
     pool_size: int = _knob.size(100 << 20, 0, _TIB, "Bytes of the first region. 0: only read, and own none.")
     chunk_size_bytes: int = _knob.size(1 << 20, 1, 1 << 34, "Bytes of a page: one key's largest value.")
-    timeout_ms: int = _knob.count(2_000, 1, 3_600_000, "Milliseconds to wait for an answer of the server.")
-    max_inflight: int = _knob.count(64, 1, 65_536, "Requests without an answer at once; further ones wait.")
+    timeout_ms: int = _knob.integer(2_000, 1, 3_600_000, "Milliseconds to wait for an answer of the server.")
+    max_inflight: int = _knob.integer(64, 1, 65_536, "Requests without an answer at once; further ones wait.")
     eager_map: bool = _knob.flag(True, "Map other owners' regions when connecting; otherwise when first read.")
     auto_expand: bool = _knob.flag(True, "Take another region when no page is free and none could be reclaimed.")
     expand_size: int = _knob.size(0, 0, _TIB, "Bytes of such a further region. 0: as many as pool_size.")
@@ -337,7 +337,7 @@ class MaruConfig:
     lease: float = _knob.seconds(
         10.0, 0.05, 3_600.0, "How long this client may be silent before the server takes back its pins and regions."
     )
-    max_regions: int = _knob.count(256, 1, 65_536, "Regions of its own at most: auto_expand stops there.")
+    max_regions: int = _knob.integer(256, 1, 65_536, "Regions of its own at most: auto_expand stops there.")
     dax_path: str = _knob.text(
         "",
         "a path",
@@ -395,7 +395,7 @@ def server_config(
 
     Args:
         source: a path (``pathlib.Path``), or TOML as a text.
-        others: tables of the file that somebody else reads. Any further one is an error.
+        others: tables of the file that are read elsewhere. Any further one is an error.
         environ: the environment; by default that of this process.
         options: by the name of the knob (``server.port``), what to call it in an error (``--port``) and its value.
 
@@ -417,7 +417,7 @@ def client_config(
 
     Args:
         source: a path (``pathlib.Path``), or TOML as a text.
-        others: tables of the file that somebody else reads. Any further one is an error.
+        others: tables of the file that are read elsewhere. Any further one is an error.
         environ: the environment; by default that of this process.
         options: by the name of the knob (``client.lease``), what to call it in an error (``--lease``) and its value.
 

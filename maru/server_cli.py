@@ -18,7 +18,7 @@ from ._commands import Program
 from ._config import ServerConfig, knobs, server_config
 from ._ending import ExitCode
 from ._errors import ConfigError, MaruError
-from ._knobs import Knob, as_size
+from .configuration import Knob, as_size
 from .exception_groups import leaves
 
 _PREFIX = "server."

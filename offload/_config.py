@@ -27,8 +27,8 @@ from typing import Any, Final, Literal, TypeAlias, TypeVar
 import attrs
 
 from backends.abc import WhenFull
-from maru._knobs import Knob as Knob
-from maru._knobs import Knobs
+from maru.configuration import Knob as Knob
+from maru.configuration import Knobs
 
 from ._errors import ConfigError
 
@@ -50,13 +50,13 @@ _knob: Final = Knobs("OFFLOAD", ConfigError)
 class BatchConfig:
     """When a batch is full, and when it is late. The reason for each bound and default is in :func:`knobs`."""
 
-    max_batch_size: int = _knob.count(
+    max_batch_size: int = _knob.integer(
         64,
         1,
         65_536,
         "Blocks in a batch: enough to pay for one copy call, few enough that a cancel rarely comes too late.",
     )
-    min_batch_size: int = _knob.count(
+    min_batch_size: int = _knob.integer(
         8, 1, 65_536, "Blocks that are worth a copy at once; fewer wait for company. At most max_batch_size."
     )
     flush_interval: float = _knob.seconds(
@@ -77,7 +77,7 @@ class BatchConfig:
 class PipelineConfig:
     """Everything that can be set on a pipeline. The reason for each bound and default is in :func:`knobs`."""
 
-    batch_config: BatchConfig = _knob.part(BatchConfig(), "When a batch leaves.")
+    batch_config: BatchConfig = _knob.table(BatchConfig(), "When a batch leaves.")
     policy_timeout: float = _knob.seconds(
         0.1,
         0.001,
@@ -89,7 +89,7 @@ class PipelineConfig:
         OnPolicyError,
         "What a policy that raises or overruns does to a container: keeps its blocks back, or fails it.",
     )
-    max_waiting_policies: int = _knob.count(
+    max_waiting_policies: int = _knob.integer(
         64, 1, 4_096, "Containers whose policies wait at once, so that a slow one holds nobody back; each is a task."
     )
     precondition_timeout: float = _knob.seconds(
@@ -98,7 +98,7 @@ class PipelineConfig:
     sweep_interval: float = _knob.seconds(
         0.01, 0.001, 60.0, "How often a safety net looks for cancelled containers. It should find none, and counts."
     )
-    max_concurrent_transfers: int = _knob.count(
+    max_concurrent_transfers: int = _knob.integer(
         1, 1, 64, "Batches copied at once. Each takes a thread; two nearly fill a memory bus."
     )
     on_destination_full: WhenFull = _knob.choice(
@@ -122,7 +122,7 @@ class PipelineConfig:
         _DAY,
         "How long shutdown waits for copies under way. Where it is shorter than transfer_timeout, it wins.",
     )
-    budget_blocks: int = _knob.count(
+    budget_blocks: int = _knob.integer(
         4_096,
         1,
         _MOST_BLOCKS,
@@ -147,7 +147,7 @@ class PipelineConfig:
 class BreakerConfig:
     """When a tier counts as broken, and how it is tried again. The reason for each bound and default is in :func:`knobs`."""
 
-    max_faults: int = _knob.count(
+    max_faults: int = _knob.integer(
         3, 1, 1_000, "Faults in a row that break a tier. One is bad luck; each may cost somebody a timeout."
     )
     first_wait: float = _knob.seconds(
@@ -159,20 +159,20 @@ class BreakerConfig:
         _DAY,
         "What the wait doubles up to, and how long a probe may take. At least first_wait.",
     )
-    call_timeout: float = _knob.patience(
+    call_timeout: float = _knob.timeout(
         5.0,
         0.001,
         _DAY,
         "How long a tier may take to answer a question (contains, pin, delete, room) before that is a fault; longer than its "
         "own patience, so that it says itself what is wrong. inf: as long as the tier itself allows.",
     )
-    load_timeout: float = _knob.patience(
+    load_timeout: float = _knob.timeout(
         60.0,
         0.001,
         _DAY,
         "How long it may take to load the blocks of a run. As long as a store's copy. inf: as above.",
     )
-    enter_timeout: float = _knob.patience(
+    enter_timeout: float = _knob.timeout(
         30.0,
         0.001,
         _DAY,
@@ -216,7 +216,7 @@ def config_from_toml(
     Args:
         source: a path (``pathlib.Path``), or TOML as a text.
         section: the table to read; it need not be there.
-        others: tables of the file that somebody else reads. Any further one is an error.
+        others: tables of the file that are read elsewhere. Any further one is an error.
         environ: the environment; by default that of this process.
 
     Raises:

@@ -13,7 +13,7 @@ import attrs
 import click
 
 from maru._ending import ExitCode
-from maru._knobs import as_size
+from maru.configuration import as_size
 from maru.exception_groups import leaves
 
 from ._config import SECTION, Knob, PinnedPoolConfig, knobs, pinned_pool_config

@@ -1,7 +1,7 @@
 """Every knob of a pinned pool's server: its default, its bound, and the reason for both. Pure but for reading a file.
 
 The table ``[pinned_pool]`` of a TOML file, the variables ``OFFLOAD_PINNED_POOL__...``, the options of ``offload pinned-pool``:
-the last one wins. :mod:`maru._knobs` has the rules.
+the last one wins. :mod:`maru.configuration` has the rules.
 """
 
 # ruff: noqa: RUF009  # the functions called in the class bodies make fields
@@ -14,8 +14,8 @@ from typing import Final, Literal, TypeAlias
 import attrs
 
 from maru._config import is_loopback
-from maru._knobs import Knob as Knob
-from maru._knobs import Knobs
+from maru.configuration import Knob as Knob
+from maru.configuration import Knobs
 
 from ._errors import PinnedPoolConfigError
 
@@ -38,9 +38,9 @@ class PinnedPoolConfig:
         r"[\w.:%-]+",
         "Where it listens. Any host but this one needs insecure: whoever reaches the port may take a pool.",
     )
-    port: int = _knob.count(8073, 0, 65_535, "Where clients expect it. 0: any free one, told when ready.")
+    port: int = _knob.integer(8073, 0, 65_535, "Where clients expect it. 0: any free one, told when ready.")
     insecure: bool = _knob.flag(False, "Listen beyond this host, where nobody is asked who they are. Warns.")
-    pool_memory_size: int = _knob.count(
+    pool_memory_size: int = _knob.integer(
         4096, 1, 1 << 24, "MiB of all clients' pools together. Taken as clients ask for their pools."
     )
     chunk_size: int = _knob.size(
@@ -64,7 +64,7 @@ class PinnedPoolConfig:
         r"[^\x00]*",
         "Directory of the Unix socket that hands out pools, made with mode 0700. Empty: /dev/shm/pinned-pool-UID.",
     )
-    max_clients: int = _knob.count(256, 1, 65_536, "Connections at once; further ones are closed. A task each.")
+    max_clients: int = _knob.integer(256, 1, 65_536, "Connections at once; further ones are closed. A task each.")
     patience: float = _knob.seconds(
         30.0, 0.05, 3_600.0, "How long the rest of a frame may take to come, or an answer to be read. Then it is over."
     )
@@ -101,7 +101,7 @@ def pinned_pool_config(
 
     Args:
         source: a path (``pathlib.Path``), or TOML as a text.
-        others: tables of the file that somebody else reads. Any further one is an error.
+        others: tables of the file that are read elsewhere. Any further one is an error.
         environ: the environment; by default that of this process.
         options: by the name of the knob (``pinned_pool.port``), what to call it in an error (``--port``) and its value.
 

@@ -15,6 +15,7 @@ from ._registry import register_tier_module as register_tier_module
 from ._registry import known_tiers as known_tiers
 from ._registry import TierFactory as TierFactory
 from ._config import HostConfig as HostConfig
+from ._errors import HostConfigError as HostConfigError
 from ._errors import NoAnswer as NoAnswer
 from ._errors import PluginClassError as PluginClassError
 from ._errors import PluginFault as PluginFault

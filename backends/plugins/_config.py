@@ -1,69 +1,70 @@
 """Every knob of a host, with its default, its bound and its reason."""
 
+# the functions called in the class bodies make fields
 from __future__ import annotations
 
-import math
+from typing import Final
 
 import attrs
 
+from maru.configuration import Knobs
+
+from ._errors import HostConfigError
 from .finding import check_names
 
+_DAY = 86_400.0
 
-def _seconds(instance: object, attribute: attrs.Attribute[float], value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{attribute.name} is {value!r}, but must be a positive number of seconds")
-
-
-def _count(instance: object, attribute: attrs.Attribute[int | None], value: object) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{attribute.name} is {value!r}, but must be a positive number of bytes, or None")
-
-
-def _number(instance: object, attribute: attrs.Attribute[int], value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{attribute.name} is {value!r}, but must be a positive integer")
-
-
-def _flag(instance: object, attribute: attrs.Attribute[bool], value: object) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{attribute.name} is {value!r}, but must be true or false")
+_knob: Final = Knobs("OFFLOAD", HostConfigError)
 
 
 @attrs.frozen(kw_only=True)
 class HostConfig:
-    """What a host may be told. :class:`ValueError` for what makes no sense."""
+    """What can be set on the host of a plugin. What is out of its bound is a :class:`HostConfigError`."""
 
-    capacity_bytes: int | None = attrs.field(default=None, validator=_count)
+    capacity_bytes: int | None = _knob.optional(
+        None,
+        1,
+        1 << 50,
+        "How many bytes of blocks this host lets the plugin keep. None: the plugin knows; the host neither counts nor evicts.",
+    )
     """How many bytes of blocks this host lets the plugin keep. ``None``: the plugin knows; the host neither counts nor
     evicts."""
-    checksums: bool = attrs.field(default=True, validator=_flag)
+    checksums: bool = _knob.flag(True, "An xxh3-64 of each block costs 8 bytes and a tenth of a copy.")
     """Keep an xxh3-64 of each block that is stored through this host, in the host's memory, and verify it at every load."""
-    deadline: float = attrs.field(default=30.0, validator=_seconds)
+    deadline: float = _knob.seconds(
+        30.0, 0.001, _DAY, "Less than a pipeline's transfer_timeout (60), so that the host says first what is unproven."
+    )
     """Seconds for each answer. Less than a pipeline's ``transfer_timeout`` (60), so that the host says first what is
     unproven."""
-    close_deadline: float = attrs.field(default=5.0, validator=_seconds)
-    """Seconds at the end for answers that nobody waits for any more, and then as many for the plugin's ``close``."""
-    rescue_interval: float = attrs.field(default=0.25, validator=_seconds)
-    """Seconds after which answers are looked for although nobody was told of any. Each one found so is counted."""
-    submit_in_thread: bool = attrs.field(default=False, validator=_flag)
+    close_deadline: float = _knob.seconds(
+        5.0, 0.001, _DAY, "At the end nobody waits for the answers: a plugin that hangs delays the exit by twice this."
+    )
+    """Seconds at the end for answers that no call waits for any more, and then as many for the plugin's ``close``."""
+    rescue_interval: float = _knob.seconds(
+        0.25, 0.001, _DAY, "A signal that a plugin forgot costs this much latency; looking costs some microseconds."
+    )
+    """Seconds after which answers are looked for although the plugin signalled none. Each one found so is counted."""
+    submit_in_thread: bool = _knob.flag(False, "Costs a thread switch for each operation.")
     """Submit in a thread: for a plugin that blocks there, against its contract. Costs a thread switch for each operation."""
-    most_known: int = attrs.field(default=262_144, validator=_number)
+    most_known: int = _knob.integer(262_144, 1, 1 << 40, "Some 300 bytes each, 80 MB in all.")
     """Without a capacity, so many blocks and their checksums are remembered (some 80 MB). A block that was forgotten is still
     found by asking; its bytes are not verified then, which is counted."""
-    most_quarantined_bytes: int = attrs.field(default=1 << 30, validator=_number)
+    most_quarantined_bytes: int = _knob.integer(
+        1 << 30, 1, 1 << 50, "A plugin that hangs keeps the memory it was given: bounded, or it keeps all there is."
+    )
     """So much memory at most is left to a plugin that does not answer. Beyond it, nothing more is given to the plugin, and what
     would have been fails at once."""
-    most_unanswered: int = attrs.field(default=1024, validator=_number)
+    most_unanswered: int = _knob.integer(1024, 1, 1 << 30, "Each is remembered until it is answered.")
     """So many operations at most are left to a plugin that does not answer, with or without memory. Beyond it, nothing more is
     asked, and what would have been fails at once."""
 
 
 def host_config(knobs: dict[str, object]) -> HostConfig:
-    """From a specification.
+    """The configuration of a host from a specification.
 
     Raises:
         TierParameterError: there is no such knob.
-        ValueError: a value that makes no sense.
+        HostConfigError: a value out of its bound.
     """
     check_names("the host of a plugin", knobs, [field.name for field in attrs.fields(HostConfig)])
     return HostConfig(**knobs)  # type: ignore[arg-type]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from maru._errors import KnobError
+
 from .._errors import BackendError
 
 
@@ -67,3 +69,7 @@ class PluginFault(BackendError):
 
 class NoAnswer(BackendError):
     """The plugin did not answer within its deadline. Nobody knows whether it was done: that is no miss."""
+
+
+class HostConfigError(BackendError, KnobError):
+    """The caller set a knob of a plugin's host to what it cannot be; the text names the knob, the value, and the bound."""

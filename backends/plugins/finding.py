@@ -10,12 +10,13 @@ Rule 3. A plugin is called with what its signature takes. What versions add (``b
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
+
+from maru.configuration import suggestion
 
 from ._errors import PluginClassError, PluginModuleError, PluginTypeError, TierParameterError
 
@@ -134,8 +135,7 @@ def check_names(what: str, given: Mapping[str, object], known: Collection[str] |
     """
     for name in given:
         if known is not None and name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            why = f"did you mean {near[0]}?" if near else f"only {', '.join(sorted(known))}"
+            why = suggestion(name, sorted(known))
             raise TierParameterError(what, name, given[name], f"there is no such parameter; {why}")
 
 

@@ -30,7 +30,7 @@ import maru._config
 from backends.pinned_pool import _config as _pinned_pool_config
 from maru._client import page_states
 from maru._config import MaruConfig, ServerConfig
-from maru._knobs import Knob, as_size
+from maru.configuration import Knob, as_size
 from offload import _config
 from offload._config import BreakerConfig, knobs
 from offload._engine import config as _engine_config

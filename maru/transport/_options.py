@@ -12,7 +12,7 @@ import attrs
 import zmq
 
 from .._errors import ConfigError
-from .._knobs import Knobs
+from ..configuration import Knobs
 from ._keys import CurveClient, CurveServer
 
 _knob: Final = Knobs("MARU", ConfigError)
@@ -22,11 +22,11 @@ _knob: Final = Knobs("MARU", ConfigError)
 class SocketOptions:
     """Everything that can be set on a socket. What is out of its bound is a :class:`maru.ConfigError`."""
 
-    send_high_water_mark: int = _knob.count(
+    send_high_water_mark: int = _knob.integer(
         1_024, 1, 1 << 20, "Messages that wait for one peer on the way out; then send waits and send_nowait raises."
     )
     """Messages that wait for one peer on the way out; then ``send`` waits and ``send_nowait`` raises."""
-    receive_high_water_mark: int = _knob.count(
+    receive_high_water_mark: int = _knob.integer(
         1_024, 1, 1 << 20, "Messages of one peer that wait to be received; then its sender waits."
     )
     """Messages of one peer that wait to be received; then its sender waits."""
@@ -45,7 +45,7 @@ class SocketOptions:
         "The same for all peers: beyond, those that do not read go, who has the most first.",
     )
     """The same for all of its peers together; who has the most goes first."""
-    max_frames: int = _knob.count(16, 2, 1_024, "Frames of a message; one with more is dropped and counted.")
+    max_frames: int = _knob.integer(16, 2, 1_024, "Frames of a message; one with more is dropped and counted.")
     """Frames of a message; one with more is dropped and counted."""
     linger: float = _knob.seconds(
         0.0, 0.0, 10.0, "How long what was sent may still leave after closing; closing takes as long at most."
@@ -61,7 +61,7 @@ class SocketOptions:
         5.0, 0.01, 600.0, "How long a connection may take to say who it is, before it is dropped."
     )
     """How long a connection may take to say who it is, before it is dropped."""
-    backlog: int = _knob.count(512, 1, 65_535, "Connections that wait to be accepted.")
+    backlog: int = _knob.integer(512, 1, 65_535, "Connections that wait to be accepted.")
     """Connections that wait to be accepted."""
     heartbeat_interval: float = _knob.seconds(
         0.0,

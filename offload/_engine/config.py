@@ -16,14 +16,13 @@ route is a table of a list::
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 import attrs
 
 from backends.abc import ReadableTier, Source
-from maru._knobs import Knob, Knobs, Origin
+from maru.configuration import Document, Knob, Knobs
 
 from .._config import BreakerConfig, PipelineConfig
 from .._errors import ConfigError
@@ -55,20 +54,15 @@ _knob: Final = Knobs("OFFLOAD", ConfigError)
 _NO_TABLES: Final[Mapping[str, Any]] = {}
 
 
-def _field(default: object, bound: str, reason: str, check: Callable[..., None], converter: Any = None) -> Any:
-    """A field that is no knob, with what is told of one."""
-    return attrs.field(
-        default=default, converter=converter, validator=check, metadata={"bound": bound, "reason": reason}
-    )
-
-
 class TierTable(dict[str, Any]):
     """How to make a tier, as a file says it; knows where, for errors of making it."""
 
-    def __init__(self, table: Mapping[str, Any], origin: Origin) -> None:
+    def __init__(self, table: Mapping[str, Any], document: Document, section: str) -> None:
         super().__init__(table)
-        self.origin: Origin = origin
-        """Where it stands."""
+        self.document: Document = document
+        """The file it stands in."""
+        self.section: str = section
+        """Its path in there: ``engine.tiers.disk``."""
 
 
 # --- routes -------------------------------------------------------------------------------------------------------
@@ -211,7 +205,7 @@ def _as_chain(value: Any) -> Any:
 class EngineConfig:
     """Everything that can be set on an engine. The reason for each bound and default is in :func:`engine_knobs`."""
 
-    source: Source | str | Mapping[str, Any] | None = _field(
+    source: Source | str | Mapping[str, Any] | None = _knob.field(
         None,
         "a place, or how to make one",
         "Where blocks are stored from. Most often an object: the tensors of an engine are not to be named in a file.",
@@ -223,21 +217,21 @@ class EngineConfig:
         1 << 40,
         "Size of every block, needed only where the source is made from its name; else it tells. 0: it does.",
     )
-    tiers: Mapping[str, TierLike] = _field(
+    tiers: Mapping[str, TierLike] = _knob.field(
         _NO_TABLES,
         "a table for each tier",
         "What is joined, by name, from the fastest to the slowest.",
         _check_tiers,
         converter=lambda tiers: dict(tiers) if isinstance(tiers, Mapping) else tiers,
     )
-    routes: tuple[Route, ...] = _field(
+    routes: tuple[Route, ...] = _knob.field(
         (),
         "a list of tables",
         "Routes that are not as by default, or not there by default.",
         _check_routes,
         converter=_as_routes,
     )
-    chain: Chain = _field(
+    chain: Chain = _knob.field(
         "on_store",
         f"one of {', '.join(get_args(Chain))}",
         "What feeds one tier from another. true is on_store, false is none.",
@@ -249,7 +243,7 @@ class EngineConfig:
         OnLoadFailure,
         "What a load does about a block that was found and does not come: end the prefix, raise, or look behind.",
     )
-    on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = _field(
+    on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = _knob.field(
         "fail",
         f"one of {', '.join(get_args(OnEnterFailure))}, or that by the name of each tier: a table, or maru=miss,disk=fail",
         "What to do about a tier that cannot be made or entered, since nobody is there: fail, or count it as broken and go on. "
@@ -257,16 +251,16 @@ class EngineConfig:
         _check_enter_failure,
         converter=_as_enter_failure,
     )
-    promote: bool | str = _field(
+    promote: bool | str = _knob.field(
         False,
         "true, false, or the name of a tier",
         "Whether what is loaded from a slower tier is written into a faster one as well: the fastest, or that one.",
         _check_promote,
     )
-    promotion_blocks: int = _knob.count(
+    promotion_blocks: int = _knob.integer(
         256, 1, 65_536, "Blocks on their way up at once. Each takes a block of host memory until it has arrived."
     )
-    lookup_timeout: float = _knob.patience(
+    lookup_timeout: float = _knob.timeout(
         3.0,
         0.001,
         86_400.0,
@@ -279,8 +273,8 @@ class EngineConfig:
         3_600.0,
         "How long a store stands back for loads that are under way before one batch goes all the same.",
     )
-    breaker: BreakerConfig = _knob.part(BreakerConfig(), "When a tier counts as broken, and how it is tried again.")
-    pipeline: PipelineConfig = _knob.part(PipelineConfig(), "The knobs of every route that has none of its own.")
+    breaker: BreakerConfig = _knob.table(BreakerConfig(), "When a tier counts as broken, and how it is tried again.")
+    pipeline: PipelineConfig = _knob.table(PipelineConfig(), "The knobs of every route that has none of its own.")
 
     def __attrs_post_init__(self) -> None:
         if isinstance(self.promote, str) and self.tiers and self.promote not in self.tiers:
@@ -334,20 +328,18 @@ class EngineConfig:
         Args:
             source: a path (``pathlib.Path``), or TOML as a text.
             section: the table to read; it need not be there.
-            others: tables of the file that somebody else reads. Any further one is an error.
+            others: tables of the file that are read elsewhere. Any further one is an error.
             environ: the environment; by default that of this process.
 
         Raises:
             ConfigError: not TOML, an unknown name, or a value that cannot be; with file and line, or the variable.
             OSError: the file cannot be read.
         """
-        config = _knob.load(cls, source, section=section, others=others, environ=environ)
-        name, text = (
-            ("TOML", source) if isinstance(source, str) else (os.fspath(source), Path(source).read_text("utf-8"))
-        )
+        document = _knob.read(source)
+        config = _knob.load(cls, document, section=section, others=others, environ=environ)
 
         def located(path: str, table: Any) -> Any:
-            return TierTable(table, Origin(str(name), text, f"{section}.{path}")) if type(table) is dict else table
+            return TierTable(table, document, f"{section}.{path}") if type(table) is dict else table
 
         tables = {tier: located(f"tiers.{tier}", table) for tier, table in config.tiers.items()}
         return attrs.evolve(config, source=located("source", config.source), tiers=tables)

@@ -75,8 +75,8 @@ def _misfit(name: str, table: TierTable, error: Exception) -> ConfigError | None
         knob = "type"
     elif type(error) not in (ValueError, TypeError):  # whatever is more particular is somebody's to know
         return None
-    path = ".".join(filter(None, (table.origin.section, knob)))
-    return ConfigError(path, value, f"{why} {table.origin.place(knob)}")
+    path = ".".join(filter(None, (table.section, knob)))
+    return ConfigError(path, value, f"{why} {table.document.place(path)}")
 
 
 def _wrapped(name: str, tier: dict[str, Any], block_bytes: int, make: Callable[..., ReadableTier]) -> ReadableTier:

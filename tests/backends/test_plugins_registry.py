@@ -338,7 +338,7 @@ def test_what_a_class_itself_names_must_be_there(module):
     ("host", "words"),
     [
         ({"deadlin": 3}, "deadlin = 3: there is no such parameter; did you mean deadline?"),
-        ({"deadline": -1}, "deadline is -1"),
+        ({"deadline": -1}, "deadline = -1"),
         ({"max_capacity_gb": -1}, "max_capacity_gb is -1"),
         ({"max_capacity_gb": 1, "capacity_bytes": 1}, "say the same"),
         ({"capacity_bytes": "much"}, "capacity_bytes = 'much': must be a size"),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from maru._config import MaruConfig, ServerConfig, client_config, from_mapping, is_loopback, knobs, server_config
 from maru._errors import ConfigError, KnobError, MaruError
-from maru._knobs import as_bytes, as_size
+from maru.configuration import as_bytes, as_size
 from offload import ConfigError as OffloadConfigError
 
 EVERY = [*knobs(ServerConfig, section="server"), *knobs(MaruConfig, section="client")]

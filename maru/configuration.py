@@ -1,13 +1,13 @@
-"""What a knob is: its default, its bound, the reason for both, and how a file, the environment or an option sets it.
+"""The configuration of all packages: what a knob is, and how a file, the environment or an argument sets it.
 
-A package declares its knobs with a :class:`Knobs` of its own, in the bodies of frozen attrs classes. Pure, but for the
-reading of a file.
+A package declares its knobs with a :class:`Knobs` of its own, as fields of frozen attrs classes, each with a default, a bound
+and the reason for both. :meth:`Knobs.load` reads all sources. Pure, but for the reading of a file.
 
 Rule 1. A knob is checked when its class is made, wherever the value came from: what exists is valid.
-Rule 2. What is wrong is said as the package's :class:`~maru._errors.KnobError`: the knob, the value, the bound, and
-        where it was set.
+Rule 2. What is wrong raises the package's :class:`~maru._errors.KnobError`: the knob, the value, the bound, and where it
+        was set.
 Rule 3. An unknown name is an error that names the nearest known one. Nothing is ignored.
-Rule 4. An option wins over the environment, which wins over the file.
+Rule 4. An argument wins over the environment, which wins over the file, which wins over the default.
 
 A class is one table of a file, and a class nested in it a table in that table. A variable is the prefix of the package,
 then the same path in capitals, with two underscores for each dot: ``[pipeline.batch_config] max_batch_size`` is
@@ -41,7 +41,7 @@ class Knob:
     variable: str
     """The environment variable that sets it."""
     default: object
-    """What it is when nobody sets it."""
+    """What it is where no source sets it."""
     bound: str
     """What it may be, in words."""
     reason: str
@@ -59,7 +59,7 @@ class Knobs:
 
     # -- declaring -------------------------------------------------------------------------------------------------
 
-    def count(self, default: int, low: int, high: int, reason: str) -> Any:
+    def integer(self, default: int, low: int, high: int, reason: str) -> Any:
         """An integer in a range."""
         return self._field(default, f"an integer from {low} to {high}", _is_int(low, high), reason)
 
@@ -67,8 +67,8 @@ class Knobs:
         """A time in a range; an integer will do."""
         return self._field(default, f"seconds from {low:g} to {high:g}", _is_number(low, high), reason)
 
-    def patience(self, default: float, low: float, high: float, reason: str) -> Any:
-        """A time in a range, or ``inf``, for which ``None`` stands where there are no files: as long as it takes."""
+    def timeout(self, default: float, low: float, high: float, reason: str) -> Any:
+        """A time in a range, or ``inf`` (in Python also ``None``): as long as it takes."""
         holds = _is_number(low, high)
         return self._field(
             default,
@@ -78,8 +78,8 @@ class Knobs:
             lambda value: math.inf if value is None else value,
         )
 
-    def share(self, default: float, low: float, high: float, reason: str) -> Any:
-        """A part of a whole."""
+    def fraction(self, default: float, low: float, high: float, reason: str) -> Any:
+        """A fraction of a whole."""
         return self._field(default, f"a share from {low:g} to {high:g}", _is_number(low, high), reason)
 
     def size(self, default: int, low: int, high: int, reason: str) -> Any:
@@ -88,13 +88,13 @@ class Knobs:
         return self._field(default, bound, _is_int(low, high), reason, as_bytes)
 
     def flag(self, default: bool, reason: str) -> Any:
-        """Yes or no."""
+        """True or false."""
         return self._field(default, "true or false", lambda value: isinstance(value, bool), reason)
 
     def text(self, default: str, bound: str, pattern: str, reason: str, empty: Callable[[], str] = lambda: "") -> Any:
         """A text that matches a pattern as a whole; ``bound`` says in words which. ``None`` is the empty text.
 
-        What the empty text stands for where the program runs, if that is another one, ``empty`` says.
+        ``empty`` gives what the empty text stands for where the program runs.
         """
         matches = re.compile(pattern).fullmatch
 
@@ -104,7 +104,7 @@ class Knobs:
         return self._field(default, bound, holds, reason, lambda value: empty() if value in (None, "") else value)
 
     def texts(self, default: tuple[str, ...], bound: str, pattern: str, reason: str) -> Any:
-        """Any number of such texts, as a list or separated by commas."""
+        """Any number of texts that match a pattern, as a list or separated by commas."""
         matches = re.compile(pattern).fullmatch
 
         def holds(value: object) -> bool:
@@ -121,10 +121,28 @@ class Knobs:
 
         return self._field(default, f"one of {', '.join(words)}", holds, reason)
 
-    def part(self, default: attrs.AttrsInstance, reason: str) -> Any:
-        """A class with knobs of its own."""
+    def table(self, default: attrs.AttrsInstance, reason: str) -> Any:
+        """A configuration class with knobs of its own: a table in the table."""
         kind = type(default)
         return self._field(default, f"a {kind.__name__}", lambda value: isinstance(value, kind), reason)
+
+    def optional(self, default: int | None, low: int, high: int, reason: str) -> Any:
+        """An integer in a range, or ``None``: without that limit."""
+        holds = _is_int(low, high)
+        bound = f"an integer from {low} to {high}, or None"
+        return self._field(default, bound, lambda value: value is None or holds(value), reason)
+
+    def field(
+        self,
+        default: object,
+        bound: str,
+        reason: str,
+        check: Callable[..., None],
+        converter: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Anything else, which has a check of its own: an attrs validator that raises the package's error."""
+        metadata = {"bound": bound, "reason": reason}
+        return attrs.field(default=default, converter=converter, validator=check, metadata=metadata)
 
     def _field(
         self,
@@ -138,8 +156,7 @@ class Knobs:
             if not holds(value):
                 raise self.error(attribute.name, value, f"must be {bound}")
 
-        metadata = {"bound": bound, "reason": reason}
-        return attrs.field(default=default, converter=converter, validator=check, metadata=metadata)
+        return self.field(default, bound, reason, check, converter)
 
     # -- listing ---------------------------------------------------------------------------------------------------
 
@@ -192,20 +209,20 @@ class Knobs:
     def load(
         self,
         cls: type[C],
-        source: str | os.PathLike[str] = "",
+        source: str | os.PathLike[str] | Document = "",
         *,
         section: str,
         others: Collection[str] = (),
         environ: Mapping[str, str] | None = None,
         options: Mapping[str, tuple[str, object]] | None = None,
     ) -> C:
-        """A configuration from a TOML file, the environment and options, of which the last one wins.
+        """A configuration from a TOML file, the environment and arguments, of which the last one wins.
 
         Args:
             cls: the configuration class.
-            source: a path (``pathlib.Path``), or TOML as a text.
+            source: a path (``pathlib.Path``), TOML as a text, or what :meth:`read` has read of these.
             section: the table to read; it need not be there.
-            others: tables of the file that somebody else reads. Any further one is an error.
+            others: tables of the file that are read elsewhere. Any further one is an error.
             environ: the environment; by default that of this process.
             options: by the name of the knob, what to call it in an error (``--port``) and its value; a text is read as
                 one in the environment is.
@@ -214,13 +231,8 @@ class Knobs:
             KnobError: not TOML, an unknown name, or a value out of its bound; with file and line, variable, or option.
             OSError: the file cannot be read.
         """
-        origin, text = ("TOML", source) if isinstance(source, str) else (os.fspath(source), "")
-        try:
-            if not isinstance(source, str):
-                text = Path(source).read_text(encoding="utf-8")
-            document = _parse(text)
-        except ValueError as error:
-            raise self.error(origin, _excerpt(text), f"not TOML: {error}") from error
+        read = source if isinstance(source, Document) else self.read(source)
+        document = read.parse()
         outermost, *_ = path = section.split(".")
         where: dict[str, str] = {}
         try:
@@ -240,10 +252,30 @@ class Knobs:
         except KnobError as error:
             if error.knob in where:
                 raise self.error(where[error.knob], error.value, error.bound) from None
-            line = _line_of(text, error.knob.split("."))
+            line = _line_of(read.text, error.knob.split("."))
             if line is None:
                 raise
-            raise self.error(error.knob, error.value, f"{error.bound} ({origin}, line {line})") from None
+            raise self.error(error.knob, error.value, f"{error.bound} ({read.name}, line {line})") from None
+
+    def read(self, source: str | os.PathLike[str]) -> Document:
+        """The text of a TOML file, with the name that errors call it by.
+
+        Args:
+            source: a path (``pathlib.Path``), or TOML as a text.
+
+        Raises:
+            KnobError: not TOML.
+            OSError: the file cannot be read.
+        """
+        name, text = ("TOML", source) if isinstance(source, str) else (os.fspath(source), "")
+        try:
+            if not isinstance(source, str):
+                text = Path(source).read_text(encoding="utf-8")
+            document = Document(str(name), text)
+            document.parse()
+        except ValueError as error:
+            raise self.error(str(name), _excerpt(text), f"not TOML: {error}") from error
+        return document
 
     def _variables(
         self, known: Iterable[Knob], section: str, environ: Mapping[str, str]
@@ -268,12 +300,12 @@ class Knobs:
 
     def _table(self, document: Any, path: Iterable[str]) -> Any:
         """The table at this path, made where it is missing."""
-        walked = ""
+        so_far = ""
         for name in path:
-            walked = _join(walked, name)
+            so_far = _join(so_far, name)
             document = document.setdefault(name, {})
             if not isinstance(document, dict):
-                raise self.error(walked, document, "must be a table")
+                raise self.error(so_far, document, "must be a table")
         return document
 
 
@@ -326,25 +358,21 @@ def _read(knob: Knob, text: str) -> object:
         return text
 
 
-def _parse(text: str) -> dict[str, Any]:
-    if not text:
-        return {}
-    import tomllib  # 4 ms that a server without a file need not spend before it is ready
-
-    return tomllib.loads(text)
-
-
 def _join(section: str, name: str) -> str:
     return f"{section}.{name}" if section else name
 
 
-def _unknown(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Which of the known names was perhaps meant, or all of them: what an error says of an unknown name."""
     import difflib  # only an error needs it
 
     near = difflib.get_close_matches(name, known := list(known), n=1, cutoff=0.5)
-    return (
-        f"there is no such name; did you mean {near[0]}?" if near else f"there is no such name, only {', '.join(known)}"
-    )
+    return f"did you mean {near[0]}?" if near else f"only {', '.join(known)}"
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    near = suggestion(name, known)
+    return f"there is no such name{',' if near.startswith('only') else ';'} {near}"
 
 
 def _excerpt(text: str) -> str:
@@ -356,18 +384,24 @@ _PAIR: Final = re.compile(r"\s*([\w.\s\"'-]+?)\s*=")
 
 
 @attrs.frozen
-class Origin:
-    """Where a table was read from: for errors about what is in it, which are found later."""
+class Document:
+    """A TOML file as it was read, for the lines that errors name."""
 
     name: str
     """The file, or ``TOML``."""
     text: str = attrs.field(repr=False)
-    section: str
-    """The path of the table."""
 
-    def place(self, knob: str) -> str:
+    def parse(self) -> dict[str, Any]:
+        """Its tables, anew for each caller: a loader writes into them what other sources set."""
+        if not self.text:
+            return {}
+        import tomllib  # 4 ms that a server without a file need not spend before it is ready
+
+        return tomllib.loads(self.text)
+
+    def place(self, path: str) -> str:
         """Where this is set, as errors say it: ``(kv.toml, line 7)``. Of what is missing, where its table begins."""
-        line = _line_of(self.text, f"{self.section}.{knob}".rstrip(".").split("."))
+        line = _line_of(self.text, path.split("."))
         return f"({self.name}, line {line})" if line is not None else f"({self.name})"
 
 
