@@ -93,7 +93,8 @@ class Engine:
         self._spills = parts.spills
         ways = [(route.plan.to, route.pipeline) for route in parts.routes] + parts.promoter.pipelines
         self._inspector = BlockInspector(self._places, ways, parts.history)
-        self._tenant_tags = parts.tenant_tags
+        # None where no tier must know tenants, which is most often: then a store or a lookup has nothing to tag.
+        self._tags: TenantTags | None = parts.tenant_tags or None
         self._promoter = parts.promoter
         self._precedence = parts.precedence
         self._counts = parts.counts
@@ -127,13 +128,16 @@ class Engine:
         Raises:
             ValueError: no route leads from where the blocks are to that tier.
         """
-        pipeline, end = self._begin_store(blocks, tenant, to)
+        pipeline = self.pipelines[0] if to is None else self._pipeline_to(to, blocks)
+        if self._tags is None:
+            return await pipeline.enqueue(blocks, precondition, cancel_token=cancel_token)
+        end = self._tag(self._tags, blocks, tenant)
         try:
             handle = await pipeline.enqueue(blocks, precondition, cancel_token=cancel_token)
         except BaseException:
             end()
             raise
-        return self._tenant_tags.until_settled(handle, end)
+        return self._tags.until_settled(handle, end)
 
     def store_nowait(
         self,
@@ -145,13 +149,16 @@ class Engine:
         cancel_token: CancellationToken | None = None,
     ) -> TransferHandle:
         """Take in blocks as :meth:`store` does, or raise :class:`offload.PipelineFull`."""
-        pipeline, end = self._begin_store(blocks, tenant, to)
+        pipeline = self.pipelines[0] if to is None else self._pipeline_to(to, blocks)
+        if self._tags is None:
+            return pipeline.enqueue_nowait(blocks, precondition, cancel_token=cancel_token)
+        end = self._tag(self._tags, blocks, tenant)
         try:
             handle = pipeline.enqueue_nowait(blocks, precondition, cancel_token=cancel_token)
         except BaseException:
             end()
             raise
-        return self._tenant_tags.until_settled(handle, end)
+        return self._tags.until_settled(handle, end)
 
     async def drain(self) -> None:
         """The end of input: return when everything stored until now has settled, in every tier it was meant for.
@@ -184,19 +191,20 @@ class Engine:
         """
         check_keys(keys)
         within = _checked(within)
-        end = self._tenant_tags.carry(keys, tenant)
+        end = None if self._tags is None else self._tags.carry(keys, tenant)
         try:
-            runs, unavailable = await find(self._places, keys, lookup_timeout=self._lookup_timeout, within=within)
+            segments, unavailable = await find(self._places, keys, lookup_timeout=self._lookup_timeout, within=within)
         except BaseException:
-            end()
+            if end is not None:
+                end()
             raise
-        counts, found = self._counts, sum([run.blocks for run in runs])
+        counts, found = self._counts, sum([segment.blocks for segment in segments])
         counts.lookups += 1
         counts.asked += len(keys)
         counts.hit += found
         for name in unavailable:
             count(counts.lookup_failures, name)
-        return Hit(keys[:found], runs, unavailable or _NOTHING, self._live_hits, tenant, end)
+        return Hit(keys[:found], segments, unavailable or _NOTHING, self._live_hits, tenant, end)
 
     async def load(self, hit: Hit, destination: Destination, *, promote: bool | str | None = None) -> LoadResult:
         """Copy the blocks of a hit to ``destination``, position by position, and verify them.
@@ -227,13 +235,14 @@ class Engine:
             raise BlockSizeError(self, self.source.block_bytes, destination.block_bytes)
         check_apart(destination.views())  # each tier sees only its own places of it
         up = self.promote if promote is None else promote
-        self._promoter.check(up)
+        if isinstance(up, str):
+            self._promoter.check(up)
         retry = self.on_load_failure == "retry"
         loading = Loading(hit.keys, destination, self._places, self._counts, retry, self._lookup_timeout)
-        runs = hit._begin_load()
+        segments = hit._begin_load()
         try:
             with self._precedence.loading():
-                await loading.load(runs)
+                await loading.load(segments)
         finally:
             await hit._end_load()
         result = loading.conclude()
@@ -282,7 +291,8 @@ class Engine:
                 _log.info("%s keeps %d of %d blocks that were to be deleted: they are held", name, held, len(keys))
             deleted = [key for key, one in zip(keys, told, strict=True) if one is _DELETED]
             self._inspector.history.deleted(name, deleted)
-            self._tenant_tags.forget(name, deleted)
+            if self._tags is not None:
+                self._tags.forget(name, deleted)
             answers = [max(pair, key=_WEIGHT.__getitem__) for pair in zip(answers, told, strict=True)]
         return answers
 
@@ -351,26 +361,32 @@ class Engine:
 
     # --- below ----------------------------------------------------------------------------------------------------
 
-    def _begin_store(self, blocks: Blocks, tenant: str, to: str | None) -> tuple[Pipeline, Callable[[], None]]:
-        """The pipeline that these go into, and what ends the carrying of their tenant."""
+    @staticmethod
+    def _tag(tags: TenantTags, blocks: Blocks, tenant: str) -> Callable[[], None]:
+        """Tag these with their tenant; returns what ends that."""
         try:
-            return self._pipeline_to(to, blocks), self._tenant_tags.bring(blocks.keys, tenant)
-        except BaseException:  # strong blocks are the engine's from the call on, also when it raises
-            blocks.hand_over()
-            blocks.release()
+            return tags.bring(blocks.keys, tenant)
+        except BaseException:
+            _drop(blocks)
             raise
 
-    def _pipeline_to(self, to: str | None, blocks: Blocks) -> Pipeline:
-        if to is None:
-            return self.pipelines[0]
+    def _pipeline_to(self, to: str, blocks: Blocks) -> Pipeline:
+        """The pipeline of the route from where these are to that tier."""
         for route in self._routes:
             if to in (route.plan.to, route.plan.name) and place_of(route.pipeline.source) is place_of(blocks.source):
                 return route.pipeline
         there = ", ".join(map(str, self._routes))
+        _drop(blocks)
         raise ValueError(
             f"to = {to!r}: no route leads there from {blocks.source!r}, only {there}; declare one: "
             f"routes=[offload.Route({to!r}, source='source')]"
         )
+
+
+def _drop(blocks: Blocks) -> None:
+    """Give back blocks that were not taken in: strong ones are the engine's from the call on, also when it raises."""
+    blocks.hand_over()
+    blocks.release()
 
 
 def _checked(within: float) -> float:

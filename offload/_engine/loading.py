@@ -1,4 +1,4 @@
-"""Loading: the runs of a hit into a destination, one after the other, up to the first block that does not come. Rule 2.
+"""Loading: the segments of a hit into a destination, one after the other, up to the first block that does not come. Rule 2.
 
 With ``retry``, a block that does not come is looked for once more, within the same load, in the tiers behind the one it did not
 come from, and the prefix goes on. A search only ever moves to slower tiers, so each is asked for a block at most once.
@@ -61,20 +61,20 @@ class Loading:
     origins: list[int] = attrs.Factory(list)
     """The position of the tier that each of them came from, or was last expected from by the hit."""
 
-    async def load(self, runs: Sequence[Segment]) -> None:
-        """Load run after run, each into the places behind the one before; stop at the first that does not come whole.
+    async def load(self, segments: Sequence[Segment]) -> None:
+        """Load segment after segment, each into the places behind the one before; stop at the first that does not come whole.
 
         Cancelled, no copy is under way any more, and nothing is pinned but what was before.
         """
-        if not runs:
+        if not segments:
             await trio.lowlevel.checkpoint()
-        for run in runs:
-            answers, origins = await self._read(run, len(self.outcomes))
+        for segment in segments:
+            answers, origins = await self._read(segment, len(self.outcomes))
             self.outcomes += answers
             self.origins += origins
             if self.retry:
-                self.counts.recovered += sum([origin != run.speed for origin in origins])
-            if answers.count(LOADED) < run.blocks:
+                self.counts.recovered += sum([origin != segment.speed for origin in origins])
+            if answers.count(LOADED) < segment.blocks:
                 break
 
     def conclude(self) -> LoadResult:
@@ -88,35 +88,35 @@ class Loading:
             outcomes += [BEHIND_A_GAP] * (wanted - len(outcomes))
         return LoadResult(loaded, outcomes)
 
-    async def _read(self, run: Segment, start: int) -> tuple[list[Outcome], list[int]]:
-        """Load one run into the places from ``start`` on; then, with ``retry``, mend what did not come."""
-        answers = await self._load(run, start)
-        origins = [run.speed] * run.blocks
-        bad = run.blocks - answers.count(LOADED)
+    async def _read(self, segment: Segment, start: int) -> tuple[list[Outcome], list[int]]:
+        """Load one segment into the places from ``start`` on; then, with ``retry``, mend what did not come."""
+        answers = await self._load(segment, start)
+        origins = [segment.speed] * segment.blocks
+        bad = segment.blocks - answers.count(LOADED)
         if bad:
-            count(self.counts.load_faults, run.name, bad)
+            count(self.counts.load_faults, segment.name, bad)
             if self.retry:
-                await self._mend(run.speed + 1, start, answers, origins)
+                await self._mend(segment.speed + 1, start, answers, origins)
         return answers, origins
 
-    async def _load(self, run: Segment, start: int) -> list[Outcome]:
+    async def _load(self, segment: Segment, start: int) -> list[Outcome]:
         """An ordinary error of the tier is every block's outcome."""
-        whole = start == 0 and run.blocks == len(self.destination)
-        destination = self.destination if whole else _Part(self.destination, start, run.blocks)
+        whole = start == 0 and segment.blocks == len(self.destination)
+        destination = self.destination if whole else _Part(self.destination, start, segment.blocks)
         try:
-            answers = list(await run.tier.load(run.lease, destination))
-            if len(answers) != run.blocks:
-                raise RuntimeError(f"{run.tier!r} answered {len(answers)} outcomes for {run.blocks} blocks")
-            if answers.count(LOADED) < run.blocks:
+            answers = list(await segment.tier.load(segment.lease, destination))
+            if len(answers) != segment.blocks:
+                raise RuntimeError(f"{segment.tier!r} answered {len(answers)} outcomes for {segment.blocks} blocks")
+            if answers.count(LOADED) < segment.blocks:
                 _raise_unproven(answers)
         except Exception as error:
             if holds(error, Unproven):  # a copy may still write into these places: nobody else's bytes belong there
                 raise
-            return [Failed(error)] * run.blocks
+            return [Failed(error)] * segment.blocks
         return answers
 
     async def _mend(self, behind: int, start: int, answers: list[Outcome], origins: list[int]) -> None:
-        """Fill the gaps of a run, one after the other, up to the first that stays."""
+        """Fill the gaps of a segment, one after the other, up to the first that stays."""
         for gap in _gaps(answers):
             found, origin = await self._search(behind, start + gap.start, start + gap.stop)
             mended = next((at for at, outcome in enumerate(found) if outcome != LOADED), len(found))
@@ -128,20 +128,22 @@ class Loading:
     async def _search(self, behind: int, start: int, stop: int) -> tuple[list[Outcome], list[int]]:
         """Look for some neighbouring blocks in the slower tiers, and load as many as come into their places."""
         self.counts.retried += stop - start
-        runs, unavailable = await find(self.places, self.keys[start:stop], behind, lookup_timeout=self.lookup_timeout)
+        segments, unavailable = await find(
+            self.places, self.keys[start:stop], behind, lookup_timeout=self.lookup_timeout
+        )
         outcomes: list[Outcome] = []
         origins: list[int] = []
         try:
             for name in unavailable:
                 count(self.counts.lookup_failures, name)
-            for run in runs:
-                answers, origin = await self._read(run, start + len(outcomes))
+            for segment in segments:
+                answers, origin = await self._read(segment, start + len(outcomes))
                 outcomes += answers
                 origins += origin
-                if answers.count(LOADED) < run.blocks:
+                if answers.count(LOADED) < segment.blocks:
                     break
         finally:
-            await release_segments(runs)
+            await release_segments(segments)
         return outcomes, origins
 
 

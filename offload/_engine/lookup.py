@@ -30,7 +30,6 @@ from backends.abc import Key, ReadableTier, ReadLease, Tier
 
 from .._errors import TierTooSlow
 from .._health import BreakerTier
-from .tenants import nothing
 
 # --- what was found ---------------------------------------------------------------------------------------------------
 
@@ -58,18 +57,18 @@ class Hit:
     An async context manager: leaving it releases, also when cancelled.
     """
 
-    __slots__ = ("_end", "_live", "_loads", "_released", "_runs", "_tenant", "keys", "unavailable")
+    __slots__ = ("_end", "_live", "_loads", "_released", "_segments", "_tenant", "keys", "unavailable")
 
     def __init__(
         self,
         keys: Sequence[Key],
-        runs: list[Segment],
+        segments: list[Segment],
         unavailable: Mapping[str, Exception],
         live: dict[Hit, None],
         tenant: str = "",
-        end: Callable[[], None] = nothing,
+        end: Callable[[], None] | None = None,
     ) -> None:
-        self._runs = runs
+        self._segments = segments
         self._live = live
         live[self] = None
         self._tenant = tenant
@@ -91,7 +90,7 @@ class Hit:
     @property
     def runs(self) -> list[tuple[str, int]]:
         """Where the prefix lies, in order: the name of a tier, and how many blocks are read from it."""
-        return [(run.name, run.blocks) for run in self._runs]
+        return [(segment.name, segment.blocks) for segment in self._segments]
 
     @property
     def released(self) -> bool:
@@ -112,9 +111,9 @@ class Hit:
             await self._let_go()
 
     def _begin_load(self) -> list[Segment]:
-        """Keep the pins until :meth:`_end_load`, whoever releases meanwhile."""
+        """Keep the pins until :meth:`_end_load`, also if the hit is released meanwhile."""
         self._loads += 1
-        return self._runs
+        return self._segments
 
     async def _end_load(self) -> None:
         self._loads -= 1
@@ -123,18 +122,20 @@ class Hit:
 
     async def _let_go(self) -> None:
         try:
-            await release_segments(self._runs)
+            await release_segments(self._segments)
         finally:
-            self._end()
+            if self._end is not None:
+                self._end()
 
 
-async def release_segments(runs: Sequence[Segment]) -> None:
+async def release_segments(segments: Sequence[Segment]) -> None:
     """Release all leases, whatever one of them raises. Leaving a lease releases it by contract, also when cancelled."""
-    for at, run in enumerate(runs):
+    for at, segment in enumerate(segments):
         try:
-            await run.lease.__aexit__(None, None, None)
+            await segment.lease.__aexit__(None, None, None)
         except BaseException:
-            await release_segments(runs[at + 1 :])
+            # The other leases are released first, or their blocks would stay pinned; the first error is the one raised.
+            await release_segments(segments[at + 1 :])
             raise
 
 
@@ -176,13 +177,13 @@ async def find(
         within: how long all of them may take together.
 
     Returns:
-        The runs, in order; and the tiers that were left out because they raised or were too slow, by name. Cancelled, nothing
-        is pinned.
+        The segments, in order; and the tiers that were left out because they raised or were too slow, by name. Cancelled,
+        nothing is pinned.
     """
     places = places[behind:]
     asking = _TimedQueries(TimeShares(lookup_timeout, trio.current_time() + within, len(places)))
     unavailable = asking.unavailable
-    runs: list[Segment] = []
+    segments: list[Segment] = []
     found, wanted = 0, len(keys)
     asked_in_vain = 0  # tiers that were asked for the block at `found` and do not have it
     try:
@@ -191,7 +192,7 @@ async def find(
         for speed, (name, tier) in cycle(enumerate(places)):
             if found == wanted or asked_in_vain == len(places):
                 break
-            end = await _end_of_run(places[:speed], keys, found, asking) if speed else wanted
+            end = await _end_of_segment(places[:speed], keys, found, asking) if speed else wanted
             if end == found:
                 continue  # a faster one has it
             asked_in_vain += 1
@@ -199,17 +200,19 @@ async def find(
             if lease is None:
                 continue
             blocks = len(lease.keys)
-            runs.append(Segment(behind + speed, name, tier, lease, blocks))
+            segments.append(Segment(behind + speed, name, tier, lease, blocks))
             found += blocks
+            # Cut short by this tier: it has no more, so it counts as asked in vain for the next block. Cut short by a faster
+            # tier: every tier is asked anew from the next block on.
             asked_in_vain = 0 if found == end else 1
     except BaseException:
-        await release_segments(runs)
+        await release_segments(segments)
         raise
-    return runs, unavailable
+    return segments, unavailable
 
 
-async def _end_of_run(faster: Sequence[Place], keys: Sequence[Key], found: int, asking: _TimedQueries) -> int:
-    """Where a run ends at the latest: at the first block from ``found`` on that a faster tier has."""
+async def _end_of_segment(faster: Sequence[Place], keys: Sequence[Key], found: int, asking: _TimedQueries) -> int:
+    """Where a segment ends at the latest: at the first block from ``found`` on that a faster tier has."""
     rest = keys[found:]
     there: set[Key] = set()
     for name, tier in faster:

@@ -175,7 +175,7 @@ async def test_the_end_of_an_engine_releases_forgotten_hits_and_says_so(
             async def refuses(*args: object) -> None:
                 raise OSError("not now")
 
-            first._runs[0] = attrs.evolve(first._runs[0], lease=SimpleNamespace(__aexit__=refuses, keys=keys))
+            first._segments[0] = attrs.evolve(first._segments[0], lease=SimpleNamespace(__aexit__=refuses, keys=keys))
             if cancelled:
                 scope.cancel()
     assert engine.statistics().open_hits == 0

@@ -79,12 +79,12 @@ def at_rest(engine: Engine, *tiers: Any) -> None:
     for tier in tiers:
         if hasattr(tier, "_tags"):
             assert len(tier._tags) == 0
-    for name, owners in engine._tenant_tags._indexes.items():
+    for name, owners in engine._tags._indexes.items():
         assert not owners._coming, name
 
 
 def remembered(engine: Engine, name: str) -> dict[Key, str | None]:
-    return dict(engine._tenant_tags._indexes[name]._there)
+    return dict(engine._tags._indexes[name]._there)
 
 
 # --- whose they are below ---------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ async def test_what_is_promoted_from_a_plain_tier_stays_whose_it_was_there(autoj
                 assert hit.runs == [("b", 1)]
                 await engine.load(hit, PagesDestination.over([bytearray(SIZE)]))
             await engine.drain()
-            assert engine._tenant_tags._indexes["a"].of(wanted) is None
+            assert engine._tags._indexes["a"].of(wanted) is None
         await store(engine, keys[4:], "ann")
         assert await readers(tiers["c"], keys[0]) == ["ann"] and not tiers["c"].contains_nowait([b"stray"])
         at_rest(engine, tiers["c"])
@@ -291,9 +291,9 @@ async def test_no_more_is_remembered_than_the_tier_has() -> None:
 async def test_where_nobody_must_know_nothing_is_remembered() -> None:
     async with opened({"upper": plain(), "lower": plain(64)}) as engine:
         await store(engine, keys_of("ann", 4), "ann")
-        assert engine._tenant_tags._indexes == {} and len(engine._tenant_tags._ends) == 0
+        assert engine._tags is None
     async with opened({"upper": sealed(64), "lower": plain(64)}, chain="on_store", config=PipelineConfig()) as engine:
-        assert engine._tenant_tags._indexes == {}
+        assert engine._tags._indexes == {}
 
 
 def test_it_is_remembered_where_victims_come_to_or_from_one_that_must_know() -> None:
