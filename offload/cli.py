@@ -15,7 +15,7 @@ from maru._commands import Commands as Commands
     cls=Commands,
     places={
         "demo": (
-            "offload.demo:command",
+            "offload._demo.command:command",
             "Offload the KV cache of a small model, find it again, and verify every token.",
         ),
         "replay": ("offload.replay:command", "Replay a request trace and report hit rates, times and bytes."),

@@ -12,10 +12,10 @@ from ._replay.options import UNLIMITED as UNLIMITED
 from ._replay.options import ReplayError as ReplayError
 from ._replay.options import ReplayOptions as ReplayOptions
 from ._replay.options import TierSpec as TierSpec
-from ._replay.playing import replay as replay
 from ._replay.report import Percentiles as Percentiles
 from ._replay.report import ReplayReport as ReplayReport
-from ._trace import Request as Request
-from ._trace import TraceError as TraceError
-from ._trace import parse_request as parse_request
-from ._trace import read_trace as read_trace
+from ._replay.session import replay as replay
+from ._replay.trace import Request as Request
+from ._replay.trace import TraceError as TraceError
+from ._replay.trace import parse_request as parse_request
+from ._replay.trace import read_trace as read_trace

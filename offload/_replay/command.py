@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,17 +15,19 @@ import trio
 
 from backends import BackendError
 from maru._commands import given, output_file, refuse, write_output
+from maru._console import print_json
 from maru._ending import BadInput, EnvironmentFault, ExitCode
 
 from .._errors import OffloadError
-from .._trace import read_trace
 from .clock import SkippingClock
-from .comparing import compare_eviction as _compare_eviction
-from .naming import specs_of
+from .display import progressing, show
+from .eviction_report import print_comparison
 from .options import ReplayError, ReplayOptions
-from .playing import replay
-from .showing import progressing, show
-from .sizes import capacity_of, factors_of, size_of, size_text, speed_of, svg_file
+from .report import ReplayReport
+from .session import replay
+from .tier_specs import specs_of
+from .trace import read_trace
+from .units import capacity_of, factors_of, size_of, size_text, speed_of, svg_file
 
 if TYPE_CHECKING:
     from ..testing.scenarios._program import Scenario
@@ -147,17 +149,10 @@ def command(
     stored. Every loaded block is compared with what was stored; a difference ends with exit code 1. So does a block that is
     held or missing when laps are over. Exit code 3 says that blocks could not be stored, 2 that there was room for none.
     """
-    if compare_eviction:
-        refuse(_OF_BYTES, "is about moving bytes, which --compare-eviction does not")
-    else:
-        refuse(("compared", "picture_file"), "goes with --compare-eviction")
-    if laps == 1:
-        refuse(("rename",), "is of laps: say how many, with --laps")
-    if skip_idle and speed == math.inf and given("speed"):
-        raise click.UsageError("--skip-idle: with --speed max there is nothing between two requests to skip")
-    try:
+    _check_combination(compare_eviction, laps, skip_idle, speed)
+    with _refusals():
         if compare_eviction:
-            _compare_eviction(trace, limit, compared, picture_file, as_json)
+            print_comparison(trace, limit, compared, picture_file, as_json)
             return
         skips = laps > 1 if skip_idle is None else skip_idle
         options = ReplayOptions(
@@ -171,34 +166,65 @@ def command(
             checksums=checksums,
             what_if=what_if or (),
         )
-        requests = read_trace(trace, limit)
-        if not requests:
-            raise ReplayError(f"{trace}: no request")
-        name = f"a replay of {os.path.basename(trace)}"
-        with progressing(laps * len(requests)) as progress:
-            write = None if record is None else partial(_write, record)
-            clock = SkippingClock() if skips else None
-            report = trio.run(
-                replay,
-                requests,
-                options,
-                progress,
-                write,
-                name,
-                clock,
-                clock=clock,
-                restrict_keyboard_interrupt_to_checkpoints=True,
-            )
-    except BackendError as error:
-        raise EnvironmentFault(str(error)) from error
-    except (OffloadError, ValueError) as error:
-        raise (EnvironmentFault if isinstance(error, OSError) else BadInput)(str(error)) from error
+        report = _replay(trace, limit, options, record)
     if as_json:
-        click.echo(json.dumps(report.as_json(), indent=2))
+        print_json(report.as_json())
     else:
         show(report, trace)
         if record is not None:
             click.echo(f"recorded: {record}")
+    _end(report)
+
+
+def _check_combination(compare_eviction: bool, laps: int, skip_idle: bool | None, speed: float) -> None:
+    """Refuse options that would be ignored beside the others."""
+    if compare_eviction:
+        refuse(_OF_BYTES, "is about moving bytes, which --compare-eviction does not")
+    else:
+        refuse(("compared", "picture_file"), "goes with --compare-eviction")
+    if laps == 1:
+        refuse(("rename",), "is of laps: say how many, with --laps")
+    if skip_idle and speed == math.inf and given("speed"):
+        raise click.UsageError("--skip-idle: with --speed max there is nothing between two requests to skip")
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Translate errors into those that end a command: what the caller asked for, or where it runs."""
+    try:
+        yield
+    except BackendError as error:
+        raise EnvironmentFault(str(error)) from error
+    except (OffloadError, ValueError) as error:
+        raise (EnvironmentFault if isinstance(error, OSError) else BadInput)(str(error)) from error
+
+
+def _replay(trace: str, limit: int | None, options: ReplayOptions, record: str | None) -> ReplayReport:
+    """Play the trace, with a progress bar, and write the scenario if one is wanted."""
+    requests = read_trace(trace, limit)
+    if not requests:
+        raise ReplayError(f"{trace}: no request")
+    clock = SkippingClock() if options.skip_idle else None
+    with progressing(options.laps * len(requests)) as progress:
+        return trio.run(
+            replay,
+            requests,
+            options,
+            progress,
+            None if record is None else partial(_write, record),
+            f"a replay of {os.path.basename(trace)}",
+            clock,
+            clock=clock,
+            restrict_keyboard_interrupt_to_checkpoints=True,
+        )
+
+
+def _end(report: ReplayReport) -> None:
+    """Say what is wrong, and exit with the code of it.
+
+    Raises:
+        SystemExit: something is.
+    """
     if report.wrong:
         click.echo(f"offload replay: {report.wrong} loaded blocks were not what had been stored", err=True)
     for what, left in report.left_over.items():
@@ -211,6 +237,7 @@ def command(
         click.echo(
             f"offload replay: nothing was stored: the first tier holds {holds}: give it more --capacity", err=True
         )
+    # A difference is our fault and the gravest, so it decides the code, whatever else is said above.
     if report.wrong or report.left_over:
         sys.exit(ExitCode.CHECK_FAILED)
     if report.failures:

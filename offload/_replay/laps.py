@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from .._trace import Request
+from .trace import Request
 
 
 class Laps:

@@ -12,7 +12,7 @@ import attrs
 
 from backends.abc import TierStatistics
 
-from .._replayer import Played
+from .replayer import Played
 
 
 @attrs.frozen

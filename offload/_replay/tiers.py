@@ -16,7 +16,7 @@ from backends.file import FileTier
 from backends.memory import MemoryTier
 
 from .options import ReplayError, ReplayOptions, TierSpec
-from .sizes import size_text
+from .units import size_text
 
 _REGION_STEP: Final = 2 << 20
 """A page store's regions are whole multiples of it, so that its capacity is rounded up."""

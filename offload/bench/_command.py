@@ -1,9 +1,9 @@
-"""The command: chooses the benches. How they are measured and shown is `maru.bench`'s."""
+"""The command ``offload bench``: chooses the benches. How they are measured and shown is ``maru.bench``'s."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import click
@@ -14,9 +14,18 @@ from maru.bench._measure import Effort
 from maru.bench._row import Row
 from maru.bench._shown import Bench, run, shared_options
 
-from .._trace import TraceError
+from .._replay.trace import TraceError
 
-BENCHES: Final = ("pipeline", "copy", "enqueue", "cancel", "replay", "pinned-pool", "wrappers")
+BENCHES: Final[Mapping[str, str]] = {
+    "pipeline": "What a container costs in a burst, alone and among many.",
+    "copy": "Device tensors to shared pages, as a share of memmove.",
+    "enqueue": "What a store costs the thread of an engine that knows no trio.",
+    "cancel": "How soon a cancellation is confirmed, wherever the container is.",
+    "replay": "A request trace, beside a dictionary with the same copies.",
+    "pinned-pool": "Tensors to a server's pinned blocks and back, beside memmove and beside the socket.",
+    "wrappers": "Compressed, quantized and encrypted blocks, beside the bare libraries and beside memmove.",
+}
+"""What each measures, by the name of its command. It is in the module of that name."""
 
 
 @click.group(name="bench", cls=ProgramGroup, short_help="Measure each figure beside its limit.")
@@ -28,48 +37,6 @@ def command() -> None:
     """
 
 
-@command.command()
-@shared_options
-def pipeline(as_json: bool, repeat: int, quick: bool) -> None:
-    """What a container costs in a burst, alone and among many."""
-    _run(["pipeline"], as_json, repeat, quick)
-
-
-@command.command(name="copy")
-@shared_options
-def copy_(as_json: bool, repeat: int, quick: bool) -> None:
-    """Device tensors to shared pages, as a share of memmove."""
-    _run(["copy"], as_json, repeat, quick)
-
-
-@command.command()
-@shared_options
-def enqueue(as_json: bool, repeat: int, quick: bool) -> None:
-    """What a store costs the thread of an engine that knows no trio."""
-    _run(["enqueue"], as_json, repeat, quick)
-
-
-@command.command()
-@shared_options
-def cancel(as_json: bool, repeat: int, quick: bool) -> None:
-    """How soon a cancellation is confirmed, wherever the container is."""
-    _run(["cancel"], as_json, repeat, quick)
-
-
-@command.command(name="pinned-pool")
-@shared_options
-def pinned_pool(as_json: bool, repeat: int, quick: bool) -> None:
-    """Tensors to a server's pinned blocks and back, beside memmove and beside the socket."""
-    _run(["pinned-pool"], as_json, repeat, quick)
-
-
-@command.command()
-@shared_options
-def wrappers(as_json: bool, repeat: int, quick: bool) -> None:
-    """Compressed, quantized and encrypted blocks, beside the bare libraries and beside memmove."""
-    _run(["wrappers"], as_json, repeat, quick)
-
-
 _TRACE: Callable[[Callable[..., None]], Callable[..., None]] = click.option(
     "--trace",
     envvar="OFFLOAD_TRACE",
@@ -79,33 +46,28 @@ _TRACE: Callable[[Callable[..., None]], Callable[..., None]] = click.option(
 )
 
 
-@command.command()
-@shared_options
-@_TRACE
-def replay(as_json: bool, repeat: int, quick: bool, trace: str | None) -> None:
-    """A request trace, beside a dictionary with the same copies."""
-    _run(["replay"], as_json, repeat, quick, trace)
+def _add(name: str, text: str, benches: Sequence[str]) -> None:
+    """A command that runs these benches."""
+
+    def measure(as_json: bool, repeat: int, quick: bool, trace: str | None = None) -> None:
+        try:
+            run(
+                "offload bench",
+                {bench: _bench(bench, trace) for bench in benches},
+                as_json=as_json,
+                repeat=repeat,
+                quick=quick,
+            )
+        except TraceError as error:
+            raise BadInput(str(error)) from error
+
+    function = _TRACE(measure) if "replay" in benches else measure
+    command.command(name=name, help=text)(shared_options(function))
 
 
-@command.command(name="all")
-@shared_options
-@_TRACE
-def all_(as_json: bool, repeat: int, quick: bool, trace: str | None) -> None:
-    """All of them, in this order."""
-    _run(BENCHES, as_json, repeat, quick, trace)
-
-
-def _run(benches: Sequence[str], as_json: bool, repeat: int, quick: bool, trace: str | None = None) -> None:
-    try:
-        run(
-            "offload bench",
-            {name: _bench(name, trace) for name in benches},
-            as_json=as_json,
-            repeat=repeat,
-            quick=quick,
-        )
-    except TraceError as error:
-        raise BadInput(str(error)) from error
+for _name, _text in BENCHES.items():
+    _add(_name, _text, [_name])
+_add("all", "All of them, in this order.", list(BENCHES))
 
 
 def _bench(name: str, trace: str | None) -> Bench:

@@ -1,7 +1,7 @@
 """``offload bench replay``: a real request trace through an engine, beside a dictionary that makes the same copies.
 
 Every request is played three times in a row, in changing order: through an engine over a memory tier without checksums,
-through one with them, and through :class:`offload._replay_baseline.Baseline`, a plain dictionary in least recently used
+through one with them, and through :class:`offload._replay.baseline.Baseline`, a plain dictionary in least recently used
 order over a populated shared mapping of the same size, which copies with memmove. All of them evict in that order, so that
 they find, load and store the same blocks; each has its own memory on both sides. Timed is the cache's work alone: what stands
 in for the forward pass, writing the blocks that were missing, is not.
@@ -20,9 +20,9 @@ from maru.bench._measure import Effort, Figures, in_trio, in_turn, noisiest, per
 from maru.bench._row import Goal, Row
 from maru.eviction import LRU
 
-from .._replay_baseline import Baseline
-from .._replayer import Buffer, Replayer, TraceKeys, open_replayer
-from .._trace import read_trace
+from .._replay.baseline import Baseline
+from .._replay.replayer import Buffer, Replayer, TraceKeys, open_replayer
+from .._replay.trace import read_trace
 
 _CAPACITY: Final = 1 << 30
 _REQUESTS: Final = 1_500

@@ -20,7 +20,7 @@ from offload.cli import main
 done = CliRunner().invoke(main, ["--help"])
 assert done.exit_code == 0
 assert all(name in done.output for name in ("demo", "replay", "bench"))
-loaded = {"torch", "numpy", "rich", "offload.replay", "offload.bench", "offload.demo", "backends.memory"} & set(sys.modules)
+loaded = {"torch", "numpy", "rich", "offload.replay", "offload.bench", "offload._demo", "backends.memory"} & set(sys.modules)
 assert not loaded, loaded
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)

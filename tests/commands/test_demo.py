@@ -15,21 +15,23 @@ from rich.console import Console
 
 pytest.importorskip("torch", reason="needs the torch extra")
 
-from offload import demo
+from offload._demo import command as demo
+from offload._demo import display, processes
+from offload._demo.document import ROOT, document
 
-SMALL = demo.Options(document_bytes=800, answer_tokens=4)
+SMALL = processes.Options(document_bytes=800, answer_tokens=4)
 PAGE = 64 << 10
 
 
-def process(role: str, directory: Path, options: demo.Options = SMALL, *, damaged: int = 0) -> dict[str, Any]:
+def process(role: str, directory: Path, options: processes.Options = SMALL, *, damaged: int = 0) -> dict[str, Any]:
     """One engine process, over the page store in this directory."""
 
     async def run() -> dict[str, Any]:
-        with demo._progress(Console(quiet=True)) as bars:
-            async with demo.page_store("/tmp", directory / "pool") as server:
+        with display.show_progress(Console(quiet=True)) as bars:
+            async with processes.page_store("/tmp", directory / "pool") as server:
                 if damaged:
-                    assert demo.damage(server, damaged, PAGE) == damaged
-                return await demo._engine_process(role, directory, server, options, bars)
+                    assert processes.damage(server, damaged, PAGE) == damaged
+                return await processes.run_engine_process(role, directory, server, options, bars)
 
     return trio.run(run)
 
@@ -38,7 +40,7 @@ def process(role: str, directory: Path, options: demo.Options = SMALL, *, damage
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What process A leaves behind."""
     directory = tmp_path_factory.mktemp("stored")
-    (directory / "document.txt").write_bytes(demo.document(SMALL.document_bytes)[0])
+    (directory / "document.txt").write_bytes(document(SMALL.document_bytes)[0])
     outcome = process("a", directory)
     assert outcome["stored_blocks"] >= 50
     assert outcome["block_bytes"] == PAGE
@@ -81,9 +83,9 @@ def test_the_demo_verifies_and_reports(tmp_path: Path) -> None:
     assert list((kept / "pool").glob("maru_*.dat"))
     assert list((kept / "files").rglob("*.kv"))
     assert not {*Path("/dev/shm").glob(f"offload-demo-{os.getpid()}-*")}
-    demo.show(report, Console(quiet=True))
+    display.show(report, Console(quiet=True))
     with pytest.raises(click.UsageError, match="not empty"):
-        trio.run(demo.run, demo.Options(keep=kept), Console(quiet=True))
+        trio.run(demo.run, processes.Options(keep=kept), Console(quiet=True))
 
 
 def test_a_damaged_block_is_missed_and_the_answers_stay_right(copied: Path) -> None:
@@ -96,19 +98,19 @@ def test_a_damaged_block_is_missed_and_the_answers_stay_right(copied: Path) -> N
 
 def test_a_damaged_block_that_is_used_all_the_same_fails_the_demo(copied: Path) -> None:
     """Without checksums, only the comparison is left."""
-    b = process("b", copied, demo.Options(document_bytes=800, answer_tokens=4, checksums=False), damaged=5)
+    b = process("b", copied, processes.Options(document_bytes=800, answer_tokens=4, checksums=False), damaged=5)
     assert b["answers"][0]["loaded_blocks"] == 50
     good = {"answers": b["uncached"], "uncached": b["uncached"], "at_rest": {}, "stored_blocks": 1000, "hit_blocks": 1}
     good["cancel"] = {"asked": 1, "confirmed": 1, "cancelled": 1, "too_late": 0}
     good["cancel"] |= {"cancelled_but_found": 0, "stored_but_missing": 0}
-    assert set(demo.judge(good, good, good).values()) == {True}
-    failed = {check for check, holds in demo.judge(good, b, good).items() if not holds}
+    assert set(demo.verify(good, good, good).values()) == {True}
+    failed = {check for check, holds in demo.verify(good, b, good).items() if not holds}
     assert "B's KV is that computed without a cache, to the bit" in failed
-    assert failed <= {check for check in demo.judge(good, b, good) if check.startswith("B's")}
+    assert failed <= {check for check in demo.verify(good, b, good) if check.startswith("B's")}
 
 
 def test_a_report_that_fails_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run(options: demo.Options, console: Console) -> dict[str, Any]:
+    async def run(options: processes.Options, console: Console) -> dict[str, Any]:
         return {"verified": False}
 
     monkeypatch.setattr(demo, "run", run)
@@ -117,27 +119,30 @@ def test_a_report_that_fails_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_process_without_an_outcome_fails_the_demo(tmp_path: Path) -> None:
-    with pytest.raises(demo.DemoFailed, match="status 1, without an outcome"):
+    with pytest.raises(processes.DemoFailed, match="status 1, without an outcome"):
         process("a", tmp_path)  # there is no document
 
 
 def test_a_process_that_hangs_is_ended(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "PROCESS_TIMEOUT", 0.1)
-    with pytest.raises(demo.DemoFailed, match="took more than"):
+    monkeypatch.setattr(processes, "PROCESS_TIMEOUT", 0.1)
+    with pytest.raises(processes.DemoFailed, match="took more than"):
         process("b", copied)
 
 
 def test_without_a_checkout_the_document_is_the_docstrings(tmp_path: Path) -> None:
     for package in ("offload", "backends", "maru"):
-        shutil.copytree(demo._ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("*.pyc"))
-    text, source = demo.document(20_000, tmp_path)
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("*.pyc"))
+    text, source = document(20_000, tmp_path)
     assert (len(text), source) == (20_000, "docstrings")
     assert b"copy" in text
-    assert demo.document(100, tmp_path)[0] == text[:100]
+    assert document(100, tmp_path)[0] == text[:100]
 
 
 def test_asking_for_help_leaves_torch_alone() -> None:
-    program = "import sys, offload.demo; offload.demo.command(['--help'], standalone_mode=False); print('torch' in sys.modules)"
+    program = (
+        "import sys; from offload._demo.command import command; "
+        "command(['--help'], standalone_mode=False); print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "--document-bytes" in done.stdout

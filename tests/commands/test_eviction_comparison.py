@@ -15,13 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maru.eviction import LRU
-from offload._chart import Axis, Line, line_chart, round_ticks, spread
-from offload._eviction_comparison import POLICIES, SHARES, compare, simulations
-from offload._eviction_report import CapacityUnclear, capacities_of, picture
-from offload._optimum import most_hits
-from offload._replayer import TraceKeys
-from offload._trace import read_trace
-from offload._what_if import simulate
+from offload._replay.chart import Axis, Line, line_chart, round_ticks, spread
+from offload._replay.eviction_comparison import POLICIES, SHARES, compare, simulations
+from offload._replay.eviction_report import CapacityUnclear, capacities_of, picture
+from offload._replay.replayer import TraceKeys
+from offload._replay.simulation import most_hits, simulate
+from offload._replay.trace import read_trace
 from offload.replay import command
 from tests.support.eviction_traces import KINDS
 

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 
 from backends.memory import MemoryTier
 from maru.testing import open_test_server
-from offload._replay.naming import specs_of
-from offload._replay_baseline import Baseline
-from offload._replayer import Buffer, TraceKeys, open_replayer
-from offload._what_if import simulate
+from offload._replay.baseline import Baseline
+from offload._replay.replayer import Buffer, TraceKeys, open_replayer
+from offload._replay.simulation import simulate
+from offload._replay.tier_specs import specs_of
 from offload.policies import FrequencyFilter
 from offload.replay import (
     Percentiles,
@@ -513,7 +513,7 @@ def test_a_wrong_block_fails_the_command(trace_file: Path, monkeypatch: pytest.M
     ("text", "nbytes"), [("4096", 4096), ("64KiB", 65536), ("1.5GB", 1_500_000_000), ("2m", 2 << 20)]
 )
 def test_sizes_are_read_as_people_write_them(text: str, nbytes: int) -> None:
-    from offload._replay.sizes import size_of
+    from offload._replay.units import size_of
 
     assert size_of(text) == nbytes
 

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 
 from backends.memory import MemoryTier
 from backends.pooled import Lease
-from offload._replay import resting
+from offload._replay import leaks
 from offload._replay.laps import Laps
+from offload._replay.replayer import Played
 from offload._replay.report import Tally
-from offload._replayer import Played
 from offload.replay import (
     Percentiles,
     ReplayError,
@@ -263,7 +263,7 @@ def test_the_audit_that_is_cancelled_says_nothing() -> None:
         tier = MemoryTier(8 * BLOCK, BLOCK)
         with trio.CancelScope() as scope:
             scope.cancel()
-            await resting.left_over({"memory": tier}, ReplayOptions(block_bytes=BLOCK), Laps(TRACE, 2, 0.8))
+            await leaks.left_over({"memory": tier}, ReplayOptions(block_bytes=BLOCK), Laps(TRACE, 2, 0.8))
             raise AssertionError("it was cancelled")
         tier.close()
 
@@ -301,7 +301,7 @@ def test_a_leak_fails_the_command(trace_file: Path, monkeypatch: pytest.MonkeyPa
     async def leak(*args: object) -> dict[str, int]:
         return {"memory: held": 3}
 
-    monkeypatch.setattr("offload._replay.playing.left_over", leak)
+    monkeypatch.setattr("offload._replay.session.left_over", leak)
     done = invoke(trace_file, "--laps", 2)
     assert done.exit_code == 1
     assert "at rest, memory: held: 3 blocks" in done.output

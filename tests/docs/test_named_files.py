@@ -51,7 +51,6 @@ COMMANDS = {
     "maru.cli",
     "maru.server_cli",
     "offload.cli",
-    "offload.demo",
     "offload.replay",
     "offload.scenario",
     "offload.bench",

@@ -475,7 +475,7 @@ def test_a_newcomer_that_was_asked_for_often_enough_wins_before_it_is_there():
 
 
 def hits_of(trace, capacity, policy):
-    """What a place with this policy would hit, as :func:`offload._what_if.simulate` counts."""
+    """What a place with this policy would hit, as :func:`offload._replay.simulation.simulate` counts."""
     there, hits = set(), 0
     for wanted in trace:
         hit = 0

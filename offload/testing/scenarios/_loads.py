@@ -26,7 +26,7 @@ from typing import Final, Literal
 import attrs
 import msgspec
 
-from offload._trace import Request, TraceError, read_trace
+from offload._replay.trace import Request, TraceError, read_trace
 
 from ._defaults import (
     config_of,

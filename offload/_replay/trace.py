@@ -19,7 +19,7 @@ from typing import IO, Annotated
 
 import msgspec
 
-from ._errors import OffloadError
+from .._errors import OffloadError
 
 _GZIP = b"\x1f\x8b"
 

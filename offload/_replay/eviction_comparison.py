@@ -1,8 +1,8 @@
 """All eviction policies over one trace, at several capacities, beside the most hits that were possible.
 
-Each pair of policy and capacity is a simulation of its own, by :func:`offload._what_if.simulate`. Where there are several
-processors, as many processes take one after the other: they share nothing but the trace, get it over their standard input, and
-end with that, whoever closes it.
+Each pair of policy and capacity is a simulation of its own, by :func:`offload._replay.simulation.simulate`. Where there are
+several processors, as many processes take one after the other: they share nothing but the trace, get it over their standard
+input, and end with that, whoever closes it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from backends.abc import Key
 from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU, EvictionPolicy, WTinyLFU
 from maru.exception_groups import raise_unwrapped
 
-from ._errors import OffloadError
-from ._optimum import most_hits
-from ._what_if import simulate
+from .._errors import OffloadError
+from .simulation import most_hits, simulate
 
 POLICIES: Final[Mapping[str, Callable[[], EvictionPolicy[Key]]]] = MappingProxyType(
     {

@@ -1,6 +1,6 @@
 """One engine process of the demo: a model in its own thread, its KV cache offloaded from there, and what came of it.
 
-    python -m offload._demo_process '{"role": "a", ...}'
+    python -m offload._demo.engine_process '{"role": "a", ...}'
 
 writes one JSON object per line: progress, then the outcome. The model knows nothing of offloading, and offloading nothing of
 the model; :class:`Server` is all that an inference engine has to add, and where to look for how that is done.
@@ -27,11 +27,11 @@ from backends.maru import MaruTier
 from backends.memory import MemoryTier
 from maru import MaruHandler
 
-from . import from_thread
-from ._pipeline.container import OffloadBatch, OffloadContainer
-from ._pipeline.lifecycle import Status
-from .testing.reference_engine import ModelConfig, ReferenceEngine
-from .testing.reference_engine import Sequence as Generation
+from .. import from_thread
+from .._pipeline.container import OffloadBatch, OffloadContainer
+from .._pipeline.lifecycle import Status
+from ..testing.reference_engine import ModelConfig, ReferenceEngine
+from ..testing.reference_engine import Sequence as Generation
 
 CHUNK_TOKENS = 256
 """What a forward pass of a prefill computes."""

@@ -21,15 +21,15 @@ from backends.memory import HostPages, MemoryTier
 from backends.slots import PagesDestination
 from backends.testing import payload_of
 
-from ._config import BatchConfig, PipelineConfig
-from ._engine import Engine, open_engine
-from ._errors import DestinationFull
-from ._keys import block_key
-from ._pipeline.lifecycle import Status
-from ._pipeline.result import TransferResult
-from ._trace import Request
-from .abc import AsyncPolicy, Policy
-from .preconditions import NO_WAIT
+from .._config import BatchConfig, PipelineConfig
+from .._engine import Engine, open_engine
+from .._errors import DestinationFull
+from .._keys import block_key
+from .._pipeline.lifecycle import Status
+from .._pipeline.result import TransferResult
+from ..abc import AsyncPolicy, Policy
+from ..preconditions import NO_WAIT
+from .trace import Request
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t)

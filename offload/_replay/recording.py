@@ -9,11 +9,11 @@ import attrs
 
 from backends.abc import Key, ReadableTier, TierStatistics
 
-from ._replayer import Played
-from ._trace import Request
+from .replayer import Played
+from .trace import Request
 
 if TYPE_CHECKING:
-    from .testing.scenarios._program import Scenario
+    from ..testing.scenarios._program import Scenario
 
 
 @attrs.frozen
@@ -61,8 +61,8 @@ def scenario_of(
         checksums: whether blocks were verified.
         presence: whether what the first tier had was kept from being stored again.
     """
-    from .testing.scenarios._loads import RecordedRequest as Done
-    from .testing.scenarios._loads import RecordedTier, recorded
+    from ..testing.scenarios._loads import RecordedRequest as Done
+    from ..testing.scenarios._loads import RecordedTier, recorded
 
     position = {name: i for i, name in enumerate(statistics)}
     began = played[0].began if played else 0.0

@@ -14,9 +14,9 @@ from typing import Final
 
 from backends.abc import Key, ReadableTier
 
-from .._replayer import TraceKeys
 from .laps import Laps
 from .options import ReplayOptions
+from .replayer import TraceKeys
 
 _AT_ONCE: Final = 512
 """Keys in one delete."""

@@ -14,16 +14,16 @@ from backends.abc import Key, TierStatistics
 from maru.eviction import LRU, AdaptiveLRFU
 
 from .._engine import EngineStatistics
-from .._replay_recording import Recorded, not_empty, not_recordable, scenario_of
-from .._replayer import Played, Replayer, TraceKeys, open_replayer
-from .._trace import Request
-from .._what_if import simulate
 from .clock import SkippingClock
 from .laps import Laps
+from .leaks import left_over, resident_bytes
 from .options import ReplayError, ReplayOptions
+from .recording import Recorded, not_empty, not_recordable, scenario_of
+from .replayer import Played, Replayer, TraceKeys, open_replayer
 from .report import ReplayReport, Tally
-from .resting import left_over, resident_bytes
+from .simulation import simulate
 from .tiers import open_tiers
+from .trace import Request
 
 if TYPE_CHECKING:
     from ..testing.scenarios._program import Scenario
@@ -39,7 +39,7 @@ async def replay(
 ) -> ReplayReport:
     """Play requests one after another through an engine over new tiers, and compare every loaded block.
 
-    With ``options.laps`` they are played so often, and when they are over the tiers are audited: see `resting`.
+    With ``options.laps`` they are played so often, and when they are over the tiers are audited (:mod:`.leaks`).
 
     Args:
         requests: as :func:`read_trace` gives them.

@@ -1,16 +1,51 @@
-"""A comparison of eviction policies, as a table and as a picture."""
+"""``offload replay --compare-eviction``: all eviction policies over one trace, as tables, JSON and a picture."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from maru._commands import write_output
+from maru._console import print_json
 from maru._console import show as print_parts
 from maru.eviction import AdaptiveLRFU
 
-from ._chart import Axis, Line, line_chart, round_ticks
-from ._errors import OffloadError
-from ._eviction_comparison import LIMIT, SHARES, Comparison
+from .._errors import OffloadError
+from .chart import Axis, Line, line_chart, round_ticks
+from .display import progressing
+from .eviction_comparison import LIMIT, SHARES, Comparison, compare, simulations
+from .options import ReplayError
+from .replayer import TraceKeys
+from .trace import read_trace
+
+
+def print_comparison(
+    trace: str, limit: int | None, compared: str | None, picture_file: str | None, as_json: bool
+) -> None:
+    """Compare all eviction policies over a trace, and print what came of it.
+
+    Raises:
+        ReplayError: the trace has no block.
+    """
+    requests = read_trace(trace, limit)
+    names = TraceKeys()
+    keys = [names.of(request) for request in requests]
+    if not names:
+        raise ReplayError(f"{trace}: no block")
+    capacities = capacities_of(compared, len(names))
+    with progressing(simulations(capacities), "simulating") as progress:
+        comparison = compare(keys, capacities, progress)
+    if picture_file is not None:
+        write_output(picture_file, picture(comparison, os.path.basename(trace)))
+    if as_json:
+        print_json(comparison.as_json())
+    else:
+        show(comparison, f"eviction policies over {os.path.basename(trace)}")
+
+
+# --- tables and a picture ---------------------------------------------------------------------------------------------
+
 
 if TYPE_CHECKING:
     from rich.text import Text

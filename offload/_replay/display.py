@@ -11,7 +11,7 @@ from maru._console import console
 from maru._console import show as print_parts
 
 from .report import Percentiles, ReplayReport
-from .sizes import size_text
+from .units import size_text
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""``offload demo``: the main job on real input, with every token verified."""

@@ -1,0 +1,139 @@
+"""What the demo shows: progress while it runs, and tables of what came of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+_WORTH_A_RATE = 1 << 20  # bytes: what takes less time says more about the clock than about the copy
+
+
+class ProgressBars:
+    """Progress of the engine processes, on a terminal."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, role: str, kind: str, event: dict[str, Any]) -> None:
+        """One line that a process wrote."""
+        name = role.upper()
+        match kind:
+            case "ready":
+                self._show(f"{name}: blocks stored", 0, event["blocks"])
+            case "stored":
+                self._show(f"{name}: blocks stored", event["blocks"], None)
+            case "prefill":
+                self._show(f"{name}: tokens computed", event["computed"], event["total"])
+            case _:
+                self._show(f"{name}: the same without a cache", event["computed"], event["total"])
+
+    def _show(self, what: str, completed: int, total: int | None) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total)
+        task = self._tasks[what]
+        if total is None:
+            total = max(completed, int(self._progress.tasks[task].total or 0))
+        self._progress.update(task, completed=completed, total=total)
+
+
+@contextlib.contextmanager
+def show_progress(sheet: Console) -> Iterator[ProgressBars]:
+    columns = (
+        TextColumn("{task.description:34}"),
+        BarColumn(),
+        TextColumn("{task.completed:>6.0f} of {task.total:.0f}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=sheet, disable=not sheet.is_terminal) as progress:
+        yield ProgressBars(progress)
+
+
+def show(report: dict[str, Any], sheet: Console) -> None:
+    """The tables."""
+    a, b, c = report["a"], report["b"], report["c"]
+    size = a["block_bytes"]
+    sheet.print(
+        f"\nA document of {report['document']['bytes']:,} tokens ({report['document']['source']}), "
+        f"in blocks of {size // 1024} KiB.\n"
+    )
+    sheet.print(_answers(report))
+    table = Table("", "A: computes and stores", "B: finds and loads", title="What moved", title_justify="left")
+    for row in zip(_figures(a, size), _figures(b, size), strict=True):
+        table.add_row(row[0][0], row[0][1], row[1][1])
+    sheet.print(table)
+    cancel = c["cancel"]
+    held = report["page_store"]
+    sheet.print(
+        f"\nThe page store held {held['keys']:,} pages, {_bytes(held['bytes'])}: B loaded from {a['stored_blocks']:,} that "
+        "A had written, and kept no copy."
+    )
+    sheet.print(
+        f"\nC cancelled {cancel['asked']} of {cancel['stores']} stores: {cancel['confirmed']} confirmed, of which "
+        f"{cancel['cancelled']} in time and {cancel['too_late']} after the commit, when the copy drains."
+        f"\nAt rest: {', '.join(f'{name} {count}' for name, count in c['at_rest'].items())}.\n"
+    )
+    for check, holds in report["checks"].items():
+        word = Text("yes  ", "green") if holds else Text("NO   ", "bold red")
+        sheet.print(word.append(check, "none"))
+    verdict = Text("\nverified", "bold green") if report["verified"] else Text("\nNOT VERIFIED", "bold red")
+    sheet.print(verdict.append(f" in {report['seconds']:.1f} s", "none"))
+
+
+def _answers(report: dict[str, Any]) -> Table:
+    table = Table(
+        "", "question", "answer, bytes", "loaded", "first token", "without", title="Answers", title_justify="left"
+    )
+    for role in "abc":
+        engine = report[role]
+        uncached = engine.get("uncached", [None] * len(engine["answers"]))
+        for answer, bare in zip(engine["answers"], uncached, strict=True):
+            table.add_row(
+                role.upper(),
+                answer["question"],
+                " ".join(f"{token:02x}" for token in answer["tokens"][:4]) + "..",
+                f"{answer['loaded_blocks']}/{answer['blocks']}",
+                f"{answer['first_token'] * 1000:,.0f} ms",
+                f"{bare['first_token'] * 1000:,.0f} ms" if bare else "",
+            )
+    return table
+
+
+def _figures(engine: dict[str, Any], size: int) -> list[tuple[str, str]]:
+    return [
+        ("blocks stored in shared pages", f"{engine['stored_blocks']:,}"),
+        ("blocks loaded", f"{engine['loaded_blocks']:,}"),
+        ("hit rate", f"{engine['hit_blocks'] / engine['asked_blocks']:.1%}"),
+        ("bytes stored", _bytes(engine["stored_bytes"])),
+        ("bytes loaded", _bytes(engine["loaded_blocks"] * size)),
+        ("device to pages, registered", _rate(engine["copies"]["maru"])),
+        ("loads", _rate(loads(engine))),
+        ("found, but not loaded", ", ".join(f"{n} {why}" for why, n in engine["load_failures"].items()) or "0"),
+    ]
+
+
+def loads(engine: dict[str, Any]) -> dict[str, float]:
+    """Bytes and seconds of all loads of a process."""
+    return {
+        "bytes": sum(answer["loaded_blocks"] for answer in engine["answers"]) * engine["block_bytes"],
+        "seconds": sum(answer["load"] for answer in engine["answers"] if answer["loaded_blocks"]),
+    }
+
+
+def _bytes(n: float) -> str:
+    return f"{n / 2**20:,.1f} MiB"
+
+
+def _rate(copied: dict[str, float]) -> str:
+    if copied["bytes"] < _WORTH_A_RATE:
+        return "-"
+    return f"{copied['bytes'] / copied['seconds'] / 1e9:.2f} GB/s"
