@@ -160,6 +160,16 @@ def test_pages_are_handed_out_ascending_and_as_neighbours_again_after_their_retu
     assert pages.allocate(3) == [0, 1, 2]
 
 
+def test_a_part_of_what_came_back_is_a_run_too_and_goes_out_first():
+    """What was used last is in the caches still, and a copy into neighbours is one run."""
+    pages = pages_with(16)
+    first, _ = pages.allocate(4), pages.allocate(4)
+    pages.cancel(first)
+    assert pages.allocate(2) == [0, 1]
+    assert pages.allocate(2) == [2, 3]
+    assert pages.allocate(2) == [8, 9]
+
+
 def test_two_regions_are_no_neighbours():
     pages = pages_with(2, regions=2)
     assert pages.locations(pages.allocate(4)) == ([10, 10, 11, 11], [0, PAGE, 0, PAGE])
