@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from ._health.breaker import Health as Health
     from ._health.breaker import HealthState as HealthState
     from ._config import BreakerConfig as BreakerConfig
-    from ._pipeline.priority import Precedence as Precedence
-    from ._pipeline.priority import PrecedenceStatistics as PrecedenceStatistics
+    from ._pipeline.priority import LoadPriority as LoadPriority
+    from ._pipeline.priority import LoadPriorityStatistics as LoadPriorityStatistics
     from ._pipeline.quarantine import Quarantined as Quarantined
     from ._pipeline.container import OffloadContainer as OffloadContainer
     from ._pipeline.container import OffloadBatch as OffloadBatch
@@ -112,8 +112,8 @@ _HOMES = {
     "Health": "._health.breaker",
     "HealthState": "._health.breaker",
     "BreakerConfig": "._config",
-    "Precedence": "._pipeline.priority",
-    "PrecedenceStatistics": "._pipeline.priority",
+    "LoadPriority": "._pipeline.priority",
+    "LoadPriorityStatistics": "._pipeline.priority",
     "Quarantined": "._pipeline.quarantine",
     "OffloadContainer": "._pipeline.container",
     "OffloadBatch": "._pipeline.container",

@@ -271,7 +271,7 @@ class EngineConfig:
         1.0,
         0.0,
         3_600.0,
-        "How long a store stands back for loads that are under way before one batch goes all the same.",
+        "How long a store yields to loads that are under way before one batch goes all the same.",
     )
     breaker: BreakerConfig = _knob.table(BreakerConfig(), "When a tier counts as broken, and how it is tried again.")
     pipeline: PipelineConfig = _knob.table(PipelineConfig(), "The knobs of every route that has none of its own.")

@@ -19,7 +19,7 @@ from .._pipeline.cancellation import CancellationToken
 from .._pipeline.handle import TransferHandle
 from .._pipeline.marks import place_of
 from .._pipeline.pipeline import Pipeline
-from .._pipeline.priority import Precedence
+from .._pipeline.priority import LoadPriority
 from .._pipeline.quarantine import Quarantined
 from .._pipeline.spill import Spilling
 from ..abc import PreconditionLike
@@ -64,7 +64,7 @@ class EngineParts:
     history: History
     tenant_tags: TenantTags
     promoter: Promoter
-    precedence: Precedence
+    load_priority: LoadPriority
     counts: Counts
 
 
@@ -96,7 +96,7 @@ class Engine:
         # None where no tier must know tenants, which is most often: then a store or a lookup has nothing to tag.
         self._tags: TenantTags | None = parts.tenant_tags or None
         self._promoter = parts.promoter
-        self._precedence = parts.precedence
+        self._load_priority = parts.load_priority
         self._counts = parts.counts
         self._live_hits: dict[Hit, None] = {}
 
@@ -241,7 +241,7 @@ class Engine:
         loading = Loading(hit.keys, destination, self._places, self._counts, retry, self._lookup_timeout)
         segments = hit._begin_load()
         try:
-            with self._precedence.loading():
+            with self._load_priority.loading():
                 await loading.load(segments)
         finally:
             await hit._end_load()

@@ -22,7 +22,7 @@ from .._errors import ConfigError
 from .._health import BreakerTier
 from .._pipeline.marks import place_of
 from .._pipeline.pipeline import Pipeline, open_pipeline
-from .._pipeline.priority import Precedence
+from .._pipeline.priority import LoadPriority
 from .._pipeline.spill import Spilling, spill
 from .._pipeline.spill_route import what_is_new
 from ..abc import AsyncPolicy, Instrument, Policy
@@ -144,12 +144,12 @@ class _EngineBuilder:
     guards: Mapping[str, BreakerTier]
     history: History
     tenant_tags: TenantTags = attrs.field(init=False)
-    precedence: Precedence = attrs.field(init=False)
+    load_priority: LoadPriority = attrs.field(init=False)
     counts: Counts = attrs.Factory(Counts)
 
     def __attrs_post_init__(self) -> None:
         self.tenant_tags = TenantTags(self.tiers.values())
-        self.precedence = Precedence(patience=self.config.store_patience)
+        self.load_priority = LoadPriority(patience=self.config.store_patience)
 
     async def enter_routes(self) -> tuple[list[OpenRoute], dict[str, Spilling]]:
         """Open the routes, each before what feeds it, and what carries the victims of their tiers."""
@@ -199,7 +199,7 @@ class _EngineBuilder:
             chain=feeds,
             instruments=[*self.instruments, self.tenant_tags] if self.tenant_tags else self.instruments,
             name=route.name,
-            precedence=self.precedence,
+            load_priority=self.load_priority,
         )
 
     async def enter_promotion_routes(self, routes: Sequence[OpenRoute]) -> dict[str, PromotionRoute]:
@@ -210,7 +210,7 @@ class _EngineBuilder:
             knobs = promotion_config(down or self.config.pipeline, self.config.promotion_blocks)
             routes_up[name] = await self.stack.enter_async_context(
                 open_promotion_route(
-                    name, self.guards[name], self.source.block_bytes, knobs, self.counts, self.precedence
+                    name, self.guards[name], self.source.block_bytes, knobs, self.counts, self.load_priority
                 )
             )
         return routes_up
@@ -226,7 +226,7 @@ class _EngineBuilder:
             history=self.history,
             tenant_tags=self.tenant_tags,
             promoter=promoter,
-            precedence=self.precedence,
+            load_priority=self.load_priority,
             counts=self.counts,
         )
 

@@ -34,7 +34,7 @@ from .._pipeline.container import OffloadContainer
 from .._pipeline.handle import TransferHandle
 from .._pipeline.marks import place_of
 from .._pipeline.pipeline import Pipeline, open_pipeline
-from .._pipeline.priority import Precedence
+from .._pipeline.priority import LoadPriority
 from .factories import presence_filter
 from .lookup import Place
 from .statistics import Counts, count
@@ -235,7 +235,7 @@ async def open_promotion_route(
     block_bytes: int,
     config: PipelineConfig,
     counts: Counts,
-    precedence: Precedence,
+    load_priority: LoadPriority,
 ) -> AsyncIterator[PromotionRoute]:
     """The way up into this tier, for the length of an ``async with`` block."""
     staging = Staging(block_bytes)
@@ -245,7 +245,7 @@ async def open_promotion_route(
         policies=[presence_filter(tier)],
         config=config,
         name=f"up to {name}",
-        precedence=precedence,
+        load_priority=load_priority,
     ) as pipeline:
         route_up = PromotionRoute(pipeline, staging, counts)
         pipeline.add_instrument(route_up)

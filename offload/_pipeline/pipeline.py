@@ -42,7 +42,7 @@ from .container import OffloadContainer
 from .handle import TransferHandle
 from .lifecycle import Phase
 from .marks import marks_of, place_of
-from .priority import Deference, Precedence
+from .priority import LoadPriority, PriorityReceiver
 from .quarantine import Quarantined
 from .settlement import Settlement
 from .statistics import PipelineStatistics
@@ -68,7 +68,7 @@ class Pipeline:
         chain: Sequence[Pipeline],
         instruments: Sequence[Instrument | object],
         name: str,
-        precedence: Precedence | None = None,
+        load_priority: LoadPriority | None = None,
     ) -> None:
         self.name: str = name
         self.config: PipelineConfig = config
@@ -81,7 +81,7 @@ class Pipeline:
         self._settlement = Settlement(self._marks, self._budget, self.hooks)
         self._chain = Chain(chain, destination, self._settlement) if chain else None  # type: ignore[arg-type]
         self._origin = place_of(source)
-        self._link(precedence)
+        self._link(load_priority)
         self._closed = False
         self._enqueued = self._dropped = self._swept_late = 0
         self._draining = 0
@@ -89,13 +89,13 @@ class Pipeline:
         self._sweeper_sleeps = False
         self._scope = trio.CancelScope(shield=True)
 
-    def _link(self, precedence: Precedence | None) -> None:
+    def _link(self, load_priority: LoadPriority | None) -> None:
         """Make the channels, and the stages that they link."""
         config, settlement, hooks = self.config, self._settlement, self.hooks
         enqueued, admitted, awaited = [CancellableChannel(settlement.settle) for _ in range(3)]
         self._ready = ready = ReadyChannel(config.batch_config, settlement)
         self._channels: Sequence[CancellableChannel] = (enqueued, admitted, awaited, ready)
-        self._deference = None if precedence is None else Deference(precedence, ready)
+        self._priority = None if load_priority is None else PriorityReceiver(load_priority, ready)
         self._admission = Admission(self._policies, config, settlement, hooks, inbound=enqueued, outbound=admitted)
         self._awaiting = Awaiting(config, settlement, hooks, inbound=admitted, outbound=awaited)
         self._batching = Batching(config, settlement, hooks, inbound=awaited, outbound=ready)
@@ -105,9 +105,9 @@ class Pipeline:
             config,
             settlement,
             hooks,
-            inbound=self._deference or ready,
+            inbound=self._priority or ready,
             chain=self._chain,
-            deference=self._deference,
+            priority=self._priority,
         )
         self._stages: Sequence[_Stage] = (self._admission, self._awaiting, self._batching, self._transfer)
 
@@ -351,8 +351,8 @@ class Pipeline:
         with trio.CancelScope(shield=True):
             self._close_door()
             self._transfer.cut_off_at(deadline)
-            if self._deference is not None:
-                self._deference.hurry()
+            if self._priority is not None:
+                self._priority.stop_yielding()
             self._draining += 1
             self._ready.flush(True)
             with trio.move_on_at(deadline):
@@ -402,8 +402,8 @@ class Pipeline:
 
     def _finish_all(self) -> None:
         """No stage runs any more. After a clean end nothing is left inside; after a crash those who wait must not hang."""
-        if self._deference is not None:
-            self._deference.close()
+        if self._priority is not None:
+            self._priority.close()
         self._close_door()
         for container in list(self._settlement.live):
             if not container.status.terminal:
@@ -485,7 +485,7 @@ def open_pipeline(
     chain: Sequence[Pipeline] = (),
     instruments: Sequence[Instrument | object] = (),
     name: str = "",
-    precedence: Precedence | None = None,
+    load_priority: LoadPriority | None = None,
 ) -> AbstractAsyncContextManager[Pipeline]:
     """A pipeline from one place to another, for as long as the ``async with`` block lasts.
 
@@ -501,7 +501,7 @@ def open_pipeline(
         chain: pipelines out of ``destination`` that everything stored there is fed to; opened before, closed after.
         instruments: observers; see :class:`offload.abc.Instrument`.
         name: what statistics, logs and the results of a chain call it; by default the destination's.
-        precedence: which loads go before its copies; shared by all pipelines whose copies are in the way of the same loads.
+        load_priority: which loads go before its copies; shared by all pipelines whose copies are in the way of the same loads.
 
     Raises:
         ValueError: a pipeline of ``chain`` does not start at ``destination``, or two of them have one name.
@@ -514,4 +514,4 @@ def open_pipeline(
             raise ValueError(f"{route!r} starts at {route.source!r}, not at the destination, {destination!r}")
     name = name or str(getattr(destination, "name", "") or type(destination).__name__.lower())
     config = config or PipelineConfig()
-    return _OpenPipeline(Pipeline(source, destination, policies, config, chain, instruments, name, precedence))
+    return _OpenPipeline(Pipeline(source, destination, policies, config, chain, instruments, name, load_priority))

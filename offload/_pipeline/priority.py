@@ -1,15 +1,21 @@
-"""Loads go before stores: what a load tells, and how the slots of pipelines wait for it.
+"""LoadPriority: loads go before stores. What a load announces, and how the transfer slots of pipelines yield to it.
 
-:mod:`offload._pipeline.right_of_way` decides.
+Rule 1. A load never waits. What it may find in its way are the store batches that were copying when it began.
+Rule 2. While a load is under way no other batch starts: it *yields*, in the order in which it came.
+Rule 3. One that has yielded for ``patience`` goes all the same, one at a time: the first in the queue, and the next one when
+        the copy of that one is over. So loads that never end do not starve stores; and where no load is under way before it,
+        a load that is shorter than ``patience`` meets no batch that began after it.
+Rule 4. When the last load is over, all may go.
 
-One :class:`Precedence` is shared by all pipelines of an engine. A load says ``with precedence.loading():`` and waits for
-nobody. A slot asks before it takes a batch, so that what stands back stays parked, can be cancelled, and grows into a fuller
-batch. Where room was long in coming it asks again: loads may have begun meanwhile.
+One :class:`LoadPriority` is shared by all pipelines of an engine. A load says ``with load_priority.loading():``. A slot asks
+before it takes a batch, so that what yields stays parked, can be cancelled, and grows into a fuller batch. Where room was long
+in coming it asks again: loads may have begun meanwhile.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
@@ -19,42 +25,99 @@ import trio
 
 from .channel import BatchReceiver
 from .container import Holder, OffloadBatch, OffloadContainer
-from .right_of_way import RightOfWay, Store
+
+# --- the decision: pure, what is under way and the time go in -----------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class YieldingStore:
+    """A store batch that is about to start, or has started."""
+
+    since: float
+    """When it began to yield, in seconds."""
+
+
+@attrs.define(eq=False)
+class YieldQueue:
+    """Counts loads, keeps the queue of the stores that yield, and decides. There is no other place that decides."""
+
+    patience: float
+    """How long a store yields at most, in seconds, where none before it does."""
+    loads: int = 0
+    """Loads under way."""
+    exception: YieldingStore | None = None
+    """The one store that went before loads that are, or were, under way. It is still copying."""
+    waiting: OrderedDict[YieldingStore, None] = attrs.Factory(OrderedDict)
+    """Those that yield, longest first."""
+
+    def join(self, store: YieldingStore) -> None:
+        """Yield, behind all others."""
+        self.waiting[store] = None
+
+    def may_go(self, store: YieldingStore, now: float) -> bool:
+        """Whether this one may start now. If so, it has left the queue, and :meth:`over` is called when its copy is over."""
+        if self.loads:
+            if self.exception is not None or self.first is not store or now < store.since + self.patience:
+                return False
+            self.exception = store
+        self.waiting.pop(store, None)
+        return True
+
+    def looks_again(self, store: YieldingStore) -> float | None:
+        """When this one may go by the passing of time alone; ``None``: only when something else happens."""
+        return store.since + self.patience if self.exception is None and self.first is store else None
+
+    @property
+    def first(self) -> YieldingStore | None:
+        """The one that has yielded for longest."""
+        return next(iter(self.waiting), None)
+
+    def leave(self, store: YieldingStore) -> None:
+        """It does not want to start any more."""
+        self.waiting.pop(store, None)
+
+    def over(self, store: YieldingStore) -> None:
+        """Its copy is over, or never began. Idempotent."""
+        if self.exception is store:
+            self.exception = None
+
+
+# --- what loads and stores call -----------------------------------------------------------------------------------------
 
 
 @attrs.frozen
-class PrecedenceStatistics:
+class LoadPriorityStatistics:
     """A snapshot. Counters count from the start."""
 
     loads: int
     """Loads under way."""
-    standing_back: int
+    yielding: int
     """Stores that wait for them."""
-    stood_back: int
+    yielded: int
     """Stores that ever did."""
-    let_go: int
-    """Those of them that went before loads that were under way, since they had stood back for long enough."""
+    went_first: int
+    """Those of them that went before loads that were under way, since they had yielded for long enough."""
 
 
-class Turn:
-    """A store's leave to copy. Made by :meth:`Precedence.may_copy`."""
+class CopyPermit:
+    """A store's permit to copy. Made by :meth:`LoadPriority.acquire_permit`."""
 
-    __slots__ = ("_precedence", "_store")
+    __slots__ = ("_priority", "_store")
 
-    def __init__(self, precedence: Precedence, store: Store) -> None:
-        self._precedence = precedence
+    def __init__(self, priority: LoadPriority, store: YieldingStore) -> None:
+        self._priority = priority
         self._store = store
 
-    def over(self) -> None:
-        """Its copy is over. Idempotent; whoever has a turn must say so, since the next one may wait for it."""
-        self._precedence._over(self._store)
+    def release(self) -> None:
+        """Its copy is over. Idempotent; must be called, since the next store may wait for it."""
+        self._priority._over(self._store)
 
 
-class Precedence:
+class LoadPriority:
     """Loads before stores, for everything that copies between the same places.
 
     Args:
-        patience: how long a store stands back for loads before it goes all the same, in seconds.
+        patience: how long a store yields to loads before it goes all the same, in seconds.
 
     Raises:
         ValueError: ``patience`` is negative, or no number.
@@ -63,88 +126,92 @@ class Precedence:
     def __init__(self, *, patience: float = 1.0) -> None:
         if not patience >= 0:
             raise ValueError(f"patience = {patience!r}: must be seconds from 0")
-        self._way = RightOfWay(patience)
+        self._queue = YieldQueue(patience)
         self._loading = _Loading(self)
-        self._news: dict[Store, trio.Event] = {}
-        self._stood_back = self._let_go = 0
+        self._wake_ups: dict[YieldingStore, trio.Event] = {}
+        self._yielded = self._went_first = 0
 
     def __repr__(self) -> str:
-        return f"<Precedence: {self._way.loads} loads, {len(self._way.line)} stores stand back>"
+        return f"<LoadPriority: {self._queue.loads} loads, {len(self._queue.waiting)} stores yield>"
 
     @property
     def is_clear(self) -> bool:
         """Whether no load is under way: a store may start now."""
-        return not self._way.loads
+        return not self._queue.loads
 
     def loading(self) -> AbstractContextManager[None]:
         """A load is under way for as long as the ``with`` block lasts. Any number at a time. Never waits."""
         return self._loading
 
-    async def may_copy(self) -> Turn:
-        """Wait until a store may start to copy: no load is under way, or it has stood back for long enough.
+    async def acquire_permit(self) -> CopyPermit:
+        """Wait until a store may start to copy: no load is under way, or it has yielded for long enough.
 
-        Always a checkpoint. Cancelled, it has left the line. Whoever gets the turn calls :meth:`Turn.over` when it is over.
+        Always a checkpoint. Cancelled, it has left the queue. The permit must be released when the copy is over.
         """
         await trio.lowlevel.checkpoint()
-        way, store = self._way, Store(trio.current_time())
-        if way.may_go(store, store.since):
-            return Turn(self, store)
-        way.join(store)
-        self._stood_back += 1
+        queue, store = self._queue, YieldingStore(trio.current_time())
+        if queue.may_go(store, store.since):
+            return CopyPermit(self, store)
+        queue.join(store)
+        self._yielded += 1
         try:
-            while not way.may_go(store, trio.current_time()):
-                news = self._news[store] = trio.Event()
-                at = way.looks_again(store)
+            while not queue.may_go(store, trio.current_time()):
+                wake_up = self._wake_ups[store] = trio.Event()
+                at = queue.looks_again(store)
                 with trio.CancelScope(deadline=math.inf if at is None else at):
-                    await news.wait()
+                    await wake_up.wait()
         finally:
-            self._news.pop(store, None)
-            way.leave(store)
-            self._tell_first()
-        self._let_go += way.exception is store
-        return Turn(self, store)
+            self._wake_ups.pop(store, None)
+            queue.leave(store)
+            # Also where this one was cancelled: it may have been the one whose deadline was to wake the next.
+            self._wake_first()
+        self._went_first += queue.exception is store
+        return CopyPermit(self, store)
 
-    def statistics(self) -> PrecedenceStatistics:
+    def statistics(self) -> LoadPriorityStatistics:
         """An immutable snapshot."""
-        way = self._way
-        return PrecedenceStatistics(way.loads, len(way.line), self._stood_back, self._let_go)
+        queue = self._queue
+        return LoadPriorityStatistics(queue.loads, len(queue.waiting), self._yielded, self._went_first)
 
     def _begin(self) -> None:
-        self._way.loads += 1
+        self._queue.loads += 1
 
     def _end(self) -> None:
-        self._way.loads -= 1
-        if not self._way.loads:
-            for news in self._news.values():
-                news.set()
+        self._queue.loads -= 1
+        if not self._queue.loads:
+            for wake_up in self._wake_ups.values():
+                wake_up.set()
 
-    def _over(self, store: Store) -> None:
-        if self._way.exception is store:
-            self._way.over(store)
-            self._tell_first()
+    def _over(self, store: YieldingStore) -> None:
+        if self._queue.exception is store:
+            self._queue.over(store)
+            self._wake_first()
 
-    def _tell_first(self) -> None:
-        """Somebody else may be the first in line now, or the one exception is over: it decides anew."""
-        first = self._way.first
+    def _wake_first(self) -> None:
+        """Another one may be the first in the queue now, or the one exception is over: it decides anew."""
+        first = self._queue.first
         if first is not None:
-            self._news[first].set()
+            self._wake_ups[first].set()
 
 
 class _Loading:
-    """What every load enters."""
+    """What every load enters: one object, since it keeps nothing of a single load."""
 
-    __slots__ = ("_precedence",)
+    __slots__ = ("_priority",)
 
-    def __init__(self, precedence: Precedence) -> None:
-        self._precedence = precedence
+    def __init__(self, priority: LoadPriority) -> None:
+        self._priority = priority
 
     def __enter__(self) -> None:
-        self._precedence._begin()
+        self._priority._begin()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._precedence._end()
+        self._priority._end()
+
+
+# --- between batching and transfer --------------------------------------------------------------------------------------
 
 
 class _Ready(BatchReceiver, Protocol):
@@ -152,58 +219,59 @@ class _Ready(BatchReceiver, Protocol):
 
 
 @attrs.define(eq=False)
-class Deference:
-    """How the slots of one pipeline stand back: what stands between batching and transfer where there is a precedence."""
+class PriorityReceiver:
+    """Batching's receiving end for slots that yield to loads: a batch that is due may be taken when no load is in its way."""
 
-    precedence: Precedence
+    priority: LoadPriority
     ready: _Ready
-    """Batching's receiving end."""
-    _turns: dict[Holder, Turn] = attrs.Factory(dict)
-    """Slots whose batch has a turn."""
-    _hurried: bool = False
+    """Batching's own receiving end."""
+    _permits: dict[Holder, CopyPermit] = attrs.Factory(dict)
+    """The permits of slots whose batch needed one."""
+    _closing: bool = False
 
     async def receive(self, owner: Holder) -> OffloadBatch:
         """Wait until a batch is due and may start, and take it. Cancelled while waiting, it has taken nothing."""
-        self.give_up(owner)
+        self.release_permit(owner)
         while True:
             await self.ready.wait_due()
             if not self._goes_first():
-                # Stand back without a batch in hand: what is parked can be cancelled, and has time to become more.
-                self._turns[owner] = await self.precedence.may_copy()
+                # Yield without a batch in hand: what is parked can be cancelled, and has time to become more.
+                self._permits[owner] = await self.priority.acquire_permit()
             batch = self.ready.receive_nowait(owner)
             if batch is not None:
                 return batch
-            self.give_up(owner)
+            # While this one yielded, what was due was taken by another slot, or cancelled.
+            self.release_permit(owner)
 
     def receive_nowait(self, owner: Holder) -> OffloadBatch | None:
         """Take a batch if one is due and may start."""
-        self.give_up(owner)
+        self.release_permit(owner)
         return self.ready.receive_nowait(owner) if self._goes_first() else None
 
     def put_back(self, container: OffloadContainer) -> None:
         """Take a container back as the first of the next batch."""
         self.ready.put_back(container)
 
-    async def stand_back(self, owner: Holder) -> None:
+    async def yield_to_loads(self, owner: Holder) -> None:
         """Wait until the batch in hand may start. No checkpoint where it may at once."""
         if not self._goes_first():
-            self._turns[owner] = await self.precedence.may_copy()
+            self._permits[owner] = await self.priority.acquire_permit()
 
-    def give_up(self, owner: Holder) -> None:
-        """The batch of this slot is over, or waits for something else: its turn is somebody else's. Idempotent."""
-        if self._turns:
-            turn = self._turns.pop(owner, None)
-            if turn is not None:
-                turn.over()
+    def release_permit(self, owner: Holder) -> None:
+        """The batch of this slot is over, or waits for something else: another one may go. Idempotent."""
+        if self._permits:
+            permit = self._permits.pop(owner, None)
+            if permit is not None:
+                permit.release()
 
-    def hurry(self) -> None:
+    def stop_yielding(self) -> None:
         """The pipeline closes: what is committed goes ahead, for its time is short."""
-        self._hurried = True
+        self._closing = True
 
     def close(self) -> None:
         """There are no slots any more."""
-        while self._turns:
-            self._turns.popitem()[1].over()
+        while self._permits:
+            self._permits.popitem()[1].release()
 
     def _goes_first(self) -> bool:
-        return self._hurried or self.precedence.is_clear
+        return self._closing or self.priority.is_clear

@@ -7,7 +7,7 @@ What a slot does with a batch, in this order:
 1. Reserve room at the destination. This may wait, and holds nothing while it does. What is cancelled meanwhile settles at
    once, and the rest of the batch waits on in the same turn and under the same deadline. Where the destination knows no
    way to ask for less, the rest asks again, without leaving the slot. A destination that is broken rejects the batch at once.
-   Where loads go first (:mod:`offload._pipeline.priority`) a batch that had to wait for room stands back for them, with its
+   Where loads go first (:mod:`offload._pipeline.priority`) a batch that had to wait for room yields to them, with its
    room.
 2. Commit, without a checkpoint: sweep, claim, upgrade, give back the room of what dropped out, and only then settle that.
    What is raised meanwhile refuses the batch, and then each container of it for itself.
@@ -57,7 +57,7 @@ from .channel import BatchReceiver
 from .container import FlatBlocks, OffloadBatch, OffloadContainer
 from .containment import give_back, only_cancelled, what_leaves
 from .lifecycle import Phase, Status
-from .priority import Deference
+from .priority import PriorityReceiver
 from .quarantine import Quarantine
 from .settlement import Settlement
 
@@ -84,8 +84,8 @@ class Transfer:
     chain: Chain | None = None
     """The pipelines that lead on from the destination, where there are any. Containers settle when their copy is over, or else
     when these have ended."""
-    deference: Deference | None = None
-    """How the slots stand back for loads, where they do. It is ``inbound`` then."""
+    priority: PriorityReceiver | None = None
+    """How the slots yield to loads, where they do. It is ``inbound`` then."""
     quarantine: Quarantine = attrs.Factory(Quarantine)
     cutoff: float = math.inf
     """No wait of a slot goes on behind this time: the end of a shutdown's drain."""
@@ -119,9 +119,9 @@ class Slot:
     _block_bytes: int = 0
     """The size of its blocks, asked of the source while it may still refuse the batch."""
     _reserving: trio.CancelScope | None = None
-    """What it waits for room in, or stands back in: the only waits of a slot that a cancel may end."""
+    """What it waits for room in, or yields to loads in: the only waits of a slot that a cancel may end."""
     _waiting: OffloadBatch | None = None
-    """What it waits for room for, or stands back with."""
+    """What it waits for room for, or yields with."""
     _request: RoomRequest | None = None
     """How it waits for room: it shrinks with the batch."""
     _bound: trio.CancelScope = attrs.Factory(trio.CancelScope)
@@ -232,7 +232,7 @@ class Slot:
                     )
                 reservation = await self._wait_for_room(batch, deadline)
                 if reservation is not None:
-                    return await self._behind_loads(batch, reservation)
+                    return await self._yield_to_loads(batch, reservation)
                 if all(container.walks_on for container in batch.containers):
                     self._end(batch, DestinationFull(f"no room within {stage.config.destination_timeout} s"))
             except Exception as error:
@@ -240,8 +240,8 @@ class Slot:
                     case TierUnavailable() as unavailable:
                         self._reject(batch, unavailable)
                     case trio.WouldBlock() if deadline is None:
-                        if stage.deference is not None:
-                            stage.deference.give_up(self)
+                        if stage.priority is not None:
+                            stage.priority.release_permit(self)
                         deadline = min(trio.current_time() + stage.config.destination_timeout, stage.cutoff)
                     case alone:
                         self._one_by_one(batch, alone)
@@ -260,17 +260,20 @@ class Slot:
             self._reserving = self._waiting = self._request = None
         return reservation
 
-    async def _behind_loads(self, batch: OffloadBatch, reservation: Reservation) -> Reservation | None:
-        """Room was long in coming, and loads may have begun meanwhile: stand back for them. Who is cancelled gives up his."""
+    async def _yield_to_loads(self, batch: OffloadBatch, reservation: Reservation) -> Reservation | None:
+        """Room was long in coming, and loads may have begun meanwhile: yield to them.
+
+        What is cancelled meanwhile gives its share of the room back.
+        """
         stage = self.stage
-        if stage.deference is None:
+        if stage.priority is None:
             return reservation
         while True:
             self._reserving = trio.CancelScope(deadline=stage.cutoff)
             self._waiting = batch
             try:
                 with self._reserving:
-                    await stage.deference.stand_back(self)
+                    await stage.priority.yield_to_loads(self)
                     return reservation
             except BaseException:
                 give_back(reservation.release)

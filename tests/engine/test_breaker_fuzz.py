@@ -12,7 +12,16 @@ import trio.testing
 
 from backends.abc import Unproven
 from backends.testing import FakeTier
-from offload import NO_WAIT, DrainUnproven, HealthState, Precedence, Status, TierTooSlow, TierUnavailable, open_pipeline
+from offload import (
+    NO_WAIT,
+    DrainUnproven,
+    HealthState,
+    LoadPriority,
+    Status,
+    TierTooSlow,
+    TierUnavailable,
+    open_pipeline,
+)
 from offload.policies import PresenceFilter
 from tests.support.ill_tiers import SIZE, Ill, RemoteIll, ill_and_guard, places
 from tests.support.invariants import config_of, keys_of
@@ -26,7 +35,7 @@ async def test_in_the_end_it_is_well_and_nothing_is_held(autojump_clock, seed: i
     dice = random.Random(seed)
     tier, guard = ill_and_guard(kind, capacity=12, load_timeout=8.0)
     source = FakeTier(256, SIZE)
-    precedence = Precedence()
+    load_priority = LoadPriority()
     filters = [PresenceFilter(guard)]
     ends: list[Status] = []
 
@@ -44,7 +53,7 @@ async def test_in_the_end_it_is_well_and_nothing_is_held(autojump_clock, seed: i
 
     async def load(at: float, which: int, between: float, patience: float) -> None:
         await trio.sleep(at)
-        with trio.move_on_after(patience), precedence.loading():
+        with trio.move_on_after(patience), load_priority.loading():
             try:
                 async with await guard.pin(keys_of(f"{which}-", 4)) as lease:
                     await trio.sleep(between)
@@ -72,8 +81,8 @@ async def test_in_the_end_it_is_well_and_nothing_is_held(autojump_clock, seed: i
     )
     with trio.fail_after(10_000):
         async with (
-            open_pipeline(source, guard, policies=filters, config=config, precedence=precedence) as one,
-            open_pipeline(source, guard, config=config, precedence=precedence) as two,
+            open_pipeline(source, guard, policies=filters, config=config, load_priority=load_priority) as one,
+            open_pipeline(source, guard, config=config, load_priority=load_priority) as two,
         ):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(sicken, random.Random(-seed - 1))
@@ -96,7 +105,7 @@ async def test_in_the_end_it_is_well_and_nothing_is_held(autojump_clock, seed: i
             assert len(ends) == 60
     assert (guard.health.state, guard.health.next_probe) == (HealthState.CLOSED, None)
     assert tier.at_rest() and source.statistics().held_blocks == 0
-    statistics = precedence.statistics()
-    assert (statistics.loads, statistics.standing_back, precedence._way.exception) == (0, 0, None)
+    statistics = load_priority.statistics()
+    assert (statistics.loads, statistics.yielding, load_priority._queue.exception) == (0, 0, None)
     assert not guard._runner._waiting
     assert guard._runner.breaker.generation > 6  # it broke, and was tried again, more than once

@@ -1,4 +1,4 @@
-"""Faults planted into breakers and the precedence of loads: the tests that look for them find each."""
+"""Faults planted into breakers and the load_priority of loads: the tests that look for them find each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload import TierUnavailable
 from tests.engine import test_breaker as pure
 from tests.engine import test_breaker_pipeline as pipelines
 from tests.engine import test_breaker_tier as behind
-from tests.engine import test_precedence as precedence
+from tests.engine import test_load_priority as load_priority
 from tests.support.planted import breaker as P
 
 Patch = pytest.MonkeyPatch
@@ -49,15 +49,15 @@ PLANTED: list[tuple[Callable[[Patch], None], Callable[..., Any], dict[str, Any]]
         pipelines.test_every_block_is_rejected_at_once_and_by_name,
         {"when_full": "wait"},
     ),
-    (P.stores_starve, precedence.test_a_store_that_stood_back_for_a_second_gets_one_slot, {}),
-    (P.loads_starve, precedence.test_a_load_meets_the_batches_that_were_copying_and_no_other, {"slots": 2}),
-    (P.all_that_waited_go_at_once, precedence.test_a_store_that_stood_back_for_a_second_gets_one_slot, {}),
-    (P.the_one_slot_is_not_given_back, precedence.test_loads_without_an_end_let_a_batch_through_each_second, {}),
-    (P.the_one_slot_is_not_given_back, precedence.test_a_slot_that_is_let_go_for_nothing_does_not_keep_the_others, {}),
-    (P.the_one_slot_is_not_given_back, precedence.test_a_batch_that_waits_for_room_keeps_nobody_else, {}),
-    (P.a_crash_keeps_the_one_slot, precedence.test_a_crash_of_a_pipeline_gives_its_turn_back, {}),
-    (P.whoever_leaves_the_line_tells_nobody, precedence.test_they_go_in_the_order_in_which_they_came, {}),
-    (P.a_batch_with_room_does_not_stand_back, precedence.test_a_batch_that_got_room_stands_back_with_it, {}),
+    (P.stores_starve, load_priority.test_a_store_that_yielded_for_a_second_gets_one_slot, {}),
+    (P.loads_starve, load_priority.test_a_load_meets_the_batches_that_were_copying_and_no_other, {"slots": 2}),
+    (P.all_that_waited_go_at_once, load_priority.test_a_store_that_yielded_for_a_second_gets_one_slot, {}),
+    (P.the_one_slot_is_not_given_back, load_priority.test_loads_without_an_end_let_a_batch_through_each_second, {}),
+    (P.the_one_slot_is_not_given_back, load_priority.test_a_slot_that_goes_for_nothing_does_not_keep_the_others, {}),
+    (P.the_one_slot_is_not_given_back, load_priority.test_a_batch_that_waits_for_room_keeps_nobody_else, {}),
+    (P.a_crash_keeps_the_one_slot, load_priority.test_a_crash_of_a_pipeline_gives_its_turn_back, {}),
+    (P.whoever_leaves_the_line_tells_nobody, load_priority.test_they_go_in_the_order_in_which_they_came, {}),
+    (P.a_batch_with_room_does_not_yield, load_priority.test_a_batch_that_got_room_yields_with_it, {}),
 ]
 
 

@@ -234,7 +234,7 @@ CANCELLED = [
     ),
     Step(
         "backends/maru/_reservation.py",
-        "MaruReservation.keep",
+        "MaruReservation._keep",
         "self._batch.keep(positions)",
         "Which keys stay becomes which pages stay.",
     ),

@@ -9,11 +9,10 @@ import pytest
 import trio
 import trio.testing
 
-from offload import Precedence
+from offload import LoadPriority
 from offload._health import attribution, breaker_tier, faults, runner
 from offload._health.breaker import Breaker, HealthState, Verdict
-from offload._pipeline.priority import Deference
-from offload._pipeline.right_of_way import RightOfWay
+from offload._pipeline.priority import PriorityReceiver, YieldQueue
 from offload._pipeline.transfer import Slot
 
 Patch = pytest.MonkeyPatch
@@ -150,45 +149,45 @@ def a_broken_tier_fails_the_batch_as_a_whole(patch: Patch) -> None:
     patch.setattr(Slot, "_reject", Slot._end)
 
 
-# --- plants: the precedence ---------------------------------------------------------------------------------------------
+# --- plants: the load_priority ---------------------------------------------------------------------------------------------
 
 
 def stores_starve(patch: Patch) -> None:
-    may_go = RightOfWay.may_go
-    patch.setattr(RightOfWay, "may_go", lambda self, store, now: not self.loads and may_go(self, store, now))
-    patch.setattr(RightOfWay, "looks_again", lambda self, store: None)
+    may_go = YieldQueue.may_go
+    patch.setattr(YieldQueue, "may_go", lambda self, store, now: not self.loads and may_go(self, store, now))
+    patch.setattr(YieldQueue, "looks_again", lambda self, store: None)
 
 
 def loads_starve(patch: Patch) -> None:
     """Stores go whenever they like."""
-    patch.setattr(Precedence, "is_clear", property(lambda self: True))
+    patch.setattr(LoadPriority, "is_clear", property(lambda self: True))
 
 
 def all_that_waited_go_at_once(patch: Patch) -> None:
-    may_go = RightOfWay.may_go
+    may_go = YieldQueue.may_go
 
-    def _may_go(self: RightOfWay, store: Any, now: float) -> bool:
+    def _may_go(self: YieldQueue, store: Any, now: float) -> bool:
         self.exception = None
         return may_go(self, store, now)
 
-    patch.setattr(RightOfWay, "may_go", _may_go)
+    patch.setattr(YieldQueue, "may_go", _may_go)
 
 
 def the_one_slot_is_not_given_back(patch: Patch) -> None:
-    patch.setattr(Deference, "give_up", lambda self, owner: None)
+    patch.setattr(PriorityReceiver, "release_permit", lambda self, owner: None)
 
 
 def a_crash_keeps_the_one_slot(patch: Patch) -> None:
-    patch.setattr(Deference, "close", lambda self: None)
+    patch.setattr(PriorityReceiver, "close", lambda self: None)
 
 
 def whoever_leaves_the_line_tells_nobody(patch: Patch) -> None:
-    patch.setattr(Precedence, "_tell_first", lambda self: None)
+    patch.setattr(LoadPriority, "_wake_first", lambda self: None)
 
 
-def a_batch_with_room_does_not_stand_back(patch: Patch) -> None:
+def a_batch_with_room_does_not_yield(patch: Patch) -> None:
     async def behind_loads(self: Any, batch: Any, reservation: Any) -> Any:
         await trio.lowlevel.checkpoint()
         return reservation
 
-    patch.setattr(Slot, "_behind_loads", behind_loads)
+    patch.setattr(Slot, "_yield_to_loads", behind_loads)

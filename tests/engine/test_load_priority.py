@@ -1,4 +1,4 @@
-"""Loads before stores: a load meets the batches that were copying already, a store that stood back for a second goes."""
+"""Loads before stores: a load meets the batches that were copying already, a store that yielded for a second goes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import trio
 import trio.testing
 
 from backends.testing import FakeTier
-from offload import NO_WAIT, PipelineClosed, Precedence, PrecedenceStatistics, Status, open_pipeline
-from offload._pipeline.right_of_way import RightOfWay, Store
+from offload import NO_WAIT, LoadPriority, LoadPriorityStatistics, PipelineClosed, Status, open_pipeline
+from offload._pipeline.priority import YieldingStore, YieldQueue
 from tests.support.invariants import config_of, keys_of
 
 SIZE = 64
@@ -23,20 +23,20 @@ SIZE = 64
 
 
 def test_without_loads_everybody_goes() -> None:
-    way = RightOfWay(1.0)
-    assert way.may_go(Store(0.0), 0.0) and way.may_go(Store(0.0), 0.0)
-    assert way.exception is None and not way.line
+    way = YieldQueue(1.0)
+    assert way.may_go(YieldingStore(0.0), 0.0) and way.may_go(YieldingStore(0.0), 0.0)
+    assert way.exception is None and not way.waiting
 
 
-def test_behind_loads_the_first_goes_when_it_has_stood_back_for_long_enough_and_then_the_next() -> None:
-    way = RightOfWay(1.0, loads=1)
-    first, second = Store(0.0), Store(0.0)
+def test_behind_loads_the_first_goes_when_it_has_yielded_for_long_enough_and_then_the_next() -> None:
+    way = YieldQueue(1.0, loads=1)
+    first, second = YieldingStore(0.0), YieldingStore(0.0)
     way.join(first)
     way.join(second)
     assert not way.may_go(first, 0.9) and not way.may_go(second, 5.0)
     assert (way.looks_again(first), way.looks_again(second)) == (1.0, None)
     assert way.may_go(first, 1.0)
-    assert way.exception is first and list(way.line) == [second]
+    assert way.exception is first and list(way.waiting) == [second]
     assert not way.may_go(second, 5.0) and way.looks_again(second) is None
     way.over(second)  # not its exception to end
     assert way.exception is first
@@ -46,8 +46,8 @@ def test_behind_loads_the_first_goes_when_it_has_stood_back_for_long_enough_and_
 
 
 def test_whoever_leaves_the_line_holds_nobody_up() -> None:
-    way = RightOfWay(1.0, loads=1)
-    first, second = Store(0.0), Store(0.5)
+    way = YieldQueue(1.0, loads=1)
+    first, second = YieldingStore(0.0), YieldingStore(0.5)
     way.join(first)
     way.join(second)
     way.leave(first)
@@ -58,48 +58,48 @@ def test_whoever_leaves_the_line_holds_nobody_up() -> None:
 @pytest.mark.parametrize("patience", [-1.0, float("nan")])
 def test_patience_is_seconds(patience: float) -> None:
     with pytest.raises(ValueError, match="patience"):
-        Precedence(patience=patience)
+        LoadPriority(patience=patience)
 
 
 # --- waiting for it -------------------------------------------------------------------------------------------------
 
 
-async def copies(precedence: Precedence, log: list[tuple[str, float]], name: str, seconds: float = 0.0) -> None:
-    turn = await precedence.may_copy()
+async def copies(load_priority: LoadPriority, log: list[tuple[str, float]], name: str, seconds: float = 0.0) -> None:
+    permit = await load_priority.acquire_permit()
     log.append((name, trio.current_time()))
     await trio.sleep(seconds)
-    turn.over()
+    permit.release()
 
 
 async def test_may_copy_is_a_checkpoint() -> None:
-    precedence = Precedence()
+    load_priority = LoadPriority()
     with trio.testing.assert_checkpoints():
-        turn = await precedence.may_copy()
-    turn.over()
-    assert precedence.is_clear
+        permit = await load_priority.acquire_permit()
+    permit.release()
+    assert load_priority.is_clear
 
 
 async def test_they_go_in_the_order_in_which_they_came(autojump_clock) -> None:
-    precedence, log = Precedence(), []
+    load_priority, log = LoadPriority(), []
     start = trio.current_time()
     async with trio.open_nursery() as nursery:
-        with precedence.loading(), precedence.loading():
+        with load_priority.loading(), load_priority.loading():
             for name in "abc":
-                nursery.start_soon(copies, precedence, log, name, 2.0)
+                nursery.start_soon(copies, load_priority, log, name, 2.0)
                 await trio.sleep(0.25)
-            assert precedence.statistics() == PrecedenceStatistics(loads=2, standing_back=3, stood_back=3, let_go=0)
+            assert load_priority.statistics() == LoadPriorityStatistics(loads=2, yielding=3, yielded=3, went_first=0)
             await trio.sleep(5.0)
     assert [(name, at - start) for name, at in log] == [("a", 1.0), ("b", 3.0), ("c", 5.0)]
-    assert precedence.statistics() == PrecedenceStatistics(loads=0, standing_back=0, stood_back=3, let_go=3)
+    assert load_priority.statistics() == LoadPriorityStatistics(loads=0, yielding=0, yielded=3, went_first=3)
 
 
 async def test_the_last_load_that_ends_lets_all_go(autojump_clock) -> None:
-    precedence, log = Precedence(), []
+    load_priority, log = LoadPriority(), []
     async with trio.open_nursery() as nursery:
-        with precedence.loading():
-            with precedence.loading():
+        with load_priority.loading():
+            with load_priority.loading():
                 for name in "ab":
-                    nursery.start_soon(copies, precedence, log, name, 9.0)
+                    nursery.start_soon(copies, load_priority, log, name, 9.0)
                 await trio.sleep(0.5)
             await trio.sleep(0.25)
             assert log == []
@@ -109,14 +109,14 @@ async def test_the_last_load_that_ends_lets_all_go(autojump_clock) -> None:
 
 async def test_loads_that_follow_each_other_closely_leave_no_gap_to_count_on_and_starve_nobody(autojump_clock) -> None:
     """Between two loads there is a tick in which none is under way; whoever was woken by that decides anew."""
-    precedence, log = Precedence(), []
+    load_priority, log = LoadPriority(), []
     start = trio.current_time()
     async with trio.open_nursery() as nursery:
-        with precedence.loading():
-            nursery.start_soon(copies, precedence, log, "a")
+        with load_priority.loading():
+            nursery.start_soon(copies, load_priority, log, "a")
             await trio.sleep(0.3)
         for _ in range(9):
-            with precedence.loading():
+            with load_priority.loading():
                 await trio.sleep(0.3)
     assert log == [("a", start + 1.0)]
 
@@ -125,21 +125,21 @@ async def test_loads_that_follow_each_other_closely_leave_no_gap_to_count_on_and
 @pytest.mark.parametrize("when", [0.5, 1.0, 1.5])
 async def test_cancelled_in_line_nobody_is_held_up(autojump_clock, who, when) -> None:
     """Also in the very tick in which the first is let go, and while the second waits for the end of its copy."""
-    precedence, log = Precedence(), []
+    load_priority, log = LoadPriority(), []
     scopes = {name: trio.CancelScope() for name in ("first", "second")}
     start = trio.current_time()
 
     async def copy(name: str) -> None:
         with scopes[name]:
-            turn = await precedence.may_copy()
+            permit = await load_priority.acquire_permit()
             log.append(name)
             try:
                 await trio.sleep(1.0)
             finally:
-                turn.over()
+                permit.release()
 
     async with trio.open_nursery() as nursery:
-        with precedence.loading():
+        with load_priority.loading():
             for name in scopes:
                 nursery.start_soon(copy, name)
                 await trio.testing.wait_all_tasks_blocked()
@@ -148,18 +148,18 @@ async def test_cancelled_in_line_nobody_is_held_up(autojump_clock, who, when) ->
                 if who in (name, "both"):
                     scope.cancel()
             await trio.testing.wait_all_tasks_blocked()
-            nursery.start_soon(copies, precedence, late := [], "late")
+            nursery.start_soon(copies, load_priority, late := [], "late")
             await trio.sleep(9.0)
             assert late and late[0][1] <= start + when + 2.0
     assert who == "both" or {"first", "second"} - {who} <= set(log)
-    statistics = precedence.statistics()
-    assert (statistics.loads, statistics.standing_back) == (0, 0)
-    assert precedence._way.exception is None and not precedence._news
+    statistics = load_priority.statistics()
+    assert (statistics.loads, statistics.yielding) == (0, 0)
+    assert load_priority._queue.exception is None and not load_priority._wake_ups
 
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_whatever_comes_loads_wait_for_nobody_and_stores_for_a_second(autojump_clock, seed) -> None:
-    dice, precedence = random.Random(seed), Precedence()
+    dice, load_priority = random.Random(seed), LoadPriority()
     copying: dict[int, float] = {}
     exceptions: list[int] = []
     waits: list[float] = []
@@ -167,7 +167,7 @@ async def test_whatever_comes_loads_wait_for_nobody_and_stores_for_a_second(auto
     async def load(at: float, seconds: float) -> None:
         await trio.sleep(at)
         before = trio.current_time()
-        with precedence.loading():
+        with load_priority.loading():
             assert trio.current_time() == before
             await trio.sleep(seconds)
 
@@ -175,9 +175,9 @@ async def test_whatever_comes_loads_wait_for_nobody_and_stores_for_a_second(auto
         await trio.sleep(at)
         asked = trio.current_time()
         with trio.move_on_after(patience):
-            turn = await precedence.may_copy()
+            permit = await load_priority.acquire_permit()
             waited = trio.current_time() - asked
-            if not precedence.is_clear:
+            if not load_priority.is_clear:
                 assert waited > 1.0 - 1e-6
                 assert not exceptions
                 exceptions.append(number)
@@ -190,7 +190,7 @@ async def test_whatever_comes_loads_wait_for_nobody_and_stores_for_a_second(auto
                 del copying[number]
                 if number in exceptions:
                     exceptions.remove(number)
-                turn.over()
+                permit.release()
 
     with trio.fail_after(1000):
         async with trio.open_nursery() as nursery:
@@ -199,7 +199,7 @@ async def test_whatever_comes_loads_wait_for_nobody_and_stores_for_a_second(auto
             for number in range(12):
                 seconds = dice.choice([0.0, 0.1, 0.5])
                 nursery.start_soon(store, number, dice.uniform(0, 10), seconds, dice.choice([0.7, 1.0, 1000.0]))
-    assert precedence._way.exception is None and not precedence._way.line and not precedence._news
+    assert load_priority._queue.exception is None and not load_priority._queue.waiting and not load_priority._wake_ups
     assert waits and max(waits) <= 1.0 + 12 * 0.5
 
 
@@ -210,7 +210,7 @@ class World:
     """Pipelines from one source, each into a place of its own, behind the same loads."""
 
     def __init__(self, n: int = 1, *, latency: float = 0.2, capacity: int = 64) -> None:
-        self.precedence = Precedence()
+        self.load_priority = LoadPriority()
         self.source = FakeTier(256, SIZE)
         self.places = [FakeTier(capacity, SIZE, latency=latency) for _ in range(n)]
         self.started: list[tuple[int, float]] = []
@@ -223,7 +223,7 @@ class World:
             self.source,
             self.places[at],
             config=config_of(**knobs),
-            precedence=self.precedence,
+            load_priority=self.load_priority,
             instruments=[SimpleNamespace(xfer_start=lambda batch: self._starts(len(batch.keys)))],
         )
         return pipeline
@@ -237,13 +237,13 @@ class World:
         return pipeline.enqueue_nowait(self.source.weak(keys), precondition=NO_WAIT)
 
     async def load(self, seconds: float) -> None:
-        with self.precedence.loading():
+        with self.load_priority.loading():
             await trio.sleep(seconds)
 
     def assert_at_rest(self, *pipelines: Any) -> None:
-        statistics = self.precedence.statistics()
-        assert (statistics.loads, statistics.standing_back) == (0, 0)
-        assert self.precedence._way.exception is None
+        statistics = self.load_priority.statistics()
+        assert (statistics.loads, statistics.yielding) == (0, 0)
+        assert self.load_priority._queue.exception is None
         for pipeline in pipelines:
             assert (pipeline.statistics().inside, pipeline.statistics().pending_marks) == (0, 0)
         for place in (self.source, *self.places):
@@ -270,10 +270,10 @@ async def test_a_load_meets_the_batches_that_were_copying_and_no_other(autojump_
         world.assert_at_rest(pipeline)
 
 
-async def test_what_stands_back_is_a_fuller_batch_afterwards(autojump_clock) -> None:
+async def test_what_yields_is_a_fuller_batch_afterwards(autojump_clock) -> None:
     world = World()
     async with world.open() as pipeline:
-        with world.precedence.loading():
+        with world.load_priority.loading():
             handles = []
             for label in "abcdefgh":
                 handles.append(world.store(pipeline, label))
@@ -284,7 +284,7 @@ async def test_what_stands_back_is_a_fuller_batch_afterwards(autojump_clock) -> 
         world.assert_at_rest(pipeline)
 
 
-async def test_a_store_that_stood_back_for_a_second_gets_one_slot(autojump_clock) -> None:
+async def test_a_store_that_yielded_for_a_second_gets_one_slot(autojump_clock) -> None:
     world = World(3)
     async with world.open(0) as one, world.open(1) as two, world.open(2) as three, trio.open_nursery() as nursery:
         nursery.start_soon(world.load, 100.0)
@@ -293,7 +293,7 @@ async def test_a_store_that_stood_back_for_a_second_gets_one_slot(autojump_clock
         for handle in handles:
             await handle.wait()
         assert [at for _, at in world.started] == pytest.approx([1.0, 1.2, 1.4])  # one at a time
-        assert world.precedence.statistics().let_go == 3
+        assert world.load_priority.statistics().went_first == 3
         nursery.cancel_scope.cancel()
     world.assert_at_rest()
 
@@ -319,14 +319,14 @@ async def test_several_batches_in_a_tick_make_way_as_well(autojump_clock) -> Non
         load = trio.CancelScope()
 
         async def loads() -> None:
-            with load, world.precedence.loading():
+            with load, world.load_priority.loading():
                 await trio.sleep(0.5)
 
         async with trio.open_nursery() as nursery:
 
             def begins(_: Any) -> None:
                 if len(world.started) == 2:
-                    world.precedence._begin()
+                    world.load_priority._begin()
                     nursery.start_soon(loads)
 
             pipeline.add_instrument(SimpleNamespace(xfer_end=begins))
@@ -334,7 +334,7 @@ async def test_several_batches_in_a_tick_make_way_as_well(autojump_clock) -> Non
             await settled()
             assert len(world.started) == 2
             await trio.sleep(0.6)
-            world.precedence._end()
+            world.load_priority._end()
             for handle in handles:
                 await handle.wait()
         assert len(world.started) == 6
@@ -342,10 +342,10 @@ async def test_several_batches_in_a_tick_make_way_as_well(autojump_clock) -> Non
 
 
 @pytest.mark.parametrize("all_of_them", [True, False], ids=["all", "one"])
-async def test_a_store_that_stands_back_is_cancelled_at_once(autojump_clock, all_of_them) -> None:
+async def test_a_store_that_yields_is_cancelled_at_once(autojump_clock, all_of_them) -> None:
     world = World()
     async with world.open(min_batch_size=2) as pipeline:
-        with world.precedence.loading():
+        with world.load_priority.loading():
             handles = [world.store(pipeline, label) for label in "ab"]
             await trio.sleep(0.5)
             for handle in handles if all_of_them else handles[:1]:
@@ -358,8 +358,8 @@ async def test_a_store_that_stands_back_is_cancelled_at_once(autojump_clock, all
         world.assert_at_rest(pipeline)
 
 
-async def test_a_slot_that_is_let_go_for_nothing_does_not_keep_the_others(autojump_clock) -> None:
-    """Its store was cancelled while it stood back."""
+async def test_a_slot_that_goes_for_nothing_does_not_keep_the_others(autojump_clock) -> None:
+    """Its store was cancelled while it yielded."""
     world = World(2)
     async with world.open(0) as one, world.open(1) as other, trio.open_nursery() as nursery:
         nursery.start_soon(world.load, 100.0)
@@ -375,16 +375,16 @@ async def test_a_slot_that_is_let_go_for_nothing_does_not_keep_the_others(autoju
     world.assert_at_rest()
 
 
-async def test_leaving_a_pipeline_that_stands_back_waits_for_no_load(autojump_clock) -> None:
+async def test_leaving_a_pipeline_that_yields_waits_for_no_load(autojump_clock) -> None:
     world = World()
-    with world.precedence.loading():
+    with world.load_priority.loading():
         async with world.open() as pipeline:
             handle = world.store(pipeline, "a")
             await trio.sleep(0.5)
         assert trio.current_time() == world.start + 0.5
         assert (await handle.wait()).status is Status.FAILED
         await settled()
-        assert world.precedence.statistics().standing_back == 0
+        assert world.load_priority.statistics().yielding == 0
     world.assert_at_rest(pipeline)
 
 
@@ -395,8 +395,8 @@ async def test_a_pipeline_that_closes_carries_what_is_committed_ahead_of_loads(a
     handles = []
     start = trio.current_time()
     config = config_of(flush_interval=0.0, max_batch_size=1)
-    route_to_lower = open_pipeline(upper, lower, config=config, precedence=world.precedence)
-    with world.precedence.loading():
+    route_to_lower = open_pipeline(upper, lower, config=config, load_priority=world.load_priority)
+    with world.load_priority.loading():
         async with route_to_lower as route:
             for label in [f"{i}-" for i in range(20)]:
                 keys = keys_of(label, 1)
@@ -404,7 +404,7 @@ async def test_a_pipeline_that_closes_carries_what_is_committed_ahead_of_loads(a
                 handles.append(await route.enqueue_committed(upper.weak(keys)))
             await trio.sleep(0.5)
             assert lower.copied == []
-        # The one that stood back was let go when it would have been; then all went in a row.
+        # The one that yielded was let go when it would have been; then all went in a row.
         assert trio.current_time() == start + 1.0
     assert [(await handle.wait()).status for handle in handles] == [Status.COMPLETE] * 20
     world.assert_at_rest()
@@ -429,7 +429,7 @@ async def test_a_crash_of_a_pipeline_gives_its_turn_back(autojump_clock) -> None
         assert [at for _, at in world.started] == pytest.approx([1.0, 1.5])
         await handle.wait()
         nursery.cancel_scope.cancel()
-    assert world.precedence._way.exception is None
+    assert world.load_priority._queue.exception is None
 
 
 # --- where room is long in coming -----------------------------------------------------------------------------------
@@ -442,13 +442,13 @@ async def in_a_full_place(world: World) -> Callable[[], Any]:
     return lambda: world.places[0].delete(old)
 
 
-async def test_a_batch_that_got_room_stands_back_with_it(autojump_clock) -> None:
+async def test_a_batch_that_got_room_yields_with_it(autojump_clock) -> None:
     world = World(capacity=4)
     make_room = await in_a_full_place(world)
     async with world.open() as pipeline:
         handle = world.store(pipeline, "a", 2)
         await trio.sleep(0.5)
-        with world.precedence.loading():
+        with world.load_priority.loading():
             await make_room()
             await trio.sleep(0.4)
             assert world.started == []
@@ -458,7 +458,7 @@ async def test_a_batch_that_got_room_stands_back_with_it(autojump_clock) -> None
         world.assert_at_rest(pipeline)
 
 
-async def test_a_batch_that_got_room_and_stood_back_for_a_second_goes(autojump_clock) -> None:
+async def test_a_batch_that_got_room_and_yielded_for_a_second_goes(autojump_clock) -> None:
     world = World(capacity=4)
     make_room = await in_a_full_place(world)
     async with world.open() as pipeline, trio.open_nursery() as nursery:
@@ -473,13 +473,13 @@ async def test_a_batch_that_got_room_and_stood_back_for_a_second_goes(autojump_c
 
 
 @pytest.mark.parametrize("cancelled", [[0], [1], [0, 1]])
-async def test_cancelled_while_it_stands_back_its_room_is_given_back(autojump_clock, cancelled) -> None:
+async def test_cancelled_while_it_yields_its_room_is_given_back(autojump_clock, cancelled) -> None:
     world = World(capacity=4)
     make_room = await in_a_full_place(world)
     async with world.open(min_batch_size=4) as pipeline:
         handles = [world.store(pipeline, "a", 2), world.store(pipeline, "b", 2)]
         await trio.sleep(0.1)
-        with world.precedence.loading():
+        with world.load_priority.loading():
             await make_room()
             await trio.sleep(0.4)
             assert world.places[0].statistics().reserved_blocks == 4
@@ -493,10 +493,10 @@ async def test_cancelled_while_it_stands_back_its_room_is_given_back(autojump_cl
         world.assert_at_rest(pipeline)
 
 
-async def test_leaving_a_pipeline_that_stands_back_with_room_gives_the_room_back(autojump_clock) -> None:
+async def test_leaving_a_pipeline_that_yields_with_room_gives_the_room_back(autojump_clock) -> None:
     world = World(capacity=4)
     make_room = await in_a_full_place(world)
-    with world.precedence.loading():
+    with world.load_priority.loading():
         async with world.open() as pipeline:
             handle = world.store(pipeline, "a", 2)
             await trio.sleep(1.5)
@@ -506,11 +506,11 @@ async def test_leaving_a_pipeline_that_stands_back_with_room_gives_the_room_back
     world.assert_at_rest(pipeline)
 
 
-async def test_a_route_that_stands_back_with_room_when_its_time_to_drain_is_over_gives_it_back(autojump_clock) -> None:
+async def test_a_route_that_yields_with_room_when_its_time_to_drain_is_over_gives_it_back(autojump_clock) -> None:
     world = World(capacity=4)
     make_room = await in_a_full_place(world)
     world.source.fill(keys := keys_of("a", 2))
-    with world.precedence.loading():
+    with world.load_priority.loading():
         async with world.open(drain_timeout=0.25) as pipeline:
             handle = await pipeline.enqueue_committed(world.source.weak(keys))
             await trio.sleep(1.5)
@@ -525,10 +525,10 @@ async def test_a_route_that_stands_back_with_room_when_its_time_to_drain_is_over
     world.assert_at_rest(pipeline)
 
 
-async def test_a_crash_of_a_pipeline_that_stands_back_with_room_gives_it_back(autojump_clock) -> None:
+async def test_a_crash_of_a_pipeline_that_yields_with_room_gives_it_back(autojump_clock) -> None:
     world = World(capacity=4)
     make_room = await in_a_full_place(world)
-    with world.precedence.loading():
+    with world.load_priority.loading():
         async with world.open() as pipeline:
             handle = world.store(pipeline, "a", 2)
             await trio.sleep(1.5)
@@ -562,4 +562,4 @@ async def test_a_pipeline_without_a_precedence_has_nothing_in_between() -> None:
     source = FakeTier()
     async with open_pipeline(source, FakeTier()) as pipeline:
         assert pipeline._transfer.inbound is pipeline._ready
-        assert pipeline._transfer.deference is None
+        assert pipeline._transfer.priority is None
