@@ -2,4 +2,4 @@
 
 from ._client.blocking import Begin as Begin
 from ._client.blocking import MaruHandler as MaruHandler
-from ._client.driving import Ticket as Ticket
+from ._client.driver import PendingCall as PendingCall

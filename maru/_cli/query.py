@@ -47,7 +47,7 @@ def command(wish: Wish, key: str) -> None:
     """
     name = key
     if wish.config.tenant or wish.config.namespace:
-        from .._client.operations.standing import salt_of
+        from .._client.operations.state import salt_of
 
         name = salt_of(wish.config.tenant, wish.config.namespace) + key
     with connected(wish) as server:

@@ -30,15 +30,15 @@ from .._config import MaruConfig
 from .._errors import HandlerClosed, MaruError, NoAnswer, ServerLost
 from .._forks import belongs_to, watch_forks
 from .._wire import Code
-from . import handling as handling
+from . import handler_operations as handler_operations
 from . import operations as operations
 from .answers import Deleted, Loaded, Stored
+from .connections import ConnectionPool
 from .copying import Buffer
-from .driving import Driver
-from .driving import Ticket as Ticket
-from .face import Face, HandlerStatistics, beat_of
+from .driver import Driver
+from .driver import PendingCall as PendingCall
+from .handler_base import HandlerBase, HandlerStatistics, beat_of
 from .keys import list_keys
-from .lines import Lines
 from .operations import Operation, Pin
 from .sockets import blocking_dealer
 from .views import AllocHandle, MemoryInfo
@@ -52,52 +52,52 @@ JOIN_TIME = 0.5
 
 
 class Begin:
-    """The calls of a handler, begun and not waited for: each returns a :class:`Ticket`."""
+    """The calls of a handler, begun and not waited for: each returns a :class:`PendingCall`."""
 
     def __init__(self, handler: MaruHandler) -> None:
         self._handler = handler
         self._driver = handler._driver
-        self._standing = handler._standing
+        self._state = handler._state
 
-    def exists(self, key: str) -> Ticket[bool]:
+    def exists(self, key: str) -> PendingCall[bool]:
         """See :meth:`MaruHandler.exists`."""
-        return self._begin(operations.exists(self._standing, key))
+        return self._begin(operations.exists(self._state, key))
 
-    def batch_store(self, keys: Iterable[str], handles: Iterable[AllocHandle]) -> Ticket[list[Stored]]:
+    def batch_store(self, keys: Iterable[str], handles: Iterable[AllocHandle]) -> PendingCall[list[Stored]]:
         """See :meth:`MaruHandler.batch_store`."""
-        return self._begin(handling.batch_store(self._standing, keys, handles))
+        return self._begin(handler_operations.batch_store(self._state, keys, handles))
 
-    def batch_put(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> Ticket[list[Stored]]:
+    def batch_put(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> PendingCall[list[Stored]]:
         """See :meth:`MaruHandler.batch_put`. The buffers are copied when this returns."""
-        return self._begin(handling.batch_put(self._standing, keys, buffers))
+        return self._begin(handler_operations.batch_put(self._state, keys, buffers))
 
-    def batch_get_into(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> Ticket[list[Loaded]]:
+    def batch_get_into(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> PendingCall[list[Loaded]]:
         """See :meth:`MaruHandler.batch_get_into`. The buffers are written when the result is asked for."""
-        return self._begin(handling.batch_get_into(self._standing, keys, buffers))
+        return self._begin(handler_operations.batch_get_into(self._state, keys, buffers))
 
-    def batch_retrieve(self, keys: Iterable[str]) -> Ticket[list[MemoryInfo | None]]:
+    def batch_retrieve(self, keys: Iterable[str]) -> PendingCall[list[MemoryInfo | None]]:
         """See :meth:`MaruHandler.batch_retrieve`."""
-        return self._begin(handling.batch_retrieve(self._standing, keys, self._handler._give_back))
+        return self._begin(handler_operations.batch_retrieve(self._state, keys, self._handler._give_back))
 
-    def batch_exists(self, keys: Iterable[str]) -> Ticket[list[bool]]:
+    def batch_exists(self, keys: Iterable[str]) -> PendingCall[list[bool]]:
         """See :meth:`MaruHandler.batch_exists`."""
-        return self._begin(operations.exist(self._standing, list_keys(keys)))
+        return self._begin(operations.exist(self._state, list_keys(keys)))
 
-    def batch_pin(self, keys: Iterable[str]) -> Ticket[list[bool]]:
+    def batch_pin(self, keys: Iterable[str]) -> PendingCall[list[bool]]:
         """See :meth:`MaruHandler.batch_pin`."""
-        return self._begin(operations.pin(self._standing, list_keys(keys)))
+        return self._begin(operations.pin(self._state, list_keys(keys)))
 
-    def delete(self, key: str) -> Ticket[Deleted]:
+    def delete(self, key: str) -> PendingCall[Deleted]:
         """See :meth:`MaruHandler.delete`."""
-        return self._begin(handling.delete_one(self._standing, key))
+        return self._begin(handler_operations.delete_one(self._state, key))
 
-    def _begin(self, operation: Operation[T]) -> Ticket[T]:
-        if not self._standing.is_connected or self._driver.abandoned:
+    def _begin(self, operation: Operation[T]) -> PendingCall[T]:
+        if not self._state.is_connected or self._driver.abandoned:
             self._handler._ready()
-        return Ticket(self._driver, operation)
+        return PendingCall(self._driver, operation)
 
 
-class MaruHandler(Face):
+class MaruHandler(HandlerBase):
     """A client of the page store, for threads: with the published names, and more. A context manager.
 
     Args:
@@ -110,7 +110,7 @@ class MaruHandler(Face):
     def __init__(self, config: MaruConfig | None = None, **knobs: Any) -> None:
         lock = threading.RLock()
         super().__init__(config, knobs, monotonic, lock)
-        self._driver = Driver(self._standing, lock, partial(blocking_dealer, self.config))
+        self._driver = Driver(self._state, lock, partial(blocking_dealer, self.config))
         self._stop = threading.Event()
         self._heart: threading.Thread | None = None
         self._connecting = threading.Lock()
@@ -119,7 +119,7 @@ class MaruHandler(Face):
         """The same calls, begun and not waited for."""
         self._pid = os.getpid()
         watch_forks(self, MaruHandler._after_fork)
-        weakref.finalize(self, _close_lines, self._driver.lines, self._pid)  # its sockets end with it
+        weakref.finalize(self, _close_connections, self._driver.connections, self._pid)  # its sockets end with it
 
     # --- its life -------------------------------------------------------------------------------------------------
 
@@ -131,9 +131,9 @@ class MaruHandler(Face):
         """
         self._check_process()
         with self._connecting:
-            self._driver.run(operations.connect(self._standing))
+            self._driver.run(operations.connect(self._state))
             if self._heart is None:
-                beat = beat_of(self._standing)
+                beat = beat_of(self._state)
                 name = f"maru-lease-{self._instance_id[:8]}"
                 args = (weakref.ref(self), self._stop, beat)
                 self._heart = threading.Thread(target=_renew, args=args, name=name, daemon=True)
@@ -151,16 +151,16 @@ class MaruHandler(Face):
         driver = self._driver
         self._stop.set()
         try:
-            driver.run(operations.close(driver.standing))
+            driver.run(operations.close(driver.state))
         except MaruError as exc:
             _log.debug("closed without a farewell: %s", exc)
         finally:
-            driver.lines.close()
+            driver.connections.close()
             heart = self._heart
             if heart is not None and heart is not threading.current_thread():
                 heart.join(JOIN_TIME)
             with driver.lock:
-                driver.standing.spans.clear()  # what views hold stays mapped
+                driver.state.spans.clear()  # what views hold stays mapped
 
     def __enter__(self) -> MaruHandler:
         self.connect()
@@ -180,7 +180,7 @@ class MaruHandler(Face):
         """Whether the server answers now."""
         try:
             self._ready()
-            self._driver.run(operations.simply(self._standing, Code.HEARTBEAT))
+            self._driver.run(operations.simply(self._state, Code.HEARTBEAT))
         except (NoAnswer, ServerLost):
             return False
         return True
@@ -189,7 +189,7 @@ class MaruHandler(Face):
 
     def alloc(self, size: int) -> AllocHandle | None:
         """A page to fill with ``size`` bytes, at most ``chunk_size_bytes``; ``None`` if there is no room for it now."""
-        return self._run("alloc", handling.alloc(self._standing, size))
+        return self._run("alloc", handler_operations.alloc(self._state, size))
 
     def batch_alloc(self, n: int, size: int | None = None) -> list[AllocHandle] | None:
         """``n`` pages to fill, neighbours where possible; ``None`` if there is no room for so many.
@@ -200,14 +200,14 @@ class MaruHandler(Face):
         Raises:
             PoolFull: there never will be: the server's pool is smaller than that.
         """
-        return self._run("batch_alloc", handling.batch_alloc(self._standing, n, size))
+        return self._run("batch_alloc", handler_operations.batch_alloc(self._state, n, size))
 
     def free(self, handle: AllocHandle) -> None:
         """Give a page back that was not stored."""
         self._ready()
         with self._lock:
-            self._standing.check_open()
-            handling.free(self._standing, [handle])
+            self._state.check_open()
+            handler_operations.free(self._state, [handle])
 
     def store(self, key: str, handle: AllocHandle) -> Stored:
         """Register a filled page under a key. The handle is of no use afterwards, whatever the answer.
@@ -215,28 +215,28 @@ class MaruHandler(Face):
         Raises:
             NoAnswer: it may be stored, or may be yet. Its page is used again only once that is known.
         """
-        return self._run("store", handling.store_one(self._standing, key, handle))
+        return self._run("store", handler_operations.store_one(self._state, key, handle))
 
     def batch_store(self, keys: Iterable[str], handles: Iterable[AllocHandle]) -> list[Stored]:
         """Register filled pages: what is a duplicate, in the batch or at the server, frees its page. One round trip."""
-        return self._run("batch_store", handling.batch_store(self._standing, keys, handles))
+        return self._run("batch_store", handler_operations.batch_store(self._state, keys, handles))
 
     def batch_put(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> list[Stored]:
         """Copy buffers into pages, without the interpreter's lock, and register them.
 
         What there is no room for is answered ``FULL``; the first of them go in first.
         """
-        return self._run("batch_put", handling.batch_put(self._standing, keys, buffers))
+        return self._run("batch_put", handler_operations.batch_put(self._state, keys, buffers))
 
     # --- reading --------------------------------------------------------------------------------------------------
 
     def retrieve(self, key: str) -> MemoryInfo | None:
         """What lies under a key, pinned, to be read in place; ``None`` if it is missing."""
-        return self._run("retrieve", handling.retrieve(self._standing, key, self._give_back))
+        return self._run("retrieve", handler_operations.retrieve(self._state, key, self._give_back))
 
     def batch_retrieve(self, keys: Iterable[str]) -> list[MemoryInfo | None]:
         """:meth:`retrieve` for many keys. Of keys that this handler has pinned, nobody is asked."""
-        return self._run("batch_retrieve", handling.batch_retrieve(self._standing, keys, self._give_back))
+        return self._run("batch_retrieve", handler_operations.batch_retrieve(self._state, keys, self._give_back))
 
     def batch_get_into(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> list[Loaded]:
         """Copy what lies under these keys into buffers, verified. Buffers of keys that are missing stay as they are.
@@ -245,60 +245,60 @@ class MaruHandler(Face):
             LeaseLost: the server restarted, twice, while this was copied. The buffers are of no use.
             ValueError: more is stored under a key than fits its buffer.
         """
-        return self._run("batch_get_into", handling.batch_get_into(self._standing, keys, buffers))
+        return self._run("batch_get_into", handler_operations.batch_get_into(self._state, keys, buffers))
 
     def exists(self, key: str) -> bool:
         """Whether this key is there now. No use of it."""
-        return self._run("exists", operations.exists(self._standing, key))
+        return self._run("exists", operations.exists(self._state, key))
 
     def batch_exists(self, keys: Iterable[str]) -> list[bool]:
         """Which of these keys are there now."""
-        return self._run("batch_exists", operations.exist(self._standing, list_keys(keys)))
+        return self._run("batch_exists", operations.exist(self._state, list_keys(keys)))
 
     def pin(self, key: str) -> bool:
         """Keep a key from being evicted and deleted until :meth:`unpin`, or the end of the session. Counted."""
-        return self._run("pin", handling.pin_one(self._standing, key))
+        return self._run("pin", handler_operations.pin_one(self._state, key))
 
     def batch_pin(self, keys: Iterable[str]) -> list[bool]:
         """Pin the first keys up to the first that is missing: from there on, False."""
-        return self._run("batch_pin", operations.pin(self._standing, list_keys(keys)))
+        return self._run("batch_pin", operations.pin(self._state, list_keys(keys)))
 
     def unpin(self, key: str) -> bool:
         """Undo one :meth:`pin`. False if there was none."""
-        return self._run("unpin", handling.unpin_one(self._standing, key))
+        return self._run("unpin", handler_operations.unpin_one(self._state, key))
 
     def batch_unpin(self, keys: Iterable[str]) -> list[bool]:
         """Undo one :meth:`pin` of each."""
-        return self._run("batch_unpin", operations.unpin(self._standing, list_keys(keys)))
+        return self._run("batch_unpin", operations.unpin(self._state, list_keys(keys)))
 
     # --- deleting -------------------------------------------------------------------------------------------------
 
     def delete(self, key: str) -> Deleted:
         """Delete a key, whoever owns it, unless somebody reads it."""
-        return self._run("delete", handling.delete_one(self._standing, key))
+        return self._run("delete", handler_operations.delete_one(self._state, key))
 
     def batch_delete(self, keys: Iterable[str]) -> list[Deleted]:
         """:meth:`delete` for many keys."""
-        return self._run("batch_delete", operations.delete(self._standing, list_keys(keys)))
+        return self._run("batch_delete", operations.delete(self._state, list_keys(keys)))
 
     # --- watching -------------------------------------------------------------------------------------------------
 
     def get_stats(self) -> dict[str, Any]:
         """The server's statistics, as the published server has them."""
         self._ready()
-        reply = self._driver.run(operations.simply(self._standing, Code.GET_STATS))
+        reply = self._driver.run(operations.simply(self._state, Code.GET_STATS))
         stats: dict[str, Any] = msgspec.to_builtins(reply)
         return stats
 
     def statistics(self) -> HandlerStatistics:
         """An immutable snapshot of this handler."""
-        return self._snapshot(self._driver.lines.statistics())
+        return self._snapshot(self._driver.connections.statistics())
 
     # --- below ----------------------------------------------------------------------------------------------------
 
     def _run(self, what: str, operation: Operation[T]) -> T:
         driver = self._driver
-        if self._is_forked or driver.abandoned or not self._standing.is_connected:
+        if self._is_forked or driver.abandoned or not self._state.is_connected:
             self._ready()
         if not self._reports:
             return driver.run(operation)
@@ -313,7 +313,7 @@ class MaruHandler(Face):
         driver = self._driver
         if driver.abandoned:
             driver.bury()
-        if not driver.standing.is_connected and self.config.auto_connect and not driver.standing.is_closed:
+        if not driver.state.is_connected and self.config.auto_connect and not driver.state.is_closed:
             self.connect()
 
     def _check_process(self) -> None:
@@ -323,7 +323,7 @@ class MaruHandler(Face):
     def _after_fork(self) -> None:
         """In a forked child: whoever held a lock is not in this process, and its sockets are none here."""
         self._is_forked = True
-        self._standing.is_connected = False  # so that every call looks why
+        self._state.is_connected = False  # so that every call looks why
         self._lock = threading.RLock()
         self._driver.after_fork(self._lock, belongs_to(self._pid, repr(self)))
 
@@ -331,13 +331,13 @@ class MaruHandler(Face):
         """One user of a pin less. The server is told at once, and nobody waits for its answer."""
         if self._is_forked:
             return
-        standing = self._standing
+        state = self._state
         with self._lock:
-            standing.pinned.release(pin, standing.era)
-            tell = bool(standing.pinned.due) and not standing.unsettled and not standing.is_closed
+            state.pinned.release(pin, state.era)
+            tell = bool(state.pinned.due) and not state.unsettled and not state.is_closed
         if tell:
             with contextlib.suppress(MaruError):  # then the next call tells it
-                self._driver.run(operations.give_back_pins(standing, wait=False))
+                self._driver.run(operations.give_back_pins(state, wait=False))
 
 
 def _renew(handler_ref: weakref.ref[MaruHandler], stop: threading.Event, beat: float) -> None:
@@ -348,20 +348,20 @@ def _renew(handler_ref: weakref.ref[MaruHandler], stop: threading.Event, beat: f
             return
         driver = handler._driver
         try:
-            if driver.standing.turns.waits:
-                driver.lines.look()
-            driver.run(operations.beat(driver.standing))
-            driver.run(operations.restore(driver.standing))
+            if driver.state.pin_epochs.waits:
+                driver.connections.look()
+            driver.run(operations.beat(driver.state))
+            driver.run(operations.restore(driver.state))
         except HandlerClosed:
             return
         except (MaruError, OSError) as exc:
             _log.warning("%r: no sign of life from the server: %s", handler, exc)
         except Exception:  # a bug of ours must not silently cost the lease
             _log.exception("%r could not renew its lease", handler)
-        beat = beat_of(driver.standing)
+        beat = beat_of(driver.state)
         del handler, driver
 
 
-def _close_lines(lines: Lines, pid: int) -> None:
+def _close_connections(connections: ConnectionPool, pid: int) -> None:
     if os.getpid() == pid:  # a forked child has copies of them, which are no sockets
-        lines.close()
+        connections.close()

@@ -14,22 +14,22 @@ from typing import Any
 from .._errors import HandlerClosed, LeaseLost
 from .answers import Stored
 from .keys import list_keys
-from .operations import Operation, Pin, Standing, addresses, allocate, allocate_most, hold, hold_first, store_surely
+from .operations import ClientState, Operation, Pin, addresses, allocate, allocate_most, hold, hold_first, store_surely
 
 
 class AllocBatch:
     """Pages to fill, as columns: write at :attr:`addresses`, then hand it to ``store_pages``. Made by ``alloc_pages``."""
 
-    __slots__ = ("__weakref__", "_memory", "_pages", "_standing", "addresses", "page_bytes")
+    __slots__ = ("__weakref__", "_memory", "_pages", "_state", "addresses", "page_bytes")
 
-    def __init__(self, standing: Any, pages: list[int]) -> None:
+    def __init__(self, state: Any, pages: list[int]) -> None:
         """Not to be called: a handler makes them."""
         self._pages = pages
-        self._standing: Standing = standing
-        self._memory = [span.owner for span in standing.spans.values() if span.writable] if pages else []
-        self.page_bytes: int = standing.pages.page_bytes
+        self._state: ClientState = state
+        self._memory = [span.owner for span in state.spans.values() if span.writable] if pages else []
+        self.page_bytes: int = state.pages.page_bytes
         """Of every page."""
-        self.addresses: Sequence[int] = addresses(standing, pages) if pages else ()
+        self.addresses: Sequence[int] = addresses(state, pages) if pages else ()
         """Where each page begins, a ``range`` where they are neighbours. Valid while this is held."""
 
     def __len__(self) -> int:
@@ -47,17 +47,17 @@ class AllocBatch:
         at = self.addresses
         run = len(kept) and positions[-1] - positions[0] == len(kept) - 1
         self.addresses = at[positions[0] : positions[-1] + 1] if run else [at[position] for position in positions]
-        self._standing.free(back)
+        self._state.free(back)
 
     def free(self) -> None:
         """Give back what was not stored. Idempotent; whoever still writes there must be over."""
         pages, self._pages = self._pages, []
         if pages:
-            self._standing.free(pages)
+            self._state.free(pages)
 
-    def _use(self, standing: Standing, n: int) -> list[int]:
+    def _use(self, state: ClientState, n: int) -> list[int]:
         """Its pages, which somebody else cares for from now on."""
-        if self._standing is not standing or len(self._pages) != n:
+        if self._state is not state or len(self._pages) != n:
             raise HandlerClosed(f"{self!r} was stored or freed, is another handler's, or is not for {n} keys")
         pages, self._pages = self._pages, []
         return pages
@@ -65,7 +65,7 @@ class AllocBatch:
     def __del__(self) -> None:
         pages = getattr(self, "_pages", None)
         if pages:
-            self._standing.forgotten.extend(pages)
+            self._state.forgotten.extend(pages)
 
 
 class HeldBatch:
@@ -76,7 +76,7 @@ class HeldBatch:
         "_give_back",
         "_memory",
         "_pins",
-        "_standing",
+        "_state",
         "addresses",
         "checksums",
         "generations",
@@ -86,7 +86,7 @@ class HeldBatch:
 
     def __init__(
         self,
-        standing: Any,
+        state: Any,
         pins: list[Pin],
         give_back: Callable[[list[Pin]], object],
         unresolved: Exception | None = None,
@@ -94,8 +94,8 @@ class HeldBatch:
         """Not to be called: a handler makes them."""
         self.unresolved: Exception | None = unresolved
         """Why the first that is not held could not be mapped, if that is the reason; asked for with ``partial``."""
-        spans = {pin.region_id: standing.spans[pin.region_id] for pin in pins}
-        self._standing: Standing = standing
+        spans = {pin.region_id: state.spans[pin.region_id] for pin in pins}
+        self._state: ClientState = state
         self._give_back = give_back
         self._pins = pins
         self._memory = [span.owner for span in spans.values()]
@@ -117,7 +117,7 @@ class HeldBatch:
     @property
     def expires(self) -> float:
         """When these bytes may no longer be relied on unless the server is heard before, on the monotonic clock."""
-        return self._standing.deadline
+        return self._state.deadline
 
     def check(self) -> None:
         """Raise unless the bytes are still what was found. Asks nobody; any thread. To be called before and after a copy.
@@ -128,7 +128,7 @@ class HeldBatch:
         if not self._pins and self.lengths:
             raise LeaseLost(f"{self!r}")
         for era in {pin.era for pin in self._pins}:
-            self._standing.check_era(era)
+            self._state.check_era(era)
 
     def keep_first(self, n: int) -> None:
         """Give back all but the first ``n``."""
@@ -156,10 +156,10 @@ class HeldBatch:
     def __del__(self) -> None:
         pins = getattr(self, "_pins", None)
         if pins:
-            self._standing.pinned.dropped.extend(pins)
+            self._state.pinned.dropped.extend(pins)
 
 
-def alloc_pages_nowait(s: Standing, n: int) -> AllocBatch | None:
+def alloc_pages_nowait(s: ClientState, n: int) -> AllocBatch | None:
     """``n`` pages, if so many are known to be free."""
     if not s.is_connected and s.config.auto_connect and not s.is_closed:
         return None  # who asks the server connects
@@ -170,14 +170,14 @@ def alloc_pages_nowait(s: Standing, n: int) -> AllocBatch | None:
     return None if pages is None else AllocBatch(s, pages)
 
 
-def alloc_pages(s: Standing, n: int, evict: bool, partial: bool) -> Operation[AllocBatch | None]:
+def alloc_pages(s: ClientState, n: int, evict: bool, partial: bool) -> Operation[AllocBatch | None]:
     """``n`` pages, or with ``partial`` as many as there is room for."""
     pages = yield from (allocate_most if partial else allocate)(s, n, evict=evict)
     return None if pages is None else AllocBatch(s, pages)
 
 
 def store_pages(
-    s: Standing, keys: Sequence[str], batch: AllocBatch, size: int, checksums: list[int] | None
+    s: ClientState, keys: Sequence[str], batch: AllocBatch, size: int, checksums: list[int] | None
 ) -> Operation[list[Stored | None]]:
     """Register pages that are filled."""
     keys = list_keys(keys)
@@ -189,7 +189,7 @@ def store_pages(
 
 
 def hold_pages(
-    s: Standing, keys: Sequence[str], give_back: Callable[[list[Pin]], object], partial: bool
+    s: ClientState, keys: Sequence[str], give_back: Callable[[list[Pin]], object], partial: bool
 ) -> Operation[HeldBatch]:
     """What lies under the first of these keys up to the first that is missing; ``partial``, or cannot be mapped."""
     if not partial:

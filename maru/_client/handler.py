@@ -25,13 +25,13 @@ from .._wire import Code
 from ..exception_groups import raise_unwrapped
 from ..transport import OpenMessageSocket
 from . import columns as columns
-from . import handling as handling
+from . import handler_operations as handler_operations
 from . import operations as operations
 from .answers import Deleted, Loaded, Stored
 from .columns import AllocBatch, HeldBatch
 from .copying import Buffer
-from .driving_trio import Driver
-from .face import Face, HandlerStatistics
+from .driver_trio import Driver
+from .handler_base import HandlerBase, HandlerStatistics
 from .keys import list_keys
 from .operations import Operation
 from .sockets import open_dealer
@@ -43,7 +43,7 @@ CLOSE_TIME = 1.0
 """Seconds that closing may take, whatever the server does."""
 
 
-class MaruHandler(Face):
+class MaruHandler(HandlerBase):
     """A client of the page store: ``async with MaruHandler(config) as handler``.
 
     Args:
@@ -57,7 +57,7 @@ class MaruHandler(Face):
     def __init__(self, config: MaruConfig | None = None, **knobs: Any) -> None:
         super().__init__(config, knobs, monotonic, nullcontext())
         self._open_socket: OpenMessageSocket = partial(open_dealer, self.config)
-        self._driver = Driver(self._standing)
+        self._driver = Driver(self._state)
         self._life: AbstractAsyncContextManager[None] | None = None
 
     # --- its life -------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class MaruHandler(Face):
         """
         if self._life is not None:
             raise RuntimeError(f"{self!r} is open")
-        if self._standing.is_closed:
+        if self._state.is_closed:
             self._renew()
         self._life = self._living()
         try:
@@ -95,7 +95,7 @@ class MaruHandler(Face):
 
     def _renew(self) -> None:
         self._begin_anew()
-        self._driver = Driver(self._standing)
+        self._driver = Driver(self._state)
 
     @asynccontextmanager
     async def _living(self) -> AsyncIterator[None]:
@@ -116,9 +116,9 @@ class MaruHandler(Face):
                         error = exc  # the body's own: it leaves as it came
                     finally:
                         with trio.move_on_after(CLOSE_TIME, shield=True), contextlib.suppress(MaruError):
-                            await driver.run(operations.close(self._standing))
-                        self._standing.is_closed = True
-                        self._standing.spans.clear()  # what views hold stays mapped
+                            await driver.run(operations.close(self._state))
+                        self._state.is_closed = True
+                        self._state.spans.clear()  # what views hold stays mapped
                         driver.close()
         try:
             if error is not None:
@@ -129,24 +129,24 @@ class MaruHandler(Face):
     @property
     def is_open(self) -> bool:
         """Whether its block was entered, and is neither left nor over by an error. With ``auto_connect``, connected or not."""
-        return self._life is not None and not self._standing.is_closed
+        return self._life is not None and not self._state.is_closed
 
     async def _connect(self) -> None:
         """Greet the server, once for all who come at the same time. Cancelled, the next one does, or goes on from there."""
-        driver, standing = self._driver, self._standing
+        driver, state = self._driver, self._state
         async with driver.connecting:
             if driver.connected.is_set():
                 return
             try:
-                await driver.run(operations.connect(standing))
+                await driver.run(operations.connect(state))
             finally:
-                if standing.is_connected:  # also where it was cancelled behind that: there is a lease to be renewed
+                if state.is_connected:  # also where it was cancelled behind that: there is a lease to be renewed
                     driver.connected.set()
 
     async def healthcheck(self) -> bool:
         """Whether the server answers now."""
         try:
-            await self._drive(operations.simply(self._standing, Code.HEARTBEAT))
+            await self._drive(operations.simply(self._state, Code.HEARTBEAT))
         except (NoAnswer, ServerLost):
             return False
         return True
@@ -155,7 +155,7 @@ class MaruHandler(Face):
 
     async def alloc(self, size: int) -> AllocHandle | None:
         """A page to fill with ``size`` bytes, at most ``chunk_size_bytes``; ``None`` if there is no room for it now."""
-        return await self._run("alloc", handling.alloc(self._standing, size))
+        return await self._run("alloc", handler_operations.alloc(self._state, size))
 
     async def batch_alloc(self, n: int, size: int | None = None) -> list[AllocHandle] | None:
         """``n`` pages to fill, neighbours where possible; ``None`` if there is no room for so many.
@@ -166,12 +166,12 @@ class MaruHandler(Face):
         Raises:
             PoolFull: there never will be: the server's pool is smaller than that.
         """
-        return await self._run("batch_alloc", handling.batch_alloc(self._standing, n, size))
+        return await self._run("batch_alloc", handler_operations.batch_alloc(self._state, n, size))
 
     def free(self, handle: AllocHandle) -> None:
         """Give a page back that was not stored."""
-        self._standing.check_open()
-        handling.free(self._standing, [handle])
+        self._state.check_open()
+        handler_operations.free(self._state, [handle])
 
     async def store(self, key: str, handle: AllocHandle) -> Stored:
         """Register a filled page under a key. The handle is of no use afterwards, whatever the answer.
@@ -180,28 +180,30 @@ class MaruHandler(Face):
             NoAnswer: it may be stored, or may be yet. Its page is used again only once that is known. The same holds when
                 this is cancelled.
         """
-        return await self._run("store", handling.store_one(self._standing, key, handle))
+        return await self._run("store", handler_operations.store_one(self._state, key, handle))
 
     async def batch_store(self, keys: Iterable[str], handles: Iterable[AllocHandle]) -> list[Stored]:
         """Register filled pages: what is a duplicate, in the batch or at the server, frees its page. One round trip."""
-        return await self._run("batch_store", handling.batch_store(self._standing, keys, handles))
+        return await self._run("batch_store", handler_operations.batch_store(self._state, keys, handles))
 
     async def batch_put(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> list[Stored]:
         """Copy buffers into pages and register them.
 
         What there is no room for is answered ``FULL``; the first of them go in first.
         """
-        return await self._run("batch_put", handling.batch_put(self._standing, keys, buffers))
+        return await self._run("batch_put", handler_operations.batch_put(self._state, keys, buffers))
 
     # --- reading --------------------------------------------------------------------------------------------------
 
     async def retrieve(self, key: str) -> MemoryInfo | None:
         """What lies under a key, pinned, to be read in place; ``None`` if it is missing."""
-        return await self._run("retrieve", handling.retrieve(self._standing, key, self._driver.give_back))
+        return await self._run("retrieve", handler_operations.retrieve(self._state, key, self._driver.give_back))
 
     async def batch_retrieve(self, keys: Iterable[str]) -> list[MemoryInfo | None]:
         """:meth:`retrieve` for many keys. Of keys that this handler has pinned, nobody is asked."""
-        return await self._run("batch_retrieve", handling.batch_retrieve(self._standing, keys, self._driver.give_back))
+        return await self._run(
+            "batch_retrieve", handler_operations.batch_retrieve(self._state, keys, self._driver.give_back)
+        )
 
     async def batch_get_into(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> list[Loaded]:
         """Copy what lies under these keys into buffers, verified. Buffers of keys that are missing stay as they are.
@@ -210,37 +212,37 @@ class MaruHandler(Face):
             LeaseLost: the server restarted, twice, while this was copied. The buffers are of no use.
             ValueError: more is stored under a key than fits its buffer.
         """
-        return await self._run("batch_get_into", handling.batch_get_into(self._standing, keys, buffers))
+        return await self._run("batch_get_into", handler_operations.batch_get_into(self._state, keys, buffers))
 
     async def exists(self, key: str) -> bool:
         """Whether this key is there now. No use of it."""
-        return await self._run("exists", operations.exists(self._standing, key))
+        return await self._run("exists", operations.exists(self._state, key))
 
     async def batch_exists(self, keys: Iterable[str]) -> list[bool]:
         """Which of these keys are there now."""
-        return await self._run("batch_exists", operations.exist(self._standing, list_keys(keys)))
+        return await self._run("batch_exists", operations.exist(self._state, list_keys(keys)))
 
     async def pin(self, key: str) -> bool:
         """Keep a key from being evicted and deleted until :meth:`unpin`, or the end of the session. Counted."""
-        return await self._run("pin", handling.pin_one(self._standing, key))
+        return await self._run("pin", handler_operations.pin_one(self._state, key))
 
     async def batch_pin(self, keys: Iterable[str]) -> list[bool]:
         """Pin the first keys up to the first that is missing: from there on, False."""
-        return await self._run("batch_pin", operations.pin(self._standing, list_keys(keys)))
+        return await self._run("batch_pin", operations.pin(self._state, list_keys(keys)))
 
     async def unpin(self, key: str) -> bool:
         """Undo one :meth:`pin`. False if there was none."""
-        return await self._run("unpin", handling.unpin_one(self._standing, key))
+        return await self._run("unpin", handler_operations.unpin_one(self._state, key))
 
     async def batch_unpin(self, keys: Iterable[str]) -> list[bool]:
         """Undo one :meth:`pin` of each."""
-        return await self._run("batch_unpin", operations.unpin(self._standing, list_keys(keys)))
+        return await self._run("batch_unpin", operations.unpin(self._state, list_keys(keys)))
 
     # --- many at once, in columns ---------------------------------------------------------------------------------
 
     def alloc_pages_nowait(self, n: int) -> AllocBatch | None:
         """``n`` pages to fill, if so many are known to be free here. Asks nobody."""
-        return columns.alloc_pages_nowait(self._standing, n)
+        return columns.alloc_pages_nowait(self._state, n)
 
     async def alloc_pages(self, n: int, *, evict: bool = True, partial: bool = False) -> AllocBatch | None:
         """``n`` pages to fill, as :meth:`batch_alloc`, without an object for each.
@@ -250,7 +252,7 @@ class MaruHandler(Face):
             evict: whether keys of this instance may go for it.
             partial: as many as there is room for, possibly none, instead of ``None``.
         """
-        return await self._drive(columns.alloc_pages(self._standing, n, evict, partial))
+        return await self._drive(columns.alloc_pages(self._state, n, evict, partial))
 
     async def store_pages(
         self, keys: Sequence[str], batch: AllocBatch, size: int, checksums: list[int] | None
@@ -266,7 +268,7 @@ class MaruHandler(Face):
             NoAnswer: nothing was sent, and nothing is stored.
             ServerLost: the session has ended, and with it the pages. Nothing is stored.
         """
-        return await self._run("batch_store", columns.store_pages(self._standing, keys, batch, size, checksums))
+        return await self._run("batch_store", columns.store_pages(self._state, keys, batch, size, checksums))
 
     def gather(self, handles: Sequence[AllocHandle]) -> AllocBatch:
         """These pages as one batch, for :meth:`store_pages`. The handles are of no use afterwards.
@@ -279,11 +281,11 @@ class MaruHandler(Face):
         if len({id(handle) for handle in handles}) != len(handles):
             raise ValueError(f"{len(handles)} handles, which must all be different")
         for handle in handles:
-            handle._check(self._standing)
+            handle._check(self._state)
         pages = [handle._use() for handle in handles]
-        if self._standing.pages.has_ended(pages):
+        if self._state.pages.has_ended(pages):
             raise ServerLost(f"{self!r}: the session that these pages were of has ended")
-        return AllocBatch(self._standing, pages)
+        return AllocBatch(self._state, pages)
 
     async def hold_pages(self, keys: Sequence[str], *, partial: bool = False) -> HeldBatch:
         """What lies under these keys up to the first that is missing, pinned, without an object for each.
@@ -292,7 +294,7 @@ class MaruHandler(Face):
             keys: what to find.
             partial: end before the first whose region cannot be mapped here, instead of raising why.
         """
-        return await self._drive(columns.hold_pages(self._standing, keys, self._driver.give_back_all, partial))
+        return await self._drive(columns.hold_pages(self._state, keys, self._driver.give_back_all, partial))
 
     async def delete_pages(self, keys: Sequence[str], generations: Sequence[int]) -> list[Deleted]:
         """Delete these keys as far as what was found there is there still, by :attr:`HeldBatch.generations`.
@@ -302,17 +304,17 @@ class MaruHandler(Face):
         """
         if len(keys) != len(generations):
             raise ValueError(f"{len(keys)} keys, and {len(generations)} generations")
-        return await self._run("batch_delete", operations.delete(self._standing, list_keys(keys), generations))
+        return await self._run("batch_delete", operations.delete(self._state, list_keys(keys), generations))
 
     def collect(self) -> None:
         """Let go of what was forgotten or cut off, now: pages are free, the server is told of pins. Waits for nobody."""
-        self._standing.collect()
+        self._state.collect()
         self._driver.give_back_all(())
 
     @property
     def free_pages(self) -> int:
         """How many pages are known to be free here."""
-        return self._standing.pages.free
+        return self._state.pages.free
 
     def on_pages_freed(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Have ``callback()`` called whenever pages have become free. It must only note that, and not raise.
@@ -320,7 +322,7 @@ class MaruHandler(Face):
         Returns:
             What ends it.
         """
-        listeners = self._standing.pages.on_freed
+        listeners = self._state.pages.on_freed
         listeners.append(callback)
         return lambda: listeners.remove(callback) if callback in listeners else None
 
@@ -328,17 +330,17 @@ class MaruHandler(Face):
 
     async def delete(self, key: str) -> Deleted:
         """Delete a key, whoever owns it, unless somebody reads it."""
-        return await self._run("delete", handling.delete_one(self._standing, key))
+        return await self._run("delete", handler_operations.delete_one(self._state, key))
 
     async def batch_delete(self, keys: Iterable[str]) -> list[Deleted]:
         """:meth:`delete` for many keys."""
-        return await self._run("batch_delete", operations.delete(self._standing, list_keys(keys)))
+        return await self._run("batch_delete", operations.delete(self._state, list_keys(keys)))
 
     # --- watching -------------------------------------------------------------------------------------------------
 
     async def get_stats(self) -> dict[str, Any]:
         """The server's statistics, as the published server has them."""
-        reply = await self._drive(operations.simply(self._standing, Code.GET_STATS))
+        reply = await self._drive(operations.simply(self._state, Code.GET_STATS))
         stats: dict[str, Any] = msgspec.to_builtins(reply)
         return stats
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from .._errors import Damaged, HandlerClosed, LeaseLost
 from .copying import sums
-from .operations import Pin, Span, Standing
+from .operations import ClientState, Pin, Span
 
 
 def bytes_at(address: int, length: int, owner: object, *, write: bool) -> memoryview:
@@ -33,29 +33,29 @@ class AllocHandle:
     Stored or freed, it is of no use any more. Forgotten, its page is free again once no view of it is left.
     """
 
-    __slots__ = ("__weakref__", "_memory", "_standing", "offset", "page", "region_id", "size")
+    __slots__ = ("__weakref__", "_memory", "_state", "offset", "page", "region_id", "size")
 
-    def __init__(self, standing: Any, page: int, size: int) -> None:
+    def __init__(self, state: Any, page: int, size: int) -> None:
         """Not to be called: a handler makes them."""
-        region = standing.pages.region_of(page)
-        self._standing: Standing | None = standing
-        self._memory: Span = standing.spans[region.region_id]
+        region = state.pages.region_of(page)
+        self._state: ClientState | None = state
+        self._memory: Span = state.spans[region.region_id]
         self.page: int = page
         """Its number among the pages of this handler."""
         self.region_id: int = region.region_id
-        self.offset: int = (page - region.first) * standing.pages.page_bytes
+        self.offset: int = (page - region.first) * state.pages.page_bytes
         """In the region, in bytes."""
         self.size: int = size
         """How many bytes are stored."""
 
     def __repr__(self) -> str:
-        state = "" if self._standing is not None else " (used)"
+        state = "" if self._state is not None else " (used)"
         return f"<AllocHandle of {self.size} bytes at {self.offset} in region {self.region_id}{state}>"
 
     @property
     def buf(self) -> memoryview:
         """The bytes, to be written."""
-        if self._standing is None:
+        if self._state is None:
             raise HandlerClosed(f"{self!r} was stored or freed")
         return bytes_at(self.address, self.size, self, write=True)
 
@@ -67,24 +67,24 @@ class AllocHandle:
     @property
     def is_used(self) -> bool:
         """Whether it was stored or freed."""
-        return self._standing is None
+        return self._state is None
 
-    def _check(self, standing: Standing) -> None:
+    def _check(self, state: ClientState) -> None:
         """Raise unless this may be stored or freed by that handler."""
-        if self._standing is not standing:
-            raise HandlerClosed(f"{self!r}" if self._standing is None else f"{self!r} is another handler's")
+        if self._state is not state:
+            raise HandlerClosed(f"{self!r}" if self._state is None else f"{self!r} is another handler's")
 
     def _use(self) -> int:
         """Its page, which somebody else cares for from now on."""
-        if self._standing is None:
+        if self._state is None:
             raise HandlerClosed(f"{self!r}")
-        self._standing = None
+        self._state = None
         return self.page
 
     def __del__(self) -> None:
-        standing = getattr(self, "_standing", None)
-        if standing is not None:
-            standing.forgotten.append(self.page)
+        state = getattr(self, "_state", None)
+        if state is not None:
+            state.forgotten.append(self.page)
 
 
 class _Grip:
@@ -116,7 +116,7 @@ class MemoryInfo:
         "_checked",
         "_give_back",
         "_grip",
-        "_standing",
+        "_state",
         "address",
         "generation",
         "key",
@@ -125,13 +125,13 @@ class MemoryInfo:
         "region_id",
     )
 
-    def __init__(self, standing: Any, key: str, pin: Any, give_back: Callable[[Any], object]) -> None:
+    def __init__(self, state: Any, key: str, pin: Any, give_back: Callable[[Any], object]) -> None:
         """Not to be called: a handler makes them."""
-        memory = standing.spans[pin.region_id]
-        self._standing: Standing = standing
+        memory = state.spans[pin.region_id]
+        self._state: ClientState = state
         self._give_back = give_back
-        self._grip = _Grip(pin, memory.owner, standing.pinned.dropped)
-        self._checked = not standing.config.checksums or pin.checksum is None
+        self._grip = _Grip(pin, memory.owner, state.pinned.dropped)
+        self._checked = not state.config.checksums or pin.checksum is None
         self.key: str = key
         self.region_id: int = pin.region_id
         self.offset: int = pin.offset
@@ -169,7 +169,7 @@ class MemoryInfo:
         pin = self._grip.pin
         if pin is None:
             raise LeaseLost(f"{self!r}")
-        self._standing.check(pin)
+        self._state.check(pin)
 
     def release(self) -> None:
         """Give the pin back. Idempotent. Views stay readable, and mean nothing any more."""
@@ -182,7 +182,7 @@ class MemoryInfo:
         assert pin is not None
         [found] = sums([self.address], [self.length])
         if found != pin.checksum:
-            self._standing.counters.damaged += 1
+            self._state.counters.damaged += 1
             raise Damaged(f"{self.key!r}: its bytes in region {self.region_id} are not those that were stored")
         self.check()
         self._checked = True

@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, TypeVar
 import attrs
 
 from .._client.answers import Deleted, Loaded, Stored
-from .._client.blocking import MaruHandler, Ticket
+from .._client.blocking import MaruHandler, PendingCall
 from .._client.views import MemoryInfo
 from .._config import MaruConfig
 from ._keys import keys_of
@@ -226,7 +226,7 @@ class _Work:
             use(at, call(at))
         return self._rate(start)
 
-    def _ahead(self, begin: Callable[[int], Ticket[list[T]]], use: Callable[[int, Sequence[T]], None]) -> float:
+    def _ahead(self, begin: Callable[[int], PendingCall[list[T]]], use: Callable[[int, Sequence[T]], None]) -> float:
         """The next batch is begun before the one at hand is waited for."""
         start = perf_counter()
         ticket = begin(0)

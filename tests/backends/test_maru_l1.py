@@ -481,7 +481,7 @@ async def test_a_commit_without_any_answer_is_unproven_and_its_pages_come_back()
         wire.decide = lambda code, number: Fate.PASS
         assert l1.report_status().limbo_pages == 4
         driver = handler_of(l1)._driver
-        await driver.run(operations.beat(driver.standing))
+        await driver.run(operations.beat(driver.state))
         assert not l1.report_status().limbo_pages
         assert await read(l1, keys) == keys
         await all_is_free(l1, keys=keys)

@@ -249,7 +249,7 @@ async def test_a_server_that_is_silent_before_anything_was_sent_has_nothing_and_
         async with await site.l1.reserve_write(MORE) as reservation:
             fill(reservation)
             world.restart()
-            site.handler._standing.unsettled = True  # as if the restart had been heard of: it has to attach again first
+            site.handler._state.unsettled = True  # as if the restart had been heard of: it has to attach again first
             site.socket.fate = lambda code: "lost"
             with pytest.raises(NoAnswer):
                 await reservation.commit()
@@ -565,7 +565,7 @@ async def test_a_handler_that_fails_ends_the_block_with_its_own_error(autojump_c
         await trio.sleep(1)
         raise OSError("broken")
 
-    monkeypatch.setattr("maru._client.driving_trio.Driver.keep_lease", fail)
+    monkeypatch.setattr("maru._client.driver_trio.Driver.keep_lease", fail)
     with pytest.raises(OSError, match="broken"):
         async with open_site(World()) as site, await site.l1.reserve_write(MORE):
             await trio.sleep_forever()
@@ -576,7 +576,7 @@ async def test_two_errors_at_once_leave_as_a_group(autojump_clock, monkeypatch):
         await trio.sleep(1)
         raise OSError("broken")
 
-    monkeypatch.setattr("maru._client.driving_trio.Driver.keep_lease", fail)
+    monkeypatch.setattr("maru._client.driver_trio.Driver.keep_lease", fail)
     with pytest.raises(ExceptionGroup) as group:
         async with open_site(World()):
             try:

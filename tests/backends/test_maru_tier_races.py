@@ -53,7 +53,7 @@ async def at_rest(world, *tiers):
     """Both sides agree; then all is deleted, and every page is free."""
     for _ in range(4):
         for tier in tiers:
-            await tier.handler._driver.run(beat(tier.handler._standing))
+            await tier.handler._driver.run(beat(tier.handler._state))
         await trio.sleep(0.01)
     for tier in tiers:
         found = [key for key in ALL if key in await tier.contains(ALL)]
@@ -63,7 +63,7 @@ async def at_rest(world, *tiers):
     for tier in tiers:
         await tier.delete(ALL)
     for tier in tiers:
-        await tier.handler._driver.run(beat(tier.handler._standing))
+        await tier.handler._driver.run(beat(tier.handler._state))
     for tier in tiers:
         pages, statistics = tier.handler.statistics().pages, tier.statistics()
         assert pages.free == pages.pages
@@ -209,7 +209,7 @@ async def test_a_store_that_nobody_can_say_anything_about_is_no_answer_and_its_p
         )  # the store, three questions, and the handler's own in turn with them
         assert tier.statistics().reserved_blocks == 3  # in limbo: not free, since they may be read under these keys
         tier.socket.fate = lambda code: None
-        await tier.handler._driver.run(beat(tier.handler._standing))
+        await tier.handler._driver.run(beat(tier.handler._state))
         assert tier.statistics().reserved_blocks == 0
         assert await load(other, MORE) == [LOADED] * 3
         await at_rest(world, tier, other)

@@ -54,7 +54,7 @@ class Record:
 
     def watch(self, site):
         """Its pages, too."""
-        pages = site.handler._standing.pages
+        pages = site.handler._state.pages
         allocate, free = pages.allocate, pages._free_again
 
         def allocating(n):

@@ -80,7 +80,7 @@ async def test_cancelled_while_it_connects_the_next_call_does(autojump_clock):
                     scope.cancel()
             assert not await handler.exists("k")
             await trio.sleep(10.0)  # more than a lease: it is renewed
-            assert handler._standing.deadline > trio.current_time()
+            assert handler._state.deadline > trio.current_time()
 
 
 async def test_a_tier_over_an_open_handler_that_is_not_connected_yet_does_not_open_it_again(autojump_clock):

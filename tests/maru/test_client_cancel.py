@@ -95,9 +95,9 @@ async def claim_pins(handler, other):
                 await handler.retrieve("o1")
             socket.fate = lambda code: "lost" if code == Code.PINS else None
             with pytest.raises(NoAnswer):
-                await handler._driver.run(beat(handler._standing))
+                await handler._driver.run(beat(handler._state))
             socket.fate = lambda code: None
-            await handler._driver.run(beat(handler._standing))
+            await handler._driver.run(beat(handler._state))
             assert handler.statistics().counters.pins_unknown == 1
             assert held.view == value_of("k1")
     finally:
@@ -107,14 +107,14 @@ async def claim_pins(handler, other):
 async def unpin_while_claiming(handler, other):
     """What is given back waits for the claim that is under way."""
     assert await handler.batch_pin(["k1", "o1"]) == [True, True]
-    handler._standing.turns.is_lost = True
+    handler._state.pin_epochs.is_lost = True
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(handler._driver.run, beat(handler._standing))
-        while not handler._standing.turns.is_claiming:  # noqa: ASYNC110  # nothing tells of it but its request
+        nursery.start_soon(handler._driver.run, beat(handler._state))
+        while not handler._state.pin_epochs.is_claiming:  # noqa: ASYNC110  # nothing tells of it but its request
             await trio.sleep(0.0005)
         assert await handler.batch_unpin(["k1", "o1"]) == [True, True]
-        assert not handler._standing.turns.is_claiming
-        assert handler._standing.pinned.due == []
+        assert not handler._state.pin_epochs.is_claiming
+        assert handler._state.pinned.due == []
 
 
 CASES = [
@@ -136,14 +136,14 @@ async def at_rest(world, *handlers):
     await trio.sleep(max(handler.config.timeout_ms / 1e3 for handler in handlers))  # what comes late has come
     for _ in range(4):
         for handler in handlers:
-            await handler._driver.run(beat(handler._standing))
+            await handler._driver.run(beat(handler._state))
         await trio.sleep(0.01)
     for handler in handlers:
         statistics = handler.statistics()
         pages = statistics.pages
         assert (pages.allocated, pages.registering, pages.limbo, pages.returning) == (0, 0, 0, 0)
         assert (pages.quarantined, pages.strays, statistics.pinned, statistics.calls.waiting) == (0, 0, 0, 0)
-        owned = {region.region_id for region in handler._standing.pages.regions}
+        owned = {region.region_id for region in handler._state.pages.regions}
         there = {
             (location.region_id, location.offset)
             for location in world.service.directory._state.located.values()

@@ -123,7 +123,7 @@ def test_fault_1_a_store_that_arrives_after_its_page_was_reused_is_refused(pool)
         with owner.impatient():
             unanswered(lambda: owner.call("store", "late", handle))
             wire.wait(lambda: first.up > before)
-            owner.handler._driver.lines._free.rotate()  # as if another thread had just used the second one
+            owner.handler._driver.connections._free.rotate()  # as if another thread had just used the second one
             wire.hold(second, down=True)
             unanswered(lambda: owner.exist("warm"))
         wire.let_go(second)

@@ -19,10 +19,10 @@ import pytest
 import trio
 
 import maru._client.blocking
-import maru._client.driving_trio
+import maru._client.driver_trio
 import maru._client.handler
 from maru._client.answers import Deleted, Loaded, Stored
-from maru._client.face import beat_of
+from maru._client.handler_base import beat_of
 from maru._config import MaruConfig, ServerConfig
 from maru._errors import ConfigError, Damaged, HandlerClosed, LeaseLost, NoAnswer
 from maru._server.server import open_server
@@ -331,7 +331,7 @@ async def test_what_a_handler_does_is_reported_if_asked_for(face, kind, tmp_path
         assert await handler.retrieve("x") is None
         assert await handler.batch_exists([*"kx"]) == [True, False]
         run = handler._driver.run
-        beat = maru._client.blocking.operations.beat(handler._standing)
+        beat = maru._client.blocking.operations.beat(handler._state)
         await (run(beat) if face == "trio" else trio.to_thread.run_sync(run, beat))
         told = (await handler.get_stats())["stats_manager"]["clients"]["me"]["operations"]
         assert told["retrieve"]["count"] == 2
@@ -447,12 +447,12 @@ async def test_a_restarted_server_goes_on_with_the_session(face, tmp_path):
 @both_faces
 async def test_the_lease_is_renewed_also_while_the_caller_is_busy(face, tmp_path, monkeypatch):
     """At its own pace, which here is not a third of the lease: that would be too long to wait for, or too short to be kept."""
-    for module in (maru._client.blocking, maru._client.driving_trio):
+    for module in (maru._client.blocking, maru._client.driver_trio):
         assert module.beat_of is beat_of
         monkeypatch.setattr(module, "beat_of", lambda standing: 0.05)
     async with open_server(server_config(tmp_path)) as server, opened(face, server.endpoints[-1]) as handler:
         await handler.batch_put([*"k"], values_of("k"))
-        assert beat_of(handler._standing) == handler.config.lease / 3
+        assert beat_of(handler._state) == handler.config.lease / 3
         info = await handler.retrieve("k")
         [session] = server._storage.directory._state.sessions.values()
         leases = server._storage.directory._leases
@@ -554,7 +554,7 @@ async def test_a_store_that_was_begun_and_forgotten_costs_no_page(tmp_path):
         await trio.to_thread.run_sync(begin_and_forget)
         await handler.exists("k")
         assert handler.statistics().pages.limbo == 1
-        await trio.to_thread.run_sync(handler._driver.run, maru._client.blocking.operations.beat(handler._standing))
+        await trio.to_thread.run_sync(handler._driver.run, maru._client.blocking.operations.beat(handler._state))
         pages = handler.statistics().pages
         assert (pages.limbo, pages.registering, pages.registered) == (0, 0, 2)
         assert await handler.exists("l")
@@ -584,7 +584,7 @@ def test_closing_ends_whoever_waits(published_server):
 def test_a_forgotten_handler_ends_its_thread_and_its_sockets(published_server):
     handler = maru._client.blocking.MaruHandler(server_url=published_server.address, chunk_size_bytes=PAGE)
     handler.connect()
-    heart, lines = handler._heart, handler._driver.lines
+    heart, lines = handler._heart, handler._driver.connections
     assert heart.is_alive() and heart.daemon
     handler._stop.set()  # its next look is ten seconds away
     heart.join(SOON)
@@ -687,7 +687,7 @@ def test_a_server_that_comes_later_is_connected_to_by_another_try(tmp_path):
 def test_an_interrupted_wait_leaves_the_handler_usable(published_server, monkeypatch):
     with blocking(published_server, checksums=False) as handler:
         handler.batch_put(["k"], values_of("k"))
-        line = handler._driver.lines._all[0]
+        line = handler._driver.connections._all[0]
         receive, struck = line._dealer.receive, []
 
         def interrupted(timeout):

@@ -30,7 +30,7 @@ from maru._client.operations import (
     store,
     unpin,
 )
-from maru._client.operations.standing import salt_of
+from maru._client.operations.state import salt_of
 from maru._client.page_states import PageState
 from maru._config import MaruConfig
 from maru._errors import HandlerClosed, LeaseLost, NoAnswer, ServerLost, ServerRefused

@@ -1,8 +1,8 @@
 """Which pins a session has, by the server's account and by its client's: also when answers are lost.
 
 What an answer that never came has pinned is found out by a *claim*: the client says what it holds, and the server lets go of
-the rest (`maru._client.operations.turns`). Here it is driven step by step, over a wire on which anything may overtake anything,
-as on the several sockets of a blocking handler; with the real faces in `test_maru_pins_faces`.
+the rest (`maru._client.operations.pin_epochs`). Here it is driven step by step, over a wire on which anything may overtake
+anything, as on the several sockets of a blocking handler; with the real faces in `test_maru_pins_faces`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from maru._client.operations import (
     unpin,
 )
 from maru._client.operations.connecting import alone
+from maru._client.operations.pin_epochs import MOST_UNANSWERED, PinEpochs
 from maru._client.operations.pinning import claim_pins
-from maru._client.operations.turns import MOST_UNANSWERED, Turns
 from maru._errors import LeaseLost, NoAnswer, ServerRefused
 from maru._wire import Code, ErrorReply, request
 from tests.maru.test_operations import PATIENCE, joined, keys_of, value_of, values_of
@@ -138,7 +138,7 @@ def test_without_a_claim_it_stays_pinned_until_the_session_ends():
         reader.run(beat(reader.s))
     assert pins_at(world, reader) == {"k": 1}
     assert writer.run(delete(writer.s, ["k"])) == [Deleted.PINNED]
-    assert not reader.s.turns.waits
+    assert not reader.s.pin_epochs.waits
 
 
 @pytest.mark.parametrize("fate", ["unsent", "lost", "cut", "late", "delayed"])
@@ -153,7 +153,7 @@ def test_a_claim_that_is_not_answered_is_made_again_of_what_is_held_then(fate):
     lose(reader, Code.PINS, fate)
     with pytest.raises(NoAnswer):
         reader.run(beat(reader.s))
-    assert not reader.s.turns.is_claiming
+    assert not reader.s.pin_epochs.is_claiming
     held += reader.run(hold(reader.s, ["l"]))
     reader.run(release(reader.s, held[:1]))
     world.late_requests()  # the first claim names k, and not l
@@ -259,7 +259,7 @@ def test_pins_of_a_registration_that_went_although_pinned_are_not_given_back_to_
 
 
 def test_what_is_remembered_of_lost_answers_is_bounded():
-    turns = Turns()
+    turns = PinEpochs()
     for _ in range(MOST_UNANSWERED + 1):
         call = Call(Code.FIND, None)
         call.sent_at = 10.0
@@ -430,7 +430,7 @@ class Interleaved(RuleBasedStateMachine):
     @rule()
     def claim(self):
         """As a beat does in the end, where answers are missing: else it were rare in here."""
-        self.s.turns.is_lost = True
+        self.s.pin_epochs.is_lost = True
         self.start(alone(partial(claim_pins, self.s)))
 
     @rule()
@@ -536,7 +536,7 @@ class Interleaved(RuleBasedStateMachine):
         for _ in range(3):
             self.world.now += PATIENCE
             self.client.run(beat(self.s))
-        assert not self.s.turns.is_claiming
+        assert not self.s.pin_epochs.is_claiming
         assert not self.s.pinned._lent
         assert pins_at(self.world, self.client) == self.relied_on()
         self.client.run(release(self.s, self.held))

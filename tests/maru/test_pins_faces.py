@@ -58,7 +58,7 @@ async def opened(face: str, url: str, **knobs: Any):
 @contextlib.asynccontextmanager
 async def impatient(reader: Client, seconds: float = 0.15) -> AsyncIterator[None]:
     """Its calls wait no longer than this: those that nobody will answer. From here on, it takes them for lost so soon, too."""
-    standing = reader.handler._standing
+    standing = reader.handler._state
     standing.config = attrs.evolve(standing.config, timeout_ms=round(seconds * 1e3))
     manager = reader.impatient(seconds)
     await off(manager.__enter__)
@@ -141,8 +141,8 @@ async def test_with_a_server_that_does_not_list_pins_they_stay_until_the_session
             async with impatient(reader):
                 assert not await off(answered, reader.hold, "k")
             wire.decide = lambda code, number: Fate.PASS
-            beats = reader.handler._standing.beats
-            await beaten(reader, lambda: reader.handler._standing.beats > beats + 3)
+            beats = reader.handler._state.beats
+            await beaten(reader, lambda: reader.handler._state.beats > beats + 3)
             assert await off(owner.delete, ["k", "l"]) == ["PINNED"] * 2
             await off(reader.let_go, "l")
             await eventually(lambda: server.statistics().service.directory.pinned == 1)
@@ -179,11 +179,11 @@ async def test_where_no_answeris_lost_nothing_is_ever_claimed(face: str) -> None
 
         for _ in range(2):
             held: list[str] = []
-            beats = reader.handler._standing.beats
+            beats = reader.handler._state.beats
             async with trio.open_nursery() as nursery:
                 for key in keys:
                     nursery.start_soon(read, key)
-                nursery.start_soon(beaten, reader, lambda beats=beats: reader.handler._standing.beats > beats + 5)
+                nursery.start_soon(beaten, reader, lambda beats=beats: reader.handler._state.beats > beats + 5)
             await off(reader.beat)
         assert codes.count(Code.FIND) == 2 * PAGES
         assert codes.count(Code.UNPIN) == 2 * PAGES
@@ -202,7 +202,7 @@ async def test_a_ticket_that_was_begun_before_a_claim_holds_what_it_gives_out() 
         handler = reader.handler
         ticket = await off(handler.begin.batch_retrieve, keys)
         await eventually(lambda: server.statistics().service.directory.pinned == 2)
-        handler._standing.turns.is_lost = True
+        handler._state.pin_epochs.is_lost = True
         await off(reader.beat)
         assert server.statistics().service.directory.pinned == 0  # nobody uses its answer yet
         found = await off(ticket.result)

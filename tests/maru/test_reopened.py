@@ -20,8 +20,8 @@ from backends.maru._lease import DamagedPage
 from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
 from maru import CannotMap, HandlerClosed, MaruHandler
-from maru._client import driving_trio, operations
-from maru._client.driving_trio import Driver
+from maru._client import driver_trio, operations
+from maru._client.driver_trio import Driver
 from maru._wire import decode_reply
 from maru.testing import Code, open_test_server
 from offload import NO_WAIT, BreakerConfig, Engine, HealthState, Status, TierUnavailable
@@ -192,7 +192,7 @@ async def test_a_bug_in_a_task_of_its_own_is_logged_and_no_end_of_the_handler(
                     await trio.sleep(0.01)
         assert handler.connected and not await handler.exists("a")
         with trio.fail_after(10):
-            while handler._standing.beats < 2:  # noqa: ASYNC110
+            while handler._state.beats < 2:  # noqa: ASYNC110
                 await trio.sleep(0.01)
 
 
@@ -206,9 +206,9 @@ async def test_a_server_that_gives_no_lease_is_no_end_of_the_handler(
         reply = decode(code, body)
         return msgspec.structs.replace(reply, lease=lease) if lies and code == Code.HANDSHAKE else reply
 
-    monkeypatch.setattr(driving_trio, "decode_reply", lying)
+    monkeypatch.setattr(driver_trio, "decode_reply", lying)
     async with open_test_server() as server, handler_to(server, lease=0.1) as handler:
-        lies, handler._standing.unsettled = True, True
+        lies, handler._state.unsettled = True, True
         with trio.fail_after(10):
             while "a handshake with a lease of" not in caplog.text:  # noqa: ASYNC110  # its own time
                 await trio.sleep(0.01)

@@ -235,7 +235,7 @@ async def test_cancelled_while_it_asks_who_listens_it_believes_nobody(autojump_c
 
         nursery.start_soon(enter)
         await asked.wait()
-        standing = joined.handler._standing
+        standing = joined.handler._state
         assert standing.unsettled and not standing.is_connected
         nursery.cancel_scope.cancel()
     joined.handler._driver.identify = identify

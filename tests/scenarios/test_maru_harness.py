@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from maru import HeldBatch, MaruHandler
-from maru._client.operations.standing import Standing
+from maru._client.operations.state import ClientState
 from offload._scenario.run import command
 from offload.testing.scenarios._errors import NeedsProcesses, NotForReal, ScenarioError
 from offload.testing.scenarios._files import SUFFIX, read, read_text, to_toml
@@ -230,7 +230,7 @@ def test_planted_pages_that_are_free_under_a_reader(monkeypatch: pytest.MonkeyPa
 
 def test_planted_pages_of_who_was_cancelled_that_are_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(maru_tiers, "_REST_TIMEOUT", 4.0)
-    rules = planted("maru-cancelled-in-every-hold", monkeypatch, Standing, "free", lambda self, pages: None)
+    rules = planted("maru-cancelled-in-every-hold", monkeypatch, ClientState, "free", lambda self, pages: None)
     assert rules & {"I1", "hang"}
 
 

@@ -74,7 +74,7 @@ def waits(handler: TrioHandler | BlockingHandler, timeout: float = SILENCE, *cod
     """The same for a blocking handler."""
     driver: Any = handler._driver
     begins = "_begin" if isinstance(handler, TrioHandler) else "_call"
-    before, config, begin = driver.timeout, driver.standing.config, getattr(driver, begins)
+    before, config, begin = driver.timeout, driver.state.config, getattr(driver, begins)
 
     def begin_patiently(call: Call) -> Any:
         if call.code not in codes and call.patience is None:
@@ -85,18 +85,18 @@ def waits(handler: TrioHandler | BlockingHandler, timeout: float = SILENCE, *cod
     if codes:
         setattr(driver, begins, begin_patiently)
     else:
-        driver.standing.config = attrs.evolve(config, timeout_ms=round(timeout * 1e3))
+        driver.state.config = attrs.evolve(config, timeout_ms=round(timeout * 1e3))
     try:
         yield
     finally:
-        driver.timeout, driver.standing.config = before, config
+        driver.timeout, driver.state.config = before, config
         if codes:
             delattr(driver, begins)
 
 
 def be_patient(handler: TrioHandler | BlockingHandler, timeout: float = 30.0) -> None:
     """From now on it waits so long: one that was opened in vain, so far, and shall not be once there is somebody."""
-    handler.config = handler._standing.config = attrs.evolve(handler.config, timeout_ms=round(timeout * 1e3))
+    handler.config = handler._state.config = attrs.evolve(handler.config, timeout_ms=round(timeout * 1e3))
     handler._driver.timeout = timeout
 
 
@@ -328,8 +328,8 @@ class BlockingClient(Client):
 
     def beat(self) -> None:
         driver = self.handler._driver
-        driver.run(operations.beat(driver.standing))
-        driver.run(operations.restore(driver.standing))
+        driver.run(operations.beat(driver.state))
+        driver.run(operations.restore(driver.state))
 
     def close(self) -> None:
         self.handler.close()
@@ -402,7 +402,7 @@ class TrioClient(Client):
     def beat(self) -> None:
         driver = self.handler._driver
         for renew in (operations.beat, operations.restore):
-            trio.from_thread.run(driver.run, renew(driver.standing), trio_token=self._token)
+            trio.from_thread.run(driver.run, renew(driver.state), trio_token=self._token)
 
     def close(self) -> None:
         with contextlib.suppress(trio.RunFinishedError):

@@ -90,7 +90,7 @@ async def settle(*sites):
     """Let both sides hear of each other."""
     for _ in range(4):
         for site in sites:
-            await site.handler._driver.run(beat(site.handler._standing))
+            await site.handler._driver.run(beat(site.handler._state))
         await trio.sleep(0.01)
 
 

@@ -21,7 +21,7 @@ import trio
 
 from maru._client.copying import copy, copy_and_sum
 from maru._client.handler import MaruHandler
-from maru._client.operations import Alone, Call, Identify, Map, Standing, Start, Work, load, put
+from maru._client.operations import Alone, Call, ClientState, Identify, Map, Start, Work, load, put
 from maru._client.operations import effects as effects
 from maru._config import MaruConfig, ServerConfig
 from maru._directory import Directory
@@ -142,7 +142,7 @@ class Client:
         self.world = world
         self.identity = name.encode()
         defaults = {"pool_size": 8 * PAGE, "chunk_size_bytes": PAGE, "eager_map": False, "checksums": True}
-        self.s = Standing(MaruConfig(**{**defaults, **config}), name, lambda: world.now)
+        self.s = ClientState(MaruConfig(**{**defaults, **config}), name, lambda: world.now)
         self.listener = OURS
         self.sequences = itertools.count(1)
         self.fates: list[str | None] = []
@@ -420,7 +420,7 @@ class Joined:
         defaults = {"pool_size": 8 * PAGE, "chunk_size_bytes": PAGE, "eager_map": False, "instance_id": name}
         self.handler = MaruHandler(MaruConfig(**{**defaults, **config}))
         self.handler._open_socket = self._open
-        self.handler._standing.clock = trio.current_time
+        self.handler._state.clock = trio.current_time
         self.handler._driver.map = self._map
         self.handler._driver.identify = self._identify
         self.world = world

@@ -241,7 +241,7 @@ CANCELLED = [
     Step(
         "maru/_client/columns.py",
         "AllocBatch.keep",
-        "self._standing.free(back)",
+        "self._state.free(back)",
         "**Here the cancelled container gives its pages back**: nothing was sent of them, so no server is asked, and the next "
         "allocation may hand them out (`OwnedPages.cancel`).",
     ),

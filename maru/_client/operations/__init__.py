@@ -1,6 +1,6 @@
 """The client's core: every operation as a generator, which asks for what it needs and never waits itself. Pure.
 
-One file per idea: connecting (and coming back), pinning, storing, reclaiming, reading, deleting. `standing` is the state they
+One file per idea: connecting (and coming back), pinning, storing, reclaiming, reading, deleting. `state` is the state they
 share, `effects` what they ask for; what drives them is a face (`handler`, `blocking`).
 """
 
@@ -31,9 +31,9 @@ from .reading import pin as pin
 from .reading import release as release
 from .reading import simply as simply
 from .reading import unpin as unpin
-from .standing import Counters as Counters
-from .standing import Shortfall as Shortfall
-from .standing import Standing as Standing
+from .state import Counters as Counters
+from .state import Shortfall as Shortfall
+from .state import ClientState as ClientState
 from .storing import addresses as addresses
 from .storing import allocate as allocate
 from .storing import allocate_most as allocate_most

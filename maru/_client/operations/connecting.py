@@ -28,7 +28,7 @@ from ..._wire import (
 )
 from .effects import Alone, Call, Identify, Map, Operation, Span
 from .pinning import SESSION_GONE, claim_pins, give_back_pins, portions, retake_pins
-from .standing import Standing, is_own
+from .state import ClientState, is_own
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ FORGET_EVERY = 8
 # --- asking, whatever happened meanwhile --------------------------------------------------------------------------
 
 
-def settle(s: Standing, *, wait: bool = True) -> Operation[None]:
+def settle(s: ClientState, *, wait: bool = True) -> Operation[None]:
     """Make the client ready to ask: flush what was forgotten, and reattach if the server restarted or forgot us.
 
     Args:
@@ -56,13 +56,13 @@ def settle(s: Standing, *, wait: bool = True) -> Operation[None]:
         yield Alone(partial(look_after_silence, s))
     if s.pinned.dropped or s.forgotten:
         s.collect()
-    if s.turns.is_lost:
+    if s.pin_epochs.is_lost:
         yield Alone(partial(claim_pins, s))
     if s.pinned.due:
         yield from give_back_pins(s, wait=wait)
 
 
-def steadily(s: Standing, operation: Callable[[], Operation[T]]) -> Operation[T]:
+def steadily(s: ClientState, operation: Callable[[], Operation[T]]) -> Operation[T]:
     """Run an operation; if the server does not know the session, reattach and run it once more.
 
     A server that knows no session has done nothing, so asking again repeats nothing.
@@ -86,7 +86,7 @@ def alone(operation: Callable[[], Operation[T]]) -> Operation[T]:
 # --- connecting ---------------------------------------------------------------------------------------------------
 
 
-def connect(s: Standing) -> Operation[None]:
+def connect(s: ClientState) -> Operation[None]:
     """Greet the server and, if so configured, map what others own."""
     try:
         yield Alone(partial(reattach, s))
@@ -96,7 +96,7 @@ def connect(s: Standing) -> Operation[None]:
         yield from map_others(s)
 
 
-def reattach(s: Standing) -> Operation[None]:
+def reattach(s: ClientState) -> Operation[None]:
     """Greet the server, with the session that we have: nothing is taken for granted that its epoch may have ended."""
     if not s.unsettled:
         return
@@ -121,7 +121,7 @@ def reattach(s: Standing) -> Operation[None]:
         raise
 
 
-def greeting(s: Standing) -> HandshakeRequest:
+def greeting(s: ClientState) -> HandshakeRequest:
     """What a handshake says: nothing of ours, where the published protocol is to be spoken."""
     config = s.config
     if config.protocol == "published":
@@ -137,7 +137,7 @@ def greeting(s: Standing) -> HandshakeRequest:
     )
 
 
-def check_server(s: Standing, reply: HandshakeReply) -> Operation[None]:
+def check_server(s: ClientState, reply: HandshakeReply) -> Operation[None]:
     """Raise unless whoever has answered a handshake is to be believed. Nothing of its answer is before.
 
     Asked after the answer, not before the question: whoever answers has a socket there now.
@@ -157,7 +157,7 @@ def check_server(s: Standing, reply: HandshakeReply) -> Operation[None]:
         )
 
 
-def check_listener(s: Standing) -> Operation[Listener]:
+def check_listener(s: ClientState) -> Operation[Listener]:
     """Who listens at the server's address, unless it is known by its key.
 
     Raises:
@@ -178,7 +178,7 @@ def check_listener(s: Standing) -> Operation[Listener]:
     return listener
 
 
-def check_regions(s: Standing) -> Operation[None]:
+def check_regions(s: ClientState) -> Operation[None]:
     """Whatever region of ours the server does not list is lost."""
     if not s.pages.regions:
         return
@@ -189,7 +189,7 @@ def check_regions(s: Standing) -> Operation[None]:
             s.lose_region(region.region_id)
 
 
-def look_after_silence(s: Standing) -> Operation[None]:
+def look_after_silence(s: ClientState) -> Operation[None]:
     """A published server that did not answer may have been started again: then it has forgotten everything.
 
     It has no epoch to say so. It would take stores for regions that it does not know, and no reader would ever find them.
@@ -211,7 +211,7 @@ def look_after_silence(s: Standing) -> Operation[None]:
 # --- staying connected --------------------------------------------------------------------------------------------
 
 
-def beat(s: Standing) -> Operation[None]:
+def beat(s: ClientState) -> Operation[None]:
     """A sign of life, and whatever has waited for one."""
     yield from settle(s)
     yield from steadily(s, partial(_beat, s))
@@ -224,7 +224,7 @@ def beat(s: Standing) -> Operation[None]:
         yield from report(s)
 
 
-def _beat(s: Standing) -> Operation[None]:
+def _beat(s: ClientState) -> Operation[None]:
     try:
         if s.own:
             yield Call(Code.BEAT, BeatRequest(s.token, s.pages.acknowledged, s.epoch))
@@ -240,7 +240,7 @@ def _beat(s: Standing) -> Operation[None]:
         yield Alone(partial(resolve_limbo, s))
 
 
-def report(s: Standing) -> Operation[None]:
+def report(s: ClientState) -> Operation[None]:
     """Tell the server's statistics what this client did."""
     entries = [
         ReportEntry(s.instance_id, what, result, size, latency * 1e6)
@@ -249,7 +249,7 @@ def report(s: Standing) -> Operation[None]:
     yield Call(Code.REPORT_STATS, ReportRequest(entries))
 
 
-def resolve_limbo(s: Standing) -> Operation[None]:
+def resolve_limbo(s: ClientState) -> Operation[None]:
     """Ask for the fate of every page that was sent and not answered, and fence those attempts."""
     for attempt, pages in [(attempt, list(pages)) for attempt, pages in s.pages.limbo.items()]:
         if attempt not in s.pages.limbo:  # a session was lost meanwhile
@@ -257,7 +257,7 @@ def resolve_limbo(s: Standing) -> Operation[None]:
         yield from resolve(s, attempt, pages)
 
 
-def resolve(s: Standing, attempt: int, pages: list[int]) -> Operation[list[bool]]:
+def resolve(s: ClientState, attempt: int, pages: list[int]) -> Operation[list[bool]]:
     """Fence this attempt, and say of each page whether it is held under it. Asked again, it is answered the same."""
     regions, offsets = s.pages.locations(pages)
     if isinstance(regions, int):
@@ -267,7 +267,7 @@ def resolve(s: Standing, attempt: int, pages: list[int]) -> Operation[list[bool]
     return list(map(bool, reply.held))
 
 
-def close(s: Standing) -> Operation[None]:
+def close(s: ClientState) -> Operation[None]:
     """Say farewell, if the server listens: bounded, and silent if it does not."""
     if s.is_closed:
         return
@@ -292,7 +292,7 @@ def close(s: Standing) -> Operation[None]:
 # --- regions ------------------------------------------------------------------------------------------------------
 
 
-def map_others(s: Standing) -> Operation[None]:
+def map_others(s: ClientState) -> Operation[None]:
     """Map every region that another owner has, as far as that is possible now: the rest is mapped when it is read."""
     listed: ListReply = yield Call(
         Code.LIST_ALLOCATIONS, ListRequest(exclude_instance_id=s.instance_id, session=s.token or None)
@@ -305,13 +305,13 @@ def map_others(s: Standing) -> Operation[None]:
             continue
 
 
-def remember(s: Standing, handles: Iterable[Handle]) -> None:
+def remember(s: ClientState, handles: Iterable[Handle]) -> None:
     """Keep what the resource manager asks for."""
     for handle in handles:
         s.handles[handle.region_id] = handle
 
 
-def span_of(s: Standing, region_id: int, *, write: bool = False) -> Operation[Span]:
+def span_of(s: ClientState, region_id: int, *, write: bool = False) -> Operation[Span]:
     """The region in memory, mapped if it is not."""
     span = s.spans.get(region_id)
     if span is None:
@@ -319,7 +319,7 @@ def span_of(s: Standing, region_id: int, *, write: bool = False) -> Operation[Sp
     return span
 
 
-def _map(s: Standing, region_id: int, write: bool) -> Operation[Span]:
+def _map(s: ClientState, region_id: int, write: bool) -> Operation[Span]:
     mapped = s.spans.get(region_id)
     # One that is mapped to be read was another owner's: whether it may be written, the server says.
     if mapped is not None and (mapped.writable or not write):
@@ -343,7 +343,7 @@ def _map(s: Standing, region_id: int, write: bool) -> Operation[Span]:
     return span
 
 
-def forget_regions(s: Standing) -> Operation[None]:
+def forget_regions(s: ClientState) -> Operation[None]:
     """Let go of foreign regions that the server does not list any more: mapped here, they would take memory for nothing.
 
     Views of them stay valid for as long as their pins do: the memory goes with the last of them.

@@ -11,7 +11,7 @@ from ..page_states import PageState
 from .connecting import settle, steadily
 from .effects import Call, Operation
 from .pinning import portions
-from .standing import Standing
+from .state import ClientState
 
 _ANSWERS = {
     DropAnswer.DELETED: Deleted.DELETED,
@@ -21,7 +21,7 @@ _ANSWERS = {
 }
 
 
-def delete(s: Standing, keys: list[str], generations: Sequence[int] | None = None) -> Operation[list[Deleted]]:
+def delete(s: ClientState, keys: list[str], generations: Sequence[int] | None = None) -> Operation[list[Deleted]]:
     """Delete these keys; with ``generations``, as far as they lie there under these. Pages of ours come back with the answer.
 
     A published server knows no generations: whatever lies there goes.
@@ -42,12 +42,12 @@ def delete(s: Standing, keys: list[str], generations: Sequence[int] | None = Non
     return answers
 
 
-def _drop(s: Standing, request_id: int, names: list[str], meant: list[int] | None) -> Operation[list[Deleted]]:
+def _drop(s: ClientState, request_id: int, names: list[str], meant: list[int] | None) -> Operation[list[Deleted]]:
     reply: DropReply = yield Call(Code.DROP, DropRequest(s.token, s.pages.acknowledged, request_id, names, meant))
     return [_ANSWERS.get(answer, Deleted.PROTECTED) for answer in reply.answers]  # type: ignore[call-overload]
 
 
-def _delete_published(s: Standing, names: list[str]) -> Operation[list[Deleted]]:
+def _delete_published(s: ClientState, names: list[str]) -> Operation[list[Deleted]]:
     answers: list[Deleted] = []
     for name in names:
         reply: SuccessReply = yield Call(Code.DELETE_KV, KeyRequest(name))

@@ -25,11 +25,11 @@ class Call:
 
     __slots__ = (
         "code",
+        "connection",
         "deadline",
         "expected",
         "is_over",
         "late",
-        "line",
         "message",
         "patience",
         "reply",
@@ -61,7 +61,7 @@ class Call:
         self.sequence = 0
         self.sent_at: float
         self.deadline: float
-        self.line: Any
+        self.connection: Any
         self.expected: Any
 
 

@@ -15,16 +15,16 @@ from ..._wire import (
     UnpinRequest,
 )
 from .effects import Alone, Call, Operation, Request, Start
-from .standing import Standing
+from .state import ClientState
 
 SESSION_GONE = "no_session"
 FENCED = "fenced"
 """It was asked too late: what came after it has been done."""
 
 
-def find_call(s: Standing, names: list[str], *, prefix: bool = False) -> Call:
+def find_call(s: ClientState, names: list[str], *, prefix: bool = False) -> Call:
     """A FIND that pins. Answered too late, what it has pinned is given back."""
-    turn = s.turns.turn
+    turn = s.pin_epochs.turn
 
     def late(reply: FindReply) -> None:
         s.disown(turn, reply.epoch, [names[at] for at in reply.positions])
@@ -32,7 +32,7 @@ def find_call(s: Standing, names: list[str], *, prefix: bool = False) -> Call:
     return Call(Code.FIND, FindRequest(s.token, s.pages.acknowledged, names, True, prefix, turn), late=late)
 
 
-def retake_pins(s: Standing) -> Operation[None]:
+def retake_pins(s: ClientState) -> Operation[None]:
     """Pin again what is pinned. A view of what is not the same registration any more is lost."""
     keys = [key for key in s.pinned.held_keys() if s.pinned.get(key, s.era) is None]
     for some in portions(keys, s.max_keys):
@@ -44,22 +44,22 @@ def retake_pins(s: Standing) -> Operation[None]:
                 s.counters.views_lost += 1
 
 
-def give_back_pins(s: Standing, *, wait: bool = True) -> Operation[None]:
+def give_back_pins(s: ClientState, *, wait: bool = True) -> Operation[None]:
     """Undo the pins that are due.
 
     What was sent is not asked for again, answered or not: it is done sooner or later, and done twice it could undo a pin that
     was taken since. If it is lost, that shows in the end: see `turns`.
     """
-    if s.turns.is_claiming:  # what is given back now may be claimed
+    if s.pin_epochs.is_claiming:  # what is given back now may be claimed
         if wait:
             yield Alone(_nothing)  # until that is over
-        if s.turns.is_claiming:
+        if s.pin_epochs.is_claiming:
             return
     due, s.pinned.due = s.pinned.due, []
-    turn = s.turns.turn
+    turn = s.pin_epochs.turn
     unsent = list(portions(due, s.max_keys))
     try:
-        while unsent and turn == s.turns.turn:
+        while unsent and turn == s.pin_epochs.turn:
             some = unsent[-1]
             if s.own:
                 message: Request = UnpinRequest(s.token, s.pages.acknowledged, some, turn)
@@ -70,14 +70,14 @@ def give_back_pins(s: Standing, *, wait: bool = True) -> Operation[None]:
             if unsent and unsent[-1] is some:  # it could not leave now
                 break
     except ServerRefused as exc:
-        if exc.word == FENCED and turn != s.turns.turn:
+        if exc.word == FENCED and turn != s.pin_epochs.turn:
             return  # it was not claimed, so it has gone with the claim
         if exc.word != SESSION_GONE:
             raise
         s.unsettled = True  # and its pins are gone with it
         unsent.clear()
     finally:
-        if turn == s.turns.turn:  # or else the server is another one, or it was told by a claim
+        if turn == s.pin_epochs.turn:  # or else the server is another one, or it was told by a claim
             for some in unsent:
                 s.pinned.due += some
 
@@ -87,7 +87,7 @@ def _nothing() -> Operation[None]:
     yield from ()
 
 
-def claim_pins(s: Standing) -> Operation[None]:
+def claim_pins(s: ClientState) -> Operation[None]:
     """Tell the server which pins we hold, so that it lets go of what an answer that was lost has pinned. To be run alone.
 
     Whatever goes wrong, or a cancel, leaves the claim due: the next one names what is held then.
@@ -110,10 +110,10 @@ def claim_pins(s: Standing) -> Operation[None]:
     except ServerRefused as exc:
         if exc.word == SESSION_GONE:
             s.unsettled = True  # and its pins are gone with it
-        elif exc.word != FENCED or turn == s.turns.turn:
+        elif exc.word != FENCED or turn == s.pin_epochs.turn:
             raise
     finally:
-        s.turns.end_claim(turn, is_settled=is_settled)
+        s.pin_epochs.end_claim(turn, is_settled=is_settled)
     yield from give_back_pins(s, wait=False)
 
 

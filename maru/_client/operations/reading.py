@@ -29,7 +29,7 @@ from .connecting import remember, settle, span_of, steadily
 from .effects import Call, Operation, Work
 from .pinned import Pin
 from .pinning import FENCED, find_call, give_back_pins, portions
-from .standing import Standing
+from .state import ClientState
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ Place = tuple[int, int, int, int, int, int | None]
 # --- without a pin ------------------------------------------------------------------------------------------------
 
 
-def exists(s: Standing, key: str) -> Operation[bool]:
+def exists(s: ClientState, key: str) -> Operation[bool]:
     """Whether this key is there. No use."""
     if not s.is_ready():
         yield from settle(s)
@@ -52,7 +52,7 @@ def exists(s: Standing, key: str) -> Operation[bool]:
     return found
 
 
-def exist(s: Standing, keys: list[str]) -> Operation[list[bool]]:
+def exist(s: ClientState, keys: list[str]) -> Operation[list[bool]]:
     """Which of these keys are there. No use."""
     if not s.is_ready():
         yield from settle(s)
@@ -66,7 +66,7 @@ def exist(s: Standing, keys: list[str]) -> Operation[list[bool]]:
 # --- pins ---------------------------------------------------------------------------------------------------------
 
 
-def pin(s: Standing, keys: list[str]) -> Operation[list[bool]]:
+def pin(s: ClientState, keys: list[str]) -> Operation[list[bool]]:
     """Pin the first keys up to the first that is missing, until `unpin`."""
     names = s.names(keys)
     pins = yield from _hold(s, names, prefix=True)
@@ -75,7 +75,7 @@ def pin(s: Standing, keys: list[str]) -> Operation[list[bool]]:
     return [True] * len(found) + [False] * (len(keys) - len(found))
 
 
-def unpin(s: Standing, keys: list[str]) -> Operation[list[bool]]:
+def unpin(s: ClientState, keys: list[str]) -> Operation[list[bool]]:
     """Undo a call of `pin` for each key; False where there was none, or its pin has gone with a lease."""
     s.check_open()
     names = s.names(keys)
@@ -96,7 +96,7 @@ def unpin(s: Standing, keys: list[str]) -> Operation[list[bool]]:
     return results
 
 
-def hold(s: Standing, keys: list[str], *, prefix: bool = False) -> Operation[list[Pin | None]]:
+def hold(s: ClientState, keys: list[str], *, prefix: bool = False) -> Operation[list[Pin | None]]:
     """For each key a pin with one more user, or ``None`` where it is missing; its region is mapped.
 
     Args:
@@ -115,7 +115,7 @@ def hold(s: Standing, keys: list[str], *, prefix: bool = False) -> Operation[lis
     return pins
 
 
-def hold_first(s: Standing, keys: list[str]) -> Operation[tuple[list[Pin], list[Pin], Exception | None]]:
+def hold_first(s: ClientState, keys: list[str]) -> Operation[tuple[list[Pin], list[Pin], Exception | None]]:
     """Like `hold` for a prefix, which also ends where the first region turns out not to be mappable.
 
     Returns:
@@ -135,20 +135,20 @@ def hold_first(s: Standing, keys: list[str]) -> Operation[tuple[list[Pin], list[
     return pins, [], None
 
 
-def release(s: Standing, pins: Sequence[Pin]) -> Operation[None]:
+def release(s: ClientState, pins: Sequence[Pin]) -> Operation[None]:
     """One user less of each; with the last one the server is told, and has answered."""
     _release(s, pins)
     if s.is_connected and not s.is_closed and not s.is_ready():
         yield from settle(s)
 
 
-def _release(s: Standing, pins: Sequence[Pin | None]) -> None:
+def _release(s: ClientState, pins: Sequence[Pin | None]) -> None:
     for one in pins:
         if one is not None:
             s.pinned.release(one, s.era)
 
 
-def _hold(s: Standing, names: list[str], *, prefix: bool) -> Operation[list[Pin | None]]:
+def _hold(s: ClientState, names: list[str], *, prefix: bool) -> Operation[list[Pin | None]]:
     if not s.is_ready():
         yield from settle(s, wait=False)
     held: list[Pin | None] = []
@@ -178,7 +178,7 @@ def _hold(s: Standing, names: list[str], *, prefix: bool) -> Operation[list[Pin 
     return pins + [None] * (len(names) - len(pins))
 
 
-def _find(s: Standing, names: list[str], prefix: bool) -> Operation[list[Place]]:
+def _find(s: ClientState, names: list[str], prefix: bool) -> Operation[list[Place]]:
     """Find and pin.
 
     If the answer is the first that was heard of another server, it is asked for again once that is settled: until then,
@@ -186,7 +186,7 @@ def _find(s: Standing, names: list[str], prefix: bool) -> Operation[list[Place]]
     meanwhile, since what it has pinned was not claimed.
     """
     for _ in range(ATTEMPTS):
-        turn, own = s.turns.turn, s.own
+        turn, own = s.pin_epochs.turn, s.own
         try:
             if own:
                 reply: FindReply = yield find_call(s, names, prefix=prefix)
@@ -196,10 +196,10 @@ def _find(s: Standing, names: list[str], prefix: bool) -> Operation[list[Place]]
                 places = yield from _find_published(s, names, prefix)
                 epoch = s.epoch
         except ServerRefused as exc:
-            if exc.word == FENCED and turn != s.turns.turn:
+            if exc.word == FENCED and turn != s.pin_epochs.turn:
                 continue
             raise
-        if turn == s.turns.turn and not s.unsettled:
+        if turn == s.pin_epochs.turn and not s.unsettled:
             return places
         s.disown(turn, epoch, [names[place[0]] for place in places])
         if s.unsettled:
@@ -207,7 +207,7 @@ def _find(s: Standing, names: list[str], prefix: bool) -> Operation[list[Place]]
     raise LeaseLost(f"{s!r}: the server restarts again and again")
 
 
-def _find_published(s: Standing, names: list[str], prefix: bool) -> Operation[list[Place]]:
+def _find_published(s: ClientState, names: list[str], prefix: bool) -> Operation[list[Place]]:
     """Pin what is there, which a published server does up to the first miss, and then look where it lies."""
     pinned: list[int] = []
     left = list(range(len(names)))
@@ -238,7 +238,7 @@ def _find_published(s: Standing, names: list[str], prefix: bool) -> Operation[li
     return places
 
 
-def _place(s: Standing, at: int, entry: LookupReply) -> Place | None:
+def _place(s: ClientState, at: int, entry: LookupReply) -> Place | None:
     if not entry.found or entry.handle is None:
         return None
     remember(s, [entry.handle])
@@ -249,7 +249,7 @@ def _place(s: Standing, at: int, entry: LookupReply) -> Place | None:
 
 
 def load(
-    s: Standing,
+    s: ClientState,
     keys: list[str],
     sizes: Sequence[int],
     copy: Callable[[Sequence[int], Sequence[int], Sequence[int], bool], list[int] | None],
@@ -281,7 +281,7 @@ def load(
 
 
 def _load(
-    s: Standing,
+    s: ClientState,
     names: list[str],
     start: int,
     sizes: Sequence[int],
@@ -326,7 +326,7 @@ def _load(
 # --- figures ------------------------------------------------------------------------------------------------------
 
 
-def simply(s: Standing, code: int, message: Any = None) -> Operation[Any]:
+def simply(s: ClientState, code: int, message: Any = None) -> Operation[Any]:
     """Ask what has nothing to do with the session."""
     s.check_open()
     return (yield Call(code, message))

@@ -23,7 +23,7 @@ from ..._wire import (
 )
 from .connecting import _map, remember, resolve_limbo
 from .effects import Call, Operation
-from .standing import Shortfall, Standing
+from .state import ClientState, Shortfall
 
 AHEAD = 64
 """A full owner reclaims at least a part in so many of its pages: else each store would ask for its few."""
@@ -32,7 +32,7 @@ RESERVED_PER_SECOND = 256 << 20
 """Reserving memory takes its time, and is waited for: a cold page is cleared by the kernel."""
 
 
-def make_room(s: Standing, n: int, evict: bool = True) -> Operation[list[int] | None]:
+def make_room(s: ClientState, n: int, evict: bool = True) -> Operation[list[int] | None]:
     """``n`` pages, whatever it takes; ``None`` if it cannot be had. To be run alone.
 
     Args:
@@ -50,7 +50,7 @@ def make_room(s: Standing, n: int, evict: bool = True) -> Operation[list[int] | 
     return s.pages.allocate(n)
 
 
-def _steps(s: Standing, n: int, evict: bool) -> Iterator[Operation[None]]:
+def _steps(s: ClientState, n: int, evict: bool) -> Iterator[Operation[None]]:
     if s.own and s.pages.regions:
         if s.pages.limbo:
             yield resolve_limbo(s)
@@ -64,12 +64,12 @@ def _steps(s: Standing, n: int, evict: bool) -> Iterator[Operation[None]]:
         yield expand(s, n)
 
 
-def _catch_up(s: Standing) -> Operation[None]:
+def _catch_up(s: ClientState) -> Operation[None]:
     """A BEAT brings every return that was not acknowledged."""
     yield Call(Code.BEAT, BeatRequest(s.token, s.pages.acknowledged, s.epoch))
 
 
-def _reclaim(s: Standing, n: int) -> Operation[None]:
+def _reclaim(s: ClientState, n: int) -> Operation[None]:
     """Have the server evict our least recently used keys that nobody has pinned."""
     owned = sum(region.pages for region in s.pages.regions)
     missing = n - s.pages.free
@@ -89,7 +89,7 @@ def _reclaim(s: Standing, n: int) -> Operation[None]:
         wanted -= some
 
 
-def expand(s: Standing, n: int) -> Operation[None]:
+def expand(s: ClientState, n: int) -> Operation[None]:
     """Another region, if the pool has memory for it. Its pages are free."""
     config, pages = s.config, s.pages
     held = pages.regions
@@ -112,8 +112,8 @@ def expand(s: Standing, n: int) -> Operation[None]:
         s.doubtful_alloc = False
 
 
-def _request_region(s: Standing, size: int) -> Operation[AllocReply]:
-    """Ask for a region. Answered with one, it is ours, and :attr:`Standing.doubtful_alloc` until it is used."""
+def _request_region(s: ClientState, size: int) -> Operation[AllocReply]:
+    """Ask for a region. Answered with one, it is ours, and :attr:`ClientState.doubtful_alloc` until it is used."""
     s.doubtful_alloc = s.own  # until the answer is there: a region that we do not know of may be ours
     reply: AllocReply = yield Call(
         Code.REQUEST_ALLOC,
@@ -148,7 +148,7 @@ def smaller_sizes(size: int, total: int, free: int, page_bytes: int, *, is_first
         yield size
 
 
-def _adopt(s: Standing) -> Operation[None]:
+def _adopt(s: ClientState) -> Operation[None]:
     """Find the regions that are ours and that we were never told of, since the answer was lost."""
     everybody: ListReply = yield Call(Code.LIST_ALLOCATIONS, ListRequest(session=s.token))
     others: ListReply = yield Call(
@@ -164,7 +164,7 @@ def _adopt(s: Standing) -> Operation[None]:
     s.doubtful_alloc = False
 
 
-def _own(s: Standing, handle: Handle) -> Operation[None]:
+def _own(s: ClientState, handle: Handle) -> Operation[None]:
     """Map a region of ours, and use it."""
     remember(s, [handle])
     span = yield from _map(s, handle.region_id, True)

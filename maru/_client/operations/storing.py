@@ -35,7 +35,7 @@ from .connecting import alone, resolve, settle, steadily
 from .effects import Call, Operation, Span, Work
 from .pinning import SESSION_GONE, portions
 from .reclaiming import expand, make_room
-from .standing import Standing
+from .state import ClientState
 
 Column: TypeAlias = int | list[int]
 """One value for each page, or one that stands for all."""
@@ -62,7 +62,7 @@ _ANSWERS = {
 _UNKNOWN = (PageEvent.DISPUTED, Stored.REFUSED)  # of a later server
 
 
-def allocate(s: Standing, n: int, *, evict: bool = True) -> Operation[list[int] | None]:
+def allocate(s: ClientState, n: int, *, evict: bool = True) -> Operation[list[int] | None]:
     """``n`` pages; ``None`` if there is no room for so many now. Asks nobody while there are free ones.
 
     Args:
@@ -79,7 +79,7 @@ def allocate(s: Standing, n: int, *, evict: bool = True) -> Operation[list[int] 
     return pages
 
 
-def _allocate(s: Standing, n: int, evict: bool) -> Operation[list[int] | None]:
+def _allocate(s: ClientState, n: int, evict: bool) -> Operation[list[int] | None]:
     s.check_open()
     if s.unsettled:
         yield from settle(s)
@@ -93,7 +93,7 @@ def _allocate(s: Standing, n: int, evict: bool) -> Operation[list[int] | None]:
     return pages
 
 
-def allocate_most(s: Standing, n: int, *, evict: bool = True) -> Operation[list[int]]:
+def allocate_most(s: ClientState, n: int, *, evict: bool = True) -> Operation[list[int]]:
     """``n`` pages, or as many as there is room for."""
     pages = yield from _allocate(s, n, evict)
     while pages is None:
@@ -103,7 +103,7 @@ def allocate_most(s: Standing, n: int, *, evict: bool = True) -> Operation[list[
 
 
 def store(
-    s: Standing, keys: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
+    s: ClientState, keys: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
 ) -> Operation[list[Stored]]:
     """Register these pages, which are filled, under these keys. Afterwards none of them is ALLOCATED.
 
@@ -122,7 +122,7 @@ def store(
 
 
 def _register(
-    s: Standing, names: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
+    s: ClientState, names: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
 ) -> Operation[list[Stored]]:
     register = _store_own if s.own else _store_published
     most = s.max_keys
@@ -146,7 +146,7 @@ def _register(
 
 
 def store_surely(
-    s: Standing, keys: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
+    s: ClientState, keys: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
 ) -> Operation[list[Stored | None]]:
     """Like `store`, but where no answer comes, the server is asked what became of it: ``None`` is not stored, for good.
 
@@ -175,7 +175,7 @@ def store_surely(
     raise AssertionError("unreachable")
 
 
-def _fate(s: Standing, keys: list[str], pages: list[int], attempts: list[int]) -> Operation[list[Stored | None]]:
+def _fate(s: ClientState, keys: list[str], pages: list[int], attempts: list[int]) -> Operation[list[Stored | None]]:
     """Fence these attempts, and say of each page whether it is held under one of them, or what else its key is."""
     if not s.is_ready():
         yield from settle(s)
@@ -192,7 +192,7 @@ def _fate(s: Standing, keys: list[str], pages: list[int], attempts: list[int]) -
     ]
 
 
-def _exist(s: Standing, names: list[str]) -> Operation[list[bool]]:
+def _exist(s: ClientState, names: list[str]) -> Operation[list[bool]]:
     found: list[bool] = []
     for some in portions(names, s.max_keys):
         reply: ResultsReply = yield Call(Code.BATCH_EXISTS_KV, KeysRequest(some))
@@ -200,7 +200,7 @@ def _exist(s: Standing, names: list[str]) -> Operation[list[bool]]:
     return found
 
 
-def put(s: Standing, keys: list[str], lengths: Column, copy: Copy) -> Operation[list[Stored]]:
+def put(s: ClientState, keys: list[str], lengths: Column, copy: Copy) -> Operation[list[Stored]]:
     """Copy into pages of our own and register them.
 
     Args:
@@ -215,7 +215,7 @@ def put(s: Standing, keys: list[str], lengths: Column, copy: Copy) -> Operation[
         return (yield from _put(s, keys, lengths, copy))
 
 
-def _put(s: Standing, keys: list[str], lengths: Column, copy: Copy) -> Operation[list[Stored]]:
+def _put(s: ClientState, keys: list[str], lengths: Column, copy: Copy) -> Operation[list[Stored]]:
     pages = yield from allocate_most(s, len(keys))
     n = len(pages)
     if not n:
@@ -232,7 +232,7 @@ def _put(s: Standing, keys: list[str], lengths: Column, copy: Copy) -> Operation
     return answers + [Stored.FULL] * (len(keys) - n)
 
 
-def restore(s: Standing) -> Operation[None]:
+def restore(s: ClientState) -> Operation[None]:
     """Register again what was stored in regions that were lost, as far as it is missing and there is room without evicting.
 
     The bytes are still mapped here, and nobody else has ever written them.
@@ -252,7 +252,7 @@ def restore(s: Standing) -> Operation[None]:
         del former.pages[: len(some)]
 
 
-def _restore(s: Standing, span: Span, some: list[tuple[int, str, int]]) -> Operation[None]:
+def _restore(s: ClientState, span: Span, some: list[tuple[int, str, int]]) -> Operation[None]:
     pages = s.pages.allocate(len(some))
     if pages is None:
         yield from steadily(s, partial(alone, partial(expand, s, len(some))))
@@ -275,7 +275,7 @@ def _restore(s: Standing, span: Span, some: list[tuple[int, str, int]]) -> Opera
     s.counters.keys_lost += len(answers) - sum(map(bool, answers))
 
 
-def addresses(s: Standing, pages: Sequence[int]) -> Sequence[int]:
+def addresses(s: ClientState, pages: Sequence[int]) -> Sequence[int]:
     """Where these pages of ours lie in memory."""
     size = s.pages.page_bytes
     region = s.pages.region_of(pages[0])
@@ -297,14 +297,14 @@ def addresses(s: Standing, pages: Sequence[int]) -> Sequence[int]:
 # --- one request --------------------------------------------------------------------------------------------------
 
 
-def _check_pages(s: Standing, pages: Sequence[int]) -> None:
+def _check_pages(s: ClientState, pages: Sequence[int]) -> None:
     """The session may have been lost since they were allocated."""
     if s.pages.has_ended(pages):
         raise SessionEnded(f"{s!r}: the server has ended the session that these pages were of; store them anew")
 
 
 def _store_own(
-    s: Standing, names: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
+    s: ClientState, names: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
 ) -> Operation[list[Stored]]:
     attempt = s.next_attempt()
     regions, offsets = s.pages.locations(pages)
@@ -321,14 +321,14 @@ def _store_own(
     return [answer for _, answer in answers[: len(pages)]]
 
 
-def _sending(s: Standing, names: Sequence[str], pages: Sequence[int], lengths: Column, attempt: int) -> None:
+def _sending(s: ClientState, names: Sequence[str], pages: Sequence[int], lengths: Column, attempt: int) -> None:
     _check_pages(s, pages)
     s.pages.sent(pages, attempt)
     of_each = repeat(lengths, len(pages)) if isinstance(lengths, int) else lengths
     s.stored.update(zip(pages, zip(names, of_each, strict=True), strict=True))
 
 
-def _send(s: Standing, call: Call, pages: list[int], attempt: int) -> Operation[Any]:
+def _send(s: ClientState, call: Call, pages: list[int], attempt: int) -> Operation[Any]:
     """Ask, and leave no page behind in REGISTERING without an answer."""
     left = False
     sending = call.sending
@@ -356,7 +356,7 @@ def _send(s: Standing, call: Call, pages: list[int], attempt: int) -> Operation[
 
 
 def _store_published(
-    s: Standing, names: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
+    s: ClientState, names: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
 ) -> Operation[list[Stored]]:
     try:
         there = yield Call(Code.BATCH_EXISTS_KV, KeysRequest(names))

@@ -29,9 +29,9 @@ def checksums_are_not_looked_at(patch):
 
 def a_lease_that_is_over_is_not_noticed(patch):
     """Fault 2."""
-    from maru._client.operations import Standing
+    from maru._client.operations import ClientState
 
-    patch.setattr(Standing, "check_era", lambda self, era: None)
+    patch.setattr(ClientState, "check_era", lambda self, era: None)
 
 
 def views_can_be_written(patch):
@@ -44,11 +44,11 @@ def views_can_be_written(patch):
 
 def everything_is_mapped_to_be_written(patch):
     """Fault 3. It takes both: a client that does, and a server that lets it."""
-    from maru._client import fetching
+    from maru._client import regions
 
-    fetch = fetching.map_region
+    fetch = regions.map_region
     patch.setattr(
-        fetching,
+        regions,
         "map_region",
         lambda fd, length, offset, **others: fetch(fd, length, offset, **{**others, "write": True}),
     )
@@ -93,9 +93,9 @@ def a_timeout_is_a_miss(patch):
 
 def late_pins_are_kept(patch):
     """Fault 7."""
-    from maru._client.operations import Standing
+    from maru._client.operations import ClientState
 
-    patch.setattr(Standing, "heard_late", lambda self, call, reply: None)
+    patch.setattr(ClientState, "heard_late", lambda self, call, reply: None)
 
 
 def what_a_server_forgot_is_not_stored_again(patch):

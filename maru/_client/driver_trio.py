@@ -25,9 +25,9 @@ from .._wire import HEADER_BYTES, ErrorReply, decode_reply, read_header, request
 from ..transport import Message, MessageSocket
 from . import operations as operations
 from .correlation import Correlation
-from .face import CallStatistics, beat_of
-from .fetching import fetch_region
-from .operations import Alone, Call, Effect, Identify, Map, Operation, Pin, Span, Standing, Start, Work
+from .handler_base import CallStatistics, beat_of
+from .operations import Alone, Call, ClientState, Effect, Identify, Map, Operation, Pin, Span, Start, Work
+from .regions import fetch_region
 from .sockets import identify
 
 T = TypeVar("T")
@@ -43,10 +43,10 @@ COPIES = 2
 class Driver:
     """Performs what operations ask for, in a trio run."""
 
-    def __init__(self, standing: Standing) -> None:
-        self.standing = standing
-        self.timeout = standing.config.timeout_ms / 1e3
-        self.correlation: Correlation[Call] = Correlation(standing.config.max_inflight)
+    def __init__(self, state: ClientState) -> None:
+        self.state = state
+        self.timeout = state.config.timeout_ms / 1e3
+        self.correlation: Correlation[Call] = Correlation(state.config.max_inflight)
         self.unreadable = 0
         self._socket: MessageSocket
         self._closed = True
@@ -131,13 +131,13 @@ class Driver:
     async def identify(self) -> Listener:
         """Who listens at the server's address, asked in a thread: a name may have to be looked up."""
         try:
-            return await trio.to_thread.run_sync(identify, self.standing.config, abandon_on_cancel=True)
+            return await trio.to_thread.run_sync(identify, self.state.config, abandon_on_cancel=True)
         except RuntimeError as exc:  # there is no thread to be had
             return Listener(unknown=str(exc))
 
     async def map(self, effect: Map) -> Span:
         """Map a region, in a thread."""
-        s = self.standing
+        s = self.state
         fetch = partial(
             fetch_region,
             effect,
@@ -168,7 +168,7 @@ class Driver:
         except BaseException as exc:
             self._give_up(call)
             if isinstance(exc, trio.ClosedResourceError):
-                raise HandlerClosed(f"{self.standing!r}: closed while a call waited for its answer") from exc
+                raise HandlerClosed(f"{self.state!r}: closed while a call waited for its answer") from exc
             raise
         if type(reply) is ErrorReply:
             raise ServerRefused(reply.error, reply.code)
@@ -176,11 +176,11 @@ class Driver:
 
     async def _send_late(self, call: Call, frames: tuple[bytes, bytes]) -> None:
         """Send it once there is room: the server is away for long, or takes nothing in. Waits as long as for an answer."""
-        with trio.move_on_after(max(0.0, call.deadline - self.standing.clock())) as patience:
+        with trio.move_on_after(max(0.0, call.deadline - self.state.clock())) as patience:
             await self._socket.send(frames)
         if patience.cancelled_caught:
-            self.standing.counters.unanswered += not call.is_over
-            raise NoAnswer(f"{self.standing!r}: nothing more can be sent to it")
+            self.state.counters.unanswered += not call.is_over
+            raise NoAnswer(f"{self.state!r}: nothing more can be sent to it")
 
     def _start(self, call: Call) -> None:
         """Send a call for whose answer nobody waits. What it brings is heard all the same."""
@@ -197,7 +197,7 @@ class Driver:
     def _begin(self, call: Call) -> tuple[bytes, bytes]:
         """A call becomes frames that may leave now."""
         if self._closed:
-            raise HandlerClosed(f"{self.standing!r}")
+            raise HandlerClosed(f"{self.state!r}")
         call.sequence = sequence = self.correlation.begin(call)
         try:
             frame = request(call.code, sequence, call.message)
@@ -208,7 +208,7 @@ class Driver:
             self._unpark()
             raise
         call.expected = self._socket.expect()
-        call.sent_at = now = self.standing.clock()
+        call.sent_at = now = self.state.clock()
         call.deadline = now + (self.timeout if call.patience is None else call.patience)
         return b"", frame
 
@@ -217,10 +217,10 @@ class Driver:
         if not call.is_over:
             call.is_over = True
             self.correlation.give_up(call.sequence)
-            self.standing.gave_up(call)
+            self.state.gave_up(call)
             self._unpark()
         elif call.reply is not None:
-            self.standing.heard_late(call, call.reply)
+            self.state.heard_late(call, call.reply)
 
     def _unpark(self) -> None:
         if self._room:
@@ -228,7 +228,7 @@ class Driver:
 
     def on_messages(self, messages: list[Message]) -> None:
         """Answers have come. Never raises: it is called by whoever reads the socket, for all."""
-        correlation, standing = self.correlation, self.standing
+        correlation, state = self.correlation, self.state
         for message in messages:
             frame = message[-1]
             try:
@@ -248,15 +248,15 @@ class Driver:
                 self.unreadable += 1
                 if not is_late:
                     call.is_over = True
-                    standing.gave_up(call)
+                    state.gave_up(call)
                     call.expected.fail(exc)
                 continue
             if is_late:
-                standing.heard_late(call, reply)
+                state.heard_late(call, reply)
                 continue
             call.is_over = True
             call.reply = reply
-            standing.heard(call, reply, call.sent_at)
+            state.heard(call, reply, call.sent_at)
             call.expected.deliver(reply)
             if self._room:
                 self._room.unpark()
@@ -270,7 +270,7 @@ class Driver:
         that wait is over, is never late; and no call has to wake him, or has a deadline of its own.
         """
         while True:
-            now = self.standing.clock()
+            now = self.state.clock()
             first = now + self.timeout
             for call in self.correlation.calls():
                 if call.deadline > now:
@@ -278,26 +278,26 @@ class Driver:
                 else:
                     call.is_over = True
                     self.correlation.give_up(call.sequence)
-                    self.standing.gave_up(call)
+                    self.state.gave_up(call)
                     self._unpark()
-                    self.standing.counters.unanswered += 1
-                    call.expected.fail(NoAnswer(f"{self.standing!r}: no answer to code {call.code:#04x}"))
+                    self.state.counters.unanswered += 1
+                    call.expected.fail(NoAnswer(f"{self.state!r}: no answer to code {call.code:#04x}"))
             await trio.sleep(first - now)
 
     async def keep_lease(self) -> None:
         """Renew the lease, and do what has waited for that."""
-        standing = self.standing
+        state = self.state
         while True:
-            await trio.sleep(beat_of(standing))
+            await trio.sleep(beat_of(state))
             try:
-                await self.run(operations.beat(standing))
-                await self.run(operations.restore(standing))
+                await self.run(operations.beat(state))
+                await self.run(operations.restore(state))
             except HandlerClosed:
                 return
             except (MaruError, OSError) as exc:
-                _log.warning("%r: no sign of life from the server: %s", standing, exc)
+                _log.warning("%r: no sign of life from the server: %s", state, exc)
             except Exception:  # a bug of ours, or of a callback, must not cost the lease, nor end everything around it
-                _log.exception("%r could not renew its lease", standing)
+                _log.exception("%r could not renew its lease", state)
 
     async def keep_unpinning(self) -> None:
         """Tell the server of pins whose views were left."""
@@ -306,9 +306,9 @@ class Driver:
             self._released = trio.Event()
             try:
                 with contextlib.suppress(MaruError):
-                    await self.run(operations.settle(self.standing))
+                    await self.run(operations.settle(self.state))
             except Exception:  # likewise: the next call settles it, and is told
-                _log.exception("%r could not tell the server of what was left", self.standing)
+                _log.exception("%r could not tell the server of what was left", self.state)
 
     def give_back(self, pin: Pin) -> None:
         """One user of a pin less. The server is told at once, and nobody waits for its answer."""
@@ -316,15 +316,15 @@ class Driver:
 
     def give_back_all(self, pins: Iterable[Pin]) -> None:
         """One user of each pin less. The server is told at once, in one message, and nobody waits for its answer."""
-        standing = self.standing
+        state = self.state
         for pin in pins:
-            standing.pinned.release(pin, standing.era)
-        if standing.pinned.due and not self._closed:
-            if not standing.unsettled:
-                for effect in operations.give_back_pins(standing, wait=False):
+            state.pinned.release(pin, state.era)
+        if state.pinned.due and not self._closed:
+            if not state.unsettled:
+                for effect in operations.give_back_pins(state, wait=False):
                     assert type(effect) is Start
                     self._start(effect.call)
-            if standing.pinned.due:
+            if state.pinned.due:
                 self._released.set()
 
     def statistics(self) -> CallStatistics:

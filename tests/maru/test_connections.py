@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from maru._client.lines import Line, Lines
+from maru._client.connections import Connection, ConnectionPool
 from maru._client.operations import Call
 from maru._errors import BadMessage, HandlerClosed, NoAnswer
 from maru._wire import Code, ExistsReply, KeyRequest, error_reply, read_header, reply
@@ -51,223 +51,223 @@ def later():
     return time.monotonic() + SOON
 
 
-def line_over(dealer, window=4, late=lambda call, reply: None, gave_up=lambda call: None):
-    return Line(dealer, window, nullcontext(), late, gave_up)
+def connection_over(dealer, window=4, late=lambda call, reply: None, gave_up=lambda call: None):
+    return Connection(dealer, window, nullcontext(), late, gave_up)
 
 
-def lines_over(dealers, window=2):
+def connections_over(dealers, window=2):
     def connect():
         return dealers.append(FakeDealer()) or dealers[-1]
 
-    return Lines(connect, window, nullcontext(), lambda call, reply: None, lambda call: None)
+    return ConnectionPool(connect, window, nullcontext(), lambda call, reply: None, lambda call: None)
 
 
 def test_answers_are_handed_out_to_whom_they_belong_in_any_order():
     dealer = FakeDealer()
-    line = line_over(dealer)
+    connection = connection_over(dealer)
     dealer.mute = True
     calls = [call() for _ in range(3)]
     for one in calls:
-        line.send(one, later())
+        connection.send(one, later())
     for sequence, exists in ((3, True), (1, False), (2, True)):
         dealer.answer(sequence, exists=exists)
-    line.receive(later())
+    connection.receive(later())
     assert [one.reply.exists for one in calls] == [False, True, True]
-    assert len(line.correlation) == 0
+    assert len(connection.correlation) == 0
 
 
 def test_whoever_gives_up_is_noted_and_an_unread_answer_is_found_by_looking():
     told, gave_up = [], []
     dealer = FakeDealer()
-    line = line_over(dealer, late=lambda call, reply: told.append(call), gave_up=gave_up.append)
+    connection = connection_over(dealer, late=lambda call, reply: told.append(call), gave_up=gave_up.append)
     one = call()
-    line.send(one, later())  # answered at once, and not read
-    line.give_up(one)
+    connection.send(one, later())  # answered at once, and not read
+    connection.give_up(one)
     assert (gave_up, told) == ([one], [])
-    line.look()
+    connection.look()
     assert (gave_up, told) == ([one], [one])
     dealer.full = True
     other = call()
     with pytest.raises(NoAnswer):
-        line.send(other, later())
+        connection.send(other, later())
     assert gave_up == [one, other]
 
 
 def test_an_answer_that_cannot_be_read_is_as_none():
     gave_up = []
     dealer = FakeDealer()
-    line = line_over(dealer, gave_up=gave_up.append)
+    connection = connection_over(dealer, gave_up=gave_up.append)
     dealer.mute = True
     one = call()
-    line.send(one, later())
+    connection.send(one, later())
     dealer.inbox.append([b"", reply(Code.EXISTS_KV, one.sequence, b"\xc1")])
-    line.receive(later())
+    connection.receive(later())
     assert type(one.reply) is BadMessage
     assert gave_up == [one]
 
 
 def test_looking_leaves_the_lines_in_their_order_and_those_in_use_alone():
     dealers = []
-    lines = lines_over(dealers, window=3)
-    taken = [lines.take(later()) for _ in range(3)]
-    for line in taken[:2]:
-        lines.give_back(line)
+    connections = connections_over(dealers, window=3)
+    taken = [connections.take(later()) for _ in range(3)]
+    for connection in taken[:2]:
+        connections.give_back(connection)
     for dealer in dealers:
         dealer.mute = True
         dealer.answer(99)
-    lines.look()
+    connections.look()
     assert [len(dealer.inbox) for dealer in dealers] == [0, 0, 1]
-    assert lines.take(later()) is taken[1]  # the one that was used last
-    assert lines.take(later()) is taken[0]
+    assert connections.take(later()) is taken[1]  # the one that was used last
+    assert connections.take(later()) is taken[0]
 
 
 def test_a_late_answer_is_heard_and_given_to_nobody():
     told = []
     dealer = FakeDealer()
-    line = line_over(dealer, late=lambda call, reply: told.append((call, reply.exists)))
+    connection = connection_over(dealer, late=lambda call, reply: told.append((call, reply.exists)))
     dealer.mute = True
     one, other = call(), call()
-    line.send(one, later())
+    connection.send(one, later())
     with pytest.raises(NoAnswer):
-        line.receive(time.monotonic() - 1)
-    line.give_up(one)
-    line.send(other, later())
+        connection.receive(time.monotonic() - 1)
+    connection.give_up(one)
+    connection.send(other, later())
     dealer.answer(1)
     dealer.answer(2, exists=False)
-    line.receive(later())
+    connection.receive(later())
     assert told == [(one, True)]
     assert other.reply.exists is False
-    line.give_up(other)  # it has come: whoever gave up is told as well
+    connection.give_up(other)  # it has come: whoever gave up is told as well
     assert told[1:] == [(other, False)]
 
 
 def test_what_cannot_be_read_costs_its_own_call_only():
     dealer = FakeDealer()
-    line = line_over(dealer)
+    connection = connection_over(dealer)
     dealer.mute = True
     one, other = call(), call()
     for each in (one, other):
-        line.send(each, later())
+        connection.send(each, later())
     dealer.inbox.append([b"", b"no frame"])
     dealer.inbox.append([b"", error_reply(0, 0, "what was that?")])
     dealer.inbox.append([b"", reply(Code.EXISTS_KV, 1, b"\xc0")])
     dealer.answer(2)
-    line.receive(later())
+    connection.receive(later())
     assert isinstance(one.reply, BadMessage)
     assert other.reply.exists
-    assert (line.unreadable, line.correlation.statistics().unknown) == (2, 1)
-    line.give_up(one)
+    assert (connection.unreadable, connection.correlation.statistics().unknown) == (2, 1)
+    connection.give_up(one)
 
 
 def test_a_full_window_waits_for_an_answer_and_a_full_socket_is_no_answer():
     dealer = FakeDealer()
-    line = line_over(dealer, window=2)
+    connection = connection_over(dealer, window=2)
     calls = [call() for _ in range(5)]
     for one in calls:
-        line.send(one, later())
+        connection.send(one, later())
     assert sum(one.reply is not None for one in calls) >= 3
     dealer.mute = True
-    line = line_over(dealer, window=1)
-    line.send(call(), later())
+    connection = connection_over(dealer, window=1)
+    connection.send(call(), later())
     with pytest.raises(NoAnswer):
-        line.send(call(), time.monotonic() - 1)
+        connection.send(call(), time.monotonic() - 1)
     dealer.full = True
-    line = line_over(dealer)
+    connection = connection_over(dealer)
     with pytest.raises(NoAnswer, match="nothing"):
-        line.send(call(), time.monotonic() - 1)
+        connection.send(call(), time.monotonic() - 1)
 
 
 def test_what_is_to_be_said_before_sending_may_refuse_and_then_nothing_leaves():
     dealer = FakeDealer()
-    line = line_over(dealer)
+    connection = connection_over(dealer)
 
     def refuse():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        line.send(call(sending=refuse), later())
+        connection.send(call(sending=refuse), later())
     assert dealer.sent == []
-    assert len(line.correlation) == 0
+    assert len(connection.correlation) == 0
 
 
 def test_a_lone_thread_always_has_the_same_line_and_others_have_their_own():
     dealers = []
-    lines = lines_over(dealers)
-    one = lines.take(later())
-    lines.give_back(one)
-    assert lines.take(later()) is one
-    other = lines.take(later())
+    connections = connections_over(dealers)
+    one = connections.take(later())
+    connections.give_back(one)
+    assert connections.take(later()) is one
+    other = connections.take(later())
     assert other is not one
     with pytest.raises(NoAnswer, match="2 calls"):
-        lines.take(time.monotonic() - 1)
+        connections.take(time.monotonic() - 1)
     got = []
-    thread = threading.Thread(target=lambda: got.append(lines.take(later())))
+    thread = threading.Thread(target=lambda: got.append(connections.take(later())))
     thread.start()
-    lines.give_back(other)
+    connections.give_back(other)
     thread.join(SOON)
     assert got == [other]
-    assert len(dealers) == lines.statistics().sockets == 2
+    assert len(dealers) == connections.statistics().sockets == 2
 
 
 def test_a_certain_line_is_waited_for():
     dealers = []
-    lines = lines_over(dealers)
-    one, other = lines.take(later()), lines.take(later())
-    lines.give_back(other)
+    connections = connections_over(dealers)
+    one, other = connections.take(later()), connections.take(later())
+    connections.give_back(other)
     with pytest.raises(NoAnswer):
-        lines.take_that(one, time.monotonic() - 1)
-    thread = threading.Thread(target=lambda: lines.take_that(one, later()))
+        connections.take_that(one, time.monotonic() - 1)
+    thread = threading.Thread(target=lambda: connections.take_that(one, later()))
     thread.start()
-    lines.give_back(one)
+    connections.give_back(one)
     thread.join(SOON)
-    assert lines.take(later()) is other
+    assert connections.take(later()) is other
 
 
 def test_closing_closes_each_line_once_and_those_in_use_when_they_come_back():
     dealers = []
-    lines = lines_over(dealers)
-    used, free = lines.take(later()), lines.take(later())
-    lines.give_back(free)
+    connections = connections_over(dealers)
+    used, free = connections.take(later()), connections.take(later())
+    connections.give_back(free)
     failed = []
 
     def wait():
         try:
-            lines.take_that(used, later())
+            connections.take_that(used, later())
         except HandlerClosed:
             failed.append(True)
 
     thread = threading.Thread(target=wait)
     thread.start()
-    lines.close()
-    lines.close()
+    connections.close()
+    connections.close()
     thread.join(SOON)
     assert failed == [True]
     assert sorted(dealer.closed for dealer in dealers) == [0, 1]
-    lines.give_back(used)
+    connections.give_back(used)
     assert [dealer.closed for dealer in dealers] == [1, 1]
     with pytest.raises(HandlerClosed):
-        lines.take(later())
-    assert lines.statistics().sockets == 0
+        connections.take(later())
+    assert connections.statistics().sockets == 0
 
 
 def test_lines_go_round_among_many_threads_without_one_being_lost():
     dealers = []
-    lines = lines_over(dealers, window=3)
+    connections = connections_over(dealers, window=3)
     busy, most, failures = [], [], []
 
     def work():
         try:
             for _ in range(300):
-                line = lines.take(later())
-                busy.append(line)
-                assert busy.count(line) == 1
+                connection = connections.take(later())
+                busy.append(connection)
+                assert busy.count(connection) == 1
                 most.append(len(busy))
                 one = call()
-                line.send(one, later())
-                line.receive(later())
+                connection.send(one, later())
+                connection.receive(later())
                 assert one.reply.exists
-                busy.remove(line)
-                lines.give_back(line)
+                busy.remove(connection)
+                connections.give_back(connection)
         except BaseException as exc:
             failures.append(exc)
 
@@ -278,4 +278,4 @@ def test_lines_go_round_among_many_threads_without_one_being_lost():
         thread.join(SOON)
     assert failures == []
     assert max(most) <= 3
-    assert len(lines._free) == len(dealers) <= 3
+    assert len(connections._free) == len(dealers) <= 3

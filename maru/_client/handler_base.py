@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import attrs
 
 from .._config import MaruConfig
-from .operations import Counters, Shortfall, Standing
+from .operations import ClientState, Counters, Shortfall
 from .pages import PageStatistics
 from .views import MemoryInfo
 
@@ -49,7 +49,7 @@ class HandlerStatistics:
     """The last region that the server had not so many bytes for; ``None`` if it had all that was asked for."""
 
 
-class Face:
+class HandlerBase:
     """The part of a handler that is the same in trio and in threads."""
 
     def __init__(
@@ -67,10 +67,10 @@ class Face:
         self._reports = self.config.enable_stats
         self._lock = lock
         self._clock = clock
-        self._standing = Standing(self.config, self._instance_id, clock)
+        self._state = ClientState(self.config, self._instance_id, clock)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._standing!r}>"
+        return f"<{type(self).__name__} {self._state!r}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} cannot go to another process: make one there")
@@ -78,12 +78,12 @@ class Face:
     @property
     def connected(self) -> bool:
         """Whether it was connected and not closed. Says nothing of the server's health: see ``healthcheck``."""
-        return self._standing.is_connected and not self._standing.is_closed
+        return self._state.is_connected and not self._state.is_closed
 
     @property
     def era(self) -> int:
         """Grows when what was known of keys is over: the server has restarted or ended the session, or this was opened anew."""
-        return self._standing.era
+        return self._state.era
 
     @property
     def instance_id(self) -> str:
@@ -93,7 +93,7 @@ class Face:
     @property
     def max_key_bytes(self) -> int:
         """Bytes of a key in UTF-8 at most: what the server takes, less the salt of tenant and namespace."""
-        return self._standing.max_key_bytes - len(self._standing.salt.encode())
+        return self._state.max_key_bytes - len(self._state.salt.encode())
 
     def get_chunk_size(self) -> int:
         """Bytes of a page."""
@@ -102,20 +102,20 @@ class Face:
     def get_owned_region_ids(self) -> list[int]:
         """Regions of its own. The first is taken by the first ``alloc``: a handler that only reads takes none."""
         with self._lock:
-            return [region.region_id for region in self._standing.pages.regions]
+            return [region.region_id for region in self._state.pages.regions]
 
     def get_owned_keys(self) -> list[str]:
         """What is stored in its regions, as far as it has heard. Asks nobody."""
-        standing = self._standing
+        state = self._state
         with self._lock:
-            pages, stored, salt = standing.pages, standing.stored, len(standing.salt)
+            pages, stored, salt = state.pages, state.stored, len(state.salt)
             owned = [page for region in pages.regions for page in pages.registered(region.region_id)]
             return [stored[page][0][salt:] for page in owned if page in stored]
 
     def get_region_page_count(self, region_id: int) -> int | None:
         """Pages of a region that is mapped here; ``None`` if it is not."""
         with self._lock:
-            span = self._standing.spans.get(region_id)
+            span = self._state.spans.get(region_id)
         return None if span is None else span.length // self.config.chunk_size_bytes
 
     def get_buffer_view(self, region_id: int, offset: int, size: int) -> memoryview | None:
@@ -127,7 +127,7 @@ class Face:
             ValueError: they are not inside.
         """
         with self._lock:
-            span = self._standing.spans.get(region_id)
+            span = self._state.spans.get(region_id)
         return None if span is None else span.view(offset, size)
 
     def set_on_region_added(self, callback: Callable[[int, int], object] | None) -> None:
@@ -139,14 +139,14 @@ class Face:
 
         def added(region_id: int) -> None:
             assert callback is not None
-            callback(region_id, self._standing.spans[region_id].length // size)
+            callback(region_id, self._state.spans[region_id].length // size)
 
-        self._standing.on_region_added = None if callback is None else added
+        self._state.on_region_added = None if callback is None else added
 
     def _begin_anew(self) -> None:
         """It is not connected (any more): nothing is known of a server, and what was counted and asked for stays."""
-        was = self._standing
-        self._standing = now = Standing(self.config, self._instance_id, self._clock)
+        was = self._state
+        self._state = now = ClientState(self.config, self._instance_id, self._clock)
         now.counters, now.on_region_added = was.counters, was.on_region_added
         now.era = was.era + 1  # what was held is of an era that is over
         now.pages.go_on_from(was.pages)
@@ -159,24 +159,24 @@ class Face:
         size = sum(one.length for one in answers if isinstance(one, MemoryInfo))
         if what in ("store", "batch_store", "batch_put", "batch_get_into"):
             size = hits * self.config.chunk_size_bytes
-        self._standing.reports.append((what, result, size, latency))
+        self._state.reports.append((what, result, size, latency))
 
     def _snapshot(self, calls: CallStatistics) -> HandlerStatistics:
-        standing = self._standing
+        state = self._state
         with self._lock:
             return HandlerStatistics(
-                pages=standing.pages.statistics(),
+                pages=state.pages.statistics(),
                 calls=calls,
-                counters=attrs.evolve(standing.counters),
-                pinned=len(standing.pinned),
-                regions=len(standing.spans),
-                shortfall=standing.shortfall,
+                counters=attrs.evolve(state.counters),
+                pinned=len(state.pinned),
+                regions=len(state.spans),
+                shortfall=state.shortfall,
             )
 
 
-def beat_of(standing: Standing) -> float:
+def beat_of(state: ClientState) -> float:
     """Seconds between two signs of life."""
-    return standing.lease / BEATS_PER_LEASE if standing.own else PUBLISHED_BEAT
+    return state.lease / BEATS_PER_LEASE if state.own else PUBLISHED_BEAT
 
 
 BEATS_PER_LEASE = 3

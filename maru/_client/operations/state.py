@@ -25,8 +25,8 @@ from ..._wire import MAX_KEY_BYTES, OWN_CODES, Code, Handle, HandshakeReply, Own
 from ..page_states import PageState
 from ..pages import OwnedPages
 from .effects import Call, Span
+from .pin_epochs import PinEpochs
 from .pinned import Pin, Pinned
-from .turns import Turns
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Counters:
     """Pages whose bytes were not those that were stored."""
 
 
-class Standing:
+class ClientState:
     """The state of one client.
 
     Args:
@@ -136,7 +136,7 @@ class Standing:
         self.on_region_added: Callable[[int], object] | None = None
         # keys
         self.pinned = Pinned()
-        self.turns = Turns()
+        self.pin_epochs = PinEpochs()
         self.settles_pins = False
         self.beats = 0
         self._attempt = self._request = 0
@@ -164,7 +164,7 @@ class Standing:
             self.unsettled
             or self.is_closed
             or pinned.due
-            or self.turns.is_lost
+            or self.pin_epochs.is_lost
             or pinned.dropped
             or self.forgotten
             or not self.is_connected
@@ -202,7 +202,7 @@ class Standing:
         if self.settles_pins and call.code in _PINNING:
             message: Any = call.message
             if message.session == self.token:
-                self.turns.gave_up(call, message.turn)
+                self.pin_epochs.gave_up(call, message.turn)
 
     def heard_late(self, call: Call, reply: Any) -> None:
         """A reply has come that nobody waits for any more. If it is of a server that is gone, it is no news of one.
@@ -210,7 +210,7 @@ class Standing:
         It may be the first that is heard of a server that has come up meanwhile: then it knows our session, and what it pinned
         for us then is pinned until we give it back.
         """
-        self.turns.answered(call)
+        self.pin_epochs.answered(call)
         if not isinstance(reply, OwnReply):
             return
         if reply.epoch not in self._left and self._is_of_this_session(call):
@@ -268,7 +268,7 @@ class Standing:
             self.token = b""
             self.lease = self.deadline = math.inf
         if not self.settles_pins:
-            self.turns.forget()
+            self.pin_epochs.forget()
         return goes_on
 
     def doubt_server(self, why: str) -> None:
@@ -284,7 +284,7 @@ class Standing:
 
     def _new_era(self) -> None:
         self.era += 1
-        self.turns.next_era()
+        self.pin_epochs.next_era()
         self.unsettled = True
         self.pinned.due.clear()
 
@@ -293,11 +293,11 @@ class Standing:
     def doubts_pins(self) -> bool:
         """Whether the server has to be told which pins we hold: an answer never came, and it can be told."""
         patience = self.config.timeout_ms / 1e3
-        return self.settles_pins and not self.unsettled and self.turns.is_due(self.clock() - patience)
+        return self.settles_pins and not self.unsettled and self.pin_epochs.is_due(self.clock() - patience)
 
     def begin_claim(self) -> tuple[int, list[str], list[int]]:
         """All that is held from this moment on, of what was pinned before: the turn that begins, keys, and pins of each."""
-        turn = self.turns.begin_claim()
+        turn = self.pin_epochs.begin_claim()
         self.pinned.due.clear()
         held = self.pinned.held(self.era)
         return turn, list(held), list(held.values())
@@ -307,10 +307,10 @@ class Standing:
 
         Unless that is done already: the claim that was made since names all but this.
         """
-        if epoch != self.epoch or turn < self.turns.claimed:
+        if epoch != self.epoch or turn < self.pin_epochs.claimed:
             return
-        if turn < self.turns.turn and self.settles_pins:
-            self.turns.is_lost = True  # it was asked of the server before: so may have been what undoes it
+        if turn < self.pin_epochs.turn and self.settles_pins:
+            self.pin_epochs.is_lost = True  # it was asked of the server before: so may have been what undoes it
         else:
             self.pinned.due += names
 
@@ -410,7 +410,7 @@ class Standing:
         """The server does not know us any more: no region is ours, and no pin."""
         self.counters.sessions_lost += 1
         self._new_era()
-        self.turns.forget()  # nothing that was sent in it is done any more
+        self.pin_epochs.forget()  # nothing that was sent in it is done any more
         for region in self.pages.regions:
             self.lose_region(region.region_id)
         self.pages.new_session()

@@ -26,7 +26,7 @@ MOST_UNANSWERED: Final = 4_096
 """Calls that are remembered one by one. More of them than that are as good as a lost one."""
 
 
-class Turns:
+class PinEpochs:
     """The turns of one client."""
 
     def __init__(self) -> None:

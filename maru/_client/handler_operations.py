@@ -9,7 +9,7 @@ from typing import TypeVar
 from .answers import Deleted, Loaded, Stored
 from .copying import Buffer, Places, copy, copy_and_sum, sums
 from .keys import list_keys
-from .operations import Operation, Pin, Standing, Work, allocate, delete, hold, load, pin, put, store, unpin
+from .operations import ClientState, Operation, Pin, Work, allocate, delete, hold, load, pin, put, store, unpin
 from .views import AllocHandle, MemoryInfo
 
 T = TypeVar("T")
@@ -18,13 +18,13 @@ T = TypeVar("T")
 # --- storing ------------------------------------------------------------------------------------------------------
 
 
-def alloc(s: Standing, size: int) -> Operation[AllocHandle | None]:
+def alloc(s: ClientState, size: int) -> Operation[AllocHandle | None]:
     """A page to fill."""
     handles = yield from batch_alloc(s, 1, size)
     return None if handles is None else handles[0]
 
 
-def batch_alloc(s: Standing, n: int, size: int | None) -> Operation[list[AllocHandle] | None]:
+def batch_alloc(s: ClientState, n: int, size: int | None) -> Operation[list[AllocHandle] | None]:
     """Pages to fill."""
     page_bytes = s.pages.page_bytes
     size = page_bytes if size is None else size
@@ -36,7 +36,7 @@ def batch_alloc(s: Standing, n: int, size: int | None) -> Operation[list[AllocHa
     return None if pages is None else [AllocHandle(s, page, size) for page in pages]
 
 
-def free(s: Standing, handles: Iterable[AllocHandle]) -> None:
+def free(s: ClientState, handles: Iterable[AllocHandle]) -> None:
     """Give pages back that were not stored. Once: a handle that was stored or freed is refused."""
     handles = list(handles)
     for handle in handles:
@@ -44,7 +44,7 @@ def free(s: Standing, handles: Iterable[AllocHandle]) -> None:
     s.free([handle._use() for handle in handles])
 
 
-def batch_store(s: Standing, keys: Iterable[str], handles: Iterable[AllocHandle]) -> Operation[list[Stored]]:
+def batch_store(s: ClientState, keys: Iterable[str], handles: Iterable[AllocHandle]) -> Operation[list[Stored]]:
     """Register filled pages."""
     keys, handles = list_keys(keys), list(handles)
     if len(keys) != len(handles) or len({id(handle) for handle in handles}) != len(handles):
@@ -62,7 +62,7 @@ def batch_store(s: Standing, keys: Iterable[str], handles: Iterable[AllocHandle]
     return (yield from store(s, keys, pages, _one_for_all(sizes), checksums))
 
 
-def batch_put(s: Standing, keys: Iterable[str], buffers: Sequence[Buffer]) -> Operation[list[Stored]]:
+def batch_put(s: ClientState, keys: Iterable[str], buffers: Sequence[Buffer]) -> Operation[list[Stored]]:
     """Copy buffers into pages and register them."""
     keys = list_keys(keys)
     with Places(buffers, write=False) as places:
@@ -84,14 +84,14 @@ def batch_put(s: Standing, keys: Iterable[str], buffers: Sequence[Buffer]) -> Op
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def retrieve(s: Standing, key: str, give_back: Callable[[Pin], object]) -> Operation[MemoryInfo | None]:
+def retrieve(s: ClientState, key: str, give_back: Callable[[Pin], object]) -> Operation[MemoryInfo | None]:
     """What lies under a key, pinned."""
     [found] = yield from batch_retrieve(s, [key], give_back)
     return found
 
 
 def batch_retrieve(
-    s: Standing, keys: Iterable[str], give_back: Callable[[Pin], object]
+    s: ClientState, keys: Iterable[str], give_back: Callable[[Pin], object]
 ) -> Operation[list[MemoryInfo | None]]:
     """What lies under these keys, pinned."""
     keys = list_keys(keys)
@@ -99,7 +99,7 @@ def batch_retrieve(
     return [None if one is None else MemoryInfo(s, key, one, give_back) for key, one in zip(keys, pins, strict=True)]
 
 
-def batch_get_into(s: Standing, keys: Iterable[str], buffers: Sequence[Buffer]) -> Operation[list[Loaded]]:
+def batch_get_into(s: ClientState, keys: Iterable[str], buffers: Sequence[Buffer]) -> Operation[list[Loaded]]:
     """Copy what lies under these keys into buffers."""
     keys = list_keys(keys)
     with Places(buffers, write=True) as places:
@@ -129,22 +129,22 @@ def first(operation: Operation[list[T]]) -> Operation[T]:
     return answer
 
 
-def store_one(s: Standing, key: str, handle: AllocHandle) -> Operation[Stored]:
+def store_one(s: ClientState, key: str, handle: AllocHandle) -> Operation[Stored]:
     """Register a filled page."""
     return first(batch_store(s, [key], [handle]))
 
 
-def pin_one(s: Standing, key: str) -> Operation[bool]:
+def pin_one(s: ClientState, key: str) -> Operation[bool]:
     """Pin a key, if it is there."""
     return first(pin(s, [key]))
 
 
-def unpin_one(s: Standing, key: str) -> Operation[bool]:
+def unpin_one(s: ClientState, key: str) -> Operation[bool]:
     """Undo a pin."""
     return first(unpin(s, [key]))
 
 
-def delete_one(s: Standing, key: str) -> Operation[Deleted]:
+def delete_one(s: ClientState, key: str) -> Operation[Deleted]:
     """Delete a key."""
     return first(delete(s, [key]))
 

@@ -1,13 +1,13 @@
-"""Lines: the blocking sockets of one handler, and who uses which.
+"""The blocking connections of one handler, and which thread uses which.
 
-Each line is a socket with its own sequence numbers. A call takes a line that nobody uses, sends, and waits on it; so threads
-do not wait for each other, and a lone thread always talks over the same warm socket. There are as many lines as threads that
+Each is a socket with its own sequence numbers. A call takes a connection that no other thread uses, sends, and waits on it. So
+threads do not wait for each other, and a lone thread always talks over the same warm socket. There are as many as threads that
 call at once.
 
-Rule 1. Only who has taken a line touches its socket.
-Rule 2. Whoever waits on a line hands out what else arrives there: to calls begun there that are waited for later, and to nobody
-        what was given up.
-Rule 3. A line whose handler was closed is closed by whoever has it last: nobody closes it under somebody.
+Rule 1. Only the thread that has taken a connection touches its socket.
+Rule 2. A thread that waits on a connection hands out what else arrives there: answers to calls that were begun there and are
+        waited for later. Answers to calls that were given up are told to the operations, and wake no thread.
+Rule 3. A connection whose handler was closed is closed by the thread that has it last: it is closed under none.
 Rule 4. No wait without an end: every one has a deadline, and notices within a moment that the handler was closed.
 """
 
@@ -25,14 +25,14 @@ from .._errors import BadFrame, BadMessage, HandlerClosed, NoAnswer
 from .._wire import HEADER_BYTES, decode_reply, read_header, request
 from ..transport import BlockingSocket
 from .correlation import Correlation
-from .face import CallStatistics
+from .handler_base import CallStatistics
 from .operations import Call
 
 LOOK_UP = 0.1
 """Seconds after which a wait looks whether the handler was closed."""
 
 
-class Line:
+class Connection:
     """One socket."""
 
     __slots__ = ("_dealer", "_gave_up", "_late", "_lock", "correlation", "unreadable")
@@ -70,7 +70,7 @@ class Line:
         except BaseException:
             correlation.unsent(sequence)
             raise
-        call.line = self
+        call.connection = self
         call.deadline = deadline
         call.sent_at = now = monotonic()
         try:
@@ -146,18 +146,18 @@ class Line:
                 self._late(call, call.reply)
 
 
-class Lines:
-    """All lines of one handler. Any thread.
+class ConnectionPool:
+    """All connections of one handler. Any thread.
 
     Args:
         connect: makes a socket.
-        window: how many lines there may be, and calls on each.
+        window: how many connections there may be, and calls on each.
         lock: under which operations take their steps, and are told what this has to tell them.
         late: told of answers to calls that were given up.
         gave_up: told of calls that were given up, or whose answer cannot be read.
 
     The free ones are a deque, whose ends are taken and put without a lock. A taker that finds none counts itself and looks
-    again before it sleeps; a giver puts first and looks whether somebody is counted then. So none sleeps beside a free line.
+    again before it sleeps; a giver puts first, and then looks whether any is counted. So none sleeps beside a free connection.
     """
 
     def __init__(
@@ -173,15 +173,15 @@ class Lines:
         self._lock = lock
         self._late = late
         self._gave_up = gave_up
-        self._free: deque[Line] = deque()
-        self._all: list[Line] = []
+        self._free: deque[Connection] = deque()
+        self._all: list[Connection] = []
         self._given_back = threading.Condition(threading.Lock())
         self._sleepers = 0
         self.is_closed = False
         self._why_closed = "the handler was closed"
 
-    def take(self, deadline: float) -> Line:
-        """A line that nobody uses: the one that was used last.
+    def take(self, deadline: float) -> Connection:
+        """A connection that nobody uses: the one that was used last.
 
         Raises:
             NoAnswer: as many as may wait do so already, and none came to its end in time.
@@ -192,21 +192,21 @@ class Lines:
         except IndexError:
             return self._take(deadline, None)
 
-    def take_that(self, line: Line, deadline: float) -> None:
-        """This line, on which a call was begun.
+    def take_that(self, connection: Connection, deadline: float) -> None:
+        """This connection, on which a call was begun.
 
         Raises:
             NoAnswer: somebody else uses it for too long.
             HandlerClosed: the handler was closed.
         """
         try:
-            self._free.remove(line)
+            self._free.remove(connection)
         except ValueError:
-            self._take(deadline, line)
+            self._take(deadline, connection)
 
-    def give_back(self, line: Line) -> None:
-        """This line is not used any more."""
-        self._free.append(line)
+    def give_back(self, connection: Connection) -> None:
+        """This connection is not used any more."""
+        self._free.append(connection)
         if self._sleepers:
             with self._given_back:
                 self._given_back.notify_all()
@@ -214,16 +214,16 @@ class Lines:
             self._close_free()
 
     def look(self) -> None:
-        """Take what has arrived on the lines that nobody uses. The others are looked at by who does."""
-        for line in self._free.copy():  # in this order, so that the one that was used last is so again
+        """Take what has arrived on the connections that nobody uses. The others are looked at by who does."""
+        for connection in self._free.copy():  # in this order, so that the one that was used last is so again
             try:
-                self._free.remove(line)
+                self._free.remove(connection)
             except ValueError:
                 continue
             try:
-                line.look()
+                connection.look()
             finally:
-                self.give_back(line)
+                self.give_back(connection)
 
     def close(self) -> None:
         """Close those that nobody uses. The others follow when they are given back. Idempotent."""
@@ -233,7 +233,7 @@ class Lines:
             self._given_back.notify_all()
 
     def after_fork(self, why: str) -> None:
-        """In a forked child: no line can be had any more, and none is closed: its socket is the parent's."""
+        """In a forked child: no connection can be had any more, and none is closed: its socket is the parent's."""
         self._given_back = threading.Condition(threading.Lock())
         self._free.clear()
         self._why_closed = why
@@ -242,17 +242,17 @@ class Lines:
     def statistics(self) -> CallStatistics:
         """An immutable snapshot."""
         with self._given_back:
-            lines = list(self._all)
-        each = [line.correlation.statistics() for line in lines]
+            connections = list(self._all)
+        each = [connection.correlation.statistics() for connection in connections]
         return CallStatistics(
-            sockets=0 if self.is_closed else len(lines),
+            sockets=0 if self.is_closed else len(connections),
             waiting=sum(one.waiting for one in each),
             late=sum(one.late for one in each),
             unknown=sum(one.unknown for one in each),
-            unreadable=sum(line.unreadable for line in lines),
+            unreadable=sum(connection.unreadable for connection in connections),
         )
 
-    def _take(self, deadline: float, that: Line | None) -> Line:
+    def _take(self, deadline: float, that: Connection | None) -> Connection:
         with self._given_back:
             self._sleepers += 1
             try:
@@ -265,9 +265,9 @@ class Lines:
                         self._free.remove(that)
                         return that
                     if that is None and len(self._all) < self._window:
-                        line = Line(self._connect(), self._window, self._lock, self._late, self._gave_up)
-                        self._all.append(line)
-                        return line
+                        connection = Connection(self._connect(), self._window, self._lock, self._late, self._gave_up)
+                        self._all.append(connection)
+                        return connection
                     left = deadline - monotonic()
                     if left <= 0:
                         raise NoAnswer(f"{len(self._all)} calls wait already")
@@ -278,7 +278,7 @@ class Lines:
     def _close_free(self) -> None:
         while True:
             try:
-                line = self._free.pop()
+                connection = self._free.pop()
             except IndexError:
                 return
-            line.close()
+            connection.close()

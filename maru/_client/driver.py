@@ -19,9 +19,9 @@ from typing import Any, Generic, TypeVar
 from .._errors import BadMessage, HandlerClosed, MaruError, NoAnswer, ServerLost, ServerRefused
 from .._wire import ErrorReply
 from ..transport import BlockingSocket
-from .fetching import fetch_region
-from .lines import Line, Lines
-from .operations import Alone, Call, Effect, Identify, Map, Operation, Standing, Start, Work
+from .connections import Connection, ConnectionPool
+from .operations import Alone, Call, ClientState, Effect, Identify, Map, Operation, Start, Work
+from .regions import fetch_region
 from .sockets import identify
 
 T = TypeVar("T")
@@ -31,22 +31,22 @@ class Driver:
     """Performs what operations ask for, in whatever thread calls."""
 
     def __init__(
-        self, standing: Standing, lock: AbstractContextManager[object], connect: Callable[[], BlockingSocket]
+        self, state: ClientState, lock: AbstractContextManager[object], connect: Callable[[], BlockingSocket]
     ) -> None:
-        self.standing = standing
-        self.timeout = standing.config.timeout_ms / 1e3
+        self.state = state
+        self.timeout = state.config.timeout_ms / 1e3
         self.lock = lock
         """Held while an operation takes a step. Whoever has it may take it again."""
         self._alone = threading.RLock()
         self.abandoned: deque[tuple[Operation[Any], Call]] = deque()
         """Operations that wait for an answer, and whose ticket was forgotten."""
-        self.lines = Lines(connect, standing.config.max_inflight, lock, standing.heard_late, standing.gave_up)
+        self.connections = ConnectionPool(connect, state.config.max_inflight, lock, state.heard_late, state.gave_up)
 
     def after_fork(self, lock: AbstractContextManager[object], why: str) -> None:
         """In a forked child: nothing is sent and nothing is waited for any more; what was begun ends with this reason."""
         self.lock = lock
         self._alone = threading.RLock()
-        self.lines.after_fork(why)
+        self.connections.after_fork(why)
 
     def run(self, operation: Operation[T], value: Any = None, error: BaseException | None = None) -> T:
         """Drive it to its end; one that was begun, on from there with what it waits for."""
@@ -77,9 +77,9 @@ class Driver:
         if type(effect) is Start:
             return self._start(effect.call)
         if type(effect) is Identify:
-            return identify(self.standing.config)
+            return identify(self.state.config)
         assert type(effect) is Map
-        s = self.standing
+        s = self.state
         return fetch_region(
             effect,
             session=s.token,
@@ -112,22 +112,22 @@ class Driver:
 
     def _begin(self, call: Call) -> Call:
         deadline = monotonic() + (self.timeout if call.patience is None else call.patience)
-        line = self.lines.take(deadline)
+        connection = self.connections.take(deadline)
         try:
-            line.send(call, deadline)
+            connection.send(call, deadline)
         finally:
-            self.lines.give_back(line)
+            self.connections.give_back(connection)
         return call
 
     def finish(self, call: Call) -> Any:
         """The answer to what was begun."""
         if call.reply is None:
-            line, lines = call.line, self.lines
-            lines.take_that(line, call.deadline)
+            connection, connections = call.connection, self.connections
+            connections.take_that(connection, call.deadline)
             try:
-                self._wait(line, call)
+                self._wait(connection, call)
             finally:
-                lines.give_back(line)
+                connections.give_back(connection)
         return self._answer(call)
 
     def bury(self) -> None:
@@ -135,51 +135,51 @@ class Driver:
         while self.abandoned:
             operation, call = self.abandoned.popleft()
             with contextlib.suppress(MaruError):
-                self.lines.take_that(call.line, monotonic() + self.timeout)
+                self.connections.take_that(call.connection, monotonic() + self.timeout)
                 try:
-                    call.line.give_up(call)
+                    call.connection.give_up(call)
                 finally:
-                    self.lines.give_back(call.line)
+                    self.connections.give_back(call.connection)
             with contextlib.suppress(MaruError):
                 self.run(operation, None, NoAnswer("nobody has asked for the answer"))
 
     def _call(self, call: Call) -> Any:
-        lines = self.lines
+        connections = self.connections
         deadline = monotonic() + (self.timeout if call.patience is None else call.patience)
-        line = lines.take(deadline)
+        connection = connections.take(deadline)
         try:
-            line.send(call, deadline)
-            self._wait(line, call)
+            connection.send(call, deadline)
+            self._wait(connection, call)
         finally:
-            lines.give_back(line)
+            connections.give_back(connection)
         return self._answer(call)
 
     def _start(self, call: Call) -> None:
         """Send a call for whose answer nobody waits. What it brings is heard all the same."""
         now = monotonic()
         try:
-            line = self.lines.take(now)
+            connection = self.connections.take(now)
         except NoAnswer:
             return
         try:
-            line.send(call, now)
-            line.give_up(call)
+            connection.send(call, now)
+            connection.give_up(call)
         except (NoAnswer, ServerLost):
             pass
         finally:
-            self.lines.give_back(line)
+            self.connections.give_back(connection)
 
-    def _wait(self, line: Line, call: Call) -> None:
+    def _wait(self, connection: Connection, call: Call) -> None:
         deadline = call.deadline
         try:
             while call.reply is None:
-                line.receive(deadline)
-                if self.lines.is_closed:
+                connection.receive(deadline)
+                if self.connections.is_closed:
                     raise HandlerClosed("the handler was closed while a call waited for its answer")
         except BaseException as exc:
-            line.give_up(call)
+            connection.give_up(call)
             if isinstance(exc, NoAnswer):
-                self.standing.counters.unanswered += 1
+                self.state.counters.unanswered += 1
             raise
 
     def _answer(self, call: Call) -> Any:
@@ -187,13 +187,13 @@ class Driver:
         if type(reply) is BadMessage:
             raise reply
         with self.lock:
-            self.standing.heard(call, reply, call.sent_at)
+            self.state.heard(call, reply, call.sent_at)
         if type(reply) is ErrorReply:
             raise ServerRefused(reply.error, reply.code)
         return reply
 
 
-class Ticket(Generic[T]):
+class PendingCall(Generic[T]):
     """A call that was begun and not waited for. Made by :attr:`MaruHandler.begin`. Its result can be had once.
 
     A store that was begun has copied its buffers; one that is forgotten counts as not answered.
