@@ -41,7 +41,9 @@ HEADER_BYTES = 512
 """What fits into a header. A key longer than ``_MAX_NAMED_BYTES`` is not spelled out in the file's name."""
 
 _MAGIC = b"\x8bkvblk\n\x1a"
-_HEADER = struct.Struct(f"<8sHHHHQQ32s{MAX_KEY_BYTES}s")  # magic, version, flags, key length, 0, size, sum, layout, key
+# magic, version, flags, key length, depth + 1 (0: not known), size, sum, layout, key
+_HEADER = struct.Struct(f"<8sHHHHQQ32s{MAX_KEY_BYTES}s")
+_MAX_DEPTH = (1 << 16) - 2  # what its field holds; deeper blocks are not told apart
 _SUM = struct.Struct("<Q")  # xxh3-64 of all before it
 _SUMMED = 1  # flag: the payload has a checksum
 assert _HEADER.size + _SUM.size == HEADER_BYTES
@@ -67,6 +69,7 @@ class Header(NamedTuple):
     key: Key
     payload_bytes: int
     payload_sum: int | None
+    depth: int | None = None
 
 
 def layout_digest(fingerprint: str) -> bytes:
@@ -74,10 +77,13 @@ def layout_digest(fingerprint: str) -> bytes:
     return hashlib.blake2b(fingerprint.encode(), digest_size=32).digest()
 
 
-def pack_header(key: Key, payload_bytes: int, payload_sum: int | None, layout: bytes) -> bytes:
+def pack_header(
+    key: Key, payload_bytes: int, payload_sum: int | None, layout: bytes, depth: int | None = None
+) -> bytes:
     """The header of one block."""
     flags, digest = (0, 0) if payload_sum is None else (_SUMMED, payload_sum)
-    head = _HEADER.pack(_MAGIC, FORMAT_VERSION, flags, len(key), 0, payload_bytes, digest, layout, key)
+    known = 0 if depth is None else min(depth, _MAX_DEPTH) + 1
+    head = _HEADER.pack(_MAGIC, FORMAT_VERSION, flags, len(key), known, payload_bytes, digest, layout, key)
     return head + _SUM.pack(xxhash.xxh3_64_intdigest(head))
 
 
@@ -85,7 +91,7 @@ def unpack_header(head: bytes | bytearray, file_bytes: int, layout: bytes) -> He
     """Read a header, of which as much is given as there is in the file."""
     if len(head) < HEADER_BYTES or head[: len(_MAGIC)] != _MAGIC:
         raise Refused("torn")
-    _, version, flags, key_bytes, _, payload_bytes, digest, found_layout, key = _HEADER.unpack_from(head)
+    _, version, flags, key_bytes, known, payload_bytes, digest, found_layout, key = _HEADER.unpack_from(head)
     if version != FORMAT_VERSION:
         raise Refused("version")
     if _SUM.unpack_from(head, _HEADER.size)[0] != xxhash.xxh3_64_intdigest(head[: _HEADER.size]):
@@ -94,7 +100,8 @@ def unpack_header(head: bytes | bytearray, file_bytes: int, layout: bytes) -> He
         raise Refused("torn")
     if found_layout != layout:
         raise Refused("foreign")
-    return Header(key[:key_bytes], payload_bytes, digest if flags & _SUMMED else None)
+    depth = known - 1 if known else None
+    return Header(key[:key_bytes], payload_bytes, digest if flags & _SUMMED else None, depth)
 
 
 def name_of(key: Key, number: int) -> str:

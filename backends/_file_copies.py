@@ -23,6 +23,8 @@ class Writing:
     checksums: bool
     fsync: bool
     litter: list[str]
+    depths: Sequence[int | None]
+    """Of each block in its prefix, where it is known."""
     abandoned: bool = False
 
     def run(self, copy: StoreCopy, keys: Sequence[Key], names: Sequence[str]) -> None:
@@ -44,17 +46,13 @@ class Writing:
                     continue
                 digest = copy.sums[at] if self.checksums else None
                 try:
-                    self._write(keys[at], names[at], page, digest, now - at, used_bytes and used_bytes(page))
+                    head = pack_header(keys[at], page.nbytes, digest, self.layout, self.depths[at])
+                    used = None if used_bytes is None else used_bytes(page)
+                    self.directory.write(names[at], head, page, now - at, self.fsync, used)
                 except OSError as exc:
                     copy.failed[at] = exc
         if self.fsync:
             self.directory.sync([name for at, name in enumerate(names) if at not in copy.failed])
-
-    def _write(
-        self, key: Key, name: str, page: memoryview, digest: int | None, mtime_ns: int, used_bytes: int | None
-    ) -> None:
-        head = pack_header(key, page.nbytes, digest, self.layout)
-        self.directory.write(name, head, page, mtime_ns, self.fsync, used_bytes)
 
 
 @attrs.define(eq=False)

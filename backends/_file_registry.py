@@ -23,6 +23,8 @@ class FileRegistry(Registry):
         """The key of each slot that has a file, or may have one."""
         self.sizes: dict[int, int] = {}
         """Bytes of each slot that is taken."""
+        self.slot_depths: dict[int, int] = {}
+        """The depths of slots that are about to be written."""
         self.strangers: deque[tuple[str, int]] = deque()
         """Files that are not ours and their bytes; the oldest first."""
         self.stranger_bytes: int = 0
@@ -69,13 +71,17 @@ class FileRegistry(Registry):
         ascending = iter(slots)
         return [EVICTED if key in refused else next(ascending) for key in keys]
 
-    def find(self, key: Key, number: int, size: int) -> None:
+    def find(self, key: Key, number: int, size: int, depth: int | None) -> None:
         """A file that was there at the start. The last one found is the most recent."""
         self.used_bytes += size
         self.keys[number] = key
         self.sizes[number] = size
         self._slot_of[key] = number
-        self._policy.use((key,))
+        if depth is None:
+            self._policy.use((key,))
+        else:
+            self._depths[key] = depth
+            self._policy.use((key,), (depth,))
 
     def shrink(self) -> None:
         """Evict what is too much for the capacity."""
@@ -83,10 +89,16 @@ class FileRegistry(Registry):
             self._evict((), 1)
         self.take(0)
 
-    def register(self, keys: Sequence[Key], slots: Sequence[int], hold: list[int] | None = None) -> list[int]:
+    def register(
+        self,
+        keys: Sequence[Key],
+        slots: Sequence[int],
+        hold: list[int] | None = None,
+        depths: Sequence[int | None] | None = None,
+    ) -> list[int]:
         """Written files become blocks."""
         self._unregistered.difference_update(slots)
-        return super().register(keys, slots, hold)
+        return super().register(keys, slots, hold, depths)
 
     def _evict_bytes(self, keys: Sequence[Key], size: int, refused: set[Key]) -> bool:
         """Evict until those of ``keys`` fit that the policy does not refuse, or will when what leaves has gone."""
@@ -113,6 +125,7 @@ class FileRegistry(Registry):
         self._unregistered.difference_update(slots)
         for slot in slots:
             self.used_bytes -= self.sizes.pop(slot)
+            self.slot_depths.pop(slot, None)
             key = self.keys.pop(slot, None)
             if key is not None:
                 self.litter.append(name_of(key, slot))

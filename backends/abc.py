@@ -59,21 +59,33 @@ class Blocks:
         guards: what the source needs to find each block's bytes, or ``None`` where that is decided at the upgrade.
     """
 
-    __slots__ = ("__weakref__", "guards", "keys", "source")
+    __slots__ = ("__weakref__", "depths", "guards", "keys", "source")
 
-    def __init__(self, source: Source, keys: Sequence[Key], guards: list[int] | None) -> None:
+    def __init__(
+        self, source: Source, keys: Sequence[Key], guards: list[int] | None, depths: Sequence[int | None] | None = None
+    ) -> None:
         """Take the columns.
+
+        Args:
+            source: where the blocks are.
+            keys: of their content.
+            guards: how they are held, or where they are; ``None`` where they are not held.
+            depths: the index of each in the prefix that it belongs to, where that is known: it does not follow from the keys. A
+                place that is full gives up the deepest of what is next to go. Without it, the order of the keys stands for it.
 
         Raises:
             DuplicateKeys: the keys are not all different.
             TypeError: one of them is not ``bytes``, or this is one key and not a sequence.
-            ValueError: one of them is longer than any tier takes; or there is not one guard for each.
+            ValueError: one of them is longer than any tier takes; or there is not one guard or one depth for each.
         """
         self.source: Source = source
         self.keys: tuple[Key, ...] = distinct_keys(keys)
         self.guards: list[int] | None = guards
         if guards is not None and len(guards) != len(self.keys):
             raise ValueError(f"{len(self.keys)} keys but {len(guards)} block ids")
+        self.depths: Sequence[int | None] | None = depths
+        if depths is not None and len(depths) != len(self.keys):
+            raise ValueError(f"{len(self.keys)} keys but {len(depths)} depths")
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -103,9 +115,11 @@ class StrongBlocks(Blocks):
 
     __slots__ = ("_given",)
 
-    def __init__(self, source: Source, keys: Sequence[Key], guards: list[int] | None) -> None:
+    def __init__(
+        self, source: Source, keys: Sequence[Key], guards: list[int] | None, depths: Sequence[int | None] | None = None
+    ) -> None:
         """Take the columns; see :class:`Blocks`."""
-        super().__init__(source, keys, guards)
+        super().__init__(source, keys, guards, depths)
         self._given = False
 
     def hand_over(self) -> None:
@@ -355,6 +369,15 @@ class RoomRequest:
             yield
         finally:
             self._shrunk = None
+
+
+@runtime_checkable
+class DepthReservation(Protocol):
+    """A reservation that takes the depths of its blocks along. Optional; told by having the method."""
+
+    def note_depths(self, depths: Mapping[Key, int]) -> None:
+        """Before the transfer: the index of blocks in their prefixes, as far as it is known, for the eviction policy."""
+        ...
 
 
 class TransferExecutor(Protocol):

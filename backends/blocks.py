@@ -86,6 +86,7 @@ class Registry(Room):
         super().__init__()
         self._policy: EvictionPolicy[Key] = LRU() if eviction is None else eviction
         self._slot_of: dict[Key, int] = {}
+        self._depths: dict[Key, int] = {}  # of registered keys, where they were said
         self._held: set[int] = set()
         self._more: dict[int, int] = {}  # guards of a held slot beyond the first
         self._doomed: set[int] = set()  # no longer found by a key, and still held
@@ -131,7 +132,15 @@ class Registry(Room):
         """These registered keys were hit. Tells the eviction policy, deepest first."""
         if self._leaving:
             self._evictions.stay(self.slots(keys))
-        self._policy.use(keys[::-1])
+            # The policy has forgotten what leaves, and its depth with it.
+            self._use(keys)
+        else:
+            self._policy.use(keys[::-1])
+
+    def depths(self, keys: Sequence[Key]) -> list[int | None] | None:
+        """The depth of each key that is registered, where it was said; ``None`` where none was."""
+        found = list(map(self._depths.get, keys)) if self._depths else []
+        return found if found.count(None) < len(found) else None
 
     # --- holding --------------------------------------------------------------------------------------------------
 
@@ -233,7 +242,13 @@ class Registry(Room):
 
     # --- changing what is found -----------------------------------------------------------------------------------
 
-    def register(self, keys: Sequence[Key], slots: Sequence[int], hold: list[int] | None = None) -> list[int]:
+    def register(
+        self,
+        keys: Sequence[Key],
+        slots: Sequence[int],
+        hold: list[int] | None = None,
+        depths: Sequence[int | None] | None = None,
+    ) -> list[int]:
         """Staged slots become registered under their keys, which counts as a use. First writer wins.
 
         Args:
@@ -241,6 +256,7 @@ class Registry(Room):
             slots: one per key.
             hold: grows by one guard for each key, where given. It is taken before whoever waits for room is served: what has
                 just been registered may be evicted for him at once.
+            depths: the index of each block in its prefix, where that is known.
 
         Returns:
             The positions of keys that were registered already: their slots are free again. Mostly empty.
@@ -254,7 +270,7 @@ class Registry(Room):
             if len(slot_of) - before == len(keys):
                 if hold is not None:
                     hold += self.upgrade(keys)
-                self._registered(keys)
+                self._registered(keys, depths)
                 return []
             for key in keys:  # a key is named twice
                 slot_of.pop(key, None)
@@ -263,7 +279,8 @@ class Registry(Room):
             hold += self.upgrade(keys)
         twice = set(duplicates)
         self._duplicates += len(twice)
-        self._registered([key for at, key in enumerate(keys) if at not in twice])
+        new = [at for at in range(len(keys)) if at not in twice]
+        self._registered([keys[at] for at in new], None if depths is None else [depths[at] for at in new])
         self.give_back([slots[at] for at in duplicates])
         return duplicates
 
@@ -302,6 +319,7 @@ class Registry(Room):
                 if slot in self._held:
                     self._evictions.stay((slot,))
                     del self._slot_of[key]
+                    self._depths.pop(key, None)
                     self._doomed.add(slot)
                 else:
                     self._reset((key,))
@@ -341,7 +359,7 @@ class Registry(Room):
             slots = self.slots(victims)
             self._held.update(slots)
             self._evictions.leave(victims, slots)
-            self._hand_over(spiller, Spill(victims, slots, self._over))
+            self._hand_over(spiller, Spill(victims, slots, self._over, self.depths(victims)))
         return rejected
 
     def _hand_over(self, spiller: Callable[[Spill], None], spill: Spill) -> None:
@@ -366,14 +384,28 @@ class Registry(Room):
 
     def _reset(self, keys: Iterable[Key]) -> None:
         """Registered, unheld slots become free. The caller serves the waiters."""
+        if self._depths:
+            keys = list(keys)
+            for key in keys:
+                self._depths.pop(key, None)
         self._free_slots(list(map(self._slot_of.pop, keys)))
 
-    def _registered(self, keys: Sequence[Key]) -> None:
+    def _registered(self, keys: Sequence[Key], depths: Sequence[int | None] | None) -> None:
         self._staged -= len(keys)
         self._stored += len(keys)
-        self._policy.use(keys[::-1])
+        if depths is not None:
+            self._depths.update({key: at for key, at in zip(keys, depths, strict=True) if at is not None})
+        self._use(keys)
         if self._waiters:  # what was staged may be evicted now
             self._serve()
+
+    def _use(self, keys: Sequence[Key]) -> None:
+        """Tell the policy of a use, and of the depths of what it may not know."""
+        depths = self.depths(keys)
+        if depths is None:
+            self._policy.use(keys[::-1])
+        else:
+            self._policy.use(keys[::-1], depths[::-1])
 
 
 class BlockPool(Registry):

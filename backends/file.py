@@ -5,7 +5,8 @@ Rule 1. Nothing in the directory is trusted. What is not the block that it shoul
 Rule 2. Of what is found at the start, temporaries and torn files are removed; blocks of another fingerprint, block size
         or version are *strangers*: left alone, but counted as used room, and the first to go when room is needed. Names
         that are not ours are left alone and not counted.
-Rule 3. A file's time says how recent it is: after a restart the oldest goes first, and of a batch the deepest block.
+Rule 3. A file's time says how recent it is: after a restart the oldest goes first, and of a batch the deepest block. Its header
+        says the block's depth, where that is known.
 Rule 4. The trio thread reads and writes no file. What is no longer wanted is *litter*, removed by the next copy's
         thread, a delete, or `close`.
 """
@@ -171,7 +172,8 @@ class FileTier(PooledTier[FileRegistry]):
         self.pool.keys.update(zip(slots, keys, strict=True))
         names = list(map(name_of, keys, slots))
         copy = StoreCopy(source, keys, guards, summed=self.checksums)
-        job = Writing(directory, self._layout, self.checksums, self.fsync, self._litter())
+        depths = [self.pool.slot_depths.pop(slot, None) for slot in slots]
+        job = Writing(directory, self._layout, self.checksums, self.fsync, self._litter(), depths)
         try:
             await run_in_thread(job.run, copy, keys, names)
             return copy.settle()
@@ -179,6 +181,12 @@ class FileTier(PooledTier[FileRegistry]):
             job.abandoned = True
             self.pool.litter += job.litter  # maybe it never began
             raise
+
+    def note_depths(self, keys: Sequence[Key], slots: Sequence[int], depths: Mapping[Key, int]) -> None:
+        """Write these depths into the headers of the files."""
+        self.pool.slot_depths.update(
+            {slot: depths[key] for key, slot in zip(keys, slots, strict=True) if key in depths and slot != EVICTED}
+        )
 
     def _check(self, request: RoomRequest) -> int:
         self._open_directory()
@@ -270,7 +278,7 @@ class FileTier(PooledTier[FileRegistry]):
     def _sweep(self) -> None:
         """Take in what the directory holds: rule 3."""
         directory, pool = self._open_directory(), self.pool
-        blocks: list[tuple[int, int, Key, int]] = []
+        blocks: list[tuple[int, int, Key, int, int | None]] = []
         strangers: list[tuple[int, str, int]] = []
         for name, status in directory.scan():
             match = NAME.fullmatch(name, pos=len("3f/"))
@@ -296,15 +304,15 @@ class FileTier(PooledTier[FileRegistry]):
                 else:
                     strangers.append((status.st_mtime_ns, name, status.st_size))
                 continue
-            blocks.append((status.st_mtime_ns, -number, header.key, header.payload_bytes))
+            blocks.append((status.st_mtime_ns, -number, header.key, header.payload_bytes, header.depth))
         for _, name, nbytes in sorted(strangers):
             pool.strangers.append((name, nbytes))
             pool.stranger_bytes += nbytes
-        blocks.sort()
-        newest = {key: number for _, number, key, _ in blocks}
-        for _, number, key, nbytes in blocks:
+        blocks.sort(key=lambda block: block[:2])  # numbers are all different
+        newest = {key: number for _, number, key, _, _ in blocks}
+        for _, number, key, nbytes, depth in blocks:
             if newest[key] == number:
-                pool.find(key, -number, nbytes)
+                pool.find(key, -number, nbytes, depth)
                 self._see(nbytes)
             else:
                 directory.remove(name_of(key, -number))

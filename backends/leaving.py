@@ -40,13 +40,19 @@ class Spill:
     Whoever is given one copies what is worth it and calls :meth:`over` on every path.
     """
 
-    __slots__ = ("_end", "_slots", "keys")
+    __slots__ = ("_end", "_slots", "depths", "keys")
 
     def __init__(
-        self, keys: Sequence[Key], slots: Sequence[int], end: Callable[[Sequence[int]], Sequence[Key]]
+        self,
+        keys: Sequence[Key],
+        slots: Sequence[int],
+        end: Callable[[Sequence[int]], Sequence[Key]],
+        depths: Sequence[int | None] | None = None,
     ) -> None:
         self.keys: Sequence[Key] = keys
         """What has to go, the least worthy first."""
+        self.depths: Sequence[int | None] | None = depths
+        """The index of each in its prefix, where that is known: whoever copies it passes it on."""
         self._slots = slots
         self._end = end
 

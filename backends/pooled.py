@@ -86,12 +86,14 @@ class PooledReservation(TierReservation["PooledTier[Any]"]):
         return decided
 
     async def _copy(self, source: Source, keys: Sequence[Key], guards: Sequence[int]) -> Mapping[int, Exception]:
+        if self._depths:
+            self._tier.note_depths(keys, self._slots, self._depths)
         return await self._tier.write(source, guards, keys, self._slots)
 
     async def _register(self, keys: Sequence[Key]) -> Sequence[Outcome]:
         slots, self._slots = self._slots, []
         outcomes: list[Outcome] = [STORED] * len(keys)
-        for at in self._tier.pool.register(keys, slots, self._guards):
+        for at in self._tier.pool.register(keys, slots, self._guards, self.depths_of(keys)):
             outcomes[at] = DUPLICATE
         return outcomes
 
@@ -124,7 +126,7 @@ class Lease(TierLease["PooledTier[Any]"]):
             self.tier.release(guards)
 
 
-def hold_all(source: Source, keys: Sequence[Key]) -> StrongBlocks:
+def hold_all(source: Source, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
     """Blocks of a source, each held by a guard that whoever gets the value must release.
 
     Raises:
@@ -136,7 +138,7 @@ def hold_all(source: Source, keys: Sequence[Key]) -> StrongBlocks:
     try:
         if EVICTED in guards:
             raise MissingKeys(source, [key for key, guard in zip(keys, guards, strict=True) if guard == EVICTED])
-        return StrongBlocks(source, keys, guards)
+        return StrongBlocks(source, keys, guards, depths)
     except BaseException:
         source.release(guards)
         raise
@@ -167,18 +169,18 @@ class PooledTier(TierBase[Lease], Generic[R]):
     def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
         """Copy each block into the page at the same position. Called in a worker thread."""
 
-    def weak(self, keys: Sequence[Key]) -> WeakBlocks:
+    def weak(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> WeakBlocks:
         """These blocks without a hold: what is gone by the time of the commit is reported as evicted."""
-        return WeakBlocks(self, keys, None)
+        return WeakBlocks(self, keys, None, depths)
 
-    def strong(self, keys: Sequence[Key]) -> StrongBlocks:
+    def strong(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
         """These blocks, each held by a guard that whoever gets the value must release.
 
         Raises:
             MissingKeys: not all of them are here; none is held then.
             DuplicateKeys: a key is named twice; none is held then.
         """
-        return hold_all(self, keys)
+        return hold_all(self, keys, depths)
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
         """Weak to strong: see :class:`backends.abc.Source`."""
@@ -229,6 +231,9 @@ class PooledTier(TierBase[Lease], Generic[R]):
 
         Cancelled, it leaves at once. It registers nothing.
         """
+
+    def note_depths(self, keys: Sequence[Key], slots: Sequence[int], depths: Mapping[Key, int]) -> None:
+        """These slots are about to be written with blocks of these depths: for a tier that writes them down. Optional."""
 
     @abstractmethod
     def _check(self, request: RoomRequest) -> int:

@@ -128,14 +128,17 @@ class SlotTier(PooledTier[BlockPool]):
         """How many more blocks there is room for without evicting one."""
         return self.pool.free
 
-    def external(self, ids: Sequence[int], keys: Sequence[Key]) -> ExternalBlocks:
+    def external(
+        self, ids: Sequence[int], keys: Sequence[Key], depths: Sequence[int | None] | None = None
+    ) -> ExternalBlocks:
         """Blocks that the engine keeps alive until the handle has settled: slot numbers and the keys of their content.
 
-        They are not guarded here, and nothing releases them here.
+        They are not guarded here, and nothing releases them here. ``depths`` is the index of each in its prefix; see
+        :class:`backends.abc.Blocks`.
         """
         ids = list(map(index, ids))
         self._check_ids(ids)
-        return ExternalBlocks(self, keys, ids)
+        return ExternalBlocks(self, keys, ids, depths)
 
     def put(self, key: Key, data: bytes | bytearray | memoryview) -> bool:
         """Register one block that an engine wrote. Evicts the least worthy block that nobody holds if it is full.

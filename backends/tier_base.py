@@ -47,11 +47,12 @@ class TierReservation(ABC, Generic[T]):
         block_bytes: size of every block.
     """
 
-    __slots__ = ("_tier", "_used", "block_bytes", "granted")
+    __slots__ = ("_depths", "_tier", "_used", "block_bytes", "granted")
 
     def __init__(self, tier: T, keys: Sequence[Key], block_bytes: int) -> None:
         """Not to be called: a tier makes them."""
         self._tier: T = tier
+        self._depths: Mapping[Key, int] = {}
         self._used = False
         self.block_bytes: int = block_bytes
         self.granted: Sequence[Key] = keys
@@ -101,6 +102,14 @@ class TierReservation(ABC, Generic[T]):
             raise ValueError(f"{len(keys)} keys to keep, of which {len(positions)} were granted")
         self.granted = keys
         self._keep(positions)
+
+    def note_depths(self, depths: Mapping[Key, int]) -> None:
+        """Register the blocks with these depths; see :class:`backends.abc.DepthReservation`."""
+        self._depths = depths
+
+    def depths_of(self, keys: Sequence[Key]) -> list[int | None] | None:
+        """The depth of each of these blocks, where it was said; ``None`` where none was."""
+        return list(map(self._depths.get, keys)) if self._depths else None
 
     async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
         """Copy the blocks from ``source`` and register them; see :class:`backends.abc.Reservation`.

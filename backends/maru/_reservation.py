@@ -73,4 +73,4 @@ class MaruReservation(TierReservation["MaruTier"]):
 
     async def _register(self, keys: Sequence[Key]) -> Sequence[Outcome]:
         assert self._batch is not None
-        return await self._tier.register(keys, self._batch, self._sums)
+        return await self._tier.register(keys, self._batch, self._sums, self.depths_of(keys))

@@ -238,10 +238,16 @@ class MaruTier(TierBase[MaruLease]):
         """Copy blocks into pages; what must not be stored. Cancelled, it leaves at once, whatever a thread does."""
         return await copy.into(pages, self._in_place)
 
-    async def register(self, keys: Sequence[Key], batch: AllocBatch, sums: Sequence[int]) -> list[Outcome]:
+    async def register(
+        self, keys: Sequence[Key], batch: AllocBatch, sums: Sequence[int], depths: Sequence[int | None] | None = None
+    ) -> list[Outcome]:
         """One message for all pages of a batch, with their sums if the handler is to know them. None is the caller's then."""
         answers = await self.handler.store_pages(
-            [key.hex() for key in keys], batch, self.block_bytes, list(sums) if self.checksums else None
+            [key.hex() for key in keys],
+            batch,
+            self.block_bytes,
+            list(sums) if self.checksums else None,
+            depths=depths,
         )
         self._stored += answers.count(MaruStored.NEW)
         self._duplicates += answers.count(MaruStored.DUPLICATE)

@@ -92,12 +92,18 @@ class Ledger(Registry):
         ascending = iter(slots)
         return [EVICTED if key in refused else next(ascending) for key in keys]
 
-    def register(self, keys: Sequence[Key], slots: Sequence[int], hold: list[int] | None = None) -> list[int]:
+    def register(
+        self,
+        keys: Sequence[Key],
+        slots: Sequence[int],
+        hold: list[int] | None = None,
+        depths: Sequence[int | None] | None = None,
+    ) -> list[int]:
         """These were stored."""
         self._key_of.update(zip(slots, keys, strict=True))
         self.registrations += 1
         self._entered.update(dict.fromkeys(keys, self.registrations))
-        duplicates = super().register(keys, slots, hold)
+        duplicates = super().register(keys, slots, hold, depths)
         if self.capacity is None and len(self) > self._most_known and self._inactive():
             self._evict((), min(len(self) - self._most_known, self._inactive()))
         return duplicates

@@ -45,12 +45,12 @@ class DecodedSource:
         """What is held below, by guard."""
         self._undecodable: dict[int, tuple[Context, Damaged]] = {}  # by guard: found in a copy thread
 
-    def weak(self, keys: Sequence[Key]) -> WeakBlocks:
+    def weak(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> WeakBlocks:
         """These blocks without a hold: what is gone by the time of the commit is reported as evicted."""
         tier: Any = self._tier
-        return WeakBlocks(tier, keys, None)
+        return WeakBlocks(tier, keys, None, depths)
 
-    def strong(self, keys: Sequence[Key]) -> StrongBlocks:
+    def strong(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
         """These blocks, each held by a guard that the caller must release.
 
         Raises:
@@ -58,7 +58,7 @@ class DecodedSource:
             DuplicateKeys: a key is named twice; none is held then.
         """
         tier: Any = self._tier
-        return hold_all(tier, keys)
+        return hold_all(tier, keys, depths)
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
         """Weak to strong; see :class:`backends.abc.Source`."""
@@ -154,7 +154,7 @@ class DecodedSource:
 
         def spill(below: Spill) -> None:
             held = (0,) if below.held else ()
-            spiller(Spill(self._keys(below.keys), held, lambda slots: self._keys(below.over())))
+            spiller(Spill(self._keys(below.keys), held, lambda slots: self._keys(below.over()), below.depths))
 
         end: Callable[[], None] = self._inner.spill_to(spill)
         return end

@@ -165,6 +165,13 @@ class WrappedReservation:
         if hold is not None:
             hold()
 
+    def note_depths(self, depths: Mapping[Key, int]) -> None:
+        """Pass the depths on to the tier below, where it takes them."""
+        note_depths = getattr(self._inner, "note_depths", None)
+        if note_depths is not None:
+            names = zip(self.granted, self._tier.names(self.granted), strict=True)
+            note_depths({name: depths[key] for key, name in names if key in depths})
+
     def release(self) -> None:
         """Give back the room of what was not published. Idempotent; never blocks, never raises."""
         self._inner.release()

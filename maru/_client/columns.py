@@ -177,15 +177,23 @@ def alloc_pages(s: ClientState, n: int, evict: bool, partial: bool) -> Operation
 
 
 def store_pages(
-    s: ClientState, keys: Sequence[str], batch: AllocBatch, size: int, checksums: list[int] | None
+    s: ClientState,
+    keys: Sequence[str],
+    batch: AllocBatch,
+    size: int,
+    checksums: list[int] | None,
+    depths: Sequence[int | None] | None = None,
 ) -> Operation[list[Stored | None]]:
     """Register pages that are filled."""
     keys = list_keys(keys)
     if not 0 < size <= batch.page_bytes:
         raise ValueError(f"{size} bytes do not fit a page, which has chunk_size_bytes, {batch.page_bytes}")
+    if depths is not None and len(depths) != len(keys):
+        raise ValueError(f"{len(keys)} keys but {len(depths)} depths")
     s.check_open()
     pages = batch._use(s, len(keys))
-    return (yield from store_surely(s, keys, pages, size, checksums)) if keys else []
+    of_each = None if depths is None else list(depths)
+    return (yield from store_surely(s, keys, pages, size, checksums, of_each)) if keys else []
 
 
 def hold_pages(

@@ -255,9 +255,18 @@ class MaruHandler(HandlerBase):
         return await self._drive(columns.alloc_pages(self._state, n, evict, partial))
 
     async def store_pages(
-        self, keys: Sequence[str], batch: AllocBatch, size: int, checksums: list[int] | None
+        self,
+        keys: Sequence[str],
+        batch: AllocBatch,
+        size: int,
+        checksums: list[int] | None,
+        *,
+        depths: Sequence[int | None] | None = None,
     ) -> list[Stored | None]:
         """Register filled pages of ``size`` bytes each, whose xxh3-64 was taken when they were filled.
+
+        With ``depths``, the index of each block in its prefix, the server evicts the deepest of those that are next to go. A
+        published server is not told.
 
         If no answer comes, the server is asked what became of it, and fences the attempt: ``None`` stands for a key that is not
         stored, and will not be. The batch is of no use afterwards.
@@ -268,7 +277,7 @@ class MaruHandler(HandlerBase):
             NoAnswer: nothing was sent, and nothing is stored.
             ServerLost: the session has ended, and with it the pages. Nothing is stored.
         """
-        return await self._run("batch_store", columns.store_pages(self._state, keys, batch, size, checksums))
+        return await self._run("batch_store", columns.store_pages(self._state, keys, batch, size, checksums, depths))
 
     def gather(self, handles: Sequence[AllocHandle]) -> AllocBatch:
         """These pages as one batch, for :meth:`store_pages`. The handles are of no use afterwards.

@@ -16,7 +16,7 @@ from .limits import Limits
 from .locations import Location
 from .regions import RegionState
 from .sessions import Fences, Outbox, Session
-from .state import State
+from .state import State, depths_of
 
 Runs: TypeAlias = list[tuple[int, int]]
 """A column that mostly repeats itself: (value, how often). Its numbers are shared by all entries, once loaded."""
@@ -75,6 +75,8 @@ class DirectoryImage(msgspec.Struct, array_like=True, gc=False):
     checksums: list[int | None]
     attempts: Runs
     read_unpinned: bool = False
+    depths: list[int | None] | None = None
+    """``None`` where none is known."""
 
 
 def dump(state: State) -> DirectoryImage:
@@ -124,6 +126,7 @@ def dump(state: State) -> DirectoryImage:
         [location.checksum for location in locations],
         _runs([location.attempt for location in locations]),
         state.read_unpinned,
+        depths_of(locations),
     )
 
 
@@ -150,6 +153,7 @@ def load(image: DirectoryImage, limits: Limits, eviction: Callable[[], EvictionP
         image.generations,
         image.checksums,
         _column(image.attempts),
+        repeat(None) if image.depths is None else image.depths,
     )
     state.located.update(zip(keys, locations, strict=True))
     begin = 0
@@ -168,7 +172,8 @@ def load(image: DirectoryImage, limits: Limits, eviction: Callable[[], EvictionP
         for region_id, offset, _ in session.outbox.pages:
             if region_id in session.regions:
                 session.regions[region_id].returning.add(offset)
-        session.policy.use(_in_order(state, session))
+        in_order = _in_order(state, session)
+        session.policy.use(in_order, image.depths and depths_of([state.located[key] for key in in_order]))
     return state
 
 

@@ -40,14 +40,14 @@ class LazyOrder:
 class _LazyLRU(LRU[str]):
     def __init__(self, noted: list[_LazyLRU]) -> None:
         super().__init__()
-        self._notes: list[Sequence[str]] = []
+        self._notes: list[tuple[Sequence[str], Sequence[int | None] | None]] = []
         self._noted = noted
 
-    def use(self, keys: Sequence[str]) -> None:
+    def use(self, keys: Sequence[str], depths: Sequence[int | None] | None = None) -> None:
         notes = self._notes
         if not notes:
             self._noted.append(self)
-        notes.append(keys)
+        notes.append((keys, depths))
         if len(notes) >= MOST:
             self.settle()
 
@@ -63,5 +63,5 @@ class _LazyLRU(LRU[str]):
         """Put in order what was noted."""
         if self._notes:
             notes, self._notes = self._notes, []
-            for keys in notes:
-                super().use(keys)
+            for keys, depths in notes:
+                super().use(keys, depths)

@@ -23,6 +23,8 @@ class Location(msgspec.Struct, array_like=True, gc=False):
     """Of the bytes, as their writer said; ``None`` from a published client, which says none."""
     attempt: int
     """The STORE that registered it, as its session numbers them; 0 from a published client."""
+    depth: int | None = None
+    """The index of the block in its prefix, where its writer said it: for the eviction policy."""
     entry: bytes | None = None
     """Kept for whoever answers LOOKUP: this location as bytes of the wire. No part of the state."""
     place: bytes | None = None
@@ -38,6 +40,7 @@ class Columns(NamedTuple):
     lengths: int | Sequence[int]
     checksums: Sequence[int | None] | None = None
     attempt: int = 0
+    depths: Sequence[int | None] | None = None
 
     def equally_long(self) -> bool:
         """Whether it can be read as entries."""
@@ -47,6 +50,7 @@ class Columns(NamedTuple):
             and (isinstance(self.lengths, int) or len(self.lengths) == n)
             and (isinstance(self.regions, int) or len(self.regions) == n)
             and (self.checksums is None or len(self.checksums) == n)
+            and (self.depths is None or len(self.depths) == n)
         )
 
     def without(self, skipped: Sequence[int]) -> Columns:
@@ -72,7 +76,7 @@ class Columns(NamedTuple):
 
     def _at(self, positions: list[int]) -> Columns:
         """The entries at these positions."""
-        regions, keys, offsets, lengths, checksums, attempt = self
+        regions, keys, offsets, lengths, checksums, attempt, depths = self
 
         def pick(column: Sequence[V]) -> list[V]:
             return [column[at] for at in positions]
@@ -84,6 +88,7 @@ class Columns(NamedTuple):
             lengths if isinstance(lengths, int) else pick(lengths),
             None if checksums is None else pick(checksums),
             attempt,
+            None if depths is None else pick(depths),
         )
 
 

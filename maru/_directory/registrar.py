@@ -76,7 +76,7 @@ class Registrar:
 
     def _bytes_if_right(self, region: Region, part: Columns) -> int:
         """The bytes of these entries, if nothing is wrong with any but that it may be taken, or named twice; else 0."""
-        _, keys, offsets, lengths, _, _ = part
+        keys, offsets, lengths = part.keys, part.offsets, part.lengths
         if isinstance(lengths, int):
             total, least, end = lengths * len(keys), lengths, max(offsets) + lengths
         else:

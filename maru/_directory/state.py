@@ -110,7 +110,8 @@ class State:
         if region is None:
             region = self.new_region(region_id, length, instance_id, session.published)
         self.own(region, session)
-        session.policy.use(list(region.keys_at.values()))
+        keys = list(region.keys_at.values())
+        session.policy.use(keys, depths_of([self.located[key] for key in keys]))
         return region
 
     def new_region(self, region_id: int, length: int, instance_id: str, published: bool) -> Region:
@@ -192,26 +193,27 @@ class State:
             self.generation += n
             self.enter_fresh(columns, parts, self.generation - n + 1)
             return
-        regions, keys, offsets, lengths, checksums, attempt = columns
+        regions, keys, offsets, lengths, checksums, attempt, depths = columns
         located = self.located
-        for region_id, key, offset, length, checksum in zip(
+        for region_id, key, offset, length, checksum, depth in zip(
             [regions] * n if isinstance(regions, int) else regions,
             keys,
             offsets,
             [lengths] * n if isinstance(lengths, int) else lengths,
             [None] * n if checksums is None else checksums,
+            [None] * n if depths is None else depths,
             strict=True,
         ):
             region = self.regions[region_id]
             if offset in region.keys_at:
                 self._write_over(region, offset)
             self.generation += 1
-            located[key] = Location(region_id, offset, length, self.generation, checksum, attempt)
+            located[key] = Location(region_id, offset, length, self.generation, checksum, attempt, depth)
             region.keys_at[offset] = key
             region.charge(length)
             self.used_bytes += length
         present = [key for key in keys if key in located]
-        self.use(present, [located[key] for key in present])
+        self.use(present, [located[key] for key in present], are_new=True)
 
     def is_fresh(self, columns: Columns, parts: Mapping[int, Columns]) -> bool:
         """Whether no key and no offset of these is taken, and none is named twice.
@@ -231,7 +233,7 @@ class State:
 
     def enter_fresh(self, columns: Columns, parts: Mapping[int, Columns], first: int) -> None:
         """Register all of these, which are fresh, under the generations from ``first`` on, which were given already."""
-        regions, keys, offsets, lengths, checksums, attempt = columns
+        regions, keys, offsets, lengths, checksums, attempt, depths = columns
         located, region_of = self.located, self.regions
         locations = map(
             Location,
@@ -241,6 +243,7 @@ class State:
             range(first, first + len(keys)),
             repeat(None) if checksums is None else checksums,
             repeat(attempt),
+            repeat(None) if depths is None else depths,
         )
         located.update(zip(keys, locations, strict=True))
         owners: set[Session | None] = set()
@@ -254,24 +257,33 @@ class State:
         if len(owners) == 1:
             [owner] = owners
             if owner is not None:
-                owner.policy.use(keys[::-1])
+                owner.policy.use(keys[::-1], None if depths is None else depths[::-1])
         else:
-            self.use(keys, [located[key] for key in keys])
+            self.use(keys, [located[key] for key in keys], are_new=True)
 
-    def use(self, keys: Sequence[str], locations: Sequence[Location]) -> set[int]:
-        """These keys were used, which lie there: their owners' order of use, deepest first. The regions they lie in."""
+    def use(self, keys: Sequence[str], locations: Sequence[Location], *, are_new: bool = False) -> set[int]:
+        """These keys were used, which lie there: their owners' order of use, deepest first. The regions they lie in.
+
+        Args:
+            keys: what was used.
+            locations: of each.
+            are_new: the policies are told their depths: of what they know already they know those, too.
+        """
         region_ids = {location.region_id for location in locations}
         sessions = {self.regions[region_id].session for region_id in region_ids}
         if len(sessions) == 1:
             [session] = sessions
             if session is not None:
-                session.policy.use(keys[::-1])
+                session.policy.use(keys[::-1], depths_of(locations[::-1]) if are_new else None)
         else:
             pairs = list(zip(keys, locations, strict=True))[::-1]
             for session in sessions:
                 if session is not None:
                     own = session.regions
-                    session.policy.use([key for key, location in pairs if location.region_id in own])
+                    mine = [pair for pair in pairs if pair[1].region_id in own]
+                    session.policy.use(
+                        [key for key, _ in mine], depths_of([location for _, location in mine]) if are_new else None
+                    )
         return region_ids
 
     def remove(self, keys: Sequence[str]) -> None:
@@ -316,3 +328,9 @@ class State:
             self.used_bytes -= freed
             if region.session is not None:
                 region.session.policy.discard((key,))
+
+
+def depths_of(locations: Sequence[Location]) -> list[int | None] | None:
+    """The depths of what lies there, as a policy takes them: ``None`` where none is known."""
+    depths = [location.depth for location in locations]
+    return depths if depths.count(None) < len(depths) else None

@@ -13,7 +13,13 @@ def columns_of(request: RegisterRequest | BatchRegisterRequest | StoreRequest) -
     """The columns of a request that registers."""
     if type(request) is StoreRequest:
         return Columns(
-            request.regions, request.keys, request.offsets, request.lengths, request.checksums, request.attempt
+            request.regions,
+            request.keys,
+            request.offsets,
+            request.lengths,
+            request.checksums,
+            request.attempt,
+            request.depths,
         )
     if type(request) is BatchRegisterRequest:
         entries = request.entries

@@ -23,6 +23,7 @@ from .messages_v1 import Bools, Key, Keys, Message, Token
 Ints: TypeAlias = Annotated[list[int], Meta(max_length=MAX_KEYS)]
 Sums: TypeAlias = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_KEYS)]
 """Of 64 bits; a larger number cannot be encoded in MessagePack."""
+Depths: TypeAlias = Annotated[list[Annotated[int, Meta(ge=0)] | None], Meta(max_length=MAX_KEYS)]
 Places: TypeAlias = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], Sequence[int | None]]
 
 PLACE_BYTES: Final = 40
@@ -100,6 +101,8 @@ class StoreRequest(OwnRequest, frozen=True):
     lengths: int | Ints
     """One number stands for all."""
     checksums: Sums | None
+    depths: Depths | None = None
+    """The index of each block in its prefix, where it is known: of what is next to be evicted the deepest goes first."""
 
     def __post_init__(self) -> None:
         n = len(self.keys)
@@ -109,6 +112,7 @@ class StoreRequest(OwnRequest, frozen=True):
             or (type(regions) is list and len(regions) != n)
             or (type(lengths) is list and len(lengths) != n)
             or (checksums is not None and len(checksums) != n)
+            or (self.depths is not None and len(self.depths) != n)
         ):
             raise ValueError("columns of different lengths")
 

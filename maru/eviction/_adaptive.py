@@ -65,19 +65,19 @@ class AdaptiveLRFU(LRFU[K]):
         """The half-life in use, in units of the capacity."""
         return _HALF_LIVES[self._chosen]
 
-    def use(self, keys: Sequence[K]) -> None:
+    def use(self, keys: Sequence[K], depths: Sequence[int | None] | None = None) -> None:
         """Each of these keys was used once, the first one first."""
         if self._share:
-            sampled, entries, ghosts = self._sampled, self._entry, self._ghosts
+            sampled, entries = self._sampled, self._entry
             for key in keys:
                 if key in sampled:
                     self._try(key)
-                elif key not in entries and key not in ghosts and key not in self._aside and self._is_next():
+                elif key not in entries and not self.remembers(key) and self._is_next():
                     sampled.add(key)
                     self._try(key)
         else:  # not full yet: what there is stands for the capacity
             self.half_life = _HALF_LIVES[_FIRST] * (len(self._entry) + len(keys))
-        super().use(keys)
+        super().use(keys, depths)
 
     def _grown(self) -> None:
         super()._grown()

@@ -15,12 +15,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic
 
+from ._candidates import Candidates, P
 from ._contract import K
-
-P = TypeVar("P")
-"""Where a key stood, as its policy writes it down."""
 
 _LOOKS: Final = 2
 """How many of those aside are looked at for each victim: more than one, so that the round gets to its end."""
@@ -39,13 +37,14 @@ class Parking(ABC, Generic[K, P]):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self)} keys>"
 
-    def use(self, keys: Sequence[K]) -> None:
+    def use(self, keys: Sequence[K], depths: Sequence[int | None] | None = None) -> None:
         """Each of these keys was used once, the first one first."""
         aside = self._aside
-        for key in keys:
-            if aside and key in aside:
-                self._put_back(key, aside.pop(key))
-            self._use(key)
+        if aside:
+            for key in keys:
+                if key in aside:
+                    self._put_back(key, aside.pop(key))
+        self._use_all(keys)
 
     def discard(self, keys: Iterable[K]) -> None:
         """Forget these keys."""
@@ -63,6 +62,11 @@ class Parking(ABC, Generic[K, P]):
     @abstractmethod
     def _queued(self) -> int:
         """How many keys are in the queues."""
+
+    def _use_all(self, keys: Sequence[K]) -> None:
+        """Keys that are in the queues or unknown were used."""
+        for key in keys:
+            self._use(key)
 
     @abstractmethod
     def _use(self, key: K) -> None:
@@ -100,10 +104,38 @@ class Parking(ABC, Generic[K, P]):
 
 
 class Queues(Parking[K, P]):
-    """One whose victims come one by one: a subclass says which key is next."""
+    """One whose victims come one by one: a subclass says which key is next, and of the next ones the deepest goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._depths: dict[K, int] = {}
+        self._candidates: Candidates[K, P] = Candidates()
+
+    def __len__(self) -> int:
+        return super().__len__() + len(self._candidates)
+
+    def use(self, keys: Sequence[K], depths: Sequence[int | None] | None = None) -> None:
+        """Each of these keys was used once, the first one first."""
+        if depths is not None:
+            self._depths.update({key: at for key, at in zip(keys, depths, strict=True) if at is not None})
+        if self._candidates:
+            for key, place in self._candidates.take_back(keys):
+                self._put_back(key, place)
+        super().use(keys)
+
+    def discard(self, keys: Iterable[K]) -> None:
+        """Forget these keys."""
+        if self._depths:
+            keys = list(keys)
+            for key in keys:
+                self._depths.pop(key, None)
+            # Back to their queues first: what it means to forget a key only its policy knows.
+            for key, place in self._candidates.take_back(keys):
+                self._put_back(key, place)
+        super().discard(keys)
 
     def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:
-        """The next ``n`` victims that are not held; nothing is rejected."""
+        """The next ``n`` victims that are not held, the deepest of the next ones first; nothing is rejected."""
         self._begin()
         aside = self._aside
         if aside:
@@ -113,7 +145,7 @@ class Queues(Parking[K, P]):
         cause = next(causes, None)
         searched = False
         while len(victims) < n:
-            taken = self._take(cause)
+            taken = self._next(cause, held)
             if taken is None:
                 if searched or not aside:
                     break
@@ -124,10 +156,29 @@ class Queues(Parking[K, P]):
             if key in held:
                 aside[key] = place
             else:
+                self._depths.pop(key, None)
                 self._gone(key, place)
                 victims.append(key)
                 cause = next(causes, None)
         return victims, []
+
+    def _next(self, cause: K | None, held: Container[K]) -> tuple[K, P] | None:
+        """The next victim, which may be held: the first of its queue, or where depths are known the deepest of the first."""
+        depths, candidates = self._depths, self._candidates
+        if not depths:
+            return self._take(cause)
+        known = self._capacity
+        while candidates.want(known):
+            taken = self._take(cause)
+            if taken is None:
+                break
+            key, place = taken
+            depth = depths.get(key)
+            # A held one must not take a candidate's place: it may be held for long.
+            if depth is None or key in held:
+                return taken
+            candidates.add(key, depth, place)
+        return candidates.pop(known) if candidates else None
 
     @abstractmethod
     def _take(self, cause: K | None) -> tuple[K, P] | None:

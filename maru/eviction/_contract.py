@@ -7,6 +7,8 @@ Rule 1. A key is known from its first use until it is a victim or discarded. A v
         (Forgotten as something that is there: a policy may remember, within bounds, that it once was.)
 Rule 2. Uses come deepest first: of a prefix's blocks the last one first, so that its head is the most recent. A
         prefix is of no use without its head, so the head must go last.
+        A writer that stores a prefix chunk by chunk cannot keep to that: it says the depth of each block beside its key,
+        and of those whose turn has nearly come the deepest goes first (`_candidates`). Depths that are not said change nothing.
 Rule 3. The cost of an answer does not grow with the number of keys known nor with the number held (amortized).
 
 A policy learns how much its owner holds from being asked for room: the most keys it ever knew by then. What is a share of
@@ -24,8 +26,14 @@ K = TypeVar("K", bound=Hashable)
 class EvictionPolicy(Protocol[K]):
     """Decides which keys make room for others. One instance per owner; not thread-safe; never blocks."""
 
-    def use(self, keys: Sequence[K]) -> None:
-        """These keys were hit or published, the deepest of a prefix first. Unknown ones are known from now on."""
+    def use(self, keys: Sequence[K], depths: Sequence[int | None] | None = None) -> None:
+        """These keys were hit or published, the deepest of a prefix first. Unknown ones are known from now on.
+
+        Args:
+            keys: what was used.
+            depths: the index of each in its prefix, where that is known. Without the column, what was said of a key before
+                stands.
+        """
         ...
 
     def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:

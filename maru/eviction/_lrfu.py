@@ -56,12 +56,7 @@ class LRFU(Queues[K, Entry]):
         self._lightest = 0  # the level with the lightest front
         self._until = -_NEVER  # and until which last use its fronts stay the lightest
 
-    def use(self, keys: Sequence[K]) -> None:
-        """Each of these keys was used once, the first one first."""
-        if self._aside:
-            for key in keys:
-                if key in self._aside:
-                    self._put_back(key, self._aside.pop(key))
+    def _use_all(self, keys: Sequence[K]) -> None:
         entries, levels, ghosts, half_life, now = self._entry, self._levels, self._ghosts, self.half_life, self._now
         for key in keys:
             now += 1
@@ -110,13 +105,13 @@ class LRFU(Queues[K, Entry]):
 
     def remembers(self, key: K) -> bool:
         """Whether it is known, or was."""
-        return key in self._entry or key in self._ghosts or key in self._aside
+        return key in self._entry or key in self._ghosts or key in self._aside or key in self._candidates
 
     def _queued(self) -> int:
         return len(self._entry)
 
     def _use(self, key: K) -> None:
-        self.use((key,))
+        self._use_all((key,))
 
     def _grown(self) -> None:
         self._most_ghosts = ghosts_of(self._capacity)

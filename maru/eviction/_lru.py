@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Sequence
 from typing import Final, Generic
 
+from ._candidates import Candidates
 from ._contract import K
 
 _LONG: Final = 8
@@ -22,18 +23,26 @@ class LRU(Generic[K]):
 
     def __init__(self) -> None:
         # An OrderedDict, since popping the front of a plain dict scans the holes that earlier pops left there.
-        self._order: OrderedDict[K, None] = OrderedDict()
+        # The depth of each key is kept here, where it costs nothing more.
+        self._order: OrderedDict[K, int | None] = OrderedDict()
+        self._candidates: Candidates[K, int | None] = Candidates()
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._order) + len(self._candidates)
 
     def __repr__(self) -> str:
-        return f"<LRU of {len(self._order)} keys>"
+        return f"<LRU of {len(self)} keys>"
 
-    def use(self, keys: Sequence[K]) -> None:
+    def use(self, keys: Sequence[K], depths: Sequence[int | None] | None = None) -> None:
         """Move these keys to the back, in their order: the last one is the most recent."""
         order = self._order
         move_to_end = order.move_to_end
+        if self._candidates:
+            order.update(self._candidates.take_back(keys))
+        if depths is not None:
+            order.update(zip(keys, depths, strict=True))
+            deque(map(move_to_end, keys), 0)
+            return
         if len(keys) >= _LONG:
             try:
                 deque(map(move_to_end, keys), 0)
@@ -42,25 +51,41 @@ class LRU(Generic[K]):
             else:
                 return
         for key in keys:
-            order[key] = None
+            order.setdefault(key)  # what is known of its depth stands
             move_to_end(key)
 
     def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:
-        """The ``n`` least recently used keys that are not held; nothing is rejected."""
-        order = self._order
+        """The ``n`` least recently used keys that are not held, the deepest of the next ones first; nothing is rejected."""
+        order, candidates = self._order, self._candidates
+        known = len(self)
         victims: list[K] = []
-        left = len(order)  # each key is looked at once in one call
-        while len(victims) < n and left:
-            left -= 1
-            key, _ = order.popitem(last=False)
-            if key in held:
-                order[key] = None
+        left = len(order)  # each key is looked at once in one call, whatever goes back
+        while len(victims) < n:
+            if left and candidates.want(known):
+                left -= 1
+                key, depth = order.popitem(last=False)
+                if key in held:
+                    order[key] = depth
+                elif depth is None:
+                    victims.append(key)
+                else:
+                    candidates.add(key, depth, depth)
+            elif candidates:
+                # It may be held by now: pins do not tell a policy.
+                key, depth = candidates.pop(known)
+                if key in held:
+                    order[key] = depth
+                else:
+                    victims.append(key)
             else:
-                victims.append(key)
+                break
         return victims, []
 
     def discard(self, keys: Iterable[K]) -> None:
         """Forget these keys."""
         order = self._order
+        if self._candidates:
+            keys = list(keys)
+            self._candidates.take_back(keys)
         for key in keys:
             order.pop(key, None)

@@ -28,6 +28,9 @@ from ._sketch import Sketch
 class WTinyLFU(Parking[K, int]):
     """Admits by frequency. Rejects what is not worth a place.
 
+    Depths change nothing here: of newcomers the deepest is judged first in any case, and among those that are there the
+    frequencies decide, which the head of a prefix cannot have less of than what stands behind it.
+
     Args:
         window: the window's share of the capacity.
         protected: the protected share of what is not window.

@@ -188,7 +188,7 @@ class Server:
             tickets = []
             for at in range(full.start, full.stop, blocks_in_a_store):
                 some = slice(at, min(at + blocks_in_a_store, full.stop))
-                blocks = self.device.external(sequence.block_ids[some], keys[some])
+                blocks = self.device.external(sequence.block_ids[some], keys[some], depths=range(some.start, some.stop))
                 tickets.append(self.engine.store(blocks, precondition=forward_pass))
             yield tickets
             next(steps)

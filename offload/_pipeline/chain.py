@@ -24,7 +24,7 @@ import trio
 from backends.abc import EVICTED, Blocks, Key, Source, StrongBlocks
 
 from .._errors import DrainUnproven, PipelineClosed, TransferFailed
-from .container import OffloadContainer
+from .container import OffloadContainer, depths_of
 from .containment import give_back
 from .handle import TransferHandle
 from .lifecycle import Status
@@ -72,9 +72,10 @@ class Chain:
         """Their first copy is over: hold what it has stored, for each route. To be followed in the same tick."""
         for container in containers:
             if container.completed:
-                container.onward = [self._held(container.completed) for _ in self.routes]
+                depths = depths_of([container])
+                container.onward = [self._held(container.completed, depths) for _ in self.routes]
 
-    def _held(self, keys: Sequence[Key]) -> StrongBlocks:
+    def _held(self, keys: Sequence[Key], depths: Mapping[Key, int]) -> StrongBlocks:
         """Those of these blocks that are there."""
         place = place_of(self.tier)
         try:
@@ -85,7 +86,7 @@ class Chain:
         if EVICTED in guards:
             keys = [key for key, guard in zip(keys, guards, strict=True) if guard != EVICTED]
             guards = [guard for guard in guards if guard != EVICTED]
-        return StrongBlocks(place, keys, guards)
+        return StrongBlocks(place, keys, guards, list(map(depths.get, keys)) if depths else None)
 
     def follow(self, containers: list[OffloadContainer]) -> None:
         """Their first copy is over: settle those that have nothing to pass on, follow the others."""

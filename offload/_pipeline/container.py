@@ -262,6 +262,17 @@ class OffloadBatch:
         return FlatBlocks(containers, [len(container.keys) for container in containers], keys, guards, held, dropped)
 
 
+def depths_of(containers: Sequence[OffloadContainer]) -> dict[Key, int]:
+    """The depths of all blocks of these containers, as far as they were said. More than are copied now, maybe."""
+    depths: dict[Key, int] = {}
+    for container in containers:
+        blocks = container.blocks
+        if blocks.depths is not None:
+            pairs = zip(blocks.keys, blocks.depths, strict=True)
+            depths.update({key: depth for key, depth in pairs if depth is not None})
+    return depths
+
+
 def _guards_of(containers: Sequence[OffloadContainer]) -> tuple[list[int], list[int]]:
     """The guards of all blocks, and those among them that the upgrade took just now."""
     guards: list[int] = []

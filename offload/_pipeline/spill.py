@@ -56,7 +56,7 @@ _log = logging.getLogger("offload.spilling")
 class _Shelf(Protocol):
     """What a spilling tier is besides: a source, and a tier of this process."""
 
-    def weak(self, keys: Sequence[Key]) -> WeakBlocks: ...
+    def weak(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> WeakBlocks: ...
 
     def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]: ...
 
@@ -215,7 +215,8 @@ class Spilling:
         nobodys, end = _nobody_asks(victims.keys)
         try:
             nobodys, end = self._claim(victims.keys)
-            await self._copy([key for key in why_not if key not in nobodys], why_not)
+            depths = {} if victims.depths is None else dict(zip(victims.keys, victims.depths, strict=True))
+            await self._copy([key for key in why_not if key not in nobodys], why_not, depths)
         except Exception:  # a broken promise of somebody's; the blocks go all the same
             _log.exception("%r could not carry %r", self, victims)
             why_not.update(dict.fromkeys(why_not, "failed"))
@@ -227,7 +228,7 @@ class Spilling:
             give_back(self._end, victims, why_not)
             give_back(end)
 
-    async def _copy(self, keys: Sequence[Key], why_not: dict[Key, str]) -> None:
+    async def _copy(self, keys: Sequence[Key], why_not: dict[Key, str], depths: Mapping[Key, int | None]) -> None:
         """Have these blocks copied; what is below then is not in ``why_not`` any more.
 
         Cancelled, what is not committed is not copied.
@@ -237,7 +238,7 @@ class Spilling:
             parts: list[TransferHandle] = []
             try:
                 with trio.move_on_at(deadline):
-                    await self._send(keys, parts)
+                    await self._send(keys, parts, depths)
                     for part in parts:
                         await part.wait()
                 _cancel(parts)  # what the deadline has caught; behind the commit this changes nothing
@@ -255,10 +256,12 @@ class Spilling:
                 keys = [key for key in keys if why_not[key] == _PENDING]
                 await trio.sleep(_ASK_AGAIN)
 
-    async def _send(self, keys: Sequence[Key], parts: list[TransferHandle]) -> None:
+    async def _send(self, keys: Sequence[Key], parts: list[TransferHandle], depths: Mapping[Key, int | None]) -> None:
         """Weak: this spill holds them already, and a copy takes a hold of its own, which outlasts whatever ends this."""
         for start in range(0, len(keys), self._most):
-            blocks = self._shelf.weak(keys[start : start + self._most])
+            some = keys[start : start + self._most]
+            # Victims come deepest first, which is not the order that stands for depths: they are said.
+            blocks = self._shelf.weak(some, list(map(depths.get, some)) if depths else None)
             try:
                 parts.append(await self.route.enqueue(blocks, precondition=NO_WAIT))
             except PipelineClosed:

@@ -54,7 +54,7 @@ from .._errors import (
 from .._instruments import Hooks
 from .chain import Chain
 from .channel import BatchReceiver
-from .container import FlatBlocks, OffloadBatch, OffloadContainer
+from .container import FlatBlocks, OffloadBatch, OffloadContainer, depths_of
 from .containment import give_back, only_cancelled, what_leaves
 from .lifecycle import Phase, Status
 from .priority import PriorityReceiver
@@ -395,6 +395,7 @@ class Slot:
         try:
             if stage.chain is not None:
                 hold_until_released(reservation)
+            note_depths(reservation, flat.containers)
             outcomes = list(await reservation.transfer(stage.source, flat.guards))
             if (cause := _unproven_among(outcomes)) is not None:
                 outcomes = None
@@ -489,6 +490,15 @@ def hold_until_released(reservation: Reservation) -> None:
     hold = getattr(reservation, "hold", None)
     if hold is not None:
         hold()
+
+
+def note_depths(reservation: Reservation, containers: Sequence[OffloadContainer]) -> None:
+    """Tell the destination how deep its new blocks are, where that is known and it can be told."""
+    depths = depths_of(containers)
+    if depths:
+        note = getattr(reservation, "note_depths", None)
+        if note is not None:
+            note(depths)
 
 
 def _fail_where_short(batch: OffloadBatch, granted: Sequence[Key]) -> None:

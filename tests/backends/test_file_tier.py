@@ -117,9 +117,13 @@ def test_a_header_says_what_it_was_told():
     layout = blockfile.layout_digest("llama")
     head = blockfile.pack_header(b"key", 1000, 77, layout)
     assert len(head) == blockfile.HEADER_BYTES
-    assert blockfile.unpack_header(head, len(head) + 1000, layout) == (b"key", 1000, 77)
+    assert blockfile.unpack_header(head, len(head) + 1000, layout) == (b"key", 1000, 77, None)
+    deep = blockfile.pack_header(b"key", 1000, 77, layout, 12)
+    assert blockfile.unpack_header(deep, len(deep) + 1000, layout) == (b"key", 1000, 77, 12)
+    deepest = blockfile.pack_header(b"key", 1000, 77, layout, 1 << 20)
+    assert blockfile.unpack_header(deepest, len(deepest) + 1000, layout).depth == (1 << 16) - 2
     plain = blockfile.pack_header(b"", 1, None, layout)
-    assert blockfile.unpack_header(plain, len(plain) + 1, layout) == (b"", 1, None)
+    assert blockfile.unpack_header(plain, len(plain) + 1, layout) == (b"", 1, None, None)
 
 
 def test_the_format_is_pinned_since_files_outlive_the_process():

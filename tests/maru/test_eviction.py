@@ -38,9 +38,9 @@ class Owner(RuleBasedStateMachine):
         self.there = set()
         self.held = set()
 
-    @rule(wanted=st.lists(keys, min_size=1, max_size=6, unique=True))
-    def ask(self, wanted):
-        """A request: what is there from the front on is used, what is missing is stored."""
+    @rule(wanted=st.lists(keys, min_size=1, max_size=6, unique=True), deep=st.booleans())
+    def ask(self, wanted, deep):
+        """A request: what is there from the front on is used, what is missing is stored, maybe with its depths."""
         hit = 0
         while hit < len(wanted) and wanted[hit] in self.there:
             hit += 1
@@ -51,7 +51,10 @@ class Owner(RuleBasedStateMachine):
             return
         if n:
             missing = self.room(missing, n)
-        self.policy.use(missing[::-1])
+        if deep:
+            self.policy.use(missing[::-1], [wanted.index(key) for key in missing[::-1]])
+        else:
+            self.policy.use(missing[::-1])
         self.there.update(missing)
 
     def room(self, incoming, n):

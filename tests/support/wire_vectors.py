@@ -215,13 +215,18 @@ RETURNS_BYTES = b"\x94\x09\x92\x07\x07\x92\x00" + MIB + b"\x92\x01\x02"
 OWN_REQUESTS = [
     (
         Code.STORE,
-        b"\x98" + OPENING + b"\x03\x07\x92\xa1a\xa1b\x92\x00" + MIB + MIB + b"\xc0",
+        b"\x99" + OPENING + b"\x03\x07\x92\xa1a\xa1b\x92\x00" + MIB + MIB + b"\xc0\xc0",
         wire.StoreRequest(TOKEN, 5, 3, 7, ["a", "b"], [0, 1 << 20], 1 << 20, None),
     ),
     (
         Code.STORE,
-        b"\x98" + OPENING + b"\x03\x91\x07\x91\xa1a\x91\x00\x91" + MIB + b"\x91" + SUM_BYTES,
+        b"\x99" + OPENING + b"\x03\x91\x07\x91\xa1a\x91\x00\x91" + MIB + b"\x91" + SUM_BYTES + b"\xc0",
         wire.StoreRequest(TOKEN, 5, 3, [7], ["a"], [0], [1 << 20], [SUM]),
+    ),
+    (
+        Code.STORE,
+        b"\x99" + OPENING + b"\x03\x07\x92\xa1a\xa1b\x92\x00" + MIB + MIB + b"\xc0\x92\x0c\xc0",
+        wire.StoreRequest(TOKEN, 5, 3, 7, ["a", "b"], [0, 1 << 20], 1 << 20, None, [12, None]),
     ),
     (
         Code.FIND,

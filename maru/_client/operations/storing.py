@@ -39,6 +39,8 @@ from .state import ClientState
 
 Column: TypeAlias = int | list[int]
 """One value for each page, or one that stands for all."""
+Depths: TypeAlias = list[int | None] | None
+"""The index of each block in its prefix, where it is known."""
 Copy: TypeAlias = Callable[[Sequence[int], bool], list[int] | None]
 RESTORED_AT_ONCE = 64
 FATE_TRIES = 3
@@ -103,7 +105,12 @@ def allocate_most(s: ClientState, n: int, *, evict: bool = True) -> Operation[li
 
 
 def store(
-    s: ClientState, keys: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
+    s: ClientState,
+    keys: list[str],
+    pages: list[int],
+    lengths: Column,
+    checksums: list[int] | None,
+    depths: Depths = None,
 ) -> Operation[list[Stored]]:
     """Register these pages, which are filled, under these keys. Afterwards none of them is ALLOCATED.
 
@@ -118,16 +125,21 @@ def store(
     except BaseException:
         s.free(pages)
         raise
-    return (yield from _register(s, names, pages, lengths, checksums))
+    return (yield from _register(s, names, pages, lengths, checksums, depths))
 
 
 def _register(
-    s: ClientState, names: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
+    s: ClientState,
+    names: list[str],
+    pages: list[int],
+    lengths: Column,
+    checksums: list[int] | None,
+    depths: Depths = None,
 ) -> Operation[list[Stored]]:
     register = _store_own if s.own else _store_published
     most = s.max_keys
     if len(names) <= most:
-        return (yield from register(s, names, pages, lengths, checksums))
+        return (yield from register(s, names, pages, lengths, checksums, depths))
     answers: list[Stored] = []
     try:
         while len(answers) < len(names):
@@ -138,6 +150,7 @@ def _register(
                 pages[part],
                 lengths if isinstance(lengths, int) else lengths[part],
                 None if checksums is None else checksums[part],
+                None if depths is None else depths[part],
             )
     except BaseException:
         s.free(pages[len(answers) + most :])
@@ -146,7 +159,12 @@ def _register(
 
 
 def store_surely(
-    s: ClientState, keys: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
+    s: ClientState,
+    keys: list[str],
+    pages: list[int],
+    lengths: Column,
+    checksums: list[int] | None,
+    depths: Depths = None,
 ) -> Operation[list[Stored | None]]:
     """Like `store`, but where no answer comes, the server is asked what became of it: ``None`` is not stored, for good.
 
@@ -157,7 +175,7 @@ def store_surely(
         NoAnswer: nothing was sent, and the pages are free.
     """
     try:
-        return list((yield from store(s, keys, pages, lengths, checksums)))
+        return list((yield from store(s, keys, pages, lengths, checksums, depths)))
     except SessionEnded:
         raise
     except (NoAnswer, ServerLost, ServerRefused) as exc:
@@ -304,11 +322,11 @@ def _check_pages(s: ClientState, pages: Sequence[int]) -> None:
 
 
 def _store_own(
-    s: ClientState, names: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
+    s: ClientState, names: list[str], pages: list[int], lengths: Column, checksums: list[int] | None, depths: Depths
 ) -> Operation[list[Stored]]:
     attempt = s.next_attempt()
     regions, offsets = s.pages.locations(pages)
-    message = StoreRequest(s.token, s.pages.acknowledged, attempt, regions, names, offsets, lengths, checksums)
+    message = StoreRequest(s.token, s.pages.acknowledged, attempt, regions, names, offsets, lengths, checksums, depths)
     reply: StoreReply = yield from _send(
         s, Call(Code.STORE, message, sending=partial(_sending, s, names, pages, lengths, attempt)), pages, attempt
     )
@@ -356,8 +374,9 @@ def _send(s: ClientState, call: Call, pages: list[int], attempt: int) -> Operati
 
 
 def _store_published(
-    s: ClientState, names: list[str], pages: list[int], lengths: Column, checksums: list[int] | None
+    s: ClientState, names: list[str], pages: list[int], lengths: Column, checksums: list[int] | None, depths: Depths
 ) -> Operation[list[Stored]]:
+    # Its messages have no place for depths, and it evicts nothing.
     try:
         there = yield Call(Code.BATCH_EXISTS_KV, KeysRequest(names))
     except BaseException:

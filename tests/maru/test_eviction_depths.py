@@ -1,0 +1,137 @@
+"""Of what is next to go, the deepest goes first: a writer that stores chunk by chunk does not lose the head of its prefix."""
+
+import msgspec
+import pytest
+
+from maru._directory import Directory
+from maru._journal.registrations import columns_of, recorded_columns
+from maru._wire import Code, StoreRequest
+from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU
+from maru.eviction._candidates import Candidates
+
+CAPACITY = 160  # of which a sixteenth, ten, are candidates
+with_depths = pytest.mark.parametrize("policy", [AdaptiveLRFU, LRU, LFU, S3FIFO, ARC])
+
+
+def written(policy, n, depths=True, held=()):
+    """The keys 0 to n - 1 are one prefix, stored one by one into a place that is full after CAPACITY of them: what stays."""
+    there = []
+    for key in range(n):
+        if len(there) == CAPACITY:
+            [victim], _ = policy.make_room([key], 1, held)
+            there.remove(victim)
+        policy.use([key], [key] if depths else None)
+        there.append(key)
+    return there
+
+
+def prefix(there):
+    return next((at for at in range(len(there) + 1) if at not in there), 0)
+
+
+@with_depths
+def test_what_is_stored_chunk_by_chunk_keeps_its_head(policy):
+    there = written(policy(), 3 * CAPACITY // 2)
+    assert prefix(there) >= 9, "all but one of the candidates are the head"
+    assert len(there) == CAPACITY
+
+
+def test_without_depths_the_head_goes_first():
+    assert prefix(written(LRU(), 3 * CAPACITY // 2, depths=False)) == 0
+
+
+@with_depths
+def test_stored_together_and_stored_one_by_one_lose_the_deepest_first(policy):
+    together = policy()
+    together.use(range(CAPACITY)[::-1], range(CAPACITY)[::-1])
+    gone, _ = together.make_room(range(20), 20, ())
+    assert 0 not in gone
+    alone = policy()
+    for key in range(CAPACITY):
+        alone.use([key], [key])
+    gone, _ = alone.make_room(range(20), 20, ())
+    assert gone[0] == 9, "the deepest of ten candidates"
+    assert not set(gone) & set(range(9))
+
+
+@with_depths
+def test_a_use_takes_a_candidate_back(policy):
+    one = policy()
+    written(one, CAPACITY)
+    [victim], _ = one.make_room(["new"], 1, ())
+    assert victim == 9
+    one.use([0])
+    known = len(one)
+    gone, _ = one.make_room(range(CAPACITY), known - 1, ())
+    assert len(gone) == known - 1 and len(one) == 1
+    if policy is LRU:
+        assert 0 not in gone
+
+
+@with_depths
+def test_a_candidate_that_is_held_stays_and_one_that_is_discarded_is_gone(policy):
+    one = policy()
+    written(one, CAPACITY)
+    one.make_room(["new"], 1, ())
+    one.discard([8, 7])
+    assert len(one) == CAPACITY - 3
+    gone, _ = one.make_room(range(CAPACITY), CAPACITY, {5, 6})
+    assert sorted(gone) == sorted(set(range(CAPACITY)) - {9, 8, 7, 6, 5})
+    gone, _ = one.make_room(range(2), 2, ())
+    assert sorted(gone) == [5, 6]
+
+
+@with_depths
+def test_a_key_without_a_depth_goes_when_its_turn_has_come(policy):
+    one = policy()
+    one.use(["plain"])
+    for key in range(CAPACITY):
+        one.use([key], [key])
+    [victim], _ = one.make_room(["new"], 1, ())
+    assert victim == "plain"
+
+
+def test_heads_that_nothing_uses_any_more_do_not_stay():
+    candidates = Candidates()
+    for key in range(3):
+        candidates.add(f"head {key}", 0, None)
+    gone = []
+    for at in range(100):
+        candidates.add(at, 5, None)
+        gone.append(candidates.pop(known=40)[0])
+    assert {"head 0", "head 1", "head 2"} <= set(gone)
+    assert gone.index("head 0") == 40
+
+
+def test_what_is_taken_back_leaves_no_more_behind_than_there_are_candidates():
+    candidates = Candidates()
+    for at in range(1000):
+        candidates.add("key", at, None)
+        assert candidates.take_back(["key"]) == [("key", None)]
+    assert len(candidates._heap) <= 65 and not candidates
+
+
+# --- the server's directory ---------------------------------------------------------------------------------------
+
+PAGE = 4096
+TOKEN = b"t" * 16
+
+
+def test_the_page_store_evicts_the_deepest_of_what_was_stored_one_by_one_also_after_a_restart():
+    directory = Directory()
+    session = directory.open_session(TOKEN, "instance", "", 10.0, 0.0)
+    directory.add_region(session, 1, CAPACITY * PAGE)
+    for at in range(CAPACITY):
+        message = StoreRequest(TOKEN, 0, at + 1, 1, [str(at)], [at * PAGE], PAGE, None, [at])
+        source = Code.STORE, msgspec.msgpack.encode(message)
+        directory.register(session, columns_of(message), 0.0, source=source)
+    records = directory.take_records()
+    loaded = Directory.load(directory.dump())
+    replayed = Directory()
+    for record in records:
+        replayed.apply(record, recorded_columns)
+    for one in (directory, loaded, replayed):
+        assert one.reclaim(session, 20, 0.0) == 20
+        there = one.exists([str(at) for at in range(CAPACITY)])
+        assert all(there[:9]), "the head stays"
+        assert there.count(False) == 20
