@@ -131,9 +131,11 @@ class Server:
     """The server at the other end. Made by :func:`connected`."""
 
     def __init__(self, wish: Wish) -> None:
-        from .._client.sockets import blocking_dealer
+        from .._client.sockets import blocking_dealer, channel_path
 
         self.address = wish.address
+        self.over: str = "channel" if channel_path(wish.config) else "ZeroMQ"
+        """The way to it."""
         self.timeout = wish.timeout
         self._dealer = blocking_dealer(wish.config)
         self._sequence = 0

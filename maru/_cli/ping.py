@@ -49,10 +49,17 @@ def command(wish: Wish, count: int, interval: float) -> None:
     figures = _figures(times) if times else {}
     if wish.as_json:
         print_json(
-            {"address": wish.address, "epoch": identifier(epoch or None), "sent": count, "lost": lost, **figures}
+            {
+                "address": wish.address,
+                "over": server.over,
+                "epoch": identifier(epoch or None),
+                "sent": count,
+                "lost": lost,
+                **figures,
+            }
         )
     else:
-        click.echo(f"{wish.address}: {plural(count, 'round trip')}, {lost} lost")
+        click.echo(f"{wish.address}, over {server.over}: {plural(count, 'round trip')}, {lost} lost")
         click.echo(", ".join(f"{name} {duration(figure)}" for name, figure in figures.items()))
     if lost:
         raise CheckFailed(

@@ -177,6 +177,7 @@ def test_ping_measures_round_trips() -> None:
         assert server.requests() - asked == 1 + 1 + 5  # what asked for the number, the one that connects, and five
         took = time.monotonic() - began
         assert (said["address"], said["epoch"], said["sent"], said["lost"]) == (server.ipc, server.ready["epoch"], 5, 0)
+        assert said["over"] == "channel"
         assert 0 < said["min"] <= said["p50"] <= said["p99"] <= said["max"] < took
         assert "3 round trips, 0 lost" in maru("ping", "-n", "3", "--interval", "0", "--server", server.ipc)
 
@@ -579,7 +580,7 @@ def test_doctor_examines_the_pool_of_the_server_that_answers(server: Server) -> 
     findings = {one["name"]: one for one in said["findings"]}
     assert findings["server"]["verdict"] == "ok"
     assert findings["space for regions"]["needed"] == "64.0 MiB"
-    assert {"socket maru.sock", "socket descriptors.sock"} <= set(findings)
+    assert {"socket maru.sock", "socket channel.sock", "socket descriptors.sock"} <= set(findings)
     assert "locked memory" not in findings
     assert "locked memory" in {one["name"] for one in told("doctor", "--pin", "--server", server.ipc)["findings"]}
 

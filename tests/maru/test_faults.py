@@ -1105,7 +1105,7 @@ def _sigterm(pool: Path, load: str) -> float:
             if flood is not None:
                 flood()
         assert not any(thread.is_alive() for thread in threads)
-        assert not {"maru.sock", "descriptors.sock"} & set(os.listdir(pool))
+        assert not {"maru.sock", "channel.sock", "descriptors.sock"} & set(os.listdir(pool))
         server.start()
         assert eventually(lambda: owner.get(["k"])) == ["right"]
         return took

@@ -575,7 +575,7 @@ def test_files_and_sockets_are_for_their_owner_alone(pool):
                         seen.add(path.name.split(".")[0].split("_")[0])
             assert {"maru", "journal", "snapshot", "descriptors"} <= seen
             sockets = {path.name for path in runtime.iterdir() if stat.S_ISSOCK(path.stat().st_mode)}
-            assert sockets == {"maru.sock", "descriptors.sock"}
+            assert sockets == {"maru.sock", "channel.sock", "descriptors.sock"}
     finally:
         os.umask(old)
 
