@@ -1,9 +1,9 @@
 """Which key lies where, who reads it, and whose it is. Pure: facts and the time go in, answers come out."""
 
 from .directory import Directory as Directory
-from .counts import DirectoryStatistics as DirectoryStatistics
-from .counts import InstanceUsage as InstanceUsage
-from .counts import KeyFacts as KeyFacts
+from .statistics import DirectoryStatistics as DirectoryStatistics
+from .statistics import InstanceUsage as InstanceUsage
+from .statistics import KeyFacts as KeyFacts
 from .image import DirectoryImage as DirectoryImage
 from .limits import Limits as Limits
 from .locations import Columns as Columns

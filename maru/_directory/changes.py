@@ -1,6 +1,6 @@
-"""Every change of a directory's state, together with its record; and the way back, from a record to the change. Pure.
+"""Changes of a directory's state, each with its record for the journal; and the replay of a record. Pure.
 
-Nobody else changes the state of a directory that lives, so what happens is recorded, in the order in which it happens.
+Nothing else changes the state of a directory in use, so what happens is recorded, in the order in which it happens.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .state import State
 
 
 class Changes:
-    """A state, and what the journal has not taken yet of what happened to it."""
+    """A state, and the records of what happened to it that the journal has not taken yet."""
 
     def __init__(self, state: State) -> None:
         self.state = state
         self.records: list[AnyRecord] = []
-        self.owed: list[tuple[Columns, Mapping[int, Columns], int]] = []
-        """Registrations that are recorded, and not done yet."""
+        self.deferred: list[tuple[Columns, Mapping[int, Columns], int]] = []
+        """Registrations that are recorded and answered, and whose work is not done yet."""
 
     def open_session(self, token: bytes, instance_id: str, tenant: str, published: bool, lease: float) -> Session:
         """A new session, under a number that nobody had before."""
@@ -81,16 +81,18 @@ class Changes:
         first = state.generation + 1
         state.generation += len(columns.keys)
         self.records.append(Registered(self._owner(next(iter(parts))), *source, first, []))
+        # The answer needs only the generations, which are given already. The dictionaries, which cost most, can wait until it
+        # has left; whatever looks at the state calls `settle` first, so the order of what happens stays as recorded.
         if later:
-            self.owed.append((columns, parts, first))
+            self.deferred.append((columns, parts, first))
         else:
             state.enter_fresh(columns, parts, first)
         return first
 
     def settle(self) -> None:
         """Do what was only recorded."""
-        owed, self.owed = self.owed, []
-        for columns, parts, first in owed:
+        deferred, self.deferred = self.deferred, []
+        for columns, parts, first in deferred:
             self.state.enter_fresh(columns, parts, first)
 
     def enter(self, columns: Columns, skipped: list[int], source: tuple[int, bytes]) -> int:
@@ -129,8 +131,8 @@ class Changes:
             self.state.read_unpinned = True
             self.records.append(ReadUnpinned())
 
-    def again(self, record: AnyRecord, decode: Callable[[int, bytes], Columns]) -> None:
-        """What this record says happens again, without a record."""
+    def replay(self, record: AnyRecord, decode: Callable[[int, bytes], Columns]) -> None:
+        """Do what this record says once more, without recording it."""
         state = self.state
         match record:
             case Registered(_, code, payload, first, skipped):

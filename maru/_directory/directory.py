@@ -24,9 +24,8 @@ from .._wire.messages_own import Returns
 from ..eviction import LRU, EvictionPolicy
 from . import image as image_module
 from .changes import Changes
-from .counts import Counters, DirectoryStatistics, InstanceUsage, KeyFacts
+from .eviction_guard import EvictionGuard
 from .evictor import Evictor
-from .guards import Guards
 from .image import DirectoryImage
 from .limits import Limits
 from .locations import Columns, GivenBack, Location, Registration
@@ -38,7 +37,7 @@ from .registrar import Registrar
 from .remover import Remover
 from .sessions import Leases, Session
 from .state import State
-from .telling import facts_of, statistics_of, usage_of
+from .statistics import Counters, DirectoryStatistics, InstanceUsage, KeyFacts, facts_of, statistics_of, usage_of
 
 
 class Directory:
@@ -67,12 +66,12 @@ class Directory:
         self._changes = Changes(state)
         self._counters = Counters()
         self._leases = Leases()
-        self._guards = Guards(state, limits)
-        self._published = Published(self._changes, self._guards, self._leases, limits)
-        self._evictor = Evictor(self._changes, self._guards, self._counters)
-        self._registrar = Registrar(self._changes, limits, self._guards, self._evictor, self._counters)
-        self._reader = Reader(self._changes, self._guards, self._counters)
-        self._remover = Remover(self._changes, limits, self._guards, self._evictor, self._counters)
+        self._guard = EvictionGuard(state, limits)
+        self._published = Published(self._changes, self._guard, self._leases, limits)
+        self._evictor = Evictor(self._changes, self._guard, self._counters)
+        self._registrar = Registrar(self._changes, limits, self._guard, self._evictor, self._counters)
+        self._reader = Reader(self._changes, self._guard, self._counters)
+        self._remover = Remover(self._changes, limits, self._guard, self._evictor, self._counters)
 
     def __len__(self) -> int:
         self.settle()
@@ -119,7 +118,7 @@ class Directory:
     def attach(self, session_id: int, now: float) -> None:
         """It has said our epoch, so it uses nothing any more that it knew from an earlier one. Its lease starts anew."""
         self.renew(session_id, now)
-        self._guards.back(session_id)
+        self._guard.note_returned(session_id)
 
     def renew(self, session_id: int, now: float) -> None:
         """It has sent something: its lease starts anew."""
@@ -133,7 +132,7 @@ class Directory:
         """It is over: its regions are orphans, the empty ones dropped. Its pins count until its lease and the grace end."""
         self.settle()
         self._end(session_id, self._leases.until(session_id))
-        self._guards.settle(now)
+        self._guard.expire_pins(now)
 
     def expire(self, now: float) -> list[int]:
         """End what is over: sessions, whose numbers are returned, and pins of those that are gone."""
@@ -141,18 +140,18 @@ class Directory:
         ended = self._leases.due(now)
         for number in ended:
             self._end(number, now)
-        self._guards.settle(now)
+        self._guard.expire_pins(now)
         return ended
 
     def _end(self, session_id: int, pinned_until: float) -> None:
         self._changes.end_session(session_id)
         self._leases.discard(session_id)
-        self._guards.back(session_id)
-        self._guards.leave(session_id, pinned_until)
+        self._guard.note_returned(session_id)
+        self._guard.keep_pins_until(session_id, pinned_until)
 
     def next_expiry(self) -> float:
         """When :meth:`expire` may have something to do, or earlier; ``math.inf`` if there is nothing to wait for."""
-        return min(self._leases.next(), self._guards.next_end())
+        return min(self._leases.next(), self._guard.next_expiry())
 
     # --- published connections ------------------------------------------------------------------------------------
 
@@ -182,7 +181,7 @@ class Directory:
             record: the next one.
             decode: what a ``Registered`` says, from its code and payload.
         """
-        self._changes.again(record, decode)
+        self._changes.replay(record, decode)
 
     def dump(self) -> DirectoryImage:
         """The state as a value: all but pins, running leases, connections and the order of use."""
@@ -217,11 +216,11 @@ class Directory:
         surely = [end for number, end in ends.items() if number not in ours]
         if state.read_unpinned:
             surely.append(now + limits.v1_read_grace)
-        self._guards.begin_quiet(ours, surely=max(surely, default=now))
+        self._guard.begin_quiet(ours, surely=max(surely, default=now))
 
     def quiet(self, now: float) -> bool:
         """Whether nothing may be evicted, deleted or handed back yet, since old views may be in use."""
-        return self._guards.quiet(now)
+        return self._guard.is_quiet(now)
 
     def forget(self, keys: Iterable[str]) -> int:
         """Drop these keys whatever protects them, as their bytes are not what was stored; how many were there."""
@@ -335,7 +334,7 @@ class Directory:
             self._published.join_owners(by, columns.regions)
         elif columns.attempt in session.fences:
             return None
-        self._guards.settle(now)
+        self._guard.expire_pins(now)
         parts = columns.by_region()
         regions = {
             region_id: region
@@ -350,7 +349,7 @@ class Directory:
 
     def settle(self) -> None:
         """Do what :meth:`register` was told to do later. Whatever could tell that it is not done yet does it first."""
-        if self._changes.owed:
+        if self._changes.deferred:
             self._changes.settle()
 
     def find(
@@ -376,12 +375,12 @@ class Directory:
         """One pin less for each key; False where ``by`` has none. A published connection may drop another one's."""
         self.settle()
         self._session(by)
-        return self._guards.unpin(by, keys)
+        return self._guard.unpin(by, keys)
 
     def enter_turn(self, session_id: int, turn: int) -> bool:
         """This session asks in this turn: to be called before what it pins and unpins. False: that is over, and not done."""
         self._state.sessions[session_id]
-        return self._guards.enter(session_id, turn)
+        return self._guard.enter_turn(session_id, turn)
 
     def settle_pins(self, session_id: int, keys: Sequence[str], counts: Sequence[int], *, last: bool) -> int:
         """What a session holds of that which it pinned in turns before the one it has entered: so many pins of these keys.
@@ -398,7 +397,7 @@ class Directory:
         """
         self.settle()
         self._state.sessions[session_id]
-        return self._guards.vouch(session_id, keys, counts, last)
+        return self._guard.reconcile_pins(session_id, keys, counts, last)
 
     def delete(
         self,
@@ -478,12 +477,12 @@ class Directory:
 
     def inspect(self, key: str) -> KeyFacts | None:
         """What there is to know about a key; ``None`` if it is not here. No use of it, and nobody's reading it."""
-        return facts_of(self._state, self._guards.pinned, key)
+        return facts_of(self._state, self._guard.pinned, key)
 
     def statistics(self) -> DirectoryStatistics:
         """An immutable snapshot, in O(1)."""
         self.settle()
-        connections, pinned = len(self._published.connections), len(self._guards.pinned)
+        connections, pinned = len(self._published.connections), len(self._guard.pinned)
         return statistics_of(self._state, self._counters, connections=connections, pinned=pinned)
 
     # --- below ----------------------------------------------------------------------------------------------------

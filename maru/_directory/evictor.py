@@ -6,11 +6,11 @@ from collections.abc import Container, Iterable
 from typing import Final
 
 from .changes import Changes
-from .counts import Counters
-from .guards import Guards
+from .eviction_guard import EvictionGuard
 from .pins import Held
 from .regions import Region
 from .sessions import Session
+from .statistics import Counters
 
 # A search that passed over so many held keys and found too little is not repeated at once: it would be as long again.
 _LONG_SEARCH: Final = 10_000
@@ -20,17 +20,17 @@ _REST: Final = 1e-5  # seconds for each of them: some fifty times what passing o
 class Evictor:
     """Finds what may go, and lets it go. Nothing of a living published owner ever does, and nothing in quiet time."""
 
-    def __init__(self, changes: Changes, guards: Guards, counters: Counters) -> None:
+    def __init__(self, changes: Changes, guard: EvictionGuard, counters: Counters) -> None:
         self._changes = changes
         self._state = changes.state
-        self._guards = guards
+        self._guard = guard
         self._counters = counters
 
     def evict(self, session: Session, n: int, now: float, also: Container[str] = ()) -> int:
         """The ``n`` least recently used keys of this owner that are not held, nor ``also`` stay, go; how many went."""
         if not self._may(session, now):
             return 0
-        return self._remove(self._search(session, n, self._guards.held(also, now), now))
+        return self._remove(self._search(session, n, self._guard.held(also, now), now))
 
     def evict_bytes(self, sessions: Iterable[Session], wanted_bytes: int, also: Container[str], now: float) -> int:
         """Keys of these owners go, of the first one first, until so many bytes are free; how many keys.
@@ -46,7 +46,7 @@ class Evictor:
         for session in sessions:
             if not self._may(session, now):
                 continue
-            held = self._guards.held(also, now)
+            held = self._guard.held(also, now)
             while wanted_bytes > 0:
                 found = self._search(session, 1, held, now)
                 if not found:
@@ -57,8 +57,8 @@ class Evictor:
 
     def abandoned(self, wanted_bytes: int, now: float) -> list[Region]:
         """Abandoned regions that may go whole and together have so many bytes, the longest abandoned first; else none."""
-        self._guards.settle(now)
-        if self._guards.quiet(now):
+        self._guard.expire_pins(now)
+        if self._guard.is_quiet(now):
             return []
         chosen: list[Region] = []
         for region in self._state.abandoned.values():
@@ -70,8 +70,8 @@ class Evictor:
         return chosen if wanted_bytes <= 0 else []
 
     def _may(self, session: Session, now: float) -> bool:
-        self._guards.settle(now)
-        return not (session.published or now < session.barren_until or self._guards.quiet(now))
+        self._guard.expire_pins(now)
+        return not (session.published or now < session.barren_until or self._guard.is_quiet(now))
 
     def _search(self, session: Session, n: int, held: Held, now: float) -> list[str]:
         victims, _ = session.policy.make_room((), n, held)

@@ -21,7 +21,7 @@ class Pins:
         self.counts: dict[str, int] = {}
         """Pins of each pinned key, of all holders together."""
         self._of: dict[int, dict[str, int]] = {}
-        self._earlier: dict[int, dict[str, int]] = {}  # taken in earlier turns, and not vouched for since
+        self._earlier: dict[int, dict[str, int]] = {}  # taken in earlier turns, and not confirmed since
         self._turns: dict[int, int] = {}  # the latest, where it is not 0
 
     def has(self, holder: int) -> bool:
@@ -99,7 +99,7 @@ class Pins:
 
     # --- turns ----------------------------------------------------------------------------------------------------
 
-    def enter(self, holder: int, turn: int) -> bool:
+    def enter_turn(self, holder: int, turn: int) -> bool:
         """This session speaks in this turn. False: it has been heard in a later one, and nothing is to be done."""
         latest = self._turns.get(holder, 0)
         if turn == latest:
@@ -115,7 +115,7 @@ class Pins:
                     earlier[key] = earlier.get(key, 0) + count
         return True
 
-    def vouch(self, holder: int, keys: Iterable[str], counts: Iterable[int]) -> None:
+    def reconcile(self, holder: int, keys: Iterable[str], counts: Iterable[int]) -> None:
         """This session holds so many of the pins that it took in earlier turns: they stay. It cannot hold more than it took."""
         earlier = self._earlier.get(holder)
         if earlier is None:
@@ -132,7 +132,7 @@ class Pins:
             del self._earlier[holder]
 
     def drop_earlier(self, holder: int) -> tuple[int, list[str]]:
-        """What it took in earlier turns and did not vouch for goes: how many pins, and which keys have none any more."""
+        """What it took in earlier turns and did not name goes: how many pins, and which keys have none any more."""
         earlier = self._earlier.pop(holder, {})
         return sum(earlier.values()), self._let_go(earlier)
 

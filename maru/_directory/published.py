@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .changes import Changes
-from .guards import Guards
+from .eviction_guard import EvictionGuard
 from .limits import Limits
 from .regions import RegionState
 from .sessions import Leases, Session
@@ -19,10 +19,10 @@ from .sessions import Leases, Session
 class Published:
     """Published connections, by negative numbers, and the sessions that they have joined."""
 
-    def __init__(self, changes: Changes, guards: Guards, leases: Leases, limits: Limits) -> None:
+    def __init__(self, changes: Changes, guard: EvictionGuard, leases: Leases, limits: Limits) -> None:
         self._changes = changes
         self._state = changes.state
-        self._guards = guards
+        self._guard = guard
         self._leases = leases
         self._limits = limits
         self.connections: dict[int, set[int]] = {}
@@ -43,7 +43,7 @@ class Published:
                 session.connections.discard(connection)
                 if not session.connections:
                     self._leases.set(number, now + session.lease)
-        self._guards.leave(connection, now + self._limits.v1_read_grace)
+        self._guard.keep_pins_until(connection, now + self._limits.v1_read_grace)
 
     def join(self, connection: int, instance_id: str) -> Session:
         """The session of this instance, to which this connection belongs from now on.

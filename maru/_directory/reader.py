@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .changes import Changes
-from .counts import Counters
-from .guards import Guards
+from .eviction_guard import EvictionGuard
 from .locations import Location
+from .statistics import Counters
 
 
 class Reader:
     """Finds keys and pins them, on behalf of who asks. Registers nothing, and removes nothing."""
 
-    def __init__(self, changes: Changes, guards: Guards, counters: Counters) -> None:
+    def __init__(self, changes: Changes, guard: EvictionGuard, counters: Counters) -> None:
         self._changes = changes
         self._state = changes.state
         self._located = changes.state.located
-        self._guards = guards
+        self._guard = guard
         self._counters = counters
 
     def find(self, by: int, keys: Sequence[str], now: float, pin: bool, prefix: bool) -> list[Location | None]:
@@ -40,9 +40,9 @@ class Reader:
         region_ids = self._state.use(keys, locations)
         if by < 0:
             self._changes.read_unpinned()
-            self._guards.note_read(keys, region_ids, now)
+            self._guard.note_read(keys, region_ids, now)
         if pin:
-            self._guards.hold(by, keys, region_ids)
+            self._guard.pin(by, keys, region_ids)
         return answer
 
     def exists(self, keys: Iterable[str]) -> list[bool]:
@@ -62,5 +62,5 @@ class Reader:
                 found = [key for key in keys if key in self._located]
         if by < 0 and found:
             self._changes.read_unpinned()  # its pins have no lease either
-        self._guards.hold(by, found, {self._located[key].region_id for key in found})
+        self._guard.pin(by, found, {self._located[key].region_id for key in found})
         return there

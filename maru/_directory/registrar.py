@@ -1,4 +1,4 @@
-"""Registering: the plain case in a few calls for all entries, every other one entry by entry. Pure."""
+"""Registration of keys: the plain case in a few calls for all entries, every other one entry by entry. Pure."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ from collections.abc import Mapping
 from operator import add
 
 from .changes import Changes
-from .counts import Counters
+from .eviction_guard import EvictionGuard
 from .evictor import Evictor
-from .guards import Guards
-from .judge import NEW, Room, Verdict, judge
 from .limits import Limits
 from .locations import Columns, Registration
 from .regions import Account, Region
 from .sessions import Session
+from .statistics import Counters
+from .validation import NEW, RemainingQuota, Validation, validate
 
 
 class Registrar:
     """Registers keys in regions that the caller may write, and makes room for them on their owner's account."""
 
-    def __init__(self, changes: Changes, limits: Limits, guards: Guards, evictor: Evictor, counters: Counters) -> None:
+    def __init__(
+        self, changes: Changes, limits: Limits, guard: EvictionGuard, evictor: Evictor, counters: Counters
+    ) -> None:
         self._changes = changes
         self._state = changes.state
         self._limits = limits
-        self._guards = guards
+        self._guard = guard
         self._evictor = evictor
         self._counters = counters
 
@@ -57,10 +59,10 @@ class Registrar:
         self, regions: Mapping[int, Region], columns: Columns, now: float, source: tuple[int, bytes], whole: bool
     ) -> Registration:
         """Register entry by entry, in these regions; see ``Directory.register``."""
-        verdict = self._judge(regions, columns, now)
-        if len(verdict.skipped) < len(columns.keys) and not (whole and verdict.refused):
-            verdict = self._with_room(regions, columns, verdict, now)
-        statuses, skipped, refused = verdict.statuses, verdict.skipped, verdict.refused
+        validation = self._validate(regions, columns, now)
+        if len(validation.skipped) < len(columns.keys) and not (whole and validation.refused):
+            validation = self._make_room(regions, columns, validation, now)
+        statuses, skipped, refused = validation.statuses, validation.skipped, validation.refused
         new = len(statuses) - len(skipped)
         self._counters.refused += refused
         if whole and refused:
@@ -97,47 +99,54 @@ class Registrar:
             or len(self._state.located) + more_entries > self._limits.max_entries
         )
 
-    def _judge(self, regions: Mapping[int, Region], columns: Columns, now: float, room: Room | None = None) -> Verdict:
-        return judge(
+    def _validate(
+        self, regions: Mapping[int, Region], columns: Columns, now: float, remaining: RemainingQuota | None = None
+    ) -> Validation:
+        return validate(
             columns,
             regions,
             self._state.located,
-            self._guards.pinned,
+            self._guard.pinned,
             max_key_bytes=self._limits.max_key_bytes,
-            quiet=self._guards.quiet(now),
-            room=room,
+            quiet=self._guard.is_quiet(now),
+            remaining=remaining,
         )
 
-    def _with_room(self, regions: Mapping[int, Region], columns: Columns, verdict: Verdict, now: float) -> Verdict:
-        """The verdict once as much room was made as could be: it may refuse what is beyond a quota."""
-        if self._all_fits(verdict):
-            return verdict
-        # What this batch names, or writes over, does not make room for it.
-        stays = verdict.written_over.union(columns.keys)
-        for account, more in _charges(verdict).items():
+    def _make_room(
+        self, regions: Mapping[int, Region], columns: Columns, validation: Validation, now: float
+    ) -> Validation:
+        """Evict what is too much for the quotas, as far as it may go; the validation as it is then, which may refuse some."""
+        if self._all_fits(validation):
+            return validation
+        # What this batch names must stay: evicted, a duplicate would be none any more, and its entry was answered as one. What
+        # it writes over gives its bytes back anyway, which the validation has counted already.
+        stays = validation.written_over.union(columns.keys)
+        for account, more in _charges(validation).items():
             excess = account.excess(more)
             if excess:
                 sharing = account.sessions.values()
-                first = [owner for owner in verdict.more_bytes if owner in sharing]
+                first = [owner for owner in validation.more_bytes if owner in sharing]
                 self._evictor.evict_bytes(dict.fromkeys([*first, *sharing]), excess, stays, now)
-        for owner in verdict.more_bytes:
-            excess = len(self._state.located) + verdict.more_entries - self._limits.max_entries
+        for owner in validation.more_bytes:
+            excess = len(self._state.located) + validation.more_entries - self._limits.max_entries
             if excess > 0:
                 self._evictor.evict(owner, excess, now, stays)
-        if self._all_fits(verdict):
-            return verdict
-        return self._judge(regions, columns, now, Room(max(0, self._limits.max_entries - len(self._state.located))))
+        if self._all_fits(validation):
+            return validation
+        return self._validate(
+            regions, columns, now, RemainingQuota(max(0, self._limits.max_entries - len(self._state.located)))
+        )
 
-    def _all_fits(self, verdict: Verdict) -> bool:
-        if len(self._state.located) + verdict.more_entries > self._limits.max_entries:
+    def _all_fits(self, validation: Validation) -> bool:
+        if len(self._state.located) + validation.more_entries > self._limits.max_entries:
             return False
-        return not any([account.excess(more) for account, more in _charges(verdict).items()])
+        return not any([account.excess(more) for account, more in _charges(validation).items()])
 
 
-def _charges(verdict: Verdict) -> dict[Account, int]:
+def _charges(validation: Validation) -> dict[Account, int]:
     """What the new entries take of each account."""
     charges: dict[Account, int] = {}
-    for owner, more in verdict.more_bytes.items():
+    for owner, more in validation.more_bytes.items():
         for account in (owner.instance, owner.tenant_account):
             charges[account] = charges.get(account, 0) + more
     return charges

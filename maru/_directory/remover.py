@@ -12,22 +12,24 @@ from itertools import repeat
 
 from .._wire.messages_own import DropAnswer
 from .changes import Changes
-from .counts import Counters
+from .eviction_guard import EvictionGuard
 from .evictor import Evictor
-from .guards import Guards
 from .limits import Limits
 from .regions import Region
 from .sessions import Session
+from .statistics import Counters
 
 
 class Remover:
     """Removes what may go, and counts it."""
 
-    def __init__(self, changes: Changes, limits: Limits, guards: Guards, evictor: Evictor, counters: Counters) -> None:
+    def __init__(
+        self, changes: Changes, limits: Limits, guard: EvictionGuard, evictor: Evictor, counters: Counters
+    ) -> None:
         self._changes = changes
         self._state = changes.state
         self._limits = limits
-        self._guards = guards
+        self._guard = guard
         self._evictor = evictor
         self._counters = counters
 
@@ -44,9 +46,9 @@ class Remover:
         asked = "delete", request_id
         if session is not None and asked in session.answers:
             return session.answers[asked]
-        self._guards.settle(now)
-        quiet = self._guards.quiet(now)
-        located, pinned, regions = self._state.located, self._guards.pinned, self._state.regions
+        self._guard.expire_pins(now)
+        quiet = self._guard.is_quiet(now)
+        located, pinned, regions = self._state.located, self._guard.pinned, self._state.regions
         answers: list[int] = []
         gone: dict[str, None] = {}
         meant: Iterable[int | None] = repeat(None) if generations is None else generations
@@ -73,7 +75,7 @@ class Remover:
         asked = "reclaim", request_id
         if asked in session.answers:
             return session.answers[asked][0]
-        if self._guards.quiet(now):
+        if self._guard.is_quiet(now):
             return 0
         dropped = self._evictor.evict(session, pages, now)
         if request_id:
@@ -90,7 +92,7 @@ class Remover:
     def forget(self, keys: Iterable[str]) -> int:
         """Drop these whatever protects them; how many were there."""
         gone = [key for key in dict.fromkeys(keys) if key in self._state.located]
-        self._guards.forget(gone)
+        self._guard.drop_pins(gone)
         self._changes.remove(gone)
         return len(gone)
 
@@ -100,7 +102,7 @@ class Remover:
         if region is None:
             return 0
         if region.pinned:
-            self._guards.forget(region.keys_at.values())
+            self._guard.drop_pins(region.keys_at.values())
         keys = self._changes.drop_region(region_id)
         self._counters.dropped_with_region += keys
         return keys

@@ -66,8 +66,8 @@ class Trust(enum.Enum):
     ORPHANS = "orphans"
 
 
-def judge(*, same_boot: bool, lost: bool) -> Trust:
-    """The table at the top."""
+def trust_in(*, same_boot: bool, lost: bool) -> Trust:
+    """How much of what was recovered may be believed: the table at the top."""
     if not same_boot:
         return Trust.PAGES_THAT_VERIFY
     return Trust.ORPHANS if lost else Trust.ALL
@@ -176,7 +176,7 @@ def _recover(
     replayed = replay(path, pool_id, limits, eviction)
     directory, lost = replayed.directory, replayed.lost
     pool_id = pool_id or replayed.pool_id or os.urandom(16)
-    trust = judge(same_boot=replayed.boot_id in (None, boot_id) and not suspect, lost=bool(lost))
+    trust = trust_in(same_boot=replayed.boot_id in (None, boot_id) and not suspect, lost=bool(lost))
     if replayed.cut_bytes:
         _log.info("%s: %d bytes of a write that was never finished are cut off", path, replayed.cut_bytes)
     for finding in lost:

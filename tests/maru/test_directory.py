@@ -336,7 +336,7 @@ def test_what_is_registered_later_is_there_for_whoever_looks(look):
     assert isinstance(world.records[-1], Registered)
     assert not world.directory._located
     assert look(world, a)
-    assert not world.directory._changes.owed
+    assert not world.directory._changes.deferred
     assert world.replayed().dump() == world.dump()
 
 
@@ -545,7 +545,7 @@ def test_what_has_no_pins_leaves_nothing_behind():
     world.disconnect(c, world.now)
     world.expire(world.now + 50.0)
     assert world.statistics().pinned == 0
-    assert not world.directory._guards._pins._of
+    assert not world.directory._guard._pins._of
     assert [region.pinned for region in world.directory._state.regions.values()] == [0]
 
 
@@ -1500,7 +1500,7 @@ def test_turns_leave_nothing_behind():
         world.pin(reader, keys)
         world.enter_turn(reader, 7)
     world.settle_pins(readers[0], ["y"], [1], last=True)
-    pins = world.directory._guards._pins
+    pins = world.directory._guard._pins
     assert pins.has(readers[1])
     assert not pins.has(readers[2])
     for reader in readers:
@@ -1521,4 +1521,4 @@ def test_pins_of_a_key_that_is_forgotten_are_of_no_turn():
     assert world.settle_pins(reader, ["x"], [2], last=True) == 1
     assert world.statistics().pinned == 0
     world.directory.forget(["y"])
-    assert world.directory._guards._pins._earlier == {}
+    assert world.directory._guard._pins._earlier == {}

@@ -560,7 +560,7 @@ def recounted(directory):
         key: (region.region_id, offset) for region in state.regions.values() for offset, key in region.keys_at.items()
     }
     assert lying == {key: (location.region_id, location.offset) for key, location in state.located.items()}
-    pinned = directory._guards.pinned
+    pinned = directory._guard.pinned
     for region in state.regions.values():
         mine = [location for location in state.located.values() if location.region_id == region.region_id]
         assert region.used_bytes == sum(location.length for location in mine)
@@ -591,14 +591,14 @@ def recounted(directory):
         assert usage.allocated_bytes == sum(region.length for region in regions)
         assert usage.used_bytes == sum(region.used_bytes for region in regions)
     counts = {}
-    pins = directory._guards._pins
+    pins = directory._guard._pins
     for own in [*pins._of.values(), *pins._earlier.values()]:
         assert own
         for key, count in own.items():
             assert count > 0
             counts[key] = counts.get(key, 0) + count
     assert counts == pinned
-    departed = directory._guards._departed._until.keys()  # what they pinned may be lost with its region before that
+    departed = directory._guard._departed._until.keys()  # what they pinned may be lost with its region before that
     assert pins._turns.keys() <= state.sessions.keys() | departed
     assert pinned.keys() <= state.located.keys()
 
@@ -995,7 +995,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         expected = {}
         for _, key in model.pins + model.earlier:
             expected[key] = expected.get(key, 0) + 1
-        assert directory._guards.pinned == expected
+        assert directory._guard.pinned == expected
         assert directory.take_dropped() == model.dropped
         model.dropped.clear()
         recounted(directory)

@@ -45,7 +45,7 @@ from tests.support.maru_world import PAGE, Client, FakeSpan, World
 def pins_at(world, client):
     """By the server's account: pins of each key that this client's session has."""
     number = world.service.directory.session_of(client.s.token)
-    pins = world.service.directory._guards._pins
+    pins = world.service.directory._guard._pins
     counts = {}
     for own in (pins._of.get(number, {}), pins._earlier.get(number, {})):
         for key, count in own.items():

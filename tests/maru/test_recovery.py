@@ -27,7 +27,7 @@ from maru._journal import segments as segments_module
 from maru._journal.compaction import Outcome, compact
 from maru._journal.compactor import keep_compacted, run_compaction
 from maru._journal.journal import Journal
-from maru._journal.recovery import Trust, judge, recover, unverified
+from maru._journal.recovery import Trust, recover, trust_in, unverified
 from maru._journal.registrations import recorded_columns
 from maru._journal.segments import HEADER_BYTES, Header, frame, list_files, pack_header, read_frames, write_snapshot
 from maru._wire import BatchRegisterRequest, Code, KeyRequest, RegisterRequest, StoreRequest
@@ -632,7 +632,7 @@ def test_another_pool_is_refused(tmp_path):
     ],
 )
 def test_what_is_believed(same_boot, lost, trust):
-    assert judge(same_boot=same_boot, lost=lost) is trust
+    assert trust_in(same_boot=same_boot, lost=lost) is trust
 
 
 def memory_of(server):

@@ -15,7 +15,7 @@ from backends.maru.l1._home import Home
 from maru import HeldBatch, MaruHandler, NoAnswer
 from maru._client import columns
 from maru._client.pages import OwnedPages
-from maru._directory.guards import Guards
+from maru._directory.eviction_guard import EvictionGuard
 from maru._pool import device as device_module
 from tests.backends import test_maru_l1 as real
 
@@ -47,7 +47,7 @@ def a_lease_is_returned_when_it_is_given(patch):
 
 def pins_hold_nothing(patch):
     """A page freed under a reader: at the server."""
-    patch.setattr(Guards, "hold", lambda self, by, keys, *rest: None)
+    patch.setattr(EvictionGuard, "pin", lambda self, by, keys, *rest: None)
 
 
 def an_aborted_page_is_free_at_once(patch):

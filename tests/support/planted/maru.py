@@ -177,9 +177,9 @@ def fences_are_forgotten(patch):
 
 def pins_hold_nothing(patch):
     """Fault 2."""
-    from maru._directory.guards import Guards
+    from maru._directory.eviction_guard import EvictionGuard
 
-    patch.setattr(Guards, "hold", lambda self, by, keys, *rest: None)
+    patch.setattr(EvictionGuard, "pin", lambda self, by, keys, *rest: None)
 
 
 def whoever_asks_may_write(patch):
@@ -217,9 +217,9 @@ def pages_do_not_come_back(patch):
 
 def pins_outlive_their_session(patch):
     """Fault 7."""
-    from maru._directory.guards import Guards
+    from maru._directory.eviction_guard import EvictionGuard
 
-    patch.setattr(Guards, "leave", lambda self, holder, *rest: None)
+    patch.setattr(EvictionGuard, "keep_pins_until", lambda self, holder, *rest: None)
 
 
 def nothing_is_written_down(patch):
@@ -231,9 +231,9 @@ def nothing_is_written_down(patch):
 
 def it_is_never_quiet(patch):
     """Fault 8."""
-    from maru._directory.guards import Guards
+    from maru._directory.eviction_guard import EvictionGuard
 
-    patch.setattr(Guards, "quiet", lambda self, now: False)
+    patch.setattr(EvictionGuard, "is_quiet", lambda self, now: False)
 
 
 def leases_do_not_end(patch):
@@ -281,7 +281,7 @@ def damage_is_skipped_over(patch):
     """Fault 12: what follows a damaged record is believed, deletions or not."""
     from maru._journal import recovery
 
-    patch.setattr(recovery, "judge", lambda *, same_boot, lost: recovery.Trust.ALL)
+    patch.setattr(recovery, "trust_in", lambda *, same_boot, lost: recovery.Trust.ALL)
 
 
 def statistics_walk_through_all_keys(patch):
@@ -508,6 +508,6 @@ def silence_ends_published_clients(patch):
 
 def published_readers_have_no_grace(patch):
     """For the compatible."""
-    from maru._directory.guards import Guards
+    from maru._directory.eviction_guard import EvictionGuard
 
-    patch.setattr(Guards, "note_read", lambda self, keys, *rest: None)
+    patch.setattr(EvictionGuard, "note_read", lambda self, keys, *rest: None)

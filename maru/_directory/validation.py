@@ -1,7 +1,7 @@
-"""What becomes of each entry of a registration, before any of it happens. Pure.
+"""Validation of a registration: what would become of each of its entries, before any of it happens. Pure.
 
-Entries are judged one after the other, each with what those before it do: a key that an earlier entry registers is a
-duplicate, a key that an earlier entry writes over is none. What :func:`judge` finds new, ``State.enter`` can register.
+Entries are validated one after the other, each with what those before it do: a key that an earlier entry registers is a
+duplicate, a key that an earlier entry writes over is none. What :func:`validate` finds new, ``State.enter`` can register.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .locations import Columns, Location
 from .regions import Account, Region
 from .sessions import Session
 
-# As plain numbers: looking up `.value` of an enum costs more than judging.
+# As plain numbers: looking up `.value` of an enum costs more than all else here.
 NEW: Final = StoreStatus.NEW.value
 DUPLICATE: Final = StoreStatus.DUPLICATE.value
 _PINNED: Final = StoreStatus.PINNED.value
@@ -25,7 +25,7 @@ _KEY: Final = StoreStatus.KEY.value
 _BUSY: Final = StoreStatus.BUSY.value
 
 
-class Verdict(NamedTuple):
+class Validation(NamedTuple):
     """What would become of a registration."""
 
     statuses: list[int]
@@ -41,15 +41,15 @@ class Verdict(NamedTuple):
     more_entries: int
 
 
-class Room:
-    """How much may still be registered: in keys, and in bytes on each account with a quota."""
+class RemainingQuota:
+    """What the quotas still allow to be registered: in keys, and in bytes on each account with a quota."""
 
     def __init__(self, entries: int) -> None:
         self._entries = entries
         self._left: dict[Account, int] = {}
 
     def take(self, session: Session, more_bytes: int, more_entries: int) -> bool:
-        """So much more of this session; whether there was room, else nothing is taken."""
+        """Use up so much of it for this session; False, and nothing used, where it is not enough."""
         if more_entries > self._entries:
             return False
         accounts = [account for account in (session.instance, session.tenant_account) if account.quota_bytes]
@@ -62,7 +62,7 @@ class Room:
         return True
 
 
-def judge(
+def validate(
     columns: Columns,
     regions: Mapping[int, Region],
     located: Mapping[str, Location],
@@ -70,8 +70,8 @@ def judge(
     *,
     max_key_bytes: int,
     quiet: bool = False,
-    room: Room | None = None,
-) -> Verdict:
+    remaining: RemainingQuota | None = None,
+) -> Validation:
     """What would become of each entry.
 
     Args:
@@ -81,7 +81,7 @@ def judge(
         pinned: the keys that must stay.
         max_key_bytes: a longer key cannot be one.
         quiet: whether any key may be pinned, unknown to us.
-        room: what may still be registered; used up by this. ``None``: anything.
+        remaining: what may still be registered; used up by this. ``None``: anything.
     """
     n = len(columns.keys)
     region_ids = [columns.regions] * n if isinstance(columns.regions, int) else columns.regions
@@ -104,6 +104,8 @@ def judge(
         elif there.get(key, key in located):
             status = DUPLICATE
         elif offset in region.returning:
+            # The owner has not applied the return of this page yet. Once it does, the page is free to it: a key registered
+            # there now would have its bytes overwritten by the next store.
             status = _BUSY
         else:
             place = region_id, offset
@@ -114,12 +116,13 @@ def judge(
                 old = region.keys_at[offset]
                 old_length = located[old].length
             if old_length and (quiet or old in pinned):
+                # What lies there is pinned, or in quiet time may be: it stays found where it is until its pins are gone.
                 status = _PINNED
             else:
                 owner = region.session
                 assert owner is not None  # it may be registered in
                 more = 0 if old_length else 1
-                if room is not None and not room.take(owner, length - old_length, more):
+                if remaining is not None and not remaining.take(owner, length - old_length, more):
                     status = _QUOTA
                 else:
                     status = NEW
@@ -135,4 +138,4 @@ def judge(
             skipped.append(len(statuses))
         statuses.append(status)
     refused = len(skipped) - statuses.count(DUPLICATE)
-    return Verdict(statuses, skipped, refused, written_over, more_bytes, more_entries)
+    return Validation(statuses, skipped, refused, written_over, more_bytes, more_entries)
