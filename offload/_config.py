@@ -90,7 +90,7 @@ class PipelineConfig:
         "What a policy that raises or overruns does to a container: keeps its blocks back, or fails it.",
     )
     max_waiting_policies: int = _knob.integer(
-        64, 1, 4_096, "Containers whose policies wait at once, so that a slow one holds nobody back; each is a task."
+        64, 1, 4_096, "Containers whose policies wait at once, so that a slow one holds back no other; each is a task."
     )
     precondition_timeout: float = _knob.seconds(
         300.0, 0.001, _DAY, "How long a forward pass may take. Never for ever: what waits holds blocks."
@@ -148,7 +148,7 @@ class BreakerConfig:
     """When a tier counts as broken, and how it is tried again. The reason for each bound and default is in :func:`knobs`."""
 
     max_faults: int = _knob.integer(
-        3, 1, 1_000, "Faults in a row that break a tier. One is bad luck; each may cost somebody a timeout."
+        3, 1, 1_000, "Faults in a row that break a tier. One is bad luck; each may cost a caller a timeout."
     )
     first_wait: float = _knob.seconds(
         1.0, 0.001, _DAY, "How long a tier that has just broken is left alone. It doubles with each probe in vain."

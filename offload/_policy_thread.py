@@ -1,8 +1,8 @@
 """A policy that blocks, asked in a thread: the loop goes on meanwhile, and ``policy_timeout`` holds for it.
 
 One call at a time, as on the trio thread, so that a policy need not be thread-safe. A call that is out of time is left: its
-thread ends by itself, what it locked by then is given back, and nobody asks again before that. So a policy that hangs costs one
-thread.
+thread ends by itself, what it locked by then is given back, and the policy is not asked again before that. So a policy that
+hangs costs one thread.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class ThreadedPolicy(AsyncPolicy):
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._turn = trio.Semaphore(1)
+        self._permit = trio.Semaphore(1)
 
     def __repr__(self) -> str:
         return f"in_thread({self._policy!r})"
 
     async def evaluate(self, keys: Sequence[Key]) -> Reasons | Leased:
         """What the policy answers. Cancelled, it leaves at once; a lock that the policy takes all the same is given back."""
-        await self._turn.acquire()
-        call = _Call(self._policy, keys, self._turn)
+        await self._permit.acquire()
+        call = _Call(self._policy, keys, self._permit)
         try:
             answer = await run_in_thread(call.run)
         except BaseException:
             call.leave()
             raise
-        self._turn.release()
+        self._permit.release()
         return answer
 
 
@@ -52,10 +52,10 @@ class _State(enum.Enum):
 class _Call:
     """One question, from both sides."""
 
-    def __init__(self, policy: Policy, keys: Sequence[Key], turn: trio.Semaphore) -> None:
+    def __init__(self, policy: Policy, keys: Sequence[Key], permit: trio.Semaphore) -> None:
         self._policy = policy
         self._keys = keys
-        self._turn = turn
+        self._permit = permit
         self._token = trio.lowlevel.current_trio_token()
         self._lock = threading.Lock()
         self._state = _State.NEW
@@ -63,7 +63,7 @@ class _Call:
         self._answer: Reasons | Leased | None = None
 
     def run(self) -> Reasons | Leased:
-        """In the thread: ask. Whoever is left behind cleans up after itself, on the trio thread."""
+        """In the thread: ask. A call that was left cleans up after itself, on the trio thread."""
         if self._move(_State.RUNNING):
             return {}
         try:
@@ -73,7 +73,7 @@ class _Call:
             if self._move(_State.OVER):
                 try:
                     self._token.run_sync_soon(self._clean_up)
-                except trio.RunFinishedError:  # nobody waits for a turn there any more
+                except trio.RunFinishedError:  # the run is over: no call waits for the permit
                     self._give_back()
 
     def _move(self, state: _State) -> bool:
@@ -84,7 +84,7 @@ class _Call:
             return self._left
 
     def leave(self) -> None:
-        """On the trio thread: nobody waits for the answer any more."""
+        """On the trio thread: stop waiting for the answer."""
         with self._lock:
             self._left = True
             running = self._state is _State.RUNNING
@@ -93,7 +93,7 @@ class _Call:
 
     def _clean_up(self) -> None:
         self._give_back()
-        self._turn.release()
+        self._permit.release()
 
     def _give_back(self) -> None:
         answer, self._answer = self._answer, None

@@ -246,7 +246,7 @@ class EngineConfig:
     on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = _knob.field(
         "fail",
         f"one of {', '.join(get_args(OnEnterFailure))}, or that by the name of each tier: a table, or maru=miss,disk=fail",
-        "What to do about a tier that cannot be made or entered, since nobody is there: fail, or count it as broken and go on. "
+        "What to do about a tier that cannot be made or entered, since it is absent: fail, or count it as broken and go on. "
         "A tier that is not named fails. What is configured wrongly always fails.",
         _check_enter_failure,
         converter=_as_enter_failure,

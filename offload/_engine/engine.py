@@ -1,4 +1,4 @@
-"""The engine's face: store goes down, lookup and load come back. What it does itself is to refuse what cannot be, and count."""
+"""The engine that is called: store, lookup, load, delete, explain. It checks arguments, counts, and calls its parts."""
 
 from __future__ import annotations
 
@@ -176,8 +176,8 @@ class Engine:
 
         The prefix may change between tiers any number of times. A tier that raises, or does not answer within
         ``lookup_timeout``, is left out and named in :attr:`Hit.unavailable`: the prefix that was found without it is the
-        answer, and its breaker counts a fault. Cancelled, nothing is pinned, and nothing is said of any tier. Whoever gets the
-        hit releases it: ``async with await engine.lookup(keys) as hit``.
+        answer, and its breaker counts a fault. Cancelled, nothing is pinned, and nothing is said of any tier. The caller
+        releases the hit: ``async with await engine.lookup(keys) as hit``.
 
         Args:
             keys: what is wanted, in order.
@@ -296,7 +296,7 @@ class Engine:
             answers = [max(pair, key=_WEIGHT.__getitem__) for pair in zip(answers, told, strict=True)]
         return answers
 
-    # --- telling --------------------------------------------------------------------------------------------------
+    # --- what there is --------------------------------------------------------------------------------------------------
 
     async def explain(
         self,
@@ -319,7 +319,7 @@ class Engine:
             others: which other namings (other layouts, ranks, tenants) of the same tokens to try. Those of other tenants are
                 left out, unless an operator asks.
             tenant: who asks.
-            operator: whether that is somebody who may know of all tenants.
+            operator: whether the caller may know of all tenants.
 
         Raises:
             TypeError: tokens without a naming.

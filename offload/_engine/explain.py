@@ -55,7 +55,7 @@ class KeyMaker:
 
 
 def allowed(makers: Sequence[KeyMaker], tenant: str, *, operator: bool) -> list[KeyMaker]:
-    """The ways that this caller may have tried: his own, and those of nobody in particular."""
+    """The ways that this caller may have tried: the tenant's own, and those of no tenant."""
     return [maker for maker in makers if operator or maker.tenant in ("", tenant)]
 
 

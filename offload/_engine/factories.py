@@ -24,7 +24,7 @@ def make_source(config: EngineConfig) -> Source:
     """The place that an engine stores from.
 
     Raises:
-        ConfigError: it is only named, and nobody says how large its blocks are, or it cannot be read.
+        ConfigError: it is only named, and block_bytes is not set, or it cannot be read.
         Exception: whatever making it raises, with a note that says of what.
     """
     source: Any = config.source
@@ -49,7 +49,7 @@ def make_tier(name: str, tier: TierLike, block_bytes: int) -> ReadableTier:
     """
     if not isinstance(tier, str | Mapping):
         return tier
-    from backends.plugins import make_tier as make  # only whoever names a tier needs it
+    from backends.plugins import make_tier as make  # only needed where a tier is named
 
     try:
         if isinstance(tier, Mapping) and "wrappers" in tier:
@@ -73,7 +73,7 @@ def _misfit(name: str, table: TierTable, error: Exception) -> ConfigError | None
         knob, value, why = error.knob.removeprefix(f"{name}."), error.value, error.bound
     elif isinstance(error, UnknownTier):
         knob = "type"
-    elif type(error) not in (ValueError, TypeError):  # whatever is more particular is somebody's to know
+    elif type(error) not in (ValueError, TypeError):  # a more particular error says more than we could
         return None
     path = ".".join(filter(None, (table.section, knob)))
     return ConfigError(path, value, f"{why} {table.document.place(path)}")

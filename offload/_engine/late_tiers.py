@@ -326,7 +326,7 @@ class _Claim:
 
 
 async def _made_in_thread(make: Callable[[], Any], limiter: trio.CapacityLimiter) -> Any:
-    """Make it where blocking hurts nobody. Cancelled, it leaves at once, and what is made nonetheless is closed."""
+    """Make it in a thread, where it may block. Cancelled, it leaves at once, and what is made nonetheless is closed."""
     made: list[Any] = []
     lock, left = threading.Lock(), False
 

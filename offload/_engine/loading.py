@@ -110,7 +110,7 @@ class Loading:
             if answers.count(LOADED) < segment.blocks:
                 _raise_unproven(answers)
         except Exception as error:
-            if holds(error, Unproven):  # a copy may still write into these places: nobody else's bytes belong there
+            if holds(error, Unproven):  # a copy may still write into these places: no other bytes may be put there
                 raise
             return [Failed(error)] * segment.blocks
         return answers

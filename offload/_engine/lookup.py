@@ -276,7 +276,7 @@ class _TimedQueries:
 
 @attrs.define(eq=False)
 class TimeShares:
-    """The time of one lookup, or of one delete. Times are on the clock of whoever asks, in seconds."""
+    """The time of one lookup, or of one delete. Times are on the caller's clock, in seconds."""
 
     each: float
     """The longest part."""

@@ -100,7 +100,7 @@ def open_engine(
         routes: those that are not as by default, or not there by default.
         promote: whether a load writes what comes from a slower tier into the fastest as well, or into the one named.
         breaker: when a tier counts as broken, and is left alone for a while.
-        on_enter_failure: what to do about a tier that cannot be entered, since nobody is there: ``fail``, or ``miss``: go on,
+        on_enter_failure: what to do about a tier that cannot be entered, since it is absent: ``fail``, or ``miss``: go on,
             with the tier as a broken one until it can be; or that by the names of tiers. One that is not named fails.
 
     Raises:

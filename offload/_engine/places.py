@@ -46,7 +46,7 @@ async def enter_places(stack: AsyncExitStack, config: EngineConfig, history: His
     """The source and the tiers of an engine, entered in their order, to be left when ``stack`` is closed.
 
     Raises:
-        TierNotEntered: nobody was there, and the engine does not open without that tier.
+        TierNotEntered: a tier is absent, and the engine does not open without it.
         Exception: whatever making and entering them raises.
     """
     source = make_source(config)
@@ -98,13 +98,13 @@ def check_placeholders(tiers: Mapping[str, object], config: EngineConfig) -> Non
             raise ConfigError(
                 f"on_enter_failure.{name}",
                 "miss",
-                f"{name} could not be made, so nobody knows whether it can be read from, as a route that leads on from "
+                f"{name} could not be made, so it is unknown whether it can be read from, as a route that leads on from "
                 f"there needs: put it last, or say chain = 'none' and no route from it ({tier.why})",
             )
 
 
 def _made(name: str, said: TierLike, block_bytes: int, config: EngineConfig) -> ReadableTier:
-    """A tier; or what stands for it, if nobody is there to make it of."""
+    """A tier; or its placeholder, if it is absent and may be."""
     knob = f"tiers.{name}"
     make = partial(make_tier, knob, said, block_bytes)
     try:
@@ -130,7 +130,9 @@ async def _keep(
         if isinstance(tier, PlaceholderTier):
             if isinstance(tier.made, TenantTier) and not isinstance(tier, TenantTier):
                 raise TypeError("it must know whose its blocks are, which could not be known before it was made")
-            history.watch_tier(name, tier.made)  # for as long as there is one: nobody else has it
+            history.watch_tier(
+                name, tier.made
+            )  # while it is made: it is entered by no other place, so its listener ends with it
         elif (now := _kind_of(name, tier)) != kind:
             raise TypeError(f"it is of another kind than before it was entered: {now}, not {kind}")
         size: int = getattr(tier.made if isinstance(tier, PlaceholderTier) else tier, "block_bytes", 0)
@@ -178,7 +180,7 @@ async def _enter_or_say(stack: AsyncExitStack, name: str, tier: object) -> None:
     """Have a tier that the engine does not open without.
 
     Raises:
-        TierNotEntered: nobody was there.
+        TierNotEntered: it is absent.
     """
     try:
         await _enter(stack, tier)

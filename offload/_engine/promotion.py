@@ -41,7 +41,7 @@ from .statistics import Counts, count
 from .tenants import TenantTags, nothing
 
 _LONGEST_WAIT = 1.0
-"""Seconds that a promotion waits for room where everything is held: long enough for a load to let go, and nobody needs it."""
+"""Seconds that a promotion waits for room where everything is held: long enough for a load to release its hit."""
 _log = logging.getLogger("offload.engine")
 
 
@@ -81,7 +81,7 @@ class StagingBuffer:
         return self._pages.page_bytes
 
     def views(self) -> None:
-        """Not told: whoever reads has to say what arrives."""
+        """Not given: so the reader copies in what it has read, and it is summed up on the way."""
         return
 
     def copy_in(self, start: int, pages: Pages) -> None:
@@ -319,7 +319,7 @@ class Promoter:
         try:
             end = self.tenant_tags.bring_up(keys, tenant, name, verified=isinstance(place_of(tier), TenantTier))
         except Exception:
-            _log.exception("%d blocks are not promoted: nobody can be told whose they are", len(keys))
+            _log.exception("%d blocks are not promoted: their tenant cannot be tagged", len(keys))
             count(route_up.counts.refused, "failed", len(keys))
         else:
             route_up.begin(tier, keys, end)

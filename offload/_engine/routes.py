@@ -133,7 +133,7 @@ def spill_configs(
     carried: set[str] = set()
     for route in planned:
         ways = [way for way in planned if way.to == route.above and way.route.auto_chain]
-        if not ways:  # from the source; or nobody wants below what goes from there
+        if not ways:  # from the source; or no route that feeds the tier is chained
             continue
         if route.above in carried:
             raise ConfigError(

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 def nothing() -> None:
-    """The end of what nobody carries."""
+    """The end of no tag."""
 
 
 class TenantTags:
-    """All tiers of an engine that must know. An instrument of every pipeline that carries something into them."""
+    """Tags tenants onto keys in all tiers of an engine that must know them. An instrument of every pipeline into a tier."""
 
     def __init__(self, tiers: Iterable[object]) -> None:
         self._tiers = [tier for tier in tiers if isinstance(tier, TenantTier)]
@@ -56,20 +56,20 @@ class TenantTags:
         index = self._indexes[name] = TenantIndex(place.contains_nowait)
         return tier.on_evicted(index.forget)
 
-    # --- what is carried ------------------------------------------------------------------------------------------
+    # --- tags of blocks that move ------------------------------------------------------------------------------------------
 
     def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """Until the returned function is called these keys are this tenant's: in all of the tiers or, where it raises, in none.
+        """Tag these keys with their tenant until the returned function is called: in all tiers or, where it raises, in none.
 
-        The empty tenant is carried as any other: it must not pass for one who has the same keys under way. Calling the function
-        again does nothing.
+        The empty tenant is tagged as any other: it must not pass for another tenant that has the same keys under way. Calling
+        the function again does nothing.
         """
         if not self._tiers:
             return nothing
         return _all([(tier.carry, keys, tenant) for tier in self._tiers])
 
     def bring(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """The same for blocks that are about to arrive somewhere, where it is remembered."""
+        """The same for blocks that are about to arrive in a tier, also in the indexes."""
         if not self._indexes:
             return self.carry(keys, tenant)
         carriers = [self.carry, *[index.bring for index in self._indexes.values()]]
@@ -104,14 +104,14 @@ class TenantTags:
             of: dict[str | None, list[Key]] = {}
             for key in keys:
                 of.setdefault(index.of(key), []).append(key)
-            nobodys = of.pop(None, [])
+            untagged = of.pop(None, [])
             ours = [(self.bring, brought, tenant) for tenant, brought in of.items() if tenant is not None]
-            return set(nobodys) if must_know else (), _all(ours)
+            return set(untagged) if must_know else (), _all(ours)
 
         return claim
 
     def forget(self, name: str, keys: Collection[Key]) -> None:
-        """These were deleted from a tier."""
+        """Forget the tenants of blocks that were deleted from a tier."""
         if name in self._indexes:
             self._indexes[name].forget(keys)
 
@@ -127,7 +127,7 @@ class TenantTags:
         return handle
 
     def settled(self, container: OffloadContainer) -> None:
-        """The hook: somebody's blocks have arrived, or will not."""
+        """The hook of an instrument: a store has settled, so its tags end."""
         end = self._ends.pop(container, None)
         if end is not None:
             end()
@@ -137,7 +137,7 @@ _Carry: TypeAlias = Callable[[Sequence[Key], str], Callable[[], None]]
 
 
 def _all(many: Iterable[tuple[_Carry, Sequence[Key], str]]) -> Callable[[], None]:
-    """Tell all of them or, where one raises, none; returns what ends it, once."""
+    """Tag in all of them or, where one raises, in none; returns what ends it, once."""
     ends: list[Callable[[], None]] = []
 
     def end() -> None:
@@ -162,7 +162,7 @@ _log = logging.getLogger("offload.engine")
 
 
 class TenantIndex:
-    """Those of one tier's blocks.
+    """The tenants of one tier's blocks.
 
     Args:
         contains: says which of some keys are there.
@@ -170,7 +170,7 @@ class TenantIndex:
 
     def __init__(self, contains: Callable[[Sequence[Key]], AbstractSet[Key]]) -> None:
         self._contains = contains
-        self._there: dict[Key, str | None] = {}  # None: nobody's
+        self._there: dict[Key, str | None] = {}  # None: untagged
         self._coming: dict[Key, list[str]] = {}  # who brings it, once for each time
         self._most = _FEW
 
@@ -178,13 +178,13 @@ class TenantIndex:
         return len(self._there) + len(self._coming)
 
     def of(self, key: Key) -> str | None:
-        """Whose it is; ``None`` if it is nobody's, or nothing is known of it."""
+        """The tenant of a block; ``None`` if it is untagged, or nothing is known of it."""
         if key in self._there:
             return self._there[key]
         return _only(self._coming.get(key, ()))
 
     def bring(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """This tenant brings these, until the returned function is called: what is there then was brought. Idempotent."""
+        """Note that this tenant brings these until the returned function is called: what is there then was brought. Idempotent."""
         there = self._ask(keys, otherwise=keys)
         for key in keys:
             if key in there and key not in self._coming:
@@ -202,7 +202,7 @@ class TenantIndex:
         return end
 
     def forget(self, keys: Collection[Key]) -> None:
-        """These have gone."""
+        """Forget the tenants of blocks that have left the tier."""
         for key in keys:
             self._there.pop(key, None)
 
@@ -221,11 +221,11 @@ class TenantIndex:
             self._most = max(_FEW, 2 * len(self._there))
 
     def _ask(self, keys: Sequence[Key], otherwise: Collection[Key]) -> Collection[Key]:
-        """What the tier has of these; a tier that fails is no error of whoever brings something."""
+        """What the tier has of these; a tier that fails is no error of the store or the promotion."""
         try:
             return self._contains(keys)
         except Exception as error:
-            _log.warning("nobody knows which of %d blocks are there: %r", len(keys), error)
+            _log.warning("it is unknown which of %d blocks are there: %r", len(keys), error)
             return otherwise
 
 

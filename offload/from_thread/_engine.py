@@ -292,7 +292,7 @@ class Engine:
     def delete(self, keys: Sequence[Key], timeout: float | None = None) -> list[Deletion]:
         """Forget these keys in all tiers; one answer per key, as from :meth:`offload.Engine.delete`.
 
-        All tiers together have a little less than ``timeout``; of one that is silent nobody knows (``UNAVAILABLE``).
+        All tiers together have a little less than ``timeout``; one that is silent answers ``UNAVAILABLE``.
 
         Raises:
             WaitTimeout: the engine's thread itself did not answer. Some tiers may have forgotten.

@@ -61,7 +61,7 @@ class StoreFuture:
         self._outcome: TransferHandle | TransferResult | None = None  # once taken in; or how it ended without that
         self._cancelled = False  # whether that was asked for
         self._done = False
-        self._callbacks: list[Callable[[], None]] | None = None  # whom to tell; made when somebody waits
+        self._callbacks: list[Callable[[], None]] | None = None  # called when it is done; made when a thread waits
 
     def __repr__(self) -> str:
         return f"<StoreFuture for {len(self.blocks)} blocks, {self.status.value}>"
@@ -129,7 +129,9 @@ class StoreFuture:
 
     def request_cancel(self) -> None:
         """Ask for a cancellation and do not wait: before the commit it ends CANCELLED, after it by its result."""
-        self._cancelled = True  # first, for whoever takes it out of the mailbox; then for whoever has done so before
+        # The flag first, for a trio thread that takes it out of the mailbox later; then the call, for one that has done so
+        # before.
+        self._cancelled = True
         if not self._done and self._boundary.refusal is None:
             self._boundary.mailbox.call(self._cancel)
 
@@ -150,7 +152,7 @@ class StoreFuture:
         return self._in_asyncio().__await__()
 
     async def _in_asyncio(self) -> TransferResult:
-        import asyncio  # only whoever uses it pays for it
+        import asyncio  # only needed where it is awaited
 
         try:
             loop = asyncio.get_running_loop()
@@ -165,7 +167,7 @@ class StoreFuture:
                 future.set_result(None)
 
         def call() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits there any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed: no task waits there any more
                 loop.call_soon_threadsafe(end)
 
         self._add_callback(call)
@@ -222,7 +224,7 @@ class StoreFuture:
         self._outcome = handle
 
     def _settle(self, note: Callable[[StoreFuture], None] | None = None) -> None:
-        """It is over, as its handle says. ``note`` it, then tell whoever waits: who is told finds it noted."""
+        """Mark it done, as its handle says. ``note`` comes first: a callback that polls finds it among the settled."""
         self._done = True
         if note is not None:
             note(self)
@@ -255,9 +257,9 @@ class PendingCall(Generic[T]):
     ) -> None:
         self.function: Callable[[], Awaitable[T]] = function
         self.dispose: Callable[[T], None] | None = dispose
-        """Takes the answer, on the trio thread, if nobody waits for it any more."""
+        """Takes the answer, on the trio thread, if no thread waits for it any more."""
         self.to_the_end: bool = to_the_end
-        """Whether the end of it matters to whoever is out of time."""
+        """Whether a caller that is out of time must still wait for its end."""
         self.scope: trio.CancelScope = trio.CancelScope()
         self.waiter: threading.Lock = threading.Lock()
         self.waiter.acquire()

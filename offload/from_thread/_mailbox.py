@@ -67,7 +67,7 @@ class Mailbox:
     def __init__(self, handle: Callable[[Any], None]) -> None:
         self.messages: deque[Any] = deque()
         self.urgent: deque[Callable[[], None]] = deque()
-        self.wake_pending: bool = True  # until there is somebody to ring for
+        self.wake_pending: bool = True  # until a trio run is attached: a wake-up would go nowhere
         self._open = handle
         self._token: trio.lowlevel.TrioToken | None = None
 
@@ -77,7 +77,7 @@ class Mailbox:
         self.wake()
 
     def detach(self) -> None:
-        """Ring for nobody any more: this is another process."""
+        """Wake no run any more: this is another process."""
         self._token = None
 
     def call(self, function: Callable[[], None]) -> None:
@@ -95,7 +95,7 @@ class Mailbox:
             self.wake_pending = True
             token.run_sync_soon(self._empty)
         except trio.RunFinishedError:
-            pass  # whoever ended the run goes through the box afterwards
+            pass  # the end of the run goes through the mailbox once more
         except BaseException:
             self.wake_pending = False
             raise
@@ -140,7 +140,7 @@ class Notifier:
         self._signalled = False
 
     def close(self) -> None:
-        """Close it. Only when nobody can ring any more: the number may be another file's by then."""
+        """Close it. Only when no thread can signal any more: the number may be another file's by then."""
         with contextlib.suppress(OSError):
             os.close(self.fd)
             if self._write_fd != self.fd:  # pragma: no cover

@@ -145,7 +145,7 @@ class EngineWorker(ThreadBoundary):
                     try:
                         await self._live()
                     finally:
-                        self._nursery = None  # now: a nursery that ends takes nobody in
+                        self._nursery = None  # now: a nursery that ends takes no task in
                         nursery.cancel_scope.cancel()
             finally:
                 with trio.move_on_after(LEAVE_TIMEOUT, shield=True):
@@ -347,7 +347,7 @@ class EngineWorker(ThreadBoundary):
         return await self.engine.delete(keys, within=_within(by))
 
     def release(self, hit: Hit) -> None:
-        """On the trio thread: let go of a hit, in a task of its own. At the end, whoever ends it does."""
+        """On the trio thread: let go of a hit, in a task of its own. At the end, `_main` does it for all."""
         if self._nursery is not None:
             self._releasing[hit] = trio.Event()
             self._nursery.start_soon(self._release, hit)
@@ -424,7 +424,7 @@ class EngineWorker(ThreadBoundary):
         self.refuse_with(partial(EngineForked, belongs_to(self.pid, "the engine")))
 
     def _end(self, crash: BaseException | None) -> None:
-        """The run is over. Nobody is let in from here on, so that all who are inside can be told, once and for all."""
+        """The run is over. Nothing is let in from here on, so that all calls and stores inside can be ended at last."""
         with self.lock:
             self._ended = True
             if crash is not None:

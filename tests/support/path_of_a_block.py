@@ -236,7 +236,7 @@ CANCELLED = [
         "backends/maru/_reservation.py",
         "MaruReservation._keep",
         "self._batch.keep(positions)",
-        "Which keys stay becomes which pages stay.",
+        "The keys that stay are positions by now (`keep` of the tier base): they become the pages that stay.",
     ),
     Step(
         "maru/_client/columns.py",
