@@ -184,7 +184,7 @@ class TenantIndex:
         return _only(self._coming.get(key, ()))
 
     def bring(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """Note that this tenant brings these until the returned function is called: what is there then was brought. Idempotent."""
+        """Note that this tenant brings these until the returned function is called: what is there then is its. Idempotent."""
         there = self._ask(keys, otherwise=keys)
         for key in keys:
             if key in there and key not in self._coming:

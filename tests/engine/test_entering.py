@@ -707,7 +707,7 @@ async def test_nothing_leads_on_from_a_tier_that_could_not_be_made(routes: dict[
     path.write_text("not mounted")
     tiers = {"disk": {"type": "file", "directory": str(path)}, "last": FakeTier(64, SIZE)}
     with pytest.raises(
-        ConfigError, match="disk could not be made, so nobody knows whether it can be read from"
+        ConfigError, match="disk could not be made, so it is unknown whether it can be read from"
     ) as told:
         async with opened(FakeTier(64, SIZE), tiers, **routes):
             raise AssertionError("it opened")
