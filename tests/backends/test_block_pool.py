@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from backends._errors import CapacityError
+from backends import CapacityError
 from backends.abc import EVICTED, Deletion, RoomRequest
 from backends.blocks import BlockPool
 from tests.support.spilling_world import keys_of

@@ -14,8 +14,8 @@ import pytest
 import trio
 import trio.testing
 
+from backends import BlockSizeError, DamagedBlock, PlaceClosed, PlaceInUse, StrayPath
 from backends import _blockfile as blockfile
-from backends._errors import BlockSizeError, DamagedBlock, PlaceClosed, PlaceInUse, StrayPath
 from backends.abc import DUPLICATE, EVICTED, LOADED, STORED, Deletion, Failed, Missed, RoomRequest, Source, Tier
 from backends.file import FileTier
 from backends.memory import MemoryTier

@@ -15,8 +15,8 @@ from backends.maru import MaruTier
 from backends.memory import MemoryTier
 from backends.slots import PagesDestination
 from backends.testing import payload_of
+from maru import LeaseLost, MaruError, NoAnswer, ServerLost
 from maru._client.operations import beat
-from maru._errors import LeaseLost, MaruError, NoAnswer, ServerLost
 from maru._wire import Code
 from tests.support.maru_l1_world import ALL, KNOWN, MANY, MORE
 from tests.support.maru_world import PAGE, Joined, World

@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 
-from backends._errors import BlockSizeError, CapacityError, DuplicateKeys, MissingKeys, PlaceClosed
+from backends import BlockSizeError, CapacityError, DuplicateKeys, MissingKeys, PlaceClosed
 from backends.abc import (
     DUPLICATE,
     EVICTED,

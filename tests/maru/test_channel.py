@@ -15,8 +15,8 @@ import trio
 import trio.testing
 
 import maru
+from maru import HandlerClosed, PoolUnusable
 from maru._config import CHANNEL_NAME
-from maru._errors import HandlerClosed, PoolUnusable
 from maru.testing import open_test_server
 from maru.transport import BlockingChannel, ChannelServer, _packet_listener, _packets, is_channel_peer, open_channel
 from maru.transport._packets import INLINE_BYTES, BadPacket, PacketConnection, connect

@@ -12,9 +12,9 @@ import pytest
 import trio
 import trio.testing
 
+from maru import BadMessage, HandlerClosed, NoAnswer, ServerRefused
 from maru._client.answers import Loaded, Stored
 from maru._client.operations import beat
-from maru._errors import BadMessage, HandlerClosed, NoAnswer, ServerRefused
 from maru._wire import Code, error_reply
 from maru._wire.frames import frame_of
 from tests.maru.test_operations import keys_of, value_of, values_of

@@ -5,7 +5,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from maru._errors import JournalFailed
+from maru import JournalFailed
 from maru._server.committer import Committer
 
 

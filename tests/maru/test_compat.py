@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from maru._errors import NoAnswer
+from maru import NoAnswer
 from tests.support.maru_actors import BE_PUBLISHED, FACES, PAGES, REGION, SIZE, PublishedOwner, client
 from tests.support.maru_processes import TCP, Actor, Server, eventually, payload, temporary_pool
 from tests.support.published import PublishedAsyncClient, PublishedClient, PublishedRmClient, PublishedServer

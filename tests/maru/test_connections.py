@@ -9,7 +9,6 @@ import pytest
 
 from maru._client.connections import Connection, ConnectionPool
 from maru._client.operations import Call
-from maru._errors import BadMessage, HandlerClosed, NoAnswer
 from maru._wire import Code, ExistsReply, KeyRequest, error_reply, read_header, reply
 
 SOON = 10.0

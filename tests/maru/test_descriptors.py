@@ -18,7 +18,7 @@ import pytest
 import trio
 import trio.testing
 
-from maru._errors import BadMessage, CannotMap, NoAnswer, NotOwner, PoolUnusable, ServerLost, ServerRefused
+from maru import BadMessage, CannotMap, NoAnswer, NotOwner, PoolUnusable, ServerLost, ServerRefused
 from maru._memory.mapping import map_region
 from maru._pool import descriptors as descriptors_module
 from maru._pool.descriptors import DescriptorRequest, DescriptorServer, fetch_descriptor

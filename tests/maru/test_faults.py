@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from maru._errors import LeaseLost, MaruError, NoAnswer
+from maru import LeaseLost, MaruError, NoAnswer
 from maru._wire import Code, HandshakeRequest, RegionRequest, StoreRequest, request
 from tests.support.maru_actors import (
     BE,

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 import zmq
 
-from maru._errors import BadFrame, NoAnswer, NotOwner
+from maru import BadFrame, NoAnswer, NotOwner
 from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
 from maru._wire import (
     AllocRequest,

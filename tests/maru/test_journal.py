@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import maru._journal.journal as journal_module
-from maru._errors import ForeignJournal, JournalFailed, MaruError
+from maru import ForeignJournal, JournalFailed, MaruError
 from maru._journal import segments
 from maru._journal.journal import MAX_CLOSED_SEGMENTS, Journal
 from maru._journal.segments import (

@@ -12,7 +12,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from maru._errors import CannotMap
+from maru import CannotMap
 from maru._memory import validation
 from maru._memory.mapping import map_region
 from maru._memory.validation import open_mappable, why_not_mappable

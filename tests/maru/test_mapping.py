@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 
-from maru._errors import CannotMap, HandlerClosed
+from maru import CannotMap, HandlerClosed
 from maru._memory import memory as memory_module
 from maru._memory import pinning as pinning_module
 from maru._memory.mapping import map_region

@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from maru import LeaseLost, NoAnswer, ServerRefused
 from maru._client.answers import Deleted
 from maru._client.copying import copy, copy_and_sum
 from maru._client.operations import (
@@ -36,7 +37,6 @@ from maru._client.operations import (
 from maru._client.operations.connecting import alone
 from maru._client.operations.pin_epochs import MOST_UNANSWERED, PinEpochs
 from maru._client.operations.pinning import claim_pins
-from maru._errors import LeaseLost, NoAnswer, ServerRefused
 from maru._wire import Code, ErrorReply, request
 from tests.maru.test_operations import PATIENCE, joined, keys_of, value_of, values_of
 from tests.support.maru_world import PAGE, Client, FakeSpan, World

@@ -16,7 +16,7 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maru._errors import CannotMap, HandlerClosed, PoolFull, PoolInUse, PoolUnusable
+from maru import CannotMap, HandlerClosed, PoolFull, PoolInUse, PoolUnusable
 from maru._pool import home as home_module
 from maru._pool.backing import ALIGN_BYTES as MIB2
 from maru._pool.device import Device

@@ -21,8 +21,8 @@ import maru._journal.compaction as compaction_module
 import maru._journal.compactor as compactor_module
 import maru._journal.recovery as recovery_module
 import maru._journal.replay as replay_module
+from maru import BadMessage, ForeignJournal, JournalFailed
 from maru._directory.records import Fenced, SessionEnded, encode
-from maru._errors import BadMessage, ForeignJournal, JournalFailed
 from maru._journal import segments as segments_module
 from maru._journal.compaction import Outcome, compact
 from maru._journal.compactor import keep_compacted, run_compaction

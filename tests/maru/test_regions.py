@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
+from maru import BadFrame, BadMessage, CannotMap, NoAnswer, NotOwner, ServerLost
 from maru._client.operations import Map
 from maru._client.regions import ask_for_access, fetch_region
-from maru._errors import BadFrame, BadMessage, CannotMap, NoAnswer, NotOwner, ServerLost
 from maru._wire import Handle
 from maru._wire.resource_manager import (
     HEADER_BYTES,

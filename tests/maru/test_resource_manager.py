@@ -10,7 +10,7 @@ import pytest
 import trio
 import trio.testing
 
-from maru._errors import CannotMap, NotOwner, PoolUnusable
+from maru import CannotMap, NotOwner, PoolUnusable
 from maru._memory.mapping import map_region
 from maru._pool.pool import MEMFD, open_pool
 from maru._server.resource_manager import ByClient, ResourceManager

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maru._errors import BadFrame, BadMessage
+from maru import BadFrame, BadMessage
 from maru._wire import resource_manager as rm
 from tests.support.wire_vectors import RM_HANDLE, RM_MAGIC, RM_REQUESTS, RM_RESPONSES
 

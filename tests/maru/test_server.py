@@ -23,8 +23,8 @@ import trio
 import zmq
 from xxhash import xxh3_64_intdigest
 
+from maru import ConfigError, JournalFailed, NotOwner, PoolInUse
 from maru._config import ServerConfig, knobs
-from maru._errors import ConfigError, JournalFailed, NotOwner, PoolInUse
 from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
 from maru._pool.pool import open_pool
 from maru._server import main as main_module

@@ -14,8 +14,8 @@ import pytest
 import trio
 from click.testing import CliRunner
 
+from maru import ConfigError, MaruError
 from maru._config import server_config
-from maru._errors import ConfigError, MaruError
 from maru._journal.segments import Header, pack_header
 from maru._server.server import open_server
 from maru.cli import main

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from maru._errors import HandlerClosed
+from maru import HandlerClosed
 from maru.transport import BlockingDealer, CurveClient, CurveServer, SocketOptions, new_key_pair
 from tests.support.held_by_process import nothing_new_since, open_descriptors, zmq_threads
 from tests.support.maru_processes import eventually

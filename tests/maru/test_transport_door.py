@@ -11,7 +11,7 @@ import struct
 import pytest
 import trio
 
-from maru._errors import ConfigError
+from maru import ConfigError
 from maru.transport import (
     CurveClient,
     CurveServer,

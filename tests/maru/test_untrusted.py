@@ -13,9 +13,9 @@ import attrs
 import pytest
 import trio
 
+from maru import CannotMap, UntrustedServer
 from maru._client.answers import Loaded
 from maru._client.operations import beat, connect
-from maru._errors import CannotMap, UntrustedServer
 from maru._listeners import find_listener, find_tcp_listener, find_unix_listener
 from maru._peers import Listener, may_be_published, users_at, why_untrusted
 from tests.support.maru_actors import FACES, client

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maru import BadFrame, BadMessage
 from maru import _wire as wire
-from maru._errors import BadFrame, BadMessage
 from maru._wire import Code
 from tests.support.wire_vectors import (
     EPOCH,

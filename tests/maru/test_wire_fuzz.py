@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
+from maru import BadFrame, BadMessage
 from maru import _wire as wire
-from maru._errors import BadFrame, BadMessage
 from maru._wire import resource_manager as rm
 from tests.support import wire_vectors
 from tests.support.mutations import Mutations

@@ -17,7 +17,7 @@ from typing import Any
 
 import trio
 
-from maru._errors import MaruError
+from maru import MaruError
 from tests.support.maru_actors import FACES, Client, PublishedOwner, client
 from tests.support.maru_processes import DESCRIBE, PATIENCE
 from tests.support.published import PublishedClient

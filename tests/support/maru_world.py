@@ -19,6 +19,7 @@ import attrs
 import msgspec
 import trio
 
+from maru import CannotMap, NoAnswer, ServerRefused
 from maru._client.copying import copy, copy_and_sum
 from maru._client.handler import MaruHandler
 from maru._client.operations import Alone, Call, ClientState, Identify, Map, Start, Work, load, put
@@ -26,7 +27,6 @@ from maru._client.operations import effects as effects
 from maru._config import MaruConfig, ServerConfig
 from maru._directory import Directory
 from maru._directory.limits import Limits
-from maru._errors import CannotMap, NoAnswer, ServerRefused
 from maru._peers import Listener
 from maru._server.service import Service
 from maru._wire import HEADER_BYTES, Code, ErrorReply, decode_reply, read_header, request
