@@ -39,9 +39,9 @@ def find_tcp_listener(host: str, port: int) -> Listener:
     return Listener(users)
 
 
-def find_unix_listener(path: str) -> Listener:
-    """Who listens at a Unix socket; ``@name`` for one without a file."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+def find_unix_listener(path: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> Listener:
+    """Who listens at a Unix socket of that kind; ``@name`` for one without a file."""
+    with socket.socket(socket.AF_UNIX, kind) as sock:
         sock.settimeout(_CONNECT_TIME)
         try:
             sock.connect("\0" + path[1:] if path.startswith("@") else path)

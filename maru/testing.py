@@ -18,15 +18,18 @@ from typing import Any, Final
 import attrs
 import trio
 
-from ._config import ServerConfig
+from ._client.sockets import open_dealer
+from ._config import CHANNEL_NAME, IPC_NAME, MaruConfig, ServerConfig
 from ._errors import BadFrame
 from ._pool.placement import find_place
 from ._server.server import MaruServer, open_server
 from ._wire import REPLY, read_header
 from ._wire import Code as Code
-from .transport import TrioSocket, open_socket
+from .transport import ChannelServer, Message, MessageSocket, TrioSocket, is_channel_peer, open_socket
 
 _CAPACITY_BYTES: Final = 64 << 20
+_MOST_CLIENTS: Final = 1_000
+_MOST_BYTES: Final = 256 << 20
 _MOST_HELD: Final = 4_096
 """Messages that a wire keeps back; what would be more is lost."""
 
@@ -87,11 +90,12 @@ class LossyWire:
             Synchronous. What no message can be read from passes.
     """
 
-    def __init__(self, front: TrioSocket, server: str, nursery: trio.Nursery) -> None:
+    def __init__(self, front: TrioSocket, channel: ChannelServer, server: str, nursery: trio.Nursery) -> None:
         self.endpoint: str = front.endpoints[0]
         self.decide: Callable[[int, int], Fate] = lambda code, number: Fate.PASS
-        self._front, self._server, self._nursery = front, server, nursery
-        self._backs: dict[bytes, TrioSocket] = {}
+        self._front, self._channel = front, channel
+        self._server, self._nursery = server, nursery
+        self._backs: dict[bytes, MessageSocket] = {}
         self._fates: dict[tuple[bytes, int], Fate] = {}
         self._held: list[Callable[[], object]] = []
         self._number = self._passed = self._lost = self._doubled = 0
@@ -110,16 +114,17 @@ class LossyWire:
         """An immutable snapshot."""
         return WireStatistics(self._passed, self._lost, self._doubled, len(self._held))
 
-    async def _carry(self) -> None:
+    async def _carry(self, front: TrioSocket | ChannelServer) -> None:
         """Requests, to the server."""
         while True:
-            for identity, *frames in await self._front.receive_batch():
+            for identity, *frames in await front.receive_batch():
                 back = self._backs.get(identity)
                 if back is None:
                     back = self._backs[identity] = await self._nursery.start(self._answer, identity)
-                self._send_on(identity, back, frames)
+                # Who came over the channel may be sent on over ZeroMQ, whose messages begin with an empty frame.
+                self._send_on(identity, back, frames if len(frames) > 1 else [b"", *frames])
 
-    def _send_on(self, identity: bytes, back: TrioSocket, frames: Sequence[bytes]) -> None:
+    def _send_on(self, identity: bytes, back: MessageSocket, frames: Sequence[bytes]) -> None:
         try:
             header = read_header(frames[-1])
         except BadFrame:
@@ -142,22 +147,37 @@ class LossyWire:
             self._passed += 1
         back.send_nowait(frames)
 
-    async def _answer(self, identity: bytes, *, task_status: trio.TaskStatus[TrioSocket]) -> None:
-        """Answers, to one client."""
-        async with open_socket("dealer", connect=[self._server]) as back:
+    async def _answer(self, identity: bytes, *, task_status: trio.TaskStatus[MessageSocket]) -> None:
+        """Answers, to one client: it reaches the server as it would without the wire."""
+
+        def on_messages(messages: list[Message]) -> None:
+            for frames in messages:
+                self._send_back(identity, frames)
+
+        config = MaruConfig(server_url=self._server)
+        if not is_channel_peer(identity):
+            config = attrs.evolve(config, protocol="published")
+        async with open_dealer(config, on_messages) as back:
             task_status.started(back)
-            while True:
-                frames = await back.receive()
-                header = read_header(frames[-1])
-                assert header.code & REPLY, "only answers come from a server"
-                fate = self._fates.pop((identity, header.sequence), Fate.PASS)
-                message = [identity, *frames]
-                if fate is Fate.LOSE_ANSWER:
-                    self._lost += 1
-                elif fate is Fate.HOLD_ANSWER:
-                    self._hold(lambda message=message: self._front.send_nowait(message))  # type: ignore[misc]
-                else:
-                    self._front.send_nowait(message)
+            await back.expect().wait()  # which never comes: meanwhile what does is handed on
+
+    def _send_back(self, identity: bytes, frames: Message) -> None:
+        header = read_header(frames[-1])
+        assert header.code & REPLY, "only answers come from a server"
+        fate = self._fates.pop((identity, header.sequence), Fate.PASS)
+
+        def deliver() -> None:
+            if is_channel_peer(identity):
+                self._channel.send(identity, frames[-1])
+            else:
+                self._front.send_nowait([identity, *frames])
+
+        if fate is Fate.LOSE_ANSWER:
+            self._lost += 1
+        elif fate is Fate.HOLD_ANSWER:
+            self._hold(deliver)
+        else:
+            deliver()
 
     def _hold(self, deliver: Callable[[], object]) -> None:
         if len(self._held) < _MOST_HELD:
@@ -182,16 +202,27 @@ async def open_lossy_wire(server: str) -> AsyncIterator[LossyWire]:
 @asynccontextmanager
 async def _open_wire(path: str, server: str) -> AsyncIterator[LossyWire]:
     came: BaseException | None = None
-    async with open_socket("router", bind=[f"ipc://{path}/wire"]) as front, trio.open_nursery() as nursery:
-        wire = LossyWire(front, server, nursery)
-        nursery.start_soon(wire._carry)
-        try:
-            yield wire
-        except BaseException as exc:
-            if nursery.cancel_scope.cancel_called:  # the wire itself has failed
-                raise
-            came = exc  # the body's own: it leaves as it came
-        nursery.cancel_scope.cancel()
+    channel = ChannelServer(
+        f"{path}/{CHANNEL_NAME}",
+        most=_MOST_CLIENTS,
+        max_bytes=_MOST_BYTES,
+        peer_bytes=_MOST_BYTES,
+        all_bytes=_MOST_BYTES,
+        on_gone=lambda identity: None,
+    )
+    with channel:
+        async with open_socket("router", bind=[f"ipc://{path}/{IPC_NAME}"]) as front, trio.open_nursery() as nursery:
+            wire = LossyWire(front, channel, server, nursery)
+            nursery.start_soon(channel.run)
+            nursery.start_soon(wire._carry, front)
+            nursery.start_soon(wire._carry, channel)
+            try:
+                yield wire
+            except BaseException as exc:
+                if nursery.cancel_scope.cancel_called:  # the wire itself has failed
+                    raise
+                came = exc  # the body's own: it leaves as it came
+            nursery.cancel_scope.cancel()
     if came is not None:
         try:
             raise came

@@ -9,12 +9,13 @@ Rule 2. A client that was told to use keys, or the published protocol, speaks Ze
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 from .._config import CHANNEL_NAME, IPC_NAME, MaruConfig
-from .._listeners import find_listener
+from .._listeners import find_listener, find_unix_listener
 from .._peers import Listener
 from ..transport import BlockingChannel, open_channel
 
@@ -61,8 +62,10 @@ def _is_socket(path: str) -> bool:
 
 
 def identify(config: MaruConfig) -> Listener:
-    """Who listens at the server's address. Blocking, but briefly."""
-    return find_listener(config.server_url)
+    """Who listens where this client talks to its server. Blocking, but briefly."""
+    channel = channel_path(config)
+    # The channel itself is asked: beside ZeroMQ's socket of this user there might be a channel of somebody else's.
+    return find_unix_listener(channel, socket.SOCK_SEQPACKET) if channel else find_listener(config.server_url)
 
 
 def options_of(config: MaruConfig) -> SocketOptions:
