@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from maru import BadMessage, HandlerClosed, NoAnswer
 from maru._client.connections import Connection, ConnectionPool
 from maru._client.operations import Call
 from maru._wire import Code, ExistsReply, KeyRequest, error_reply, read_header, reply
