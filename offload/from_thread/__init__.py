@@ -23,6 +23,7 @@ from ._engine import open_engine as open_engine
 from ._engine import Engine as Engine
 from ._engine import Hit as Hit
 from ._future import StoreFuture as StoreFuture
+from ._cancellation import CancellationToken as CancellationToken
 from ._engine import Statistics as Statistics
 from ._engine import WhenFull as WhenFull
 from ._engine import DEFAULT_TIMEOUT as DEFAULT_TIMEOUT

@@ -25,6 +25,7 @@ from .._keys import BlockKey
 from ..abc import AsyncPolicy, Instrument, Policy, PreconditionLike
 from ..preconditions import NO_WAIT
 from ..preconditions import ThreadEvent as Event
+from ._cancellation import CancellationToken
 from ._future import PendingCall, StoreFuture
 from ._worker import LEAVE_TIMEOUT, EngineWorker
 
@@ -163,7 +164,14 @@ class Engine:
 
     # --- down -----------------------------------------------------------------------------------------------------
 
-    def store(self, blocks: Blocks, *, precondition: PreconditionLike, tenant: str = "") -> StoreFuture:
+    def store(
+        self,
+        blocks: Blocks,
+        precondition: PreconditionLike,
+        *,
+        tenant: str = "",
+        cancel_token: CancellationToken | None = None,
+    ) -> StoreFuture:
         """Take in blocks of the source. Never blocks; what becomes of them is decided in the engine's thread.
 
         Whether there is room is decided here and now, by the engine's own count: the blocks of all futures that are not done
@@ -179,6 +187,7 @@ class Engine:
             precondition: what must hold before the bytes may be read: most often an :class:`Event` that some thread sets
                 behind the forward pass, or an event of CUDA.
             tenant: whose they are, for tiers that must know.
+            cancel_token: what cancels this store together with others: one for each request of the engine, say.
 
         Raises:
             PipelineFull: there is no room. (With ``when_full="drop"``, the future is :attr:`~StoreFuture.dropped` instead.)
@@ -189,7 +198,7 @@ class Engine:
         worker = self._worker
         if precondition is not NO_WAIT and type(precondition) is not Event:
             precondition = worker.checked(blocks, precondition)
-        future = StoreFuture(worker, blocks, precondition, tenant)
+        future = StoreFuture(worker, blocks, precondition, tenant, cancel_token)
         mailbox = worker.mailbox
         with worker.lock:
             entered = worker.entered + len(blocks.keys)
@@ -202,7 +211,12 @@ class Engine:
                 worker.entered = entered
                 mailbox.messages.append(future)
         if not fits:
-            worker.refuse(future)
+            try:
+                worker.refuse(future)
+            except BaseException:
+                if cancel_token is not None:
+                    cancel_token._leave(future)
+                raise
         elif not mailbox.wake_pending:
             mailbox.wake()
         return future

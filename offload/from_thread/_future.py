@@ -22,6 +22,7 @@ from .._pipeline.handle import TransferHandle
 from .._pipeline.lifecycle import Status
 from .._pipeline.result import Progress, TransferResult
 from ..abc import PreconditionLike
+from ._cancellation import CancellationToken
 from ._mailbox import ThreadBoundary
 
 T = TypeVar("T")
@@ -40,6 +41,7 @@ class StoreFuture:
         "__weakref__",
         "_boundary",
         "_callbacks",
+        "_cancel_token",
         "_cancelled",
         "_done",
         "_outcome",
@@ -49,7 +51,12 @@ class StoreFuture:
     )
 
     def __init__(
-        self, boundary: ThreadBoundary, blocks: Blocks, precondition: PreconditionLike, tenant: str = ""
+        self,
+        boundary: ThreadBoundary,
+        blocks: Blocks,
+        precondition: PreconditionLike,
+        tenant: str = "",
+        cancel_token: CancellationToken | None = None,
     ) -> None:
         self._boundary = boundary
         self.blocks: Blocks = blocks
@@ -62,6 +69,9 @@ class StoreFuture:
         self._cancelled = False  # whether that was asked for
         self._done = False
         self._callbacks: list[Callable[[], None]] | None = None  # called when it is done; made when a thread waits
+        self._cancel_token = cancel_token
+        if cancel_token is not None:
+            cancel_token._join(self)  # last, since a token that was cancelled asks for the cancellation of this at once
 
     def __repr__(self) -> str:
         return f"<StoreFuture for {len(self.blocks)} blocks, {self.status.value}>"
@@ -228,6 +238,8 @@ class StoreFuture:
         self._done = True
         if note is not None:
             note(self)
+        if self._cancel_token is not None:
+            self._cancel_token._leave(self)
         if self._callbacks is not None:
             self._run_callbacks(self._callbacks)
 

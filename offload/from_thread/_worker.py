@@ -221,6 +221,9 @@ class EngineWorker(ThreadBoundary):
         size = len(blocks.keys)
         if size > self.budget_blocks:
             raise ValueError(f"{size} blocks at once are more than budget_blocks = {self.budget_blocks}")
+        if future._cancelled:  # its token was: it needs no room
+            future._end(Status.CANCELLED)
+            return
         with self.lock:
             if self._drops:
                 self.dropped_stores += 1
