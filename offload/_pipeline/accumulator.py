@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @attrs.define(eq=False)
 class Accumulator:
-    """Counts what is ready, and decides. Asked by whoever has a free slot; there is no other place that decides."""
+    """Counts what is ready, and decides. There is no other place that decides."""
 
     config: BatchConfig
     blocks: int = 0

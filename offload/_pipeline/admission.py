@@ -22,7 +22,7 @@ from ..abc import AsyncPolicy, Leased, Policy, Reasons
 from ..policies import NOTHING_REJECTED, AllOf, as_policy, read_answer, timed
 from .channel import CancellableChannel
 from .container import OffloadContainer
-from .containment import what_leaves
+from .containment import escaping_part
 from .lifecycle import Status
 from .settlement import Settlement
 
@@ -32,7 +32,7 @@ _log = logging.getLogger("offload.pipeline")
 _PER_TICK = 32
 """Containers let through in one tick: the scheduler costs some 5 us a tick, and others wait while a tick lasts."""
 _PER_HURRIED_TICK = 2
-"""The same while somebody waits for a cancellation to be confirmed: 32 a tick would keep him waiting for 200 us."""
+"""The same while a task waits for a cancellation to be confirmed: 32 a tick would keep it waiting for 200 us."""
 
 
 @attrs.define(eq=False)
@@ -93,7 +93,7 @@ class Admission:
         while True:
             await inbound.wait_filled()
             passed = []
-            for _ in range(_PER_TICK if not self.settlement.hurried else _PER_HURRIED_TICK):
+            for _ in range(_PER_TICK if not self.settlement.awaited_confirmations else _PER_HURRIED_TICK):
                 if not inbound.parked:
                     break
                 # One by one: what runs in between may cancel those that are still inside.
@@ -107,7 +107,7 @@ class Admission:
         if self.hooks.admission:
             self.hooks.fire("admission", container)
         answer: Reasons | Leased = _NOTHING
-        if self._policy is not None and container.phase.walks_on:
+        if self._policy is not None and container.phase.proceeds:
             try:
                 answer = self._policy(container.keys)
             except Exception as error:
@@ -140,14 +140,14 @@ class Admission:
         try:
             if self.hooks.admission:
                 self.hooks.fire("admission", container)
-            if container.walks_on:
+            if container.proceeds:
                 with scope:
                     answer = await policy.evaluate(container.keys)
         except Exception as exc:
             error = exc
         except BaseException as exc:
             error = exc
-            leaving = what_leaves(exc)
+            leaving = escaping_part(exc)
             if leaving is not None:
                 raise leaving from leaving.__cause__
         finally:
@@ -160,7 +160,7 @@ class Admission:
                 self.settlement.settle(container)
             elif error is not None:
                 self._refuse(container, "error", error)
-            elif scope.cancelled_caught and container.walks_on:
+            elif scope.cancelled_caught and container.proceeds:
                 late = trio.TooSlowError(f"policies took over {self.config.policy_timeout} s")
                 self._refuse(container, "timeout", late)
             elif self._admit(container, answer):
@@ -179,7 +179,7 @@ class Admission:
             except Exception as error:
                 self._refuse(container, "error", error)
                 return False
-        if not container.phase.walks_on:
+        if not container.phase.proceeds:
             self.settlement.settle(container)
             return False
         if reasons:
@@ -204,7 +204,7 @@ class Admission:
             self.timeouts += 1
         else:
             self.errors += 1
-        if container.walks_on:
+        if container.proceeds:
             if self.config.on_policy_error == "fail":
                 failure = PolicyFailed(f"{reason}: {error!r}")
                 failure.__cause__ = error

@@ -20,7 +20,7 @@ from .._instruments import Hooks
 from ..abc import Precondition
 from .channel import CancellableChannel
 from .container import OffloadContainer
-from .containment import what_leaves
+from .containment import escaping_part
 from .settlement import Settlement
 
 
@@ -72,7 +72,7 @@ class Awaiting:
     def _holds(self, container: OffloadContainer) -> bool:
         precondition = container.precondition
         assert precondition is not None and self._nursery is not None
-        if not container.phase.walks_on:
+        if not container.phase.proceeds:
             self.settlement.settle(container)
             return False
         try:
@@ -134,7 +134,7 @@ class Awaiting:
             error = exc
         except BaseException as exc:
             error = exc
-            if (leaving := what_leaves(exc)) is not None:
+            if (leaving := escaping_part(exc)) is not None:
                 raise leaving from leaving.__cause__
         finally:
             # In a finally clause, since code behind the scope is skipped when an outer one is cancelled in the same tick.
@@ -166,7 +166,7 @@ class Awaiting:
         held = False
         error: BaseException | None = None
         try:
-            if container.walks_on:
+            if container.proceeds:
                 with scope:
                     await precondition.wait()
                     held = True
@@ -174,13 +174,13 @@ class Awaiting:
             error = exc
         except BaseException as exc:
             error = exc
-            if (leaving := what_leaves(exc)) is not None:
+            if (leaving := escaping_part(exc)) is not None:
                 raise leaving from leaving.__cause__
         finally:
             # In a finally clause, since code behind the scope is skipped when an outer one is cancelled in the same tick.
             self.waiting -= 1
             container.cancel_scope = None
-            if not container.walks_on:
+            if not container.proceeds:
                 self.settlement.settle(container)
             elif held:
                 self.outbound.send([container], trio.current_time())

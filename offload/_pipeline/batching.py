@@ -50,7 +50,7 @@ class ReadyChannel(CancellableChannel):
         """Containers are ready since ``now``; wakes a slot if that makes a batch due."""
         blocks = 0
         for container in containers:
-            if container.phase.walks_on:
+            if container.phase.proceeds:
                 container.ready_at = now
                 blocks += len(container.keys)
                 self.put(container)
@@ -62,7 +62,7 @@ class ReadyChannel(CancellableChannel):
 
     def put_back(self, container: OffloadContainer) -> None:
         """A slot gives back what it could not reserve room for together with the others: it goes first next time."""
-        if not container.phase.walks_on:  # cancelled while the slot asked for room
+        if not container.phase.proceeds:  # cancelled while the slot asked for room
             self._settlement.settle(container)
             return
         super().put_back(container)

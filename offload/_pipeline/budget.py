@@ -1,8 +1,8 @@
 """The budget: how many blocks may be inside a pipeline at once. Backpressure is here and nowhere else.
 
-Waiters are served in order, so that a large container is not starved by small ones; who does not wait does not overtake
-those who do. Room that was granted to a task in the tick in which that task is cancelled is used or given back by the task
-itself: it runs, with the room, to its next checkpoint.
+Waiting tasks are served in order, so that a large container is not starved by small ones; a call that does not wait does not
+overtake those that do. Room that was granted to a task in the tick in which that task is cancelled is used or given back by
+the task itself: it runs, with the room, to its next checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Budget:
         return len(self._waiting)
 
     def take_nowait(self, blocks: int) -> bool:
-        """Take room if there is some and nobody waits for it (who needs none need not wait)."""
+        """Take room if there is some and no task waits for it (what needs none need not wait)."""
         if (self._waiting and blocks) or self.used + blocks > self.total:
             return False
         self.used += blocks
@@ -51,7 +51,7 @@ class Budget:
 
         def abort(_: object) -> trio.lowlevel.Abort:
             del self._waiting[task]
-            # Whoever stood behind a large one may fit now.
+            # Those behind a large one may fit now.
             self._serve()
             return trio.lowlevel.Abort.SUCCEEDED
 
@@ -73,7 +73,7 @@ class Budget:
             trio.lowlevel.reschedule(task)
 
     def close(self) -> None:
-        """Send everybody who waits home with :class:`PipelineClosed`."""
+        """Raise :class:`PipelineClosed` in all tasks that wait, and in those that would."""
         self._closed = True
         while self._waiting:
             task, _ = self._waiting.popitem(last=False)

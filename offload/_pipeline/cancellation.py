@@ -29,7 +29,7 @@ class _Member(Protocol):
 
 
 class _Settlement(Protocol):
-    hurried: int
+    awaited_confirmations: int
 
 
 @attrs.define(eq=False)
@@ -108,7 +108,7 @@ class CancellationToken:
         confirmation = Confirmation(set(self._members))
         self._confirmations.append(confirmation)
         for settlement in settlements:
-            settlement.hurried += 1
+            settlement.awaited_confirmations += 1
         try:
             self.request_cancel()
             if confirmation.remaining:
@@ -118,7 +118,7 @@ class CancellationToken:
         finally:
             self._confirmations.remove(confirmation)
             for settlement in settlements:
-                settlement.hurried -= 1
+                settlement.awaited_confirmations -= 1
         unproven = [_again(error) for error in confirmation.unproven]
         if len(unproven) == 1:
             raise unproven[0]

@@ -44,7 +44,7 @@ class Route(Protocol):
         ...
 
     async def enqueue_committed(self, blocks: Blocks) -> TransferHandle:
-        """Take in blocks whose walk cannot be cancelled any more."""
+        """Take in blocks that cannot be cancelled any more."""
         ...
 
 
@@ -62,7 +62,7 @@ class Chain:
     _nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Be the parent of those who follow, for ever."""
+        """Be the parent of the tasks that follow containers, for ever."""
         with self._scope:
             async with trio.open_nursery() as self._nursery:
                 task_status.started()
@@ -116,7 +116,7 @@ class Chain:
 
     def _settle(self, container: OffloadContainer, results: dict[str, TransferResult]) -> None:
         """Its end, from those of the routes; one that did not get there has failed."""
-        for blocks in container.onward:  # nobody took them
+        for blocks in container.onward:  # no route took them
             give_back(blocks.release)
         if container.completed:
             error = PipelineClosed("the chain ended before this route did")
@@ -132,7 +132,7 @@ class Chain:
         """One route, which has these blocks from now on."""
         try:
             handle = await route.enqueue_committed(blocks)
-        except Exception as error:  # it has closed, or can never hold so many: this route fails, and nobody else
+        except Exception as error:  # it has closed, or can never hold so many: this route fails, and no other
             results[route.name] = _failed(container.completed, error)
         else:
             results[route.name] = self._without(await handle.wait(), container.completed, blocks.keys)

@@ -1,4 +1,4 @@
-"""The unit that walks (OffloadContainer), and what a slot carries (OffloadBatch).
+"""The unit that passes through a pipeline (OffloadContainer), and what a slot copies at a time (OffloadBatch).
 
 P1: a container is cancelled whole or not at all: its phase is one value for all of its blocks.
 P2: a container carries its own cancellation from enqueue on: the phase, and what waits for it or holds it right now.
@@ -24,7 +24,7 @@ import trio
 from backends.abc import EVICTED, Key, Source
 
 from .._errors import DestinationFull
-from .lifecycle import GATE, IllegalMove, Knock, Phase, Status
+from .lifecycle import GATE, IllegalMove, Phase, Request, Status
 
 if TYPE_CHECKING:
     from trio_util import AsyncValue
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("offload.pipeline")
 _OPEN, _COMMITTED = Phase.OPEN, Phase.COMMITTED
-_IF_CANCELLED, _IF_FAILED = GATE[_OPEN][Knock.CANCEL], GATE[_OPEN][Knock.FAIL]
+_IF_CANCELLED, _IF_FAILED = GATE[_OPEN][Request.CANCEL], GATE[_OPEN][Request.FAIL]
 _NOTHING: Mapping[Key, str] = MappingProxyType({})
 _NO_FAILURES: Mapping[Key, BaseException] = MappingProxyType({})
 
@@ -98,9 +98,9 @@ class OffloadContainer:
     cancel_token: CancellationToken | None = None
     """What cancels it together with others, if it was enqueued with one; it leaves that when it settles."""
     confirmed: trio.Event | None = None
-    """Set once it has settled; made when somebody waits."""
+    """Set once it has settled; made when a task waits."""
     watch: AsyncValue[Status] | None = None
-    """The status as something that can be waited on; made when somebody asks."""
+    """The status as something that can be waited on; made when it is asked for."""
 
     def __repr__(self) -> str:
         return f"<OffloadContainer {self.number}: {len(self.blocks)} blocks, {self.status.value}>"
@@ -117,7 +117,7 @@ class OffloadContainer:
         if self.watch is not None:
             try:
                 self.watch.value = status
-            except Exception:  # setting it asks the predicates of those who wait
+            except Exception:  # setting it calls the predicates of the tasks that wait
                 _log.exception("a predicate on the status of %r raised", self)
 
     def cancel(self) -> None:
@@ -150,13 +150,13 @@ class OffloadContainer:
 
     def claim(self) -> bool:
         """Ask the gate for the commit: True from then on, False where it was cancelled or failed before."""
-        self.phase = phase = GATE[self.phase][Knock.CLAIM]
+        self.phase = phase = GATE[self.phase][Request.CLAIM]
         return phase is _COMMITTED
 
     @property
-    def walks_on(self) -> bool:
+    def proceeds(self) -> bool:
         """Whether it may go on: neither cancelled nor failed."""
-        return self.phase.walks_on
+        return self.phase.proceeds
 
     def filter(self, reasons: Mapping[Key, str]) -> None:
         """Keep these blocks back."""
@@ -215,9 +215,9 @@ class OffloadBatch:
 
     def sweep_cancelled(self) -> list[OffloadContainer]:
         """Take out, and return, the containers whose gate has closed. They are not settled yet."""
-        swept = [container for container in self.containers if not container.phase.walks_on]
+        swept = [container for container in self.containers if not container.phase.proceeds]
         if swept:
-            self.keep([container for container in self.containers if container.phase.walks_on])
+            self.keep([container for container in self.containers if container.phase.proceeds])
         return swept
 
     def claim(self) -> list[OffloadContainer]:

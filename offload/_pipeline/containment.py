@@ -3,7 +3,7 @@
 Rule 1. What by contract never raises is called by :func:`give_back`: one that does is logged, and what comes after it is done.
 Rule 2. What else raises an ordinary exception has refused the containers it was asked for, each for itself where they can be
         told apart.
-Rule 3. Of any other exception only what really ends a task goes on: see :func:`what_leaves`.
+Rule 3. Of any other exception only what really ends a task goes on: see :func:`escaping_part`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def give_back(call: Callable[[*Ts], object], *args: *Ts) -> None:
         _log.exception("%r raised, which by its contract it never does; the pipeline goes on", call)
 
 
-def what_leaves(error: BaseException) -> BaseException | None:
-    """What of an exception that somebody else's code raised goes on past the container it was raised for, if anything does.
+def escaping_part(error: BaseException) -> BaseException | None:
+    """The part of an exception raised by a caller's code that goes on past the container it was raised for, if any does.
 
-    Nothing of it that is ordinary: beside a Cancelled in a group it would end the pipeline. And no Cancelled that nobody has
+    Nothing of it that is ordinary: beside a Cancelled in a group it would end the pipeline. And no Cancelled that was not
     asked for: code that awaits the result of a task of its own may raise what ended that task.
     """
     rest = error.split(Exception)[1] if isinstance(error, BaseExceptionGroup) else error

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _Settlement(Protocol):
-    hurried: int
+    awaited_confirmations: int
 
 
 class TransferHandle:
@@ -152,11 +152,11 @@ class TransferHandle:
             DrainUnproven: the end of its copy could not be proven in time; what it touched is quarantined.
         """
         self._container.cancel()
-        self._settlement.hurried += 1
+        self._settlement.awaited_confirmations += 1
         try:
             await self._settled()
         finally:
-            self._settlement.hurried -= 1
+            self._settlement.awaited_confirmations -= 1
         if isinstance(self._container.error, DrainUnproven):
             raise DrainUnproven(*self._container.error.args) from self._container.error
 

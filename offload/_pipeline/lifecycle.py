@@ -2,7 +2,7 @@
 
 Rule 1. A container has one *status*, which only moves along an arrow of ``MOVES``; the three terminal ones have none.
 Rule 2. A container has one *phase*, the commit gate. It leaves OPEN exactly once: committed, cancelled, or failed.
-Rule 3. The phase is the truth. A cancel scope is only the wake-up of whoever waits on behalf of the container.
+Rule 3. The phase is the truth. A cancel scope is only the wake-up of the task that waits on behalf of the container.
 
 The diagrams in docs/design.md are drawn from these two tables.
 """
@@ -54,7 +54,7 @@ for _status, _row in MOVES.items():
 class Phase(enum.Enum):
     """The commit gate of one container."""
 
-    walks_on: bool
+    proceeds: bool
     """Whether the container may go on: neither cancelled nor failed."""
 
     OPEN = "open"
@@ -67,7 +67,7 @@ class Phase(enum.Enum):
         return id(self)
 
 
-class Knock(enum.Enum):
+class Request(enum.Enum):
     """What is asked of the gate."""
 
     CLAIM = "claim"
@@ -79,16 +79,16 @@ class Knock(enum.Enum):
         return id(self)
 
 
-GATE: Final[Mapping[Phase, Mapping[Knock, Phase]]] = {
-    Phase.OPEN: {Knock.CLAIM: Phase.COMMITTED, Knock.CANCEL: Phase.CANCELLED, Knock.FAIL: Phase.FAILED},
-    Phase.COMMITTED: {Knock.CLAIM: Phase.COMMITTED, Knock.CANCEL: Phase.COMMITTED, Knock.FAIL: Phase.COMMITTED},
-    Phase.CANCELLED: {Knock.CLAIM: Phase.CANCELLED, Knock.CANCEL: Phase.CANCELLED, Knock.FAIL: Phase.CANCELLED},
-    Phase.FAILED: {Knock.CLAIM: Phase.FAILED, Knock.CANCEL: Phase.FAILED, Knock.FAIL: Phase.FAILED},
+GATE: Final[Mapping[Phase, Mapping[Request, Phase]]] = {
+    Phase.OPEN: {Request.CLAIM: Phase.COMMITTED, Request.CANCEL: Phase.CANCELLED, Request.FAIL: Phase.FAILED},
+    Phase.COMMITTED: {Request.CLAIM: Phase.COMMITTED, Request.CANCEL: Phase.COMMITTED, Request.FAIL: Phase.COMMITTED},
+    Phase.CANCELLED: {Request.CLAIM: Phase.CANCELLED, Request.CANCEL: Phase.CANCELLED, Request.FAIL: Phase.CANCELLED},
+    Phase.FAILED: {Request.CLAIM: Phase.FAILED, Request.CANCEL: Phase.FAILED, Request.FAIL: Phase.FAILED},
 }
 
 
 for _phase, _answers in GATE.items():
-    _phase.walks_on = _answers[Knock.CLAIM] is Phase.COMMITTED
+    _phase.proceeds = _answers[Request.CLAIM] is Phase.COMMITTED
 
 
 class IllegalMove(AssertionError):
@@ -101,6 +101,6 @@ def check_move(old: Status, new: Status) -> None:
         raise IllegalMove(f"{old.name} -> {new.name}")
 
 
-def knock(phase: Phase, what: Knock) -> Phase:
+def ask(phase: Phase, what: Request) -> Phase:
     """The phase after ``what`` was asked of a gate in ``phase``."""
     return GATE[phase][what]

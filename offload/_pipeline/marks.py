@@ -29,7 +29,7 @@ class PendingMarks:
         return len(self._pending)
 
     def mark(self, keys: Sequence[Key]) -> Collection[Key]:
-        """Mark those keys that are not marked yet; return the others, whose copy somebody else has under way."""
+        """Mark those keys that are not marked yet; return the others, which another container has on its way."""
         pending = self._pending
         if pending.isdisjoint(keys):
             pending.update(keys)
@@ -39,7 +39,7 @@ class PendingMarks:
         return lost
 
     def release(self, keys: Collection[Key]) -> None:
-        """Take the marks of these keys off; they must have been marked by the same hand."""
+        """Take the marks of these keys off; they must have been marked on behalf of the same container."""
         self._pending.difference_update(keys)
 
 

@@ -252,7 +252,7 @@ class Pipeline:
             # Before it is put anywhere: a token that was cancelled closes its gate here, and no stage sees it.
             container.cancel_token = cancel_token
             cancel_token.join(container, self._settlement)
-        if blocks.keys and container.phase.walks_on:
+        if blocks.keys and container.phase.proceeds:
             self._admission.inbound.put(container)
         else:
             container.evaluated = not blocks.keys
@@ -349,7 +349,7 @@ class Pipeline:
         """
         deadline = trio.current_time() + self.config.drain_timeout
         with trio.CancelScope(shield=True):
-            self._close_door()
+            self._stop_intake()
             self._transfer.cut_off_at(deadline)
             if self._priority is not None:
                 self._priority.stop_yielding()
@@ -361,7 +361,7 @@ class Pipeline:
                 self._cut_off()
                 await self._settlement.wait_settled()
 
-    def _close_door(self) -> None:
+    def _stop_intake(self) -> None:
         """From here on nothing enters and nothing more commits: every open gate is asked to fail, in one step."""
         self._closed = True
         self._budget.close()
@@ -404,7 +404,7 @@ class Pipeline:
         """No stage runs any more. After a clean end nothing is left inside; after a crash those who wait must not hang."""
         if self._priority is not None:
             self._priority.close()
-        self._close_door()
+        self._stop_intake()
         for container in list(self._settlement.live):
             if not container.status.terminal:
                 container.abandon(container.error or PipelineClosed("a stage of the pipeline crashed"))
@@ -425,7 +425,7 @@ class Pipeline:
             for channel in self._channels:
                 # What is parked for long comes to the front: a look at the front is enough, and costs the same for any queue.
                 front = list(islice(channel.parked, _SWEPT))
-                for container in [container for container in front if not container.phase.walks_on]:
+                for container in [container for container in front if not container.phase.proceeds]:
                     self._swept_late += 1
                     channel.withdraw(container)
 
@@ -468,7 +468,7 @@ class _OpenPipeline:
         nursery, self._nursery = self._nursery, None
         assert nursery is not None
         if not nursery.cancel_scope.cancel_called:
-            # Nobody in here cancelled the body: its error is none of the nursery's business.
+            # The body was not cancelled from in here: its error leaves as it is, not in the nursery's group.
             await self._nursery_manager.__aexit__(None, None, None)
             return False
         with raise_unwrapped():

@@ -1,8 +1,8 @@
 """Settling: the one way out of a pipeline. Every container passes here exactly once, whatever became of it.
 
 The order is the promise of ``await handle.cancel()``: first everything the container holds is released (source guards, marks,
-locks, room in the budget; its room at the destination was given back before by whoever reserved it), then the terminal
-status is published, then those who wait are told. So whoever is told finds nothing left.
+locks, room in the budget; its room at the destination was given back before by its slot), then the terminal status is
+published, then the tasks that wait are woken. So a task that is woken finds nothing left.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _COMPLETE, _CANCELLED = Status.COMPLETE, Phase.CANCELLED
 
 @attrs.define(eq=False)
 class _Drain:
-    """Somebody waits for all containers up to a number."""
+    """A task waits for all containers up to a number."""
 
     last: int
     remaining: int
@@ -52,9 +52,9 @@ class Settlement:
         lambda: dict.fromkeys(("completed", "filtered", "failed", "evicted", "returned"), 0)
     )
     """How many blocks ended how; ``returned`` were in containers that were cancelled or failed before the copy."""
-    hurried: int = 0
-    """Tasks that wait for a cancellation to be confirmed. While there are any, the rooms do less in a tick: the scheduler
-    must come round to them (who waits for a copy under way is among them, and costs the same)."""
+    awaited_confirmations: int = 0
+    """Tasks that wait for a cancellation to be confirmed. While there are any, the stages do less in a tick: the scheduler
+    must come round to them (those that wait for a copy under way are among them, and cost the same)."""
     refused: Callable[[Mapping[Key, str], Mapping[Key, BaseException]], None] | None = None
     """Is told what of a container was kept back, and what failed, with the reasons, by who wants to explain it later. Must not
     raise."""
@@ -79,7 +79,7 @@ class Settlement:
             self.complete += 1
             self.blocks["completed"] += size
         else:
-            status = self._judge(container, size)
+            status = self._end_of(container, size)
         container.holder = None
         if container.watch is None and status in container.status.next:
             container.status = status
@@ -111,7 +111,7 @@ class Settlement:
             lease, container.lease = container.lease, None
             give_back(lease)
 
-    def _judge(self, container: OffloadContainer, size: int) -> Status:
+    def _end_of(self, container: OffloadContainer, size: int) -> Status:
         """How it ended, where that is not simply well; counts its blocks."""
         if container.phase is _CANCELLED and not container.filtered:
             self.cancelled += 1
@@ -142,7 +142,7 @@ class Settlement:
 
     @property
     def draining(self) -> bool:
-        """Whether somebody waits for the end of what is inside."""
+        """Whether a task waits for the end of what is inside."""
         return bool(self._drains)
 
     async def wait_settled(self) -> None:

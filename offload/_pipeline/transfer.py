@@ -55,7 +55,7 @@ from .._instruments import Hooks
 from .chain import Chain
 from .channel import BatchReceiver
 from .container import FlatBlocks, OffloadBatch, OffloadContainer, depths_of
-from .containment import give_back, only_cancelled, what_leaves
+from .containment import escaping_part, give_back, only_cancelled
 from .lifecycle import Phase, Status
 from .priority import PriorityReceiver
 from .quarantine import Quarantine
@@ -132,7 +132,7 @@ class Slot:
         batch = self._waiting
         if batch is None or self._reserving is None or self._reserving.cancel_called:
             return
-        left = OffloadBatch([container for container in batch.containers if container.walks_on])
+        left = OffloadBatch([container for container in batch.containers if container.proceeds])
         if left.containers and self._shrink(left.keys):
             batch.keep(left.containers, left.keys)
             self.stage.settlement.settle(container)
@@ -172,15 +172,15 @@ class Slot:
                     await self._carry(carried)
                     # Where copies do not wait, a few in the same tick share the price of being scheduled.
                     in_a_row += 1
-                    if in_a_row < _IN_A_ROW and not self.stage.settlement.hurried:
+                    if in_a_row < _IN_A_ROW and not self.stage.settlement.awaited_confirmations:
                         batch = self.stage.inbound.receive_nowait(self)
                     if batch is None:
                         in_a_row = 0  # a tick ends here
 
     async def _give_way(self) -> None:
-        """Somebody waits for a cancellation to be confirmed: let the scheduler come round to him before the next batch."""
+        """Let the scheduler come round to the tasks that wait for a cancellation to be confirmed, before the next batch."""
         for _ in range(_GIVE_WAY):
-            if not self.stage.settlement.hurried:
+            if not self.stage.settlement.awaited_confirmations:
                 return
             await trio.lowlevel.checkpoint()
 
@@ -197,14 +197,14 @@ class Slot:
                     flat = self._commit(batch, reservation)
                 elif batch.containers:
                     raise TypeError(f"{stage.destination!r} answered no reservation")
-            except Exception as error:  # somebody has broken a promise: the source, or the destination
+            except Exception as error:  # the source or the destination has broken its contract
                 if reservation is not None:
                     give_back(reservation.release)
                 self._one_by_one(batch, error)
                 continue
             except BaseException as error:
                 self._end_all(batch, TransferFailed(f"the transfer stage ended: {error!r}"))
-                if (leaving := what_leaves(error)) is not None:
+                if (leaving := escaping_part(error)) is not None:
                     raise leaving from leaving.__cause__
             if reservation is not None and flat is not None:
                 await self._copy(batch, flat, reservation)
@@ -233,7 +233,7 @@ class Slot:
                 reservation = await self._wait_for_room(batch, deadline)
                 if reservation is not None:
                     return await self._yield_to_loads(batch, reservation)
-                if all(container.walks_on for container in batch.containers):
+                if all(container.proceeds for container in batch.containers):
                     self._end(batch, DestinationFull(f"no room within {stage.config.destination_timeout} s"))
             except Exception as error:
                 match unwrap(error):
@@ -364,7 +364,7 @@ class Slot:
             stage.settlement.settle_all(dropped)
             raise
         if flat.dropped:
-            # The mark of an evicted block goes now: whoever has the block again may store it.
+            # The mark of an evicted block goes now: a caller that has the block again may store it.
             stage.settlement.marks.release(flat.dropped)
         batch.keep(flat.containers)
         if not flat.keys:
@@ -408,7 +408,7 @@ class Slot:
                 outcomes = _all_failed(flat, f"the copy failed: {error!r}", error)
         except BaseException as error:
             # Its time is over, or Ctrl-C: alone or in a group, it left the copy, perhaps with a thread that still writes.
-            leaving = what_leaves(error)
+            leaving = escaping_part(error)
             if leaving is None or not only_cancelled(error):
                 cause = error
             if leaving is not None:
@@ -457,7 +457,7 @@ class Slot:
                 container.marked = False
                 container.completed = container.keys
         else:
-            _sort_out(flat, outcomes)
+            _assign_outcomes(flat, outcomes)
         if stage.chain is None:
             give_back(reservation.release)
             stage.settlement.settle_all(flat.containers)
@@ -481,7 +481,7 @@ def _announce(hooks: Hooks, batch: OffloadBatch) -> None:
     news = [container for container in batch.containers if not container.announced]
     for container in news:
         container.announced = True
-    if news or not batch.containers:  # also that nobody was left to be claimed
+    if news or not batch.containers:  # also that none was left to be claimed
         hooks.fire("post_claim", news)
 
 
@@ -519,7 +519,7 @@ def _all_failed(flat: FlatBlocks, text: str, cause: BaseException | None) -> lis
     return [Failed(error)] * len(flat.keys)
 
 
-def _sort_out(flat: FlatBlocks, outcomes: Sequence[Outcome]) -> None:
+def _assign_outcomes(flat: FlatBlocks, outcomes: Sequence[Outcome]) -> None:
     """Give each container the outcomes of its span."""
     start = 0
     for container, size in zip(flat.containers, flat.sizes, strict=True):

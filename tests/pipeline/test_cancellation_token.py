@@ -38,7 +38,7 @@ class Member:
 
 
 class Settlement:
-    hurried = 0
+    awaited_confirmations = 0
 
 
 def test_a_request_reaches_every_member_once_and_later_ones_at_once():
@@ -204,7 +204,7 @@ async def test_two_callers_and_one_that_is_cancelled(autojump_clock):
                 await token.cancel()
             assert scope.cancelled_caught and token.cancel_called and returned == []
         assert returned == [Status.COMPLETE] * 2
-        assert world.pipeline._settlement.hurried == 0
+        assert world.pipeline._settlement.awaited_confirmations == 0
 
 
 async def test_an_empty_token_returns_at_once_with_a_checkpoint():

@@ -71,7 +71,7 @@ async def test_everything_at_once_settles_it_once(autojump_clock):
                     await trio.sleep(5 * TICK)
                     do()
 
-                for do in (event.set, handle.request_cancel, world.pipeline._close_door):
+                for do in (event.set, handle.request_cancel, world.pipeline._stop_intake):
                     nursery.start_soon(at_once, do)
             await handle.wait()
         assert len(world.happened("settled")) == 1

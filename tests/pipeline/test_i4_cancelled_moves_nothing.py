@@ -30,7 +30,7 @@ async def test_not_a_byte(autojump_clock, hook, company):
 async def test_failed_by_the_shutdown_before_the_commit_moves_nothing_either(autojump_clock, hook):
     async with open_world() as world:
         handle = world.store("a", 8)
-        world.at(hook, lambda subject: world.pipeline._close_door())
+        world.at(hook, lambda subject: world.pipeline._stop_intake())
         result = await handle.wait()
         assert isinstance(result.error, PipelineClosed)
         assert world.found() == set()

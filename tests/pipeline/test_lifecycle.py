@@ -1,4 +1,4 @@
-"""The two tables: every move of a status, every knock at a gate."""
+"""The two tables: every move of a status, every request to a gate."""
 
 import itertools
 
@@ -7,7 +7,7 @@ import pytest
 from backends.abc import WeakBlocks
 from backends.testing import FakeTier
 from offload import OffloadContainer, Status
-from offload._pipeline.lifecycle import GATE, MOVES, IllegalMove, Knock, Phase, check_move, knock
+from offload._pipeline.lifecycle import GATE, MOVES, IllegalMove, Phase, Request, ask, check_move
 
 EVERY_MOVE = list(itertools.product(Status, Status))
 ARROWS = {
@@ -71,35 +71,35 @@ def test_no_status_is_reached_twice_on_any_walk():
     assert all(Status.CANCELLED not in walk or Status.TRANSFERRING not in walk for walk in walks([Status.EVALUATING]))
 
 
-@pytest.mark.parametrize(("phase", "what"), list(itertools.product(Phase, Knock)), ids=name)
+@pytest.mark.parametrize(("phase", "what"), list(itertools.product(Phase, Request)), ids=name)
 def test_a_gate_leaves_open_once_and_never_moves_again(phase, what):
-    after = knock(phase, what)
+    after = ask(phase, what)
     assert after is GATE[phase][what]
     if phase is Phase.OPEN:
-        opened = {Knock.CLAIM: Phase.COMMITTED, Knock.CANCEL: Phase.CANCELLED, Knock.FAIL: Phase.FAILED}
+        opened = {Request.CLAIM: Phase.COMMITTED, Request.CANCEL: Phase.CANCELLED, Request.FAIL: Phase.FAILED}
         assert after is opened[what]
     else:
         assert after is phase
 
 
-@pytest.mark.parametrize("first", list(Knock), ids=name)
-@pytest.mark.parametrize("then", list(Knock), ids=name)
-def test_the_first_knock_at_a_container_decides(first, then):
+@pytest.mark.parametrize("first", list(Request), ids=name)
+@pytest.mark.parametrize("then", list(Request), ids=name)
+def test_the_first_request_to_a_gate_decides(first, then):
     one = container()
     error, later = ValueError("first"), ValueError("then")
-    knocks = {
-        Knock.CLAIM: lambda _: one.claim(),
-        Knock.CANCEL: lambda _: one.cancel(),
-        Knock.FAIL: lambda error: one.fail(error),
+    requests = {
+        Request.CLAIM: lambda _: one.claim(),
+        Request.CANCEL: lambda _: one.cancel(),
+        Request.FAIL: lambda error: one.fail(error),
     }
-    knocks[first](error)
+    requests[first](error)
     phase = one.phase
     assert phase is GATE[Phase.OPEN][first]
-    knocks[then](later)
+    requests[then](later)
     assert one.phase is phase
-    assert one.error is (error if first is Knock.FAIL else None)
-    assert one.walks_on == (first is Knock.CLAIM)
-    assert one.claim() == (first is Knock.CLAIM)
+    assert one.error is (error if first is Request.FAIL else None)
+    assert one.proceeds == (first is Request.CLAIM)
+    assert one.claim() == (first is Request.CLAIM)
 
 
 @pytest.mark.parametrize("status", [status for status in Status if status.terminal], ids=name)

@@ -118,7 +118,7 @@ def shutdown_forgets_what_is_ready(patch):
             if container.holder is not self._ready:
                 container.fail(PipelineClosed("closed before the commit"))
 
-    patch.setattr(Pipeline, "_close_door", close_door)
+    patch.setattr(Pipeline, "_stop_intake", close_door)
 
 
 # --- settling -----------------------------------------------------------------------------------------------------
@@ -501,7 +501,7 @@ def a_precondition_that_raised_holds(patch):
     fail = Awaiting._fail
 
     def forgiving(self, container, error):
-        if isinstance(error, trio.TooSlowError) or not container.walks_on:
+        if isinstance(error, trio.TooSlowError) or not container.proceeds:
             fail(self, container, error)
         else:
             self.outbound.send([container], trio.current_time())
@@ -624,14 +624,14 @@ def a_copy_may_take_for_ever(patch):
 
 @plant("model", first=50)
 def outcomes_are_sorted_out_backwards(patch):
-    sort_out = transfer_module._sort_out
-    patch.setattr(transfer_module, "_sort_out", lambda flat, outcomes: sort_out(flat, list(reversed(outcomes))))
+    sort_out = transfer_module._assign_outcomes
+    patch.setattr(transfer_module, "_assign_outcomes", lambda flat, outcomes: sort_out(flat, list(reversed(outcomes))))
 
 
 @plant("model")
 def failed_blocks_are_reported_as_stored(patch):
-    sort_out = transfer_module._sort_out
-    patch.setattr(transfer_module, "_sort_out", lambda flat, outcomes: sort_out(flat, [STORED] * len(outcomes)))
+    sort_out = transfer_module._assign_outcomes
+    patch.setattr(transfer_module, "_assign_outcomes", lambda flat, outcomes: sort_out(flat, [STORED] * len(outcomes)))
 
 
 # --- chains -------------------------------------------------------------------------------------------------------
@@ -774,7 +774,7 @@ def what_is_put_back_wakes_nobody(patch):
     """Who puts back is a slot, which asks for its next batch itself."""
 
     def put_back(self, container):
-        if container.phase.walks_on:
+        if container.phase.proceeds:
             CancellableChannel.put_back(self, container)
             self.accumulator.add(len(container.keys))
         else:

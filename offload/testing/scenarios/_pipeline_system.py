@@ -251,7 +251,7 @@ class PipelineSystem:
         led_to = {route for spec in self.world.pipelines.values() for route in spec.chain}
         for name, pipeline in self.pipelines.items():
             if name not in led_to:
-                pipeline._close_door()
+                pipeline._stop_intake()
         self.world.background.start_soon(self._close)
 
     async def _close(self) -> None:
