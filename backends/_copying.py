@@ -65,23 +65,23 @@ class StoreCopy:
     Args:
         source: where they are.
         keys: what they are called.
-        guards: what the source holds them by.
+        refs: what the source holds them by.
         summed: whether the place keeps checksums of its own. What the source knows is compared in either case.
     """
 
-    __slots__ = ("_different", "_expected", "_keys", "_summed", "failed", "guards", "source", "sums", "views")
+    __slots__ = ("_different", "_expected", "_keys", "_summed", "failed", "refs", "source", "sums", "views")
 
-    def __init__(self, source: Source, keys: Sequence[Key], guards: Sequence[int], *, summed: bool) -> None:
+    def __init__(self, source: Source, keys: Sequence[Key], refs: Sequence[int], *, summed: bool) -> None:
         self.source: Source = source
-        self.guards: Sequence[int] = guards
-        self.views: Pages | None = source.views(guards)
+        self.refs: Sequence[int] = refs
+        self.views: Pages | None = source.views(refs)
         """Where the blocks lie, if in host memory."""
         self.sums: list[int] = []
         """The xxh3-64 of each block that has arrived, by position, once the copy is over. Empty where nobody wanted any."""
         self.failed: dict[int, Exception] = {}
         """Blocks that must not be stored, by position, each with its error; grows while the copy is made."""
         self._keys = keys
-        self._expected = _known_checksums(source, keys, guards)
+        self._expected = _known_checksums(source, keys, refs)
         self._summed = summed or self._expected is not None
         self._different: list[int] = []  # of these, the ones that the source does not know of
 
@@ -155,7 +155,7 @@ class StoreCopy:
         different, self._different = self._different, []
         if different:
             source: Any = self.source  # it has told what they sum up to
-            source.forget_damaged([self._keys[at] for at in different], [self.guards[at] for at in different])
+            source.forget_damaged([self._keys[at] for at in different], [self.refs[at] for at in different])
         return self.failed
 
     # --- below ----------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class StoreCopy:
         """Have the source copy these blocks: rule 2."""
         try:
             with kept_if_unproven(pages):
-                self.source.copy_out([self.guards[at] for at in positions], pages)
+                self.source.copy_out([self.refs[at] for at in positions], pages)
             return
         except Exception as error:
             damaged = [leaf for leaf in leaves(error) if isinstance(leaf, DamagedBlock)]
@@ -194,11 +194,11 @@ class StoreCopy:
                 self._different.append(at)
 
 
-def _known_checksums(source: Source, keys: Sequence[Key], guards: Sequence[int]) -> Sequence[int | None] | None:
+def _known_checksums(source: Source, keys: Sequence[Key], refs: Sequence[int]) -> Sequence[int | None] | None:
     """What a :class:`~backends.abc.ChecksummedSource` knows of these blocks; ``None`` if that is nothing."""
     # Told by having the method: `isinstance` of a protocol costs as much as the copy of a small batch.
     ask: Callable[..., Sequence[int | None]] | None = getattr(source, "checksums_of", None)
-    expected = None if ask is None else ask(keys, guards)
+    expected = None if ask is None else ask(keys, refs)
     return None if expected is None or expected.count(None) == len(expected) else expected
 
 

@@ -8,7 +8,7 @@ Four contracts, each with one to five methods:
   that knows at once what it contains; any other has to ask, over a wire say.
 * :class:`Destination`: where a load puts the bytes.
 
-Everything here speaks of *many* blocks at once. A block is a position in parallel columns (its key, its guard, its
+Everything here speaks of *many* blocks at once. A block is a position in parallel columns (its key, its ref, its
 outcome), never an object of its own: one object per block costs more than every decision about it.
 
 An answer is a value, never an exception: a duplicate, a miss, a full tier, a pinned key. An exception from any of these
@@ -41,7 +41,7 @@ Key: TypeAlias = bytes
 At most ``MAX_KEY_BYTES`` long. Whoever takes keys from outside checks them, by :func:`check_keys`."""
 
 EVICTED = -1
-"""The guard of a block that was no longer there when it was upgraded."""
+"""The ref of a block that was no longer there when it was upgraded."""
 
 WhenFull: TypeAlias = Literal["wait", "evict", "partial", "fail"]
 """What a reservation does in a full place: see :meth:`TransferExecutor.reserve`."""
@@ -56,33 +56,33 @@ class Blocks:
     Attributes:
         source: where the bytes are.
         keys: one key per block, all different.
-        guards: what the source needs to find each block's bytes, or ``None`` where that is decided at the upgrade.
+        refs: what the source needs to find each block's bytes, or ``None`` where that is decided at the upgrade.
     """
 
-    __slots__ = ("__weakref__", "depths", "guards", "keys", "source")
+    __slots__ = ("__weakref__", "depths", "keys", "refs", "source")
 
     def __init__(
-        self, source: Source, keys: Sequence[Key], guards: list[int] | None, depths: Sequence[int | None] | None = None
+        self, source: Source, keys: Sequence[Key], refs: list[int] | None, depths: Sequence[int | None] | None = None
     ) -> None:
         """Take the columns.
 
         Args:
             source: where the blocks are.
             keys: of their content.
-            guards: how they are held, or where they are; ``None`` where they are not held.
+            refs: how they are held, or where they are; ``None`` where they are not held.
             depths: the index of each in the prefix that it belongs to, where that is known: it does not follow from the keys. A
                 place that is full gives up the deepest of what is next to go. Without it, the order of the keys stands for it.
 
         Raises:
             DuplicateKeys: the keys are not all different.
             TypeError: one of them is not ``bytes``, or this is one key and not a sequence.
-            ValueError: one of them is longer than any tier takes; or there is not one guard or one depth for each.
+            ValueError: one of them is longer than any tier takes; or there is not one ref or one depth for each.
         """
         self.source: Source = source
         self.keys: tuple[Key, ...] = distinct_keys(keys)
-        self.guards: list[int] | None = guards
-        if guards is not None and len(guards) != len(self.keys):
-            raise ValueError(f"{len(self.keys)} keys but {len(guards)} block ids")
+        self.refs: list[int] | None = refs
+        if refs is not None and len(refs) != len(self.keys):
+            raise ValueError(f"{len(self.keys)} keys but {len(refs)} block ids")
         self.depths: Sequence[int | None] | None = depths
         if depths is not None and len(depths) != len(self.keys):
             raise ValueError(f"{len(self.keys)} keys but {len(depths)} depths")
@@ -94,10 +94,10 @@ class Blocks:
         return f"<{type(self).__name__} of {len(self.keys)} blocks in {self.source!r}>"
 
     def hand_over(self) -> None:
-        """A pipeline takes this value. What holds guards can be taken once."""
+        """A pipeline takes this value. What holds refs can be taken once."""
 
     def release(self) -> None:
-        """Give back what this value holds in the source. Idempotent; nothing to do unless it holds guards."""
+        """Give back what this value holds in the source. Idempotent; nothing to do unless it holds refs."""
 
 
 class ExternalBlocks(Blocks):
@@ -107,39 +107,37 @@ class ExternalBlocks(Blocks):
 
 
 class StrongBlocks(Blocks):
-    """Blocks held by counted guards, which prevent eviction until :meth:`release`.
+    """Blocks held by counted refs, which prevent eviction until :meth:`release`.
 
-    A pipeline that is given strong blocks owns their guards from that call on, on every path, also when the call
+    A pipeline that is given strong blocks owns their refs from that call on, on every path, also when the call
     raises.
     """
 
     __slots__ = ("_given",)
 
     def __init__(
-        self, source: Source, keys: Sequence[Key], guards: list[int] | None, depths: Sequence[int | None] | None = None
+        self, source: Source, keys: Sequence[Key], refs: list[int] | None, depths: Sequence[int | None] | None = None
     ) -> None:
         """Take the columns; see :class:`Blocks`."""
-        super().__init__(source, keys, guards, depths)
+        super().__init__(source, keys, refs, depths)
         self._given = False
 
     def hand_over(self) -> None:
-        """A pipeline takes the guards.
+        """A pipeline takes the refs.
 
         Raises:
             ValueError: another one has them, or they were released.
         """
-        if self._given or (self.keys and not self.guards):
-            raise ValueError(
-                f"{self!r} was given to a pipeline before, or released: its guards are not to be had twice"
-            )
+        if self._given or (self.keys and not self.refs):
+            raise ValueError(f"{self!r} was given to a pipeline before, or released: its refs are not to be had twice")
         self._given = True
 
     def release(self) -> None:
-        """Drop the guards. Idempotent; with the last guard of a block it may be evicted again."""
-        guards = self.guards
-        self.guards: list[int] | None = []
-        if guards:
-            self.source.release(guards)
+        """Drop the refs. Idempotent; with the last ref of a block it may be evicted again."""
+        refs = self.refs
+        self.refs: list[int] | None = []
+        if refs:
+            self.source.release(refs)
 
 
 class WeakBlocks(Blocks):
@@ -158,18 +156,18 @@ class Source(Protocol):
         ...
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Weak to strong: one counted guard per key that is there, ``EVICTED`` for each that is not. Never blocks."""
+        """Weak to strong: one counted ref per key that is there, ``EVICTED`` for each that is not. Never blocks."""
         ...
 
-    def release(self, guards: Sequence[int]) -> None:
-        """Drop one count of each guard; ``EVICTED`` is ignored. Never blocks, never raises."""
+    def release(self, refs: Sequence[int]) -> None:
+        """Drop one count of each ref; ``EVICTED`` is ignored. Never blocks, never raises."""
         ...
 
-    def views(self, guards: Sequence[int]) -> Pages | None:
+    def views(self, refs: Sequence[int]) -> Pages | None:
         """Where these blocks lie in host memory, or ``None`` if a block is not one run of host memory."""
         ...
 
-    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Copy each block into the page at the same position. Called in a worker thread; returns when it is over.
 
         One that finds a block damaged while it copies raises :class:`DamagedBlock`; whoever copies then asks for the others,
@@ -275,8 +273,8 @@ class Reservation(Protocol):
         """Give back the room of every granted key not in ``keys`` (a subsequence of ``granted``). Never blocks."""
         ...
 
-    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
-        """Copy the kept blocks (``guards`` in their order) and publish them. Called at most once, after the commit.
+    async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
+        """Copy the kept blocks (``refs`` in their order) and publish them. Called at most once, after the commit.
 
         Returns one outcome per block, in order; an ordinary exception means that all of them failed and that the copy
         is over. A block is found by its key only once all of its bytes are there. One that its source knows to be damaged
@@ -303,7 +301,7 @@ class HoldingReservation(Protocol):
         """Before the transfer: hold each block that it stores, or finds stored, until :meth:`Reservation.release`.
 
         What has just been stored may be evicted at once, for somebody who waits for room. Held, it is still there when the
-        transfer has returned, so that whoever called it can take guards of his own (:meth:`Source.upgrade`).
+        transfer has returned, so that whoever called it can take refs of his own (:meth:`Source.upgrade`).
         """
         ...
 
@@ -465,7 +463,7 @@ class TierStatistics:
     blocks: int
     """Keys that can be found."""
     held_blocks: int
-    """Of these, held by guards or leases."""
+    """Of these, held by refs or leases."""
     reserved_blocks: int
     """Places reserved and not yet published or given back."""
     stored: int
@@ -551,17 +549,17 @@ class ChecksummedSource(Source, Protocol):
     verifies its blocks itself while :meth:`copy_out` runs, and raises :class:`DamagedBlock` there, needs neither.
     """
 
-    def checksums_of(self, keys: Sequence[Key], guards: Sequence[int]) -> Sequence[int | None]:
+    def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> Sequence[int | None]:
         """The xxh3-64 of each of these blocks as it was stored, ``None`` where that is not known. Never blocks.
 
         One that no bytes have, as ``-1``, where a block is known to be damaged.
         """
         ...
 
-    def forget_damaged(self, keys: Sequence[Key], guards: Sequence[int]) -> None:
+    def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
         """These are not what was stored, as somebody found who has copied them: count them, and find them no more.
 
-        What lies under a key by then in another slot stays. Never blocks; before the guards are released.
+        What lies under a key by then in another slot stays. Never blocks; before the refs are released.
         """
         ...
 

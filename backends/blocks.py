@@ -7,9 +7,9 @@ A slot is *reset* (free), *staged* (somebody writes it) or *registered* (found b
 
 Where somebody copies victims elsewhere before they go, there is one state more: :mod:`backends.leaving`.
 
-Rule 1. A registered block may be held by counted guards. Held, it is neither evicted nor deleted. Dropping the last
-        guard makes it *inactive*: still found by its key, and evictable. It is not lost.
-Rule 2. A guard is the number of the slot. Every operation takes and gives whole columns, and runs in C where the common
+Rule 1. A registered block may be held by counted refs. Held, it is neither evicted nor deleted. Dropping the last
+        ref makes it *inactive*: still found by its key, and evictable. It is not lost.
+Rule 2. A ref is the number of the slot. Every operation takes and gives whole columns, and runs in C where the common
         case allows it: a block costs some tens of nanoseconds here, and an object per block would cost ten times that.
 Rule 3. Room is granted in the order in which it was asked for (`backends/room.py`), except for an engine's own `put` and
         `stage`, which must not wait.
@@ -61,7 +61,7 @@ class RegistryStatistics:
     registered: int
     """Keys that can be found."""
     held: int
-    """Slots held by guards."""
+    """Slots held by refs."""
     waiting: int
     """Callers that wait for room."""
     stored: int
@@ -73,7 +73,7 @@ class RegistryStatistics:
     deleted: int
     """Deleted by request."""
     leaving: int
-    """Registered and held, and gone with their last guard: victims that are copied elsewhere."""
+    """Registered and held, and gone with their last ref: victims that are copied elsewhere."""
 
 
 class Registry(Room):
@@ -88,7 +88,7 @@ class Registry(Room):
         self._slot_of: dict[Key, int] = {}
         self._depths: dict[Key, int] = {}  # of registered keys, where they were said
         self._held: set[int] = set()
-        self._more: dict[int, int] = {}  # guards of a held slot beyond the first
+        self._more: dict[int, int] = {}  # refs of a held slot beyond the first
         self._doomed: set[int] = set()  # no longer found by a key, and still held
         self._held_keys = _HeldKeys(self._slot_of, self._held)
         self._evictions = Evictions()
@@ -145,7 +145,7 @@ class Registry(Room):
     # --- holding --------------------------------------------------------------------------------------------------
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """One more guard for each key that is registered, ``EVICTED`` for each that is not. Not a use."""
+        """One more ref for each key that is registered, ``EVICTED`` for each that is not. Not a use."""
         held = self._held
         try:
             slots = list(map(self._slot_of.__getitem__, keys))
@@ -168,11 +168,11 @@ class Registry(Room):
                 held.add(slot)
         return slots
 
-    def release(self, guards: Sequence[int]) -> None:
-        """Drop one guard of each. ``EVICTED``, and a slot that nobody holds, are ignored."""
+    def release(self, refs: Sequence[int]) -> None:
+        """Drop one ref of each. ``EVICTED``, and a slot that nobody holds, are ignored."""
         if self._more:
             held, more = self._held, self._more
-            for slot in guards:
+            for slot in refs:
                 count = more.get(slot)
                 if count is None:
                     held.discard(slot)
@@ -181,13 +181,13 @@ class Registry(Room):
                 else:
                     more[slot] = count - 1
         else:
-            self._held.difference_update(guards)
+            self._held.difference_update(refs)
         if self._doomed:
-            buried = self._doomed.intersection(guards) - self._held
+            buried = self._doomed.intersection(refs) - self._held
             self._doomed -= buried
             self._free_slots(list(buried))
         if self._leaving:
-            self._go(self._evictions.gone(guards, self._held))
+            self._go(self._evictions.gone(refs, self._held))
         if self._waiters:
             self._serve()
 
@@ -254,7 +254,7 @@ class Registry(Room):
         Args:
             keys: what they hold.
             slots: one per key.
-            hold: grows by one guard for each key, where given. It is taken before whoever waits for room is served: what has
+            hold: grows by one ref for each key, where given. It is taken before whoever waits for room is served: what has
                 just been registered may be evicted for him at once.
             depths: the index of each block in its prefix, where that is known.
 

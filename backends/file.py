@@ -128,50 +128,50 @@ class FileTier(PooledTier[FileRegistry]):
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
         """Weak to strong. A block of another size than ``block_bytes`` counts as evicted."""
-        guards = self.pool.upgrade(keys)
+        refs = self.pool.upgrade(keys)
         if self._mixed:
             sizes, size = self.pool.sizes, self.block_bytes
-            odd = [guard for guard in guards if guard != EVICTED and sizes[guard] != size]
+            odd = [ref for ref in refs if ref != EVICTED and sizes[ref] != size]
             self.pool.release(odd)
-            guards = [EVICTED if guard in odd else guard for guard in guards]
-        return guards
+            refs = [EVICTED if ref in odd else ref for ref in refs]
+        return refs
 
-    def release(self, guards: Sequence[int]) -> None:
-        """Drop one count of each guard, and forget the blocks that turned out to be bad."""
+    def release(self, refs: Sequence[int]) -> None:
+        """Drop one count of each ref, and forget the blocks that turned out to be bad."""
         self._forget_suspects()
-        self.pool.release(guards)
+        self.pool.release(refs)
 
-    def views(self, guards: Sequence[int]) -> None:
+    def views(self, refs: Sequence[int]) -> None:
         """No block lies in host memory."""
         return
 
-    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Read and verify blocks.
 
         Raises:
-            DamagedBlock: one of them is not what was stored; it is no longer found once its guard is released.
+            DamagedBlock: one of them is not what was stored; it is no longer found once its ref is released.
         """
         directory, keys = self._open_directory(), self.pool.keys
         with directory:
-            for guard, page in zip(guards, pages, strict=True):
-                key = keys[guard]
+            for ref, page in zip(refs, pages, strict=True):
+                key = keys[ref]
                 try:
-                    directory.read(name_of(key, guard), self._layout, key, page, self.checksums)
+                    directory.read(name_of(key, ref), self._layout, key, page, self.checksums)
                 except Refused as exc:
-                    self._suspects[guard] = key, exc.reason
+                    self._suspects[ref] = key, exc.reason
                     raise DamagedBlock(self, key, exc.reason) from None
 
     # --- TransferExecutor -----------------------------------------------------------------------------------------
 
     async def write(
-        self, source: Source, guards: Sequence[int], keys: Sequence[Key], slots: list[int]
+        self, source: Source, refs: Sequence[int], keys: Sequence[Key], slots: list[int]
     ) -> Mapping[int, Exception]:
         """Write blocks of a source to files. A block that cannot be written, on a full disk say, fails alone."""
         directory = self._open_directory()
         self._see(source.block_bytes)
         self.pool.keys.update(zip(slots, keys, strict=True))
         names = list(map(name_of, keys, slots))
-        copy = StoreCopy(source, keys, guards, summed=self.checksums)
+        copy = StoreCopy(source, keys, refs, summed=self.checksums)
         depths = [self.pool.slot_depths.pop(slot, None) for slot in slots]
         job = Writing(directory, self._layout, self.checksums, self.fsync, self._litter(), depths)
         try:
@@ -211,7 +211,7 @@ class FileTier(PooledTier[FileRegistry]):
         return held
 
     async def _load(self, lease: Lease, destination: Destination, there: Pages | None) -> Mapping[int, Missed | Failed]:
-        blocks = list(zip(lease.keys, lease.guards, strict=True))
+        blocks = list(zip(lease.keys, lease.refs, strict=True))
         work = Reading(self._open_directory(), self._layout, self.checksums, blocks, {})
         sizes, size = self.pool.sizes, destination.block_bytes
         work.bad = {at: _OTHER_SIZE for at, (_, slot) in enumerate(blocks) if sizes[slot] != size}

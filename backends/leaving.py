@@ -6,12 +6,12 @@ An eviction walks one of two ways. Where nobody copies what goes, a victim goes 
 
 With a *spiller* (a chain to a slower place, say), it goes when its copy has settled:
 
-    registered --evict--> leaving --last guard dropped--> reset
+    registered --evict--> leaving --last ref dropped--> reset
          ^                   |
          `------- use -------'
 
-Rule 1. A block that leaves is held by the guard of its :class:`Spill`, and found by its key. So it can be read, is not deleted,
-        and its slot is free only once nobody reads it any more, in whatever way its copy ends: a copy holds its own guard.
+Rule 1. A block that leaves is held by the ref of its :class:`Spill`, and found by its key. So it can be read, is not deleted,
+        and its slot is free only once nobody reads it any more, in whatever way its copy ends: a copy holds its own ref.
 Rule 2. A use makes it stay: the eviction policy knows it again. Its copy goes on, and is one more copy.
 Rule 3. Whoever waits for room counts on what leaves (it is *coming*), so that no more has to leave than he needs. When a
         spill is over, what somebody else still holds does not count any more: a copy without an end must not keep others
@@ -68,7 +68,7 @@ class Spill:
         """Let go: each block that was not used meanwhile goes, once nobody else holds it. Idempotent; never raises.
 
         Returns:
-            The keys that go so, now or with their last guard; not those that stay, or were forgotten as damaged.
+            The keys that go so, now or with their last ref; not those that stay, or were forgotten as damaged.
         """
         slots, self._slots = self._slots, ()
         return self._end(slots) if slots else ()
@@ -162,8 +162,8 @@ class Evictions:
         self.coming.difference_update(slots)
         return [self.key_of[slot] for slot in slots if slot in self.key_of]
 
-    def gone(self, guards: Sequence[int], held: AbstractSet[int]) -> list[Key]:
+    def gone(self, refs: Sequence[int], held: AbstractSet[int]) -> list[Key]:
         """Guards were dropped: the keys of those that leave and are not held any more. They go now."""
-        slots = [slot for slot in dict.fromkeys(guards) if slot in self.key_of and slot not in held]
+        slots = [slot for slot in dict.fromkeys(refs) if slot in self.key_of and slot not in held]
         self.coming.difference_update(slots)
         return list(map(self.key_of.pop, slots))

@@ -1,4 +1,4 @@
-"""What every tier over a registry shares: blocks, guards, leases and reservations. No bytes.
+"""What every tier over a registry shares: blocks, refs, leases and reservations. No bytes.
 
 The :class:`~backends.blocks.Registry` decides; what is here gives its columns the types of :mod:`backends.abc`.
 """
@@ -41,25 +41,25 @@ REJECTED = Rejected("not admitted")
 class PooledReservation(TierReservation["PooledTier[Any]"]):
     """Staged slots for some keys. Made by :meth:`PooledTier.reserve`."""
 
-    __slots__ = ("_guards", "_slots")
+    __slots__ = ("_refs", "_slots")
 
     def __init__(self, tier: PooledTier[Any], keys: Sequence[Key], slots: list[int], block_bytes: int) -> None:
         super().__init__(tier, keys, block_bytes)
         self._slots = slots
-        self._guards: list[int] | None = None  # of what was stored, where that is held
+        self._refs: list[int] | None = None  # of what was stored, where that is held
 
     def hold(self) -> None:
         """Hold what the transfer stores or finds there until :meth:`release`; see :class:`backends.abc.HoldingReservation`."""
-        self._guards = []
+        self._refs = []
 
     def release(self) -> None:
         """Give back the slots of what was not registered, and what is held. Idempotent; never blocks, never raises."""
         slots, self._slots = self._slots, []
-        guards, self._guards = self._guards, None
+        refs, self._refs = self._refs, None
         if slots:
             self._tier.pool.give_back(slots)
-        if guards:
-            self._tier.release(guards)
+        if refs:
+            self._tier.release(refs)
 
     def _size(self) -> int:
         return len(self._slots)
@@ -80,67 +80,67 @@ class PooledReservation(TierReservation["PooledTier[Any]"]):
                 decided[at] = REJECTED
             elif key in present:
                 decided[at] = DUPLICATE
-        if self._guards is not None:  # now: they may be gone when the copy of the others is over
-            self._guards += self._tier.upgrade([key for key in keys if key in present])
+        if self._refs is not None:  # now: they may be gone when the copy of the others is over
+            self._refs += self._tier.upgrade([key for key in keys if key in present])
         pool.note_duplicates(sum(outcome is DUPLICATE for outcome in decided.values()))
         return decided
 
-    async def _copy(self, source: Source, keys: Sequence[Key], guards: Sequence[int]) -> Mapping[int, Exception]:
+    async def _copy(self, source: Source, keys: Sequence[Key], refs: Sequence[int]) -> Mapping[int, Exception]:
         if self._depths:
             self._tier.note_depths(keys, self._slots, self._depths)
-        return await self._tier.write(source, guards, keys, self._slots)
+        return await self._tier.write(source, refs, keys, self._slots)
 
     async def _register(self, keys: Sequence[Key]) -> Sequence[Outcome]:
         slots, self._slots = self._slots, []
         outcomes: list[Outcome] = [STORED] * len(keys)
-        for at in self._tier.pool.register(keys, slots, self._guards, self.depths_of(keys)):
+        for at in self._tier.pool.register(keys, slots, self._refs, self.depths_of(keys)):
             outcomes[at] = DUPLICATE
         return outcomes
 
 
 class Lease(TierLease["PooledTier[Any]"]):
-    """A hold on the prefix of some keys, by guards. Made by :meth:`PooledTier.pin`."""
+    """A hold on the prefix of some keys, by refs. Made by :meth:`PooledTier.pin`."""
 
-    __slots__ = ("guards",)
+    __slots__ = ("refs",)
 
-    def __init__(self, tier: PooledTier[Any], keys: Sequence[Key], guards: list[int]) -> None:
+    def __init__(self, tier: PooledTier[Any], keys: Sequence[Key], refs: list[int]) -> None:
         super().__init__(tier, keys)
-        self.guards: list[int] = guards
+        self.refs: list[int] = refs
         """How it is held; empty once it is released."""
 
     @property
     def is_held(self) -> bool:
         """Whether it was not released."""
-        return len(self.guards) == len(self.keys)
+        return len(self.refs) == len(self.keys)
 
     def forget(self, positions: Sequence[int]) -> None:
         """The blocks at these positions are not what was stored; see :class:`backends.abc.ForgettingLease`."""
-        if self.guards:
-            self.tier.forget_held([self.keys[at] for at in positions], [self.guards[at] for at in positions])
+        if self.refs:
+            self.tier.forget_held([self.keys[at] for at in positions], [self.refs[at] for at in positions])
 
     def release_nowait(self) -> None:
         """Let go. Idempotent."""
-        guards = self.guards
-        self.guards = []
-        if guards:
-            self.tier.release(guards)
+        refs = self.refs
+        self.refs = []
+        if refs:
+            self.tier.release(refs)
 
 
 def hold_all(source: Source, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
-    """Blocks of a source, each held by a guard that whoever gets the value must release.
+    """Blocks of a source, each held by a ref that whoever gets the value must release.
 
     Raises:
         MissingKeys: not all of them are there; none is held then.
         DuplicateKeys: a key is named twice; none is held then.
     """
     check_keys(keys)
-    guards = source.upgrade(keys)
+    refs = source.upgrade(keys)
     try:
-        if EVICTED in guards:
-            raise MissingKeys(source, [key for key, guard in zip(keys, guards, strict=True) if guard == EVICTED])
-        return StrongBlocks(source, keys, guards, depths)
+        if EVICTED in refs:
+            raise MissingKeys(source, [key for key, ref in zip(keys, refs, strict=True) if ref == EVICTED])
+        return StrongBlocks(source, keys, refs, depths)
     except BaseException:
-        source.release(guards)
+        source.release(refs)
         raise
 
 
@@ -162,11 +162,11 @@ class PooledTier(TierBase[Lease], Generic[R]):
         """Size of every block, in bytes."""
 
     @abstractmethod
-    def views(self, guards: Sequence[int]) -> Pages | None:
+    def views(self, refs: Sequence[int]) -> Pages | None:
         """Where these blocks lie in host memory, or ``None`` if a block is not one run of host memory."""
 
     @abstractmethod
-    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Copy each block into the page at the same position. Called in a worker thread."""
 
     def weak(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> WeakBlocks:
@@ -174,7 +174,7 @@ class PooledTier(TierBase[Lease], Generic[R]):
         return WeakBlocks(self, keys, None, depths)
 
     def strong(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
-        """These blocks, each held by a guard that whoever gets the value must release.
+        """These blocks, each held by a ref that whoever gets the value must release.
 
         Raises:
             MissingKeys: not all of them are here; none is held then.
@@ -186,16 +186,16 @@ class PooledTier(TierBase[Lease], Generic[R]):
         """Weak to strong: see :class:`backends.abc.Source`."""
         return self.pool.upgrade(keys)
 
-    def release(self, guards: Sequence[int]) -> None:
-        """Drop one count of each guard."""
-        self.pool.release(guards)
+    def release(self, refs: Sequence[int]) -> None:
+        """Drop one count of each ref."""
+        self.pool.release(refs)
 
-    def forget_held(self, keys: Sequence[Key], guards: Sequence[int]) -> None:
-        """What these guards hold is damaged: no longer found under its key, and free once nobody holds it any more.
+    def forget_held(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
+        """What these refs hold is damaged: no longer found under its key, and free once nobody holds it any more.
 
         What lies under the key by then stays. Not counted as deleted.
         """
-        self.pool.forget(keys, guards)
+        self.pool.forget(keys, refs)
 
     # --- SpillingTier ---------------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class PooledTier(TierBase[Lease], Generic[R]):
 
     @abstractmethod
     async def write(
-        self, source: Source, guards: Sequence[int], keys: Sequence[Key], slots: list[int]
+        self, source: Source, refs: Sequence[int], keys: Sequence[Key], slots: list[int]
     ) -> Mapping[int, Exception]:
         """Copy blocks of a source into staged slots, all of them or, by position, with what failed.
 

@@ -181,23 +181,23 @@ class SlotTier(PooledTier[BlockPool]):
 
     def get(self, key: Key) -> bytes | None:
         """A verified copy of one block, or ``None`` if it is not here (any more)."""
-        guards = self.pool.upgrade((key,))
-        if guards[0] == EVICTED:
+        refs = self.pool.upgrade((key,))
+        if refs[0] == EVICTED:
             self._missed["gone"] += 1
             return None
         try:
-            pages = self._storage.pages(guards)
+            pages = self._storage.pages(refs)
             if pages is None:
                 pages = new_pages(1, self.block_bytes)
                 with kept_if_unproven(pages):
-                    self._storage.copy_out(guards, pages)
+                    self._storage.copy_out(refs, pages)
             data = bytes(pages[0])
             sums = checksums(pages) if self.checksums else None
-            if self._verify(guards, sums):
-                self.forget_damaged((key,), guards)
+            if self._verify(refs, sums):
+                self.forget_damaged((key,), refs)
                 return None
         finally:
-            self.pool.release(guards)
+            self.pool.release(refs)
         self.pool.use((key,))
         self._loaded += 1
         return data
@@ -244,44 +244,42 @@ class SlotTier(PooledTier[BlockPool]):
 
     # --- Source ---------------------------------------------------------------------------------------------------
 
-    def views(self, guards: Sequence[int]) -> Pages | None:
+    def views(self, refs: Sequence[int]) -> Pages | None:
         """Where these blocks lie in host memory, if each is one run there."""
-        return self._storage.pages(guards)
+        return self._storage.pages(refs)
 
-    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Copy each block into the page at the same position."""
-        self._storage.copy_out(guards, pages)
+        self._storage.copy_out(refs, pages)
 
-    def checksums_of(self, keys: Sequence[Key], guards: Sequence[int]) -> list[int | None]:
+    def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> list[int | None]:
         """The xxh3-64 of each of these blocks as it was stored, where that is known: for whoever copies them elsewhere.
 
         Of a slot that is not found by its key nothing is known, since an engine may be writing it; unless it is known to be
         damaged: then it is one that no bytes have.
         """
         slots, sums = self.pool.slots(keys), self._sums
-        if slots == list(guards):
+        if slots == list(refs):
             return list(map(sums.get, slots))
-        pairs = zip(slots, guards, strict=True)
-        return [
-            sums.get(guard) if slot == guard else -1 if self.pool.is_doomed(guard) else None for slot, guard in pairs
-        ]
+        pairs = zip(slots, refs, strict=True)
+        return [sums.get(ref) if slot == ref else -1 if self.pool.is_doomed(ref) else None for slot, ref in pairs]
 
-    def forget_damaged(self, keys: Sequence[Key], guards: Sequence[int]) -> None:
+    def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
         """These are not what was stored, as somebody found who has copied them; see :class:`backends.abc.ChecksummedSource`."""
         self._missed["damaged"] += len(keys)
-        self.pool.forget(keys, guards)
+        self.pool.forget(keys, refs)
 
     # --- Tier -----------------------------------------------------------------------------------------------------
 
     async def _load(self, lease: Lease, destination: Destination, there: Pages | None) -> Mapping[int, Missed | Failed]:
-        guards, here, summed = lease.guards, self._storage.pages(lease.guards), self.checksums
+        refs, here, summed = lease.refs, self._storage.pages(lease.refs), self.checksums
         if here is not None:
             sums = await load_pages(
                 here, destination, there, summed, self._in_place, run=self.to_the_end, inline_bytes=self.inline_bytes
             )
         else:
-            sums = await self.to_the_end(_load, self._storage, guards, destination, there, summed)
-        return dict.fromkeys(self._verify(guards, sums), _DAMAGED)
+            sums = await self.to_the_end(_load, self._storage, refs, destination, there, summed)
+        return dict.fromkeys(self._verify(refs, sums), _DAMAGED)
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
         """Forget these keys; a held one is ``PINNED`` and stays. Cancelled, it did nothing."""
@@ -318,13 +316,13 @@ class SlotTier(PooledTier[BlockPool]):
     # --- below ----------------------------------------------------------------------------------------------------
 
     async def write(
-        self, source: Source, guards: Sequence[int], keys: Sequence[Key], slots: list[int]
+        self, source: Source, refs: Sequence[int], keys: Sequence[Key], slots: list[int]
     ) -> Mapping[int, Exception]:
         """Copy blocks of a source into staged slots. Up to ``PORTION_BYTES`` in place, without a checkpoint.
 
         A block that is not what was stored in its source fails alone.
         """
-        copy, here = StoreCopy(source, keys, guards, summed=self.checksums), self._storage.pages(slots)
+        copy, here = StoreCopy(source, keys, refs, summed=self.checksums), self._storage.pages(slots)
         if here is not None:
             failures = await copy.into(here, self._in_place, self.off_thread, self.inline_bytes)
         else:

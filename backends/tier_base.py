@@ -75,7 +75,7 @@ class TierReservation(ABC, Generic[T]):
         return {}
 
     @abstractmethod
-    async def _copy(self, source: Source, keys: Sequence[Key], guards: Sequence[int]) -> Mapping[int, Exception]:
+    async def _copy(self, source: Source, keys: Sequence[Key], refs: Sequence[int]) -> Mapping[int, Exception]:
         """Copy blocks into the room there is, in order. Cancelled, it leaves at once.
 
         Returns:
@@ -111,19 +111,19 @@ class TierReservation(ABC, Generic[T]):
         """The depth of each of these blocks, where it was said; ``None`` where none was."""
         return list(map(self._depths.get, keys)) if self._depths else None
 
-    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+    async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
         """Copy the blocks from ``source`` and register them; see :class:`backends.abc.Reservation`.
 
         A block that is not what was stored in its source fails alone. Cancelled during the copy, it leaves at once: nothing is
         registered, and the room stays taken until :meth:`release`.
 
         Raises:
-            ValueError: not one guard per granted key, or a second call.
+            ValueError: not one ref per granted key, or a second call.
             BlockSizeError: the source's blocks are of another size than what was reserved.
         """
         keys = self.granted
-        if self._used or len(guards) != len(keys) or self._size() != len(keys):
-            raise ValueError(f"a transfer takes one guard per kept block, once: {len(guards)} guards for {self!r}")
+        if self._used or len(refs) != len(keys) or self._size() != len(keys):
+            raise ValueError(f"a transfer takes one ref per kept block, once: {len(refs)} refs for {self!r}")
         if source.block_bytes != self.block_bytes:
             raise BlockSizeError(self._tier, self.block_bytes, source.block_bytes)
         self._used = True
@@ -131,14 +131,14 @@ class TierReservation(ABC, Generic[T]):
             return []
         decided = self._decide(keys)
         if not decided:
-            return await self._store(source, keys, guards)
+            return await self._store(source, keys, refs)
         rest = _others(len(keys), decided)
         self._keep(rest)
-        stored = await self._store(source, [keys[at] for at in rest], [guards[at] for at in rest]) if rest else ()
+        stored = await self._store(source, [keys[at] for at in rest], [refs[at] for at in rest]) if rest else ()
         return _merged(len(keys), decided, stored)
 
-    async def _store(self, source: Source, keys: Sequence[Key], guards: Sequence[int]) -> Sequence[Outcome]:
-        failed = await self._copy(source, keys, guards)
+    async def _store(self, source: Source, keys: Sequence[Key], refs: Sequence[int]) -> Sequence[Outcome]:
+        failed = await self._copy(source, keys, refs)
         if not failed:
             return await self._register(keys)
         good = _others(len(keys), failed)

@@ -65,8 +65,8 @@ class MaruReservation(TierReservation["MaruTier"]):
         if self._sums:  # of a copy that is over
             self._sums = [self._sums[at] for at in positions]
 
-    async def _copy(self, source: Source, keys: Sequence[Key], guards: Sequence[int]) -> Mapping[int, Exception]:
-        copy = StoreCopy(source, keys, guards, summed=self._tier.checksums)
+    async def _copy(self, source: Source, keys: Sequence[Key], refs: Sequence[int]) -> Mapping[int, Exception]:
+        copy = StoreCopy(source, keys, refs, summed=self._tier.checksums)
         failed = await self._tier.copy_in(copy, self.pages)
         self._sums = copy.sums
         return failed

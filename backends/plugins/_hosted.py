@@ -223,10 +223,10 @@ class HostedTier:
 
     # --- what a reservation does ----------------------------------------------------------------------------------
 
-    async def store(self, keys: Sequence[Key], source: Source, guards: Sequence[int]) -> list[Outcome]:
+    async def store(self, keys: Sequence[Key], source: Source, refs: Sequence[int]) -> list[Outcome]:
         """Have the plugin store blocks there is room for. For reservations."""
         self._take_news()
-        return await self._storing.store(keys, source, guards)
+        return await self._storing.store(keys, source, refs)
 
     def enter(self, keys: Sequence[Key], slots: Sequence[int], outcomes: Sequence[Outcome]) -> None:
         """Enter what was stored in the books, and give back the room of everything else. For reservations."""

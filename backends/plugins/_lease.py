@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class HostedLease:
     """A hold on the prefix of some keys. Made by :meth:`HostedTier.pin`."""
 
-    __slots__ = ("_guards", "_held", "keys", "tier")
+    __slots__ = ("_held", "_refs", "keys", "tier")
 
     def __init__(self, tier: HostedTier, keys: Sequence[Key]) -> None:
         """Not to be called: a tier makes them, once the plugin has said that it has these keys."""
@@ -24,7 +24,7 @@ class HostedLease:
         self.keys: Sequence[Key] = keys
         """What is held."""
         self._held = bool(keys)
-        self._guards = tier.books.lease(keys) if keys else []
+        self._refs = tier.books.lease(keys) if keys else []
 
     def __repr__(self) -> str:
         return f"<lease of {len(self.keys)} blocks in {self.tier!r}>"
@@ -38,9 +38,9 @@ class HostedLease:
         """Let go. Idempotent."""
         if self._held:
             self._held = False
-            guards, self._guards = self._guards, []
+            refs, self._refs = self._refs, []
             self.tier.line.unlock(self.keys)
-            self.tier.books.unlease(self.keys, guards)
+            self.tier.books.unlease(self.keys, refs)
 
     async def release(self) -> None:
         """Let go. Idempotent; it has let go even when cancelled."""

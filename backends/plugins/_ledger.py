@@ -147,10 +147,10 @@ class Ledger(Registry):
             self.use(known)
         return self.upgrade(keys)
 
-    def unlease(self, keys: Sequence[Key], guards: Sequence[int]) -> None:
+    def unlease(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
         """Let go."""
         for key in keys:
             self._leased[key] -= 1
             if not self._leased[key]:
                 del self._leased[key]
-        self.release(guards)
+        self.release(refs)

@@ -43,27 +43,27 @@ class HostedReservation:
         self.granted, self._slots = keys, kept
         self._tier.books.give_back([slot for key, slot in pairs if key not in wanted])
 
-    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+    async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
         """Copy the blocks from ``source`` into the host's memory, and have the plugin store them.
 
         Cancelled, it leaves at once, and nothing is found until the plugin has said what became of it.
 
         Raises:
-            ValueError: not one guard per granted key, or a second call.
+            ValueError: not one ref per granted key, or a second call.
             BlockSizeError: the source's blocks are of another size.
             NoAnswer: the plugin did not say what it has. Nothing was stored.
             Unproven: it did not say that it has stored them, and may go on. The source is free all the same; the keys are not.
         """
         tier, keys, slots = self._tier, self.granted, self._slots
-        if self._used or len(guards) != len(keys) or len(slots) != len(keys):
-            raise ValueError(f"a transfer takes one guard per kept block, once: {len(guards)} guards for {self!r}")
+        if self._used or len(refs) != len(keys) or len(slots) != len(keys):
+            raise ValueError(f"a transfer takes one ref per kept block, once: {len(refs)} refs for {self!r}")
         if source.block_bytes != tier.block_bytes:
             raise BlockSizeError(tier, tier.block_bytes, source.block_bytes)
         self._used = True
         outcomes: list[Outcome] = [NOT_ADMITTED] * len(keys)
         admitted = [at for at, slot in enumerate(slots) if slot != EVICTED]
         if admitted:
-            stored = await tier.store([keys[at] for at in admitted], source, [guards[at] for at in admitted])
+            stored = await tier.store([keys[at] for at in admitted], source, [refs[at] for at in admitted])
             for at, outcome in zip(admitted, stored, strict=True):
                 outcomes[at] = outcome
             self._settle(keys, outcomes)

@@ -48,7 +48,7 @@ class Storing:
         self.stored: int = 0
         self.duplicates: int = 0
 
-    async def store(self, keys: Sequence[Key], source: Source, guards: Sequence[int]) -> list[Outcome]:
+    async def store(self, keys: Sequence[Key], source: Source, refs: Sequence[int]) -> list[Outcome]:
         """Store these. One outcome for each; see the rules above.
 
         Raises:
@@ -67,7 +67,7 @@ class Storing:
         over = trio.Event()
         hidden.writing.update(dict.fromkeys([keys[at] for at in free], over))
         try:
-            await self._store(free, keys, source, guards, outcomes)
+            await self._store(free, keys, source, refs, outcomes)
         finally:
             for at in free:
                 del hidden.writing[keys[at]]
@@ -77,7 +77,7 @@ class Storing:
         return outcomes
 
     async def _store(
-        self, free: list[int], keys: Sequence[Key], source: Source, guards: Sequence[int], outcomes: list[Outcome]
+        self, free: list[int], keys: Sequence[Key], source: Source, refs: Sequence[int], outcomes: list[Outcome]
     ) -> None:
         core = self._core
         await self._bury({keys[at] for at in free})
@@ -91,7 +91,7 @@ class Storing:
         if not new:
             return
         run = core.staging.take(len(new))
-        copy = StoreCopy(source, [keys[at] for at in new], [guards[at] for at in new], summed=core.checksums)
+        copy = StoreCopy(source, [keys[at] for at in new], [refs[at] for at in new], summed=core.checksums)
         failed = await self._fill(run, copy)
         for row, error in failed.items():
             outcomes[new[row]] = Failed(error)

@@ -171,7 +171,7 @@ class _FakeReservation(PooledReservation):
     __slots__ = ()
     _tier: FakeTier
 
-    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+    async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
         fake, faults, keys = self._tier, self._tier.faults, self.granted
         fake.batches.append(tuple(keys))
         fake.copying += 1
@@ -180,22 +180,22 @@ class _FakeReservation(PooledReservation):
                 await fake._take_time(len(keys) * fake.block_bytes)
             if faults.error is not None:
                 raise faults.error
-            outcomes = list(await self._transfer_but_failing(source, guards))
+            outcomes = list(await self._transfer_but_failing(source, refs))
         finally:
             fake.copying -= 1
         fake.copied += [key for key, outcome in zip(keys, outcomes, strict=True) if outcome == STORED]
         extra = faults.extra_outcomes
         return outcomes[:extra] if extra < 0 else outcomes + [STORED] * extra
 
-    async def _transfer_but_failing(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+    async def _transfer_but_failing(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
         keys, failing = self.granted, self._tier.faults.failing
         if not failing or failing.keys().isdisjoint(keys):
-            return await super().transfer(source, guards)
+            return await super().transfer(source, refs)
         good = [position for position, key in enumerate(keys) if key not in failing]
         outcomes: list[Outcome] = [Failed(failing[key]) if key in failing else STORED for key in keys]
         self.keep([keys[position] for position in good])
         if good:
-            answers = await super().transfer(source, [guards[position] for position in good])
+            answers = await super().transfer(source, [refs[position] for position in good])
             for position, answer in zip(good, answers, strict=True):
                 outcomes[position] = answer
         return outcomes
@@ -216,9 +216,9 @@ class _NullReservation:
     def keep(self, keys: Sequence[Key]) -> None:
         self.granted = keys
 
-    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+    async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
         self._present.update(self.granted)
-        return [STORED] * len(guards)
+        return [STORED] * len(refs)
 
     def release(self) -> None:
         pass

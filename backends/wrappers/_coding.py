@@ -143,7 +143,7 @@ class Coder:
 
 @attrs.define(eq=False)
 class Encoding:
-    """Blocks on their way in: a :class:`~backends.abc.Source` of encoded blocks, whose guards are positions in its columns.
+    """Blocks on their way in: a :class:`~backends.abc.Source` of encoded blocks, whose refs are positions in its columns.
 
     Made on the trio thread for one transfer; its numbers are read there again when that is over.
     """
@@ -201,16 +201,16 @@ class EncodedSource:
         position = {chain.name(context.key): at for at, context in enumerate(self._encoding.contexts)}
         return [position[key] for key in keys]
 
-    def release(self, guards: Sequence[int]) -> None:
+    def release(self, refs: Sequence[int]) -> None:
         """Nothing to do, as in :meth:`upgrade`."""
 
-    def views(self, guards: Sequence[int]) -> None:
+    def views(self, refs: Sequence[int]) -> None:
         """No encoded block lies anywhere yet."""
         return
 
-    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Encode each block into the page at the same position."""
-        self._encoding.encode(guards, pages)
+        self._encoding.encode(refs, pages)
 
     def used_bytes(self, page: memoryview) -> int:
         """So many leading bytes of a page that :meth:`copy_out` has filled mean something; the others are zero."""

@@ -1,7 +1,7 @@
 """A wrapped tier as a source: its blocks go on from here to the next place, and are decoded on the way.
 
 Rule 1. Whose a block is, is decided when it is upgraded; a block held for several tenants at once cannot be decrypted.
-Rule 2. A block that cannot be decoded is found in a copy thread, and handled on the trio thread before its guard is released:
+Rule 2. A block that cannot be decoded is found in a copy thread, and handled on the trio thread before its ref is released:
         so what the tier below forgets is the block that was read, and not what was stored under the same key since.
 """
 
@@ -42,8 +42,8 @@ class DecodedSource:
         self._tier = tier
         self._inner: Any = tier.inner
         self.guarded: dict[int, _Guarded] = {}
-        """What is held below, by guard."""
-        self._undecodable: dict[int, tuple[Context, Damaged]] = {}  # by guard: found in a copy thread
+        """What is held below, by ref."""
+        self._undecodable: dict[int, tuple[Context, Damaged]] = {}  # by ref: found in a copy thread
 
     def weak(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> WeakBlocks:
         """These blocks without a hold: what is gone by the time of the commit is reported as evicted."""
@@ -51,7 +51,7 @@ class DecodedSource:
         return WeakBlocks(tier, keys, None, depths)
 
     def strong(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
-        """These blocks, each held by a guard that the caller must release.
+        """These blocks, each held by a ref that the caller must release.
 
         Raises:
             MissingKeys: not all of them are here; none is held then.
@@ -64,77 +64,77 @@ class DecodedSource:
         """Weak to strong; see :class:`backends.abc.Source`."""
         tier = self._tier
         self.handle_undecodable()
-        guards: list[int] = self._inner.upgrade(tier.names(keys))
-        for at, (key, guard) in enumerate(zip(keys, guards, strict=True)):
-            if guard == EVICTED:
+        refs: list[int] = self._inner.upgrade(tier.names(keys))
+        for at, (key, ref) in enumerate(zip(keys, refs, strict=True)):
+            if ref == EVICTED:
                 continue
             if key in tier.damaged:
-                self._inner.release([guard])
-                guards[at] = EVICTED
+                self._inner.release([ref])
+                refs[at] = EVICTED
                 continue
             context = tier.context(key)
-            held = self.guarded.setdefault(guard, _Guarded(context))
+            held = self.guarded.setdefault(ref, _Guarded(context))
             held.count += 1
             if held.context != context:  # rule 1
                 held.context = attrs.evolve(context, tenant=None)
-        return guards
+        return refs
 
-    def release(self, guards: Sequence[int]) -> None:
-        """Drop one count of each guard."""
+    def release(self, refs: Sequence[int]) -> None:
+        """Drop one count of each ref."""
         self.handle_undecodable()
-        for guard in guards:
-            held = self.guarded.get(guard)
+        for ref in refs:
+            held = self.guarded.get(ref)
             if held is not None:
                 held.count -= 1
                 if not held.count:
-                    del self.guarded[guard]
-        self._inner.release(guards)
+                    del self.guarded[ref]
+        self._inner.release(refs)
 
-    def forget_held(self, keys: Sequence[Key], guards: Sequence[int]) -> None:
-        """What these guards hold is not what was stored: it is no longer found under these keys."""
-        self._forget([self.guarded[guard].context for guard in guards], guards)
+    def forget_held(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
+        """What these refs hold is not what was stored: it is no longer found under these keys."""
+        self._forget([self.guarded[ref].context for ref in refs], refs)
 
-    def views(self, guards: Sequence[int]) -> None:
+    def views(self, refs: Sequence[int]) -> None:
         """None: no plain block lies in memory."""
         return
 
-    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Decode blocks, a few at a time. In a copy thread.
 
         Raises:
-            DamagedBlock: one of them cannot be decoded; it is no longer found once its guard is released.
+            DamagedBlock: one of them cannot be decoded; it is no longer found once its ref is released.
         """
         tier = self._tier
-        contexts = [self.guarded[guard].context for guard in guards]
-        done, n = 0, len(guards)
+        contexts = [self.guarded[ref].context for ref in refs]
+        done, n = 0, len(refs)
         with tier.coder.staging.take() as scratch:
             while done < n:
                 stored = scratch.portion(n - done, tier.slot_bytes)
                 end = done + len(stored)
                 try:
-                    self._inner.copy_out(guards[done:end], stored)
+                    self._inner.copy_out(refs[done:end], stored)
                 except DamagedBlock as exc:  # the tier below has found it, and forgets it itself
                     raise DamagedBlock(tier, tier.chain.key(exc.key), exc.reason) from None
                 try:
                     decode_pages(tier.coder, contexts[done:end], stored, pages.part(done, end), scratch)
                 except Undecodable as exc:
-                    context, guard = contexts[done + exc.at], guards[done + exc.at]
-                    self._undecodable[guard] = context, exc.why
+                    context, ref = contexts[done + exc.at], refs[done + exc.at]
+                    self._undecodable[ref] = context, exc.why
                     raise DamagedBlock(tier, context.key, exc.why.reason) from None
                 done = end
 
     def handle_undecodable(self) -> None:
         """Count and forget what copy threads could not decode: rule 2. On the trio thread."""
         while self._undecodable:
-            guard, (context, error) = self._undecodable.popitem()
+            ref, (context, error) = self._undecodable.popitem()
             self._tier.counters.miss(error.reason)
             if not error.keep:
-                self._forget([context], [guard])
+                self._forget([context], [ref])
 
-    def _forget(self, contexts: Sequence[Context], guards: Sequence[int]) -> None:
+    def _forget(self, contexts: Sequence[Context], refs: Sequence[int]) -> None:
         forget = getattr(self._inner, "forget_held", None)
         if forget is not None:
-            forget(self._tier.names([context.key for context in contexts]), guards)
+            forget(self._tier.names([context.key for context in contexts]), refs)
         else:
             self._tier.damaged.add(contexts)
 

@@ -250,9 +250,9 @@ class WrappedTier(ForwardingTier):
 
     # --- writing: for reservations --------------------------------------------------------------------------------
 
-    def encoding(self, source: Source, guards: Sequence[int], contexts: Sequence[Context]) -> Encoding:
+    def encoding(self, source: Source, refs: Sequence[int], contexts: Sequence[Context]) -> Encoding:
         """The blocks of a source, to be encoded while they are copied."""
-        copy = StoreCopy(source, [context.key for context in contexts], guards, summed=False)
+        copy = StoreCopy(source, [context.key for context in contexts], refs, summed=False)
         return Encoding(self.coder, copy, contexts)
 
     def note_stored(self, encoding: Encoding, outcomes: list[Outcome]) -> None:

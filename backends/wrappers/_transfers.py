@@ -133,29 +133,29 @@ class WrappedReservation:
             self._inner.keep(self._tier.names(keys))
             self.granted = keys
 
-    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+    async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
         """Encode the blocks of ``source`` and store them; see :class:`backends.abc.Reservation`.
 
         A block that its source knows to be damaged, or that cannot be encrypted, fails alone. Cancelled, it leaves at once,
         even with blocks still being encoded in a copy thread: a caller that quarantines it must not release it.
 
         Raises:
-            ValueError: not one guard per granted key, or a second call.
+            ValueError: not one ref per granted key, or a second call.
             BlockSizeError: the source's blocks are of another size than the tier's.
             Unproven: the copy may still be going on.
         """
         tier, keys = self._tier, self.granted
-        if self._used or len(guards) != len(keys):
-            raise ValueError(f"a transfer takes one guard per kept block, once: {len(guards)} guards for {self!r}")
+        if self._used or len(refs) != len(keys):
+            raise ValueError(f"a transfer takes one ref per kept block, once: {len(refs)} refs for {self!r}")
         tier.check_size(source.block_bytes)
         self._used = True
         contexts = tier.contexts(keys)
         refused = await self._refused(contexts)
         if not refused:
-            return await self._store(tier.encoding(source, guards, contexts))
+            return await self._store(tier.encoding(source, refs, contexts))
         good = [at for at in range(len(keys)) if at not in refused]
         self._inner.keep(tier.names([keys[at] for at in good]))
-        encoding = tier.encoding(source, [guards[at] for at in good], [contexts[at] for at in good])
+        encoding = tier.encoding(source, [refs[at] for at in good], [contexts[at] for at in good])
         stored = iter(await self._store(encoding) if good else ())
         return [Failed(refused[at]) if at in refused else next(stored) for at in range(len(keys))]
 

@@ -55,7 +55,7 @@ class EngineParts:
     source: Source
     tiers: Mapping[str, ReadableTier]
     """The tiers themselves, the fastest first."""
-    guards: Mapping[str, BreakerTier]
+    breaker_tiers: Mapping[str, BreakerTier]
     """The same, as they are asked."""
     routes: Sequence[OpenRoute]
     """Upstream first."""
@@ -87,8 +87,8 @@ class Engine:
         self.on_load_failure: OnLoadFailure = config.on_load_failure
         self.promote: bool | str = config.promote
         self._lookup_timeout = config.lookup_timeout
-        self._guards = parts.guards
-        self._places: list[Place] = list(parts.guards.items())
+        self._breaker_tiers = parts.breaker_tiers
+        self._places: list[Place] = list(parts.breaker_tiers.items())
         self._routes = parts.routes
         self._spills = parts.spills
         ways = [(route.plan.to, route.pipeline) for route in parts.routes] + parts.promoter.pipelines
@@ -339,8 +339,8 @@ class Engine:
         counts = self._counts
         return EngineStatistics(
             pipelines={pipeline.name: pipeline.statistics() for pipeline in self.pipelines},
-            tiers={name: guard.statistics() for name, guard in self._guards.items()},
-            health={name: guard.health for name, guard in self._guards.items()},
+            tiers={name: breaker_tier.statistics() for name, breaker_tier in self._breaker_tiers.items()},
+            health={name: breaker_tier.health for name, breaker_tier in self._breaker_tiers.items()},
             lookups=counts.lookups,
             asked_blocks=counts.asked,
             hit_blocks=counts.hit,

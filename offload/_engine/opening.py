@@ -121,10 +121,10 @@ async def _open(config: EngineConfig, instruments: Sequence[Instrument | object]
     async with AsyncExitStack() as stack:
         history = History()
         places = await enter_places(stack, config, history)
-        builder = _EngineBuilder(stack, config, instruments, places.source, places.tiers, places.guards, history)
+        builder = _EngineBuilder(stack, config, instruments, places.source, places.tiers, places.breaker_tiers, history)
         routes, spills = await builder.enter_routes()
         promoter = Promoter(
-            list(builder.guards.items()), await builder.enter_promotion_routes(routes), builder.tenant_tags
+            list(builder.breaker_tiers.items()), await builder.enter_promotion_routes(routes), builder.tenant_tags
         )
         engine = Engine(builder.parts(routes, spills, promoter), config)
         # Called first, and also when the block is cancelled.
@@ -141,7 +141,7 @@ class _EngineBuilder:
     instruments: Sequence[Instrument | object]
     source: Source
     tiers: Mapping[str, ReadableTier]
-    guards: Mapping[str, BreakerTier]
+    breaker_tiers: Mapping[str, BreakerTier]
     history: History
     tenant_tags: TenantTags = attrs.field(init=False)
     load_priority: LoadPriority = attrs.field(init=False)
@@ -183,7 +183,7 @@ class _EngineBuilder:
     def _route(
         self, route: PlannedRoute, above: Any, feeds: Sequence[Pipeline], leaving: PipelineConfig | None
     ) -> AbstractAsyncContextManager[Pipeline]:
-        said, tier = route.route, self.guards[route.to]
+        said, tier = route.route, self.breaker_tiers[route.to]
         knobs = leaving or said.pipeline or self.config.pipeline
         if (
             route.above != SOURCE and said.policies is None
@@ -210,7 +210,7 @@ class _EngineBuilder:
             knobs = promotion_config(down or self.config.pipeline, self.config.promotion_blocks)
             routes_up[name] = await self.stack.enter_async_context(
                 open_promotion_route(
-                    name, self.guards[name], self.source.block_bytes, knobs, self.counts, self.load_priority
+                    name, self.breaker_tiers[name], self.source.block_bytes, knobs, self.counts, self.load_priority
                 )
             )
         return routes_up
@@ -220,7 +220,7 @@ class _EngineBuilder:
         return EngineParts(
             source=self.source,
             tiers=self.tiers,
-            guards=self.guards,
+            breaker_tiers=self.breaker_tiers,
             routes=routes,
             spills=spills,
             history=self.history,

@@ -38,7 +38,7 @@ class Places:
     source: Source
     tiers: Mapping[str, ReadableTier]
     """By name, the fastest first."""
-    guards: Mapping[str, BreakerTier]
+    breaker_tiers: Mapping[str, BreakerTier]
     """The same, as they are asked."""
 
 
@@ -54,20 +54,20 @@ async def enter_places(stack: AsyncExitStack, config: EngineConfig, history: His
         stack.enter_context(closing(source))
         await _enter(stack, source)
     tiers: dict[str, ReadableTier] = {}
-    guards: dict[str, BreakerTier] = {}
+    breaker_tiers: dict[str, BreakerTier] = {}
     for name, said in config.tiers.items():
         tier = tiers[name] = _made(name, said, source.block_bytes, config)
         if tier is not said:
             stack.enter_context(closing(tier))  # whatever comes next, and after it was left
         if config.opens_without(name) and (isinstance(tier, PlaceholderTier) or _can_be_entered(tier)):
-            guards[name] = await _keep(stack, name, tier, source, config, history)
+            breaker_tiers[name] = await _keep(stack, name, tier, source, config, history)
         else:
-            guards[name] = _guard(name, tier, config)
+            breaker_tiers[name] = _breaker_tier(name, tier, config)
             await _enter_or_say(stack, name, tier)
-    there = {name: tier for name, tier in tiers.items() if guards[name].health.entered}
+    there = {name: tier for name, tier in tiers.items() if breaker_tiers[name].health.entered}
     if there:
         check_places(source, there)
-    return Places(source, tiers, guards)
+    return Places(source, tiers, breaker_tiers)
 
 
 def check_places(source: object, tiers: Mapping[str, object]) -> None:
@@ -122,8 +122,8 @@ async def _keep(
 ) -> BreakerTier:
     """Have a tier kept, and begin with its first attempt. The tier behind its breaker."""
     kind = _kind_of(name, tier)
-    guard = _guard(name, tier, config)
-    runner = guard._runner
+    breaker_tier = _breaker_tier(name, tier, config)
+    runner = breaker_tier._runner
     runner.availability.leave_out()
 
     def check_entered() -> None:
@@ -142,7 +142,7 @@ async def _keep(
     await stack.enter_async_context(
         keep(Reconnector(runner, tier.enter if isinstance(tier, PlaceholderTier) else lambda: tier, check_entered))
     )
-    return guard
+    return breaker_tier
 
 
 @attrs.frozen
@@ -171,7 +171,7 @@ def _kind_of(name: str, tier: Any) -> _Kind:
         ) from error
 
 
-def _guard(name: str, tier: ReadableTier, config: EngineConfig) -> BreakerTier:
+def _breaker_tier(name: str, tier: ReadableTier, config: EngineConfig) -> BreakerTier:
     """A breaker before this tier; one that has its own already keeps it."""
     return with_breaker(tier, name, breaker=config.breaker)
 

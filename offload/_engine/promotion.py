@@ -109,7 +109,7 @@ class Staging:
         self._block_bytes = block_bytes
         self._there: dict[Key, StagedBlock] = {}
         self._held: dict[int, StagedBlock] = {}
-        self._guards = 0
+        self._refs = 0
 
     def __repr__(self) -> str:
         return f"<{len(self._there)} blocks on their way up>"
@@ -133,37 +133,37 @@ class Staging:
         return WeakBlocks(self, keys, None)
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """A guard for each block that has been read."""
-        guards: list[int] = []
+        """A ref for each block that has been read."""
+        refs: list[int] = []
         for key in keys:
             block = self._there.get(key)
             if block is None:
-                guards.append(EVICTED)
+                refs.append(EVICTED)
             else:
-                self._guards += 1
-                self._held[self._guards] = block
-                guards.append(self._guards)
-        return guards
+                self._refs += 1
+                self._held[self._refs] = block
+                refs.append(self._refs)
+        return refs
 
-    def release(self, guards: Sequence[int]) -> None:
-        """Let go of what these guards hold."""
-        for guard in guards:
-            self._held.pop(guard, None)
+    def release(self, refs: Sequence[int]) -> None:
+        """Let go of what these refs hold."""
+        for ref in refs:
+            self._held.pop(ref, None)
 
-    def views(self, guards: Sequence[int]) -> Pages:
+    def views(self, refs: Sequence[int]) -> Pages:
         """Where these blocks lie."""
-        pages = [self._held[guard].page for guard in guards]
+        pages = [self._held[ref].page for ref in refs]
         return Pages([page.addresses[0] for page in pages], self._block_bytes, pages)
 
-    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Copy blocks to pages of their size. Called in a copy thread."""
-        copy_pages(pages, self.views(guards))
+        copy_pages(pages, self.views(refs))
 
-    def checksums_of(self, keys: Sequence[Key], guards: Sequence[int]) -> list[int | None]:
+    def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> list[int | None]:
         """What each of these blocks summed up to when it had been read."""
-        return [self._held[guard].checksum for guard in guards]
+        return [self._held[ref].checksum for ref in refs]
 
-    def forget_damaged(self, keys: Sequence[Key], guards: Sequence[int]) -> None:
+    def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
         """These have changed since they were read."""
         self.forget(keys)
 

@@ -81,12 +81,12 @@ class _Observed:
     def __len__(self) -> int:
         return len(self._place)
 
-    def views(self, *guards: Sequence[int]) -> Pages | None:
-        views: Pages | None = self._recorded(self._place.views, *guards)
+    def views(self, *refs: Sequence[int]) -> Pages | None:
+        views: Pages | None = self._recorded(self._place.views, *refs)
         return views
 
-    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
-        self._recorded(self._place.copy_out, guards, pages)
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
+        self._recorded(self._place.copy_out, refs, pages)
 
     def copy_in(self, start: int, pages: Pages) -> None:
         self._recorded(self._place.copy_in, start, pages)

@@ -313,7 +313,7 @@ class BreakerReservation(_Forwarding):
         """Give back the room of every granted key not in ``keys``."""
         self.inner.keep(keys)
 
-    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+    async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
         """Copy the kept blocks and publish them.
 
         Raises:
@@ -323,14 +323,14 @@ class BreakerReservation(_Forwarding):
         self._permit = None
         outcomes: Sequence[Outcome]
         if permit is None:  # a second call, which the tier refuses
-            outcomes = await self.inner.transfer(source, guards)
+            outcomes = await self.inner.transfer(source, refs)
             return outcomes
         if permit != runner.breaker.generation and not runner.is_closed:
             runner.raise_unavailable()
         attribution = ErrorAttribution()
         verdict, cause = _SILENT, ""
         try:
-            outcomes = await self.inner.transfer(attribution.observe(source), guards)
+            outcomes = await self.inner.transfer(attribution.observe(source), refs)
             verdict, cause = attribution.judge_outcomes(outcomes)
             return outcomes
         except Exception as error:

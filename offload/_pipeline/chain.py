@@ -5,7 +5,7 @@ Rule 2. A chain never splits: behind the first commit a cancel changes nothing, 
         committed gate.
 Rule 3. What was stored is held until it has been copied on, once for each route: from the tick in which it is registered (its
         reservation holds it, :class:`backends.abc.HoldingReservation`) to the end of that route's copy, whose pipeline has
-        the guards. So it is not evicted between two tiers. What is gone all the same (a tier that cannot hold) has failed.
+        the refs. So it is not evicted between two tiers. What is gone all the same (a tier that cannot hold) has failed.
 Rule 4. A hold ends, whatever happens: a broken tier rejects the copy at once, a full one within ``destination_timeout``, and
         the copy itself has ``transfer_timeout``. Copies wait for room below only, never for room above. So stores that wait
         for what is held wait for something that ends, and they themselves for ``destination_timeout`` at most.
@@ -79,14 +79,14 @@ class Chain:
         """Those of these blocks that are there."""
         place = place_of(self.tier)
         try:
-            guards = place.upgrade(keys)
+            refs = place.upgrade(keys)
         except Exception:
             _log.exception("%r could not hold what it has stored, so it is not passed on", place)
-            guards = [EVICTED] * len(keys)
-        if EVICTED in guards:
-            keys = [key for key, guard in zip(keys, guards, strict=True) if guard != EVICTED]
-            guards = [guard for guard in guards if guard != EVICTED]
-        return StrongBlocks(place, keys, guards, list(map(depths.get, keys)) if depths else None)
+            refs = [EVICTED] * len(keys)
+        if EVICTED in refs:
+            keys = [key for key, ref in zip(keys, refs, strict=True) if ref != EVICTED]
+            refs = [ref for ref in refs if ref != EVICTED]
+        return StrongBlocks(place, keys, refs, list(map(depths.get, keys)) if depths else None)
 
     def follow(self, containers: list[OffloadContainer]) -> None:
         """Their first copy is over: settle those that have nothing to pass on, follow the others."""

@@ -164,14 +164,14 @@ class OffloadContainer:
             self.keys = [key for key in self.keys if key not in reasons]
             self.filtered = {**self.filtered, **reasons}
 
-    def guards_of(self, keys: Sequence[Key]) -> list[int]:
-        """The guards of some of this container's blocks; weak ones are upgraded, one counted guard each."""
-        guards = self.blocks.guards
-        if guards is None:
+    def refs_of(self, keys: Sequence[Key]) -> list[int]:
+        """The refs of some of this container's blocks; weak ones are upgraded, one counted ref each."""
+        refs = self.blocks.refs
+        if refs is None:
             return self.blocks.source.upgrade(keys)
-        if len(keys) == len(guards):
-            return guards
-        by_key = dict(zip(self.blocks.keys, guards, strict=True))
+        if len(keys) == len(refs):
+            return refs
+        by_key = dict(zip(self.blocks.keys, refs, strict=True))
         return [by_key[key] for key in keys]
 
 
@@ -185,10 +185,10 @@ class FlatBlocks:
     """How many blocks each of them has here."""
     keys: list[Key]
     """One per block."""
-    guards: list[int]
+    refs: list[int]
     """One per block: where the source has its bytes."""
     held: Sequence[int]
-    """The guards that the upgrade took, to be released when the copy is over."""
+    """The refs that the upgrade took, to be released when the copy is over."""
     dropped: Sequence[Key] = ()
     """Blocks that are not here, since they were evicted, or the destination had no room for them."""
 
@@ -245,21 +245,21 @@ class OffloadBatch:
             _refuse(containers, set(granted))
             self.keep(containers)
             keys = self.keys
-        if all([container.blocks.guards is None for container in containers]):
-            guards = source.upgrade(keys)
-            held = guards
+        if all([container.blocks.refs is None for container in containers]):
+            refs = source.upgrade(keys)
+            held = refs
         else:
-            guards, held = _guards_of(containers)
-        if len(guards) != len(keys):
+            refs, held = _refs_of(containers)
+        if len(refs) != len(keys):
             source.release(held)
-            raise ValueError(f"{source!r} answered {len(guards)} guards for {len(keys)} blocks")
-        if EVICTED in guards:
-            keys, guards = _drop_evicted(containers, keys, guards)
+            raise ValueError(f"{source!r} answered {len(refs)} refs for {len(keys)} blocks")
+        if EVICTED in refs:
+            keys, refs = _drop_evicted(containers, keys, refs)
         dropped: Sequence[Key] = ()
         if len(keys) < len(asked):
             dropped = list(set(asked).difference(keys))
             containers = [container for container in containers if container.keys]
-        return FlatBlocks(containers, [len(container.keys) for container in containers], keys, guards, held, dropped)
+        return FlatBlocks(containers, [len(container.keys) for container in containers], keys, refs, held, dropped)
 
 
 def depths_of(containers: Sequence[OffloadContainer]) -> dict[Key, int]:
@@ -273,20 +273,20 @@ def depths_of(containers: Sequence[OffloadContainer]) -> dict[Key, int]:
     return depths
 
 
-def _guards_of(containers: Sequence[OffloadContainer]) -> tuple[list[int], list[int]]:
-    """The guards of all blocks, and those among them that the upgrade took just now."""
-    guards: list[int] = []
+def _refs_of(containers: Sequence[OffloadContainer]) -> tuple[list[int], list[int]]:
+    """The refs of all blocks, and those among them that the upgrade took just now."""
+    refs: list[int] = []
     held: list[int] = []
     try:
         for container in containers:
-            column = container.guards_of(container.keys)
-            guards += column
-            if container.blocks.guards is None:
+            column = container.refs_of(container.keys)
+            refs += column
+            if container.blocks.refs is None:
                 held += column
     except BaseException:
         containers[0].blocks.source.release(held)
         raise
-    return guards, held
+    return refs, held
 
 
 def _refuse(containers: Sequence[OffloadContainer], granted: set[Key]) -> None:
@@ -299,12 +299,12 @@ def _refuse(containers: Sequence[OffloadContainer], granted: set[Key]) -> None:
 
 
 def _drop_evicted(
-    containers: Sequence[OffloadContainer], keys: list[Key], guards: list[int]
+    containers: Sequence[OffloadContainer], keys: list[Key], refs: list[int]
 ) -> tuple[list[Key], list[int]]:
-    gone = {key for key, guard in zip(keys, guards, strict=True) if guard == EVICTED}
+    gone = {key for key, ref in zip(keys, refs, strict=True) if ref == EVICTED}
     for container in containers:
         evicted = [key for key in container.keys if key in gone]
         if evicted:
             container.evicted = evicted
             container.keys = [key for key in container.keys if key not in gone]
-    return [key for key in keys if key not in gone], [guard for guard in guards if guard != EVICTED]
+    return [key for key in keys if key not in gone], [ref for ref in refs if ref != EVICTED]

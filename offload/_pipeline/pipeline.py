@@ -136,7 +136,7 @@ class Pipeline:
             ValueError: the blocks are another source's, more than the budget, or strong and given away before.
             TypeError: ``precondition`` is none.
         """
-        if blocks.guards is not None:
+        if blocks.refs is not None:
             blocks.hand_over()
         try:
             awaited = self._check(blocks, precondition)

@@ -1,6 +1,6 @@
 """Quarantine: what a copy touched whose end could not be proven. Listed, counted, released by an operator only.
 
-Until then its source guards, marks, locks and room at the destination stay taken: nothing it may still read or write is
+Until then its source refs, marks, locks and room at the destination stay taken: nothing it may still read or write is
 reused. The containers have settled as FAILED with :class:`DrainUnproven`; the promise is broken loudly, never silently.
 """
 

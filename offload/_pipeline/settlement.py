@@ -1,6 +1,6 @@
 """Settling: the one way out of a pipeline. Every container passes here exactly once, whatever became of it.
 
-The order is the promise of ``await handle.cancel()``: first everything the container holds is released (source guards, marks,
+The order is the promise of ``await handle.cancel()``: first everything the container holds is released (source refs, marks,
 locks, room in the budget; its room at the destination was given back before by its slot), then the terminal status is
 published, then the tasks that wait are woken. So a task that is woken finds nothing left.
 """
@@ -62,7 +62,7 @@ class Settlement:
 
     def settle(self, container: OffloadContainer) -> None:
         """End a container: by its gate where that was closed, by its blocks otherwise."""
-        if container.marked or container.lease is not None or container.blocks.guards is not None:
+        if container.marked or container.lease is not None or container.blocks.refs is not None:
             self.release(container)
         self.settle_unproven(container)
 
@@ -102,7 +102,7 @@ class Settlement:
     def release(self, container: OffloadContainer) -> None:
         """Give back what it holds, before the end (a chain has more to do) or at it. Idempotent."""
         blocks = container.blocks
-        if blocks.guards is not None:
+        if blocks.refs is not None:
             give_back(blocks.release)
         if container.marked:
             container.marked = False

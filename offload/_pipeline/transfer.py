@@ -396,7 +396,7 @@ class Slot:
             if stage.chain is not None:
                 hold_until_released(reservation)
             note_depths(reservation, flat.containers)
-            outcomes = list(await reservation.transfer(stage.source, flat.guards))
+            outcomes = list(await reservation.transfer(stage.source, flat.refs))
             if (cause := _unproven_among(outcomes)) is not None:
                 outcomes = None
         except TierUnavailable as error:  # it broke since it granted room, and nothing was copied
@@ -486,7 +486,7 @@ def _announce(hooks: Hooks, batch: OffloadBatch) -> None:
 
 
 def hold_until_released(reservation: Reservation) -> None:
-    """What is stored by it is held until it is released, where it can do that. Its guard has what it has."""
+    """What is stored by it is held until it is released, where it can do that. Its ref has what it has."""
     hold = getattr(reservation, "hold", None)
     if hold is not None:
         hold()

@@ -113,14 +113,14 @@ class StraightLine:
                 raise NotImplementedError("nobody can cancel in here")
             handle.phase = _COMMITTED
             handle.status = _TRANSFERRING
-        guards = source.upgrade(keys)
-        if EVICTED in guards or len(reservation.granted) < n:
+        refs = source.upgrade(keys)
+        if EVICTED in refs or len(reservation.granted) < n:
             raise NotImplementedError("nothing is evicted in here, and there is room")
         self.batches += 1
         outcomes: Sequence[Outcome] = ()
         with trio.CancelScope(deadline=trio.current_time() + config.transfer_timeout, shield=True):
-            outcomes = await reservation.transfer(source, guards)
-        source.release(guards)
+            outcomes = await reservation.transfer(source, refs)
+        source.release(refs)
         reservation.release()
         if outcomes.count(STORED) != n:
             raise NotImplementedError("everything is stored in here")

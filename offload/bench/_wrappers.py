@@ -121,11 +121,11 @@ class _Blocks:
         self.places = new_pages(_BLOCKS, block_bytes)
         for page in self.places:
             page[:] = bytes(block_bytes)
-        guards = self.source.upgrade(self.keys)
-        views = self.source.views(guards)
+        refs = self.source.upgrade(self.keys)
+        views = self.source.views(refs)
         assert views is not None
         self.pages: Pages = views
-        self.guards = guards
+        self.refs = refs
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +178,7 @@ async def _store(tier: Any, blocks: _Blocks) -> float:
 
 async def _put(tier: Any, blocks: _Blocks) -> None:
     reservation = await tier.reserve(RoomRequest(blocks.keys, blocks.block_bytes, "fail"))
-    outcomes = await reservation.transfer(blocks.source, blocks.guards)
+    outcomes = await reservation.transfer(blocks.source, blocks.refs)
     reservation.release()
     assert outcomes == [STORED] * _BLOCKS
 

@@ -206,8 +206,8 @@ class EngineWorker(ThreadBoundary):
             raise
 
     def _give_back(self, blocks: Blocks) -> None:
-        """Strong blocks that were not let in: drop their guards, where these live."""
-        if blocks.guards and self.refusal is None:
+        """Strong blocks that were not let in: drop their refs, where these live."""
+        if blocks.refs and self.refusal is None:
             self.mailbox.call(blocks.release)
 
     def refuse(self, future: StoreFuture) -> None:

@@ -1,4 +1,4 @@
-"""The block pool: slots, guards, room and who waits for it."""
+"""The block pool: slots, refs, room and who waits for it."""
 
 import random
 
@@ -50,12 +50,12 @@ def test_a_pool_without_slots_holds_nothing():
         BlockPool(-1)
 
 
-def test_dropping_the_last_guard_makes_a_block_inactive_not_lost():
+def test_dropping_the_last_ref_makes_a_block_inactive_not_lost():
     pool = pool_with("ab")
-    guards = pool.upgrade(keys_of("ab"))
+    refs = pool.upgrade(keys_of("ab"))
     again = pool.upgrade(keys_of("b"))
     assert pool.delete(keys_of("ab")) == [Deletion.PINNED] * 2
-    pool.release(guards)
+    pool.release(refs)
     assert pool.contains(keys_of("abc")) == set(keys_of("ab"))
     assert pool.delete(keys_of("ab")) == [Deletion.DELETED, Deletion.PINNED]
     pool.release(again)
@@ -64,11 +64,11 @@ def test_dropping_the_last_guard_makes_a_block_inactive_not_lost():
 
 def test_a_key_that_is_not_there_is_evicted_and_a_key_named_twice_is_held_twice():
     pool = pool_with("ab")
-    guards = pool.upgrade(keys_of("axb"))
-    assert guards == [0, EVICTED, 1]
+    refs = pool.upgrade(keys_of("axb"))
+    assert refs == [0, EVICTED, 1]
     twice = pool.upgrade(keys_of("aa"))
     assert pool.statistics().held == 2
-    pool.release([*guards, EVICTED])
+    pool.release([*refs, EVICTED])
     pool.release(twice[:1])
     assert pool.statistics().held == 1
     pool.release(twice[1:])
@@ -78,10 +78,10 @@ def test_a_key_that_is_not_there_is_evicted_and_a_key_named_twice_is_held_twice(
 
 def test_a_key_named_twice_while_nothing_is_held_is_held_twice():
     pool = pool_with("ab")
-    guards = pool.upgrade(keys_of("abaa"))
-    for guard in guards:
+    refs = pool.upgrade(keys_of("abaa"))
+    for ref in refs:
         assert pool.statistics().held > 0
-        pool.release([guard])
+        pool.release([ref])
     assert pool.statistics().held == 0
 
 
@@ -103,10 +103,10 @@ def test_a_key_named_twice_in_one_registration_is_a_duplicate_of_itself():
     assert pool.free == 2
 
 
-def test_what_turns_out_bad_is_not_found_and_its_slot_waits_for_the_last_guard():
+def test_what_turns_out_bad_is_not_found_and_its_slot_waits_for_the_last_ref():
     pool = pool_with("ab", capacity=2)
-    [slot] = guards = pool.upgrade(keys_of("a"))
-    pool.forget(keys_of("a"), guards)
+    [slot] = refs = pool.upgrade(keys_of("a"))
+    pool.forget(keys_of("a"), refs)
     assert pool.contains(keys_of("ab")) == set(keys_of("b"))
     assert pool.free == 0
     assert pool.reserve_nowait(keys_of("a"), "evict") == [1]  # b went: a's old slot is still held
@@ -115,7 +115,7 @@ def test_what_turns_out_bad_is_not_found_and_its_slot_waits_for_the_last_guard()
     pool.register(keys_of("a"), [1])
     pool.forget(keys_of("a"), [slot])  # that one was forgotten already: a lies elsewhere now
     assert pool.contains(keys_of("a"))
-    pool.release(guards)
+    pool.release(refs)
     assert pool.free == 1
     pool.forget(keys_of("a"), [1])
     assert pool.free == 2
@@ -213,10 +213,10 @@ async def test_room_granted_and_cancelled_in_the_same_tick_is_given_back(order):
 @pytest.mark.parametrize("frees", ["release", "register", "delete", "forget"])
 async def test_everything_that_frees_room_serves_the_waiters(frees):
     pool = pool_with("ab", capacity=3)
-    guards = pool.upgrade(keys_of("ab"))
+    refs = pool.upgrade(keys_of("ab"))
     staged = pool.take(1)
     if frees in ("delete", "forget"):
-        pool.release(guards)
+        pool.release(refs)
     async with trio.open_nursery() as nursery:
         mode = "wait" if frees in ("delete", "forget") else "evict"
         nursery.start_soon(pool.reserve, RoomRequest(keys_of("x"), 8, mode))
@@ -224,7 +224,7 @@ async def test_everything_that_frees_room_serves_the_waiters(frees):
         assert pool.statistics().waiting == 1
         match frees:
             case "release":
-                pool.release(guards)
+                pool.release(refs)
             case "register":
                 pool.register(keys_of("c"), staged)
             case "delete":
@@ -330,7 +330,7 @@ def test_a_key_that_the_policy_rejects_gets_no_slot():
 
 @attrs.define
 class Room:
-    """What the machine holds: a staged column, or guards."""
+    """What the machine holds: a staged column, or refs."""
 
     keys: list
     numbers: list
@@ -349,11 +349,11 @@ class AgainstAModel(RuleBasedStateMachine):
         self.pool = BlockPool(self.CAPACITY)
         self.registered = {}
         self.staged = set()
-        self.guards = {}
+        self.refs = {}
         self.doomed = set()
 
     def inactive(self):
-        return [key for key, slot in self.registered.items() if not self.guards.get(slot)]
+        return [key for key, slot in self.registered.items() if not self.refs.get(slot)]
 
     def free(self):
         return self.CAPACITY - len(self.registered) - len(self.staged) - len(self.doomed)
@@ -398,21 +398,21 @@ class AgainstAModel(RuleBasedStateMachine):
 
     @rule(target=holds, keys=columns)
     def upgrade(self, keys):
-        guards = self.pool.upgrade(keys)
-        assert guards == [self.registered.get(key, EVICTED) for key in keys]
-        for guard in guards:
-            if guard != EVICTED:
-                self.guards[guard] = self.guards.get(guard, 0) + 1
-        return Room(keys, guards)
+        refs = self.pool.upgrade(keys)
+        assert refs == [self.registered.get(key, EVICTED) for key in keys]
+        for ref in refs:
+            if ref != EVICTED:
+                self.refs[ref] = self.refs.get(ref, 0) + 1
+        return Room(keys, refs)
 
     @rule(hold=consumes(holds))
     def release(self, hold):
         self.pool.release(hold.numbers)
-        for guard in hold.numbers:
-            if guard != EVICTED:
-                self.guards[guard] -= 1
-                if not self.guards[guard]:
-                    self.doomed.discard(guard)
+        for ref in hold.numbers:
+            if ref != EVICTED:
+                self.refs[ref] -= 1
+                if not self.refs[ref]:
+                    self.doomed.discard(ref)
 
     @rule(keys=columns)
     def delete(self, keys):
@@ -421,7 +421,7 @@ class AgainstAModel(RuleBasedStateMachine):
             slot = self.registered.get(key)
             if slot is None:
                 expected.append(Deletion.MISSING)
-            elif self.guards.get(slot):
+            elif self.refs.get(slot):
                 expected.append(Deletion.PINNED)
             else:
                 expected.append(Deletion.DELETED)
@@ -434,7 +434,7 @@ class AgainstAModel(RuleBasedStateMachine):
         self.pool.forget([key], [slot])
         if slot != EVICTED:
             assert self.registered.pop(key) == slot
-            if self.guards.get(slot):
+            if self.refs.get(slot):
                 self.doomed.add(slot)
 
     @invariant()
@@ -444,7 +444,7 @@ class AgainstAModel(RuleBasedStateMachine):
         assert self.pool.contains(every) == set(self.registered)
         assert self.pool.slots(every) == [self.registered.get(key, EVICTED) for key in every]
         assert (self.pool.free, statistics.staged) == (self.free(), len(self.staged))
-        assert statistics.held == sum(1 for count in self.guards.values() if count)
+        assert statistics.held == sum(1 for count in self.refs.values() if count)
 
 
 TestAgainstAModel = AgainstAModel.TestCase

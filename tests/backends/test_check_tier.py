@@ -139,7 +139,7 @@ class PinsPastAGap(FakeTier):
 
 
 class LeaksItsLeases(FakeTier):
-    def release(self, guards):
+    def release(self, refs):
         pass
 
 
@@ -150,11 +150,11 @@ class DoesNotVerify(FakeTier):
 
 class LoadsTheWrongBlock(FakeTier):
     async def load(self, lease, destination):
-        guards, lease.guards = lease.guards, lease.guards[::-1]
+        refs, lease.refs = lease.refs, lease.refs[::-1]
         try:
             return await super().load(lease, destination)
         finally:
-            lease.guards = guards
+            lease.refs = refs
 
 
 class NoCheckpoint(FakeTier):
@@ -184,20 +184,20 @@ class SaysStoredForAFailure(FakeTier):
 
 
 class Optimist(PooledReservation):
-    async def transfer(self, source, guards):
+    async def transfer(self, source, refs):
         try:
-            return await super().transfer(source, guards)
+            return await super().transfer(source, refs)
         except OSError:
-            return [STORED] * len(guards)
+            return [STORED] * len(refs)
 
 
 class BelievesItsSource(FakeTier):
     """What MaruTier did: it sums up what has arrived, and asks nobody what it should have been."""
 
-    async def write(self, source, guards, keys, slots):
-        here, pages = self.views(slots), source.views(guards)
+    async def write(self, source, refs, keys, slots):
+        here, pages = self.views(slots), source.views(refs)
         if pages is None:
-            source.copy_out(guards, here)
+            source.copy_out(refs, here)
         else:
             copy_pages(here, pages)
         self.note_checksums(slots, checksums(here))
@@ -205,8 +205,8 @@ class BelievesItsSource(FakeTier):
 
 
 class DoesNotTellItsSource(FakeTier):
-    async def write(self, source, guards, keys, slots):
-        return await super().write(SilentSource(source), guards, keys, slots)
+    async def write(self, source, refs, keys, slots):
+        return await super().write(SilentSource(source), refs, keys, slots)
 
 
 class SilentSource:
@@ -218,13 +218,13 @@ class SilentSource:
     def __getattr__(self, name):
         return getattr(self._source, name)
 
-    def forget_damaged(self, keys, guards):
+    def forget_damaged(self, keys, refs):
         pass
 
 
 class FailsTheNeighboursOfADamagedBlock(FakeTier):
-    async def write(self, source, guards, keys, slots):
-        failures = await super().write(source, guards, keys, slots)
+    async def write(self, source, refs, keys, slots):
+        failures = await super().write(source, refs, keys, slots)
         if failures and len(failures) < len(keys):
             raise next(iter(failures.values()))
         return failures
@@ -280,9 +280,9 @@ async def test_a_failure_says_which_promise_and_which_tier():
 class ScratchesBehindTheSource(MemoryTier):
     """Its copy thread goes on working in its slots when it is over with a source that is not in host memory."""
 
-    async def write(self, source, guards, keys, slots):
-        here, pause = self.views(slots), 0.0 if source.views(guards) else 0.0001
-        copied = StoreCopy(source, keys, guards, summed=True)
+    async def write(self, source, refs, keys, slots):
+        here, pause = self.views(slots), 0.0 if source.views(refs) else 0.0001
+        copied = StoreCopy(source, keys, refs, summed=True)
 
         def copy():
             plain = pages_of([bytearray(self.block_bytes) for _ in slots])
@@ -332,11 +332,11 @@ def source():
 
 async def transfer(source, fake, keys=KEYS):
     reservation = await fake.reserve(RoomRequest(keys, fake.block_bytes, "fail"))
-    guards = source.upgrade(keys)
+    refs = source.upgrade(keys)
     try:
-        return await reservation.transfer(source, guards)
+        return await reservation.transfer(source, refs)
     finally:
-        source.release(guards)
+        source.release(refs)
         reservation.release()
 
 

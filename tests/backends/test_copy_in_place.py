@@ -24,13 +24,13 @@ def filled(checksums: bool = True) -> MemoryTier:
 
 
 async def store(source: MemoryTier, tier: MemoryTier, keys: tuple[bytes, ...] = KEYS) -> list[object]:
-    guards = source.upgrade(keys)
+    refs = source.upgrade(keys)
     reservation = tier.reserve_nowait(RoomRequest(keys, SIZE, "fail"))
     try:
-        return list(await reservation.transfer(source, guards))
+        return list(await reservation.transfer(source, refs))
     finally:
         reservation.release()
-        source.release(guards)
+        source.release(refs)
 
 
 async def test_a_copy_in_portions_is_whole_and_starts_no_thread() -> None:

@@ -58,11 +58,11 @@ def source_of(*damaged, **options):
     return source
 
 
-@pytest.mark.parametrize("between", ["nothing", "a guard", "a guard before each"])
+@pytest.mark.parametrize("between", ["nothing", "a ref", "a ref before each"])
 async def test_whoever_stands_between_passes_on_what_the_source_knows(between):
     source, destination = source_of(KEYS[2]), FakeTier(8, SIZE)
     first = source if between == "nothing" else with_breaker(source, "source")
-    last = with_breaker(destination, "destination") if between == "a guard before each" else destination
+    last = with_breaker(destination, "destination") if between == "a ref before each" else destination
     outcomes = await store(last, first, KEYS)
     assert [type(outcome) for outcome in outcomes] == [type(STORED), type(STORED), Failed, type(STORED)]
     assert source.contains_nowait(KEYS) == {KEYS[0], KEYS[1], KEYS[3]} == destination.contains_nowait(KEYS)
@@ -71,14 +71,14 @@ async def test_whoever_stands_between_passes_on_what_the_source_knows(between):
 @pytest.mark.parametrize("destination", DESTINATIONS)
 async def test_one_that_was_found_damaged_while_it_was_held_is_not_copied_either(destination, tmp_path):
     source = source_of(KEYS[0])
-    guards = source.upgrade(KEYS)
+    refs = source.upgrade(KEYS)
     assert source.get(KEYS[0]) is None  # found, and still held
     async with opened(destination, tmp_path) as tier:
         reservation = await tier.reserve(RoomRequest(KEYS, SIZE, "wait"))
-        outcomes = await reservation.transfer(source, guards)
+        outcomes = await reservation.transfer(source, refs)
         reservation.release()
         assert isinstance(outcomes[0], Failed)
-        source.release(guards)
+        source.release(refs)
         assert await contained(tier) == set(KEYS[1:])
 
 

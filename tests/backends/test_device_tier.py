@@ -200,7 +200,7 @@ async def test_an_engine_offloads_its_own_blocks_and_loads_them_elsewhere(device
     expected = [block_of(layers, axes, number) for number in (1, 4, 2)]
     async with keep_threads():
         reservation = await host.reserve(RoomRequest(blocks.keys, tier.block_bytes, "wait"))
-        assert await reservation.transfer(tier, blocks.guards) == [STORED] * 3
+        assert await reservation.transfer(tier, blocks.refs) == [STORED] * 3
         reservation.release()
         assert [host.get(key) for key in keys] == expected
         for layer in layers:

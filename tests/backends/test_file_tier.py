@@ -431,10 +431,10 @@ async def test_a_source_that_cannot_be_read_fails_all_and_leaves_no_file(directo
     tier = open_tier(directory)
 
     class Broken(FakeTier):
-        def views(self, guards):
+        def views(self, refs):
             return None
 
-        def copy_out(self, guards, pages):
+        def copy_out(self, refs, pages):
             raise OSError(errno.EIO, "the source is broken")
 
     source = Broken(8, SIZE)
@@ -498,10 +498,10 @@ async def test_a_source_outside_host_memory_is_written_in_portions(directory, mo
     first, second = open_tier(directory), open_tier(directory.with_name("second"))
     await store(first, keys)
     reservation = await second.reserve(RoomRequest(keys, first.block_bytes, "wait"))
-    guards = first.upgrade(keys)
-    assert await reservation.transfer(first, guards) == [STORED] * 8  # from file to file
+    refs = first.upgrade(keys)
+    assert await reservation.transfer(first, refs) == [STORED] * 8  # from file to file
     reservation.release()
-    first.release(guards)
+    first.release(refs)
     assert await load(second, keys) == [LOADED] * 8
 
     class Places:
@@ -533,11 +533,11 @@ async def test_a_damaged_block_in_a_source_fails_alone_and_is_no_longer_found(di
     await store(tier, KEYS)
     damage(tier, KEYS[1])
     reservation = await host.reserve(RoomRequest(KEYS, tier.block_bytes, "wait"))
-    guards = tier.upgrade(KEYS)
-    outcomes = await reservation.transfer(tier, guards)
+    refs = tier.upgrade(KEYS)
+    outcomes = await reservation.transfer(tier, refs)
     error = outcomes[1].error
     assert isinstance(error, DamagedBlock) and (error.key, error.reason) == (KEYS[1], "damaged")
-    tier.release(guards)
+    tier.release(refs)
     reservation.release()
     assert tier.contains_nowait(KEYS) == set(KEYS) - {KEYS[1]}
     assert tier.statistics().missed["damaged"] == 1
@@ -554,9 +554,9 @@ async def test_blocks_of_several_sizes_live_side_by_side(directory):
     async with await tier.pin([b"small", b"large"]) as lease:
         assert await tier.load(lease, PagesDestination.over(buffers)) == [LOADED, Missed("size")]
     assert tier.block_bytes == 100
-    guards = tier.upgrade([b"large", b"small"])
-    assert guards[0] == EVICTED != guards[1]  # a source has blocks of one size
-    tier.release(guards)
+    refs = tier.upgrade([b"large", b"small"])
+    assert refs[0] == EVICTED != refs[1]  # a source has blocks of one size
+    tier.release(refs)
     assert tier.statistics().held_blocks == 0
     assert tier.reserve_nowait(RoomRequest([b"a", b"b", b"c"], 150, "partial")).granted == [b"a", b"b"]
     tier.close()
@@ -628,13 +628,13 @@ async def test_an_abandoned_copy_stops_and_leaves_no_file_once_it_is_released(di
     started, gate = threading.Event(), threading.Event()
 
     class Gated(FakeTier):
-        def views(self, guards):
+        def views(self, refs):
             return None
 
-        def copy_out(self, guards, pages):
+        def copy_out(self, refs, pages):
             started.set()
             gate.wait()
-            super().copy_out(guards, pages)
+            super().copy_out(refs, pages)
 
     source = Gated(8, SIZE)
     source.fill(KEYS)

@@ -203,7 +203,7 @@ async def test_it_says_what_it_refuses() -> None:
                 await tier.load(lease, PagesDestination.over([bytearray(BLOCK)]))
         reservation = await tier.reserve(RoomRequest(keys_of(1, "n"), BLOCK, "fail"))
         source = memory(keys)
-        with pytest.raises(ValueError, match="one guard per kept block"):
+        with pytest.raises(ValueError, match="one ref per kept block"):
             await reservation.transfer(source, [0, 1])
         with pytest.raises(ValueError, match="were granted"):
             reservation.keep(keys_of(1, "other") * 0 + [b"a", b"b"])
@@ -299,13 +299,13 @@ class Slow(MemoryTier):
             self.put(key, payload_of(key, BLOCK))
         self.began, self.go_on = threading.Event(), threading.Event()
 
-    def views(self, guards: Any) -> None:
+    def views(self, refs: Any) -> None:
         return
 
-    def copy_out(self, guards: Any, pages: Any) -> None:
+    def copy_out(self, refs: Any, pages: Any) -> None:
         self.began.set()
         assert self.go_on.wait(PATIENCE)
-        super().copy_out(guards, pages)
+        super().copy_out(refs, pages)
 
 
 async def test_pages_that_a_thread_may_still_write_are_not_free_before_it_is_over() -> None:

@@ -101,18 +101,18 @@ def test_an_engine_registers_what_it_wrote_and_finds_it_again(tier):
 
 
 def test_put_evicts_the_least_recently_used_block_that_nobody_holds(tier):
-    guards = tier.upgrade(KEYS[:1])
+    refs = tier.upgrade(KEYS[:1])
     tier.get(KEYS[1])
     assert tier.put(b"new", memoryview(payload_of(b"new", SIZE)))
     assert tier.contains_nowait([*KEYS, b"new"]) == {*KEYS, b"new"} - {KEYS[2]}
-    tier.release(guards)
+    tier.release(refs)
 
 
 def test_put_says_when_every_block_is_held(tier):
-    guards = tier.upgrade(KEYS)
+    refs = tier.upgrade(KEYS)
     with pytest.raises(CapacityError, match="all blocks are held"):
         tier.put(b"new", bytes(SIZE))
-    tier.release(guards)
+    tier.release(refs)
     assert tier.put(b"new", bytes(SIZE))
 
 
@@ -152,7 +152,7 @@ def test_strong_blocks_hold_all_or_nothing(tier):
 
 
 def test_weak_blocks_hold_nothing(tier):
-    assert tier.weak([KEYS[0], b"no"]).guards is None
+    assert tier.weak([KEYS[0], b"no"]).refs is None
     assert tier.statistics().held_blocks == 0
 
 
@@ -163,7 +163,7 @@ async def test_an_engine_writes_into_staged_slots_itself():
     for slot, page in zip(slots, tier.views(slots), strict=True):
         page[:] = payload_of(KEYS[slot], SIZE)
     blocks = tier.external(slots[:2], KEYS[:2])
-    assert blocks.guards == slots[:2]
+    assert blocks.refs == slots[:2]
     assert tier.register(slots[:2], [KEYS[0], KEYS[0]]) == [STORED, DUPLICATE]
     tier.unstage(slots[2:])
     assert tier.free == 7
@@ -193,12 +193,12 @@ def test_an_external_block_that_does_not_exist_is_refused(tier):
 
 
 async def transfer(source, tier, keys):
-    guards = source.upgrade(keys)
+    refs = source.upgrade(keys)
     reservation = await tier.reserve(RoomRequest(keys, source.block_bytes, "wait"))
     try:
-        return await reservation.transfer(source, guards)
+        return await reservation.transfer(source, refs)
     finally:
-        source.release(guards)
+        source.release(refs)
         reservation.release()
 
 
@@ -240,13 +240,13 @@ class Gated(MemoryTier):
 
     started, gate = None, None
 
-    def views(self, guards):
+    def views(self, refs):
         return None
 
-    def copy_out(self, guards, pages):
+    def copy_out(self, refs, pages):
         self.started.set()
         self.gate.wait()
-        super().copy_out(guards, pages)
+        super().copy_out(refs, pages)
 
 
 async def test_a_key_registered_while_its_copy_runs_is_a_duplicate(tier):
@@ -290,11 +290,11 @@ async def test_what_the_eviction_policy_rejects_is_not_copied_and_said_so(tier):
         small.put(key, payload_of(key, SIZE))
     for key in (b"-no", b"-nor", b"yes"):
         tier.put(key, payload_of(key, SIZE))
-    guards = tier.upgrade([b"-no", b"yes"])
+    refs = tier.upgrade([b"-no", b"yes"])
     reservation = await small.reserve(RoomRequest([b"-no", b"yes"], SIZE, "evict"))
-    assert await reservation.transfer(tier, guards) == [Rejected("not admitted"), STORED]
+    assert await reservation.transfer(tier, refs) == [Rejected("not admitted"), STORED]
     reservation.release()
-    tier.release(guards)
+    tier.release(refs)
     assert small.get(b"yes") == payload_of(b"yes", SIZE)
     assert len(small) == 2
     with pytest.raises(CapacityError, match="not admitted"):
@@ -304,10 +304,10 @@ async def test_what_the_eviction_policy_rejects_is_not_copied_and_said_so(tier):
     assert small.statistics().reserved_blocks == 0
 
 
-async def test_a_reservation_is_used_once_and_with_a_guard_for_each_key(tier):
+async def test_a_reservation_is_used_once_and_with_a_ref_for_each_key(tier):
     other = tier_of()
     reservation = await other.reserve(RoomRequest(KEYS[:2], SIZE, "wait"))
-    with pytest.raises(ValueError, match="one guard per kept block"):
+    with pytest.raises(ValueError, match="one ref per kept block"):
         await reservation.transfer(tier, [0])
     with pytest.raises(ValueError, match="1 keys to keep, of which 0 were granted"):
         reservation.keep([b"other"])

@@ -170,7 +170,7 @@ def test_what_is_said_of_the_tensors_must_make_sense(options, error, text):
 @pytest.mark.parametrize("ids", [torch.tensor([1, 2]), np.array([1, 2]), range(1, 3), (1, 2)])
 def test_block_numbers_may_come_in_any_column(ids):
     tier = DeviceTier([torch.zeros(4, 8)])
-    assert tier.external(ids, [b"a", b"b"]).guards == [1, 2]
+    assert tier.external(ids, [b"a", b"b"]).refs == [1, 2]
     assert len(tier.into(ids)) == 2
 
 

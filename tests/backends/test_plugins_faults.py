@@ -642,10 +642,10 @@ class Remote:
     def __len__(self):
         return len(KEYS)
 
-    def views(self, guards=()):
+    def views(self, refs=()):
         return None
 
-    def copy_out(self, guards, pages):
+    def copy_out(self, refs, pages):
         self._copy(pages)
 
     def copy_in(self, start, pages):

@@ -47,11 +47,11 @@ class Play:
 
     async def store(self, keys):
         reservation = await self.tier.reserve(RoomRequest(keys, SIZE, self.dice.choice(["fail", "evict", "wait"])))
-        guards = self.source.upgrade(list(reservation.granted))
+        refs = self.source.upgrade(list(reservation.granted))
         try:
-            outcomes = await reservation.transfer(self.source, guards)
+            outcomes = await reservation.transfer(self.source, refs)
         finally:
-            self.source.release(guards)
+            self.source.release(refs)
             reservation.release()
         self.stored += outcomes.count(STORED)
 

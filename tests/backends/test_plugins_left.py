@@ -45,10 +45,10 @@ async def test_without_an_answer_a_store_is_unproven_and_its_memory_is_not_used_
     connector.automatic = False
     async with hosted(connector, deadline=10) as tier:
         reservation = await tier.reserve(RoomRequest(KEYS, SIZE, "fail"))
-        guards = source.upgrade(KEYS)
+        refs = source.upgrade(KEYS)
 
         async def transfer():
-            await reservation.transfer(source, guards)
+            await reservation.transfer(source, refs)
 
         async with trio.open_nursery() as nursery:
             error = None
@@ -148,7 +148,7 @@ async def test_a_copy_that_was_cancelled_before_it_began_leaves_no_memory_in_qua
     async with hosted(connector) as tier:
         scope, views = trio.CancelScope(), source.views
 
-        def cancelling(guards):
+        def cancelling(refs):
             scope.cancel()  # the plugin has been asked what is there; next is the copy
             return
 
@@ -291,10 +291,10 @@ async def test_a_store_that_is_cancelled_while_a_thread_copies_leaves_at_once(co
     class Slow:
         block_bytes = SIZE
 
-        def views(self, guards):
+        def views(self, refs):
             return None
 
-        def copy_out(self, guards, pages):
+        def copy_out(self, refs, pages):
             started.set()
             go_on.wait()
 

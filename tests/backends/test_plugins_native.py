@@ -601,12 +601,12 @@ async def test_a_reservation_is_used_once_and_as_it_was_made(connector, source):
         reservation = await tier.reserve(RoomRequest(KEYS, SIZE, "fail"))
         with pytest.raises(ValueError, match="of which 0 were granted"):
             reservation.keep([b"x"])
-        with pytest.raises(ValueError, match="one guard per kept block"):
+        with pytest.raises(ValueError, match="one ref per kept block"):
             await reservation.transfer(source, [0])
         with pytest.raises(backends.BlockSizeError):
             await reservation.transfer(FakeTier(2, SIZE * 2), [0, 1, 2])
         assert await reservation.transfer(source, [0, 1, 2]) == [STORED] * 3
-        with pytest.raises(ValueError, match="one guard per kept block"):
+        with pytest.raises(ValueError, match="one ref per kept block"):
             await reservation.transfer(source, [0, 1, 2])
         reservation.release()
         assert await tier.delete(KEYS[:1]) == [Deletion.UNAVAILABLE]

@@ -38,11 +38,11 @@ async def test_a_storm_leaves_nothing_behind(host, make_plugin, capacity, submit
 
     async def store(keys):
         reservation = await tier.reserve(RoomRequest(keys, SIZE, "evict" if capacity else "fail"))
-        guards = source.upgrade(keys)
+        refs = source.upgrade(keys)
         try:
-            outcomes = await reservation.transfer(source, guards)
+            outcomes = await reservation.transfer(source, refs)
         finally:
-            source.release(guards)
+            source.release(refs)
             reservation.release()
         assert all(isinstance(outcome, Rejected | Failed) or outcome in (STORED, DUPLICATE) for outcome in outcomes)
         counts["stored"] += outcomes.count(STORED)

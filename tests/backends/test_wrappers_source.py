@@ -37,9 +37,9 @@ BLOCKS = blocks_of(4)
 KEYS = list(BLOCKS)
 
 
-async def copied_out(tier, guards):
-    buffers = [bytearray(tier.block_bytes) for _ in guards]
-    await trio.to_thread.run_sync(tier.copy_out, guards, pages_of(buffers))
+async def copied_out(tier, refs):
+    buffers = [bytearray(tier.block_bytes) for _ in refs]
+    await trio.to_thread.run_sync(tier.copy_out, refs, pages_of(buffers))
     return [bytes(buffer) for buffer in buffers]
 
 
@@ -54,10 +54,10 @@ class Remote:
     def __len__(self):
         return len(KEYS)
 
-    def views(self, guards=()):
+    def views(self, refs=()):
         return None
 
-    def copy_out(self, guards, pages):
+    def copy_out(self, refs, pages):
         self._copy(pages)
 
     def copy_in(self, start, pages):
@@ -101,11 +101,11 @@ async def test_a_load_whose_end_is_unproven_says_so():
 async def test_what_is_read_from_it_is_what_was_stored(name, place, tmp_path):
     tier = make_tier(place, tmp_path, wrappers_of(name), 8, 64)
     await store(tier, BLOCKS)
-    guards = tier.upgrade([KEYS[1], b"not there", KEYS[0]])
-    assert guards[1] == EVICTED and tier.views([guards[0]]) is None
+    refs = tier.upgrade([KEYS[1], b"not there", KEYS[0]])
+    assert refs[1] == EVICTED and tier.views([refs[0]]) is None
     expected = [oracle(tier.chain.wrappers, BLOCKS[key]) for key in (KEYS[1], KEYS[0])]
-    assert await copied_out(tier, [guards[0], guards[2]]) == expected
-    tier.release(guards)
+    assert await copied_out(tier, [refs[0], refs[2]]) == expected
+    tier.release(refs)
     assert not tier._source.guarded
     at_rest(tier)
     tier.close()
@@ -116,9 +116,9 @@ async def test_more_than_is_staged_at_once_comes_in_portions():
     tier = memory(wrappers_of("zstd"), blocks=10, block_bytes=size)
     blocks = {key: os.urandom(512) * (size // 512) for key in blocks_of(10)}
     await store(tier, blocks)
-    guards = tier.upgrade(list(blocks))
-    assert await copied_out(tier, guards) == list(blocks.values())
-    tier.release(guards)
+    refs = tier.upgrade(list(blocks))
+    assert await copied_out(tier, refs) == list(blocks.values())
+    tier.release(refs)
     file = FakeTier(10, size)  # its destination is not in host memory: blocks pass through a staging there, too
     reservation = await file.reserve(RoomRequest(list(blocks), size, "fail"))
     assert await reservation.transfer(tier, tier.upgrade(list(blocks))) == [STORED] * 10
@@ -161,11 +161,11 @@ async def test_a_block_that_cannot_be_decoded_is_not_copied_on_and_no_longer_fou
         path.write_bytes(data)
     else:
         stored_page(tier, KEYS[1])[50] ^= 1
-    guards = tier.upgrade(KEYS)
+    refs = tier.upgrade(KEYS)
     with pytest.raises(DamagedBlock) as caught:
-        await copied_out(tier, guards)
+        await copied_out(tier, refs)
     assert caught.value.reason == "damaged"
-    tier.release(guards)
+    tier.release(refs)
     assert tier.contains_nowait(KEYS) == {KEYS[0], KEYS[2], KEYS[3]}
     assert tier.upgrade(KEYS[1:2]) == [EVICTED]
     assert tier.statistics().missed["damaged"] == 1
@@ -227,7 +227,7 @@ async def test_two_holds_are_two():
 async def test_weak_and_strong_blocks_are_those_of_a_tier():
     tier = memory(wrappers_of("zstd"))
     await store(tier, BLOCKS)
-    assert tier.weak(KEYS).guards is None
+    assert tier.weak(KEYS).refs is None
     with tier_held(tier, tier.strong(KEYS[:2])):
         assert tier.statistics().held_blocks == 2
     with pytest.raises(MissingKeys, match="does not have 1 of the keys"):

@@ -219,12 +219,12 @@ async def test_arguments_are_checked_as_a_tier_does():
     with pytest.raises(BlockSizeError):
         await reservation.transfer(MemoryTier(65, 65), [0])
     source = source_of(blocks_of(1))
-    with pytest.raises(ValueError, match="one guard per kept block, once"):
+    with pytest.raises(ValueError, match="one ref per kept block, once"):
         await reservation.transfer(source, [0, 1])
-    guards = source.upgrade([b"k0"])
-    await reservation.transfer(source, guards)
-    with pytest.raises(ValueError, match="one guard per kept block, once"):
-        await reservation.transfer(source, guards)
+    refs = source.upgrade([b"k0"])
+    await reservation.transfer(source, refs)
+    with pytest.raises(ValueError, match="one ref per kept block, once"):
+        await reservation.transfer(source, refs)
     reservation.release()
     at_rest(tier)
 
@@ -489,7 +489,7 @@ async def test_a_source_that_knows_its_block_to_be_damaged_fails_that_one_alone(
         tier, source = memory(wrappers_of(name)), source_of(BLOCKS)
         source.views(source.pool.slots(KEYS[2:3]))[0][0] ^= 1
         if not in_host:
-            source.views = lambda guards: None
+            source.views = lambda refs: None
         outcomes = await store(tier, BLOCKS, source=source)
         assert [outcomes[at] for at in (0, 1, 3)] == [STORED] * 3
         assert isinstance(outcomes[2], Failed) and isinstance(outcomes[2].error, DamagedBlock)
@@ -674,7 +674,7 @@ def test_blocks_of_any_size_and_any_bytes_come_back(name, size, seed, share, in_
     async def there_and_back():
         source = source_of(blocks)
         if not in_host:
-            source.views = lambda guards: None
+            source.views = lambda refs: None
         assert await store(tier, blocks, source=source) == [STORED] * 4
         assert await load(tier, KEYS) == ([LOADED] * 4, [oracle(wrappers, block) for block in blocks.values()])
 

@@ -167,7 +167,7 @@ async def test_a_promotion_into_or_out_of_a_broken_tier_is_counted(autojump_cloc
             joined.moody.raises = OSError("no")
             for _ in range(3):  # before the promotion has run
                 with pytest.raises(OSError, match="no"):
-                    await engine._guards["moody"].pin(keys)
+                    await engine._breaker_tiers["moody"].pin(keys)
         await engine.drain()
         assert engine.statistics().promoted_blocks == 0
         assert sum(engine.statistics().promotions_refused.values()) == 4

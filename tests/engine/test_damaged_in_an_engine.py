@@ -122,10 +122,10 @@ async def test_what_is_promoted_is_right_or_refused(upper, lower, tmp_path):
             upgrade = route_up.staging.upgrade
 
             def flipped(keys):
-                guards = upgrade(keys)
-                for key, page in zip(keys, route_up.staging.views(guards), strict=True):
+                refs = upgrade(keys)
+                for key, page in zip(keys, route_up.staging.views(refs), strict=True):
                     page[1] ^= key == BAD
-                return guards
+                return refs
 
             route_up.staging.upgrade = flipped
             places = [bytearray(SIZE) for _ in keys]

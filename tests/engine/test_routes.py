@@ -223,9 +223,9 @@ class Ward(FakeTier):
             (tenant,) = set(self.carried.get(key, [""]))
             self.seen.add((key, tenant))
 
-    async def write(self, source, guards, keys, slots):  # type: ignore[no-untyped-def]
+    async def write(self, source, refs, keys, slots):  # type: ignore[no-untyped-def]
         self.note(keys)
-        return await super().write(source, guards, keys, slots)
+        return await super().write(source, refs, keys, slots)
 
     async def pin(self, keys):  # type: ignore[no-untyped-def]
         self.note(keys)

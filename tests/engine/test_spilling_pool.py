@@ -137,18 +137,18 @@ async def test_what_a_copy_holds_leaves_with_it_and_nobody_waits_for_it(autojump
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pool.reserve, RoomRequest(keys_of("x"), 8, "evict"))
         await trio.testing.wait_all_tasks_blocked()
-        guards = pool.upgrade(keys_of("a"))
+        refs = pool.upgrade(keys_of("a"))
         assert list(spills[0].over()) == keys_of("a")
         assert pool.contains(keys_of("a")) == set(keys_of("a"))
         assert list(spills[1].keys) == keys_of("b")
         spills[1].over()
     assert (pool.free, pool.statistics().leaving) == (0, 1)
-    pool.release(guards)
+    pool.release(refs)
     assert (pool.free, pool.statistics().leaving) == (1, 0)
     assert pool.contains(keys_of("abcd")) == set(keys_of("cd"))
 
 
-def test_a_guard_that_is_dropped_during_the_spill_ends_nothing():
+def test_a_ref_that_is_dropped_during_the_spill_ends_nothing():
     pool, spills = full_pool("abcd")
     wanted(pool, "x")
     pool.release(pool.upgrade(keys_of("a")))
@@ -234,7 +234,7 @@ def test_a_spiller_that_raises_has_let_the_blocks_go(caplog):
 async def test_a_spiller_that_lets_go_at_once_serves_each_waiter_once(autojump_clock):
     pool = BlockPool(4)
     pool.register(keys_of("abcd"), pool.take(4))
-    guards = pool.upgrade(keys_of("abcd"))
+    refs = pool.upgrade(keys_of("abcd"))
     pool.spill_to(lambda spill: spill.over())
     taken = []
     async with trio.open_nursery() as nursery:
@@ -246,7 +246,7 @@ async def test_a_spiller_that_lets_go_at_once_serves_each_waiter_once(autojump_c
         await trio.testing.wait_all_tasks_blocked()
         nursery.start_soon(store, "yz")
         await trio.testing.wait_all_tasks_blocked()
-        pool.release(guards)
+        pool.release(refs)
     assert sorted([len(slots) for slots in taken]) == [1, 2]  # they are woken in the same tick, in any order
     assert pool.statistics().staged == 3
     assert len(pool) == 1
@@ -337,11 +337,11 @@ def test_in_bytes_no_more_leaves_than_is_needed():
 
 def test_in_bytes_what_cannot_be_made_room_for_evicts_nothing():
     registry, spills = file_registry(1, 1, 4)
-    guards = registry.upgrade([b"2"])
+    refs = registry.upgrade([b"2"])
     with pytest.raises(trio.WouldBlock):
         registry.reserve_nowait([b"x"], "evict", 3)
     assert spills == []
-    registry.release(guards)
+    registry.release(refs)
 
 
 # --- against a model ------------------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ class AgainstAModel(RuleBasedStateMachine):
         self.pool = BlockPool(self.CAPACITY, self.policy)
         self.registered = {}
         self.staged = set()
-        self.guards = {}
+        self.refs = {}
         self.doomed = set()
         self.leaving = set()  # slots
         self.coming = set()
@@ -381,18 +381,18 @@ class AgainstAModel(RuleBasedStateMachine):
         return next(key for key, there in self.registered.items() if there == slot)
 
     def inactive(self):
-        return [key for key, slot in self.registered.items() if not self.guards.get(slot)]
+        return [key for key, slot in self.registered.items() if not self.refs.get(slot)]
 
     def free(self):
         return self.CAPACITY - len(self.registered) - len(self.staged) - len(self.doomed)
 
     def dropped(self, slots):
-        """A guard of each was dropped."""
+        """A ref of each was dropped."""
         for slot in slots:
             if slot == EVICTED:
                 continue
-            self.guards[slot] -= 1
-            if not self.guards[slot]:
+            self.refs[slot] -= 1
+            if not self.refs[slot]:
                 self.doomed.discard(slot)
                 if slot in self.leaving:
                     self.leaving.discard(slot)
@@ -446,7 +446,7 @@ class AgainstAModel(RuleBasedStateMachine):
         spills, self.new[:] = [spill for spill in self.new if not spill.held], [s for s in self.new if s.held]
         assert sorted(key for spill in spills for key in spill.keys) == sorted(gone)
         for key in gone:
-            assert not self.guards.get(self.registered.pop(key))
+            assert not self.refs.get(self.registered.pop(key))
             self.told.remove(key)
         self.staged.update(slots)
         return Room(keys, slots)
@@ -475,12 +475,12 @@ class AgainstAModel(RuleBasedStateMachine):
 
     @rule(target=holds, keys=columns)
     def upgrade(self, keys):
-        guards = self.pool.upgrade(keys)
-        assert guards == [self.registered.get(key, EVICTED) for key in keys]
-        for guard in guards:
-            if guard != EVICTED:
-                self.guards[guard] = self.guards.get(guard, 0) + 1
-        return Room(keys, guards)
+        refs = self.pool.upgrade(keys)
+        assert refs == [self.registered.get(key, EVICTED) for key in keys]
+        for ref in refs:
+            if ref != EVICTED:
+                self.refs[ref] = self.refs.get(ref, 0) + 1
+        return Room(keys, refs)
 
     @rule(hold=consumes(holds))
     def release(self, hold):
@@ -494,7 +494,7 @@ class AgainstAModel(RuleBasedStateMachine):
             slot = self.registered.get(key)
             if slot is None:
                 expected.append(Deletion.MISSING)
-            elif self.guards.get(slot):
+            elif self.refs.get(slot):
                 expected.append(Deletion.PINNED)
             else:
                 expected.append(Deletion.DELETED)
@@ -509,23 +509,23 @@ class AgainstAModel(RuleBasedStateMachine):
             assert self.registered.pop(key) == slot
             self.leaving.discard(slot)
             self.coming.discard(slot)
-            if self.guards.get(slot):
+            if self.refs.get(slot):
                 self.doomed.add(slot)
 
     @invariant()
     def agrees(self):
         for spill in self.new:  # what has just become a victim
             for slot in spill._slots:
-                if slot not in self.leaving and not self.guards.get(slot):
+                if slot not in self.leaving and not self.refs.get(slot):
                     self.leaving.add(slot)
                     self.coming.add(slot)
-                    self.guards[slot] = 1
+                    self.refs[slot] = 1
         every = [*keys_of("abcdefghij"), *[b"engine%d" % at for at in range(3)]]
         statistics = self.pool.statistics()
         assert self.pool.contains(every) == set(self.registered)
         assert self.pool.slots(every) == [self.registered.get(key, EVICTED) for key in every]
         assert (self.pool.free, statistics.staged) == (self.free(), len(self.staged))
-        assert statistics.held == sum(1 for count in self.guards.values() if count)
+        assert statistics.held == sum(1 for count in self.refs.values() if count)
         assert statistics.leaving == len(self.leaving)
         assert set(self.pool._leaving) == self.leaving
         assert self.pool._evictions.coming == self.coming
@@ -574,9 +574,9 @@ async def test_stores_spills_uses_and_cancels_in_any_order_lose_no_room(autojump
                             key = chance.choice(there)
                             if chance.random() < 0.5:
                                 pool.use([key])
-                            guards = pool.upgrade([key])
+                            refs = pool.upgrade([key])
                             await trio.sleep(chance.randrange(0, 3) / 1024)
-                            pool.release(guards)
+                            pool.release(refs)
 
                 for number in range(16):
                     nursery.start_soon(user, number)
@@ -608,7 +608,7 @@ def planted_victim_not_held(patch):
 def planted_slot_freed_before_its_copy_settled(patch):
     """What leaves goes with the spill, whoever else reads it."""
     gone = Evictions.gone
-    patch.setattr(Evictions, "gone", lambda self, guards, held: gone(self, guards, frozenset()))
+    patch.setattr(Evictions, "gone", lambda self, refs, held: gone(self, refs, frozenset()))
 
 
 def planted_what_leaves_is_not_counted_on(patch):
@@ -649,7 +649,7 @@ def _quietly(pool, slots):
 
 
 PLANTED = [
-    (planted_victim_not_held, test_a_guard_that_is_dropped_during_the_spill_ends_nothing),
+    (planted_victim_not_held, test_a_ref_that_is_dropped_during_the_spill_ends_nothing),
     (planted_slot_freed_before_its_copy_settled, test_what_a_copy_holds_leaves_with_it_and_nobody_waits_for_it),
     (planted_what_leaves_is_not_counted_on, test_no_more_leaves_than_is_needed_however_often_room_is_asked_for),
     (planted_what_somebody_holds_is_counted_on_for_ever, test_what_a_copy_holds_leaves_with_it_and_nobody_waits_for_it),

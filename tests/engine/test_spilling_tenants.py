@@ -408,10 +408,10 @@ class Ward(FakeTier):
         self.carried += mine
         return lambda: [self.carried.remove(one) for one in mine] and None  # type: ignore[func-returns-value]
 
-    async def write(self, source: Any, guards: Any, keys: Sequence[Key], slots: Any) -> Any:
+    async def write(self, source: Any, refs: Any, keys: Sequence[Key], slots: Any) -> Any:
         for key in keys:
             self.wrote[key] = [tenant for carried, tenant in self.carried if carried == key]
-        return await super().write(source, guards, keys, slots)
+        return await super().write(source, refs, keys, slots)
 
 
 async def test_nothing_is_carried_any_longer_once_the_engine_has_ended(autojump_clock: object) -> None:

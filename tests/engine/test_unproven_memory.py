@@ -66,16 +66,16 @@ class Place:
     def upgrade(self, keys):
         return list(range(len(keys)))
 
-    def release(self, guards):
+    def release(self, refs):
         pass
 
-    def views(self, guards=()):
+    def views(self, refs=()):
         return None
 
-    def copy_out(self, guards, pages):
+    def copy_out(self, refs, pages):
         self.meet(pages)
-        for guard, page in zip(guards, pages, strict=True):
-            page[:] = payload_of(KEYS[guard], SIZE)
+        for ref, page in zip(refs, pages, strict=True):
+            page[:] = payload_of(KEYS[ref], SIZE)
 
     def copy_in(self, start, pages):
         self.meet(pages)

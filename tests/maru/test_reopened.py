@@ -44,11 +44,11 @@ def filled(n: int = 6) -> tuple[FakeTier, list[bytes]]:
 
 async def put(tier: Any, source: FakeTier, keys: list[bytes]) -> list[Any]:
     reservation = await tier.reserve(RoomRequest(keys, PAGE, "wait"))
-    guards = source.upgrade(keys)
+    refs = source.upgrade(keys)
     try:
-        return list(await reservation.transfer(source, guards))
+        return list(await reservation.transfer(source, refs))
     finally:
-        source.release(guards)
+        source.release(refs)
         reservation.release()
 
 

@@ -380,7 +380,7 @@ def raising(*args):
 
 
 def transfer_that_answers(answer):
-    async def transfer(source, guards):
+    async def transfer(source, refs):
         await trio.lowlevel.checkpoint()
         return answer
 

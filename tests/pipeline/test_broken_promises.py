@@ -239,10 +239,10 @@ async def test_what_one_container_makes_a_place_raise_fails_that_container(autoj
 
 
 @pytest.mark.parametrize("column", [[], [1], [1] * 9, None])
-async def test_a_source_that_answers_another_number_of_guards_fails_its_containers(autojump_clock, column: Any) -> None:
+async def test_a_source_that_answers_another_number_of_refs_fails_its_containers(autojump_clock, column: Any) -> None:
     async with open_world(min_batch_size=4) as world:
         inner, world.source.upgrade = world.source.upgrade, lambda keys: column  # type: ignore[method-assign]
-        world.source.release = lambda guards: None  # type: ignore[method-assign]
+        world.source.release = lambda refs: None  # type: ignore[method-assign]
         handles = [world.store(label, 2) for label in "ab"]
         assert [(await handle.wait()).status for handle in handles] == [Status.FAILED] * 2
         del world.source.release

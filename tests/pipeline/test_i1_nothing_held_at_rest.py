@@ -1,4 +1,4 @@
-"""I1: at rest there is no live source guard, pending mark, destination reservation, lock or limiter token."""
+"""I1: at rest there is no live source ref, pending mark, destination reservation, lock or limiter token."""
 
 import pytest
 import trio

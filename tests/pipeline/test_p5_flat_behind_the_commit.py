@@ -31,7 +31,7 @@ def flatten(sizes, gone, granted=None, kinds=None):
         elif kind == "external":
             blocks = shelf.external(shelf.pool.slots(column), column)
         containers.append(OffloadContainer(number, blocks, None, column))
-    strong = {key for container in containers if container.blocks.guards is not None for key in container.keys}
+    strong = {key for container in containers if container.blocks.refs is not None for key in container.keys}
     shelf.pool.delete([key for key in gone if key not in strong])
     batch = OffloadBatch(containers)
     assert batch.claim() == []
@@ -54,20 +54,20 @@ def test_columns_and_spans_agree(sizes, gone, granted, kinds):
     assert [key for container in flat.containers for key in container.keys] == flat.keys
     assert flat.sizes == [len(container.keys) for container in flat.containers]
     assert all(flat.sizes)
-    assert flat.guards == shelf.pool.slots(flat.keys)
-    assert EVICTED not in flat.guards
+    assert flat.refs == shelf.pool.slots(flat.keys)
+    assert EVICTED not in flat.refs
     for container in containers:
         ends = [*container.keys, *container.failed, *container.evicted]
         assert sorted(ends) == sorted(container.blocks.keys)
         assert set(container.failed) == set(container.blocks.keys) - set(everything if short is None else short)
         assert set(container.evicted) == (
-            (set(container.blocks.keys) & gone) - set(container.failed) if container.blocks.guards is None else set()
+            (set(container.blocks.keys) & gone) - set(container.failed) if container.blocks.refs is None else set()
         )
         assert (container in flat.containers) == bool(container.keys)
     assert sorted(flat.dropped) == sorted(set(everything) - set(flat.keys))
 
-    held = [key for container in flat.containers if container.blocks.guards is None for key in container.keys]
-    assert sorted(guard for guard in flat.held if guard != EVICTED) == sorted(shelf.pool.slots(held))
+    held = [key for container in flat.containers if container.blocks.refs is None for key in container.keys]
+    assert sorted(ref for ref in flat.held if ref != EVICTED) == sorted(shelf.pool.slots(held))
 
 
 def test_several_containers_with_holes():
@@ -108,7 +108,7 @@ async def test_all_kinds_travel_in_one_batch(autojump_clock, kinds):
         assert world.destination.batches == [(b"a0", b"a1", b"b0", b"b1")]
 
 
-async def test_a_filtered_strong_container_keeps_its_guards_in_step(autojump_clock):
+async def test_a_filtered_strong_container_keeps_its_refs_in_step(autojump_clock):
     async with open_world(policies=[lambda keys: {keys[0]: "no"}]) as world:
         handles = [world.store(label, 3, kind=kind) for label, kind in (("a", "strong"), ("b", "external"))]
         for handle, label in zip(handles, "ab", strict=True):

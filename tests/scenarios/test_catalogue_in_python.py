@@ -223,7 +223,7 @@ async def test_s33_outcomes_of_every_kind(autojump_clock):
             class Reservation:
                 granted, keep, release = reservation.granted, reservation.keep, reservation.release
 
-                async def transfer(self, source, guards):
+                async def transfer(self, source, refs):
                     world.destination.batches.append(tuple(reservation.granted))
                     return [STORED, DUPLICATE, Failed(OSError("torn")), Rejected("too large"), None, "stored"]
 

@@ -220,14 +220,14 @@ def what_a_copy_may_still_write_to_is_loaded_into(patch: pytest.MonkeyPatch) -> 
 def two_blocks_on_their_way_up_are_taken_for_each_other(patch: pytest.MonkeyPatch) -> None:
     views = Staging.views
 
-    def crosswise(self: Staging, guards: Any) -> Any:
-        guards = list(guards)
-        guards[:2] = reversed(guards[:2])
-        return views(self, guards)
+    def crosswise(self: Staging, refs: Any) -> Any:
+        refs = list(refs)
+        refs[:2] = reversed(refs[:2])
+        return views(self, refs)
 
     patch.setattr(Staging, "views", crosswise)
     # Else whoever copies from there compares, and finds them damaged.
-    patch.setattr(Staging, "checksums_of", lambda self, keys, guards: [None] * len(guards))
+    patch.setattr(Staging, "checksums_of", lambda self, keys, refs: [None] * len(refs))
 
 
 @plant("I1", first=25)

@@ -122,9 +122,9 @@ def test_planted_pages_that_are_free_under_a_reader(monkeypatch: pytest.MonkeyPa
 
     def pin_nowait(self: PooledTier[Any], keys: Sequence[Key]) -> Lease:
         prefix = keys[: self.pool.prefix(keys)]
-        guards = self.pool.upgrade(prefix)
-        self.pool.release(guards)
-        return Lease(self, prefix, guards)
+        refs = self.pool.upgrade(prefix)
+        self.pool.release(refs)
+        return Lease(self, prefix, refs)
 
     monkeypatch.setattr(PooledTier, "pin_nowait", pin_nowait)
     monkeypatch.setattr(Lease, "release_nowait", lambda self: None)

@@ -172,7 +172,7 @@ def drain_returns_early(patch):
     patch.setattr(Pipeline, "drain", drain)
 
 
-# --- guards and slots ---------------------------------------------------------------------------------------------
+# --- refs and slots ---------------------------------------------------------------------------------------------
 
 
 @plant("I3")
@@ -182,27 +182,27 @@ def guards_go_when_a_cancel_is_asked_for(patch):
 
     def cancel_and_free(self):
         cancel(self)
-        if self.status is Status.TRANSFERRING and self.blocks.guards is not None:
-            self.blocks.source.release(self.blocks.guards)
+        if self.status is Status.TRANSFERRING and self.blocks.refs is not None:
+            self.blocks.source.release(self.blocks.refs)
 
     patch.setattr(OffloadContainer, "cancel", cancel_and_free)
 
 
 @plant("I3")
 def guards_are_released_twice(patch):
-    """Somebody else's guard of the same block goes with it."""
+    """Somebody else's ref of the same block goes with it."""
     release = Registry.release
 
-    def twice(self, guards):
-        release(self, guards)
-        release(self, guards)
+    def twice(self, refs):
+        release(self, refs)
+        release(self, refs)
 
     patch.setattr(Registry, "release", twice)
 
 
 @plant("I3")
 def weak_blocks_are_not_held(patch):
-    """The upgrade is skipped: the copy knows where they are, and has no guard."""
+    """The upgrade is skipped: the copy knows where they are, and has no ref."""
     upgrade = OffloadBatch.upgrade
 
     def look_up(self, source, granted=None):
@@ -227,10 +227,10 @@ def room_of_evicted_blocks_is_kept(patch):
 def the_first_two_blocks_are_copied_crosswise(patch):
     copy = PooledReservation._copy
 
-    async def crosswise(self, source, keys, guards):
-        guards = list(guards)
-        guards[:2] = reversed(guards[:2])
-        return await copy(self, source, keys, guards)
+    async def crosswise(self, source, keys, refs):
+        refs = list(refs)
+        refs[:2] = reversed(refs[:2])
+        return await copy(self, source, keys, refs)
 
     patch.setattr(PooledReservation, "_copy", crosswise)
 
@@ -265,7 +265,7 @@ def the_blocks_of_a_failed_copy_are_found(patch):
 
 @plant("bytes")
 def checksums_are_not_verified(patch):
-    patch.setattr(SlotTier, "_verify", lambda self, guards, sums: [])
+    patch.setattr(SlotTier, "_verify", lambda self, refs, sums: [])
 
 
 @plant("bytes")
@@ -290,7 +290,7 @@ def a_lease_is_let_go_after_the_first_read(patch):
 
     async def reading(self, lease, destination):
         outcomes = await load(self, lease, destination)
-        self.release(lease.guards)
+        self.release(lease.refs)
         return outcomes
 
     patch.setattr(SlotTier, "load", reading)
@@ -309,9 +309,9 @@ def two_readers_of_a_block_count_as_one(patch):
 
     def pin_nowait(self, keys):
         prefix = keys[: self.pool.prefix(keys)]
-        guards = self.pool.slots(prefix)
-        self.pool._held.update(guards)
-        return Lease(self, prefix, guards)
+        refs = self.pool.slots(prefix)
+        self.pool._held.update(refs)
+        return Lease(self, prefix, refs)
 
     patch.setattr(PooledTier, "pin_nowait", pin_nowait)
 
@@ -461,7 +461,7 @@ def of_many_that_are_refused_the_guards_stay(patch):
     enqueue_many = Pipeline.enqueue_many
 
     def keeping(self, many, *, precondition):
-        kept = [list(blocks.guards) for blocks in many if isinstance(blocks, StrongBlocks)]
+        kept = [list(blocks.refs) for blocks in many if isinstance(blocks, StrongBlocks)]
         try:
             return enqueue_many(self, many, precondition=precondition)
         except PipelineFull:

@@ -333,14 +333,14 @@ import offload, pytest, trio
 async def test_leaves_something_behind(offload_pipeline):
     offload_pipeline.source.fill([b"a"])
     offload_pipeline.destination.upgrade  # is there
-    offload_pipeline.source.upgrade([b"a"])  # a guard that nobody releases
+    offload_pipeline.source.upgrade([b"a"])  # a ref that nobody releases
 """
 
 
 def test_the_pipeline_is_judged_when_the_test_is_over(run) -> None:  # type: ignore[no-untyped-def]
     result = run(*MODES["trio mode"], files={"test_broken.py": BROKEN})
     result.assert_outcomes(failed=1)
-    result.stdout.fnmatch_lines(["*I1: *guards in *: 1*"])
+    result.stdout.fnmatch_lines(["*I1: *refs in *: 1*"])
 
 
 OPTIONS = """

@@ -121,12 +121,12 @@ async def store(tier: Any, source: Any, keys: list[Key], block_bytes: int | None
     reservation = await tier.reserve(
         RoomRequest(keys, tier.block_bytes if block_bytes is None else block_bytes, "fail")
     )
-    guards = source.upgrade(keys)
+    refs = source.upgrade(keys)
     try:
         assert list(reservation.granted) == keys
-        return list(await reservation.transfer(source, guards))
+        return list(await reservation.transfer(source, refs))
     finally:
-        source.release(guards)
+        source.release(refs)
         reservation.release()
 
 

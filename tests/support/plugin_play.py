@@ -22,11 +22,11 @@ def filled_source():
 async def store(tier, source, keys=KEYS, when_full="fail"):
     """Reserve, transfer, release."""
     reservation = await tier.reserve(RoomRequest(keys, SIZE, when_full))
-    guards = source.upgrade(keys)
+    refs = source.upgrade(keys)
     try:
-        return await reservation.transfer(source, guards)
+        return await reservation.transfer(source, refs)
     finally:
-        source.release(guards)
+        source.release(refs)
         reservation.release()
 
 

@@ -69,7 +69,7 @@ class Foreign(MemoryTier):
 
     def pin_nowait(self, keys: Sequence[Key]) -> Lease:
         lease = super().pin_nowait(keys)
-        return _ForeignLease(self, lease.keys, lease.guards)
+        return _ForeignLease(self, lease.keys, lease.refs)
 
 
 def foreign(wrappers: Sequence[Wrapper], blocks: int = 8, block_bytes: int = 64, kind: Any = Foreign) -> Any:
@@ -138,12 +138,12 @@ def source_of(blocks: dict[bytes, bytes], **options: Any) -> MemoryTier:
 async def store(tier: Any, blocks: dict[bytes, bytes], when_full: Any = "fail", source: Any = None) -> list[Any]:
     source = source or source_of(blocks)
     reservation = await tier.reserve(RoomRequest(list(blocks), tier.block_bytes, when_full))
-    guards = source.upgrade(list(blocks))
+    refs = source.upgrade(list(blocks))
     try:
-        return list(await reservation.transfer(source, guards))
+        return list(await reservation.transfer(source, refs))
     finally:
         reservation.release()
-        source.release(guards)
+        source.release(refs)
 
 
 async def load(tier: Any, keys: Sequence[bytes]) -> tuple[list[Any], list[bytes]]:

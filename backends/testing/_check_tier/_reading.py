@@ -156,21 +156,21 @@ async def is_a_source(case: Case) -> None:
         return
     keys = await case.fill()
     must(tier.block_bytes == case.block_bytes, "a source says how large its blocks are", tier.block_bytes)
-    guards = tier.upgrade([keys[0], *case.keys(1, "no"), keys[1]])
-    must(guards[1] == EVICTED and guards[0] != EVICTED != guards[2], "what is not there is EVICTED", guards)
+    refs = tier.upgrade([keys[0], *case.keys(1, "no"), keys[1]])
+    must(refs[1] == EVICTED and refs[0] != EVICTED != refs[2], "what is not there is EVICTED", refs)
     again = tier.upgrade(keys[:1])
-    held = [guards[0], guards[2]]
+    held = [refs[0], refs[2]]
     views = tier.views(held)
     pages = pages_of([bytearray(case.block_bytes) for _ in held])
     await trio.to_thread.run_sync(tier.copy_out, held, pages)
     for shown in (pages, views):
         if shown is not None:
             expected = [payload_of(key, case.block_bytes) for key in keys[:2]]
-            must([bytes(page) for page in shown] == expected, "a source shows the bytes of its guards")
+            must([bytes(page) for page in shown] == expected, "a source shows the bytes of its refs")
     await case.store(case.keys(BLOCKS - 2, "b"), "evict")
-    must(await case.contains(keys) == set(keys[:2]), "a guard prevents eviction")
-    tier.release(guards)
+    must(await case.contains(keys) == set(keys[:2]), "a ref prevents eviction")
+    tier.release(refs)
     answers = await case.tier.delete(keys[:2])
-    must(answers == [Deletion.PINNED, Deletion.DELETED], "guards are counted", answers)
+    must(answers == [Deletion.PINNED, Deletion.DELETED], "refs are counted", answers)
     tier.release(again)
-    must(await case.tier.delete(keys[:1]) == [Deletion.DELETED], "without a guard a block can go")
+    must(await case.tier.delete(keys[:1]) == [Deletion.DELETED], "without a ref a block can go")

@@ -61,9 +61,9 @@ async def first_writer_wins(case: Case) -> None:
     mixed = [*case.keys(2, "b"), keys[1], keys[3]]
     reservation = await case.reserve(mixed)
     source = Bytes(case.block_bytes)
-    guards = source.upgrade(mixed)
+    refs = source.upgrade(mixed)
     source.buffers[2:] = [bytearray(case.block_bytes)] * 2  # other bytes under the same keys
-    outcomes = await reservation.transfer(source, guards)
+    outcomes = await reservation.transfer(source, refs)
     must(list(outcomes) == [STORED, STORED, DUPLICATE, DUPLICATE], "a key that is there is a DUPLICATE", outcomes)
     reservation.release()
     await case.holds([*mixed[:2], *keys])
@@ -72,8 +72,8 @@ async def first_writer_wins(case: Case) -> None:
     late = case.keys(1, "late")
     first, second = await case.reserve(late), await case.reserve(late)
     for reservation, outcome in ((first, STORED), (second, DUPLICATE)):
-        guards = source.upgrade(late)
-        must(list(await reservation.transfer(source, guards)) == [outcome], "of two writers one wins")
+        refs = source.upgrade(late)
+        must(list(await reservation.transfer(source, refs)) == [outcome], "of two writers one wins")
         reservation.release()
     await case.holds(late)
 
@@ -83,9 +83,9 @@ async def a_failing_source_leaves_nothing(case: Case) -> None:
     reservation = await case.reserve(keys)
     source = Bytes(case.block_bytes, in_host=False)
     source.error = OSError("the source is broken")
-    guards = source.upgrade(keys)
+    refs = source.upgrade(keys)
     try:
-        outcomes = await reservation.transfer(source, guards)
+        outcomes = await reservation.transfer(source, refs)
     except Exception:
         pass
     else:
@@ -125,19 +125,19 @@ async def a_cancelled_store_leaves_nothing(case: Case) -> None:
     keys = case.keys(3)
     reservation = await case.reserve(keys)
     source = Bytes(case.block_bytes, in_host=False)
-    guards = source.upgrade(keys)
+    refs = source.upgrade(keys)
     cut_off = True
     with trio.CancelScope() as scope:
         if case.threads:
             source.started, source.go_on = threading.Event(), threading.Event()
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(reservation.transfer, source, guards)
+                nursery.start_soon(reservation.transfer, source, refs)
                 await trio.to_thread.run_sync(source.started.wait)
                 must(await case.contains(keys) == set(), "a block must not be found before its bytes are there")
                 scope.cancel()  # it leaves at once: its thread cannot end before go_on
         else:
             scope.cancel()
-            await reservation.transfer(source, guards)
+            await reservation.transfer(source, refs)
             cut_off = False  # a copy that waits for nothing may be over first
     if cut_off:
         must(await case.contains(keys) == set(), "nothing of a cancelled copy may be found")

@@ -47,7 +47,7 @@ def _first_difference(block: bytes, expected: bytes) -> str:
 
 
 class Bytes:
-    """A source of blocks whose bytes follow from their keys; a guard is the number of the key."""
+    """A source of blocks whose bytes follow from their keys; a ref is the number of the key."""
 
     def __init__(self, block_bytes: int, *, in_host: bool = True) -> None:
         self.block_bytes = block_bytes
@@ -60,25 +60,25 @@ class Bytes:
         self.copied = threading.Event()
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        guards = list(range(len(self.keys), len(self.keys) + len(keys)))
+        refs = list(range(len(self.keys), len(self.keys) + len(keys)))
         self.keys += keys
         self.buffers += [bytearray(payload_of(key, self.block_bytes)) for key in keys]
-        return guards
+        return refs
 
-    def release(self, guards: Sequence[int]) -> None:
+    def release(self, refs: Sequence[int]) -> None:
         pass
 
-    def views(self, guards: Sequence[int]) -> Pages | None:
-        return pages_of([self.buffers[guard] for guard in guards]) if self.in_host else None
+    def views(self, refs: Sequence[int]) -> Pages | None:
+        return pages_of([self.buffers[ref] for ref in refs]) if self.in_host else None
 
-    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         if self.started is not None and self.go_on is not None:
             self.started.set()
             self.go_on.wait()
         try:
             if self.error is not None:
                 raise self.error
-            copy_pages(pages, pages_of([self.buffers[guard] for guard in guards]))
+            copy_pages(pages, pages_of([self.buffers[ref] for ref in refs]))
         finally:
             self.copied.set()
 
@@ -92,18 +92,16 @@ class KnownBytes(Bytes):
         self.forgotten: list[Key] = []
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        guards = super().upgrade(keys)
-        for key, guard in zip(keys, guards, strict=True):
-            self.buffers[guard][-1] ^= key in self.damaged
-        return guards
+        refs = super().upgrade(keys)
+        for key, ref in zip(keys, refs, strict=True):
+            self.buffers[ref][-1] ^= key in self.damaged
+        return refs
 
-    def checksums_of(self, keys: Sequence[Key], guards: Sequence[int]) -> list[int | None]:
-        return [xxhash.xxh3_64_intdigest(payload_of(self.keys[guard], self.block_bytes)) for guard in guards]
+    def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> list[int | None]:
+        return [xxhash.xxh3_64_intdigest(payload_of(self.keys[ref], self.block_bytes)) for ref in refs]
 
-    def forget_damaged(self, keys: Sequence[Key], guards: Sequence[int]) -> None:
-        must(
-            [self.keys[guard] for guard in guards] == list(keys), "a source is told keys and their guards", keys, guards
-        )
+    def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
+        must([self.keys[ref] for ref in refs] == list(keys), "a source is told keys and their refs", keys, refs)
         self.forgotten += keys
 
 

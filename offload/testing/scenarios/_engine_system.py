@@ -278,7 +278,7 @@ class EngineSystem:
             held[f"waiting for room in {name}"] = one.waiting_enqueues
         for name, tier in self._parts.tiers.items():
             pool = tier.pool.statistics()
-            held[f"guards in {name}"] = pool.held
+            held[f"refs in {name}"] = pool.held
             held[f"reservations in {name}"] = pool.staged
             held[f"copies into {name}"] = tier.copying
         return held

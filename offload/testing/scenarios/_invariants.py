@@ -226,7 +226,7 @@ def at_rest(pipeline: Pipeline, *tiers: FakeTier, quarantined: bool = True) -> d
     left["pending marks"] = len(marks_of(pipeline.destination))
     for tier in tiers or (source_of(pipeline), destination_of(pipeline)):
         pool = tier.pool.statistics()
-        left[f"guards in {tier!r}"] = pool.held
+        left[f"refs in {tier!r}"] = pool.held
         left[f"reservations in {tier!r}"] = pool.staged
         left[f"waiting in {tier!r}"] = pool.waiting
         left[f"copies into {tier!r}"] = tier.copying

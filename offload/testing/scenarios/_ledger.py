@@ -4,7 +4,7 @@ A :class:`Ledger` watches pipelines as an instrument does, notes what it sees, a
 findings are in ``violations``, and :meth:`Ledger.judge` raises them when everything is over. About the commit it
 believes only the announcement ``post_claim``, and it checks what was copied by the bytes themselves.
 
-* I1 at rest there is no live source guard, pending mark, destination reservation, lock or limiter token.
+* I1 at rest there is no live source ref, pending mark, destination reservation, lock or limiter token.
 * I2 each handle becomes terminal exactly once; its status never goes backwards.
 * I3 confirmed implies I1 for that container, at that moment.
 * I4 cancelled before commit implies zero bytes moved and nothing registered.
@@ -242,7 +242,7 @@ class Ledger:
                 self._flying[destination].pop(key, None)
 
     def _bare(self, history: ContainerHistory) -> list[Key]:
-        """What is copied without a guard. An engine keeps external blocks alive itself; damaged ones are found by no key."""
+        """What is copied without a ref. An engine keeps external blocks alive itself; damaged ones are found by no key."""
         if isinstance(history.container.blocks, ExternalBlocks):
             return []
         pool, damaged = source_of(history.pipeline).pool, self.damaged[source_of(history.pipeline)]
@@ -269,8 +269,8 @@ class Ledger:
             destination_of(history.pipeline),
         )
         keys = container.blocks.keys
-        if isinstance(container.blocks, StrongBlocks) and container.blocks.guards:
-            self.wrong(f"I3: {history} settled with its guards")
+        if isinstance(container.blocks, StrongBlocks) and container.blocks.refs:
+            self.wrong(f"I3: {history} settled with its refs")
         held = {key for key in keys if source.pool._slot_of.get(key) in source.pool._held}
         if held and (held := held - self._may_be_held(source)):
             self.wrong(f"I3: {history} settled, and the source still holds {sorted(held)}")
@@ -307,7 +307,7 @@ class Ledger:
     def _may_be_held(self, source: FakeTier) -> set[Key]:
         allowed = self._quarantined("source", source)
         for blocks in self.strong:
-            if blocks.guards and blocks.source is source:
+            if blocks.refs and blocks.source is source:
                 allowed.update(blocks.keys)
         for history in self._claimed.values():
             if history.pipeline.source is source:
@@ -317,7 +317,7 @@ class Ledger:
         for history in self.histories.values():
             if history.settled:
                 continue
-            # In the midst of a chain: held for those of its routes that are not over, each by guards of its own.
+            # In the midst of a chain: held for those of its routes that are not over, each by refs of its own.
             if history.container.completed and destination_of(history.pipeline) is source:
                 allowed.update(history.container.completed)
             if isinstance(history.container.blocks, StrongBlocks) and source_of(history.pipeline) is source:

@@ -382,7 +382,7 @@ class _Reservation(PooledReservation):
     __slots__ = ()
     _tier: VirtualTier
 
-    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+    async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
         """Take the world's time, then do what the real one does."""
         tier, keys = self._tier, tuple(self.granted)
         tier.batches.append(keys)
@@ -392,7 +392,7 @@ class _Reservation(PooledReservation):
             if (torn := copy.torn()) is not None:
                 self._tear(torn)
             failing = {key: OSError(f"{key.decode()} could not be written") for key in copy.failing()}
-            return copy.answers(await self._transfer_but(failing, source, guards))
+            return copy.answers(await self._transfer_but(failing, source, refs))
 
         try:
             outcomes = await tier.model.run_copy(keys, move, tier.leaving)
@@ -411,16 +411,16 @@ class _Reservation(PooledReservation):
         raise Torn(f"a copy into {self._tier.name} broke off in the middle of {key.decode()}")
 
     async def _transfer_but(
-        self, failing: Mapping[Key, Exception], source: Source, guards: Sequence[int]
+        self, failing: Mapping[Key, Exception], source: Source, refs: Sequence[int]
     ) -> list[Outcome]:
         keys = self.granted
         if not failing:
-            return list(await super().transfer(source, guards))
+            return list(await super().transfer(source, refs))
         good = [position for position, key in enumerate(keys) if key not in failing]
         outcomes: list[Outcome] = [Failed(failing[key]) if key in failing else STORED for key in keys]
         self.keep([keys[position] for position in good])
         if good:
-            answers = await super().transfer(source, [guards[position] for position in good])
+            answers = await super().transfer(source, [refs[position] for position in good])
             for position, answer in zip(good, answers, strict=True):
                 outcomes[position] = answer
         return outcomes

@@ -105,7 +105,7 @@ def what_was_refused_is_left_lying_there(patch):
 
 
 def sources_are_believed(patch):
-    patch.setattr(_copying, "_known_checksums", lambda source, keys, guards: None)
+    patch.setattr(_copying, "_known_checksums", lambda source, keys, refs: None)
 
 
 def anybody_is_encrypted_for(patch):
@@ -145,8 +145,8 @@ def what_is_not_finite_is_not_looked_for(patch):
 def guards_are_not_counted(patch):
     release = _source.DecodedSource.release
 
-    def once(self, guards):
-        self.guarded = {guard: held for guard, held in self.guarded.items() if guard not in guards}
-        release(self, guards)
+    def once(self, refs):
+        self.guarded = {ref: held for ref, held in self.guarded.items() if ref not in refs}
+        release(self, refs)
 
     patch.setattr(_source.DecodedSource, "release", once)

@@ -86,7 +86,7 @@ class _Reservation(MaruReservation):
     __slots__ = ()
     _tier: PageStoreTier
 
-    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+    async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
         """What the real one does, past the gate."""
         tier, keys = self._tier, tuple(self.granted)
         tier.batches.append(keys)
@@ -95,7 +95,7 @@ class _Reservation(MaruReservation):
 
         async def move(copy: Copy) -> list[Outcome]:
             try:
-                return copy.answers(await transfer(GatedSource(source, tier.model, copy), guards))
+                return copy.answers(await transfer(GatedSource(source, tier.model, copy), refs))
             except MaruError:  # no answer, or none any more: it may have been done
                 tier.model.end_unknown(copy)
                 raise

@@ -221,16 +221,16 @@ class GatedSource:
         """Of the source."""
         return self._source.block_bytes
 
-    def views(self, guards: Sequence[int]) -> None:
+    def views(self, refs: Sequence[int]) -> None:
         """None: so that the copy thread asks for the bytes."""
         return
 
-    def copy_out(self, guards: Sequence[int], pages: Pages) -> None:
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """In the copy thread: stand at the gate, then copy."""
         self._place.gate(self.copy)
         for path in self.obstacles:
             os.makedirs(path, exist_ok=True)
-        self._source.copy_out(guards, pages)
+        self._source.copy_out(refs, pages)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
@@ -242,7 +242,7 @@ class _Reservation(PooledReservation):
     __slots__ = ()
     _tier: _FaultyTier
 
-    async def transfer(self, source: Source, guards: Sequence[int]) -> Sequence[Outcome]:
+    async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
         """What the real one does, past the gate."""
         tier, keys = self._tier, tuple(self.granted)
         tier.batches.append(keys)
@@ -250,7 +250,7 @@ class _Reservation(PooledReservation):
         transfer = super().transfer
 
         async def move(copy: Copy) -> list[Outcome]:
-            return copy.answers(await transfer(GatedSource(source, tier.model, copy), guards))
+            return copy.answers(await transfer(GatedSource(source, tier.model, copy), refs))
 
         try:
             outcomes = await tier.model.run_copy(keys, move, tier.leaving)
@@ -338,10 +338,10 @@ class RealMemory(_FaultyTier, MemoryTier):
         self._begin(model)
 
     async def write(
-        self, source: Source, guards: Sequence[int], keys: Sequence[Key], slots: list[int]
+        self, source: Source, refs: Sequence[int], keys: Sequence[Key], slots: list[int]
     ) -> Mapping[int, Exception]:
         """Copy blocks in."""
-        failures = await super().write(source, guards, keys, slots)
+        failures = await super().write(source, refs, keys, slots)
         if not isinstance(source, GatedSource):
             return failures
         torn = source.copy.torn()
@@ -400,17 +400,17 @@ class RealFile(_FaultyTier, FileTier):
         return f"{self.directory}/{name_of(key, slot)}"
 
     async def write(
-        self, source: Source, guards: Sequence[int], keys: Sequence[Key], slots: list[int]
+        self, source: Source, refs: Sequence[int], keys: Sequence[Key], slots: list[int]
     ) -> Mapping[int, Exception]:
         """Write blocks to files."""
         if not isinstance(source, GatedSource):
-            return await super().write(source, guards, keys, slots)
+            return await super().write(source, refs, keys, slots)
         failing, torn = source.copy.failing(), source.copy.torn()
         source.obstacles = [
             self.path_of(key, slot) + ".tmp" for key, slot in zip(keys, slots, strict=True) if key in failing
         ]
         try:
-            failures = await super().write(source, guards, keys, slots)
+            failures = await super().write(source, refs, keys, slots)
         finally:
             for path in source.obstacles:
                 with contextlib.suppress(OSError):
