@@ -60,7 +60,7 @@ def at_rest(engine):
         statistics = tier.statistics()
         assert (statistics.held_blocks, statistics.reserved_blocks) == (0, 0)
     for name, spills in engine.statistics().spills.items():
-        assert (spills.in_flight, spills.dropped) == (0, {}), name
+        assert (spills.under_way, spills.dropped) == (0, {}), name
 
 
 async def test_memory_over_files(tmp_path):
