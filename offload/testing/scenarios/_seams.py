@@ -263,6 +263,8 @@ class Fuzzing:
 
     def warm(self) -> None:
         """See :meth:`Playing.warm`."""
+        from . import _play  # noqa: F401  # a watchdog of a second must not end a run that imports
+
         factory_of(self.system)
 
 

@@ -80,6 +80,8 @@ class Playing:
 
     def warm(self) -> None:
         """Import what it needs, so that the first run is no slower than the others."""
+        from . import _play  # noqa: F401  # a watchdog of a second must not end a run that imports
+
         factory_of(self.system)
 
     def __call__(self, seed: int) -> Report:
