@@ -18,7 +18,9 @@ import pytest
 # them here already, there would be two of each class.
 import offload.testing.scenarios._ledger
 import offload.testing.scenarios._loads
-import offload.testing.scenarios._pipeline_system  # noqa: F401
+import offload.testing.scenarios._pipeline_system
+import offload.testing.scenarios._seams
+import offload.testing.scenarios._timeline  # noqa: F401
 
 pytest_plugins = ["pytester"]
 
