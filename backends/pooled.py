@@ -125,6 +125,9 @@ class Lease(TierLease["PooledTier[Any]"]):
         if refs:
             self.tier.release(refs)
 
+    async def _let_go(self) -> None:
+        self.release_nowait()
+
 
 def hold_all(source: Source, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
     """Blocks of a source, each held by a ref that whoever gets the value must release.

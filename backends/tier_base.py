@@ -31,7 +31,7 @@ from ._errors import BlockSizeError, Unproven
 from .abc import LOADED, Destination, Failed, Key, Missed, Outcome, ReadLease, Source
 from .pages import Pages
 
-T = TypeVar("T", bound="TierBase[Any]")
+T = TypeVar("T")
 L = TypeVar("L", bound="TierLease[Any]")
 Self = TypeVar("Self", bound="TierLease[Any]")
 
@@ -188,24 +188,22 @@ class TierLease(ABC, Generic[T]):
         """The blocks at these positions are not what was stored; see :class:`backends.abc.ForgettingLease`."""
 
     @abstractmethod
-    def release_nowait(self) -> None:
-        """Let go. Idempotent."""
+    async def _let_go(self) -> None:
+        """Let go, and delete what is damaged and was held by this only. Idempotent; cancelled, it has let go.
 
-    async def _after_release(self) -> None:
-        """What can be done once these blocks are not held any more. No checkpoint if there is nothing to do."""
+        No checkpoint where there is nothing to wait for.
+        """
 
     async def release(self) -> None:
         """Let go. Idempotent; it has let go even when cancelled."""
-        self.release_nowait()
+        await self._let_go()
         await trio.lowlevel.checkpoint()
-        await self._after_release()
 
     async def __aenter__(self: Self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self.release_nowait()
-        await self._after_release()
+        await self._let_go()
 
 
 class TierBase(ABC, Generic[L]):

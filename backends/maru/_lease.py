@@ -82,7 +82,8 @@ class MaruLease(TierLease["MaruTier"]):
         self._held.release()
         self.tier.let_go()
 
-    async def _after_release(self) -> None:
+    async def _let_go(self) -> None:
+        self.release_nowait()
         await self.tier.purge()
 
 

@@ -7,7 +7,7 @@ Rule 1. A slot below is as large as a block can become at most. So a tier of fix
         compressed (quantized, it does); a place that writes only what is used writes less.
 Rule 2. What cannot be decoded is a miss, counted, and no longer found: it is deleted once it is not held any more. What belongs
         to another tenant is the exception: it stays, since that tenant can decode it. The tier below is told while the block is
-        held, if it can be; otherwise see :mod:`._damaged_blocks`.
+        held, if it can be; otherwise see :meth:`WrappedTier.purge`.
 Rule 3. Whose a block is, is looked up on the trio thread: at the pin of a read, at the transfer of a store, at the upgrade of a
         copy to elsewhere.
 """
@@ -41,6 +41,7 @@ from ..abc import (
     Tier,
     TierStatistics,
 )
+from ..damaged_blocks import DamagedBlocks
 from ..forwarding import ForwardingTier
 from ..leaving import SpillingTier
 from ..pages import new_pages
@@ -48,7 +49,6 @@ from ..slots import PagesDestination
 from ..threads import run_in_thread
 from ._chain import Chain, Context, Damaged, TenantTags, Wrapper, chain_id, check_order
 from ._coding import PORTION_BYTES, Coder, Decoding, Encoding
-from ._damaged_blocks import DamagedBlocks
 from ._source import SOURCE_METHODS, SPILLING_METHODS, DecodedSource
 from ._transfers import Counters, WrappedLease, WrappedReservation, WrapperStatistics
 
@@ -138,7 +138,7 @@ class WrappedTier(ForwardingTier):
         super().__init__(inner)
         self.chain: Chain = chain
         self.coder: Coder = Coder(chain, slot_bytes)
-        self.damaged: DamagedBlocks = DamagedBlocks()
+        self.damaged: DamagedBlocks[Context] = DamagedBlocks()
         self.counters: Counters = Counters()
         self.off_thread: Callable[..., Awaitable[Any]] = getattr(inner, "off_thread", run_in_thread)
         """How work is done that is left at once when it is cancelled: as the tier below does it."""
@@ -349,10 +349,15 @@ class WrappedTier(ForwardingTier):
     async def purge(self) -> None:
         """Delete what could not be decoded, as far as it is not held. No checkpoint if there is nothing to delete.
 
-        A tier that deletes nothing is not asked to: there it is only no longer found.
+        A tier that deletes nothing is not asked to: there it is only no longer found. Only where the tier below could not be
+        told while the block was held is there anything to do: its key is all that can be deleted there, and what lies under it
+        may have been stored anew. So right before, each is read once more, for the tenant it was read for before: what can
+        be decoded now stays, and so does what belongs to another tenant now. What is stored anew between that reading and the
+        deletion is deleted, and costs a miss.
         """
         self._handle_undecodable()
         if self.damaged and self.capabilities.deletes:
+            # As many as are worth one copy: a caller must not wait for a long reading of what is of no use.
             most = max(1, PORTION_BYTES // max(1, self.slot_bytes))
             # An error of this housekeeping is not the caller's: if the tier does not work, the caller's own call says so.
             with contextlib.suppress(Exception), self.damaged.claim(most) as damaged:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from ..abc import Failed, Key, Outcome, ReadLease, Reservation, Source
+from ..abc import Key, Outcome, ReadLease, Reservation, Source
+from ..tier_base import TierLease, TierReservation
 from ._chain import Context
 
 if TYPE_CHECKING:
     from ._chain import Context
-    from ._coding import Encoding
     from ._tier import WrappedTier
 
 
@@ -76,88 +76,49 @@ class Counters:
         )
 
 
-class WrappedLease:
+class WrappedLease(TierLease["WrappedTier"]):
     """A hold on the prefix of some keys. Made by :meth:`WrappedTier.pin`."""
 
-    __slots__ = ("contexts", "inner", "keys", "tier")
+    __slots__ = ("contexts", "inner")
 
     def __init__(self, tier: WrappedTier, contexts: Sequence[Context], inner: ReadLease) -> None:
         """Not to be called: a tier makes them."""
-        self.tier: WrappedTier = tier
+        super().__init__(tier, [context.key for context in contexts])
         self.contexts: Sequence[Context] = contexts
         """What is needed to decode each block, the tenant included: later claims change nothing for this read."""
         self.inner: ReadLease = inner
         """The hold on the encoded blocks."""
-        self.keys: Sequence[Key] = [context.key for context in contexts]
-        """What is held."""
 
-    def __repr__(self) -> str:
-        return f"<lease of {len(self.keys)} blocks in {self.tier!r}>"
+    @property
+    def is_held(self) -> bool:
+        """Always: the tier below knows, and refuses to load what is not."""
+        return True
 
     def forget(self, positions: Sequence[int]) -> None:
         """The blocks at these positions are not what was stored; see :class:`backends.abc.ForgettingLease`."""
         self.tier.forget(self, positions)
 
-    async def release(self) -> None:
-        """Let go. Idempotent; it has let go even when cancelled."""
-        await self.inner.release()
-        await self.tier.purge()
-
-    async def __aenter__(self) -> WrappedLease:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
+    async def _let_go(self) -> None:
         await self.inner.__aexit__(None, None, None)
         await self.tier.purge()
 
 
-class WrappedReservation:
-    """Slots of the tier below for some keys. Made by :meth:`WrappedTier.reserve`."""
+class WrappedReservation(TierReservation["WrappedTier"]):
+    """Slots of the tier below for some keys: a transfer encodes the blocks into them. Made by :meth:`WrappedTier.reserve`.
 
-    __slots__ = ("_inner", "_tier", "_used", "granted")
+    A block that its source knows to be damaged, or that cannot be encrypted, fails alone. Cancelled, a transfer leaves at once,
+    even with blocks still being encoded in a copy thread: a caller that quarantines it must not release it.
+    """
+
+    __slots__ = ("_contexts", "_inner", "_refs", "_source")
 
     def __init__(self, tier: WrappedTier, keys: Sequence[Key], inner: Reservation) -> None:
         """Not to be called: a tier makes them."""
-        self._tier = tier
+        super().__init__(tier, keys, tier.block_bytes)
         self._inner = inner
-        self._used = False
-        self.granted: Sequence[Key] = keys
-        """The keys there is room for."""
-
-    def __repr__(self) -> str:
-        return f"<room for {len(self.granted)} blocks in {self._tier!r}>"
-
-    def keep(self, keys: Sequence[Key]) -> None:
-        """Give back the room of every granted key not in ``keys``, a subsequence of ``granted``. Never blocks."""
-        if len(keys) != len(self.granted):
-            self._inner.keep(self._tier.names(keys))
-            self.granted = keys
-
-    async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
-        """Encode the blocks of ``source`` and store them; see :class:`backends.abc.Reservation`.
-
-        A block that its source knows to be damaged, or that cannot be encrypted, fails alone. Cancelled, it leaves at once,
-        even with blocks still being encoded in a copy thread: a caller that quarantines it must not release it.
-
-        Raises:
-            ValueError: not one ref per granted key, or a second call.
-            BlockSizeError: the source's blocks are of another size than the tier's.
-            Unproven: the copy may still be going on.
-        """
-        tier, keys = self._tier, self.granted
-        if self._used or len(refs) != len(keys):
-            raise ValueError(f"a transfer takes one ref per kept block, once: {len(refs)} refs for {self!r}")
-        tier.check_size(source.block_bytes)
-        self._used = True
-        contexts = tier.contexts(keys)
-        refused = await self._refused(contexts)
-        if not refused:
-            return await self._store(tier.encoding(source, refs, contexts))
-        good = [at for at in range(len(keys)) if at not in refused]
-        self._inner.keep(tier.names([keys[at] for at in good]))
-        encoding = tier.encoding(source, [refs[at] for at in good], [contexts[at] for at in good])
-        stored = iter(await self._store(encoding) if good else ())
-        return [Failed(refused[at]) if at in refused else next(stored) for at in range(len(keys))]
+        self._source: Source | None = None
+        self._refs: Sequence[int] = ()
+        self._contexts: Sequence[Context] = ()
 
     def hold(self) -> None:
         """Hold what is stored until :meth:`release`, where the tier below can."""
@@ -176,18 +137,33 @@ class WrappedReservation:
         """Give back the room of what was not published. Idempotent; never blocks, never raises."""
         self._inner.release()
 
-    async def _refused(self, contexts: Sequence[Context]) -> dict[int, Exception]:
-        """Which blocks cannot be encrypted, since it is not known whose they are, by position."""
+    def _size(self) -> int:
+        return len(self._inner.granted)
+
+    def _keep(self, positions: Sequence[int]) -> None:
+        names = self._inner.granted
+        self._inner.keep([names[at] for at in positions])
+        if self._contexts:
+            self._refs = [self._refs[at] for at in positions]
+            self._contexts = [self._contexts[at] for at in positions]
+
+    async def _copy(self, source: Source, keys: Sequence[Key], refs: Sequence[int]) -> Mapping[int, Exception]:
+        # Only what cannot be encrypted, since it is not known whose it is. All else the tier below copies, and registers in
+        # the same transfer: the bytes of a copy are made while it is made.
         tier = self._tier
+        self._source, self._refs, self._contexts = source, refs, tier.contexts(keys)
         if not tier.coder.seals:
             return {}
-        refused: dict[int, Exception] = await tier.off_thread(tier.coder.refusals, contexts)
+        refused: dict[int, Exception] = await tier.off_thread(tier.coder.refusals, self._contexts)
         return refused
 
-    async def _store(self, encoding: Encoding) -> list[Outcome]:
+    async def _register(self, keys: Sequence[Key]) -> Sequence[Outcome]:
+        assert self._source is not None
+        encoding = self._tier.encoding(self._source, self._refs, self._contexts)
+        self._source = None
         try:
             outcomes = list(await self._inner.transfer(encoding.as_source(), range(len(encoding.contexts))))
-        except Exception:
+        except Exception:  # not a cancel: then a thread may still find damaged blocks, and none are settled
             encoding.copy.settle()
             raise
         encoding.copy.settle()

@@ -7,10 +7,10 @@ import trio
 import trio.testing
 
 from backends.abc import LOADED, STORED, Missed, RoomRequest
+from backends.damaged_blocks import DamagedBlocks
 from backends.slots import PagesDestination
 from backends.threads import keep_threads
 from backends.wrappers import AesGcm, Context, Zstd, slot_bytes, wrap
-from backends.wrappers._damaged_blocks import DamagedBlocks
 from tests.support.wrapping import (
     SECRETS,
     Foreign,

@@ -24,6 +24,7 @@ from backends.abc import (
     TenantTier,
     Tier,
 )
+from backends.damaged_blocks import DamagedBlocks
 from backends.file import FileTier
 from backends.leaving import SpillingTier
 from backends.memory import MemoryTier
@@ -38,7 +39,6 @@ from backends.wrappers import (
     UnknownTenant,
     WrappedTier,
     Zstd,
-    _damaged_blocks,
     slot_bytes,
     wrap,
 )
@@ -430,9 +430,8 @@ async def test_a_plugin_that_deletes_nothing_is_not_asked_to_again_and_again(del
         assert (name in connector.blocks) is not deletes
 
 
-def test_the_damaged_blocks_are_bounded(monkeypatch):
-    monkeypatch.setattr(_damaged_blocks, "MOST_DAMAGED", 2)
-    damaged = _damaged_blocks.DamagedBlocks()
+def test_the_damaged_blocks_are_bounded():
+    damaged = DamagedBlocks(2)
     for key in KEYS:
         damaged.add([Context(key, "", b"")])
     with damaged.claim(9) as contexts:
