@@ -58,11 +58,11 @@ def source_of(*damaged, **options):
     return source
 
 
-@pytest.mark.parametrize("between", ["nothing", "a ref", "a ref before each"])
+@pytest.mark.parametrize("between", ["nothing", "a breaker", "a breaker before each"])
 async def test_whoever_stands_between_passes_on_what_the_source_knows(between):
     source, destination = source_of(KEYS[2]), FakeTier(8, SIZE)
     first = source if between == "nothing" else with_breaker(source, "source")
-    last = with_breaker(destination, "destination") if between == "a ref before each" else destination
+    last = with_breaker(destination, "destination") if between == "a breaker before each" else destination
     outcomes = await store(last, first, KEYS)
     assert [type(outcome) for outcome in outcomes] == [type(STORED), type(STORED), Failed, type(STORED)]
     assert source.contains_nowait(KEYS) == {KEYS[0], KEYS[1], KEYS[3]} == destination.contains_nowait(KEYS)
