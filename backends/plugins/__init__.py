@@ -1,4 +1,4 @@
-"""Tiers from outside the tree: by name, by module and class, or as somebody else's connector or adapter.
+"""Tiers from outside the tree: by name, by module and class, or as a connector or adapter for another system.
 
 :func:`make_tier` makes a tier from a specification. What keeps the contract of :mod:`backends.abc` is used as it is; a
 native connector (six methods) and an L2 adapter of LMCache (three event descriptors) are hosted: the host keeps the contract

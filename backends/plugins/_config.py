@@ -37,7 +37,7 @@ class HostConfig:
     """Seconds for each answer. Less than a pipeline's ``transfer_timeout`` (60), so that the host says first what is
     unproven."""
     close_deadline: float = _knob.seconds(
-        5.0, 0.001, _DAY, "At the end nobody waits for the answers: a plugin that hangs delays the exit by twice this."
+        5.0, 0.001, _DAY, "At the end no call waits for the answers: a plugin that hangs delays the exit by twice this."
     )
     """Seconds at the end for answers that no call waits for any more, and then as many for the plugin's ``close``."""
     rescue_interval: float = _knob.seconds(

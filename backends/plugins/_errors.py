@@ -1,7 +1,7 @@
 """What can go wrong with a plugin, and who must act.
 
 Three say what was looked for and where, and are what Python raises for it: ``ImportError``, ``AttributeError``,
-``TypeError``. Whoever wrote the specification must act. The others come from a plugin at work: its author must act.
+``TypeError``. The author of the specification must act. The others come from a plugin at work: its author must act.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class PluginFault(BackendError):
 
 
 class NoAnswer(BackendError):
-    """The plugin did not answer within its deadline. Nobody knows whether it was done: that is no miss."""
+    """The plugin did not answer within its deadline. It is not known whether it was done: that is no miss."""
 
 
 class HostConfigError(BackendError, KnobError):

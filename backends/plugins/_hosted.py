@@ -1,17 +1,18 @@
 """A plugin as a tier: what every host shares, whatever the plugin's contract.
 
 The plugin is asked, so this is a :class:`~backends.abc.ReadableTier`. What a plugin does not keep, the host does, in this
-process's memory: room in turn and an order of use (the books), checksums, holds. The bytes go through memory of the
-host's own, so that a plugin that never answers holds up nobody for ever, and touches nothing that is anybody else's.
+process's memory: room in turn and an order of use, checksums, holds. The bytes go through memory of the host's own, so that a
+plugin that never answers holds up no caller for ever, and touches no other memory.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
+from typing import Any, Final
 
 import attrs
 import trio
@@ -23,6 +24,7 @@ from .._errors import BlockSizeError, CapacityError, PlaceClosed
 from .._visits import Visits
 from ..abc import (
     DUPLICATE,
+    EVICTED,
     STORED,
     Capabilities,
     Deletion,
@@ -30,21 +32,101 @@ from ..abc import (
     Key,
     Outcome,
     ReadLease,
+    Rejected,
     RoomRequest,
     Source,
     TierStatistics,
 )
+from ..tier_base import TierLease, TierReservation
 from ._config import HostConfig
-from ._core import Core
-from ._deleting import Deleting
-from ._lease import HostedLease
-from ._ledger import Ledger
-from ._line import Line
-from ._peer import Peer
-from ._reading import Reading
-from ._reservation import HostedReservation
-from ._staging import Staging
-from ._storing import Storing
+from ._driver import PluginDriver
+from ._host_state import HostRegistry, HostState, StagingPool
+from ._operations import Plugin
+from ._transfers import Deleter, Reader, Writer
+
+
+class HostedLease(TierLease["HostedTier"]):
+    """A hold on the prefix of some keys: this process neither evicts nor deletes them, and the plugin locks them, if it can.
+
+    Made by :meth:`HostedTier.pin`, once the plugin has said that it has these keys.
+    """
+
+    __slots__ = ("_held", "_refs")
+
+    # No ForgettingLease: a host can only delete a key, later. So a tier in wrappers keeps its damaged blocks itself, and reads
+    # each once more before it deletes it.
+    forget: Any = None
+
+    def __init__(self, tier: HostedTier, keys: Sequence[Key]) -> None:
+        """Not to be called: a tier makes them."""
+        super().__init__(tier, keys)
+        self._held = bool(keys)
+        self._refs = tier.registry.lease(keys) if keys else []
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it has not been released."""
+        return self._held or not self.keys
+
+    def release_nowait(self) -> None:
+        """Let go. Idempotent."""
+        if self._held:
+            self._held = False
+            refs, self._refs = self._refs, []
+            self.tier.driver.unlock(self.keys)
+            self.tier.registry.unlease(self.keys, refs)
+
+    async def _let_go(self) -> None:
+        self.release_nowait()
+
+
+NOT_ADMITTED: Final = Rejected("not admitted")
+"""The eviction policy thinks less of the block than of what it would push out."""
+
+
+class HostedReservation(TierReservation["HostedTier"]):
+    """Room for some blocks in a hosted plugin. Made by :meth:`HostedTier.reserve`.
+
+    The host copies, asks and registers in one step, :meth:`HostedTier.store`. Cancelled, that leaves at once, and nothing is
+    found until the plugin has said what became of it. Without an answer it raises ``NoAnswer`` where nothing was stored, and
+    ``Unproven`` where it may still go on: the source is free all the same, the keys are not.
+    """
+
+    __slots__ = ("_slots", "_source")
+
+    def __init__(self, tier: HostedTier, keys: Sequence[Key], slots: list[int]) -> None:
+        """Not to be called: a tier makes them."""
+        super().__init__(tier, keys, tier.block_bytes)
+        self._slots = slots
+        self._source: tuple[Source, Sequence[int]] | None = None
+
+    def release(self) -> None:
+        """Give back the room of what was not stored. Idempotent; never blocks, never raises."""
+        slots, self._slots = self._slots, []
+        if slots:
+            self._tier.registry.give_back(slots)
+
+    def _size(self) -> int:
+        return len(self._slots)
+
+    def _keep(self, positions: Sequence[int]) -> None:
+        slots, kept = self._slots, set(positions)
+        self._slots = [slots[at] for at in positions]
+        self._tier.registry.give_back([slot for at, slot in enumerate(slots) if at not in kept])
+
+    def _decide(self, keys: Sequence[Key]) -> Mapping[int, Outcome]:
+        return {at: NOT_ADMITTED for at, slot in enumerate(self._slots) if slot == EVICTED}
+
+    async def _copy(self, source: Source, keys: Sequence[Key], refs: Sequence[int]) -> Mapping[int, Exception]:
+        self._source = source, refs
+        return {}
+
+    async def _register(self, keys: Sequence[Key]) -> Sequence[Outcome]:
+        assert self._source is not None
+        outcomes = await self._tier.store(keys, *self._source)
+        slots, self._slots = self._slots, []
+        self._tier.enter(keys, slots, outcomes)
+        return outcomes
 
 
 @attrs.frozen
@@ -53,12 +135,12 @@ class HostStatistics:
 
     outstanding: int
     """Operations that the plugin has not answered."""
-    in_limbo: int
-    """Of these, the ones that nobody waits for any more."""
+    in_doubt: int
+    """Of these, the ones that are not waited for any more."""
     quarantined_bytes: int
-    """Memory that the plugin may still use, and nobody else does."""
+    """Memory that the plugin may still use, and that is used for nothing else."""
     hidden_keys: int
-    """Keys that are not found, whatever the plugin says: being written or deleted, in limbo, or condemned."""
+    """Keys that are not found, whatever the plugin says: being written or deleted, in doubt, or to be purged."""
     unverified: int
     """Blocks that were loaded without a checksum to verify them by."""
     rescues: int
@@ -77,7 +159,7 @@ class HostStatistics:
     early: int
     """Completions that came before their id was known."""
     late: int
-    """Completions of operations that nobody waited for any more."""
+    """Completions of operations that were not waited for any more."""
     wrong_bits: int
     """Completions with a wrong number of bits."""
     slow_submits: int
@@ -89,11 +171,11 @@ class HostStatistics:
 class HostedTier:
     """A plugin in its host: ``async with NativeTier(connector, block_bytes) as tier``. See the subclasses.
 
-    Entering it starts to listen to the plugin; whoever has entered it first leaves last, and closes the plugin, in bounded
-    time. It is opened once.
+    Entering it starts to wait for the plugin's completions; the task that entered it first leaves last, and closes the
+    plugin, in bounded time. It is opened once.
 
     Args:
-        peer: the plugin, behind its contract.
+        plugin: the plugin, behind its contract.
         block_bytes: size of every block.
         config: see :class:`HostConfig`.
         eviction: who makes room where there is a ``capacity_bytes``; :class:`~maru.eviction.AdaptiveLRFU` unless given.
@@ -104,7 +186,7 @@ class HostedTier:
 
     def __init__(
         self,
-        peer: Peer,
+        plugin: Plugin,
         block_bytes: int,
         config: HostConfig,
         eviction: EvictionPolicy[Key] | None = None,
@@ -115,30 +197,30 @@ class HostedTier:
             raise ValueError(
                 f"capacity_bytes is {config.capacity_bytes}, but must be at least block_bytes, which is {block_bytes}"
             )
-        self.name: str = peer.name
+        self.name: str = plugin.name
         self.config: HostConfig = config
         self.checksums: bool = config.checksums
         """Whether blocks are verified when they are loaded."""
-        self.capabilities: Capabilities = peer.capabilities
+        self.capabilities: Capabilities = plugin.capabilities
         """How much of the contract the plugin lets its host keep."""
         capacity = None if config.capacity_bytes is None else config.capacity_bytes // block_bytes
-        deletes = peer.capabilities.deletes
-        self.books: Ledger = Ledger(
+        deletes = plugin.capabilities.deletes
+        self.registry: HostRegistry = HostRegistry(
             capacity,
             deletes=deletes,
             most_known=config.most_known,
             eviction=AdaptiveLRFU() if eviction is None else eviction,
         )
-        self.line: Line = Line(peer, config)
-        staging = Staging(block_bytes, config.most_quarantined_bytes)
-        self._core = Core(peer.name, block_bytes, config.checksums, self.line, self.books, staging)
-        self._reading = Reading(self._core)
-        self._deleting = Deleting(self._core, self._reading.sums_of, deletes=deletes, by_call=peer.deletes_by_call)
-        self._storing = Storing(self._core, self._deleting.bury)
+        self.driver: PluginDriver = PluginDriver(plugin, config)
+        staging = StagingPool(block_bytes, config.most_quarantined_bytes)
+        self._state = HostState(plugin.name, block_bytes, config.checksums, self.driver, self.registry, staging)
+        self._reader = Reader(self._state)
+        self._deleter = Deleter(self._state, self._reader.sums_of, deletes=deletes, by_call=plugin.deletes_by_call)
+        self._writer = Writer(self._state, self._deleter.purge)
         self._visits = Visits()
         self._life: AbstractAsyncContextManager[None] | None = None
         if capacity is not None:
-            self.books.on_evicted(self._core.hidden.evicted)
+            self.registry.on_evicted(self._state.tombstones.note_evicted)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r} of blocks of {self.block_bytes} bytes>"
@@ -146,7 +228,7 @@ class HostedTier:
     @property
     def block_bytes(self) -> int:
         """Size of every block, in bytes."""
-        return self._core.block_bytes
+        return self._state.block_bytes
 
     # --- its life -------------------------------------------------------------------------------------------------
 
@@ -157,10 +239,10 @@ class HostedTier:
             PlaceClosed: it was entered, or closed, before.
             PluginTypeError: the plugin's descriptors make no sense. It is closed.
         """
-        if self.line.was_open and not self.line.is_open:
+        if self.driver.was_open and not self.driver.is_open:
             raise PlaceClosed(f"{self!r} was closed: a plugin is opened once")
         if self._visits.enter():
-            self._life = self.line.open()
+            self._life = self.driver.open()
             await self._life.__aenter__()
         return self
 
@@ -169,7 +251,7 @@ class HostedTier:
     ) -> bool | None:
         """Wait for what is outstanding, stop listening, close the plugin; each in bounded time, also when cancelled.
 
-        That is done by whoever has entered it first: without an exception, and not cancelled, when all others have left.
+        That is done by the task that entered it first: without an exception, and not cancelled, when all others have left.
 
         Raises:
             PluginFault: the plugin's ``close`` raised.
@@ -185,7 +267,7 @@ class HostedTier:
         return await self._life.__aexit__(kind, error, trace)
 
     def close(self) -> None:
-        """Close a plugin that nobody has entered: it may have threads and a descriptor from when it was made on. Idempotent.
+        """Close a plugin that was not entered: it may have threads and a descriptor from when it was made on. Idempotent.
 
         It waits for that, ``close_deadline`` at most. One that was entered is closed when it is left, and not by this.
 
@@ -193,12 +275,12 @@ class HostedTier:
             PluginFault: the plugin's ``close`` raised.
             NoAnswer: it did not return in time.
         """
-        self.line.close()
+        self.driver.close()
 
     # --- room -----------------------------------------------------------------------------------------------------
 
     async def reserve(self, request: RoomRequest) -> HostedReservation:
-        """Take room in the books; see :class:`backends.abc.TransferExecutor`. Always a checkpoint; the plugin is not asked.
+        """Take room; see :class:`backends.abc.TransferExecutor`. Always a checkpoint; the plugin is not asked.
 
         Raises:
             BlockSizeError: this tier holds blocks of another size.
@@ -207,7 +289,7 @@ class HostedTier:
         """
         self._check(request.block_bytes)
         try:
-            slots = await self.books.reserve(request)
+            slots = await self.registry.reserve(request)
         except CapacityError:
             raise self._too_many(request.keys) from None
         return HostedReservation(self, request.keys[: len(slots)], slots)
@@ -216,7 +298,7 @@ class HostedTier:
         """Like :meth:`reserve`, but raises :class:`trio.WouldBlock` instead of waiting."""
         self._check(request.block_bytes)
         try:
-            slots = self.books.reserve_nowait(request.keys, request.when_full)
+            slots = self.registry.reserve_nowait(request.keys, request.when_full)
         except CapacityError:
             raise self._too_many(request.keys) from None
         return HostedReservation(self, request.keys[: len(slots)], slots)
@@ -225,16 +307,16 @@ class HostedTier:
 
     async def store(self, keys: Sequence[Key], source: Source, refs: Sequence[int]) -> list[Outcome]:
         """Have the plugin store blocks there is room for. For reservations."""
-        self._take_news()
-        return await self._storing.store(keys, source, refs)
+        self._apply_news()
+        return await self._writer.store(keys, source, refs)
 
     def enter(self, keys: Sequence[Key], slots: Sequence[int], outcomes: Sequence[Outcome]) -> None:
-        """Enter what was stored in the books, and give back the room of everything else. For reservations."""
+        """Register what was stored, and give back the room of everything else. For reservations."""
         stored = [at for at, outcome in enumerate(outcomes) if outcome is STORED]
         others = [slot for at, slot in enumerate(slots) if outcomes[at] is not STORED]
-        self.books.note_duplicates(outcomes.count(DUPLICATE))
-        self.books.register([keys[at] for at in stored], [slots[at] for at in stored])
-        self.books.give_back(others)
+        self.registry.note_duplicates(outcomes.count(DUPLICATE))
+        self.registry.register([keys[at] for at in stored], [slots[at] for at in stored])
+        self.registry.give_back(others)
 
     # --- reading --------------------------------------------------------------------------------------------------
 
@@ -242,43 +324,43 @@ class HostedTier:
         """Those of ``keys`` that could be found when the plugin was asked. No use of them.
 
         Raises:
-            NoAnswer, PluginFault: nobody knows. That is not to say that it has none of them.
+            NoAnswer, PluginFault: there was no answer. That is not to say that it has none of them.
         """
-        self._take_news()
-        found = await self._reading.contains(keys)
+        self._apply_news()
+        found = await self._reader.contains(keys)
         await trio.lowlevel.checkpoint_if_cancelled()
         return found
 
     async def pin(self, keys: Sequence[Key]) -> HostedLease:
         """Hold the longest prefix of ``keys`` that is there, which counts as a use. Cancelled, it holds nothing.
 
-        Where the plugin has no locks (``capabilities.pins``), somebody else may take the blocks away all the same.
+        Where the plugin has no locks (``capabilities.pins``), another process may take the blocks away all the same.
 
         Raises:
-            NoAnswer, PluginFault: nobody knows. What the plugin may have locked is unlocked when its answer comes.
+            NoAnswer, PluginFault: there was no answer. What the plugin may have locked is unlocked when its answer comes.
         """
-        self._take_news()
+        self._apply_news()
         await trio.lowlevel.checkpoint()
-        prefix = await self._reading.find_prefix(keys)
+        prefix = await self._reader.find_prefix(keys)
         return HostedLease(self, prefix)
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
         """Copy the leased blocks into the first places of ``destination`` and verify them.
 
         A block that the plugin does not have (any more) is missed, ``gone``; one whose checksum differs is missed, ``damaged``,
-        and condemned. Cancelled, it leaves at once, unless the destination is being written: then once that is over.
+        and purged. Cancelled, it leaves at once, unless the destination is being written: then once that is over.
 
         Raises:
             BlockSizeError: the destination has places of another size.
             ValueError: the lease is not of this tier or was released, or the destination is too small.
-            NoAnswer, PluginFault: nobody knows, or it failed as a whole. The destination was not touched.
+            NoAnswer, PluginFault: there was no answer, or it failed as a whole. The destination was not touched.
             Unproven: the destination says so.
         """
         if not isinstance(lease, HostedLease) or lease.tier is not self or not lease.is_held:
             raise ValueError(f"{lease!r} does not hold blocks in {self!r}")
         there = places_for(self, len(lease.keys), self.block_bytes, destination)
         await trio.lowlevel.checkpoint()
-        return await self._reading.load(lease.keys, destination, there)
+        return await self._reader.load(lease.keys, destination, there)
 
     # --- deleting -------------------------------------------------------------------------------------------------
 
@@ -288,11 +370,11 @@ class HostedTier:
         A plugin that cannot delete is only asked: what it has is ``UNAVAILABLE``.
 
         Raises:
-            NoAnswer, PluginFault: nobody knows which are gone.
+            NoAnswer, PluginFault: it is not known which are gone.
         """
-        self._take_news()
+        self._apply_news()
         await trio.lowlevel.checkpoint()
-        return await self._deleting.delete(keys)
+        return await self._deleter.delete(keys)
 
     # --- watching -------------------------------------------------------------------------------------------------
 
@@ -301,55 +383,57 @@ class HostedTier:
 
         Without a capacity, ``capacity_bytes`` is the largest number there is.
         """
-        books = self.books.statistics()
-        size, capacity = self.block_bytes, self.books.capacity
+        registered = self.registry.statistics()
+        size, capacity = self.block_bytes, self.registry.capacity
         return TierStatistics(
             capacity_bytes=sys.maxsize if capacity is None else capacity * size,
-            used_bytes=self.books.taken * size,
-            blocks=books.registered,
-            held_blocks=self.books.leased_keys,
-            reserved_blocks=books.staged,
-            stored=self._storing.stored,
-            duplicates=self._storing.duplicates,
-            evicted=self.books.evicted,
-            loaded=self._reading.loaded,
-            missed=dict(self._reading.missed),
-            deleted=self._deleting.deleted,
+            used_bytes=self.registry.taken * size,
+            blocks=registered.registered,
+            held_blocks=self.registry.leased_keys,
+            reserved_blocks=registered.staged,
+            stored=self._writer.stored,
+            duplicates=self._writer.duplicates,
+            evicted=self.registry.evicted,
+            loaded=self._reader.loaded,
+            missed=dict(self._reader.missed),
+            deleted=self._deleter.deleted,
         )
 
     def host_statistics(self) -> HostStatistics:
         """An immutable snapshot of what the host had to do for its plugin."""
-        line, correlation = self.line.counts, self.line.correlation
+        counts, correlation = self.driver.counts, self.driver.correlation
         return HostStatistics(
             outstanding=len(correlation),
-            in_limbo=correlation.in_limbo,
-            quarantined_bytes=self._core.staging.quarantined_bytes,
-            hidden_keys=len(self._core.hidden),
-            unverified=self._reading.unverified,
-            rescues=line.rescues,
-            empty_wakes=line.empty_wakes,
-            resets=line.resets,
-            raised=line.raised,
+            in_doubt=correlation.in_doubt,
+            quarantined_bytes=self._state.staging.quarantined_bytes,
+            hidden_keys=len(self._state.tombstones),
+            unverified=self._reader.unverified,
+            rescues=counts.rescues,
+            empty_wakes=counts.empty_wakes,
+            resets=counts.resets,
+            raised=counts.raised,
             unknown=correlation.unknown,
             twice=correlation.twice,
             early=correlation.early,
             late=correlation.late,
             wrong_bits=correlation.rejected,
-            slow_submits=line.slow_submits,
-            failed_unlocks=line.failed_unlocks,
+            slow_submits=counts.slow_submits,
+            failed_unlocks=counts.failed_unlocks,
         )
 
     # --- below ----------------------------------------------------------------------------------------------------
 
-    def _take_news(self) -> None:
+    def _apply_news(self) -> None:
         """What the plugin has told meanwhile, from whatever thread."""
 
     def _check(self, block_bytes: int) -> None:
         if block_bytes != self.block_bytes:
             raise BlockSizeError(self, self.block_bytes, block_bytes)
-        if not self.line.is_open:
+        if not self.driver.is_open:
             raise PlaceClosed(f"{self!r} is not open: a plugin is used inside `async with`")
 
     def _too_many(self, keys: Sequence[Key]) -> CapacityError:
-        why = "even if it were empty" if self.capabilities.deletes else f"with {len(self.books)} that it cannot delete"
+        why = (
+            "even if it were empty" if self.capabilities.deletes else f"with {len(self.registry)} that it cannot delete"
+        )
         return CapacityError(f"{self!r} cannot hold {len(keys)} more blocks, {why}")

@@ -8,35 +8,195 @@ What is relied on of its L2AdapterInterface, and no more:
 * A result is there before its descriptor is signalled. So: woken, reset the descriptor, ask for all that is outstanding. An
   adapter that signals first is asked again after ``rescue_interval``, and the rescue is counted.
 * A lookup locks what it finds until ``submit_unlock``. What is found behind the first gap is unlocked at once; what is
-  found for somebody who has left is unlocked when the answer comes.
+  found for a caller that has left is unlocked when the answer comes.
 * A store task fails as a whole.
 * ``delete``, where an adapter has its own, returns nothing: it is asked before and after. It may block, so it runs in a thread.
 
 Methods are called by what their signatures take: ``group_layout_descs`` comes and goes between versions. No
 ``l1_memory_desc`` is offered: the host's memory is not one arena, so an adapter that must register one (RDMA, NIXL)
 cannot be hosted.
+
+Adapters are handed keys, memory objects and layouts. Where LMCache is loaded, as it is if the adapter's module imports it,
+these are its own classes, since adapters may compare types and copy metadata. Elsewhere they are look-alikes with the same
+names and meanings, and nothing of LMCache need be installed.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
+
+import attrs
 
 from maru.eviction import EvictionPolicy
 
 from ..abc import Capabilities, Key
 from ..pages import pages_of
 from ._config import HostConfig
-from ._contracts import L2_METHODS
-from ._correlation import Completion, Kind
 from ._errors import PluginFault, PluginTypeError
 from ._hosted import HostedTier
-from ._objects import bits_of, key_maker, layouts, object_maker
-from .finding import accepted, check_call, missing_methods
+from ._operations import Completion, Kind
+from .finding import L2_METHODS, accepted, check_call, missing_methods
+
+
+@attrs.frozen
+class ObjectKey:
+    """The name of an object, as adapters know it."""
+
+    chunk_hash: bytes
+    """The content hash: our key."""
+    model_name: str
+    """Whose blocks these are; without an ``@``, which adapters join keys with."""
+    kv_rank: int
+    """Which part of the cache, of several ranks."""
+    object_group_id: int = 0
+    """Which group of layers."""
+    cache_salt: str = ""
+    """Whose. Our keys are salted already."""
+
+
+@attrs.frozen
+class Layout:
+    """What an object looks like."""
+
+    shapes: list[tuple[int, ...]]
+    """One shape: the number of bytes."""
+    dtypes: list[str]
+    """One type: bytes."""
+
+
+@attrs.frozen
+class ObjectMetadata:
+    """What is said of an object besides its bytes."""
+
+    address: int
+    """Where it starts."""
+    phy_size: int
+    """How many bytes it takes."""
+    shape: tuple[int, ...]
+    """The number of its bytes."""
+    dtype: str = "uint8"
+    """Bytes."""
+    ref_count: int = 1
+    """It lives as long as the operation that it was made for."""
+    pin_count: int = 0
+    """It is not pinned."""
+
+
+class MemoryObject:
+    """One page of a host's memory.
+
+    Adapters read ``byte_array``, or write into it; it is theirs until their task is complete.
+    """
+
+    def __init__(self, page: memoryview, address: int) -> None:
+        """Over one page."""
+        self.byte_array: memoryview = page
+        """The bytes, writable."""
+        self.raw_data: memoryview = page
+        """The bytes, writable."""
+        self.data_ptr: int = address
+        """Where they start."""
+        self.meta: ObjectMetadata = ObjectMetadata(address, page.nbytes, (page.nbytes,))
+        """What is said of them."""
+        self.metadata: ObjectMetadata = self.meta
+        """What is said of them."""
+
+    def __repr__(self) -> str:
+        return f"<object of {self.byte_array.nbytes} bytes>"
+
+    def get_size(self) -> int:
+        """How many bytes."""
+        return self.byte_array.nbytes
+
+    def get_physical_size(self) -> int:
+        """How many bytes."""
+        return self.byte_array.nbytes
+
+    def get_shape(self) -> tuple[int, ...]:
+        """The number of bytes."""
+        return self.meta.shape
+
+    def get_shapes(self) -> list[tuple[int, ...]]:
+        """The number of bytes."""
+        return [self.meta.shape]
+
+    def is_valid(self) -> bool:
+        """It is, as long as the operation lasts."""
+        return True
+
+    @property
+    def tensor(self) -> Any:
+        """The bytes as a tensor, without a copy. Imports torch."""
+        import torch
+
+        return torch.frombuffer(self.byte_array, dtype=torch.uint8)  # type: ignore[no-untyped-call, unused-ignore]
+
+    @property
+    def raw_tensor(self) -> Any:
+        """The same."""
+        return self.tensor
+
+    def ref_count_up(self) -> None:
+        """It lives as long as the operation."""
+
+    def ref_count_down(self) -> None:
+        """It lives as long as the operation."""
+
+
+def key_maker(model_name: str, kv_rank: int) -> Callable[[Key], Any]:
+    """Makes adapters' keys of ours."""
+    api: Any = sys.modules.get("lmcache.v1.distributed.api")
+    make: Any = ObjectKey if api is None else api.ObjectKey
+    return lambda key: make(chunk_hash=key, model_name=model_name, kv_rank=kv_rank)
+
+
+def object_maker() -> Callable[[memoryview, int], Any]:
+    """Makes adapters' memory objects of pages and their addresses."""
+    management: Any = sys.modules.get("lmcache.v1.memory_management")
+    if management is None:
+        return MemoryObject
+
+    import torch  # LMCache has imported it
+
+    def make(page: memoryview, address: int) -> Any:
+        tensor = torch.frombuffer(page, dtype=torch.uint8)  # type: ignore[no-untyped-call, unused-ignore]
+        metadata = management.MemoryObjMetadata(
+            shape=tensor.shape, dtype=torch.uint8, address=address, phy_size=page.nbytes, ref_count=1
+        )
+        return management.TensorMemoryObj(raw_data=tensor, metadata=metadata, parent_allocator=None)
+
+    return make
+
+
+def layouts(block_bytes: int) -> dict[int, Any]:
+    """What objects look like, by their group: there is one."""
+    api: Any = sys.modules.get("lmcache.v1.distributed.api")
+    described: Any = getattr(api, "MemoryLayoutDesc", None)
+    if described is None:
+        return {0: Layout([(block_bytes,)], ["uint8"])}
+
+    import torch  # LMCache has imported it
+
+    return {0: described(shapes=[torch.Size([block_bytes])], dtypes=[torch.uint8])}
+
+
+def bits_of(bitmap: Any) -> list[bool]:
+    """A bitmap as a column: what has ``test`` and a length (or ``size``), or any sequence.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if isinstance(bitmap, Sequence):
+        return [bool(bit) for bit in bitmap]
+    n = len(bitmap) if hasattr(type(bitmap), "__len__") else int(bitmap.size())
+    return [bool(bitmap.test(at)) for at in range(n)]
+
 
 _NEWS: Final = 4096
-"""So many notifications are kept until somebody uses the tier. What is dropped then is found out when it is looked for."""
+"""How many notifications are kept until the tier is used. What is dropped then is found out when it is looked for."""
 
 _CHANNELS: Final = {Kind.SET: "store", Kind.FIND: "lookup", Kind.GET: "load"}
 _DESCRIPTORS: Final = {
@@ -74,9 +234,9 @@ class LMCacheTier(HostedTier):
     ) -> None:
         if "@" in model_name:
             raise ValueError(f"model_name is {model_name!r}, but must be without '@', which adapters join keys with")
-        self._peer = L2Peer(adapter, block_bytes, key_maker(model_name, kv_rank))
-        super().__init__(self._peer, block_bytes, HostConfig() if config is None else config, eviction)
-        self._peer.moment = lambda: self.books.registrations
+        self._plugin = L2Plugin(adapter, block_bytes, key_maker(model_name, kv_rank))
+        super().__init__(self._plugin, block_bytes, HostConfig() if config is None else config, eviction)
+        self._plugin.moment = lambda: self.registry.registrations
         self.adapter: object = adapter
 
     @property
@@ -84,18 +244,18 @@ class LMCacheTier(HostedTier):
         """Whether the adapter takes a listener, and so can say what it has deleted by itself.
 
         It does where it has called its base class's ``__init__``; whether it then notifies is its own affair. Where it
-        does not, the books learn of what is gone when it is looked for.
+        does not, what is gone is found out when it is looked for.
         """
-        return self._peer.tells
+        return self._plugin.tells
 
-    def _take_news(self) -> None:
-        gone = self._peer.gone
+    def _apply_news(self) -> None:
+        gone = self._plugin.gone
         while gone:
-            self.books.gone_by(*gone.popleft())
+            self.registry.note_gone_by(*gone.popleft())
 
 
-class L2Peer:
-    """What a host needs of an adapter: see :class:`~backends.plugins._peer.Peer`."""
+class L2Plugin:
+    """What a host needs of an adapter: see :class:`~backends.plugins._plugin.Plugin`."""
 
     deletes_by_call = True
     resets = False
@@ -114,7 +274,7 @@ class L2Peer:
         self._lookup_more = accepted(look_up, {"group_layout_descs": layouts(block_bytes)})
         check_call(look_up, f"{self.name}.submit_lookup_and_lock_task", [], **self._lookup_more)
         self.moment: Callable[[], int] = lambda: 0
-        """When something is told: see :meth:`Ledger.gone_by`."""
+        """When something is told: see :meth:`HostRegistry.gone_by`."""
         self.gone: deque[tuple[list[Key], int]] = deque(maxlen=_NEWS)
         """What it says that it has deleted, and when; appended to in its own threads."""
         self.tells: bool = self._listen()
@@ -148,13 +308,13 @@ class L2Peer:
             return self._adapter.submit_store_task(names, objects)
         return self._adapter.submit_load_task(names, objects)
 
-    def hear(self, channel: str, outstanding: Sequence[int], heard: list[Completion]) -> None:
+    def poll(self, channel: str, outstanding: Sequence[int], completions: list[Completion]) -> None:
         """What is complete. The descriptor was reset before: what is signalled behind that wakes again."""
         if channel == "store":
             unreadable: Exception | None = None
             for number, result in self._adapter.pop_completed_store_tasks().items():
                 try:
-                    heard.append(Completion(channel, int(number), *_succeeded(result)))
+                    completions.append(Completion(channel, int(number), *_succeeded(result)))
                 except Exception as exc:  # what bears no id loses no other that was told of with it
                     unreadable = exc
             if unreadable is not None:
@@ -171,9 +331,9 @@ class L2Peer:
             if bitmap is None:
                 continue
             try:
-                heard.append(Completion(channel, number, True, bits=bits_of(bitmap)))
+                completions.append(Completion(channel, number, True, bits=bits_of(bitmap)))
             except (TypeError, AttributeError) as exc:
-                heard.append(Completion(channel, number, False, f"{bitmap!r} is no bitmap: {exc}"))
+                completions.append(Completion(channel, number, False, f"{bitmap!r} is no bitmap: {exc}"))
         if failure is not None:
             raise failure
 
@@ -203,18 +363,18 @@ class L2Peer:
 class _Listener:
     """Told by an adapter, in its threads, what it stores, uses and deletes."""
 
-    def __init__(self, peer: L2Peer) -> None:
-        self._peer = peer
+    def __init__(self, plugin: L2Plugin) -> None:
+        self._plugin = plugin
 
     def on_l2_keys_stored(self, keys: Sequence[Any], *more: object) -> None:
         """Known already, if it was this host's."""
 
     def on_l2_keys_accessed(self, keys: Sequence[Any], *more: object) -> None:
-        """The books have an order of their own."""
+        """The host has an order of use of its own."""
 
     def on_l2_keys_deleted(self, keys: Sequence[Any], *more: object) -> None:
-        """By request, or by itself. It may be heard of late, when the same key was stored anew."""
-        self._peer.gone.append(([key.chunk_hash for key in keys], self._peer.moment()))
+        """By request, or by itself. It may be handled late, when the same key was stored anew."""
+        self._plugin.gone.append(([key.chunk_hash for key in keys], self._plugin.moment()))
 
 
 def _deletes(adapter: object) -> bool:

@@ -22,11 +22,10 @@ from maru.eviction import EvictionPolicy
 
 from ..abc import Capabilities, Key
 from ._config import HostConfig
-from ._contracts import NATIVE_METHODS
-from ._correlation import Completion, Kind
 from ._errors import PluginFault, PluginTypeError
 from ._hosted import HostedTier
-from .finding import missing_methods
+from ._operations import Completion, Kind
+from .finding import NATIVE_METHODS, missing_methods
 
 _CHANNEL: Final = "completions"
 
@@ -56,8 +55,8 @@ class NativeTier(HostedTier):
         name_of: Callable[[Key], str] | None = None,
         eviction: EvictionPolicy[Key] | None = None,
     ) -> None:
-        peer = NativePeer(connector, published_name if name_of is None else name_of)
-        super().__init__(peer, block_bytes, HostConfig() if config is None else config, eviction)
+        plugin = NativePlugin(connector, published_name if name_of is None else name_of)
+        super().__init__(plugin, block_bytes, HostConfig() if config is None else config, eviction)
         self.connector: object = connector
 
 
@@ -66,8 +65,8 @@ def published_name(key: Key) -> str:
     return f"trio-offload@00000000@0@{key.hex()}"
 
 
-class NativePeer:
-    """What a host needs of a connector: see :class:`~backends.plugins._peer.Peer`."""
+class NativePlugin:
+    """What a host needs of a connector: see :class:`~backends.plugins._peer.Plugin`."""
 
     deletes_by_call = False
     resets = True  # as drain_completions is to do
@@ -109,17 +108,17 @@ class NativePeer:
             return self._connector.submit_batch_delete(names)
         return self._connector.submit_batch_exists(names)
 
-    def hear(self, channel: str, outstanding: Sequence[int], heard: list[Completion]) -> None:
+    def poll(self, channel: str, outstanding: Sequence[int], completions: list[Completion]) -> None:
         """What is complete. The connector resets its descriptor.
 
         Raises:
-            PluginFault: something of it is no completion. The others are heard.
+            PluginFault: something of it is no completion. The others are completions.
         """
         failure: PluginFault | None = None
         for item in self._connector.drain_completions():
             try:
                 number, ok, error, bits = item
-                heard.append(Completion(channel, int(number), bool(ok), str(error or ""), bits))
+                completions.append(Completion(channel, int(number), bool(ok), str(error or ""), bits))
             except Exception as exc:
                 failure = PluginFault(f"{self.name}: drain_completions returned {item!r}, not (id, ok, error, bits)")
                 failure.__cause__ = exc

@@ -4,25 +4,258 @@ A specification is a name (``"memory"``), a name and the one thing it needs (``"
 function (``"my_package.tiers:NAS"``), or a mapping, also as JSON: ``{"type": ..., **parameters}``. Names come from four places,
 asked in this order: built in, :func:`register_tier`, modules that register a name when it is first asked for
 (:func:`register_tier_module`), and entry points of the group ``trio_offload.tiers``. A name has one meaning.
+
+What is found keeps one of three contracts. A *tier* keeps that of :mod:`backends.abc` itself, and is used as it is. A *native
+connector* has six methods, or seven; :class:`~backends.plugins.NativeTier` hosts it. An *L2 adapter* has LMCache's interface;
+:class:`~backends.plugins.LMCacheTier` hosts it.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from ._builtin import BUILTIN
-from ._builtin import TierFactory as TierFactory
+import attrs
+
+from ..closing import close_beside
+from ._config import HostConfig, host_config
 from ._errors import PluginTypeError, TierParameterError, UnknownTier
-from ._python import adopt
-from .finding import check_call, check_names, find_module, find_name, parameters_of
+from .finding import (
+    accepted,
+    check_call,
+    check_names,
+    contract_of,
+    find_class,
+    find_config_class,
+    find_module,
+    find_name,
+    parameters_of,
+)
 
 if TYPE_CHECKING:
-    from ..abc import ReadableTier
+    from ..abc import ReadableTier, Tier
+
+
+def make_plugin(
+    *,
+    block_bytes: int,
+    module_path: str,
+    class_name: str,
+    adapter_params: Mapping[str, Any] | None = None,
+    config_class_name: str | None = None,
+    **host: Any,
+) -> ReadableTier:
+    """The type ``plugin``: a class that is constructed with its configuration, or with its parameters as a ``dict``.
+
+    Args:
+        block_bytes: the size of every block. The class is given it, too, if it takes a parameter of that name.
+        module_path: the module to import.
+        class_name: the class in it: a tier, an L2 adapter of LMCache, or a native connector.
+        adapter_params: what its configuration is made from.
+        config_class_name: see :func:`~backends.plugins.finding.find_config_class`.
+        **host: for the host, where the class needs one: see :class:`~backends.plugins.HostConfig`; ``max_capacity_gb``, too.
+
+    Raises:
+        PluginModuleError, PluginClassError, PluginTypeError: what was looked for, and where.
+        ValueError: a parameter is wrong; also what the class itself raises.
+    """
+    _check(module_path=module_path, class_name=class_name)
+    module, plugin_class = find_class(module_path, class_name)
+    what = f"{module_path}.{class_name}"
+    contract_of(plugin_class, what)
+    _check_concrete(plugin_class, what)
+    parameters = _parameters(adapter_params)
+    config_class: Any = find_config_class(module, class_name, plugin_class, config_class_name)
+    argument = parameters if config_class is None else config_class.from_dict(parameters)
+    offered = accepted(plugin_class, {"block_bytes": block_bytes})
+    check_call(plugin_class, what, argument, **offered)
+    return adopt(plugin_class(argument, **offered), what, block_bytes, **host)
+
+
+def make_native_plugin(
+    *,
+    block_bytes: int,
+    module_path: str,
+    class_name: str,
+    adapter_params: Mapping[str, Any] | None = None,
+    **host: Any,
+) -> ReadableTier:
+    """The type ``native_plugin``: a connector, constructed with its parameters as keyword arguments.
+
+    The arguments and errors are those of :func:`make_plugin`.
+    """
+    _check(module_path=module_path, class_name=class_name)
+    _, plugin_class = find_class(module_path, class_name)
+    what = f"{module_path}.{class_name}"
+    contract_of(plugin_class, what, "a native connector")
+    _check_concrete(plugin_class, what)
+    parameters = _parameters(adapter_params)
+    offered = accepted(plugin_class, {"block_bytes": block_bytes}, by_any=False)
+    check_call(plugin_class, what, **{**offered, **parameters})
+    return adopt(plugin_class(**{**offered, **parameters}), what, block_bytes, **host)
+
+
+def adopt(plugin: object, what: str, block_bytes: int, **host: Any) -> ReadableTier:
+    """A tier as it is; a connector or an adapter in its host, which closes it in the end.
+
+    Raises:
+        PluginTypeError: it is neither; it is closed then, if it has a ``close``.
+        ValueError: a parameter of the host is wrong, or there is no host.
+    """
+    try:
+        contract = contract_of(plugin, what)
+        if contract == "a tier":
+            if host:
+                raise ValueError(f"{what} is a tier of its own and has no host to take {', '.join(host)}")
+            tier: Any = plugin
+            return tier  # type: ignore[no-any-return]
+        return _host(contract, plugin, block_bytes, host_config(_capacity(host)))
+    except BaseException as error:
+        close_beside(error, plugin)
+        raise
+
+
+def _host(contract: str, plugin: object, block_bytes: int, config: HostConfig) -> ReadableTier:
+    if contract == "a native connector":
+        from ._native import NativeTier
+
+        return NativeTier(plugin, block_bytes, config)
+    from ._lmcache import LMCacheTier
+
+    return LMCacheTier(plugin, block_bytes, config)
+
+
+def _capacity(host: Mapping[str, Any]) -> dict[str, Any]:
+    """The host's arguments; ``max_capacity_gb``, which published specifications use, is ``capacity_bytes`` in GiB."""
+    arguments = dict(host)
+    gib = arguments.pop("max_capacity_gb", None)
+    if gib is not None:
+        if isinstance(gib, bool) or not isinstance(gib, int | float) or gib < 0:
+            raise ValueError(f"max_capacity_gb is {gib!r}, but must be a number that is not negative")
+        if "capacity_bytes" in arguments:
+            raise ValueError("capacity_bytes and max_capacity_gb say the same: give one of them")
+        arguments["capacity_bytes"] = int(gib * (1 << 30)) or None  # 0 has always meant unlimited
+    return arguments
+
+
+def _check(**names: object) -> None:
+    for name, value in names.items():
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{name} is {value!r}, but must be a string that is not empty")
+
+
+def _check_concrete(plugin_class: type, what: str) -> None:
+    if inspect.isabstract(plugin_class):
+        missing = ", ".join(sorted(getattr(plugin_class, "__abstractmethods__", ())))
+        raise PluginTypeError(f"{what} leaves abstract methods open: {missing}")
+
+
+def _parameters(adapter_params: object) -> dict[str, Any]:
+    if adapter_params is None:
+        return {}
+    if not isinstance(adapter_params, Mapping):
+        raise ValueError(f"adapter_params is {adapter_params!r}, but must be a mapping")
+    return dict(adapter_params)
+
+
+TierFactory: TypeAlias = "Callable[..., ReadableTier]"
+"""Called as ``factory(block_bytes=..., **parameters)``; returns a tier, which is not opened yet."""
+
+_GIGABYTES: Final = "pool_size_gb"
+_UNITS: Final = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def size_of(value: object, name: str, tier: str) -> int:
+    """A number of bytes, or one with its unit: ``4096``, ``"64KiB"``, ``"1.5 GiB"``.
+
+    Raises:
+        TierParameterError: it is neither.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        number = value.rstrip("KMGTiB")
+        try:
+            return int(float(number) * _UNITS[value[len(number) :]])
+        except (ValueError, KeyError, OverflowError):
+            pass
+    raise TierParameterError(tier, name, value, "must be a size such as 4096, '64KiB' or '1GiB'")
+
+
+def _memory(*, block_bytes: int, capacity_bytes: int | str = "256MiB", **more: Any) -> Tier:
+    from ..memory import MemoryTier
+
+    check_names("memory", more, parameters_of(MemoryTier))
+    return MemoryTier(size_of(capacity_bytes, "capacity_bytes", "memory"), block_bytes, **more)
+
+
+def _register(*, block_bytes: int, directory: str = "", capacity_bytes: int | str = "1GiB", **more: Any) -> Tier:
+    from ..file import FileTier
+
+    check_names("file", more, parameters_of(FileTier))
+    if directory == "":
+        raise TierParameterError("file", "directory", None, "missing a required argument: 'directory'")
+    if not isinstance(directory, str | os.PathLike):
+        raise TierParameterError("file", "directory", directory, "must be a path")
+    return FileTier(directory, size_of(capacity_bytes, "capacity_bytes", "file"), block_bytes=block_bytes, **more)
+
+
+def _maru(*, block_bytes: int, **knobs: Any) -> ReadableTier:
+    from maru import MaruConfig, MaruHandler
+
+    from ..maru import MaruTier
+
+    known = {field.name for field in attrs.fields(MaruConfig)}
+    check_names("maru", knobs, {*known, _GIGABYTES})
+    if _GIGABYTES in knobs:
+        knobs["pool_size"] = _pool_size(knobs, knobs.pop(_GIGABYTES))
+    knobs.setdefault("chunk_size_bytes", block_bytes)
+    return MaruTier(MaruHandler(**knobs), block_bytes=block_bytes)
+
+
+def _pool_size(knobs: Mapping[str, Any], gigabytes: object) -> int:
+    """What LMCache's adapter for this page store calls ``pool_size_gb``, in bytes."""
+    if "pool_size" in knobs:
+        raise TierParameterError("maru", _GIGABYTES, gigabytes, "says the same as pool_size, in GiB: say one of them")
+    number = isinstance(gigabytes, int | float) and not isinstance(gigabytes, bool)
+    if not (number and 0 <= gigabytes < math.inf):  # type: ignore[operator]
+        raise TierParameterError("maru", _GIGABYTES, gigabytes, "must be a number of GiB")
+    return int(gigabytes * (1 << 30))  # type: ignore[operator]
+
+
+def _plugin(*, block_bytes: int, **parameters: Any) -> ReadableTier:
+    return make_plugin(block_bytes=block_bytes, **_sized("plugin", parameters, make_plugin))
+
+
+def _native_plugin(*, block_bytes: int, **parameters: Any) -> ReadableTier:
+    return make_native_plugin(block_bytes=block_bytes, **_sized("native_plugin", parameters, make_native_plugin))
+
+
+def _sized(tier: str, parameters: dict[str, Any], make: Callable[..., object]) -> dict[str, Any]:
+    missing = [name for name in ("module_path", "class_name") if name not in parameters]
+    if missing:
+        raise TierParameterError(tier, missing[0], None, f"the specification of a plugin lacks {' and '.join(missing)}")
+    check_names(tier, parameters, parameters_of(make))
+    if parameters.get("capacity_bytes") is not None:
+        parameters["capacity_bytes"] = size_of(parameters["capacity_bytes"], "capacity_bytes", tier)
+    return parameters
+
+
+BUILTIN: Final[Mapping[str, TierFactory]] = {
+    "memory": _memory,
+    "file": _register,
+    "maru": _maru,
+    "plugin": _plugin,
+    "native_plugin": _native_plugin,
+}
+
 
 ENTRY_POINTS: Final = "trio_offload.tiers"
 """The group of entry points that are tiers: the name of one is the name of the tier, its value a factory, or a module that
@@ -59,7 +292,7 @@ def register_tier_module(name: str, module_path: str) -> None:
 
 
 def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> ReadableTier:
-    """Make a tier from its specification. It is not opened: whoever uses it enters it, if it is an async context manager.
+    """Make a tier from its specification. It is not opened: the user enters it, if it is an async context manager.
 
     ========================  ================================================================================
     ``type``                  parameters

@@ -1,4 +1,4 @@
-"""Where a plugin is: its module, its class, the class of its configuration, and how each is called.
+"""Where a plugin is: its module, its class, the class of its configuration, which contract it keeps, and how each is called.
 
 Rule 1. Nothing is guessed twice: what a specification names must be there, or the error says what was looked for and where.
 Rule 2. The class of the configuration is looked for in four steps, in the plugin's own module: the name in the
@@ -6,6 +6,8 @@ Rule 2. The class of the configuration is looked for in four steps, in the plugi
         ``config_class_name`` of the plugin's class; none, and then the plugin gets the parameters as a plain ``dict``.
 Rule 3. A plugin is called with what its signature takes. What versions add (``block_bytes`` here, ``group_layout_descs``
         there) is offered by name, and passed where there is a parameter of that name, or ``**kwargs``.
+Rule 4. Which contract an object keeps is told by its methods, not by what it inherits from: nothing of LMCache need be
+        installed.
 """
 
 from __future__ import annotations
@@ -14,11 +16,65 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from maru.configuration import suggestion
 
 from ._errors import PluginClassError, PluginModuleError, PluginTypeError, TierParameterError
+
+TIER_METHODS: Final = ("reserve", "reserve_nowait", "contains", "pin", "load", "delete", "statistics")
+"""What every tier has."""
+
+NATIVE_METHODS: Final = (
+    "event_fd",
+    "submit_batch_get",
+    "submit_batch_set",
+    "submit_batch_exists",
+    "drain_completions",
+    "close",
+)
+"""What a native connector has. ``submit_batch_delete`` is a seventh, which not all have."""
+
+L2_METHODS: Final = (
+    "get_store_event_fd",
+    "get_lookup_and_lock_event_fd",
+    "get_load_event_fd",
+    "submit_store_task",
+    "pop_completed_store_tasks",
+    "submit_lookup_and_lock_task",
+    "query_lookup_and_lock_result",
+    "submit_unlock",
+    "submit_load_task",
+    "query_load_result",
+    "close",
+)
+"""What LMCache's L2AdapterInterface leaves to those who implement it."""
+
+_CONTRACTS: Final = {
+    "a tier": TIER_METHODS,
+    "a native connector": NATIVE_METHODS,
+    "an L2 adapter of LMCache": L2_METHODS,
+}
+
+
+def contract_of(plugin: object, what: str, *contracts: str) -> str:
+    """Which contract an object, or a class, has all methods of: a key of the three above.
+
+    Args:
+        plugin: the object or class.
+        what: what it is, for the error.
+        *contracts: only these; by default any of them.
+
+    Raises:
+        PluginTypeError: none. Says what it lacks.
+    """
+    asked = contracts or tuple(_CONTRACTS)
+    lacks = {contract: missing_methods(plugin, _CONTRACTS[contract]) for contract in asked}
+    for contract, missing in lacks.items():
+        if not missing:
+            return contract
+    wants = "; ".join(f"{contract} would need {', '.join(missing)}" for contract, missing in lacks.items())
+    raise PluginTypeError(f"{what} is no plugin: {wants}")
 
 
 def find_module(module_path: str) -> ModuleType:
@@ -72,7 +128,7 @@ def find_config_class(
 ) -> type | None:
     """The class that a plugin's parameters are made into, in the four steps of rule 2.
 
-    What is found in the second step only by its name counts if it has a ``from_dict``; what somebody has named must.
+    What is found in the second step only by its name counts if it has a ``from_dict``; what is named explicitly must.
 
     Raises:
         PluginClassError: what the specification or the plugin's class names is not in the module.
@@ -116,7 +172,7 @@ def accepted(fn: Callable[..., object], offered: Mapping[str, Any], *, by_any: b
 
 
 def parameters_of(fn: Callable[..., object]) -> set[str] | None:
-    """What can be given to it by name; ``None`` where nobody knows, or it takes any name."""
+    """What can be given to it by name; ``None`` where that is not known, or it takes any name."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

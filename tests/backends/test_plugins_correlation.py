@@ -3,8 +3,8 @@
 import pytest
 
 from backends.plugins import PluginFault
-from backends.plugins._correlation import REMEMBERED, Completion, Correlation, Kind, Operation, judge
-from backends.plugins._hidden import MOST_CONDEMNED, Hidden
+from backends.plugins._operations import REMEMBERED, Completion, Correlation, Kind, Operation, judge
+from backends.plugins._tombstones import MOST_TOMBSTONES, Tombstones
 
 
 def submit(correlation, number, kind=Kind.SET, keys=(b"a", b"b"), channel="c"):
@@ -138,11 +138,11 @@ def test_an_id_is_not_used_twice_at_once():
 def test_who_has_left_is_told_of_all_the_same():
     correlation = Correlation()
     operation = submit(correlation, 1)
-    assert (operation.may_go_on, operation.limbo, correlation.in_limbo) == (True, False, 0)
+    assert (operation.may_go_on, operation.is_in_doubt, correlation.in_doubt) == (True, False, 0)
     operation.waited_for = False
-    assert (operation.limbo, correlation.in_limbo) == (True, 1)
+    assert (operation.is_in_doubt, correlation.in_doubt) == (True, 1)
     correlation.completed(Completion("c", 1, True))
-    assert (operation.may_go_on, operation.limbo, correlation.in_limbo) == (False, False, 0)
+    assert (operation.may_go_on, operation.is_in_doubt, correlation.in_doubt) == (False, False, 0)
     assert counts(correlation) == {**NOTHING, "late": 1}
 
 
@@ -154,31 +154,31 @@ def test_what_was_never_started_cannot_go_on():
 
 
 def test_why_a_key_is_hidden():
-    hidden = Hidden()
-    hidden.writing[b"w"] = object()
-    hidden.limbo.add(b"l")
-    hidden.deleting.add(b"d")
-    hidden.evicted([b"e"])
-    hidden.bad([b"b"])
-    assert all(key in hidden for key in (b"w", b"l", b"d", b"e", b"b"))
-    assert b"x" not in hidden
-    assert len(hidden) == 5
-    assert [hidden.is_free(key) for key in (b"w", b"l", b"d", b"e", b"x")] == [False, False, False, True, True]
+    tombstones = Tombstones()
+    tombstones.writing[b"w"] = object()
+    tombstones.in_doubt.add(b"l")
+    tombstones.deleting.add(b"d")
+    tombstones.note_evicted([b"e"])
+    tombstones.note_bad([b"b"])
+    assert all(key in tombstones for key in (b"w", b"l", b"d", b"e", b"b"))
+    assert b"x" not in tombstones
+    assert len(tombstones) == 5
+    assert [tombstones.is_idle(key) for key in (b"w", b"l", b"d", b"e", b"x")] == [False, False, False, True, True]
 
 
-def test_what_is_condemned_is_so_until_it_is_gone_or_stored_anew():
-    hidden = Hidden()
-    hidden.evicted([b"e1", b"e2"])
-    hidden.bad([b"b1", b"b2", b"b3"])
-    hidden.buried([b"e1", b"e2", b"b1", b"b2"], [True, False, True, False])
-    assert list(hidden.condemned) == [b"b2", b"b3"]  # a victim that stays is merely a block; a damaged one is not
-    hidden.stored([b"b3", b"x"])
-    assert list(hidden.condemned) == [b"b2"]
+def test_what_is_to_be_purged_is_so_until_it_is_gone_or_stored_anew():
+    tombstones = Tombstones()
+    tombstones.note_evicted([b"e1", b"e2"])
+    tombstones.note_bad([b"b1", b"b2", b"b3"])
+    tombstones.note_purged([b"e1", b"e2", b"b1", b"b2"], [True, False, True, False])
+    assert list(tombstones.to_purge) == [b"b2", b"b3"]  # a victim that stays is merely a block; a damaged one is not
+    tombstones.clear([b"b3", b"x"])
+    assert list(tombstones.to_purge) == [b"b2"]
 
 
-def test_the_condemned_are_bounded():
-    hidden = Hidden()
-    hidden.bad(b"%d" % number for number in range(MOST_CONDEMNED + 3))
-    assert len(hidden) == MOST_CONDEMNED
-    assert b"2" not in hidden
-    assert b"3" in hidden
+def test_what_is_to_be_purged_is_bounded():
+    tombstones = Tombstones()
+    tombstones.note_bad(b"%d" % number for number in range(MOST_TOMBSTONES + 3))
+    assert len(tombstones) == MOST_TOMBSTONES
+    assert b"2" not in tombstones
+    assert b"3" in tombstones

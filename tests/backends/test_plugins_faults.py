@@ -77,7 +77,7 @@ async def in_the_last_moment(tier, plugin, channel, happens, fn, *args):
 
     def hear():
         plugin.answer(signal=False)
-        tier.line._hear(channel, woken=False, expected=True)
+        tier.driver._collect(channel, woken=False, expected=True)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run, name="asks")
@@ -103,14 +103,14 @@ async def test_a_load_that_is_answered_as_it_is_given_up_gives_its_memory_back_o
         connector.automatic = False
         happens = {
             "the deadline": lambda: mock_clock.jump(10.5),
-            "the line broke": lambda: tier.line._break("broken on purpose"),
+            "the line broke": lambda: tier.driver._break("broken on purpose"),
         }[why]
         came = await in_the_last_moment(
             tier, connector, "completions", happens, tier.load, lease, PagesDestination.over(buffers)
         )
         assert isinstance(came, NoAnswer) or came == [LOADED] * 3
         assert of_host(tier, "quarantined_bytes", "outstanding") == (0, 0)
-        tier.line._broken = None
+        tier.driver._broken = None
         # Two loads at the same time have a memory each.
         async with trio.open_nursery() as nursery:
             for _ in range(2):
@@ -133,7 +133,7 @@ async def test_a_pin_that_is_answered_as_it_is_given_up_is_unlocked_once(why, ad
         adapter.automatic = False
         happens = {
             "the deadline": lambda: mock_clock.jump(10.5),
-            "the line broke": lambda: tier.line._break("broken on purpose"),
+            "the line broke": lambda: tier.driver._break("broken on purpose"),
         }[why]
         came = await in_the_last_moment(tier, adapter, "lookup", happens, tier.pin, KEYS)
         if not isinstance(came, NoAnswer):
@@ -156,13 +156,13 @@ async def test_a_store_that_is_answered_as_it_is_given_up_hides_nothing(why, con
         connector._submit = submit
         happens = {
             "the deadline": lambda: mock_clock.jump(10.5),
-            "the line broke": lambda: tier.line._break("broken on purpose"),
+            "the line broke": lambda: tier.driver._break("broken on purpose"),
         }[why]
         came = await in_the_last_moment(tier, connector, "completions", happens, store, tier, source)
-        tier.line._broken = None
+        tier.driver._broken = None
         assert isinstance(came, NoAnswer | backends.Unproven) or came == [STORED] * 3
         assert of_host(tier, "quarantined_bytes", "hidden_keys", "outstanding") == (0, 0, 0)
-        assert len(set(map(id, tier._core.staging._spare))) == len(tier._core.staging._spare)
+        assert len(set(map(id, tier._state.staging._spare))) == len(tier._state.staging._spare)
         assert await tier.contains(KEYS) == set(KEYS)
 
 
@@ -175,7 +175,7 @@ async def test_in_a_thread_an_id_that_is_outstanding_is_not_given_twice(connecto
     async with hosted(connector, submit_in_thread=True) as tier, trio.open_nursery() as nursery:
         nursery.start_soon(tier.contains, KEYS)
         with trio.fail_after(60):
-            while tier.line.correlation.outstanding("completions") != [7]:  # noqa: ASYNC110  # a thread says when
+            while tier.driver.correlation.outstanding("completions") != [7]:  # noqa: ASYNC110  # a thread says when
                 await trio.sleep(0.01)
         with pytest.raises(PluginFault, match="the id 7 was returned twice"):
             await tier.contains(KEYS)
@@ -200,7 +200,7 @@ async def test_an_id_that_is_given_twice_to_whoever_has_left_is_no_reason_for_ot
     async with hosted(connector, submit_in_thread=True) as tier, trio.open_nursery() as nursery:
         nursery.start_soon(tier.contains, KEYS)
         with trio.fail_after(60):
-            while tier.line.correlation.outstanding("completions") != [7]:  # noqa: ASYNC110  # a thread says when
+            while tier.driver.correlation.outstanding("completions") != [7]:  # noqa: ASYNC110  # a thread says when
                 await trio.sleep(0.01)
             async with trio.open_nursery() as left:
                 left.start_soon(tier.contains, KEYS)
@@ -248,7 +248,7 @@ async def test_without_a_thread_to_submit_in_nothing_is_outstanding(connector, s
                 raise RuntimeError("can't start new thread")
 
             with monkeypatch.context() as patched:
-                patched.setattr("backends.plugins._line.run_in_thread", none_left)
+                patched.setattr("backends.plugins._driver.run_in_thread", none_left)
                 places = PagesDestination.over([bytearray(SIZE) for _ in KEYS])
                 with pytest.raises(PluginFault, match="can't start"):
                     await tier.load(lease, places)
@@ -302,7 +302,7 @@ async def test_an_id_that_is_none_leaves_its_memory_to_the_plugin(what, connecto
             plugin.waiting.clear()
             plugin.automatic = True
             assert await tier.load(lease, places) == [LOADED] * 3
-        for run in set(tier._core.staging.lost):  # of this process, and nobody is at it
+        for run in set(tier._state.staging.quarantined):  # of this process, and nobody is at it
             run.give_back()
 
 
@@ -457,7 +457,7 @@ async def test_a_store_task_that_is_told_without_an_id_loses_no_other(adapter, s
         adapter.answer()
         await settle()
         assert outcomes == [STORED] * 3
-        assert of_host(tier, "raised", "in_limbo", "quarantined_bytes") == (1, 0, 0)
+        assert of_host(tier, "raised", "in_doubt", "quarantined_bytes") == (1, 0, 0)
         adapter.automatic = True
 
 
@@ -679,7 +679,7 @@ async def test_memory_that_a_source_may_write_still_is_not_used_again(connector)
         assert len(remote.lost) == 1
         assert of_host(tier, "quarantined_bytes", "hidden_keys") == (3 * SIZE, 0)
         assert await tier.contains(KEYS) == set(KEYS)
-        for run in set(tier._core.staging.lost):
+        for run in set(tier._state.staging.quarantined):
             run.give_back()
 
 
@@ -692,5 +692,5 @@ async def test_a_load_whose_end_is_unproven_is_no_failure_and_keeps_its_memory(c
                 await tier.load(lease, remote)
             assert of_host(tier, "quarantined_bytes") == (3 * SIZE,)
             assert await tier.load(lease, remote) == [LOADED] * 3
-        for run in set(tier._core.staging.lost):
+        for run in set(tier._state.staging.quarantined):
             run.give_back()

@@ -108,9 +108,9 @@ class Play:
             clock.autojump_threshold = math.inf  # it is closed in a thread, where time is real
 
     def check(self):
-        hidden, staging = self.tier._core.hidden, self.tier._core.staging
-        assert (hidden.writing, hidden.limbo, hidden.deleting) == ({}, set(), set())
-        assert of_host(self.tier, "in_limbo", "quarantined_bytes", "failed_unlocks", "raised") == (0, 0, 0, 0)
+        tombstones, staging = self.tier._state.tombstones, self.tier._state.staging
+        assert (tombstones.writing, tombstones.in_doubt, tombstones.deleting) == ({}, set(), set())
+        assert of_host(self.tier, "in_doubt", "quarantined_bytes", "failed_unlocks", "raised") == (0, 0, 0, 0)
         assert of_host(self.tier, "unknown", "twice", "wrong_bits") == (0, 0, 0)
         assert len(set(map(id, staging._spare))) == len(staging._spare)
         assert getattr(self.plugin, "locks", {}) == {}

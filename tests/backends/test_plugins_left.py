@@ -9,7 +9,7 @@ import trio.testing
 
 import backends
 from backends.abc import LOADED, STORED, Rejected, RoomRequest
-from backends.plugins import HostConfig, NativeTier, NoAnswer, PluginFault, _staging
+from backends.plugins import HostConfig, NativeTier, NoAnswer, PluginFault, _host_state
 from backends.slots import PagesDestination
 from backends.testing import payload_of
 from tests.support.held_by_process import open_descriptors
@@ -66,19 +66,19 @@ async def test_without_an_answer_a_store_is_unproven_and_its_memory_is_not_used_
             assert connector.kinds() == ["set"]
             mock_clock.jump(11)
         assert isinstance(error.__cause__, NoAnswer)
-        assert of_host(tier, "in_limbo", "quarantined_bytes", "hidden_keys") == (1, 3 * SIZE, 3)
+        assert of_host(tier, "in_doubt", "quarantined_bytes", "hidden_keys") == (1, 3 * SIZE, 3)
         assert tier.statistics().reserved_blocks == 3  # of whoever quarantined the reservation
         [(_, _, _, views)] = connector.waiting
         connector.automatic = True
         held = connector.waiting.pop()
         assert await tier.contains(KEYS) == set()
-        assert await store(tier, source, [KEYS[0]]) == [Rejected("in limbo")]
+        assert await store(tier, source, [KEYS[0]]) == [Rejected("in doubt")]
         assert await store(tier, source, [b"d"]) == [STORED]
         assert [bytes(view) for view in views] == [payload_of(key, SIZE) for key in KEYS]
         connector.waiting.append(held)
         connector.answer()  # it comes after all
         await settle()
-        assert of_host(tier, "in_limbo", "late", "quarantined_bytes", "hidden_keys") == (0, 1, 0, 0)
+        assert of_host(tier, "in_doubt", "late", "quarantined_bytes", "hidden_keys") == (0, 1, 0, 0)
         assert await tier.contains(KEYS) == set(KEYS)
         reservation.release()
 
@@ -102,7 +102,7 @@ async def test_a_store_that_fails_late_leaves_nothing_to_be_found(connector, sou
         await settle()
         connector.automatic = True
         assert await tier.contains(KEYS) == set()
-        assert of_host(tier, "in_limbo", "quarantined_bytes") == (0, 0)
+        assert of_host(tier, "in_doubt", "quarantined_bytes") == (0, 0)
         reservation.release()
 
 
@@ -130,7 +130,7 @@ async def test_without_an_answer_nothing_is_known(what, connector, mock_clock):
         assert "did not answer within 10 s, asked to find 3 keys" in str(error)
         connector.answer()
         await settle()
-        assert of_host(tier, "late", "in_limbo") == (1, 0)
+        assert of_host(tier, "late", "in_doubt") == (1, 0)
         assert tier.statistics().held_blocks == 0
 
 
@@ -173,7 +173,7 @@ async def test_without_an_answer_a_load_leaves_the_destination_alone(connector, 
         connector.answer()  # writes into what it was given
         await settle()
         assert buffers == [bytearray(b"\xee" * SIZE)] * 3
-        assert of_host(tier, "quarantined_bytes", "in_limbo") == (0, 0)
+        assert of_host(tier, "quarantined_bytes", "in_doubt") == (0, 0)
         await lease.release()
 
 
@@ -195,7 +195,7 @@ async def test_without_an_answer_nobody_knows_what_was_deleted(source, mock_cloc
 def hear_now(tier, connector):
     """The answer is heard before whoever waits for it runs again."""
     connector.answer(signal=False)
-    tier.line._hear("completions", woken=False, expected=True)
+    tier.driver._collect("completions", woken=False, expected=True)
 
 
 @pytest.mark.parametrize("same_tick", [False, True])
@@ -207,7 +207,7 @@ async def test_a_cancelled_question_leaves_at_once_and_holds_nothing(what, same_
         connector.automatic = False
         then = (lambda: hear_now(tier, connector)) if same_tick else None
         await cancelled(getattr(tier, what), KEYS, then=then)
-        assert of_host(tier, "in_limbo") == (0 if same_tick else 1,)
+        assert of_host(tier, "in_doubt") == (0 if same_tick else 1,)
         if not same_tick:
             connector.answer()
             await settle()
@@ -250,11 +250,11 @@ async def test_a_store_that_is_cancelled_while_it_is_set_leaves_at_once(same_tic
             if same_tick:
                 hear_now(tier, connector)
         assert scope.cancelled_caught
-        assert of_host(tier, "in_limbo", "quarantined_bytes") == ((0, 0) if same_tick else (1, 3 * SIZE))
+        assert of_host(tier, "in_doubt", "quarantined_bytes") == ((0, 0) if same_tick else (1, 3 * SIZE))
         if not same_tick:
             connector.answer()
             await settle()
-        assert of_host(tier, "in_limbo", "quarantined_bytes", "hidden_keys") == (0, 0, 0)
+        assert of_host(tier, "in_doubt", "quarantined_bytes", "hidden_keys") == (0, 0, 0)
         connector.automatic = True
         assert await tier.contains(KEYS) == set(KEYS)
 
@@ -298,7 +298,7 @@ async def test_a_store_that_is_cancelled_while_a_thread_copies_leaves_at_once(co
             started.set()
             go_on.wait()
 
-    before = set(_staging._quarantine)  # what others were left with for good
+    before = set(_host_state._quarantine)  # what others were left with for good
     async with hosted(connector) as tier:
         reservation = await tier.reserve(RoomRequest(KEYS, SIZE, "fail"))
         async with trio.open_nursery() as nursery:
@@ -312,7 +312,7 @@ async def test_a_store_that_is_cancelled_while_a_thread_copies_leaves_at_once(co
         with trio.fail_after(60):
             while of_host(tier, "quarantined_bytes") != (0,):  # noqa: ASYNC110  # a thread says when
                 await trio.sleep(0.01)
-        assert _staging._quarantine <= before
+        assert _host_state._quarantine <= before
 
 
 @pytest.mark.parametrize("same_tick", [False, True])
@@ -328,7 +328,7 @@ async def test_a_load_that_is_cancelled_while_it_asks_leaves_at_once(same_tick, 
             if not same_tick:
                 connector.answer()
                 await settle()
-            assert of_host(tier, "quarantined_bytes", "in_limbo") == (0, 0)
+            assert of_host(tier, "quarantined_bytes", "in_doubt") == (0, 0)
             assert buffers == [bytearray(b"\xee" * SIZE)] * 3
         connector.automatic = True
 

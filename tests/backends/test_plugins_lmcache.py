@@ -10,7 +10,7 @@ import trio.testing
 import backends
 from backends.abc import LOADED, STORED, Capabilities, Deletion, Failed, Missed, RoomRequest
 from backends.plugins import HostConfig, LMCacheTier, NoAnswer, PluginFault, PluginTypeError
-from backends.plugins._objects import Layout, MemoryObject, ObjectKey, bits_of
+from backends.plugins._lmcache import Layout, MemoryObject, ObjectKey, bits_of
 from backends.slots import PagesDestination
 from backends.testing import payload_of
 from tests.support.plugin_faults import Bits, PlayedAdapter
@@ -246,7 +246,7 @@ def test_keys_may_say_which_model(adapter):
     with pytest.raises(ValueError, match="must be without '@'"):
         LMCacheTier(adapter, SIZE, model_name="a@b")
     tier = LMCacheTier(adapter, SIZE, model_name="m", kv_rank=3)
-    assert tier.line.peer._key_of(b"k") == ObjectKey(b"k", "m", 3)
+    assert tier.driver.plugin._key_of(b"k") == ObjectKey(b"k", "m", 3)
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ async def test_what_a_lookup_has_locked_for_nobody_is_unlocked(adapter, source):
         assert adapter.locks == dict.fromkeys(KEYS, 2)
         await settle()
         assert adapter.locks == {}
-        assert of_host(tier, "late", "in_limbo") == (2, 0)
+        assert of_host(tier, "late", "in_doubt") == (2, 0)
 
 
 async def test_answered_and_cancelled_in_the_same_tick_it_is_unlocked(adapter, source):
@@ -338,7 +338,7 @@ async def test_answered_and_cancelled_in_the_same_tick_it_is_unlocked(adapter, s
             await settle()
             nursery.cancel_scope.cancel()
             adapter.answer(signal=False)
-            tier.line._hear("lookup", woken=False, expected=True)
+            tier.driver._collect("lookup", woken=False, expected=True)
             assert adapter.locks == dict.fromkeys(KEYS, 1)
         assert adapter.locks == {}
 
@@ -497,7 +497,7 @@ async def test_without_an_answer_an_unproven_store_is_quarantined(adapter, sourc
         assert of_host(tier, "quarantined_bytes", "hidden_keys") == (3 * SIZE, 3)
         adapter.answer(False)
         await settle()
-        assert of_host(tier, "quarantined_bytes", "in_limbo") == (0, 0)
+        assert of_host(tier, "quarantined_bytes", "in_doubt") == (0, 0)
         reservation.release()
 
 

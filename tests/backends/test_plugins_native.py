@@ -469,7 +469,7 @@ async def test_a_descriptor_that_is_closed_breaks_the_line(connector, mock_clock
     connector.event_fd = lambda: other
     async with hosted(connector) as tier:
         await settle()
-        with pytest.raises(PluginFault, match="nobody can listen to its descriptor"):
+        with pytest.raises(PluginFault, match="cannot be waited for"):
             await tier.contains(KEYS)
 
 
@@ -490,7 +490,7 @@ async def test_who_waits_when_the_line_breaks_is_told_at_once(connector, source,
             connector.answer()
             await settle()
             assert connector.kinds() == ["set"]
-            tier.line._break("broken on purpose")
+            tier.driver._break("broken on purpose")
         assert "broken on purpose" in str(errors[0])
         reservation.release()
 

@@ -280,11 +280,11 @@ async def test_a_host_reads_once_more_what_its_own_checksum_has_condemned() -> N
         assert await a.contains(KEYS) == set(KEYS[:2])
         assert await load(a, KEYS[:2]) == ([LOADED] * 2, list(BLOCKS.values())[:2])
         assert (a.host_statistics().hidden_keys, a.host_statistics().quarantined_bytes) == (0, 0)
-        assert not a._core.hidden.right and a.statistics().deleted == 0
+        assert not a._state.tombstones.expected_sums and a.statistics().deleted == 0
 
 
 async def test_a_host_reads_a_few_at_a_time_and_deletes_none_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backends.plugins._deleting._AT_A_TIME", 2)
+    monkeypatch.setattr("backends.plugins._transfers._AT_A_TIME", 2)
     async with two_bare_hosts() as (a, _, there):
         await store(a, BLOCKS)
         for key in KEYS:
@@ -310,7 +310,7 @@ async def test_a_host_that_cannot_read_once_more_deletes_nothing_and_stores_all_
 
         a.connector.submit_batch_get = failing
         victim = name_in(there, KEYS[2])
-        a._core.hidden.evicted(KEYS[2:])
+        a._state.tombstones.note_evicted(KEYS[2:])
         assert await store(a, blocks_of(1, name="new")) == [STORED]
         assert name in there and victim not in there and await a.contains(KEYS) == {KEYS[0]}
         a.connector.submit_batch_get = get

@@ -1,28 +1,28 @@
-"""Which operation a completion belongs to, and what it says. Pure.
+"""What a host and a plugin say to each other: operations, completions, and the contract of a plugin. Pure.
 
-Rule 1. A completion goes to the operation whose ticket it bears (a channel, and the id that submitting returned), or to nobody.
-        Nobody's are counted: *twice* if that operation is over, *unknown* if there never was one.
+Rule 1. A completion belongs to the operation with its id (a channel, and the number that submitting returned), or to none.
+        Completions without an operation are counted: *twice* if that operation is over, *unknown* if there never was one.
 Rule 2. A completion may come before its id is known here, where submitting runs in a thread. So as long as something is being
-        submitted, a completion of no known id is kept, and not judged before the last of these ids is known.
-Rule 3. An operation that nobody waits for any more stays known until its completion comes: what it touches is touched
-        until then.
-Rule 4. What a completion says depends on what was asked. Bits of a wrong number mean nothing, and the operation has
-        failed. With ``ok`` false, bits of a *get* are a partial success, and bits of an *exists* are not to be believed.
+        submitted, a completion of an unknown id is kept, and judged when the last of these ids is known.
+Rule 3. An operation that is not waited for any more stays known until its completion comes: what it touches is touched until
+        then.
+Rule 4. What a completion says depends on what was asked. Bits of a wrong number mean nothing, and the operation has failed.
+        With ``ok`` false, bits of a *get* are a partial success, and bits of an *exists* are not to be believed.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import attrs
 
-from ..abc import Key
+from ..abc import Capabilities, Key
 from ._errors import PluginFault
 
-Ticket: TypeAlias = tuple[str, int]
+OperationId: TypeAlias = tuple[str, int]
 """A channel and the id of an operation in it."""
 
 REMEMBERED = 1024
@@ -65,20 +65,20 @@ class Operation:
     touches: object = None
     """What must stay alive, and must not be used for anything else, until it is over."""
     on_over: Callable[[Operation], None] | None = None
-    """Called once, when it is over, whether somebody waits or not."""
+    """Called once, when it is over, whether it is waited for or not."""
     started: bool = False
     """Whether the plugin was asked, or is being asked."""
     id: int | None = None
     """What submitting returned; ``None`` as long as it has not."""
     waited_for: bool = True
-    """Whether somebody waits for its answer."""
+    """Whether a task waits for its answer."""
     is_over: bool = False
     bits: list[bool] | None = None
     """For each key, once it is over: done, or not."""
     fault: PluginFault | None = None
-    """Why it failed as a whole, once it is over; or why nobody will ever know."""
+    """Why it failed as a whole, once it is over; or why that will never be known."""
     in_vain: bool = False
-    """Whether it was over only when nobody waited for it any more: what it did is undone, as far as it must be."""
+    """Whether it was over only when it was not waited for any more: what it did is undone, as far as it must be."""
 
     @property
     def may_go_on(self) -> bool:
@@ -86,8 +86,8 @@ class Operation:
         return self.started and not self.is_over
 
     @property
-    def limbo(self) -> bool:
-        """Whether it may go on, and nobody waits for it."""
+    def is_in_doubt(self) -> bool:
+        """Whether it may go on, and is not waited for."""
         return self.may_go_on and not self.waited_for
 
     def refuse(self, fault: PluginFault, cause: BaseException) -> None:
@@ -128,15 +128,15 @@ class Correlation:
         unknown: completions of ids that were never returned.
         twice: completions of operations that were over.
         early: completions that came before their id was known.
-        late: completions of operations that nobody waited for any more.
+        late: completions of operations that were not waited for any more.
         rejected: completions that said something that makes no sense.
     """
 
     def __init__(self) -> None:
-        self._operations: dict[Ticket, Operation] = {}
+        self._operations: dict[OperationId, Operation] = {}
         self._submitting = 0
-        self._early: OrderedDict[Ticket, Completion] = OrderedDict()
-        self._over: OrderedDict[Ticket, None] = OrderedDict()
+        self._early: OrderedDict[OperationId, Completion] = OrderedDict()
+        self._over: OrderedDict[OperationId, None] = OrderedDict()
         self.unknown: int = 0
         self.twice: int = 0
         self.early: int = 0
@@ -151,9 +151,9 @@ class Correlation:
         return [number for where, number in self._operations if where == channel]
 
     @property
-    def in_limbo(self) -> int:
-        """Operations that nobody waits for, and that may go on."""
-        return sum(operation.limbo for operation in self._operations.values())
+    def in_doubt(self) -> int:
+        """How many operations may go on and are not waited for."""
+        return sum(operation.is_in_doubt for operation in self._operations.values())
 
     def begin(self) -> None:
         """Something is being submitted: its completion may come before its id."""
@@ -179,7 +179,7 @@ class Correlation:
         self.not_submitted()
 
     def not_submitted(self) -> None:
-        """Submitting is over; see :meth:`begin`. Called by whoever could not submit."""
+        """Submitting is over; see :meth:`begin`. Called by itself where submitting failed."""
         self._submitting -= 1
         if not self._submitting:
             self.unknown += len(self._early)
@@ -201,7 +201,7 @@ class Correlation:
             self.unknown += 1
         return None
 
-    def _complete(self, ticket: Ticket, completion: Completion) -> Operation:
+    def _complete(self, ticket: OperationId, completion: Completion) -> Operation:
         operation = self._operations.pop(ticket)
         self._over[ticket] = None
         if len(self._over) > REMEMBERED:
@@ -216,3 +216,72 @@ class Correlation:
         if operation.on_over is not None:
             operation.on_over(operation)
         return operation
+
+
+class Plugin(Protocol):
+    """A plugin behind its contract.
+
+    Everything here is called on the trio thread, except :meth:`close` and :meth:`delete`, and :meth:`submit` where a host
+    is told to submit in a thread.
+    """
+
+    @property
+    def name(self) -> str:
+        """For errors."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
+        ...
+
+    @property
+    def deletes_by_call(self) -> bool:
+        """Whether it deletes by :meth:`delete`, and not by an operation."""
+        ...
+
+    @property
+    def resets(self) -> bool:
+        """Whether :meth:`poll` resets its descriptor. Otherwise it is reset before that is called."""
+        ...
+
+    def channels(self) -> Mapping[str, int]:
+        """The descriptor of each channel, which is readable when there are completions.
+
+        Raises:
+            PluginTypeError: they make no sense.
+        """
+        ...
+
+    def channel_of(self, kind: Kind) -> str:
+        """The channel of the completion of such an operation."""
+        ...
+
+    def submit(self, kind: Kind, keys: Sequence[Key], buffers: Sequence[memoryview]) -> object:
+        """Ask, without waiting. ``buffers`` are for ``GET`` and ``SET``, one for each key. Returns the id, if it is one.
+
+        One that raises has started nothing.
+        """
+        ...
+
+    def poll(self, channel: str, outstanding: Sequence[int], completions: list[Completion]) -> None:
+        """Append to ``completions`` what is complete, without waiting; also before an exception.
+
+        Args:
+            channel: where to look.
+            outstanding: ids that no completion was completions of.
+            completions: to append to.
+        """
+        ...
+
+    def unlock(self, keys: Sequence[Key]) -> None:
+        """Let go of keys that were found. Never blocks."""
+        ...
+
+    def delete(self, keys: Sequence[Key]) -> None:
+        """For a peer that deletes by a call instead of an operation. In a thread; returns when it is done."""
+        ...
+
+    def close(self) -> None:
+        """End it. In a thread; returns when it is done."""
+        ...

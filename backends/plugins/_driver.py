@@ -1,23 +1,32 @@
-"""The line to one plugin: questions go out, answers come back, each in bounded time.
+"""Drives one plugin: operations are submitted, their completions collected, each in bounded time.
 
-Rule 1. One task for each descriptor, and nobody else, waits for it (see :class:`Descriptor`); closing one wakes nobody. So in
-        the end the tasks are stopped first, and then the plugin is closed.
-Rule 2. Woken, reset, heard: what is said behind that wakes again. A plugin that wakes nobody is listened to all the same, every
-        ``rescue_interval`` as long as something is outstanding; each answer found so is a *rescue*.
-Rule 3. Who waits, waits until the deadline. Whoever leaves before the answer leaves his operation behind, with what it touches,
-        and with what must be undone if the answer comes after all. An answer is used, or undone, and never both.
-Rule 4. A plugin at fault is no reason for anybody else to fail. What cannot be listened to any more is *broken*: whoever
-        waits is told at once, and so is whoever asks later.
+Rule 1. One task for each descriptor, and no other, waits for it (see :class:`Descriptor`); closing a descriptor wakes no
+        task. So in the end the tasks are stopped first, and then the plugin is closed.
+Rule 2. Woken, reset, collect: what is signalled behind that wakes again. A plugin that does not signal is asked all the same,
+        every ``rescue_interval`` as long as something is outstanding; each answer found so is a *rescue*.
+Rule 3. A caller waits until the deadline. One that leaves before the answer leaves its operation behind, with what that
+        touches, and with what must be undone if the answer comes after all. An answer is used, or undone, and never both.
+Rule 4. A fault of a plugin is no reason for other tiers to fail. A plugin whose descriptor cannot be waited for any more is
+        *broken*: callers are told at once, and so are later ones.
+Rule 5. A descriptor is waited for by a duplicate. So a plugin that closes its own while it is waited for has no effect on
+        another
+        file: the number may be in use again at once, for whatever is opened next.
+Rule 6. A descriptor is waited for once. Of two hosts with one descriptor each would take the other's answers.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import select
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
+from typing import TypeAlias
 
 import attrs
 import trio
@@ -26,18 +35,77 @@ from .._errors import PlaceClosed
 from ..abc import Key
 from ..threads import run_in_thread
 from ._config import HostConfig
-from ._correlation import Completion, Correlation, Kind, Operation
-from ._descriptor import Descriptor
 from ._errors import NoAnswer, PluginFault
-from ._peer import Peer
+from ._operations import Completion, Correlation, Kind, Operation, Plugin
+
+_Identity: TypeAlias = tuple[int, int, int]
+
+_listened: set[_Identity] = set()
+"""What this process listens to."""
+
+
+class Descriptor:
+    """One, until :meth:`close`.
+
+    Args:
+        fd: the plugin's.
+
+    Raises:
+        OSError: it is closed, or another host waits for it already.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._identity = _identity_of(fd)
+        if self._identity in _listened:
+            raise OSError(f"another host listens to descriptor {fd}")
+        self._mine = os.dup(fd)
+        _listened.add(self._identity)
+
+    async def wait(self) -> None:
+        """Wait until it is readable."""
+        await trio.lowlevel.wait_readable(self._mine)
+
+    def check(self) -> None:
+        """Raise :class:`OSError` if the plugin has closed it: it wakes no task any more."""
+        if _identity_of(self._fd) != self._identity:
+            raise OSError(f"descriptor {self._fd} was closed, and is something else now")
+
+    def reset(self) -> bool:
+        """Read what there is to read, so that it is not readable any more. Never blocks. Whether there was anything."""
+        poll = select.poll()
+        poll.register(self._mine, select.POLLIN)
+        if not poll.poll(0):
+            return False
+        with contextlib.suppress(OSError):
+            os.read(self._mine, 4096)
+        return True
+
+    def close(self) -> None:
+        """Listen no more. In the trio run in which it was waited for."""
+        _listened.discard(self._identity)
+        trio.lowlevel.notify_closing(self._mine)
+        os.close(self._mine)
+
+
+def _identity_of(fd: int) -> _Identity:
+    """What there is behind a number. All eventfds are one inode, but have ids of their own."""
+    behind = os.fstat(fd)
+    with contextlib.suppress(OSError):  # not Linux
+        for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
+            name, _, number = line.partition(":")
+            if name == "eventfd-id":
+                return behind.st_dev, behind.st_ino, int(number)
+    return behind.st_dev, behind.st_ino, -1 - fd
+
 
 SLOW = 0.05
-"""A submit that takes longer, in seconds, has held everybody up, and is counted."""
+"""A submit that takes longer, in seconds, has held up the trio thread, and is counted."""
 
 
 @attrs.define
-class LineCounts:
-    """What went wrong on a line so far, without anybody having to fail for it."""
+class DriverCounts:
+    """What the driver had to put up with so far, without a caller having to fail for it."""
 
     rescues: int = 0
     """Answers that were there, though the descriptor did not say so for a whole ``rescue_interval``."""
@@ -46,37 +114,39 @@ class LineCounts:
     resets: int = 0
     """Of these, how often the descriptor had to be reset here, since the plugin had not done it."""
     raised: int = 0
-    """Exceptions from where the plugin's answers are heard."""
+    """Exceptions of the plugin where its completions are collected."""
     slow_submits: int = 0
-    """Submits that held everybody up."""
+    """Submits that held up the trio thread."""
     failed_unlocks: int = 0
-    """Exceptions from where the plugin is told to let go."""
+    """Exceptions of the plugin where it is told to unlock."""
 
 
-class Line:
-    """See above.
+class PluginDriver:
+    """Submits the operations of one plugin, and collects their completions.
 
     Attributes:
-        peer: the plugin.
+        plugin: the plugin.
         correlation: what is outstanding.
         counts: what went wrong.
     """
 
-    def __init__(self, peer: Peer, config: HostConfig) -> None:
-        self.peer: Peer = peer
+    def __init__(self, plugin: Plugin, config: HostConfig) -> None:
+        self.plugin: Plugin = plugin
         self.config: HostConfig = config
         self.correlation: Correlation = Correlation()
-        self.counts: LineCounts = LineCounts()
+        self.counts: DriverCounts = DriverCounts()
         self._is_open = False
         self._was_open = False
         self._is_closed = False
         self._broken: str | None = None
         self._last_error: BaseException | None = None
         self._descriptors: dict[str, Descriptor] = {}
-        self._patience: dict[str, trio.CancelScope] = {}
+        self._waits: dict[str, trio.CancelScope] = {}
         self._waiting: dict[Operation, trio.Event] = {}
         self._quiet = trio.Event()
-        self._submitted: deque[tuple[Operation, object, BaseException | None]] = deque()  # in threads, and not filed
+        self._submitted: deque[tuple[Operation, object, BaseException | None]] = (
+            deque()
+        )  # in threads, and not registered yet
 
     @property
     def is_open(self) -> bool:
@@ -92,24 +162,24 @@ class Line:
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:
-        """Listen as long as this is entered; then close the plugin, each in bounded time.
+        """Collect completions as long as this is entered; then close the plugin, each in bounded time.
 
         Raises:
             PluginTypeError: the plugin's descriptors make no sense.
             PluginFault: its ``close`` raised.
-            NoAnswer: its ``close`` did not return. It goes on in a thread that nobody waits for.
+            NoAnswer: its ``close`` did not return. It goes on in a thread that is not waited for.
         """
         self._was_open = True
         error: BaseException | None = None
         try:
             try:
-                channels = self.peer.channels()
+                channels = self.plugin.channels()
             except BaseException as exc:
                 error = exc
                 raise
             async with trio.open_nursery() as nursery:
                 for channel, fd in channels.items():
-                    nursery.start_soon(self._listen, channel, fd)
+                    nursery.start_soon(self._watch, channel, fd)
                 self._is_open = True
                 try:
                     yield
@@ -128,7 +198,7 @@ class Line:
             del error  # its traceback holds this frame
 
     async def _end(self) -> None:
-        """Answers that nobody waits for: what they have locked is to be unlocked."""
+        """Wait for answers that no caller waits for any more: what they have locked is to be unlocked."""
         for operation in list(self._waiting):
             self._give_up(operation)
         if len(self.correlation) and self._broken is None:
@@ -140,7 +210,7 @@ class Line:
         failure: Exception | None = None
         with trio.CancelScope(shield=True), trio.move_on_after(self.config.close_deadline) as scope:
             try:
-                await run_in_thread(self.peer.close)
+                await run_in_thread(self.plugin.close)
             except Exception as exc:
                 failure = self._close_raised(exc)
         if scope.cancelled_caught:
@@ -159,7 +229,7 @@ class Line:
 
         def work() -> None:
             try:
-                self.peer.close()
+                self.plugin.close()
             except Exception as exc:
                 came.append(exc)
 
@@ -172,12 +242,12 @@ class Line:
             raise self._close_raised(came.pop())
 
     def _close_raised(self, error: Exception) -> PluginFault:
-        failure = PluginFault(f"{self.peer.name}: close raised {error!r}")
+        failure = PluginFault(f"{self.plugin.name}: close raised {error!r}")
         failure.__cause__ = error
         return failure
 
     def _close_hangs(self) -> NoAnswer:
-        return NoAnswer(f"{self.peer.name}: close did not return within {self.config.close_deadline:g} s")
+        return NoAnswer(f"{self.plugin.name}: close did not return within {self.config.close_deadline:g} s")
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
@@ -188,10 +258,10 @@ class Line:
         *,
         undo: Callable[[Operation], None] | None = None,
     ) -> list[bool]:
-        """A bit for each key, of a question without buffers: see :meth:`question` and :meth:`answer`."""
-        return await self.answer(self.question(kind, keys, undo=undo))
+        """A bit for each key, of an operation without buffers: see :meth:`operation` and :meth:`run`."""
+        return await self.run(self.operation(kind, keys, undo=undo))
 
-    def question(
+    def operation(
         self,
         kind: Kind,
         keys: Sequence[Key],
@@ -199,25 +269,25 @@ class Line:
         touches: object = None,
         undo: Callable[[Operation], None] | None = None,
     ) -> Operation:
-        """What is to be asked. Nothing is asked yet.
+        """An operation. Nothing is submitted yet.
 
         Args:
             kind: what.
             keys: of what; not empty.
             touches: stays alive until it is over.
-            undo: called if the answer comes although nobody waits for it any more.
+            undo: called if the answer comes when it is not waited for any more.
         """
-        operation = Operation(kind, self.peer.channel_of(kind), keys, touches)
+        operation = Operation(kind, self.plugin.channel_of(kind), keys, touches)
         operation.on_over = partial(self._on_over, undo)
         return operation
 
-    async def answer(self, operation: Operation, buffers: Sequence[memoryview] = ()) -> list[bool]:
-        """Ask, and wait for the answer: a bit for each key. A checkpoint.
+    async def run(self, operation: Operation, buffers: Sequence[memoryview] = ()) -> list[bool]:
+        """Submit an operation, and wait for its answer: a bit for each key. A checkpoint.
 
         Cancelled or not answered in time, it leaves its operation behind, which then ``may_go_on``.
 
         Args:
-            operation: the question, asked once.
+            operation: submitted once.
             buffers: for each key, what to read from or write into.
 
         Raises:
@@ -227,105 +297,108 @@ class Line:
         """
         self._check()
         await trio.lowlevel.checkpoint_if_cancelled()
-        bell = trio.Event()
-        self._waiting[operation] = bell
+        answered = trio.Event()
+        self._waiting[operation] = answered
         try:
-            with trio.CancelScope() as patience:
-                patience.deadline = trio.current_time() + self.config.deadline
+            with trio.CancelScope() as scope:
+                scope.deadline = trio.current_time() + self.config.deadline
                 await self._submit(operation, buffers)
-                await bell.wait()
+                await answered.wait()
         except BaseException:
             self._give_up(operation)
             if operation.is_over and not operation.in_vain and operation.on_over is not None:
-                operation.on_over(operation)  # answered and cancelled in the same tick
+                # Answered and cancelled in the same tick: its answer is not used, so it is undone (rule 3).
+                operation.on_over(operation)
             raise
         self._give_up(operation)
         if operation.fault is not None:
             raise operation.fault
         if operation.bits is None or operation.in_vain:
-            raise self._silence(operation)
+            raise self._no_answer(operation)
         return operation.bits
 
     def unlock(self, keys: Sequence[Key]) -> None:
-        """Let go of keys that were found. One that raises is counted: nobody could do anything about it.
+        """Let go of keys that were found. An exception of it is counted: no caller could do anything about it.
 
         A plugin that is closed has let go of everything, and is not told.
         """
         if keys and not self._is_closed:
             try:
-                self.peer.unlock(keys)
+                self.plugin.unlock(keys)
             except Exception as exc:
                 self.counts.failed_unlocks += 1
                 self._last_error = exc
 
     def _check(self) -> None:
         if not self._is_open:
-            raise PlaceClosed(f"{self.peer.name} is not open: a plugin is used inside `async with`")
+            raise PlaceClosed(f"{self.plugin.name} is not open: a plugin is used inside `async with`")
         if self._broken is not None:
             raise PluginFault(self._broken) from self._last_error
         most, unanswered = self.config.most_unanswered, len(self.correlation) - len(self._waiting)
         if unanswered >= most:
-            raise PluginFault(f"{self.peer.name}: {unanswered} operations are unanswered: most_unanswered is {most}")
+            raise PluginFault(f"{self.plugin.name}: {unanswered} operations are unanswered: most_unanswered is {most}")
 
     async def _submit(self, operation: Operation, buffers: Sequence[memoryview]) -> None:
         operation.started = True
         self.correlation.begin()
-        self._hurry(operation.channel)
+        self._limit_wait(operation.channel)
         if self.config.submit_in_thread:
             try:
-                await run_in_thread(self._submit_late, operation, buffers)
+                await run_in_thread(self._submit_in_thread, operation, buffers)
             except Exception as exc:  # there was no thread to be had
-                self._file(operation, None, exc)
-            self._file_late()
+                self._register(operation, None, exc)
+            self._register_submitted()
             if operation.may_go_on:
-                self._hear(
+                self._collect(
                     operation.channel, woken=False, expected=True
                 )  # it may have been signalled before its id was known
             return
         start = time.perf_counter()
         try:
-            returned = self.peer.submit(operation.kind, operation.keys, buffers)
+            returned = self.plugin.submit(operation.kind, operation.keys, buffers)
         except Exception as exc:
-            self._file(operation, None, exc)
+            self._register(operation, None, exc)
         except BaseException:
             self.correlation.not_submitted()
             raise
         else:
             if time.perf_counter() - start > SLOW:
                 self.counts.slow_submits += 1
-            self._file(operation, returned, None)
+            self._register(operation, returned, None)
 
-    def _submit_late(self, operation: Operation, buffers: Sequence[memoryview]) -> None:
-        """In a thread, which may be left: what it returns is filed by whoever comes by next. Raises nothing."""
+    def _submit_in_thread(self, operation: Operation, buffers: Sequence[memoryview]) -> None:
+        """Submit in a thread, which may be abandoned: the trio thread registers what it returns. Raises nothing."""
         try:
-            returned = self.peer.submit(operation.kind, operation.keys, buffers)
+            returned = self.plugin.submit(operation.kind, operation.keys, buffers)
         except BaseException as exc:
             self._submitted.append((operation, None, exc))
         else:
             self._submitted.append((operation, returned, None))
 
-    def _file_late(self) -> None:
+    def _register_submitted(self) -> None:
         while self._submitted:
-            self._file(*self._submitted.popleft())
+            self._register(*self._submitted.popleft())
         self._note_quiet()
 
-    def _file(self, operation: Operation, returned: object, error: BaseException | None) -> None:
+    def _register(self, operation: Operation, returned: object, error: BaseException | None) -> None:
         """Submitting is over: it has returned an id, or something else, or it has raised and started nothing.
 
-        Without an id of its own nobody can tell its completion, so nobody waits for one: it may go on for ever.
+        Without an id of its own its completion cannot be recognised, so it is not waited for: it may go on for ever.
         """
         if error is not None:
             self.correlation.not_submitted()
             self._last_error = error
             operation.refuse(
-                PluginFault(f"{self.peer.name}: submitting {operation.kind.value} raised {error!r}"), error
+                PluginFault(f"{self.plugin.name}: submitting {operation.kind.value} raised {error!r}"), error
             )
             return
         try:
             number = int(returned)  # type: ignore[call-overload]  # whatever a plugin returns
         except Exception as exc:
             self.correlation.not_submitted()
-            operation.fault = PluginFault(f"{self.peer.name}: submitting {operation.kind.value} returned {returned!r}")
+            operation.fault = PluginFault(
+                f"{self.plugin.name}: submitting {operation.kind.value} returned {returned!r}"
+            )
             operation.fault.__cause__ = exc
         else:
             try:
@@ -333,13 +406,13 @@ class Line:
                 return
             except PluginFault as fault:
                 operation.fault = fault
-        self._ring(operation)
+        self._wake(operation)
 
-    def _silence(self, operation: Operation) -> NoAnswer:
+    def _no_answer(self, operation: Operation) -> NoAnswer:
         why = (
             self._broken
-            or (None if self._is_open else f"{self.peer.name} was closed")
-            or f"{self.peer.name} did not answer within {self.config.deadline:g} s"
+            or (None if self._is_open else f"{self.plugin.name} was closed")
+            or f"{self.plugin.name} did not answer within {self.config.deadline:g} s"
         )
         silence = NoAnswer(f"{why}, asked to {operation.kind.value} {len(operation.keys)} keys")
         silence.__cause__ = self._last_error
@@ -347,16 +420,16 @@ class Line:
 
     def _give_up(self, operation: Operation) -> None:
         operation.waited_for = False
-        self._ring(operation)
+        self._wake(operation)
 
-    def _ring(self, operation: Operation) -> None:
-        bell = self._waiting.pop(operation, None)
-        if bell is not None:
-            bell.set()
+    def _wake(self, operation: Operation) -> None:
+        answered = self._waiting.pop(operation, None)
+        if answered is not None:
+            answered.set()
 
     def _on_over(self, undo: Callable[[Operation], None] | None, operation: Operation) -> None:
         if operation.waited_for:
-            self._ring(operation)
+            self._wake(operation)
         else:
             operation.in_vain = True
             if undo is not None:
@@ -369,61 +442,62 @@ class Line:
 
     # --- listening ------------------------------------------------------------------------------------------------
 
-    def _hurry(self, channel: str) -> None:
+    def _limit_wait(self, channel: str) -> None:
         """From now on something is outstanding: do not wait for the descriptor alone."""
-        scope = self._patience.get(channel)
+        scope = self._waits.get(channel)
         if scope is not None:
             scope.deadline = min(scope.deadline, trio.current_time() + self.config.rescue_interval)
 
-    async def _listen(self, channel: str, fd: int) -> None:
+    async def _watch(self, channel: str, fd: int) -> None:
         try:
             descriptor = self._descriptors[channel] = Descriptor(fd)
             try:
                 while True:
                     with trio.CancelScope() as scope:
-                        self._patience[channel] = scope
+                        self._waits[channel] = scope
                         if len(self.correlation):
-                            self._hurry(channel)
+                            self._limit_wait(channel)
                         await descriptor.wait()
                     if scope.cancelled_caught:
                         descriptor.check()
-                    if not self._hear(channel, woken=not scope.cancelled_caught):
+                    if not self._collect(channel, woken=not scope.cancelled_caught):
                         await trio.sleep(self.config.rescue_interval)  # it raised: not again at once
             finally:
                 descriptor.close()
         except (OSError, ValueError) as exc:
             self._last_error = exc
-            self._break(f"{self.peer.name}: nobody can listen to its descriptor {fd} ({channel}): {exc!r}")
+            self._break(f"{self.plugin.name}: its descriptor {fd} cannot be waited for ({channel}): {exc!r}")
 
-    def _hear(self, channel: str, *, woken: bool, expected: bool = False) -> bool:
-        """What is to be heard now. Whether the plugin let itself be listened to.
+    def _collect(self, channel: str, *, woken: bool, expected: bool = False) -> bool:
+        """Collect what is complete now. Whether the plugin let it be collected.
 
         Args:
             channel: where.
             woken: its descriptor is readable.
             expected: it is not, and that is no fault of the plugin.
         """
-        self._file_late()
-        heard: list[Completion] = []
+        self._register_submitted()
+        completions: list[Completion] = []
         answered = True
         try:
-            if woken and not self.peer.resets:
+            if woken and not self.plugin.resets:
                 self._descriptors[channel].reset()
-            self.peer.hear(channel, self.correlation.outstanding(channel), heard)
+            self.plugin.poll(channel, self.correlation.outstanding(channel), completions)
         except Exception as exc:
             self.counts.raised += 1
             self._last_error = exc
             answered = False
-        matched = [self.correlation.completed(completion) for completion in heard]
+        matched = [self.correlation.completed(completion) for completion in completions]
         if not woken and not expected:
             self.counts.rescues += len(matched) - matched.count(None)
-        elif woken and not heard and answered:
+        elif woken and not completions and answered:
             self.counts.empty_wakes += 1
             if self._descriptors[channel].reset():
                 self.counts.resets += 1
-                self._hear(channel, woken=False, expected=True)  # what was said before the reset wakes nobody again
+                # What was signalled before the reset does not wake again, so it is collected now.
+                self._collect(channel, woken=False, expected=True)
         self._note_quiet()
-        return answered or bool(heard)
+        return answered or bool(completions)
 
     def _break(self, why: str) -> None:
         self._broken = why

@@ -1,0 +1,532 @@
+"""Stores, reads and deletions of one host: what each asks of the plugin, in which order, and what an answer means.
+
+Stores: wait for another store of the same key -> purge what makes room -> ask what is there -> copy into staging -> set
+
+Rule 1. First writer wins. A connector's *set* overwrites, so what is there is asked first, and no key is set twice at once.
+Rule 2. The plugin reads and writes staging buffers only: when a store or a load ends, in whatever way, the source and the
+        destination are the caller's again, whatever the plugin still does.
+Rule 3. A failed *set* of a plugin that does not say which keys failed fails them all. What it may have left behind is purged.
+Rule 4. A *set* without an answer is unproven: its keys are in doubt, hidden and refused, and its buffer is in quarantine, until
+        the plugin does answer, which may be never.
+Rule 5. A block is verified by the sum that was taken when it was stored through this host. One that was stored elsewhere has
+        none here, and is counted as *unverified*.
+Rule 6. What was found behind the first gap is of no use, and is unlocked at once.
+Rule 7. A plugin that deletes by an operation says of each key whether it did. One that deletes by a call says nothing: so it
+        is asked before and after, and what is still there was locked. An unlock may take a moment to arrive there, so a key
+        that is still there is tried again, a few times.
+Rule 8. What was found damaged may have been deleted and stored anew meanwhile, by another process. So it is read once more
+        right before it is purged, a few blocks at a time: what is right by then stays. What is stored anew behind that goes,
+        and costs a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import takewhile
+
+import trio
+
+from maru.exception_groups import holds
+
+from .._copying import StoreCopy, load_pages, unequal
+from .._errors import Unproven
+from .._in_place import CopiesInPlace
+from ..abc import DUPLICATE, LOADED, STORED, Deletion, Destination, Failed, Key, Missed, Outcome, Rejected, Source
+from ..pages import Pages, checksums
+from ..threads import run_in_thread, run_in_thread_to_the_end
+from ._errors import NoAnswer, PluginFault
+from ._host_state import HostState, StagingBuffer
+from ._operations import Kind, Operation, Plugin
+
+IN_DOUBT = Rejected("in doubt")
+"""An earlier store of the same key may still go on."""
+
+
+class Writer:
+    """The stores of one host.
+
+    Args:
+        state: the host.
+        purge: deletes what is to be purged, as far as that works.
+    """
+
+    def __init__(self, state: HostState, purge: Callable[[AbstractSet[Key]], Awaitable[None]]) -> None:
+        self._state = state
+        self._purge = purge
+        self._in_place = CopiesInPlace()
+        self.stored: int = 0
+        self.duplicates: int = 0
+
+    async def store(self, keys: Sequence[Key], source: Source, refs: Sequence[int]) -> list[Outcome]:
+        """Store these. One outcome for each; see the rules above.
+
+        Raises:
+            NoAnswer: the plugin did not say what it has. Nothing was stored.
+            PluginFault: the same.
+            Unproven: it did not say that it has stored them.
+        """
+        tombstones = self._state.tombstones
+        while (busy := next((tombstones.writing[key] for key in keys if key in tombstones.writing), None)) is not None:
+            assert isinstance(busy, trio.Event)
+            await busy.wait()
+        # No checkpoint between here and `writing.update`: two stores of one key would both find it free.
+        outcomes: list[Outcome] = [IN_DOUBT if key in tombstones.in_doubt else STORED for key in keys]
+        free = [at for at, outcome in enumerate(outcomes) if outcome is STORED]
+        if not free:
+            return outcomes
+        over = trio.Event()
+        tombstones.writing.update(dict.fromkeys([keys[at] for at in free], over))
+        try:
+            await self._store(free, keys, source, refs, outcomes)
+        finally:
+            for at in free:
+                del tombstones.writing[keys[at]]
+            over.set()
+        self.stored += outcomes.count(STORED)
+        self.duplicates += outcomes.count(DUPLICATE)
+        return outcomes
+
+    async def _store(
+        self, free: list[int], keys: Sequence[Key], source: Source, refs: Sequence[int], outcomes: list[Outcome]
+    ) -> None:
+        state = self._state
+        await self._purge({keys[at] for at in free})
+        there = await state.present([keys[at] for at in free])
+        new: list[int] = []
+        for at, is_there in zip(free, there, strict=True):
+            if is_there and keys[at] not in state.tombstones.to_purge:
+                outcomes[at] = DUPLICATE
+            else:
+                new.append(at)
+        if not new:
+            return
+        buffer = state.staging.take(len(new))
+        copy = StoreCopy(source, [keys[at] for at in new], [refs[at] for at in new], summed=state.checksums)
+        failed = await self._fill(buffer, copy)
+        for row, error in failed.items():
+            outcomes[new[row]] = Failed(error)
+        rows = [row for row in range(len(new)) if row not in failed]
+        if not rows:
+            buffer.give_back()
+            return
+        new = [new[row] for row in rows]
+        names = [keys[at] for at in new]
+        try:
+            bits = await self._set(names, buffer, rows)
+        except PluginFault as fault:
+            state.tombstones.note_bad(names)
+            for at in new:
+                outcomes[at] = Failed(fault)
+            return
+        good = [key for key, bit in zip(names, bits, strict=True) if bit]
+        state.tombstones.clear(good)
+        state.tombstones.note_bad(key for key, bit in zip(names, bits, strict=True) if not bit)
+        if state.checksums:
+            state.registry.sums.update(
+                (key, copy.sums[row]) for key, row, bit in zip(names, rows, bits, strict=True) if bit
+            )
+        for at, bit in zip(new, bits, strict=True):
+            if not bit:
+                outcomes[at] = Failed(PluginFault(f"{state.name} did not store {keys[at].hex()}"))
+
+    async def _fill(self, buffer: StagingBuffer, copy: StoreCopy) -> dict[int, Exception]:
+        """Copy blocks of a source; what must not be stored. Cancelled, it leaves at once, whatever a thread does."""
+        filling = _Filling()
+        try:
+            return await copy.into(buffer.pages, self._in_place, filling.off_thread)
+        except BaseException as error:
+            if holds(error, Unproven):
+                buffer.quarantine()
+            elif isinstance(error, Exception):
+                buffer.give_back()
+            else:
+                # Cancelled: the copy thread may still write, and says itself when it is over, before or after `abandoned` is
+                # set. So that is looked at once more behind it.
+                buffer.quarantine(lambda: filling.is_over)
+                filling.abandoned = buffer
+                if filling.is_over:
+                    buffer.give_back()
+            raise
+
+    async def _set(self, keys: Sequence[Key], buffer: StagingBuffer, rows: Sequence[int]) -> list[bool]:
+        state = self._state
+        given_back = False
+
+        def late(operation: Operation) -> None:
+            nonlocal given_back
+            given_back = True
+            buffer.give_back()
+            state.tombstones.in_doubt.difference_update(keys)
+            if operation.started:
+                state.tombstones.note_bad(key for key, bit in zip(keys, operation.bits or (), strict=False) if not bit)
+
+        operation = state.driver.operation(Kind.SET, keys, touches=buffer, undo=late)
+        try:
+            bits = await state.driver.run(operation, buffer.buffers(rows))
+        except BaseException as exc:
+            if operation.may_go_on:
+                buffer.quarantine()
+                state.tombstones.in_doubt.update(keys)
+                if isinstance(exc, NoAnswer):
+                    raise Unproven(f"{exc}: it may be storing still") from exc
+            elif not given_back:
+                buffer.give_back()
+            raise
+        buffer.give_back()
+        return bits
+
+
+class _Filling:
+    """A copy in a thread that may be abandoned."""
+
+    def __init__(self) -> None:
+        self.is_over = True
+        self.abandoned: StagingBuffer | None = None
+
+    async def off_thread(self, fn: Callable[..., object], *args: object) -> object:
+        """Run a copy; cancelled, leave at once. Cancelled before it began, none is under way."""
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self.is_over = False
+        return await run_in_thread(self._run, fn, *args)
+
+    def _run(self, fn: Callable[..., object], *args: object) -> object:
+        try:
+            return fn(*args)
+        finally:
+            self.is_over = True
+            if self.abandoned is not None:
+                self.abandoned.free()
+
+
+class Reader:
+    """The reads of one host.
+
+    Args:
+        state: the host.
+    """
+
+    def __init__(self, state: HostState) -> None:
+        self._state = state
+        self._in_place = CopiesInPlace()
+        self.loaded: int = 0
+        self.unverified: int = 0
+        self.missed: dict[str, int] = {"gone": 0, "damaged": 0}
+
+    async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Those of ``keys`` that can be found. Nothing is locked afterwards."""
+        tombstones = self._state.tombstones
+        asked = [key for key in dict.fromkeys(keys) if key not in tombstones]
+        if not asked:
+            return set()
+        bits = await self._state.present(asked)
+        return {key for key, bit in zip(asked, bits, strict=True) if bit and key not in tombstones}
+
+    async def find_prefix(self, keys: Sequence[Key]) -> Sequence[Key]:
+        """The longest prefix of ``keys`` that is there, locked where the plugin locks. No checkpoint behind the answer."""
+        tombstones = self._state.tombstones
+        asked = list(takewhile(lambda key: key not in tombstones, keys))
+        if not asked:
+            return keys[:0]
+        bits = await self._state.find(asked)
+        n = 0
+        while n < len(asked) and bits[n] and asked[n] not in tombstones:
+            n += 1
+        self._state.driver.unlock([key for key, bit in zip(asked[n:], bits[n:], strict=True) if bit])
+        if n < len(asked) and not bits[n]:
+            self._state.registry.note_gone(asked[n : n + 1])
+        return keys[:n]
+
+    async def load(self, keys: Sequence[Key], destination: Destination, there: Pages | None) -> list[Outcome]:
+        """Copy these to ``destination``, or to ``there`` if its places are host memory, position by position; verify them.
+
+        Cancelled while the plugin is asked, it leaves at once; while the destination is written, once that is over.
+
+        Raises:
+            NoAnswer, PluginFault: there was no answer, or it failed as a whole. The destination was not touched.
+            Unproven: the destination says so.
+        """
+        state = self._state
+        outcomes: list[Outcome] = [Missed("gone") if key in state.tombstones else LOADED for key in keys]
+        asked = [at for at, outcome in enumerate(outcomes) if outcome is LOADED]
+        if asked:
+            names = [keys[at] for at in asked]
+            buffer = state.staging.take(len(asked))
+            bits = await self._get(names, buffer)
+            try:
+                await self._deliver(asked, names, bits, buffer.pages, destination, there, outcomes)
+            except BaseException as error:
+                if holds(error, Unproven):
+                    buffer.quarantine()
+                else:
+                    buffer.give_back()
+                raise
+            buffer.give_back()
+            state.registry.note_gone(name for name, bit in zip(names, bits, strict=True) if not bit)
+        for outcome in outcomes:
+            if isinstance(outcome, Missed):
+                self.missed[outcome.reason] += 1
+        self.loaded += outcomes.count(LOADED)
+        return outcomes
+
+    async def sums_of(self, keys: Sequence[Key]) -> dict[Key, int]:
+        """The checksums of what lies under these keys now, hidden or not, as far as anything does. Nothing stays locked.
+
+        Raises:
+            NoAnswer, PluginFault: there was no answer.
+        """
+        state = self._state
+        bits = await state.find(keys)
+        there = [key for key, bit in zip(keys, bits, strict=True) if bit]
+        try:
+            if not there:
+                return {}
+            buffer = state.staging.take(len(there))
+            got = await self._get(there, buffer)
+            try:
+                sums = await run_in_thread_to_the_end(checksums, buffer.pages)
+            finally:
+                buffer.give_back()
+        finally:
+            state.driver.unlock(there)
+        return {key: value for key, bit, value in zip(there, got, sums, strict=True) if bit}
+
+    async def _get(self, keys: Sequence[Key], buffer: StagingBuffer) -> list[bool]:
+        given_back = False
+
+        def late(operation: Operation) -> None:
+            nonlocal given_back
+            given_back = True
+            buffer.give_back()
+
+        operation = self._state.driver.operation(Kind.GET, keys, touches=buffer, undo=late)
+        try:
+            return await self._state.driver.run(operation, buffer.buffers())
+        except BaseException:
+            if operation.may_go_on:
+                buffer.quarantine()
+            elif not given_back:
+                buffer.give_back()
+            raise
+
+    async def _deliver(
+        self,
+        asked: Sequence[int],
+        keys: Sequence[Key],
+        bits: Sequence[bool],
+        here: Pages,
+        destination: Destination,
+        there: Pages | None,
+        outcomes: list[Outcome],
+    ) -> None:
+        """From the host's memory to the destination: runs of neighbours that have arrived."""
+        state = self._state
+        for at, bit in zip(asked, bits, strict=True):
+            if not bit:
+                outcomes[at] = Missed("gone")
+        for first, last in _runs([at if bit else None for at, bit in zip(asked, bits, strict=True)]):
+            part, start = here.part(first, last), asked[first]
+            try:
+                places = None if there is None else there.part(start, start + len(part))
+                sums = await load_pages(part, destination, places, state.checksums, self._in_place, start=start)
+            except Exception as exc:
+                if holds(exc, Unproven):
+                    raise
+                outcomes[start : start + len(part)] = [Failed(exc)] * len(part)
+                continue
+            expected = [state.registry.sums.get(key) if state.checksums else None for key in keys[first:last]]
+            self.unverified += expected.count(None) * state.checksums
+            for at in [] if sums is None else unequal(expected, sums):
+                key, right = keys[first + at], expected[at]
+                assert right is not None
+                outcomes[start + at] = Missed("damaged")
+                state.registry.note_gone((key,))
+                state.tombstones.note_damaged(key, right)
+
+
+def _runs(positions: Sequence[int | None]) -> list[tuple[int, int]]:
+    """Stretches of this column, start and end, in which each position is the one before it and one more."""
+    runs: list[tuple[int, int]] = []
+    for at, position in enumerate(positions):
+        if position is None:
+            continue
+        if runs and runs[-1][1] == at and positions[at - 1] == position - 1:
+            runs[-1] = runs[-1][0], at + 1
+        else:
+            runs.append((at, at + 1))
+    return runs
+
+
+_AT_A_TIME = 16
+"""So many that were found damaged are read once more at a time: who is about to store waits for that."""
+
+_AGAIN = (0.001, 0.005, 0.02, 0.05, 0.1)
+"""Seconds before each further try."""
+
+
+class Deleter:
+    """The deletions of one host.
+
+    Args:
+        state: the host.
+        sums_of: says what lies under some keys now.
+        deletes: whether its plugin can.
+        by_call: whether it does by a call.
+    """
+
+    def __init__(
+        self,
+        state: HostState,
+        sums_of: Callable[[Sequence[Key]], Awaitable[Mapping[Key, int]]],
+        *,
+        deletes: bool,
+        by_call: bool,
+    ) -> None:
+        self._state = state
+        self._sums_of = sums_of
+        self._deletes = deletes
+        self._by_call = by_call
+        self._left: set[_Call] = set()
+        self.deleted: int = 0
+
+    async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
+        """Forget these keys. What a lease of this process holds, or a store writes, is ``PINNED``.
+
+        Raises:
+            NoAnswer, PluginFault: it is not known which are gone.
+        """
+        state = self._state
+        answers = [Deletion.MISSING if key in state.tombstones.to_purge else Deletion.DELETED for key in keys]
+        for at, key in enumerate(keys):
+            if state.registry.is_leased(key) or not state.tombstones.is_idle(key):
+                answers[at] = Deletion.PINNED
+        asked = [at for at, answer in enumerate(answers) if answer is Deletion.DELETED]
+        if asked:
+            names = [keys[at] for at in asked]
+            for at, answer in zip(asked, await self._delete(names), strict=True):
+                answers[at] = answer
+        self.deleted += answers.count(Deletion.DELETED)
+        return answers
+
+    async def purge(self, mine: AbstractSet[Key]) -> None:
+        """Delete what is to be purged, as far as it is not held and the plugin answers. No checkpoint if there is nothing.
+
+        Args:
+            mine: keys that the caller is about to write: to be deleted first, since some plugins keep what they have.
+        """
+        state = self._state
+        if not self._deletes:
+            return
+        keys = self._to_purge(mine)
+        if keys:
+            with contextlib.suppress(NoAnswer, PluginFault):
+                if state.tombstones.expected_sums:
+                    known = await self._look_again(
+                        [key for key in keys if key in state.tombstones.expected_sums][:_AT_A_TIME]
+                    )
+                    keys = [
+                        key for key in self._to_purge(mine) if key in known or key not in state.tombstones.expected_sums
+                    ]
+                    if not keys:
+                        return
+                gone = [answer is Deletion.DELETED for answer in await self._drop(keys)]
+                if not all(gone):  # "not deleted" may be "not there", or not
+                    there = await state.present(keys)
+                    gone = [not is_there for is_there in there]
+                state.tombstones.note_purged(keys, gone)
+
+    def _to_purge(self, mine: AbstractSet[Key]) -> list[Key]:
+        state, free = self._state, self._state.tombstones.is_idle
+        return [
+            key for key in state.tombstones.to_purge if (key in mine or free(key)) and not state.registry.is_leased(key)
+        ]
+
+    async def _look_again(self, keys: Sequence[Key]) -> AbstractSet[Key]:
+        """Read these, which were found damaged, and clear what is right by now. Returns the others; none without an answer."""
+        if not keys:
+            return frozenset()
+        tombstones = self._state.tombstones
+        try:
+            found = await self._sums_of(keys)
+        except (NoAnswer, PluginFault):
+            return frozenset()
+        right = [
+            key for key in keys if key in tombstones.expected_sums and found.get(key) == tombstones.expected_sums[key]
+        ]
+        tombstones.clear(right)
+        return {*keys}.difference(right)
+
+    async def _delete(self, keys: Sequence[Key]) -> list[Deletion]:
+        if not self._deletes:
+            there = await self._state.present(keys)
+            return [Deletion.UNAVAILABLE if is_there else Deletion.MISSING for is_there in there]
+        answers = await self._drop(keys)
+        self._state.registry.note_gone(
+            key for key, answer in zip(keys, answers, strict=True) if answer is not Deletion.PINNED
+        )
+        return answers
+
+    async def _drop(self, keys: Sequence[Key]) -> list[Deletion]:
+        deleting = self._state.tombstones.deleting
+        deleting.update(keys)
+        try:
+            if self._by_call:
+                return await self._drop_by_call(keys)
+            bits = await self._state.driver.ask(Kind.DELETE, keys, undo=self._late)
+            return [Deletion.DELETED if bit else Deletion.MISSING for bit in bits]
+        finally:
+            deleting.difference_update(keys)
+
+    def _late(self, operation: Operation) -> None:
+        """A deletion that was not waited for any more has ended: what it deleted is no longer registered."""
+        self._state.registry.note_gone(
+            key for key, bit in zip(operation.keys, operation.bits or (), strict=False) if bit
+        )
+
+    async def _drop_by_call(self, keys: Sequence[Key]) -> list[Deletion]:
+        answers = [
+            Deletion.PINNED if is_there else Deletion.MISSING  # until it is gone
+            for is_there in await self._state.present(keys)
+        ]
+        for pause in (0.0, *_AGAIN):
+            left = [at for at, answer in enumerate(answers) if answer is Deletion.PINNED]
+            if not left:
+                break
+            if pause:
+                await trio.sleep(pause)
+            await self._call([keys[at] for at in left])
+            for at, is_there in zip(left, await self._state.present([keys[at] for at in left]), strict=True):
+                if not is_there:
+                    answers[at] = Deletion.DELETED
+        return answers
+
+    async def _call(self, keys: Sequence[Key]) -> None:
+        driver, call = self._state.driver, _Call()
+        most = driver.config.most_unanswered
+        self._left = {left for left in self._left if not left.is_over}
+        if len(self._left) >= most:
+            raise PluginFault(f"{self._state.name}: {most} deletes have not returned: most_unanswered is {most}")
+        with trio.move_on_after(driver.config.deadline) as scope:
+            try:
+                await run_in_thread(call.run, driver.plugin, keys)
+            except Exception as exc:
+                raise PluginFault(f"{self._state.name}: delete raised {exc!r}") from exc
+            except BaseException:
+                self._left.add(call)
+                raise
+        if scope.cancelled_caught:
+            raise NoAnswer(f"{self._state.name}: delete did not return within {driver.config.deadline:g} s")
+
+
+class _Call:
+    """A delete in a thread that may be abandoned."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def run(self, plugin: Plugin, keys: Sequence[Key]) -> None:
+        try:
+            plugin.delete(keys)
+        finally:
+            self.is_over = True
