@@ -66,7 +66,7 @@ def published_name(key: Key) -> str:
 
 
 class NativePlugin:
-    """What a host needs of a connector: see :class:`~backends.plugins._peer.Plugin`."""
+    """What a host needs of a connector: see :class:`~backends.plugins._operations.Plugin`."""
 
     deletes_by_call = False
     resets = True  # as drain_completions is to do
