@@ -30,24 +30,14 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import Any
 
 import trio
 
-from backends.abc import (
-    Deletion,
-    Destination,
-    Key,
-    Outcome,
-    ReadLease,
-    Reservation,
-    RoomRequest,
-    TenantTier,
-    TierStatistics,
-)
+from backends.abc import Capabilities, Key, TenantTier
 from backends.closing import close, close_beside, closing
+from backends.forwarding import ForwardingTier
 
 from .._errors import TierTooSlow
 from .._health.faults import describe, is_absence
@@ -195,8 +185,8 @@ async def keep(keeper: Reconnector) -> AsyncIterator[None]:
 # --- what stands for it -----------------------------------------------------------------------------------------------
 
 
-class PlaceholderTier:
-    """Stands for a tier that is only named, and could not be made.
+class PlaceholderTier(ForwardingTier):
+    """Stands for a tier that is only named, and could not be made: forwards to it once it is there.
 
     Args:
         make: makes it; called in a thread.
@@ -209,6 +199,7 @@ class PlaceholderTier:
     """Only where a wrapper encrypts; see :class:`backends.abc.TenantTier`."""
 
     def __init__(self, make: Callable[[], Any], block_bytes: int, error: Exception, *, seals: bool) -> None:
+        # `ForwardingTier.__init__` is not called: what it would set is decided anew for each call, see `inner`.
         self.why: str = describe(error)
         """What the first attempt to make it came to."""
         self.made: Any = None
@@ -258,38 +249,20 @@ class PlaceholderTier:
         return self._block_bytes
 
     @property
-    def _there(self) -> Any:
+    def inner(self) -> Any:
+        """The tier that calls are forwarded to.
+
+        Raises:
+            ConnectionError: it is absent.
+        """
         if self.made is None:
             raise ConnectionError(f"{self!r} is not there")
         return self.made
 
-    async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that could be found when it was asked."""
-        return await self._there.contains(keys)  # type: ignore[no-any-return]
-
-    async def pin(self, keys: Sequence[Key]) -> ReadLease:
-        """See :class:`backends.abc.ReadableTier`."""
-        return await self._there.pin(keys)  # type: ignore[no-any-return]
-
-    async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """See :class:`backends.abc.ReadableTier`."""
-        return await self._there.load(lease, destination)  # type: ignore[no-any-return]
-
-    async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """See :class:`backends.abc.ReadableTier`."""
-        return await self._there.delete(keys)  # type: ignore[no-any-return]
-
-    async def reserve(self, request: RoomRequest) -> Reservation:
-        """See :class:`backends.abc.TransferExecutor`."""
-        return await self._there.reserve(request)  # type: ignore[no-any-return]
-
-    def reserve_nowait(self, request: RoomRequest) -> Reservation:
-        """See :class:`backends.abc.TransferExecutor`."""
-        return self._there.reserve_nowait(request)  # type: ignore[no-any-return]
-
-    def statistics(self) -> TierStatistics:
-        """The tier's own."""
-        return self._there.statistics()  # type: ignore[no-any-return]
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the tier; all of them as long as it is absent."""
+        return getattr(self.made, "capabilities", Capabilities())
 
     # --- whose its blocks are ---------------------------------------------------------------------------------------
 
