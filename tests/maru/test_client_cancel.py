@@ -74,14 +74,14 @@ async def delete(handler, other):
 
 
 async def after_a_restart(handler, other):
-    handler._standing_world.restart()
+    handler._world.restart()
     await handler.exists("k1")
     await handler.batch_put(["r"], [value_of("r")])
     await handler.exists("k1")
 
 
 async def after_the_session(handler, other):
-    handler._standing_world.now += 10_000
+    handler._world.now += 10_000
     await handler.batch_put(["r"], [value_of("r")])
 
 
@@ -156,7 +156,7 @@ async def at_rest(world, *handlers):
 async def play(case, instrument):
     world = World(capacity_regions=6)
     async with Joined(world, "a", pool_size=4 * PAGE) as handler, Joined(world, "b") as other:
-        handler._standing_world = world
+        handler._world = world
         await handler.batch_put(keys_of(3), values_of(keys_of(3)))
         await other.batch_put(["o1"], [value_of("o1")])
         with trio.CancelScope() as scope:
@@ -187,7 +187,7 @@ def test_cancelled_from_outside_at_every_step_the_handler_ends_at_once(case):
             if case is CASES[0]:
                 instrument.do = scope.cancel
             async with Joined(world, "a", pool_size=4 * PAGE) as handler, Joined(world, "b") as other:
-                handler._standing_world = world
+                handler._world = world
                 await handler.batch_put(keys_of(3), values_of(keys_of(3)))
                 await other.batch_put(["o1"], [value_of("o1")])
                 instrument.do = scope.cancel  # what is before is the same in all cases
