@@ -231,7 +231,7 @@ async def test_a_batch_of_large_requests_does_not_hold_the_loop(tmp_path, monkey
         monkeypatch.setattr(server, "_step", lambda answers=(): steps.append((turns, sum(len(a) for _, a in answers))))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(count_turns)
-            nursery.start_soon(server._read)
+            nursery.start_soon(server._read, server._router)
             with trio.fail_after(60):
                 while sum(size for _, size in steps) < 64 * len(large):  # noqa: ASYNC110
                     await trio.sleep(0.001)
@@ -254,7 +254,7 @@ async def test_behind_large_requests_few_are_read_at_once(tmp_path, monkeypatch)
         monkeypatch.setattr(server._service, "handle", lambda identity, frame, now: next(answers))
         monkeypatch.setattr(server, "_step", lambda answers=(): None)
         with trio.move_on_after(0.5):
-            await server._read()
+            await server._read(server._router)
         assert router.most == [64, 8, 64, 64]
         monkeypatch.undo()
 
@@ -279,7 +279,7 @@ async def test_the_reader_can_be_cancelled_between_two_steps(tmp_path, monkeypat
         monkeypatch.setattr(server._service, "handle", handle)
         monkeypatch.setattr(server, "_step", step)
         with scope:
-            await server._read()
+            await server._read(server._router)
         assert len(handled) == len(answered) == 1
         monkeypatch.undo()
 
