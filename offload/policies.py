@@ -60,7 +60,7 @@ def PresenceFilter(tier: ReadableTier) -> Policy | AsyncPolicy: ...
 def PresenceFilter(tier: Any) -> Policy | AsyncPolicy:
     """Rejects what a tier has already, with the reason ``present``.
 
-    Of a tier that is broken nobody knows what it has, and nothing is rejected: it answers when it is asked for room.
+    What a broken tier has is not known, and nothing is rejected: it answers when it is asked for room.
 
     Args:
         tier: any; of one that knows at once what it contains (:class:`backends.abc.Tier`) this never waits, and any other is
@@ -236,7 +236,7 @@ def AllOf(*policies: AnyPolicy) -> AnyPolicy: ...
 def AllOf(*policies: AnyPolicy) -> AnyPolicy:
     """A block may leave if every policy lets it: asked in order, each about what those before it let through.
 
-    A rejected block has the reason of the policy that rejected it. Once all are rejected, nobody else is asked.
+    A rejected block has the reason of the policy that rejected it. Once all are rejected, no further policy is asked.
 
     Leases of members become one. Where a later member raises or is cancelled, those taken so far are given back before
     the exception goes on.
@@ -258,14 +258,14 @@ def AnyOf(*policies: AnyPolicy) -> AnyPolicy: ...
 def AnyOf(*policies: AnyPolicy) -> AnyPolicy:
     """A block may leave if one policy lets it: asked in order, each about what all before it rejected.
 
-    A block that all of them reject has the reason of the first one. Once all are let through, nobody else is asked.
+    A block that all of them reject has the reason of the first one. Once all are let through, no further policy is asked.
     Leases, result and errors are those of :func:`AllOf`.
     """
     return _joined("AnyOf", _Rejects, policies)
 
 
 def in_thread(policy: Policy) -> AsyncPolicy:
-    """This policy, asked in a thread of its own: for one that blocks (a file, a database, a lock of somebody else's).
+    """This policy, asked in a thread of its own: for one that blocks (a file, a database, a lock held elsewhere).
 
     The loop goes on meanwhile, and ``policy_timeout`` holds for it as for any policy that waits. One call at a time. A call
     that is out of time is left: the policy is not asked again before it has returned, and what it locked is given back.

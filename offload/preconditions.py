@@ -107,7 +107,7 @@ class TrioEvent(Precondition):
 
     @property
     def passive(self) -> bool:
-        """Yes."""
+        """True: waiting runs no code of the caller's, so containers that wait for the same may share one task."""
         return True
 
 
@@ -119,11 +119,11 @@ class TrioEvent(Precondition):
 #     W2  looks at the flag; if it is set, does not sleep                   S2  empties the table, and wakes every run
 #     W3  sleeps                                                                that it found there
 #
-# A wake-up would be lost if a waiter slept and nobody woke it: if it saw no flag in W2, and the setter did not find its
+# A wake-up would be lost if a waiter slept and was never woken: if it saw no flag in W2, and the setter did not find its
 # entry in S2. The first says that W2 came before S1; W1 comes before W2, and S1 before S2; so W1 came before S2, and
 # the setter did find the entry. (The order of the steps is the whole argument: to look at the flag first and enter the
 # table afterwards, as one writes without thinking, loses the wake-up.) Both sides may act on one entry: then the waiter
-# does not sleep, and the event it would have slept on is set for nobody.
+# does not sleep, and the event it would have slept on is set in vain.
 #
 # Each step is one operation on a dict or an attribute, atomic in itself. There is no lock, on purpose: a setter is
 # often a callback, a finalizer or a signal handler, which may interrupt the very thread that holds the lock.
@@ -148,7 +148,7 @@ class ThreadEvent(Precondition):
         return f"<offload.from_thread.Event {'set' if self._flag else 'not set'}>"
 
     def set(self) -> None:
-        """Set it, and wake whoever waits. In any thread, in a signal handler too. Never blocks; again does nothing."""
+        """Set it, and wake all tasks that wait. In any thread, in a signal handler too. Never blocks; again does nothing."""
         self._flag = True
         while self._runs:
             try:
@@ -179,7 +179,7 @@ class ThreadEvent(Precondition):
 
     @property
     def passive(self) -> bool:
-        """Yes."""
+        """True: waiting runs no code of the caller's, so containers that wait for the same may share one task."""
         return True
 
 
@@ -234,7 +234,7 @@ class CudaEvent(Precondition):
 
     @property
     def passive(self) -> bool:
-        """Yes."""
+        """True: waiting runs no code of the caller's, so containers that wait for the same may share one task."""
         return True
 
     def look(self) -> bool:
@@ -279,7 +279,7 @@ class _Watcher:
         while True:
             with self._lock:
                 if not self._waits:
-                    self._thread = None  # under the lock: whoever adds the next one starts the next thread
+                    self._thread = None  # under the lock: the next add() starts the next thread
                     return
                 events = list(self._waits)
                 pause = self._pause
@@ -302,7 +302,7 @@ _watcher = _Watcher()
 
 @final
 class AsyncCallable(Precondition):
-    """Holds once an async function has returned. It is called when somebody waits, and cancelled with the container."""
+    """Holds once an async function has returned. It is called when a container waits, and cancelled with that."""
 
     def __init__(self, function: Callable[[], Awaitable[object]]) -> None:
         _check_callable(function)

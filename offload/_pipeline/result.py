@@ -65,7 +65,7 @@ class TransferResult:
         if self.status is Status.CANCELLED:
             raise TransferCancelled("the transfer was cancelled before its commit: nothing was copied")
         if self.error is not None:
-            # Without the frames of whoever raised it before: one result may be asked by many.
+            # Without the frames in which it was raised before: one result may be asked by many tasks.
             raise self.error.with_traceback(None)
         if self.failed:
             reasons = list(dict.fromkeys(self.failed.values()))

@@ -5,13 +5,13 @@
               `------------- their slots -----------'  over
 
 Rule 1. A victim is found all the while: in its tier until its copy is found below. It goes uncopied only where the next tier is
-        full, broken or late, where whoever needs its slot cannot wait, or at the end; then it is *dropped*, and counted with
-        the reason.
+        full, broken or late, where the store that needs its slot cannot wait, or at the end; then it is *dropped*, and counted
+        with the reason.
 Rule 2. No spill lasts for ever. For room below it waits half as long as a store waits for room here, and for its turn half as
-        long again; so whoever waits for its slot gets it in time, however many tiers are chained. Behind the commit its copy
-        is bounded by ``transfer_timeout``. What can then not be proven stays where it is, in quarantine, and nobody counts on
-        its slot.
-Rule 3. Whoever waits for room and is cancelled ends no spill: its slot is free when the next one comes.
+        long again; so the store that waits for its slot gets it in time, however many tiers are chained. Behind the commit its
+        copy is bounded by ``transfer_timeout``. What can then not be proven stays where it is, in quarantine, and no store
+        counts on its slot.
+Rule 3. A store that waits for room and is cancelled ends no spill: its slot is free when the next one comes.
 Rule 4. Nothing piles up. What is under way is held in its tier, so it is never more than that tier has.
 """
 
@@ -44,10 +44,10 @@ Dropped: TypeAlias = Callable[[Sequence[Key], str], None]
 
 Claim: TypeAlias = Callable[[Sequence[Key]], tuple[Collection[Key], Callable[[], None]]]
 """Is told which victims are to be copied, and has the next tier know whose they are until what it returns is called.
-Says which are not to be copied, since nobody knows whose they are. Must not block."""
+Says which are not to be copied, since it is not known whose they are. Must not block."""
 
 _ASK_AGAIN: Final = 0.01
-"""Seconds between two looks at a block that somebody else is bringing below."""
+"""Seconds between two looks at a block that another container brings below."""
 _PATIENCE: Final = 1.5
 """How long a copy waits for its turn and for room together, as a multiple of how long it waits for room: see rule 2."""
 _log = logging.getLogger("offload.spilling")
@@ -86,14 +86,14 @@ class SpillStatistics:
     under_way: int
     """Victims that are still in their tier, as their copy has not settled, or its end is unproven."""
     spilled: int
-    """Went and are below: copied, or stored there by somebody else first."""
+    """Went and are below: copied, or stored there by another writer first."""
     stayed: int
     """Were used before their copy had settled, and stayed (their copy may be below all the same)."""
     dropped: Mapping[str, int]
     """Went without a copy, by reason: ``full``, ``too large`` (for the next tier, even if it were empty), ``unavailable``,
-    ``late``, ``failed``, ``unproven``, ``pending`` (somebody else was bringing it, and did not), ``at once`` (a ``put`` or
-    ``stage``, which cannot wait), ``tenant unknown`` (the next tier must know whose it is, and nobody does), ``closed``, or a
-    policy's word."""
+    ``late``, ``failed``, ``unproven``, ``pending`` (another container was bringing it, and did not), ``at once`` (a ``put`` or
+    ``stage``, which cannot wait), ``tenant unknown`` (the next tier must know whose it is, and that is not known), ``closed``,
+    or a policy's word."""
 
 
 # --- the chain --------------------------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ async def spill(
 ) -> AsyncIterator[Spilling]:
     """Have what ``tier`` evicts copied along ``route``, for the length of an ``async with`` block.
 
-    The block is to be inside that of the pipeline ``route``, and around that of whoever stores into ``tier``. Leaving it waits
-    for what is under way, for ``drain_timeout`` at most; what has not settled then is dropped.
+    The block is to be inside that of the pipeline ``route``, and around that of the pipelines that store into ``tier``.
+    Leaving it waits for what is under way, for ``drain_timeout`` at most; what has not settled then is dropped.
 
     Args:
         tier: what is full; the route's source.
@@ -151,14 +151,14 @@ class Spilling:
         """Seconds that a victim may wait before its copy begins."""
         self._shelf: _Shelf = tier  # type: ignore[assignment]
         self._told = dropped
-        self._claim: Claim = _nobody_asks if claim is None else claim
+        self._claim: Claim = _no_claim if claim is None else claim
         self._nursery: trio.Nursery | None = None
         self._scope = trio.CancelScope(shield=True)
         self._closing = trio.Event()
         self._closed = trio.Event()
         self._under_way = self._spilled = self._stayed = 0
         self._dropped: dict[str, int] = {}
-        self._lingering: dict[Key, str] = {}  # over, and held by somebody else: why not below, or nothing
+        self._lingering: dict[Key, str] = {}  # over, and held elsewhere: why not below, or nothing
         self._deafen: Callable[[], None] | None = None
         self._complained = False
         self._most = (
@@ -212,19 +212,19 @@ class Spilling:
 
     async def _carry(self, victims: Spill) -> None:
         why_not = dict.fromkeys(victims.keys, "late")  # why a block is not below, as far as that is known
-        nobodys, end = _nobody_asks(victims.keys)
+        unowned, end = _no_claim(victims.keys)
         try:
-            nobodys, end = self._claim(victims.keys)
+            unowned, end = self._claim(victims.keys)
             depths = {} if victims.depths is None else dict(zip(victims.keys, victims.depths, strict=True))
-            await self._copy([key for key in why_not if key not in nobodys], why_not, depths)
-        except Exception:  # a broken promise of somebody's; the blocks go all the same
+            await self._copy([key for key in why_not if key not in unowned], why_not, depths)
+        except Exception:  # a tier or a callback broke its contract; the blocks go all the same
             _log.exception("%r could not carry %r", self, victims)
             why_not.update(dict.fromkeys(why_not, "failed"))
         except BaseException:  # cancelled, alone or in a group
             why_not.update(dict.fromkeys(why_not, "closed"))
             raise
         finally:
-            why_not.update(dict.fromkeys(nobodys, _NOBODYS))
+            why_not.update(dict.fromkeys(unowned, _UNOWNED))
             give_back(self._end, victims, why_not)
             give_back(end)
 
@@ -281,7 +281,7 @@ class Spilling:
         self._count([(key, why_not.get(key, "")) for key in leave if key not in lingering])
 
     def _went(self, keys: Sequence[Key]) -> None:
-        """Evicted: among these may be what was held by somebody else when its spill was over."""
+        """Evicted: among these may be what was held elsewhere when its spill was over."""
         self._count([(key, self._lingering.pop(key)) for key in keys if key in self._lingering])
         if not self._lingering and self._deafen is not None:
             self._deafen()
@@ -329,12 +329,12 @@ def _note(part: TransferHandle, result: TransferResult, why_not: dict[Key, str])
         why_not.update(dict.fromkeys(part.remaining_blocks, "late" if result.error is None else _word(result.error)))
 
 
-def _nobody_asks(keys: Sequence[Key]) -> tuple[Collection[Key], Callable[[], None]]:
+def _no_claim(keys: Sequence[Key]) -> tuple[Collection[Key], Callable[[], None]]:
     """Where the next tier need not know whose its blocks are."""
     return (), lambda: None
 
 
-_PENDING, _TOO_MANY, _NOBODYS = "pending", "too large", "tenant unknown"
+_PENDING, _TOO_MANY, _UNOWNED = "pending", "too large", "tenant unknown"
 
 _WORDS: Final[Sequence[tuple[type[Exception], str]]] = (
     (DestinationFull, "full"),

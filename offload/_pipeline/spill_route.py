@@ -24,8 +24,8 @@ _log = logging.getLogger("offload.spilling")
 def config_below(config: PipelineConfig, said: PipelineConfig | None = None) -> PipelineConfig:
     """The knobs of a pipeline that victims leave by: those that were said for it, or of the pipeline that needs their room.
 
-    In either case no block waits for company, and none waits for room for more than half as long as whoever needs its own: see
-    rule 2.
+    In either case no block waits for company, and none waits for room for more than half as long as the store that needs its
+    own: see rule 2.
     """
     knobs = config if said is None else said
     shorter = max(0.001, min(knobs.destination_timeout, _SHARE * config.destination_timeout))
