@@ -3,15 +3,14 @@
 import trio
 
 from tests.support import path_of_a_block
-from tests.support.path_of_a_block import CANCELLED, PAGE, statements
+from tests.support.path_of_a_block import CANCELLED, PAGE
 
 
 def test_the_page_names_the_files_and_functions_that_are_passed() -> None:
-    """In any order: two tasks may run in either."""
     with path_of_a_block.page_store() as endpoint:
         paths = trio.run(path_of_a_block.measure, endpoint)
-    page, now = statements(PAGE.read_text()), statements(path_of_a_block.render(paths))
-    assert not now ^ page, "docs/path-of-a-block.md is not what runs now: `make trace` writes it anew"
+    found = path_of_a_block.differences(PAGE.read_text(), paths)
+    assert not found, f"{PAGE.name} is not what runs now (`make trace` writes it anew): {found}"
 
 
 def test_a_page_is_given_back_within_six_files_of_the_readme() -> None:

@@ -8,8 +8,8 @@ done a few times before, so that what happens once (imports, connections, the fi
 several times, and what was called each time is the path: a heartbeat or a flush in between is none of its. The page store's
 server is a process of its own, and so not counted.
 
-Two tasks may run in either order, so the order of first calls differs a little from run to run. A page that names the same
-functions, with the same words, is therefore left as it is.
+Two tasks may run in either order, so what is called differs a little from run to run. A page that is true of this run is
+therefore left as it is.
 """
 
 from __future__ import annotations
@@ -78,8 +78,18 @@ def recorded(calls: Calls) -> Iterator[None]:
         threading.setprofile(None)
 
 
-async def path_of(operation: Operation) -> Calls:
-    """What it calls each time, in the order of the last time."""
+@attrs.frozen
+class Recording:
+    """What one operation calls."""
+
+    always: Calls
+    """Each time, in the order of the last time: what the page shows."""
+    ever: Calls
+    """At least once."""
+
+
+async def path_of(operation: Operation) -> Recording:
+    """Do it often, and note what it calls."""
     for number in range(WARM):
         await operation(number)
     each: list[Calls] = []
@@ -87,8 +97,9 @@ async def path_of(operation: Operation) -> Calls:
         calls: Calls = {}
         with recorded(calls):
             await operation(number)
-        each.append(calls)
-    return {code: None for code in each[-1] if all(code in calls for calls in each) and code.co_name[0] != "<"}
+        each.append({code: None for code in calls if code.co_name[0] != "<"})
+    always = {code: None for code in each[-1] if all(code in calls for calls in each)}
+    return Recording(always, {code: None for calls in each for code in calls})
 
 
 @contextmanager
@@ -103,9 +114,9 @@ def page_store() -> Iterator[str]:
             server.stdin.close()
 
 
-async def measure(endpoint: str) -> dict[str, Calls]:
+async def measure(endpoint: str) -> dict[str, Recording]:
     """The path of each operation."""
-    paths: dict[str, Calls] = {}
+    paths: dict[str, Recording] = {}
     source, memory = (MemoryTier(2 << 20, BLOCK_BYTES) for _ in range(2))
     handler = MaruHandler(server_url=endpoint, chunk_size_bytes=BLOCK_BYTES, pool_size=4 << 20)
     columns = [
@@ -168,7 +179,10 @@ def source_of(path: Path, qualname: str) -> str:
     """The text of a function, or of a method."""
     node: ast.AST = parsed(path)
     for name in qualname.split("."):
-        node = next(inner for inner in ast.iter_child_nodes(node) if getattr(inner, "name", None) == name)
+        found = [inner for inner in ast.iter_child_nodes(node) if getattr(inner, "name", None) == name]
+        if not found:
+            raise SystemExit(f"{path.relative_to(ROOT)} has no {qualname}; adapt CANCELLED")
+        node = found[0]
     return ast.get_source_segment(path.read_text(), node) or ""
 
 
@@ -227,30 +241,30 @@ CANCELLED = [
     Step(
         "offload/_pipeline/transfer.py",
         "Slot._commit",
-        "reservation.keep(flat.keys)",
-        "The last sweep has dropped the container, and the reservation is asked to keep room for the others only; where no "
-        "other is left, `reservation.release` gives back all of it. The dropped ones settle after that, so whoever waits in "
+        "if not flat.keys:",
+        "The last sweep has dropped the container. Where nothing is left of its batch, the next line releases the "
+        "reservation; where others are, `reservation.keep` gives back its part. It settles after that, so whoever waits in "
         "`cancel()` finds the room free.",
     ),
     Step(
         "backends/maru/_reservation.py",
-        "MaruReservation._keep",
-        "self._batch.keep(positions)",
-        "The keys that stay are positions by now (`keep` of the tier base): they become the pages that stay.",
+        "MaruReservation.release",
+        "self._batch.free()",
+        "Room in this tier is a batch of pages.",
     ),
     Step(
         "maru/_client/columns.py",
-        "AllocBatch.keep",
-        "self._state.free(back)",
+        "AllocBatch.free",
+        "self._state.free(pages)",
         "**Here the cancelled container gives its pages back**: nothing was sent of them, so no server is asked, and the next "
         "allocation may hand them out (`OwnedPages.cancel`).",
     ),
 ]
 
 
-def render(paths: dict[str, Calls]) -> str:
-    """The page."""
-    lines = [
+def render_opening() -> list[str]:
+    """What the page is."""
+    return [
         "# The path of a block",
         "",
         "Which files and functions an operation passes, on the caller's side, in the order of first calls, and what each says "
@@ -259,10 +273,15 @@ def render(paths: dict[str, Calls]) -> str:
         "An operation is recorded once it has been done a few times, so what happens once is not here. The page store's server "
         "is a process of its own, and not here either.",
     ]
+
+
+def render(paths: dict[str, Recording]) -> str:
+    """The page."""
+    lines = render_opening()
     shown: set[CodeType] = set()
-    for name, calls in paths.items():
-        lines += ["", *render_path(name, calls, shown)]
-        shown |= calls.keys()
+    for name, path in paths.items():
+        lines += ["", *render_path(name, path.always, shown)]
+        shown |= path.always.keys()
     lines += ["", *render_cancelled()]
     return "\n".join(lines) + "\n"
 
@@ -281,7 +300,7 @@ def render_path(name: str, calls: Calls, shown: set[CodeType]) -> Iterator[str]:
     for file, codes in by_file.items():
         path = Path(file)
         yield f"- `{path.relative_to(ROOT)}`: {sentence(ast.get_docstring(parsed(path)))}"
-        told = [(code.co_qualname.replace(".<locals>", ""), first_line(code)) for code in codes]
+        told = [(name_of(code), first_line(code)) for code in codes]
         yield from (f"  - `{function}`: {why}" for function, why in told if why)
         if rest := ", ".join(f"`{function}`" for function, why in told if not why):
             yield f"  - and {rest}"
@@ -307,9 +326,24 @@ def count(calls: Collection[CodeType]) -> str:
     return f"{len({code.co_filename for code in calls})} files, {len(calls)} functions"
 
 
-def statements(page: str) -> set[str]:
-    """What a page says, whatever the order."""
-    return set(page.splitlines())
+def name_of(code: CodeType) -> str:
+    """What the page calls a function."""
+    return code.co_qualname.replace(".<locals>", "")
+
+
+def differences(page: str, paths: dict[str, Recording]) -> list[str]:
+    """What the page lacks or has too much, and what it says in other words than the code.
+
+    What is called in some runs only (the order of tasks, how busy the machine is) may be on it or not.
+    """
+    opening, ending = "\n".join(render_opening()) + "\n", "\n".join(render_cancelled()) + "\n"
+    found = [] if page.startswith(opening) and page.endswith(ending) else ["its first or its last part"]
+    always = [code for path in paths.values() for code in path.always]
+    wanted = [f"`{name_of(code)}`: {why}" if (why := first_line(code)) else f"`{name_of(code)}`" for code in always]
+    found += [text for text in dict.fromkeys(wanted) if text not in page]
+    named = re.findall(r"^  - (?:and )?((?:`[\w.]+`(?:, )?)+)", page.removesuffix(ending), re.MULTILINE)
+    ever = {name_of(code) for path in paths.values() for code in path.ever}
+    return found + [name for name in re.findall(r"[\w.]+", " ".join(named)) if name not in ever]
 
 
 def main() -> None:
@@ -320,15 +354,14 @@ def main() -> None:
     with page_store() as endpoint:
         paths = trio.run(measure, endpoint)
     if asked.counts:
-        for name, calls in paths.items():
-            print(f"{name}: {count(calls)}")
+        for name, path in paths.items():
+            print(f"{name}: {count(path.always)}")
         return
-    page = render(paths)
     where = PAGE.relative_to(ROOT)
-    if PAGE.exists() and statements(page) == statements(PAGE.read_text()):
+    if PAGE.exists() and not differences(PAGE.read_text(), paths):
         print(f"{where} is up to date")
     else:
-        PAGE.write_text(page)
+        PAGE.write_text(render(paths))
         print(f"wrote {where}")
 
 

@@ -147,9 +147,9 @@ def every_batch_has_a_marker(patch):
 
 def keys_hold_no_namespace(patch):
     """Fault 17."""
-    from maru._client.operations import standing
+    from maru._client.operations import state
 
-    patch.setattr(standing, "salt_of", lambda tenant, namespace: "")
+    patch.setattr(state, "salt_of", lambda tenant, namespace: "")
 
 
 def what_is_read_is_copied(patch):
