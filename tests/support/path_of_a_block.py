@@ -131,7 +131,8 @@ async def measure(endpoint: str) -> dict[str, Recording]:
 
         async def enqueue(number: int) -> None:
             handle = await pipeline.enqueue(source.weak(columns[number]), precondition=offload.NO_WAIT)
-            assert len((await handle.wait()).completed) == BLOCKS
+            result = await handle.wait()
+            assert len(result.completed) == BLOCKS, result
 
         paths["store in memory"] = await path_of(enqueue)
 
@@ -139,7 +140,8 @@ async def measure(endpoint: str) -> dict[str, Recording]:
 
         async def store(number: int) -> None:
             handle = await engine.store(source.weak(columns[number]), precondition=offload.NO_WAIT)
-            assert len((await handle.wait()).completed) == BLOCKS
+            result = await handle.wait()
+            assert len(result.completed) == BLOCKS, result
 
         async def load(number: int) -> None:
             async with await engine.lookup(columns[number]) as hit:
