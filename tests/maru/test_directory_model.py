@@ -598,7 +598,7 @@ def recounted(directory):
             assert count > 0
             counts[key] = counts.get(key, 0) + count
     assert counts == pinned
-    departed = directory._guard._departed._until.keys()  # what they pinned may be lost with its region before that
+    departed = directory._guard._ended_holders._until.keys()  # what they pinned may be lost with its region before that
     assert pins._turns.keys() <= state.sessions.keys() | departed
     assert pinned.keys() <= state.located.keys()
 
