@@ -35,7 +35,7 @@ LOOK_UP = 0.1
 class Connection:
     """One socket."""
 
-    __slots__ = ("_dealer", "_gave_up", "_late", "_lock", "correlation", "unreadable")
+    __slots__ = ("_dealer", "_gave_up", "_is_closed", "_late", "_lock", "correlation", "unreadable")
 
     def __init__(
         self,
@@ -44,8 +44,10 @@ class Connection:
         lock: AbstractContextManager[object],
         late: Callable[[Call, Any], None],
         gave_up: Callable[[Call], None],
+        is_closed: Callable[[], bool],
     ) -> None:
         self._dealer = dealer
+        self._is_closed = is_closed
         self._lock = lock
         self._late = late
         self._gave_up = gave_up
@@ -56,7 +58,8 @@ class Connection:
         """Send a call. What it has to say right before is said.
 
         Raises:
-            NoAnswer: the window is full, and no answer came in time, or the server takes nothing in.
+            NoAnswer: the window is full, and no answer came in time, or the server takes nothing in, or is not there.
+            HandlerClosed: the handler was closed while this waited for a server that takes it in.
         """
         correlation = self.correlation
         while len(correlation) >= correlation.window:
@@ -74,8 +77,14 @@ class Connection:
         call.deadline = deadline
         call.sent_at = now = monotonic()
         try:
-            if not self._dealer.send((b"", frame), deadline - now if deadline > now else 0.0):
-                raise NoAnswer("the server takes nothing in: nothing more can be sent to it")
+            left = deadline - now
+            # In short waits: a server that was killed takes nothing in, and a handler may be closed meanwhile (rule 4).
+            while not self._dealer.send((b"", frame), LOOK_UP if left > LOOK_UP else left if left > 0.0 else 0.0):
+                if self._is_closed():
+                    raise HandlerClosed("the handler was closed while a call waited to be sent")
+                left = deadline - monotonic()
+                if left <= 0.0:
+                    raise NoAnswer("the server takes nothing in: nothing more can be sent to it")
         except BaseException:
             self._give_up(call)
             raise
@@ -265,7 +274,9 @@ class ConnectionPool:
                         self._free.remove(that)
                         return that
                     if that is None and len(self._all) < self._window:
-                        connection = Connection(self._connect(), self._window, self._lock, self._late, self._gave_up)
+                        connection = Connection(
+                            self._connect(), self._window, self._lock, self._late, self._gave_up, lambda: self.is_closed
+                        )
                         self._all.append(connection)
                         return connection
                     left = deadline - monotonic()

@@ -30,9 +30,7 @@ class Echo(Child):
     """The process that echoes, over TCP, over a Unix socket of ZeroMQ's, and over one of packets."""
 
     def __init__(self, directory: str) -> None:
-        super().__init__(
-            ["-m", "maru.bench._echo", "tcp://127.0.0.1:*", f"ipc://{directory}/echo", f"{directory}/packets"]
-        )
+        super().__init__(["-m", "maru.bench._echo", "tcp://127.0.0.1:*", f"ipc://{directory}/echo", f"{directory}/seq"])
         tcp, ipc, packets = self.ready["endpoints"]
         self.addresses: dict[str, str] = {"tcp": tcp, "ipc": ipc, "channel": packets}
         """Where it listens, by transport."""

@@ -143,7 +143,7 @@ async def test_cancelled_before_its_turn_or_its_thread_nothing_is_asked(autojump
     with trio.CancelScope() as scope:
         scope.cancel()
         await policy.evaluate([b"k"])
-    assert scope.cancelled_caught and policy._policy.calls == [] and policy._turn.value == 1
+    assert scope.cancelled_caught and policy._policy.calls == [] and policy._permit.value == 1
     assert await policy.evaluate([b"k"]) == {}
 
 

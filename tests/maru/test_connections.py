@@ -51,8 +51,8 @@ def later():
     return time.monotonic() + SOON
 
 
-def connection_over(dealer, window=4, late=lambda call, reply: None, gave_up=lambda call: None):
-    return Connection(dealer, window, nullcontext(), late, gave_up)
+def connection_over(dealer, window=4, late=lambda call, reply: None, gave_up=lambda call: None, closed=lambda: False):
+    return Connection(dealer, window, nullcontext(), late, gave_up, closed)
 
 
 def connections_over(dealers, window=2):
@@ -89,7 +89,7 @@ def test_whoever_gives_up_is_noted_and_an_unread_answer_is_found_by_looking():
     dealer.full = True
     other = call()
     with pytest.raises(NoAnswer):
-        connection.send(other, later())
+        connection.send(other, time.monotonic() - 1)
     assert gave_up == [one, other]
 
 
@@ -175,6 +175,15 @@ def test_a_full_window_waits_for_an_answer_and_a_full_socket_is_no_answer():
     connection = connection_over(dealer)
     with pytest.raises(NoAnswer, match="nothing"):
         connection.send(call(), time.monotonic() - 1)
+
+
+def test_a_call_that_waits_to_be_sent_notices_that_its_handler_was_closed():
+    dealer, gave_up, looks = FakeDealer(), [], iter([False, False, True])
+    dealer.full = True
+    waiting = call()
+    with pytest.raises(HandlerClosed, match="to be sent"):
+        connection_over(dealer, gave_up=gave_up.append, closed=lambda: next(looks)).send(waiting, later())
+    assert gave_up == [waiting]
 
 
 def test_what_is_to_be_said_before_sending_may_refuse_and_then_nothing_leaves():

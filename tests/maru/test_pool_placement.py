@@ -166,7 +166,7 @@ def test_a_bench_of_the_page_store_goes_to_a_disk(disk: str) -> None:
 
 def test_what_the_demo_needs_is_known_before_it_starts() -> None:
     pytest.importorskip("torch", reason="needs the torch extra")
-    from offload import demo
+    from offload._demo import processes as demo
     from offload.testing.reference_engine import ModelConfig, ReferenceEngine
 
     assert ModelConfig().block_size == demo._BLOCK_TOKENS

@@ -98,7 +98,7 @@ def played(seeds: range) -> Summary:
     summary = Summary()
     for run in play_many(Playing(mix="engine"), seeds, processes=cores()):
         summary.add(run, f"offload scenario fuzz --mix engine --seeds {run.seed}..{run.seed}")
-    wrong = [f"{one.seed}: {one.rule}: {one.text}\n    {one.repeat}" for one in summary.complaints]
+    wrong = [f"{one.seed}: {one.rule}: {one.text}\n    {one.repeat}" for one in summary.found_violations]
     assert not wrong, "\n".join(wrong)
     assert summary.fired.total() > 18 * len(seeds)
     return summary

@@ -37,7 +37,7 @@ def played(seeds, all_fired):
     summary = Summary()
     for run in play_many(Playing(), seeds, processes=cores()):
         summary.add(run, f"offload scenario fuzz --seeds {run.seed}..{run.seed}")
-    wrong = [f"{one.seed}: {one.rule}: {one.text}\n    {one.repeat}" for one in summary.complaints]
+    wrong = [f"{one.seed}: {one.rule}: {one.text}\n    {one.repeat}" for one in summary.found_violations]
     assert not wrong, "\n".join(wrong)
     assert summary.seeds == len(seeds)
     fired = all_fired[seeds[0]] = summary.fired.total()

@@ -239,7 +239,7 @@ class Engine:
         for hit in self.held:
             hit.release()
         engine.close()
-        engine._thread.close_at_exit()
+        engine._worker.close_at_exit()
         self.memory.close()
         self.disk.close()
 
