@@ -1,7 +1,4 @@
-"""Hostile peers at every listener but TCP, a server that stands still now and then, and a good client that notices little.
-
-TCP has a relay before the server: see `test_maru_relay`.
-"""
+"""Hostile peers at every listener, a server that stands still now and then, and a good client that notices little."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ import pytest
 from tests.maru.test_hostile import Attacker, corpus
 from tests.support.maru_actors import BE, PublishedOwner
 from tests.support.maru_hostile_peers import HostilePeers
-from tests.support.maru_processes import Actor, Server, eventually, temporary_pool
+from tests.support.maru_processes import TCP, Actor, Server, eventually, temporary_pool
 
 MIB = 1 << 20
 LEASE = 30.0
@@ -37,7 +34,7 @@ def besiege(pool: Path, acts: int, rounds: int, seed: int) -> tuple[float, float
     options += ["--max-entries", "20000", "--log-level", "error"]
     dice = random.Random(seed)
     with (
-        Server(pool, *options) as server,
+        Server(pool, *TCP, *options) as server,
         PublishedOwner(server.ipc, "theirs") as owner,
         Actor(BE, "blocking", server.ipc, {"lease": LEASE}) as good,
         Attacker(server.ipc) as known,
@@ -46,7 +43,12 @@ def besiege(pool: Path, acts: int, rounds: int, seed: int) -> tuple[float, float
         assert good.ask("hold", "pinned") == [True]
         without = p99(good.ask("go_round", rounds))
         frames = corpus(known, owner.handle["region_id"])
-        where = server.ready["endpoints"], server.ready["rm_address"], server.ready["descriptors"]
+        where = (
+            server.ready["endpoints"],
+            server.ready["rm_address"],
+            server.ready["descriptors"],
+            server.ready["channel"],
+        )
         began = time.monotonic()
         with HostilePeers(*where, frames, seed) as hostile:
             while hostile.total < acts / 10:

@@ -32,6 +32,15 @@ _IMPATIENCE = 2.0
 _LINGERING = 40
 """Connections that are left open at a time."""
 
+_MUCH_TO_ANSWER = (
+    request(Code.GET_STATS, 1, None),
+    request(Code.LIST_ALLOCATIONS, 1, ListRequest()),
+    request(Code.DESCRIBE, 1, None),
+    request(Code.GET_USAGE, 1, None),
+    request(Code.BATCH_LOOKUP_KV, 1, KeysRequest(["pinned"] * 1_000)),
+)
+"""Requests that are small to ask and large to answer."""
+
 
 def ready(identity: bytes) -> bytes:
     """The READY command of a DEALER that claims this identity."""
@@ -54,12 +63,22 @@ class HostilePeers:
         addresses: where it speaks ZeroMQ: ``tcp://host:port``, ``ipc://path``.
         rm_address: of its resource manager; empty: none.
         descriptors: the socket that hands out regions.
+        channel: the socket of the same-host channel.
         good: frames that mean something to it.
         seed: of all choices.
     """
 
-    def __init__(self, addresses: Sequence[str], rm_address: str, descriptors: str, good: Sequence[bytes], seed: int):
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        rm_address: str,
+        descriptors: str,
+        channel: str,
+        good: Sequence[bytes],
+        seed: int,
+    ):
         self._dice = random.Random(seed)
+        self._channel = channel
         self._addresses, self._rm_address, self._descriptors = addresses, rm_address, descriptors
         self._good = list(good) or [request(Code.HEARTBEAT, 1, None)]
         self._lingering: deque[socket.socket] = deque()
@@ -72,6 +91,8 @@ class HostilePeers:
             self.fill_tables,
             self.come_and_go,
             self.ask_for_descriptors,
+            self.send_packets_that_are_none,
+            self.ask_by_packets_and_never_read,
         ]
         if rm_address:
             self._acts += [self.trouble_the_resource_manager, self.take_regions_and_leave]
@@ -141,18 +162,8 @@ class HostilePeers:
 
     def ask_and_never_read(self) -> int:
         """What is small to ask and large to answer."""
-        dice = self._dice
-        asked = dice.choice(
-            (
-                request(Code.GET_STATS, 1, None),
-                request(Code.LIST_ALLOCATIONS, 1, ListRequest()),
-                request(Code.DESCRIBE, 1, None),
-                request(Code.GET_USAGE, 1, None),
-                request(Code.BATCH_LOOKUP_KV, 1, KeysRequest(["pinned"] * 1_000)),
-            )
-        )
         peer = self._stay(self._connect())
-        peer.sendall(GREETING + ready(b"") + message(asked) * 30)
+        peer.sendall(GREETING + ready(b"") + message(self._dice.choice(_MUCH_TO_ANSWER)) * 30)
         return 31
 
     def fill_tables(self) -> int:
@@ -187,6 +198,30 @@ class HostilePeers:
                 peer.send(dice.randbytes(dice.randrange(1, 600)))
         return 4
 
+    def send_packets_that_are_none(self) -> int:
+        """At the channel: frames that nearly mean something, noise, and descriptors that nobody asked for."""
+        dice = self._dice
+        with self._packets() as peer:
+            for _ in range(6):
+                frame = bytearray(self._frame())
+                frame[dice.randrange(len(frame))] = dice.randrange(256)
+                peer.send(dice.choice((bytes(frame), dice.randbytes(dice.randrange(1, 900)))))
+            with open("/dev/null", "rb") as unasked:
+                socket.send_fds(peer, [struct.pack("!Q", dice.randrange(1 << 40))], [unasked.fileno()])
+            self._leave(peer)
+        return 8
+
+    def ask_by_packets_and_never_read(self) -> int:
+        """At the channel: what is small to ask and large to answer."""
+        peer = self._stay(self._packets())
+        peer.setblocking(False)  # the server leaves unread what comes behind its bound
+        for sent in range(30):
+            try:
+                peer.send(self._dice.choice(_MUCH_TO_ANSWER))
+            except BlockingIOError:
+                return 1 + sent
+        return 31
+
     def trouble_the_resource_manager(self) -> int:
         """Half a header, a length that lies, noise."""
         dice = self._dice
@@ -219,6 +254,16 @@ class HostilePeers:
         peer.settimeout(_IMPATIENCE)
         try:
             peer.connect(address.removeprefix("ipc://"))
+        except BaseException:
+            peer.close()
+            raise
+        return peer
+
+    def _packets(self) -> socket.socket:
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        peer.settimeout(_IMPATIENCE)
+        try:
+            peer.connect(self._channel)
         except BaseException:
             peer.close()
             raise
