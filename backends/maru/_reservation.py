@@ -10,7 +10,7 @@ What can end a transfer, and how each end is told:
 * The server does not answer: the handler asks it what became of that very attempt, and the answer fences it. Then the
   outcome is ``STORED`` or ``DUPLICATE`` as if it had been told, or ``Failed`` with nothing left behind.
 * It does not answer that either: :class:`maru.NoAnswer`, of which a pipeline makes ``Failed``. The copy is over, so the source
-  is free and nothing needs quarantine; the pages are in the client's limbo, which each sign of life tries to resolve again. If
+  is free and nothing needs quarantine; the pages are *in doubt*, and the client asks for them again with each sign of life. If
   it turns out that they were registered, they are found, with the right bytes. The same where this is cancelled meanwhile.
 """
 
@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 class MaruReservation(TierReservation["MaruTier"]):
     """Pages for some keys. Made by :meth:`MaruTier.reserve`.
 
-    A transfer raises :class:`maru.NoAnswer` where nobody knows what became of it, and the client's limbo will tell; and
-    :class:`maru.ServerLost` where the session has ended, and with it the pages. The copy is over in both cases.
+    A transfer raises :class:`maru.NoAnswer` where it is not known what became of it: the client keeps its pages in doubt until
+    it is. It raises :class:`maru.ServerLost` where the session has ended, and with it the pages. The copy is over in both
+    cases.
     """
 
     __slots__ = ("_batch", "_sums")

@@ -347,7 +347,7 @@ class MaruTier(TierBase[MaruLease]):
             used_bytes=(pages.pages - pages.free) * size,
             blocks=pages.registered,
             held_blocks=handler.pinned,
-            reserved_blocks=pages.allocated + pages.registering + pages.limbo,
+            reserved_blocks=pages.allocated + pages.registering + pages.in_doubt,
             stored=self._stored,
             duplicates=self._duplicates,
             evicted=max(0, pages.returned - self._dropped),

@@ -50,7 +50,7 @@ PAGES: Chart = (
         "PINNED": (420, 456),
         "RETURNING": (112, 328),
         "QUARANTINED": (744, 104),
-        "LIMBO": (744, 208),
+        "IN_DOUBT": (744, 208),
     },
     {
         ("FREE", "ALLOCATED"): Way("b", "t", (-6, 4), "end", -20, -20),
@@ -61,14 +61,14 @@ PAGES: Chart = (
         ("PINNED", "REGISTERED"): Way("t", "b", (6, 20), "start", 20, 20, width=30),
         ("PINNED", "PINNED"): Way("r", "r", (6, 4), "start", -9, 9, 60),
         ("REGISTERING", "FREE"): Way("l", "l", (-6, 4), "end", -9, 9, 90, width=10),
-        ("REGISTERING", "LIMBO"): Way("r", "l", (0, 25), width=18),
+        ("REGISTERING", "IN_DOUBT"): Way("r", "l", (0, 25), width=18),
         ("REGISTERING", "QUARANTINED"): Way("r", "l", (-80, -50), "start", -10, 0, 60, width=18),
         ("REGISTERING", "RETURNING"): Way("l", "t", (0, -14), "middle", 9, 20, 70),
         ("REGISTERED", "RETURNING"): Way("l", "r", (0, -8)),
-        ("LIMBO", "QUARANTINED"): Way("t", "b", (-6, 4), "end"),
-        ("LIMBO", "REGISTERED"): Way("b", "r", (0, -22), "end", -24, 0, 60, width=30),
-        ("LIMBO", "FREE"): Way("r", "r", (-165, -52), "middle", 0, 0, 120, 400, 30),
-        ("LIMBO", "RETURNING"): Way("b", "b", (-170, 30), "middle", 24, 0, 130, width=30),
+        ("IN_DOUBT", "QUARANTINED"): Way("t", "b", (-6, 4), "end"),
+        ("IN_DOUBT", "REGISTERED"): Way("b", "r", (0, -22), "end", -24, 0, 60, width=30),
+        ("IN_DOUBT", "FREE"): Way("r", "r", (-165, -52), "middle", 0, 0, 120, 400, 30),
+        ("IN_DOUBT", "RETURNING"): Way("b", "b", (-170, 30), "middle", 24, 0, 130, width=30),
         ("RETURNING", "FREE"): Way("t", "l", (-10, -14), "end", -20, -9, 170, width=15),
     },
 )
@@ -188,4 +188,4 @@ def _out(side: str) -> tuple[int, int]:
 
 
 def _colour(state: str) -> str:
-    return {"REGISTERED": "good", "PINNED": "good", "LIMBO": "bad", "QUARANTINED": "bad"}.get(state, "plain")
+    return {"REGISTERED": "good", "PINNED": "good", "IN_DOUBT": "bad", "QUARANTINED": "bad"}.get(state, "plain")

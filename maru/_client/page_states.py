@@ -2,7 +2,7 @@
 
 An owner chooses the page for a key by itself, without asking anybody. That is what makes a store one round trip, and it is
 what can go wrong: a page that is used again while the server still tells readers that it holds the old key gives them
-another key's bytes. Hence LIMBO, and the ways out of it.
+another key's bytes. Hence IN_DOUBT, and the ways out of it.
 
 The owner decides FREE and ALLOCATED, the server every other state. What a pin is only the server knows: in the columns of an
 owner (:mod:`maru._client.pages`) a pinned page reads REGISTERED. The diagram in the documentation is drawn from ``MOVES``.
@@ -23,7 +23,7 @@ class PageState(enum.IntEnum):
     REGISTERING = 2
     REGISTERED = 3
     PINNED = 4
-    LIMBO = 5
+    IN_DOUBT = 5
     RETURNING = 6
     QUARANTINED = 7
     ORPHAN = 8
@@ -63,13 +63,13 @@ MOVES: Final[Mapping[PageState, Mapping[PageEvent, PageState]]] = {
         _E.NEW: _S.REGISTERED,
         _E.REFUSED: _S.FREE,
         _E.DISPUTED: _S.QUARANTINED,
-        _E.UNANSWERED: _S.LIMBO,
+        _E.UNANSWERED: _S.IN_DOUBT,
         _E.DROP: _S.RETURNING,  # the return has overtaken the answer
         _E.END: _S.ORPHAN,
     },
     _S.REGISTERED: {_E.PIN: _S.PINNED, _E.DROP: _S.RETURNING, _E.END: _S.ORPHAN},
     _S.PINNED: {_E.PIN: _S.PINNED, _E.UNPIN: _S.PINNED, _E.LAST_UNPIN: _S.REGISTERED, _E.END: _S.ORPHAN},
-    _S.LIMBO: {
+    _S.IN_DOUBT: {
         _E.HELD: _S.REGISTERED,
         _E.NOT_HELD: _S.FREE,
         _E.UNKNOWABLE: _S.QUARANTINED,

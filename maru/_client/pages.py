@@ -3,7 +3,7 @@
 The columns here move along the arrows of :mod:`maru._client.page_states` only.
 
 Rule 1. A page is used again only once the fate of its last registration is known. One that was sent and not answered is in
-        LIMBO until the server has fenced that attempt and said what became of it; a published server cannot be asked, so
+        IN_DOUBT until the server has fenced that attempt and said what became of it; a published server cannot be asked, so
         there it is QUARANTINED until the region ends.
 Rule 2. A page that comes back from the server is free only once its number can be acknowledged, that is once every return
         before it has come, too. The request that stores into it anew carries that acknowledgement.
@@ -39,7 +39,7 @@ def _table_of(event: PageEvent) -> bytes:
 
 _TABLES: Final[Mapping[PageEvent, bytes]] = {event: _table_of(event) for event in PageEvent}
 _NOWHERE = 0xFF
-_FREE, _REGISTERING, _LIMBO = _S.FREE, _S.REGISTERING, _S.LIMBO
+_FREE, _REGISTERING, _IN_DOUBT = _S.FREE, _S.REGISTERING, _S.IN_DOUBT
 
 
 @attrs.frozen
@@ -70,7 +70,7 @@ class PageStatistics:
     """On the way to the server."""
     registered: int
     """Found by their key, as far as the owner has heard."""
-    limbo: int
+    in_doubt: int
     """Sent and not answered."""
     returning: int
     """Came back, behind a return that has not come yet."""
@@ -100,7 +100,7 @@ class OwnedPages:
         self._attempts: list[int] = []  # under which a page was sent last; 0: it is not at the server
         # A stack: the end is handed out next. Descending, so that slices taken from the end ascend when sorted.
         self._free: list[int] = []
-        self._limbo: dict[int, list[int]] = {}  # by attempt
+        self._in_doubt: dict[int, list[int]] = {}  # by attempt
         self._acknowledged = 0
         self._early: dict[int, int] = {}  # number -> page of the returns that came before one that is missing
         self._returned = self._strays = 0
@@ -148,8 +148,8 @@ class OwnedPages:
         self._attempts[column] = [0] * region.pages
         self._free = [page for page in self._free if page not in ended]
         self._early = {number: -1 if page in ended else page for number, page in self._early.items()}
-        for attempt, pages in list(self._limbo.items()):
-            self._put_limbo(attempt, [page for page in pages if page not in ended])
+        for attempt, pages in list(self._in_doubt.items()):
+            self._set_in_doubt(attempt, [page for page in pages if page not in ended])
 
     def new_session(self) -> None:
         """A new session counts its returns from 1. The regions of the old one have been ended."""
@@ -235,27 +235,27 @@ class OwnedPages:
                 self._free_again(moved)
 
     def unanswered(self, pages: Sequence[int], attempt: int, *, can_resolve: bool) -> None:
-        """No answer came: LIMBO, or QUARANTINED where the server cannot be asked."""
+        """No answer came: IN_DOUBT, or QUARANTINED where the server cannot be asked."""
         lost = self._under(attempt, pages, _REGISTERING)
         self._move(lost, _E.UNANSWERED)
         if can_resolve:
-            self._put_limbo(attempt, [*self._limbo.get(attempt, ()), *lost])
+            self._set_in_doubt(attempt, [*self._in_doubt.get(attempt, ()), *lost])
         else:
             self._move(lost, _E.UNKNOWABLE)
 
     @property
-    def limbo(self) -> Mapping[int, Sequence[int]]:
+    def in_doubt(self) -> Mapping[int, Sequence[int]]:
         """The attempts that must be resolved, each with its pages."""
-        return self._limbo
+        return self._in_doubt
 
     def resolved(self, attempt: int, pages: Sequence[int], held: Sequence[int]) -> None:
         """The server has fenced this attempt and says of each page whether it is held under it (0: it is not)."""
-        due = {*self._under(attempt, pages, _LIMBO)}
+        due = {*self._under(attempt, pages, _IN_DOUBT)}
         kept = [page for page, by in zip(pages, held, strict=True) if by and page in due]
         freed = [page for page, by in zip(pages, held, strict=True) if not by and page in due]
         self._move(kept, _E.HELD)
         self._move(freed, _E.NOT_HELD)
-        self._put_limbo(attempt, [page for page in self._limbo.get(attempt, ()) if page not in due])
+        self._set_in_doubt(attempt, [page for page in self._in_doubt.get(attempt, ()) if page not in due])
         self._free_again(freed)
 
     def dropped(self, pages: Sequence[int]) -> None:
@@ -302,8 +302,8 @@ class OwnedPages:
             if page is not None and self._attempts[page] == attempt:
                 after = dropped[self._states[page]]
                 if after != _NOWHERE:
-                    if self._states[page] == _LIMBO:
-                        self._put_limbo(attempt, [other for other in self._limbo[attempt] if other != page])
+                    if self._states[page] == _IN_DOUBT:
+                        self._set_in_doubt(attempt, [other for other in self._in_doubt[attempt] if other != page])
                     self._states[page] = after
                     self._returned += 1
                     self._early[number] = page
@@ -345,7 +345,7 @@ class OwnedPages:
             allocated=count(_S.ALLOCATED),
             registering=count(_S.REGISTERING),
             registered=count(_S.REGISTERED),
-            limbo=count(_S.LIMBO),
+            in_doubt=count(_S.IN_DOUBT),
             returning=count(_S.RETURNING),
             quarantined=count(_S.QUARANTINED),
             returned=self._returned,
@@ -403,11 +403,11 @@ class OwnedPages:
             for page in pages:
                 attempts[page] = attempt
 
-    def _put_limbo(self, attempt: int, pages: list[int]) -> None:
+    def _set_in_doubt(self, attempt: int, pages: list[int]) -> None:
         if pages:
-            self._limbo[attempt] = pages
+            self._in_doubt[attempt] = pages
         else:
-            self._limbo.pop(attempt, None)
+            self._in_doubt.pop(attempt, None)
 
 
 def _is_run(pages: Sequence[int]) -> bool:

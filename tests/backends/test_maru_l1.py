@@ -85,7 +85,12 @@ async def all_is_free(*instances: MaruL1, keys: Sequence[bytes]) -> None:
                 await l1.reserve_read([])
                 assert await l1.delete([b"no such key"]) == [Deletion.MISSING]
         status = l1.report_status()
-        assert (status.reserved_pages, status.limbo_pages, status.registered_pages, status.pinned_keys) == (0, 0, 0, 0)
+        assert (status.reserved_pages, status.in_doubt_pages, status.registered_pages, status.pinned_keys) == (
+            0,
+            0,
+            0,
+            0,
+        )
         assert l1.get_memory_usage() == (0, BLOCKS * BLOCK)
 
 
@@ -440,7 +445,7 @@ async def test_a_lost_answer_costs_no_page_and_tells_no_lie(fate: Fate) -> None:
             assert all(isinstance(outcome, Failed) for outcome in outcomes)
             assert await store(l1, keys) == [STORED] * 4
         assert await read(l1, keys) == keys
-        assert l1.report_status().limbo_pages == 0
+        assert l1.report_status().in_doubt_pages == 0
         await all_is_free(l1, keys=[*keys, *before])
 
 
@@ -479,10 +484,10 @@ async def test_a_commit_without_any_answer_is_unproven_and_its_pages_come_back()
                 await store(l1, keys)
         assert l1.report_status().unproven == 4
         wire.decide = lambda code, number: Fate.PASS
-        assert l1.report_status().limbo_pages == 4
+        assert l1.report_status().in_doubt_pages == 4
         driver = handler_of(l1)._driver
         await driver.run(operations.beat(driver.state))
-        assert not l1.report_status().limbo_pages
+        assert not l1.report_status().in_doubt_pages
         assert await read(l1, keys) == keys
         await all_is_free(l1, keys=keys)
 

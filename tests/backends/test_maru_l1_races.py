@@ -221,10 +221,10 @@ async def test_a_commit_that_takes_too_long_is_unproven_and_its_pages_come_back_
             await store(site.l1, MORE)
         assert trio.current_time() - began == pytest.approx(5.0)
         status = site.l1.report_status()
-        assert (status.limbo_pages, status.unproven, status.stored, status.reservations) == (3, 3, 0, 0)
+        assert (status.in_doubt_pages, status.unproven, status.stored, status.reservations) == (3, 3, 0, 0)
         site.socket.fate = lambda code: None
         await settle(site)
-        assert site.l1.report_status().limbo_pages == 0
+        assert site.l1.report_status().in_doubt_pages == 0
         assert await read(other.l1, MORE) == MORE  # it was done, after all
         await at_rest(world, site, other)
 
@@ -236,7 +236,7 @@ async def test_a_commit_that_nobody_can_say_anything_about_is_unproven(autojump_
         with pytest.raises(Unproven) as unproven:
             await store(site.l1, MORE)
         assert isinstance(unproven.value.__cause__, FateUnknown)
-        assert site.l1.report_status().limbo_pages == 3
+        assert site.l1.report_status().in_doubt_pages == 3
         site.socket.fate = lambda code: None
         await settle(site)
         assert await read(site.l1, MORE) == []
@@ -255,7 +255,7 @@ async def test_a_server_that_is_silent_before_anything_was_sent_has_nothing_and_
                 await reservation.commit()
             site.socket.fate = lambda code: None
             await settle(site)
-            assert site.l1.report_status().limbo_pages == 0
+            assert site.l1.report_status().in_doubt_pages == 0
         await at_rest(world, site)
 
 
@@ -289,7 +289,7 @@ async def test_a_lost_commit_ends_as_the_server_says_what_became_of_it(fate, aut
         else:
             assert all(isinstance(outcome, Failed) for outcome in outcomes[:3])
             assert outcomes[3] == DUPLICATE
-        assert site.l1.report_status().limbo_pages == 0
+        assert site.l1.report_status().in_doubt_pages == 0
         await at_rest(world, site)
 
 

@@ -207,7 +207,7 @@ async def test_a_store_that_nobody_can_say_anything_about_is_no_answer_and_its_p
         assert (
             7.9 < trio.current_time() - began < 14.1
         )  # the store, three questions, and the handler's own in turn with them
-        assert tier.statistics().reserved_blocks == 3  # in limbo: not free, since they may be read under these keys
+        assert tier.statistics().reserved_blocks == 3  # in doubt: not free, since they may be read under these keys
         tier.socket.fate = lambda code: None
         await tier.handler._driver.run(beat(tier.handler._state))
         assert tier.statistics().reserved_blocks == 0

@@ -121,7 +121,7 @@ def test_a_page_state_that_does_not_end_like_the_others_gets_an_arrow_of_its_own
     moves[PageState.FREE][PageEvent.DROP] = PageState.PINNED  # a move for which nobody chose a way
     picture = Drawn(chart.draw_pages(moves))
     drawn_moves = {(arrow.get("data-from"), arrow.get("data-to")) for arrow in picture.arrows}
-    assert {("FREE", "ORPHAN"), ("LIMBO", "ORPHAN"), ("FREE", "PINNED")} <= drawn_moves
+    assert {("FREE", "ORPHAN"), ("IN_DOUBT", "ORPHAN"), ("FREE", "PINNED")} <= drawn_moves
     assert not any(source == "QUARANTINED" or " " in source for source, _ in drawn_moves)
 
 

@@ -141,7 +141,7 @@ async def at_rest(world, *handlers):
     for handler in handlers:
         statistics = handler.statistics()
         pages = statistics.pages
-        assert (pages.allocated, pages.registering, pages.limbo, pages.returning) == (0, 0, 0, 0)
+        assert (pages.allocated, pages.registering, pages.in_doubt, pages.returning) == (0, 0, 0, 0)
         assert (pages.quarantined, pages.strays, statistics.pinned, statistics.calls.waiting) == (0, 0, 0, 0)
         owned = {region.region_id for region in handler._state.pages.regions}
         there = {

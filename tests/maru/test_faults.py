@@ -127,9 +127,9 @@ def test_fault_1_a_store_that_arrives_after_its_page_was_reused_is_refused(pool)
             wire.hold(second, down=True)
             unanswered(lambda: owner.exist("warm"))
         wire.let_go(second)
-        assert owner.pages().limbo == 1
+        assert owner.pages().in_doubt == 1
         seen, keys = ["warm", "late"], []
-        while owner.pages().limbo:
+        while owner.pages().in_doubt:
             keys = keys_of(f"{len(seen)}")
             assert set(owner.put(keys)) == {"NEW"}
             seen += keys
@@ -340,7 +340,7 @@ def test_fault_6_a_batch_that_timed_out_says_so_and_leaks_no_page(pool, face):
             eventually(lambda keys=keys: owner.exist(*keys) == [True] * 7)
         assert set(owner.put(keys_of("last"))) == {"NEW"}
         pages = owner.pages()
-        assert (pages.registered, pages.free, pages.limbo, pages.quarantined) == (PAGES, 0, 0, 0)
+        assert (pages.registered, pages.free, pages.in_doubt, pages.quarantined) == (PAGES, 0, 0, 0)
         assert server.facts()["entries"] == PAGES
 
 

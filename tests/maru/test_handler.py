@@ -553,10 +553,10 @@ async def test_a_store_that_was_begun_and_forgotten_costs_no_page(tmp_path):
 
         await trio.to_thread.run_sync(begin_and_forget)
         await handler.exists("k")
-        assert handler.statistics().pages.limbo == 1
+        assert handler.statistics().pages.in_doubt == 1
         await trio.to_thread.run_sync(handler._driver.run, maru._client.blocking.operations.beat(handler._state))
         pages = handler.statistics().pages
-        assert (pages.limbo, pages.registering, pages.registered) == (0, 0, 2)
+        assert (pages.in_doubt, pages.registering, pages.registered) == (0, 0, 2)
         assert await handler.exists("l")
 
 

@@ -78,7 +78,7 @@ def at_rest(*clients):
     for client in clients:
         pages, s = client.s.pages, client.s
         statistics = pages.statistics()
-        assert (statistics.allocated, statistics.registering, statistics.limbo, statistics.returning) == (0, 0, 0, 0)
+        assert (statistics.allocated, statistics.registering, statistics.in_doubt, statistics.returning) == (0, 0, 0, 0)
         assert (statistics.quarantined, statistics.strays, pages.behind) == (0, 0, False)
         here = {
             (region.region_id, (page - region.first) * PAGE)
@@ -317,8 +317,8 @@ def test_a_page_is_used_again_only_once_the_fate_of_its_registration_is_known(fa
     client.fates = [fate]
     with pytest.raises(NoAnswer):
         client.put(["gone"], [value_of("gone")])
-    [[page]] = client.s.pages.limbo.values()
-    assert client.s.pages.state(page) is PageState.LIMBO
+    [[page]] = client.s.pages.in_doubt.values()
+    assert client.s.pages.state(page) is PageState.IN_DOUBT
     assert client.s.pages.allocate(1) is None
     client.calls.clear()
     assert client.put(["next"], [value_of("next")]) == [Stored.NEW]
@@ -776,16 +776,16 @@ def test_closing_is_silent_bounded_and_final(fate):
             client.run(ask)
 
 
-def test_the_limbo_is_empty_after_reattaching():
+def test_no_page_is_in_doubt_after_reattaching():
     world, client = joined("a")
     client.fates = [None, None, "cut"]
     with pytest.raises(NoAnswer):
         client.put(["k"], [value_of("k")])
-    assert client.s.pages.limbo
+    assert client.s.pages.in_doubt
     world.restart()
     for _ in range(2):
         client.run(exists(client.s, "k"))
-    assert not client.s.pages.limbo
+    assert not client.s.pages.in_doubt
     at_rest(client)
 
 

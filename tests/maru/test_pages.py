@@ -20,10 +20,10 @@ ARROWS = {
     (S.ALLOCATED, E.SEND, S.REGISTERING),
     (S.REGISTERING, E.NEW, S.REGISTERED),
     (S.REGISTERING, E.REFUSED, S.FREE),
-    (S.REGISTERING, E.UNANSWERED, S.LIMBO),
-    (S.LIMBO, E.HELD, S.REGISTERED),
-    (S.LIMBO, E.NOT_HELD, S.FREE),
-    (S.LIMBO, E.UNKNOWABLE, S.QUARANTINED),
+    (S.REGISTERING, E.UNANSWERED, S.IN_DOUBT),
+    (S.IN_DOUBT, E.HELD, S.REGISTERED),
+    (S.IN_DOUBT, E.NOT_HELD, S.FREE),
+    (S.IN_DOUBT, E.UNKNOWABLE, S.QUARANTINED),
     (S.REGISTERED, E.PIN, S.PINNED),
     (S.PINNED, E.PIN, S.PINNED),
     (S.PINNED, E.UNPIN, S.PINNED),
@@ -32,7 +32,7 @@ ARROWS = {
     (S.RETURNING, E.ACKNOWLEDGE, S.FREE),
     # a return that overtakes the answer, and a page that turns out to be another's
     (S.REGISTERING, E.DROP, S.RETURNING),
-    (S.LIMBO, E.DROP, S.RETURNING),
+    (S.IN_DOUBT, E.DROP, S.RETURNING),
     (S.REGISTERING, E.DISPUTED, S.QUARANTINED),
 } | {(state, E.END, S.ORPHAN) for state in S if state is not S.ORPHAN}
 
@@ -65,7 +65,7 @@ def test_a_pinned_page_is_not_dropped_and_a_page_of_unknown_fate_is_not_used_aga
 
     assert E.DROP not in MOVES[S.PINNED]
     answers = {E.NEW, E.REFUSED, E.HELD, E.NOT_HELD, E.DROP}
-    assert reach(S.REGISTERING, answers) == {S.LIMBO, S.QUARANTINED, S.ORPHAN}
+    assert reach(S.REGISTERING, answers) == {S.IN_DOUBT, S.QUARANTINED, S.ORPHAN}
     assert reach(S.QUARANTINED, ()) == {S.ORPHAN}
 
 
@@ -81,7 +81,7 @@ def bring(pages, state):
         pages.sent(two, 1)
         if state is S.REGISTERED:
             pages.answered(two, 1)
-        elif state is S.LIMBO:
+        elif state is S.IN_DOUBT:
             pages.unanswered(two, 1, can_resolve=True)
         elif state is S.QUARANTINED:
             pages.unanswered(two, 1, can_resolve=False)
@@ -128,7 +128,7 @@ def test_what_the_server_says_too_late_changes_nothing(state):
         pages.answered(two, 1, [E.REFUSED, E.NEW])
         pages.answered(two, 1)
         pages.unanswered(two, 1, can_resolve=True)
-    if state is not S.LIMBO:
+    if state is not S.IN_DOUBT:
         pages.resolved(1, two, [0, 7])
     pages.answered(two, 2)
     pages.resolved(2, two, [0, 7])
@@ -231,17 +231,17 @@ def test_a_return_that_overtakes_the_answer_is_the_fate_of_the_page():
     assert [pages.state(page) for page in column] == [S.ALLOCATED, S.REGISTERED]
 
 
-def test_a_return_of_a_page_in_limbo_settles_it():
+def test_a_return_of_a_page_in_doubt_settles_it():
     pages = pages_with(2)
     column = pages.allocate(2)
     pages.sent(column, 5)
     pages.unanswered(column, 5, can_resolve=True)
-    assert pages.limbo == {5: column}
+    assert pages.in_doubt == {5: column}
     pages.returned(1, [10], [PAGE], [5])
-    assert pages.limbo == {5: [0]}
+    assert pages.in_doubt == {5: [0]}
     pages.resolved(5, column, [3, 0])
     assert [pages.state(page) for page in column] == [S.REGISTERED, S.FREE]
-    assert pages.limbo == {}
+    assert pages.in_doubt == {}
 
 
 @pytest.mark.parametrize(
@@ -257,16 +257,16 @@ def test_a_return_of_what_is_not_ours_is_counted_and_changes_nothing(region, off
 
 def test_a_region_that_ended_leaves_nothing_behind():
     pages = pages_with(4, regions=2)
-    limbo = pages.allocate(2)
-    pages.sent(limbo, 1)
-    pages.unanswered(limbo, 1, can_resolve=True)
+    in_doubt = pages.allocate(2)
+    pages.sent(in_doubt, 1)
+    pages.unanswered(in_doubt, 1, can_resolve=True)
     stored(pages, 4, attempt=2)
     last = pages.allocate(1)
     pages.returned(2, [11], [0], [2])
     pages.end_region(10)
     pages.end_region(11)
-    assert (pages.free, pages.limbo, pages.regions) == (0, {}, [])
-    assert [pages.state(page) for page in [*limbo, *last]] == [S.ORPHAN] * 3
+    assert (pages.free, pages.in_doubt, pages.regions) == (0, {}, [])
+    assert [pages.state(page) for page in [*in_doubt, *last]] == [S.ORPHAN] * 3
     assert pages.region_of(last[0]).region_id == 11
     pages.returned(1, [10], [0], [2])
     assert pages.acknowledged == 2
@@ -377,12 +377,12 @@ class Machine(RuleBasedStateMachine):
             if not can_resolve:
                 self.move(place, E.UNKNOWABLE)
 
-    @precondition(lambda self: self.pages.limbo)
+    @precondition(lambda self: self.pages.in_doubt)
     @rule(data=st.data())
     def resolve(self, data):
-        attempt = data.draw(st.sampled_from(sorted(self.pages.limbo)))
-        column = list(self.pages.limbo[attempt])
-        assert {self.place(page) for page in column} == set(self.still(attempt, S.LIMBO))
+        attempt = data.draw(st.sampled_from(sorted(self.pages.in_doubt)))
+        column = list(self.pages.in_doubt[attempt])
+        assert {self.place(page) for page in column} == set(self.still(attempt, S.IN_DOUBT))
         held = data.draw(st.lists(st.integers(0, 1), min_size=len(column), max_size=len(column)))
         for page, is_held in zip(column, held, strict=True):
             self.move(self.place(page), E.HELD if is_held else E.NOT_HELD)
@@ -391,7 +391,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def server_drops(self, data):
         """The server hands pages back; the returns may travel for a while, in any order, and more than once."""
-        for place in self.some(data, S.REGISTERED, S.REGISTERING, S.LIMBO):
+        for place in self.some(data, S.REGISTERED, S.REGISTERING, S.IN_DOUBT):
             attempt = self.under[place]
             if not any(r[:2] == (place[0], place[1] * PAGE) for r in self.sent_returns.values()):
                 self.sent_returns[self.next_number] = (place[0], place[1] * PAGE, attempt)
@@ -433,12 +433,12 @@ class Machine(RuleBasedStateMachine):
         counted = {state: len(self.places(state)) for state in S}
         assert (statistics.free, statistics.pages) == (counted[S.FREE], len(self.model))
         assert (statistics.allocated, statistics.registering) == (counted[S.ALLOCATED], counted[S.REGISTERING])
-        assert (statistics.registered, statistics.limbo) == (counted[S.REGISTERED], counted[S.LIMBO])
+        assert (statistics.registered, statistics.in_doubt) == (counted[S.REGISTERED], counted[S.IN_DOUBT])
         assert (statistics.returning, statistics.quarantined) == (counted[S.RETURNING], counted[S.QUARANTINED])
         assert sorted(map(self.place, self.pages._free)) == self.places(S.FREE)
-        in_limbo = [self.place(page) for column in self.pages.limbo.values() for page in column]
-        assert sorted(in_limbo) == self.places(S.LIMBO)
-        assert all(self.pages.limbo.values())
+        in_doubt = [self.place(page) for column in self.pages.in_doubt.values() for page in column]
+        assert sorted(in_doubt) == self.places(S.IN_DOUBT)
+        assert all(self.pages.in_doubt.values())
         assert self.pages.acknowledged == min(self.sent_returns, default=self.next_number) - 1
         assert self.pages.behind == bool(self.arrived & set(self.sent_returns))
 

@@ -99,7 +99,7 @@ async def at_rest(world, *sites, quarantined=0):
     await settle(*sites)
     for site in sites:
         status = site.l1.report_status()
-        assert (status.reservations, status.leases, status.reserved_pages, status.limbo_pages) == (0, 0, 0, 0)
+        assert (status.reservations, status.leases, status.reserved_pages, status.in_doubt_pages) == (0, 0, 0, 0)
         for key in ALL:
             await read(site.l1, [key])
     await settle(*sites)

@@ -296,7 +296,7 @@ class MaruL1:
     async def clear(self) -> dict[Key, Deletion]:
         """Delete what this instance has stored and nobody reads. Of what it had stored, each key and what became of it.
 
-        Not the keys of others; not what is in limbo. (A key that was evicted and stored by somebody else while this was on its
+        Not the keys of others; not what is in doubt. (A key that was evicted and stored by somebody else while this was on its
         way goes, too.) Before the layout is known there is nothing.
 
         Raises:
@@ -333,7 +333,7 @@ class MaruL1:
             free_pages=pages.free,
             reserved_pages=pages.allocated + pages.registering,
             registered_pages=pages.registered,
-            limbo_pages=pages.limbo,
+            in_doubt_pages=pages.in_doubt,
             quarantined_pages=pages.quarantined,
             reservations=len(self._writes),
             leases=len(self._reads),

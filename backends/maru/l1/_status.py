@@ -25,7 +25,7 @@ class L1Status:
     """Reserved, or on the way to the server."""
     registered_pages: int
     """Can be found, as far as it has heard."""
-    limbo_pages: int
+    in_doubt_pages: int
     """Sent, and nobody has said what became of them."""
     quarantined_pages: int
     """The same, and nobody ever will: a published server cannot be asked. Until the region ends."""

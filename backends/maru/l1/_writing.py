@@ -6,7 +6,7 @@ Rule 2. What ends uncommitted is aborted: by leaving the block, by a cancellatio
         the MaruL1. An aborted page is free again when nobody can write it any more, not before: a copy that was abandoned
         holds its view, or its tensor, and with it the page.
 Rule 3. A commit is over when its outcome is known. From when it is sent it is shielded, and bounded; what nobody knows then is
-        ``Unproven``, and its pages wait in limbo until the server has said what became of them.
+        ``Unproven``, and its pages wait in doubt until the server has said what became of them.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class WriteReservation:
         Raises:
             ReservationOver: it was committed or aborted, or is being committed.
             Unproven: nobody knows: no answer came, nor one to the question what became of it. It may be stored, or may be
-                yet; its pages are in limbo, and are used again once that is known.
+                yet; its pages are in doubt, and are used again once that is known.
             maru.ServerLost: the session has ended, and with it the pages. Nothing is stored.
             maru.NoAnswer: the server was silent before anything was sent. Nothing is stored, and the pages are free.
         """

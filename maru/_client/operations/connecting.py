@@ -113,7 +113,7 @@ def reattach(s: ClientState) -> Operation[None]:
         if goes_on:
             yield from check_regions(s)
             yield Call(Code.BEAT, BeatRequest(s.token, s.pages.acknowledged, s.epoch))
-            yield from resolve_limbo(s)
+            yield from resolve_pages_in_doubt(s)
         if s.own:
             yield from retake_pins(s)
     except BaseException:
@@ -236,8 +236,8 @@ def _beat(s: ClientState) -> Operation[None]:
     if not s.own:
         yield from check_listener(s)  # no epoch tells that it is another one
         yield Alone(partial(check_regions, s))
-    elif s.pages.limbo:
-        yield Alone(partial(resolve_limbo, s))
+    elif s.pages.in_doubt:
+        yield Alone(partial(resolve_pages_in_doubt, s))
 
 
 def report(s: ClientState) -> Operation[None]:
@@ -249,10 +249,10 @@ def report(s: ClientState) -> Operation[None]:
     yield Call(Code.REPORT_STATS, ReportRequest(entries))
 
 
-def resolve_limbo(s: ClientState) -> Operation[None]:
+def resolve_pages_in_doubt(s: ClientState) -> Operation[None]:
     """Ask for the fate of every page that was sent and not answered, and fence those attempts."""
-    for attempt, pages in [(attempt, list(pages)) for attempt, pages in s.pages.limbo.items()]:
-        if attempt not in s.pages.limbo:  # a session was lost meanwhile
+    for attempt, pages in [(attempt, list(pages)) for attempt, pages in s.pages.in_doubt.items()]:
+        if attempt not in s.pages.in_doubt:  # a session was lost meanwhile
             continue
         yield from resolve(s, attempt, pages)
 

@@ -1,6 +1,6 @@
 """Operations: room for more pages. Pure.
 
-In this order: what is known to be free, what may turn out to be (LIMBO, returns that went astray), what the server can evict
+In this order: what is known to be free, what may turn out to be (IN_DOUBT, returns that went astray), what the server can evict
 for us, another region, or a smaller one. Whatever is left is the answer: full.
 """
 
@@ -21,7 +21,7 @@ from ..._wire import (
     ReclaimRequest,
     UsageReply,
 )
-from .connecting import _map, remember, resolve_limbo
+from .connecting import _map, remember, resolve_pages_in_doubt
 from .effects import Call, Operation
 from .state import ClientState, Shortfall
 
@@ -52,8 +52,8 @@ def make_room(s: ClientState, n: int, evict: bool = True) -> Operation[list[int]
 
 def _steps(s: ClientState, n: int, evict: bool) -> Iterator[Operation[None]]:
     if s.own and s.pages.regions:
-        if s.pages.limbo:
-            yield resolve_limbo(s)
+        if s.pages.in_doubt:
+            yield resolve_pages_in_doubt(s)
         if s.pages.behind or not evict:
             yield _catch_up(s)
         if evict:

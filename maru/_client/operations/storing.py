@@ -4,7 +4,7 @@ A store is ours in one round trip: STORE says for each page whether it is new. A
 which keys exist, then the pages of those are free again, then the others are registered.
 
 Rule 1. A page is REGISTERING from right before its request may leave. Whatever ends the wait for the answer but the answer
-        itself puts it in LIMBO.
+        itself puts it IN_DOUBT.
 Rule 2. A key named twice, a duplicate and a refusal leave a free page behind, never a lost one.
 """
 
@@ -171,7 +171,7 @@ def store_surely(
     Raises:
         SessionEnded: the pages are not ours any more, and nothing of them is stored.
         FateUnknown: nor did it answer that, again and again, or it cannot be asked. It may be stored, or may be yet; the
-            pages are in LIMBO, or QUARANTINED.
+            pages are IN_DOUBT, or QUARANTINED.
         NoAnswer: nothing was sent, and the pages are free.
     """
     try:
@@ -179,7 +179,7 @@ def store_surely(
     except SessionEnded:
         raise
     except (NoAnswer, ServerLost, ServerRefused) as exc:
-        attempts = [attempt for attempt, some in s.pages.limbo.items() if not set(some).isdisjoint(pages)]
+        attempts = [attempt for attempt, some in s.pages.in_doubt.items() if not set(some).isdisjoint(pages)]
         if not attempts:  # nothing was sent, or it was to a published server, which cannot be asked
             if PageState.QUARANTINED in map(s.pages.state, pages):
                 raise FateUnknown(f"{exc}; and this server cannot say what became of it") from exc

@@ -71,8 +71,8 @@ class _ClientView:
 
     def freeze(self) -> None:
         """Keep the figures as they are now, since the store closes: pages in doubt count as staged."""
-        limbo = self._tier.handler.statistics().pages.limbo
-        self._last = attrs.evolve(self._now(), staged=self._now().staged + limbo)
+        in_doubt = self._tier.handler.statistics().pages.in_doubt
+        self._last = attrs.evolve(self._now(), staged=self._now().staged + in_doubt)
 
     def _now(self) -> _Figures:
         handler = self._tier.handler.statistics()
@@ -164,7 +164,7 @@ class PageStoreTier(MaruTier):
         self.model.end_faults()
         await self.model.back()
         await self._asking(self.handler.exists, "")
-        await self._until(lambda: self._limbo == 0 and self.pool.statistics().held == 0)
+        await self._until(lambda: self._in_doubt == 0 and self.pool.statistics().held == 0)
         keys = list(dict.fromkeys([*self._judge.all_keys, *self._held_from_the_start]))
         found = await self._asking(self.contains, keys)
         self.pool._slot_of = {key: 0 for key in keys if key in found}
@@ -186,9 +186,9 @@ class PageStoreTier(MaruTier):
             await trio.sleep(0.002)
 
     @property
-    def _limbo(self) -> int:
+    def _in_doubt(self) -> int:
         pages = self.handler.statistics().pages
-        return pages.limbo + pages.registering
+        return pages.in_doubt + pages.registering
 
     async def _read(self, key: Key) -> None:
         page = new_pages(1, self.block_bytes)
