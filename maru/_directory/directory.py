@@ -377,13 +377,13 @@ class Directory:
         self._session(by)
         return self._guard.unpin(by, keys)
 
-    def enter_turn(self, session_id: int, turn: int) -> bool:
-        """This session asks in this turn: to be called before what it pins and unpins. False: that is over, and not done."""
+    def enter_pin_epoch(self, session_id: int, pin_epoch: int) -> bool:
+        """Note that this session asks in this pin epoch: to be called before what it pins and unpins. False: it is over."""
         self._state.sessions[session_id]
-        return self._guard.enter_turn(session_id, turn)
+        return self._guard.enter_pin_epoch(session_id, pin_epoch)
 
     def settle_pins(self, session_id: int, keys: Sequence[str], counts: Sequence[int], *, last: bool) -> int:
-        """What a session holds of that which it pinned in turns before the one it has entered: so many pins of these keys.
+        """What a session holds of that which it pinned in epochs before the one it has entered: so many pins of these keys.
 
         Args:
             session_id: of ours.

@@ -52,12 +52,12 @@ class EvictionGuard:
         self._note_unpinned(last)
         return dropped
 
-    def enter_turn(self, session_id: int, turn: int) -> bool:
-        """Note that this session asks in this turn; False if it has been heard in a later one."""
-        return self._pins.enter_turn(session_id, turn)
+    def enter_pin_epoch(self, session_id: int, pin_epoch: int) -> bool:
+        """Note that this session asks in this pin epoch; False if it has been heard in a later one."""
+        return self._pins.enter_pin_epoch(session_id, pin_epoch)
 
     def reconcile_pins(self, session_id: int, keys: Sequence[str], counts: Sequence[int], last: bool) -> int:
-        """Keep as many pins of earlier turns as the session says it holds; see ``Directory.settle_pins``.
+        """Keep as many pins of earlier epochs as the session says it holds; see ``Directory.settle_pins``.
 
         Returns:
             With ``last``, how many others were removed.

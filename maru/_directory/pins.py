@@ -11,9 +11,9 @@ class Pins:
 
     Rule 1. A key's pins are the sum of what its holders have; a key without any is not known here.
     Rule 2. A session drops its own pins only. Published connections share theirs: one may drop what another one took.
-    Rule 3. A session speaks in *turns*, which its client numbers upwards. Nothing is done for a turn that is over, and what was
+    Rule 3. A session asks in *pin epochs*, which its client numbers upwards. Nothing is done for one that is over, and what was
             pinned in earlier ones is kept apart until the client has said which of it it holds: what an answer that was lost
-            has pinned is found out so, whatever is pinned meanwhile. One pin less is one of the latest turn, if there is one:
+            has pinned is found out so, whatever is pinned meanwhile. One pin less is one of the latest epoch, if there is one:
             of the earlier ones the client has said, or will say, what it holds.
     """
 
@@ -21,8 +21,8 @@ class Pins:
         self.counts: dict[str, int] = {}
         """Pins of each pinned key, of all holders together."""
         self._of: dict[int, dict[str, int]] = {}
-        self._earlier: dict[int, dict[str, int]] = {}  # taken in earlier turns, and not confirmed since
-        self._turns: dict[int, int] = {}  # the latest, where it is not 0
+        self._earlier: dict[int, dict[str, int]] = {}  # taken in earlier epochs, and not confirmed since
+        self._epochs: dict[int, int] = {}  # the latest, where it is not 0
 
     def has(self, holder: int) -> bool:
         """Whether this holder has a pin."""
@@ -83,7 +83,7 @@ class Pins:
 
     def drop_all(self, holder: int) -> list[str]:
         """This holder has no pins any more, and is gone; which keys have none any more."""
-        self._turns.pop(holder, None)
+        self._epochs.pop(holder, None)
         return self._let_go(self._earlier.pop(holder, {})) + self._let_go(self._of.pop(holder, {}))
 
     def forget(self, keys: Iterable[str]) -> None:
@@ -97,16 +97,16 @@ class Pins:
                         if not own:
                             del of[holder]
 
-    # --- turns ----------------------------------------------------------------------------------------------------
+    # --- pin epochs -----------------------------------------------------------------------------------------------
 
-    def enter_turn(self, holder: int, turn: int) -> bool:
-        """This session speaks in this turn. False: it has been heard in a later one, and nothing is to be done."""
-        latest = self._turns.get(holder, 0)
-        if turn == latest:
+    def enter_pin_epoch(self, holder: int, epoch: int) -> bool:
+        """Note that this session asks in this pin epoch. False: it has been heard in a later one, and nothing is to be done."""
+        latest = self._epochs.get(holder, 0)
+        if epoch == latest:
             return True
-        if turn < latest:
+        if epoch < latest:
             return False
-        self._turns[holder] = turn
+        self._epochs[holder] = epoch
         own = self._of.pop(holder, None)
         if own is not None:
             earlier = self._earlier.setdefault(holder, own)
@@ -116,7 +116,7 @@ class Pins:
         return True
 
     def reconcile(self, holder: int, keys: Iterable[str], counts: Iterable[int]) -> None:
-        """This session holds so many of the pins that it took in earlier turns: they stay. It cannot hold more than it took."""
+        """Keep so many of the pins that this session took in earlier epochs. It cannot hold more than it took."""
         earlier = self._earlier.get(holder)
         if earlier is None:
             return
@@ -132,7 +132,7 @@ class Pins:
             del self._earlier[holder]
 
     def drop_earlier(self, holder: int) -> tuple[int, list[str]]:
-        """What it took in earlier turns and did not name goes: how many pins, and which keys have none any more."""
+        """Drop what it took in earlier epochs and did not name: how many pins, and which keys have none any more."""
         earlier = self._earlier.pop(holder, {})
         return sum(earlier.values()), self._let_go(earlier)
 
@@ -177,14 +177,14 @@ def _less(own: dict[str, int], key: str, count: int) -> None:
 class ReadGrace:
     """What published connections have looked up lately: they read without pins, and cannot be told to stop.
 
-    Time runs in turns of ``grace`` seconds, and what is noted in one turn is kept until the next one is over: for one to
+    Time runs in periods of ``grace`` seconds, and what is noted in one period is kept until the next one is over: for one to
     two times ``grace``. So noting costs nothing but the insertion, and forgetting nothing at all.
     """
 
     def __init__(self, grace: float) -> None:
         self._grace = grace
-        self._turn = -math.inf
-        self._new: set[str] = set()  # noted in this turn
+        self._period = -math.inf
+        self._new: set[str] = set()  # noted in this period
         self._old: set[str] = set()  # noted in the one before
 
     def __contains__(self, key: object) -> bool:
@@ -198,11 +198,11 @@ class ReadGrace:
 
     def forget_before(self, now: float) -> None:
         """Forget what is old enough."""
-        turn = now // self._grace if self._grace > 0 else 0.0
-        if turn != self._turn:
-            self._old = self._new if turn == self._turn + 1 else set()
+        period = now // self._grace if self._grace > 0 else 0.0
+        if period != self._period:
+            self._old = self._new if period == self._period + 1 else set()
             self._new = set()
-            self._turn = turn
+            self._period = period
 
 
 class Held:

@@ -72,7 +72,7 @@ def find(service: Service, peer: Peer, header: Header, message: FindRequest, pay
     service.check_keys(message.keys)
     directory = service.directory
     if message.pin:
-        _check_turn(service, session_id, message.turn)
+        _check_pin_epoch(service, session_id, message.turn)
     answers = directory.find(session_id, message.keys, now, pin=message.pin, prefix=message.prefix)
     found: int | list[int] = len(answers)
     there = answers
@@ -88,7 +88,7 @@ def unpin(service: Service, peer: Peer, header: Header, message: UnpinRequest, p
     """One pin of this session less for each key."""
     session_id = _enter(service, peer, message, now)
     service.check_keys(message.keys)
-    _check_turn(service, session_id, message.turn)
+    _check_pin_epoch(service, session_id, message.turn)
     results = service.directory.unpin(session_id, message.keys)
     pending = service.directory.pending(session_id, now)
     return reply(header.code, header.sequence, UnpinReply(service.epoch, pending, results), header.flags)
@@ -177,7 +177,7 @@ def pins(service: Service, peer: Peer, header: Header, message: PinsRequest, pay
     """What this session holds pinned. What it has besides goes: the answer that said so never came to its client."""
     session_id = _enter(service, peer, message, now)
     service.check_keys(message.keys)
-    _check_turn(service, session_id, message.turn)
+    _check_pin_epoch(service, session_id, message.turn)
     dropped = service.directory.settle_pins(session_id, message.keys, message.counts, last=message.last)
     if dropped:
         service.note(_INFO, f"session {session_id} had {dropped} pins that its client did not know of")
@@ -192,9 +192,9 @@ def place_of(location: Location) -> bytes:
     return made
 
 
-def _check_turn(service: Service, session_id: int, turn: int) -> None:
-    if not service.directory.enter_turn(session_id, turn):
-        raise Refused(Word.FENCED, f"turn {turn} was over before this arrived")
+def _check_pin_epoch(service: Service, session_id: int, pin_epoch: int) -> None:
+    if not service.directory.enter_pin_epoch(session_id, pin_epoch):
+        raise Refused(Word.FENCED, f"pin epoch {pin_epoch} was over before this arrived")
 
 
 def _enter(service: Service, peer: Peer, message: OwnRequest, now: float) -> int:

@@ -134,7 +134,7 @@ class FindRequest(OwnRequest, frozen=True):
     prefix: bool
     """Stop at the first miss."""
     turn: int = 0
-    """Of the session: see :class:`PinsRequest`. Of one that is over, nothing is pinned any more."""
+    """The pin epoch of the session: see :class:`PinsRequest`. In one that is over, nothing is pinned any more."""
 
 
 class FindReply(OwnReply, frozen=True):
@@ -177,7 +177,7 @@ class UnpinRequest(OwnRequest, frozen=True):
 
     keys: Keys
     turn: int = 0
-    """As in :class:`FindRequest`: of one that is over, nothing is given back any more."""
+    """As in :class:`FindRequest`: in one that is over, nothing is given back any more."""
 
 
 class UnpinReply(OwnReply, frozen=True):
@@ -187,10 +187,10 @@ class UnpinReply(OwnReply, frozen=True):
 
 
 class PinsRequest(OwnRequest, frozen=True):
-    """These are the pins that this session holds, of all that it took in earlier *turns*.
+    """These are the pins that this session holds, of all that it took in earlier *pin epochs*.
 
-    A client numbers its turns upwards. As soon as a request of a later turn has been seen, FIND and UNPIN of earlier ones are
-    refused, should they still arrive. What the session has pinned in earlier turns and does not name goes with the ``last`` of
+    A client numbers its epochs upwards. As soon as a request of a later epoch has been seen, FIND and UNPIN of earlier ones are
+    refused, should they still arrive. What the session has pinned in earlier epochs and does not name goes with the ``last`` of
     these, which is sent when all others were answered.
     """
 

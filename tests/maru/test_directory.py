@@ -1446,16 +1446,16 @@ def test_pins_are_known_by_holder():
     assert pins.drop(2, ["x"]) == ([True], ["x"])
 
 
-# --- turns ----------------------------------------------------------------------------------------------------------
+# --- pin epochs -----------------------------------------------------------------------------------------------------
 
 
-def test_what_was_pinned_in_earlier_turns_goes_unless_it_is_named():
+def test_what_was_pinned_in_earlier_epochs_goes_unless_it_is_named():
     world = World()
     a, reader, other = world.session(region=1), world.session(), world.session()
     world.store(a, "wxyz")
     world.pin(reader, "wxxy")
     world.pin(other, "y")
-    assert world.enter_turn(reader, 3)
+    assert world.enter_pin_epoch(reader, 3)
     world.pin(reader, "xz")
     assert world.settle_pins(reader, ["x"], [1], last=False) == 0
     assert world.statistics().pinned == 4  # nothing goes before the last part
@@ -1465,40 +1465,40 @@ def test_what_was_pinned_in_earlier_turns_goes_unless_it_is_named():
     assert world.unpin(other, "y") == [True]
 
 
-def test_nothing_is_done_in_a_turn_that_is_over():
+def test_nothing_is_done_in_an_epoch_that_is_over():
     world = World()
     reader = world.session(region=1)
-    assert world.enter_turn(reader, 0)
-    assert world.enter_turn(reader, 5)
-    assert not world.enter_turn(reader, 4)
-    assert not world.enter_turn(reader, 0)
-    assert world.enter_turn(reader, 5)
+    assert world.enter_pin_epoch(reader, 0)
+    assert world.enter_pin_epoch(reader, 5)
+    assert not world.enter_pin_epoch(reader, 4)
+    assert not world.enter_pin_epoch(reader, 0)
+    assert world.enter_pin_epoch(reader, 5)
     with pytest.raises(KeyError):
-        world.enter_turn(99, 1)
+        world.enter_pin_epoch(99, 1)
     with pytest.raises(KeyError):
         world.settle_pins(99, [], [], last=True)
 
 
-def test_a_pin_less_is_one_of_the_latest_turn_first():
+def test_a_pin_less_is_one_of_the_latest_epoch_first():
     world = World()
     reader = world.session(region=1)
     world.store(reader, "x")
     world.pin(reader, "x")
-    world.enter_turn(reader, 1)
+    world.enter_pin_epoch(reader, 1)
     world.pin(reader, "x")
     assert world.unpin(reader, "x") == [True]
     assert world.settle_pins(reader, [], [], last=True) == 1
     assert world.unpin(reader, "x") == [False]
 
 
-def test_turns_leave_nothing_behind():
+def test_pin_epochs_leave_nothing_behind():
     world = World()
     a = world.session(region=1)
     world.store(a, "xy")
     readers = [world.session(lease=1.0) for _ in range(3)]
     for reader, keys in zip(readers, ["xy", "x", ""], strict=True):
         world.pin(reader, keys)
-        world.enter_turn(reader, 7)
+        world.enter_pin_epoch(reader, 7)
     world.settle_pins(readers[0], ["y"], [1], last=True)
     pins = world.directory._guard._pins
     assert pins.has(readers[1])
@@ -1506,16 +1506,16 @@ def test_turns_leave_nothing_behind():
     for reader in readers:
         world.end_session(reader, world.now)
     world.expire(world.now + 5.0)
-    assert (pins.counts, pins._of, pins._earlier, pins._turns) == ({}, {}, {}, {})
+    assert (pins.counts, pins._of, pins._earlier, pins._epochs) == ({}, {}, {}, {})
     assert [region.pinned for region in world.directory._state.regions.values()] == [0]
 
 
-def test_pins_of_a_key_that_is_forgotten_are_of_no_turn():
+def test_pins_of_a_key_that_is_forgotten_are_of_no_epoch():
     world = World()
     reader = world.session(region=1)
     world.store(reader, "xy")
     world.pin(reader, "xy")
-    world.enter_turn(reader, 1)
+    world.enter_pin_epoch(reader, 1)
     world.pin(reader, "x")
     world.directory.forget(["x"])
     assert world.settle_pins(reader, ["x"], [2], last=True) == 1

@@ -90,8 +90,8 @@ class Model:
     sessions: list = attrs.field(factory=list)
     connections: list = attrs.field(factory=list)
     pins: list = attrs.field(factory=list)  # (holder, key), once for each pin
-    earlier: list = attrs.field(factory=list)  # the same, of those taken in turns before the holder's latest
-    turns: dict = attrs.field(factory=dict)  # the latest of a session
+    earlier: list = attrs.field(factory=list)  # the same, of those taken in epochs before the holder's latest
+    epochs: dict = attrs.field(factory=dict)  # the latest of a session
     holders: list = attrs.field(factory=list)  # in the order in which they took the first of the pins they have
     departed: list = attrs.field(factory=list)  # (holder, until)
     reads: list = attrs.field(factory=list)  # (key, when), by published connections
@@ -419,11 +419,11 @@ class Model:
         if keys and by not in self.holders:
             self.holders.append(by)
 
-    def enter_turn(self, by, turn):
-        if turn < self.turns.get(by, 0):
+    def enter_pin_epoch(self, by, epoch):
+        if epoch < self.epochs.get(by, 0):
             return False
-        if turn > self.turns.get(by, 0):
-            self.turns[by] = turn
+        if epoch > self.epochs.get(by, 0):
+            self.epochs[by] = epoch
             self.earlier += [pin for pin in self.pins if pin[0] == by]
             self.pins = [pin for pin in self.pins if pin[0] != by]
         return True
@@ -533,7 +533,7 @@ class Model:
 
     def restart(self, now):
         self.connections, self.pins, self.holders, self.departed, self.reads, self.dropped = [], [], [], [], [], []
-        self.earlier, self.turns = [], {}
+        self.earlier, self.epochs = [], {}
         for session in self.sessions:
             session.deadline = now + session.lease + LIMITS.lease_grace
             session.connections = []
@@ -599,7 +599,7 @@ def recounted(directory):
             counts[key] = counts.get(key, 0) + count
     assert counts == pinned
     departed = directory._guard._ended_holders._until.keys()  # what they pinned may be lost with its region before that
-    assert pins._turns.keys() <= state.sessions.keys() | departed
+    assert pins._epochs.keys() <= state.sessions.keys() | departed
     assert pinned.keys() <= state.located.keys()
 
 
@@ -857,10 +857,12 @@ class DirectoryMachine(RuleBasedStateMachine):
             assert self.directory.unpin(by, keys) == self.model.unpin(by, keys)
 
     @rule(at=which, ahead=st.integers(-1, 2))
-    def enter_turn(self, at, ahead):
+    def enter_pin_epoch(self, at, ahead):
         if session := self.ours(at):
-            turn = self.model.turns.get(session.number, 0) + ahead
-            assert self.directory.enter_turn(session.number, turn) == self.model.enter_turn(session.number, turn)
+            epoch = self.model.epochs.get(session.number, 0) + ahead
+            assert self.directory.enter_pin_epoch(session.number, epoch) == self.model.enter_pin_epoch(
+                session.number, epoch
+            )
 
     @rule(at=which, keys=some_keys, counts=st.lists(st.integers(-1, 3), min_size=6, max_size=6))
     def settle_pins(self, at, keys, counts):
@@ -870,10 +872,10 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(at=which, keys=some_keys, more=some_keys, overtaken=st.booleans(), data=st.data())
     def say_what_is_held(self, at, keys, more, overtaken, data):
-        """As a client does: in a new turn, some of what it has taken in those before, in two parts."""
+        """As a client does: in a new pin epoch, some of what it has taken in those before, in two parts."""
         if session := self.ours(at):
             self.pins_more(session, keys)
-            self.enter_turn(at, 1)
+            self.enter_pin_epoch(at, 1)
             if overtaken:
                 self.pins_more(session, more)
             mine = sorted({key for holder, key in self.model.earlier if holder == session.number})

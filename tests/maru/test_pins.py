@@ -259,15 +259,15 @@ def test_pins_of_a_registration_that_went_although_pinned_are_not_given_back_to_
 
 
 def test_what_is_remembered_of_lost_answers_is_bounded():
-    turns = PinEpochs()
+    epochs = PinEpochs()
     for _ in range(MOST_UNANSWERED + 1):
         call = Call(Code.FIND, None)
         call.sent_at = 10.0
-        turns.gave_up(call, 0)
-    assert not turns.waits
-    assert turns.is_due(0.0)
-    turns.end_claim(turns.begin_claim(), is_settled=True)
-    assert not turns.is_due(99.0)
+        epochs.gave_up(call, 0)
+    assert not epochs.waits
+    assert epochs.is_due(0.0)
+    epochs.end_claim(epochs.begin_claim(), is_settled=True)
+    assert not epochs.is_due(99.0)
 
 
 # --- anything overtakes anything -------------------------------------------------------------------------------------

@@ -705,7 +705,7 @@ def test_what_a_session_does_not_claim_goes_and_what_comes_of_an_earlier_turn_is
     assert refused(world.find(token, ["a"], pin=True), Word.FENCED)
     assert refused(world.send(b"ours", Code.UNPIN, UnpinRequest(token, 0, ["b"], 3)), Word.FENCED)
     assert refused(world.send(b"ours", Code.PINS, PinsRequest(token, 0, 3, [], [], True)), Word.FENCED)
-    assert list(world.find(token, ["a"]).positions) == [0]  # what pins nothing is of no turn
+    assert list(world.find(token, ["a"]).positions) == [0]  # what pins nothing is of no pin epoch
     assert world.send(b"ours", Code.PINS, PinsRequest(token, 0, 4, [], [], True)).dropped == 0
     answer = world.send(b"ours", Code.FIND, FindRequest(token, 0, ["a"], True, False, 4))
     assert list(answer.positions) == [0]

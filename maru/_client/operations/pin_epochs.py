@@ -3,17 +3,17 @@
 A FIND whose answer was lost has pinned what nobody here knows of; an UNPIN whose request was lost has not given back what
 nobody here holds any more. Neither can be asked for again: done twice, an UNPIN undoes a pin that somebody relies on. So the
 client says once what it holds, all of it, and the server lets go of the rest. What is under way meanwhile is kept apart by a
-number, the *turn*, that every FIND and UNPIN bears.
+number, the *pin epoch*, that every FIND and UNPIN bears (``turn`` on the wire).
 
-Rule 1. What is claimed is what is held at the moment at which a turn begins. An answer to a FIND of an earlier turn is not
+Rule 1. What is claimed is what is held at the moment at which an epoch begins. An answer to a FIND of an earlier one is not
         used any more: the claim does not name what it has pinned.
 Rule 2. What is due to be given back at that moment is not, since it is not claimed. Until the claim is answered nothing is
         given back: it may be claimed.
 Rule 3. A claim is due only when an answer has not come for as long as anybody waits for one, and until one was answered. What
         it was due for is forgotten when it begins: the next one is due for what is lost from then on.
-Rule 4. Another era begins another turn as well: what was asked of a server that is gone and arrives at the next one behind what
-        is asked of that does nothing. What a FIND has pinned that was first is not given back, since an UNPIN that was first
-        may have undone that already: a claim is due at once.
+Rule 4. Another era begins another epoch as well: what was asked of a server that is gone and arrives at the next one, behind
+        what is asked of that, does nothing. What a FIND that came first has pinned is not given back, since an UNPIN that
+        came first may have undone that already: a claim is due at once.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ MOST_UNANSWERED: Final = 4_096
 
 
 class PinEpochs:
-    """The turns of one client."""
+    """The pin epochs of one client: which one it is in, and whether the server has to be told what is pinned."""
 
     def __init__(self) -> None:
-        self.turn = 0
+        self.current = 0
         """What a FIND or an UNPIN bears that is sent now."""
         self.claimed = 0
-        """Of what was asked in earlier turns of this era, nothing is pinned that the last claim does not name."""
+        """Of what was asked in earlier epochs of this era, nothing is pinned that the last claim does not name."""
         self.is_claiming = False
         """A claim is under way."""
         self.is_lost = False
@@ -48,7 +48,7 @@ class PinEpochs:
 
     def next_era(self) -> None:
         """Another server, or another session. What was sent to the one before may still arrive, and pin something here."""
-        self.turn += 1
+        self.current += 1
         self.claimed = 0
 
     def forget(self) -> None:
@@ -58,9 +58,9 @@ class PinEpochs:
 
     # --- answers --------------------------------------------------------------------------------------------------
 
-    def gave_up(self, call: Call, turn: int) -> None:
-        """Nobody waits for this FIND or UNPIN of that turn any more. It was sent, and its answer may still come."""
-        if turn < self.claimed:
+    def gave_up(self, call: Call, epoch: int) -> None:
+        """Note that this FIND or UNPIN of that epoch is not waited for any more. It was sent, and its answer may still come."""
+        if epoch < self.claimed:
             return
         self._unanswered[call] = None
         if len(self._unanswered) > MOST_UNANSWERED:
@@ -80,16 +80,16 @@ class PinEpochs:
         return any([call.sent_at <= sent_before for call in self._unanswered])
 
     def begin_claim(self) -> int:
-        """What is held now is claimed: the turn that begins with that."""
-        self.turn += 1
-        self.claimed = self.turn
+        """Begin an epoch by claiming what is held now; its number."""
+        self.current += 1
+        self.claimed = self.current
         self.is_claiming = self._is_unsettled = True
         self.is_lost = False
         self._unanswered.clear()
-        return self.turn
+        return self.current
 
-    def end_claim(self, turn: int, *, is_settled: bool) -> None:
+    def end_claim(self, epoch: int, *, is_settled: bool) -> None:
         """It was answered, or nobody waits for that any more."""
         self.is_claiming = False
-        if is_settled and turn == self.claimed:
+        if is_settled and epoch == self.claimed:
             self._is_unsettled = False

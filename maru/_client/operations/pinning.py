@@ -24,12 +24,12 @@ FENCED = "fenced"
 
 def find_call(s: ClientState, names: list[str], *, prefix: bool = False) -> Call:
     """A FIND that pins. Answered too late, what it has pinned is given back."""
-    turn = s.pin_epochs.turn
+    pin_epoch = s.pin_epochs.current
 
     def late(reply: FindReply) -> None:
-        s.disown(turn, reply.epoch, [names[at] for at in reply.positions])
+        s.disown(pin_epoch, reply.epoch, [names[at] for at in reply.positions])
 
-    return Call(Code.FIND, FindRequest(s.token, s.pages.acknowledged, names, True, prefix, turn), late=late)
+    return Call(Code.FIND, FindRequest(s.token, s.pages.acknowledged, names, True, prefix, pin_epoch), late=late)
 
 
 def retake_pins(s: ClientState) -> Operation[None]:
@@ -48,7 +48,7 @@ def give_back_pins(s: ClientState, *, wait: bool = True) -> Operation[None]:
     """Undo the pins that are due.
 
     What was sent is not asked for again, answered or not: it is done sooner or later, and done twice it could undo a pin that
-    was taken since. If it is lost, that shows in the end: see `turns`.
+    was taken since. If it is lost, that shows in the end: see `pin_epochs`.
     """
     if s.pin_epochs.is_claiming:  # what is given back now may be claimed
         if wait:
@@ -56,13 +56,13 @@ def give_back_pins(s: ClientState, *, wait: bool = True) -> Operation[None]:
         if s.pin_epochs.is_claiming:
             return
     due, s.pinned.due = s.pinned.due, []
-    turn = s.pin_epochs.turn
+    pin_epoch = s.pin_epochs.current
     unsent = list(portions(due, s.max_keys))
     try:
-        while unsent and turn == s.pin_epochs.turn:
+        while unsent and pin_epoch == s.pin_epochs.current:
             some = unsent[-1]
             if s.own:
-                message: Request = UnpinRequest(s.token, s.pages.acknowledged, some, turn)
+                message: Request = UnpinRequest(s.token, s.pages.acknowledged, some, pin_epoch)
                 call = Call(Code.UNPIN, message, sending=unsent.pop)
             else:
                 call = Call(Code.BATCH_UNPIN_KV, KeysRequest(some), sending=unsent.pop)
@@ -70,14 +70,14 @@ def give_back_pins(s: ClientState, *, wait: bool = True) -> Operation[None]:
             if unsent and unsent[-1] is some:  # it could not leave now
                 break
     except ServerRefused as exc:
-        if exc.word == FENCED and turn != s.pin_epochs.turn:
+        if exc.word == FENCED and pin_epoch != s.pin_epochs.current:
             return  # it was not claimed, so it has gone with the claim
         if exc.word != SESSION_GONE:
             raise
         s.unsettled = True  # and its pins are gone with it
         unsent.clear()
     finally:
-        if turn == s.pin_epochs.turn:  # or else the server is another one, or it was told by a claim
+        if pin_epoch == s.pin_epochs.current:  # or else the server is another one, or it was told by a claim
             for some in unsent:
                 s.pinned.due += some
 
@@ -95,13 +95,15 @@ def claim_pins(s: ClientState) -> Operation[None]:
     if not s.doubts_pins():
         return
     era = s.era
-    turn, keys, counts = s.begin_claim()
+    pin_epoch, keys, counts = s.begin_claim()
     is_settled = False
     n = s.max_keys
     try:
         for at in range(0, len(keys) or 1, n):  # the last of them lets go, so all others must have arrived before
             last = at + n >= len(keys)
-            request = PinsRequest(s.token, s.pages.acknowledged, turn, keys[at : at + n], counts[at : at + n], last)
+            request = PinsRequest(
+                s.token, s.pages.acknowledged, pin_epoch, keys[at : at + n], counts[at : at + n], last
+            )
             reply: PinsReply = yield Call(Code.PINS, request)
             if era != s.era:
                 return
@@ -110,10 +112,10 @@ def claim_pins(s: ClientState) -> Operation[None]:
     except ServerRefused as exc:
         if exc.word == SESSION_GONE:
             s.unsettled = True  # and its pins are gone with it
-        elif exc.word != FENCED or turn == s.pin_epochs.turn:
+        elif exc.word != FENCED or pin_epoch == s.pin_epochs.current:
             raise
     finally:
-        s.pin_epochs.end_claim(turn, is_settled=is_settled)
+        s.pin_epochs.end_claim(pin_epoch, is_settled=is_settled)
     yield from give_back_pins(s, wait=False)
 
 

@@ -182,11 +182,11 @@ def _find(s: ClientState, names: list[str], prefix: bool) -> Operation[list[Plac
     """Find and pin.
 
     If the answer is the first that was heard of another server, it is asked for again once that is settled: until then,
-    what is mapped here under a region's number may be of another pool. It is asked for again, too, if a turn has begun
+    what is mapped here under a region's number may be of another pool. It is asked for again, too, if a pin epoch has begun
     meanwhile, since what it has pinned was not claimed.
     """
     for _ in range(ATTEMPTS):
-        turn, own = s.pin_epochs.turn, s.own
+        pin_epoch, own = s.pin_epochs.current, s.own
         try:
             if own:
                 reply: FindReply = yield find_call(s, names, prefix=prefix)
@@ -196,12 +196,12 @@ def _find(s: ClientState, names: list[str], prefix: bool) -> Operation[list[Plac
                 places = yield from _find_published(s, names, prefix)
                 epoch = s.epoch
         except ServerRefused as exc:
-            if exc.word == FENCED and turn != s.pin_epochs.turn:
+            if exc.word == FENCED and pin_epoch != s.pin_epochs.current:
                 continue
             raise
-        if turn == s.pin_epochs.turn and not s.unsettled:
+        if pin_epoch == s.pin_epochs.current and not s.unsettled:
             return places
-        s.disown(turn, epoch, [names[place[0]] for place in places])
+        s.disown(pin_epoch, epoch, [names[place[0]] for place in places])
         if s.unsettled:
             yield from settle(s)
     raise LeaseLost(f"{s!r}: the server restarts again and again")

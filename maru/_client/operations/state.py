@@ -35,7 +35,7 @@ USED_CODES = frozenset(OWN_CODES) - {Code.DESCRIBE, Code.PINS}
 
 
 _PINNING = frozenset((int(Code.FIND), int(Code.UNPIN)))
-"""What is of a turn."""
+"""The requests that bear the number of a pin epoch."""
 
 
 def is_own(reply: HandshakeReply) -> bool:
@@ -296,20 +296,20 @@ class ClientState:
         return self.settles_pins and not self.unsettled and self.pin_epochs.is_due(self.clock() - patience)
 
     def begin_claim(self) -> tuple[int, list[str], list[int]]:
-        """All that is held from this moment on, of what was pinned before: the turn that begins, keys, and pins of each."""
-        turn = self.pin_epochs.begin_claim()
+        """Begin a pin epoch by claiming what is held now: its number, the keys, and how many pins each has."""
+        pin_epoch = self.pin_epochs.begin_claim()
         self.pinned.due.clear()
         held = self.pinned.held(self.era)
-        return turn, list(held), list(held.values())
+        return pin_epoch, list(held), list(held.values())
 
-    def disown(self, turn: int, epoch: int, names: list[str]) -> None:
-        """What a FIND of that turn has pinned, an answer of that epoch says, is nobody's here: it is given back.
+    def disown(self, pin_epoch: int, epoch: int, names: list[str]) -> None:
+        """Give back what a FIND of that pin epoch has pinned, as an answer of that server epoch says: nothing here holds it.
 
         Unless that is done already: the claim that was made since names all but this.
         """
-        if epoch != self.epoch or turn < self.pin_epochs.claimed:
+        if epoch != self.epoch or pin_epoch < self.pin_epochs.claimed:
             return
-        if turn < self.pin_epochs.turn and self.settles_pins:
+        if pin_epoch < self.pin_epochs.current and self.settles_pins:
             self.pin_epochs.is_lost = True  # it was asked of the server before: so may have been what undoes it
         else:
             self.pinned.due += names
