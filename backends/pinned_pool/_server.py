@@ -24,7 +24,7 @@ import trio
 from maru._errors import CannotMap, PoolUnusable
 from maru._pool.backing import RegionFile
 from maru._pool.descriptors import DescriptorRequest, DescriptorServer
-from maru._pool.home import open_private
+from maru._pool.state_directory import open_private
 from maru._pool.threads import Workers
 
 from ._config import PinnedPoolConfig

@@ -69,7 +69,7 @@ class Rates:
     operations: Mapping[str, OperationRates]
 
 
-def rates(before: Sample, after: Sample) -> Rates:
+def compute_rates(before: Sample, after: Sample) -> Rates:
     """The difference of two samples."""
     seconds = after.at - before.at
     restarted = before.epoch != after.epoch or seconds <= 0

@@ -10,8 +10,8 @@ import click
 
 from .._console import identifier
 from .._wire import OWN_CODES, Code, StatsReply, UsageReply
-from ._asking import Server, Wish, connected, server_options
-from ._showing import duration, print_json, show, size
+from ._connection import ServerConnection, ServerOptions, open_connection, server_options
+from ._output import duration, print_json, show, size
 
 Fact: TypeAlias = bool | int | float | str | None
 
@@ -40,20 +40,20 @@ class Description:
 
 @click.command()
 @server_options
-def command(wish: Wish) -> None:
+def command(options: ServerOptions) -> None:
     """Say what server this is: version, epoch, endpoints, pool, limits, sessions, journal.
 
     A published server says less. What it does say includes GET_STATS, which begins its intervals anew.
     """
-    with connected(wish) as server:
+    with open_connection(options) as server:
         description = describe(server)
-    if wish.as_json:
+    if options.as_json:
         print_json({**attrs.asdict(description), "epoch": identifier(description.epoch)})
     else:
         _show(description)
 
 
-def describe(server: Server) -> Description:
+def describe(server: ServerConnection) -> Description:
     """Ask for all of it."""
     hello = server.handshake()
     codes = [Code(code).name for code in sorted(OWN_CODES.intersection(hello.codes))]
@@ -62,7 +62,7 @@ def describe(server: Server) -> Description:
     return Description(server.address, published, hello.epoch or None, hello.rm_address, codes, sections)
 
 
-def _published_sections(server: Server) -> dict[str, dict[str, Fact]]:
+def _published_sections(server: ServerConnection) -> dict[str, dict[str, Fact]]:
     """What a published server can be asked for, under the names that ours has for it."""
     stats = server.ask(Code.GET_STATS, StatsReply)
     usage = server.ask(Code.GET_USAGE, UsageReply)

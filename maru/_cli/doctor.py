@@ -16,8 +16,8 @@ from .._config import ServerConfig, default_pool_path, is_loopback, server_confi
 from .._errors import ConfigError, NoAnswer, ServerRefused
 from .._pool.doctor import Facts, Finding, Wanted, examine, worst
 from .._pool.facts import read_facts
-from ._asking import Server, Wish, look, server_options, usage_errors
-from ._showing import print_json, show
+from ._connection import ServerConnection, ServerOptions, probe_address, server_options, usage_errors
+from ._output import print_json, show
 from .describe import Description, describe
 
 Sections: TypeAlias = Mapping[str, Mapping[str, object]]
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 @click.option("--dax-path", metavar="PATH", help="What holds regions instead.  [default: MARU_SERVER__DAX_PATH]")
 @click.option("--capacity-bytes", metavar="SIZE", help="What regions may take together.  [default: the server's]")
 @click.option("--pin", is_flag=True, help="Clients pin regions for CUDA: look at locked memory, too.")
-def command(wish: Wish, pin: bool, **options: str | None) -> None:
+def command(target: ServerOptions, pin: bool, **options: str | None) -> None:
     """Find what would go wrong here: space and memory behind regions, permissions, descriptors, sockets.
 
     A page without memory behind it is a SIGBUS in whoever touches it, not an error; so look before. Works with a server
@@ -51,11 +51,11 @@ def command(wish: Wish, pin: bool, **options: str | None) -> None:
     given = {
         f"server.{name}": (f"--{name.replace('_', '-')}", text) for name, text in options.items() if text is not None
     }
-    with usage_errors(wish.config_file):
-        config = server_config(Path(wish.config_file) if wish.config_file else "", options=given)
-    asked, description = _ask(wish)
+    with usage_errors(target.config_file):
+        config = server_config(Path(target.config_file) if target.config_file else "", options=given)
+    asked, description = _ask(target)
     # What a server of another host says of its directories is of no use here; nor is it where another place was named.
-    near = description is not None and _is_near(wish.address) and not (options["pool_path"] or options["dax_path"])
+    near = description is not None and _is_near(target.address) and not (options["pool_path"] or options["dax_path"])
     sections: Sections = description.sections if near and description is not None else {}
     place = _place_of(sections.get("pool", {})) or _place_in(config)
     facts = _facts(place, _sockets(sections.get("server", {})), config)
@@ -68,41 +68,41 @@ def command(wish: Wish, pin: bool, **options: str | None) -> None:
     is_served = description is not None and _is_same(place.home, description.sections.get("pool", {}).get("home"))
     findings = [asked, *_refused(config, is_served), *examine(facts, wanted)]
     verdict = worst(findings)
-    if wish.as_json:
+    if target.as_json:
         every = [attrs.asdict(finding) for finding in findings]
-        print_json({"address": wish.address, **place._asdict(), "verdict": verdict, "findings": every})
+        print_json({"address": target.address, **place._asdict(), "verdict": verdict, "findings": every})
     else:
         _show(findings)
     if verdict == "fail":
         sys.exit(1)
 
 
-def _ask(wish: Wish) -> tuple[Finding, Description | None]:
+def _ask(target: ServerOptions) -> tuple[Finding, Description | None]:
     """Whether a server answers, and what it says."""
     name, needed = "server", "one that answers"
     try:
-        server = Server(wish)
+        server = ServerConnection(target)
     except (ConfigError, OSError, ValueError) as error:
-        return Finding(name, "fail", f"{wish.address}: {error}", needed, "correct the address, or the keys"), None
+        return Finding(name, "fail", f"{target.address}: {error}", needed, "correct the address, or the keys"), None
     try:
         description = describe(server)
     except NoAnswer:
-        absent, text = look(wish.address)
+        absent, text = probe_address(target.address)
         if absent:
-            return Finding(name, "ok", f"none at {wish.address}", needed), None
-        return Finding(name, "warn", f"{wish.address} does not answer", needed, text), None
+            return Finding(name, "ok", f"none at {target.address}", needed), None
+        return Finding(name, "warn", f"{target.address} does not answer", needed, text), None
     except ServerRefused as error:
-        return Finding(name, "warn", f"{wish.address} refuses: {error}", needed, "is this a page store?"), None
+        return Finding(name, "warn", f"{target.address} refuses: {error}", needed, "is this a page store?"), None
     finally:
         server.close()
-    return Finding(name, "ok", f"{wish.address} is {description.kind}", needed), description
+    return Finding(name, "ok", f"{target.address} is {description.kind}", needed), description
 
 
 def _refused(config: ServerConfig, is_served: bool) -> list[Finding]:
     """Why a server would not start. Where none would be, that is one finding."""
     import trio
 
-    from .._server.starting import refusals
+    from .._server.start_checks import refusals
 
     found = trio.run(functools.partial(refusals, config, is_served=is_served))
     needed = "a configuration that a server starts with"

@@ -12,8 +12,8 @@ from .._console import identifier
 from .._ending import CheckFailed
 from .._errors import NoAnswer
 from .._wire import Code, HeartbeatReply
-from ._asking import Wish, connected, look, server_options
-from ._showing import duration, plural, print_json
+from ._connection import ServerOptions, open_connection, probe_address, server_options
+from ._output import duration, plural, print_json
 
 
 @click.command()
@@ -27,14 +27,14 @@ from ._showing import duration, plural, print_json
     metavar="SECONDS",
     help="Between two of them.",
 )
-def command(wish: Wish, count: int, interval: float) -> None:
+def command(options: ServerOptions, count: int, interval: float) -> None:
     """Measure round trips, with a HEARTBEAT each.
 
     The first one, which connects, does not count. Exit code 1 when an answer is lost; 3, as of every
     command, when nobody answers at all.
     """
     times: list[float] = []
-    with connected(wish) as server:
+    with open_connection(options) as server:
         epoch = server.ask(Code.HEARTBEAT, HeartbeatReply).epoch
         for number in range(count):
             if number:
@@ -47,10 +47,10 @@ def command(wish: Wish, count: int, interval: float) -> None:
             times.append(perf_counter() - began)
     lost = count - len(times)
     figures = _figures(times) if times else {}
-    if wish.as_json:
+    if options.as_json:
         print_json(
             {
-                "address": wish.address,
+                "address": options.address,
                 "over": server.over,
                 "epoch": identifier(epoch or None),
                 "sent": count,
@@ -59,11 +59,12 @@ def command(wish: Wish, count: int, interval: float) -> None:
             }
         )
     else:
-        click.echo(f"{wish.address}, over {server.over}: {plural(count, 'round trip')}, {lost} lost")
+        click.echo(f"{options.address}, over {server.over}: {plural(count, 'round trip')}, {lost} lost")
         click.echo(", ".join(f"{name} {duration(figure)}" for name, figure in figures.items()))
     if lost:
         raise CheckFailed(
-            f"{wish.address} did not answer {lost} of {count} within {wish.timeout:g} s: {look(wish.address).text}"
+            f"{options.address} did not answer {lost} of {count} within {options.timeout:g} s: "
+            f"{probe_address(options.address).text}"
         )
 
 

@@ -10,8 +10,8 @@ import click
 
 from .._console import identifier
 from .._wire import Code, KeyRequest, ListReply, ListRequest, LookupReply, UsageReply
-from ._asking import Server, Wish, connected, server_options
-from ._showing import plural, print_json, show, size
+from ._connection import ServerConnection, ServerOptions, open_connection, server_options
+from ._output import plural, print_json, show, size
 
 
 @attrs.frozen
@@ -39,23 +39,23 @@ class Whereabouts:
 @click.command()
 @server_options
 @click.argument("key")
-def command(wish: Wish, key: str) -> None:
+def command(options: ServerOptions, key: str) -> None:
     """Say where KEY lies: region, offset, length, generation, checksum, owner, pins.
 
     With the tenant and the namespace of the configuration, as a client would. Asking is no use of the key. Exit code 1
     when it is not there.
     """
     name = key
-    if wish.config.tenant or wish.config.namespace:
+    if options.config.tenant or options.config.namespace:
         from .._client.operations.state import salt_of
 
-        name = salt_of(wish.config.tenant, wish.config.namespace) + key
-    with connected(wish) as server:
+        name = salt_of(options.config.tenant, options.config.namespace) + key
+    with open_connection(options) as server:
         if Code.DESCRIBE in server.handshake().codes:
-            there = _told(wish.address, key, server.describe(name).sections.get("key", {}))
+            there = _told(options.address, key, server.describe(name).sections.get("key", {}))
         else:
             there = _looked_up(server, key, name)
-    if wish.as_json:
+    if options.as_json:
         print_json({**attrs.asdict(there), "checksum": identifier(there.checksum)})
     elif there.found:
         _show(there)
@@ -71,7 +71,7 @@ def _told(address: str, key: str, facts: Mapping[str, object]) -> Whereabouts:
     return Whereabouts(address=address, key=key, **{"found": False, **told})  # type: ignore[arg-type]
 
 
-def _looked_up(server: Server, key: str, name: str) -> Whereabouts:
+def _looked_up(server: ServerConnection, key: str, name: str) -> Whereabouts:
     """From a published server."""
     found = server.ask(Code.LOOKUP_KV, LookupReply, KeyRequest(name))
     if not found.found or found.handle is None:
@@ -81,7 +81,7 @@ def _looked_up(server: Server, key: str, name: str) -> Whereabouts:
     return Whereabouts(server.address, key, True, region_id, found.kv_offset, found.kv_length, owner=owner)
 
 
-def _owner(server: Server, region_id: int) -> str | None:
+def _owner(server: ServerConnection, region_id: int) -> str | None:
     """The instance whose regions this one is left out with. None for a region that was handed back, which nobody lists."""
 
     def listed(exclude: str | None) -> bool:

@@ -17,9 +17,9 @@ import click
 from .._console import console, identifier
 from .._errors import NoAnswer
 from .._wire import Code, StatsReply, UsageReply
-from ._asking import Server, Wish, connected, server_options, unanswered
-from ._rates import COUNTED, HELD, Rates, Sample, rates
-from ._showing import duration, print_json, show, size
+from ._connection import ServerConnection, ServerOptions, explain_no_answer, open_connection, server_options
+from ._output import duration, print_json, show, size
+from ._rates import COUNTED, HELD, Rates, Sample, compute_rates
 from .usage import as_json, pool_line, table_of
 
 if TYPE_CHECKING:
@@ -42,36 +42,36 @@ _ROWS_BESIDE = 24
     help="Between two looks.",
 )
 @click.option("--once", is_flag=True, help="Look twice, one interval apart, show that, and leave.")
-def command(wish: Wish, interval: float, once: bool) -> None:
+def command(options: ServerOptions, interval: float, once: bool) -> None:
     """Watch a server: what it does in a second, how full it is, who has what. Ends on q or Ctrl-C.
 
     With --json, one object a line. Each look includes GET_STATS, which begins the server's reporting intervals anew for
     whoever else watches them.
     """
-    with connected(wish) as server:
-        before = look(server)
+    with open_connection(options) as server:
+        before = take_sample(server)
         if once:
             time.sleep(interval)
-            after = look(server)
-            if wish.as_json:
-                print_json(_as_json(wish, after, rates(before, after)))
+            after = take_sample(server)
+            if options.as_json:
+                print_json(_as_json(options, after, compute_rates(before, after)))
             else:
-                show(*_sheet(wish, after, rates(before, after), interval))
-        elif sys.stdout.isatty() and not wish.as_json:
-            _live(wish, server, before, interval)
+                show(*_sheet(options, after, compute_rates(before, after), interval))
+        elif sys.stdout.isatty() and not options.as_json:
+            _live(options, server, before, interval)
         else:
             while True:
                 time.sleep(interval)
-                after = look(server)
-                if wish.as_json:
-                    click.echo(json.dumps(_as_json(wish, after, rates(before, after))))
+                after = take_sample(server)
+                if options.as_json:
+                    click.echo(json.dumps(_as_json(options, after, compute_rates(before, after))))
                 else:
-                    show(*_sheet(wish, after, rates(before, after), interval), "")
+                    show(*_sheet(options, after, compute_rates(before, after), interval), "")
                 sys.stdout.flush()
                 before = after
 
 
-def look(server: Server) -> Sample:
+def take_sample(server: ServerConnection) -> Sample:
     """One sample. A published server tells less."""
     stats = server.ask(Code.GET_STATS, StatsReply)
     usage = server.ask(Code.GET_USAGE, UsageReply)
@@ -107,9 +107,9 @@ def look(server: Server) -> Sample:
     )
 
 
-def _as_json(wish: Wish, sample: Sample, rate: Rates) -> dict[str, object]:
+def _as_json(options: ServerOptions, sample: Sample, rate: Rates) -> dict[str, object]:
     return {
-        "address": wish.address,
+        "address": options.address,
         "epoch": identifier(sample.epoch),
         "up_for": sample.up_for,
         "seconds": rate.seconds,
@@ -127,7 +127,7 @@ def _as_json(wish: Wish, sample: Sample, rate: Rates) -> dict[str, object]:
 # --- for people ---------------------------------------------------------------------------------------------------
 
 
-def _live(wish: Wish, server: Server, before: Sample, interval: float) -> None:
+def _live(options: ServerOptions, server: ServerConnection, before: Sample, interval: float) -> None:
     """A screen that is drawn anew at each look, until somebody has seen enough."""
     from rich.console import Group
     from rich.live import Live
@@ -137,15 +137,15 @@ def _live(wish: Wish, server: Server, before: Sample, interval: float) -> None:
     rate = Rates(0.0, True, {}, {}, {})
     with _keys() as pressed, Live(console=sheet, screen=True, auto_refresh=False) as screen:
         while True:
-            screen.update(Group(*_sheet(wish, before, rate, interval, sheet.height), trouble), refresh=True)
+            screen.update(Group(*_sheet(options, before, rate, interval, sheet.height), trouble), refresh=True)
             if pressed(interval) in ("q", "Q"):
                 return
             try:
-                after = look(server)
+                after = take_sample(server)
             except NoAnswer:
-                trouble = unanswered(wish)
+                trouble = explain_no_answer(options)
                 continue
-            trouble, rate, before = "", rates(before, after), after
+            trouble, rate, before = "", compute_rates(before, after), after
 
 
 @contextmanager
@@ -176,12 +176,14 @@ def _keys() -> Iterator[Callable[[float], str]]:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
-def _sheet(wish: Wish, sample: Sample, rate: Rates, interval: float, height: int = 0) -> list[RenderableType]:
+def _sheet(
+    options: ServerOptions, sample: Sample, rate: Rates, interval: float, height: int = 0
+) -> list[RenderableType]:
     from rich.table import Table
 
     up_for = "" if sample.up_for is None else f", up for {duration(sample.up_for)}"
     parts: list[RenderableType] = [
-        f"{wish.address}{up_for}, {time.strftime('%H:%M:%S')}, every {interval:g} s{', q ends' if height else ''}",
+        f"{options.address}{up_for}, {time.strftime('%H:%M:%S')}, every {interval:g} s{', q ends' if height else ''}",
         pool_line(UsageReply(list(sample.instances), sample.pool_total, sample.pool_free)),
         "",
     ]

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from .._wire import Code, InstanceUsage, UsageReply
-from ._asking import Wish, connected, server_options
-from ._showing import bar, plural, print_json, share, show, size
+from ._connection import ServerOptions, open_connection, server_options
+from ._output import bar, plural, print_json, share, show, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @click.command()
 @server_options
-def command(wish: Wish) -> None:
+def command(options: ServerOptions) -> None:
     """Show what each instance has of the pool, and how much of that holds keys."""
-    with connected(wish) as server:
+    with open_connection(options) as server:
         usage = server.ask(Code.GET_USAGE, UsageReply)
-    if wish.as_json:
+    if options.as_json:
         print_json(
             {
-                "address": wish.address,
+                "address": options.address,
                 "pool_total_bytes": usage.pool_total,
                 "pool_free_bytes": usage.pool_free,
                 "instances": [as_json(instance) for instance in usage.instances],

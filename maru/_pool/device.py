@@ -27,13 +27,13 @@ from .backing import (
     flags_for,
     full_is_an_answer,
 )
-from .home import Home
 from .spans import Spans
+from .state_directory import StateDirectory
 from .writers import may_write, written
 
 
 class Device:
-    """Regions are spans of one device, or of one plain file, found again by what the home remembers.
+    """Regions are spans of one device, or of one plain file, found again by what the state directory remembers.
 
     A descriptor of it reaches the whole device, and whoever has mapped a region that was freed still has the memory of the
     next one there: a device protects regions from each other less than files do. So a span that a client of ours may still
@@ -45,14 +45,14 @@ class Device:
 
     def __init__(
         self,
-        home: Home,
+        state_directory: StateDirectory,
         path: str | os.PathLike[str],
         capacity_bytes: int | None,
         reserve: Reserve = os.posix_fallocate,
         *,
         zero: bool = True,
     ) -> None:
-        self._home = home
+        self._state_directory = state_directory
         self._zero = zero
         self._mutex = threading.Lock()
         self.path = os.path.realpath(path)
@@ -101,9 +101,9 @@ class Device:
             with full_is_an_answer(length):
                 if self._zero:
                     self._clear(offset, length, go_on)
-                region_id = self._home.next_region_id()
+                region_id = self._state_directory.next_region_id()
                 with self._mutex:
-                    self._home.keep_spans(self._place, self._taken | {region_id: (offset, length)})
+                    self._state_directory.keep_spans(self._place, self._taken | {region_id: (offset, length)})
                     self._taken[region_id] = (offset, length)
         except BaseException:
             with self._mutex:
@@ -114,7 +114,7 @@ class Device:
     def remove(self, region: RegionFile) -> None:
         with self._mutex:
             taken = {region_id: span for region_id, span in self._taken.items() if region_id != region.region_id}
-            self._home.keep_spans(self._place, taken)
+            self._state_directory.keep_spans(self._place, taken)
             self._in_use.append(self._taken.pop(region.region_id))
             self._sweep()
 
@@ -135,15 +135,15 @@ class Device:
         return fd
 
     def peek(self, region_id: int) -> memoryview | None:
-        offset, length = self._home.spans_of(self._place).get(region_id, (0, 0))
+        offset, length = self._state_directory.spans_of(self._place).get(region_id, (0, 0))
         with contextlib.suppress(CannotMap):
             return Memory(self._fd, offset, length, write=False).buffer()
         return None
 
     def adopt(self, regions: Iterable[tuple[int, int]]) -> Adoption:
-        remembered = self._home.spans_of(self._place)
+        remembered = self._state_directory.spans_of(self._place)
         wanted = dict(regions)
-        self._home.saw([*wanted, *remembered])
+        self._state_directory.saw([*wanted, *remembered])
         adopted: list[RegionFile] = []
         missing: list[int] = []
         short: list[int] = []
@@ -157,7 +157,7 @@ class Device:
                 self._taken[region_id] = (offset, taken)
                 adopted.append(RegionFile(region_id, length, self.path, offset))
         if len(remembered) > len(adopted):
-            self._home.keep_spans(self._place, self._taken)
+            self._state_directory.keep_spans(self._place, self._taken)
         self._leave_alone()
         swept = len(remembered.keys() - wanted.keys())
         return Adoption(tuple(adopted), tuple(missing), tuple(short), swept)
@@ -198,7 +198,7 @@ def open_device(path: str, capacity_bytes: int | None) -> tuple[int, Spans]:
         raise PoolUnusable(f"{path!r} cannot be opened: {exc}") from exc
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another server may have another home
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # another server may have another state directory
         except BlockingIOError:
             raise PoolInUse(f"{path!r} is in use by another server") from None
         size, align = device_facts(fd)

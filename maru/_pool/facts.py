@@ -13,7 +13,7 @@ from .._errors import MaruError
 from .._memory.memory import can_populate
 from .device import device_facts
 from .doctor import DeviceFact, Facts, PathFact, PoolFact
-from .home import LOCK, locked_inodes
+from .state_directory import LOCK, locked_inodes
 
 
 def read_facts(

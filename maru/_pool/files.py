@@ -25,7 +25,7 @@ from .backing import (
     region_file_name,
     reserve_all,
 )
-from .home import Home, lock, open_private
+from .state_directory import StateDirectory, lock, open_private
 
 _NAME = re.compile(r"maru_([0-9]{1,19})\.dat(\.tmp)?")
 _MAX_STRAY_ID = 10**17
@@ -41,17 +41,17 @@ class Files(Ledger):
 
     def __init__(
         self,
-        home: Home,
+        state_directory: StateDirectory,
         path: str | os.PathLike[str],
         capacity_bytes: int | None,
         reserve: Reserve = os.posix_fallocate,
     ) -> None:
-        self._home = home
+        self._state_directory = state_directory
         self._reserve = reserve
         self._fd, self.path = open_private(path)
         self._lock = -1
         try:
-            if self.path != home.path:
+            if self.path != state_directory.path:
                 self._lock = lock(self._fd, self.path)
             if capacity_bytes is None:
                 system = os.fstatvfs(self._fd)
@@ -65,7 +65,7 @@ class Files(Ledger):
 
     def create(self, length: int, go_on: Callable[[], object]) -> RegionFile:
         with self.taking(length), full_is_an_answer(length):
-            region_id = self._home.next_region_id()
+            region_id = self._state_directory.next_region_id()
             name = region_file_name(region_id)
             temporary = name + ".tmp"
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -101,7 +101,7 @@ class Files(Ledger):
         found = dict(self._scan())
         wanted = dict(regions)
         strays = [int(match[1]) for name in found if (match := _NAME.fullmatch(name))]
-        self._home.saw([*wanted, *(region_id for region_id in strays if region_id <= _MAX_STRAY_ID)])
+        self._state_directory.saw([*wanted, *(region_id for region_id in strays if region_id <= _MAX_STRAY_ID)])
         adopted: list[RegionFile] = []
         missing: list[int] = []
         short: list[int] = []
@@ -168,15 +168,17 @@ class Memfds(Ledger):
     path = "memfd"
     align = ALIGN_BYTES
 
-    def __init__(self, home: Home, capacity_bytes: int | None, reserve: Reserve = os.posix_fallocate) -> None:
+    def __init__(
+        self, state_directory: StateDirectory, capacity_bytes: int | None, reserve: Reserve = os.posix_fallocate
+    ) -> None:
         super().__init__(_available_bytes() // 10 * 9 if capacity_bytes is None else capacity_bytes)
-        self._home = home
+        self._state_directory = state_directory
         self._reserve = reserve
         self._fds: dict[int, int] = {}
 
     def create(self, length: int, go_on: Callable[[], object]) -> RegionFile:
         with self.taking(length), full_is_an_answer(length):
-            region_id = self._home.next_region_id()
+            region_id = self._state_directory.next_region_id()
             fd = os.memfd_create(f"maru_{region_id}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 os.fchmod(fd, 0o600)
@@ -203,7 +205,7 @@ class Memfds(Ledger):
 
     def adopt(self, regions: Iterable[tuple[int, int]]) -> Adoption:
         missing = tuple(region_id for region_id, _ in regions)
-        self._home.saw(missing)
+        self._state_directory.saw(missing)
         return Adoption((), missing, (), 0)
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from .backing import Backing, Kind, Reserve
 from .backing import RegionFile as RegionFile
 from .device import Device, open_device
 from .files import Files, Memfds
-from .home import Home, check_private, holder_of, identity_of, in_use
+from .state_directory import StateDirectory, check_private, holder_of, identity_of, in_use
 from .threads import Workers
 
 MEMFD = "memfd"
@@ -54,8 +54,8 @@ class Totals:
 class Pool:
     """Regions of shared memory. Made by :func:`open_pool`; belongs to one trio run."""
 
-    def __init__(self, home: Home, backing: Backing, *, threads: int = 4) -> None:
-        self._home = home
+    def __init__(self, state_directory: StateDirectory, backing: Backing, *, threads: int = 4) -> None:
+        self._state_directory = state_directory
         self._backing = backing
         self._regions: dict[int, RegionFile] = {}
         self._memory = Workers(threads)
@@ -70,7 +70,7 @@ class Pool:
     @property
     def home(self) -> str:
         """The directory in which this server keeps what outlives it: state, journal, sockets."""
-        return self._home.path
+        return self._state_directory.path
 
     @property
     def path(self) -> str:
@@ -90,21 +90,21 @@ class Pool:
     @property
     def pool_id(self) -> bytes:
         """16 bytes that no other pool has; the same after a restart."""
-        return self._home.pool_id
+        return self._state_directory.pool_id
 
     @property
     def secret(self) -> bytes:
         """What tokens and capabilities are signed with; the same after a restart."""
-        return self._home.secret
+        return self._state_directory.secret
 
     @property
     def rebooted(self) -> bool:
         """Whether the machine was started anew since :meth:`remember_boot`. If so, only what verifies is to be kept."""
-        return self._home.rebooted
+        return self._state_directory.rebooted
 
     async def remember_boot(self) -> None:
         """What is left was verified after a reboot. Cancelled, it may be remembered or not."""
-        await self._memory.do(self._home.remember_boot)
+        await self._memory.do(self._state_directory.remember_boot)
 
     def peek(self, region_id: int) -> memoryview | None:
         """The bytes that the last server left of a region, to be verified before it is adopted. Blocking; any thread.
@@ -229,7 +229,7 @@ class Pool:
 
     def _let_go(self) -> None:
         self._backing.close()
-        self._home.close()
+        self._state_directory.close()
 
 
 async def open_pool(
@@ -257,10 +257,10 @@ async def open_pool(
         PoolUnusable: it cannot be used: not there, not ours, open to others.
     """
 
-    def work(go_on: object) -> tuple[Home, Backing]:
+    def work(go_on: object) -> tuple[StateDirectory, Backing]:
         return open_backing(where, capacity_bytes, home=home, reserve=reserve)
 
-    def undo(opened: tuple[Home, Backing]) -> None:
+    def undo(opened: tuple[StateDirectory, Backing]) -> None:
         opened[1].close()
         opened[0].close()
 
@@ -276,19 +276,19 @@ def open_backing(
     *,
     home: str | os.PathLike[str] | None = None,
     reserve: Reserve = os.posix_fallocate,
-) -> tuple[Home, Backing]:
+) -> tuple[StateDirectory, Backing]:
     """As :func:`open_pool`, blocking: what a :class:`Pool` is made of."""
     where = os.fspath(where)
     kind = kind_of(where, home)
-    at_home = Home(where if home is None else home)
+    state_directory = StateDirectory(where if home is None else home)
     try:
         if kind == "memfd":
-            return at_home, Memfds(at_home, capacity_bytes, reserve)
+            return state_directory, Memfds(state_directory, capacity_bytes, reserve)
         if kind == "device":
-            return at_home, Device(at_home, where, capacity_bytes, reserve)
-        return at_home, Files(at_home, where, capacity_bytes, reserve)
+            return state_directory, Device(state_directory, where, capacity_bytes, reserve)
+        return state_directory, Files(state_directory, where, capacity_bytes, reserve)
     except BaseException:
-        at_home.close()
+        state_directory.close()
         raise
 
 

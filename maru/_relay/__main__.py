@@ -19,7 +19,7 @@ import attrs
 import trio
 
 from .lookup import Users, tells_users
-from .relay import MAX_NEWCOMERS, Counts, Relay
+from .relay import MAX_PENDING_HANDSHAKES, Counts, Relay
 
 _OWN_DESCRIPTORS: Final = 32
 _INTERVAL: Final = 1.0
@@ -46,7 +46,7 @@ async def serve(listening: int, server: str, most: int, parent: int, anybody: bo
     users = Users()
     relay = Relay(
         server,
-        most=min(most, (_descriptors() - MAX_NEWCOMERS - _OWN_DESCRIPTORS) // 2),
+        most=min(most, (_descriptors() - MAX_PENDING_HANDSHAKES - _OWN_DESCRIPTORS) // 2),
         find_user=None if anybody or not tells_users() else users.find,
     )
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(socket.socket(fileno=listening)))

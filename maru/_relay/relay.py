@@ -3,7 +3,7 @@
 Rule 1. The server's socket meets nobody before his handshake is over, and nothing that he said in it (`handshake`).
 Rule 2. A connection to the server lives exactly as long as the one it was made for: the server takes it for its peer's life.
 Rule 3. What a connection costs is bounded: a handshake by its bytes and its time, the rest by one piece in each direction.
-        Who does not read is not read from. How many there are is bounded, too (`places`).
+        Who does not read is not read from. How many there are is bounded, too (`limits`).
 Rule 4. On this host only the server's own user is let in, and root. A stranger could learn keys, and take memory.
 """
 
@@ -19,14 +19,14 @@ import attrs
 import trio
 
 from .handshake import BadHandshake, Handshake, Introduction, greeting, ready
+from .limits import ConnectionQuota, PendingHandshakes
 from .lookup import FindUser, may_enter
-from .places import Newcomers, Places
 
 PIECE_BYTES: Final = 32 << 10
 """Read at once, and written before more is read."""
 HANDSHAKE_TIME: Final = 5.0
 """From the first byte to a connection with the server: what ZeroMQ itself allows."""
-MAX_NEWCOMERS: Final = 256
+MAX_PENDING_HANDSHAKES: Final = 256
 """Connections whose handshake is not over."""
 _RETRY: Final = 0.01
 """Until the server's backlog is looked at again."""
@@ -72,14 +72,14 @@ class Relay:
         *,
         most: int,
         find_user: FindUser | None,
-        most_newcomers: int = MAX_NEWCOMERS,
+        most_handshakes: int = MAX_PENDING_HANDSHAKES,
         handshake_time: float = HANDSHAKE_TIME,
     ) -> None:
         self.counts = Counts()
         self._server = server
         self._find_user = find_user
-        self._places = Places(most)
-        self._newcomers: Newcomers[trio.CancelScope] = Newcomers(most_newcomers)
+        self._quota = ConnectionQuota(most)
+        self._handshakes: PendingHandshakes[trio.CancelScope] = PendingHandshakes(most_handshakes)
         self._handshake_time = handshake_time
 
     async def run(self, listener: trio.SocketListener) -> None:
@@ -110,7 +110,7 @@ class Relay:
             BadHandshake: it said something else, or not all of it in time.
         """
         with trio.CancelScope(deadline=trio.current_time() + self._handshake_time) as scope:
-            oldest = self._newcomers.admit(scope)
+            oldest = self._handshakes.admit(scope)
             if oldest is not None:
                 oldest.cancel()
             try:
@@ -119,7 +119,7 @@ class Relay:
                 introduction = await _read_handshake(stream, _CLIENTS)
                 peer = await self._identify(stream)
             finally:
-                self._newcomers.release(scope)
+                self._handshakes.release(scope)
             if peer is None:
                 self.counts.strangers += 1
                 return None
@@ -136,7 +136,7 @@ class Relay:
 
     async def _join(self, stream: trio.SocketStream, introduction: Introduction, peer: Hashable) -> None:
         """Relay, for as long as both ends are there."""
-        if not self._places.take(peer):
+        if not self._quota.take(peer):
             self.counts.crowded += 1
             return
         try:
@@ -150,7 +150,7 @@ class Relay:
         except (BadHandshake, *_BROKEN):
             pass
         finally:
-            self._places.give_back(peer)
+            self._quota.give_back(peer)
 
     async def _connect(self, introduction: Introduction) -> tuple[trio.SocketStream, bytes] | None:
         """A connection to the server with the handshake behind it, and what came behind that; None if it took too long.
@@ -228,7 +228,7 @@ async def _carry(source: trio.SocketStream, sink: trio.SocketStream, data: bytes
 
 
 def _keep_alive(stream: trio.SocketStream) -> None:
-    """So that a host which is gone without a word does not keep its place."""
+    """Have the kernel end a connection whose other host is gone without a word: it would count against the limits for ever."""
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE // 4)

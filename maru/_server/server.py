@@ -33,8 +33,8 @@ from .._errors import HandlerClosed, PoolFull, PoolUnusable
 from .._journal.compactor import keep_compacted
 from .._journal.journal import JournalStatistics
 from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorStatistics
-from .._pool.home import open_private
 from .._pool.pool import RegionFile, Totals
+from .._pool.state_directory import open_private
 from .._relay.lookup import Users, tells_users
 from ..transport import (
     ChannelServer,
@@ -45,8 +45,8 @@ from ..transport import (
     open_socket,
 )
 from .committer import Answer, Committer
-from .listening import DESCRIPTORS_NAME, RELAYED_NAME, addresses, connections_of, socket_options, unlink_sockets
-from .relaying import RelayKeeper, RelayStatistics
+from .endpoints import DESCRIPTORS_NAME, RELAYED_NAME, addresses, connections_of, socket_options, unlink_sockets
+from .relay_supervisor import RelayStatistics, RelaySupervisor
 from .resource_manager import ByClient, ResourceManager, ResourceManagerStatistics
 from .served_time import ServedTime
 from .service import Allocation, Fact, Service, ServiceStatistics
@@ -119,7 +119,7 @@ class MaruServer:
             max_connections=self._most_connections,
             find_user=None if self._users is None else self._users.find,
         )
-        self._relay: RelayKeeper | None = None
+        self._relay: RelaySupervisor | None = None
         self._descriptors = DescriptorServer(storage.pool, self._permits)
         self._nursery: trio.Nursery
         self._router: TrioSocket
@@ -219,7 +219,7 @@ class MaruServer:
             if config.rm_host:
                 self._service.rm_address = await nursery.start(self._run_resource_manager)
             if config.relayed:
-                self._relay = RelayKeeper(
+                self._relay = RelaySupervisor(
                     f"{runtime}/{RELAYED_NAME}", most=self._most_connections, anybody=config.insecure
                 )
                 tcp = await nursery.start(self._relay.run, config.host, config.port)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from maru._cli._showing import duration as duration
-from maru._cli._showing import plural as plural
+from maru._cli._output import duration as duration
+from maru._cli._output import plural as plural
 from maru._console import console
 from maru._console import print_json as print_json
 from maru._console import show as show

@@ -12,7 +12,7 @@ from backends.abc import STORED
 from backends.file import FileTier
 from backends.testing import FakeTier
 from maru import PoolUnusable
-from maru._pool.home import open_private
+from maru._pool.state_directory import open_private
 from tests.support.damaged_places import store
 
 SIZE = 64

@@ -25,8 +25,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from maru._cli import doctor, ping, top
-from maru._cli._asking import Wish
-from maru._cli._rates import Sample, rates
+from maru._cli._connection import ServerOptions
+from maru._cli._rates import Sample, compute_rates
 from maru._config import MaruConfig
 from maru._server.reports import INTERVAL
 from maru._wire import OWN_CODES, Code, InstanceUsage, OperationStats
@@ -186,14 +186,14 @@ class Asking:
     """The server that a command asks, in this process: patiently, until a test says that nobody will answer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any):
-        connected = module.connected
+        open_connection = module.open_connection
 
         @contextlib.contextmanager
-        def noted(wish: Any) -> Iterator[Any]:
-            with connected(wish) as self.server:
+        def noted(options: Any) -> Iterator[Any]:
+            with open_connection(options) as self.server:
                 yield self.server
 
-        monkeypatch.setattr(module, "connected", noted)
+        monkeypatch.setattr(module, "open_connection", noted)
 
     def gives_up(self) -> None:
         self.server.timeout = 0.05
@@ -348,19 +348,19 @@ def sample(at: float, epoch: int = 1, found: int = 0, **stats: Any) -> Sample:
 def test_rates_are_differences_in_a_second() -> None:
     before = sample(10.0, found=100, count=10, hit_count=10, total_bytes=1_000, latency_sum_us=1e6)
     after = sample(12.0, found=90, count=14, hit_count=13, miss_count=1, total_bytes=5_000, latency_sum_us=1e6 + 400)
-    rate = rates(before, after)
+    rate = compute_rates(before, after)
     assert (rate.seconds, rate.restarted, rate.held) == (2.0, False, {"entries": -5.0})
     load = rate.operations["load"]
     assert (load.per_second, load.bytes_per_second, load.hit_rate) == (2.0, 2_000.0, 0.75)
     assert load.average_latency == pytest.approx(100e-6)
-    idle = rates(
+    idle = compute_rates(
         after, sample(13.0, found=90, count=14, hit_count=13, miss_count=1, latency_sum_us=1e6 + 400)
     ).operations["load"]
     assert (idle.hit_rate, idle.average_latency) == (None, None)
 
 
 def test_nothing_is_said_of_what_happened_across_a_restart() -> None:
-    rate = rates(sample(1.0, epoch=1, found=100), sample(2.0, epoch=2, found=3))
+    rate = compute_rates(sample(1.0, epoch=1, found=100), sample(2.0, epoch=2, found=3))
     assert rate.restarted and not rate.counted and not rate.held and not rate.operations
 
 
@@ -619,10 +619,10 @@ def test_a_server_of_another_host_says_nothing_about_directories_here() -> None:
 def test_the_screen_says_how_many_instances_it_leaves_out() -> None:
     many = tuple(InstanceUsage(f"instance {number}", 1, 1 << 21, number) for number in range(40))
     look = Sample(1.0, 1, 1.0, {}, {"entries": 0}, {}, many, 1 << 30, 0)
-    wish = Wish(MaruConfig(server_url=NOBODY), 1.0, False)
+    options = ServerOptions(MaruConfig(server_url=NOBODY), 1.0, False)
     sheet = Console(width=80, file=StringIO())
     with sheet.capture() as captured:
-        for part in top._sheet(wish, look, rates(look, look), 2.0, 30):
+        for part in top._sheet(options, look, compute_rates(look, look), 2.0, 30):
             sheet.print(part)
     page = captured.get()
     assert "instance 39" in page and "instance 0 " not in page and "and 34 more" in page

@@ -14,7 +14,7 @@ from maru._pool import facts as facts_module
 from maru._pool.backing import ALIGN_BYTES as MIB2
 from maru._pool.doctor import DeviceFact, Facts, PathFact, PoolFact, Wanted, examine, worst
 from maru._pool.facts import file_system_of, locked_inodes, read_facts
-from maru._pool.home import Home
+from maru._pool.state_directory import StateDirectory
 
 GIB = 1 << 30
 WELL = Facts(
@@ -183,13 +183,14 @@ def test_the_facts_of_this_place_are_read_and_nothing_is_changed(tmp_path):
 
 
 def test_a_pool_its_sockets_and_its_neighbours_are_looked_at(tmp_path):
-    mine = Home(tmp_path / "mine")
+    mine = StateDirectory(tmp_path / "mine")
     (tmp_path / "mine" / "maru_1.dat").write_bytes(bytes(MIB2))
     (tmp_path / "mine" / "journal.1").write_bytes(bytes(MIB2))
     script = (
-        "import sys; from maru._pool.home import Home; home = Home(sys.argv[1]); print(1, flush=True); sys.stdin.read()"
+        "import sys; from maru._pool import state_directory as module; home = module.StateDirectory(sys.argv[1]); "
+        "print(1, flush=True); sys.stdin.read()"
     )
-    Home(tmp_path / "dead").close()
+    StateDirectory(tmp_path / "dead").close()
     (tmp_path / "dead" / "maru_7.dat").write_bytes(bytes(2 * MIB2))
     (tmp_path / "no pool").mkdir()
     with socket.socket(socket.AF_UNIX) as listening:

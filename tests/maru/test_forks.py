@@ -288,19 +288,19 @@ def test_a_directory_of_blocks_is_not_held_by_a_forked_child(tmp_path: Path) -> 
 def test_the_home_of_a_pool_is_not_held_by_a_forked_child(tmp_path: Path) -> None:
     run(f"""
         from maru._errors import PoolInUse
-        from maru._pool.home import Home
+        from maru._pool.state_directory import StateDirectory
 
-        home = Home({str(tmp_path / "pool")!r})
+        home = StateDirectory({str(tmp_path / "pool")!r})
         in_child(home.close)
         try:
-            Home({str(tmp_path / "pool")!r})
+            StateDirectory({str(tmp_path / "pool")!r})
         except PoolInUse:
             pass
         else:
             raise AssertionError("a child has let go of its parent's lock")
         child = Sleeper()
         home.close()
-        Home({str(tmp_path / "pool")!r}).close()
+        StateDirectory({str(tmp_path / "pool")!r}).close()
         child.end()
     """)
 

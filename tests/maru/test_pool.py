@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maru import CannotMap, HandlerClosed, PoolFull, PoolInUse, PoolUnusable
-from maru._pool import home as home_module
+from maru._pool import state_directory as state_module
 from maru._pool.backing import ALIGN_BYTES as MIB2
 from maru._pool.device import Device
 from maru._pool.files import Files
-from maru._pool.home import Home
 from maru._pool.pool import MEMFD, Pool, open_pool
 from maru._pool.spans import Spans
+from maru._pool.state_directory import StateDirectory
 from maru._pool.threads import GivenUp, Workers
 from tests.support.held_by_process import open_descriptors
 from tests.support.pools import Stall, is_there, until
@@ -280,7 +280,7 @@ async def test_a_pool_of_another_format_is_left_alone(tmp_path):
 async def test_a_reboot_is_remembered_until_somebody_has_verified_what_is_left(tmp_path, monkeypatch):
     async with a_pool(tmp_path / "pool") as pool:
         assert not pool.rebooted
-    monkeypatch.setattr(home_module, "_boot_id", lambda: "another")
+    monkeypatch.setattr(state_module, "_boot_id", lambda: "another")
     for _ in range(2):  # a server that dies before it has verified everything proves nothing
         async with a_pool(tmp_path / "pool") as pool:
             assert pool.rebooted
@@ -374,7 +374,7 @@ async def test_an_adopted_pool_may_be_larger_than_its_capacity(tmp_path):
 
 async def test_one_server_at_a_time_has_a_directory(tmp_path):
     path = tmp_path / "pool"
-    script = "import sys; from maru._pool.home import Home; Home(sys.argv[1])"
+    script = "import sys; from maru._pool.state_directory import StateDirectory; StateDirectory(sys.argv[1])"
     async with a_pool(path):
         with pytest.raises(PoolInUse, match=f"process {os.getpid()}$"):
             await open_pool(path, MIB2)
@@ -388,15 +388,16 @@ async def test_one_server_at_a_time_has_a_directory(tmp_path):
 
 def test_a_server_that_was_killed_has_it_no_more(tmp_path):
     script = (
-        "import sys; from maru._pool.home import Home; home = Home(sys.argv[1]); print(1, flush=True); sys.stdin.read()"
+        "import sys; from maru._pool import state_directory as module; home = module.StateDirectory(sys.argv[1]); "
+        "print(1, flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, tmp_path / "pool"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         server.stdout.readline()
         with pytest.raises(PoolInUse, match=f"process {server.pid}$"):
-            Home(tmp_path / "pool")
+            StateDirectory(tmp_path / "pool")
         server.kill()
-    Home(tmp_path / "pool").close()
+    StateDirectory(tmp_path / "pool").close()
 
 
 async def test_a_directory_that_is_not_ours_alone_is_refused(tmp_path, monkeypatch):
@@ -436,7 +437,7 @@ async def test_regions_may_lie_elsewhere_than_what_outlives_the_server(tmp_path)
         assert set(os.listdir(where)) == {"maru.lock", "maru_1.dat"}
         with pytest.raises(PoolInUse):  # another home does not help
             await open_pool(where, MIB2, home=tmp_path / "other")
-    Home(tmp_path / "other").close()  # which is let go of
+    StateDirectory(tmp_path / "other").close()  # which is let go of
     async with a_pool(where, home=home, regions=[(region.region_id, region.length)]) as pool:
         assert pool.adoption.adopted == (region,)
 
@@ -517,7 +518,7 @@ async def test_freeing_cancelled_at_any_step_is_done_all_the_same(tmp_path):
 async def test_opening_a_pool_cancelled_at_any_step_leaves_it_unlocked(tmp_path):
     def is_unlocked():
         try:
-            Home(tmp_path / "pool").close()
+            StateDirectory(tmp_path / "pool").close()
         except PoolInUse:
             return False
         return True
@@ -831,7 +832,7 @@ async def test_one_server_at_a_time_has_a_device_whatever_its_home(tmp_path, dev
     async with a_pool(device, None, home=tmp_path / "home"):
         with pytest.raises(PoolInUse, match="device"):
             await open_pool(device, None, home=tmp_path / "other")
-    Home(tmp_path / "other").close()
+    StateDirectory(tmp_path / "other").close()
     with pytest.raises(PoolUnusable, match="name a directory"):
         await open_pool(device, None)
 
@@ -842,12 +843,12 @@ async def test_what_is_no_device_is_refused(tmp_path):
             path.write_bytes(b"x")
         with pytest.raises(PoolUnusable, match=text):
             await open_pool(path, None, home=tmp_path / "home")
-    Home(tmp_path / "home").close()
+    StateDirectory(tmp_path / "home").close()
 
 
 def test_a_device_of_a_coarser_alignment_is_given_out_in_its_steps(tmp_path, device, monkeypatch):
     monkeypatch.setattr("maru._pool.device.device_facts", lambda fd: (8 * MIB2, 4 * MIB2))
-    home = Home(tmp_path / "home")
+    home = StateDirectory(tmp_path / "home")
     backing = Device(home, device, None)
 
     async def main():
@@ -915,7 +916,7 @@ def test_what_is_not_aligned_is_no_span(span):
 
 
 def test_files_need_no_more_descriptors_however_many_regions_there_are(tmp_path):
-    home = Home(tmp_path / "pool")
+    home = StateDirectory(tmp_path / "pool")
     files = Files(home, tmp_path / "pool", 64 * MIB2)
     before = open_descriptors(collect=True)
     for _ in range(16):

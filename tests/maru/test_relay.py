@@ -23,9 +23,9 @@ from maru._config import ServerConfig
 from maru._relay import lookup
 from maru._relay.handshake import greeting, ready
 from maru._relay.relay import Relay
-from maru._server import relaying
-from maru._server.listening import connections_of
-from maru._server.relaying import RelayKeeper
+from maru._server import relay_supervisor
+from maru._server.endpoints import connections_of
+from maru._server.relay_supervisor import RelaySupervisor
 from maru.testing import open_test_server
 from maru.transport import open_socket
 from tests.support.maru_actors import client
@@ -348,7 +348,7 @@ async def test_the_relay_of_a_server_in_a_program_ends_with_its_block():
 
 async def test_a_relay_that_cannot_be_started_is_tried_again_ever_later(tmp_path, monkeypatch, caplog, autojump_clock):
     waits: list[float] = []
-    monkeypatch.setattr(relaying.sys, "executable", str(tmp_path / "nothing"))
+    monkeypatch.setattr(relay_supervisor.sys, "executable", str(tmp_path / "nothing"))
 
     async def sleep(seconds: float) -> None:
         waits.append(seconds)
@@ -356,8 +356,8 @@ async def test_a_relay_that_cannot_be_started_is_tried_again_ever_later(tmp_path
             nursery.cancel_scope.cancel()
         await trio.lowlevel.checkpoint()
 
-    monkeypatch.setattr(relaying.trio, "sleep", sleep)
-    keeper = RelayKeeper(str(tmp_path / "tcp.sock"), most=4, anybody=False)
+    monkeypatch.setattr(relay_supervisor.trio, "sleep", sleep)
+    keeper = RelaySupervisor(str(tmp_path / "tcp.sock"), most=4, anybody=False)
     async with trio.open_nursery() as nursery:
         await nursery.start(keeper.run, "127.0.0.1", 0)
     assert waits == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
@@ -454,7 +454,7 @@ class Place:
         return await trio.open_tcp_stream("127.0.0.1", self.port)
 
     def is_empty(self) -> bool:
-        return not len(self.relay._places) and not len(self.relay._newcomers)
+        return not len(self.relay._quota) and not len(self.relay._handshakes)
 
 
 async def nobody(stream: trio.SocketStream) -> int | None:
@@ -473,7 +473,7 @@ async def relaying_here(tmp_path: Path, path: str = "", **options):
             nursery.start_soon(relay.run, listener)
             yield Place(relay, router, listener.socket.getsockname()[1])
             nursery.cancel_scope.cancel()
-        assert not len(relay._places) and not len(relay._newcomers)
+        assert not len(relay._quota) and not len(relay._handshakes)
 
 
 async def until(holds: Callable[[], object]) -> None:
@@ -528,11 +528,11 @@ async def test_half_a_handshake_ends_in_time_and_garbage_at_once(tmp_path):
 
 async def test_the_oldest_half_handshake_goes_where_there_are_too_many(tmp_path):
     async with (
-        relaying_here(tmp_path, most_newcomers=2) as place,
+        relaying_here(tmp_path, most_handshakes=2) as place,
         await place.dial() as first,
         await place.dial() as second,
     ):
-        await until(lambda: len(place.relay._newcomers) == 2)
+        await until(lambda: len(place.relay._handshakes) == 2)
         async with await place.dial() as third:
             assert await receive_all(first) == greeting()
             await third.send_all(claim(b""))
@@ -633,7 +633,7 @@ async def test_a_relay_that_is_cancelled_leaves_no_connection(tmp_path, stage):
         async with relaying_here(tmp_path, path=path, find_user=find) as place:
             peer = await place.dial()
             if stage == "connected":
-                await until(lambda: len(place.relay._newcomers))
+                await until(lambda: len(place.relay._handshakes))
             elif stage == "greeted":
                 await peer.send_all(greeting())
                 await trio.testing.wait_all_tasks_blocked()

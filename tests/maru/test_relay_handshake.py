@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maru._relay.handshake import MAX_READY_BYTES, BadHandshake, Handshake, Introduction, greeting, ready
+from maru._relay.limits import ConnectionQuota, PendingHandshakes
 from maru._relay.lookup import may_enter
-from maru._relay.places import Newcomers, Places
 from maru._relay.users import TABLES, connections, user_of
 
 CLIENTS = {b"REQ", b"DEALER"}
@@ -148,7 +148,7 @@ def test_no_byte_of_a_handshake_can_be_changed_into_a_fault(at, by):
 
 
 def test_one_peer_has_at_most_half_of_the_places():
-    places = Places(10)
+    places = ConnectionQuota(10)
     assert [places.take("a") for _ in range(6)] == [True] * 5 + [False]
     assert [places.take(name) for name in "bcdefg"] == [True] * 5 + [False]
     assert len(places) == 10
@@ -158,17 +158,17 @@ def test_one_peer_has_at_most_half_of_the_places():
 
 
 def test_a_single_place_is_one():
-    places = Places(1)
+    places = ConnectionQuota(1)
     assert places.take("a") and not places.take("b")
 
 
 def test_the_oldest_newcomer_goes_where_there_are_too_many():
-    newcomers: Newcomers[str] = Newcomers(2)
-    assert (newcomers.admit("a"), newcomers.admit("b")) == (None, None)
-    assert newcomers.admit("c") == "a"
-    newcomers.release("a")  # which it is told, and is of no use
-    newcomers.release("b")
-    assert newcomers.admit("d") is None and len(newcomers) == 2
+    handshakes: PendingHandshakes[str] = PendingHandshakes(2)
+    assert (handshakes.admit("a"), handshakes.admit("b")) == (None, None)
+    assert handshakes.admit("c") == "a"
+    handshakes.release("a")  # which it is told, and is of no use
+    handshakes.release("b")
+    assert handshakes.admit("d") is None and len(handshakes) == 2
 
 
 # --- users --------------------------------------------------------------------------------------------------------

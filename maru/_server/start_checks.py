@@ -16,11 +16,11 @@ from .._config import CHANNEL_NAME, ServerConfig, default_pool_path
 from .._directory.lazy_order import LazyOrder
 from .._errors import MaruError
 from .._journal.replay import replay
-from .._pool.home import check_private, identity_of
 from .._pool.pool import check_pool
+from .._pool.state_directory import check_private, identity_of
 from ..transport import check_free
 from ..transport._packets import check_socket
-from .listening import DESCRIPTORS_NAME, addresses, socket_options
+from .endpoints import DESCRIPTORS_NAME, addresses, socket_options
 from .storage import limits_of
 from .tcp import open_listener
 

@@ -61,8 +61,8 @@ class RelayStatistics:
         return self.malformed + self.strangers + self.crowded + self.unserved + self.failed
 
 
-class RelayKeeper:
-    """Keeps a relay running for one server."""
+class RelaySupervisor:
+    """Starts the relay of one server, and starts it again whenever it has ended."""
 
     def __init__(self, server: str, *, most: int, anybody: bool) -> None:
         """Relay to the server's Unix socket, for so many connections at once.
@@ -85,13 +85,15 @@ class RelayKeeper:
         """
         async with await open_listener(host, port) as listener:
             task_status.started(f"tcp://{address_of(listener)}")
-            await self._keep(listener.socket.fileno())
+            await self._supervise(listener.socket.fileno())
 
     def statistics(self) -> RelayStatistics:
         """An immutable snapshot, at most a second old."""
         return attrs.evolve(self._counts, starts=self._starts, pid=self._pid)
 
-    async def _keep(self, listening: int) -> None:
+    async def _supervise(self, listening: int) -> None:
+        # A relay that cannot run at all must not be started in a busy loop, so each pause is twice the last. One that ran for
+        # long has proved that it can, and is started again at once.
         pause = FIRST_PAUSE
         while True:
             began = trio.current_time()

@@ -1,6 +1,6 @@
-"""The home of a pool: a directory that one server has at a time, and what has to outlive that server. Blocking.
+"""The state directory of a pool: it belongs to one server at a time, and holds what has to outlive that server. Blocking.
 
-    DIRECTORY/maru.lock     held with flock for as long as the home is open; says which process holds it
+    DIRECTORY/maru.lock     held with flock for as long as the directory is open; says which process holds it
     DIRECTORY/maru.pool     which pool this is, and its secret; written once
     DIRECTORY/maru.state    the next region id, the boot, and the spans of a device; written with each region
 
@@ -60,7 +60,7 @@ class _State(msgspec.Struct, frozen=True):
     """Offset and length of each region of a device."""
 
 
-class Home:
+class StateDirectory:
     """An open, locked directory. Every method may be called in any thread.
 
     Raises:
@@ -89,10 +89,10 @@ class Home:
         except BaseException:
             self.close()
             raise
-        watch_forks(self, Home.close)  # its lock is not the child's
+        watch_forks(self, StateDirectory.close)  # its lock is not the child's
 
     def __repr__(self) -> str:
-        return f"<Home {self.path!r}{'' if self.fd >= 0 else ' (closed)'}>"
+        return f"<StateDirectory {self.path!r}{'' if self.fd >= 0 else ' (closed)'}>"
 
     @property
     def pool_id(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Where a server listens, and who may come in: its configuration, as a socket takes it."""
+"""The endpoints of a server: its addresses and the options of its socket, made of its configuration."""
 
 from __future__ import annotations
 

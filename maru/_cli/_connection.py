@@ -44,7 +44,7 @@ _LOOK = 0.5
 
 
 @attrs.frozen
-class Wish:
+class ServerOptions:
     """Which server a command is about, and how its answer is to be shown."""
 
     config: MaruConfig
@@ -72,15 +72,15 @@ def _seconds(text: str) -> float:
 
 
 def server_options(function: Callable[..., None]) -> Callable[..., None]:
-    """``--server``, ``--timeout``, ``--config`` and ``--json``, given to it as a :class:`Wish`."""
+    """``--server``, ``--timeout``, ``--config`` and ``--json``, given to it as a :class:`ServerOptions`."""
 
     @functools.wraps(function)  # with what click has noted of the function's own options
-    def wished(
+    def with_options(
         server: str | None, timeout: float | None, config_file: str | None, as_json: bool, **rest: object
     ) -> None:
-        function(_wish(server, timeout, config_file, as_json), **rest)
+        function(_read_options(server, timeout, config_file, as_json), **rest)
 
-    decorated: Callable[..., None] = wished
+    decorated: Callable[..., None] = with_options
     for option in reversed(
         (
             click.option(
@@ -107,13 +107,13 @@ def server_options(function: Callable[..., None]) -> Callable[..., None]:
     return decorated
 
 
-def _wish(server: str | None, timeout: float | None, config_file: str | None, as_json: bool) -> Wish:
-    options: dict[str, tuple[str, object]] = {}
+def _read_options(server: str | None, timeout: float | None, config_file: str | None, as_json: bool) -> ServerOptions:
+    overrides: dict[str, tuple[str, object]] = {}
     if server is not None:
-        options["client.server_url"] = "--server", server
+        overrides["client.server_url"] = "--server", server
     with usage_errors(config_file or ""):
-        config = client_config(Path(config_file) if config_file else "", options=options)
-    return Wish(config, config.timeout_ms / 1_000 if timeout is None else timeout, as_json, config_file or "")
+        config = client_config(Path(config_file) if config_file else "", options=overrides)
+    return ServerOptions(config, config.timeout_ms / 1_000 if timeout is None else timeout, as_json, config_file or "")
 
 
 @contextmanager
@@ -127,17 +127,17 @@ def usage_errors(config_file: str) -> Iterator[None]:
         raise click.FileError(config_file, error.strerror or str(error)) from error
 
 
-class Server:
-    """The server at the other end. Made by :func:`connected`."""
+class ServerConnection:
+    """The server at the other end. Made by :func:`open_connection`."""
 
-    def __init__(self, wish: Wish) -> None:
+    def __init__(self, options: ServerOptions) -> None:
         from .._client.sockets import blocking_dealer, channel_path
 
-        self.address = wish.address
-        self.over: str = "channel" if channel_path(wish.config) else "ZeroMQ"
+        self.address = options.address
+        self.over: str = "channel" if channel_path(options.config) else "ZeroMQ"
         """The way to it."""
-        self.timeout = wish.timeout
-        self._dealer = blocking_dealer(wish.config)
+        self.timeout = options.timeout
+        self._dealer = blocking_dealer(options.config)
         self._sequence = 0
 
     @property
@@ -187,28 +187,28 @@ class Server:
 
 
 @contextmanager
-def connected(wish: Wish) -> Iterator[Server]:
+def open_connection(options: ServerOptions) -> Iterator[ServerConnection]:
     """A server to ask, for as long as the block lasts. What goes wrong in there ends the command, in words."""
     try:
-        server = Server(wish)
+        server = ServerConnection(options)
     except (ConfigError, OSError, ValueError) as error:
-        raise BadInput(f"{wish.address}: {error}") from error
+        raise BadInput(f"{options.address}: {error}") from error
     try:
         yield server
     except NoAnswer as error:
-        raise EnvironmentFault(unanswered(wish)) from error
+        raise EnvironmentFault(explain_no_answer(options)) from error
     except ServerRefused as error:
-        raise EnvironmentFault(f"{wish.address} refuses: {error}") from error
+        raise EnvironmentFault(f"{options.address} refuses: {error}") from error
     finally:
         server.close()
 
 
-def unanswered(wish: Wish) -> str:
+def explain_no_answer(options: ServerOptions) -> str:
     """Why nobody answers, as far as that can be told, and what to do."""
-    return f"{wish.address} does not answer within {wish.timeout:g} s: {look(wish.address).text}"
+    return f"{options.address} does not answer within {options.timeout:g} s: {probe_address(options.address).text}"
 
 
-class Silence(NamedTuple):
+class ProbeResult(NamedTuple):
     """Why nobody answers."""
 
     absent: bool
@@ -217,27 +217,27 @@ class Silence(NamedTuple):
     """With what to check."""
 
 
-def look(address: str) -> Silence:
+def probe_address(address: str) -> ProbeResult:
     """What is at an address that does not answer."""
     scheme, _, place = address.partition("://")
     try:
         if scheme == "ipc":
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.settimeout(_LOOK)
-                probe.connect(place)
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(_LOOK)
+                connection.connect(place)
         else:
             host, _, port = place.rpartition(":")
             with socket.create_connection((host.strip("[]"), int(port)), _LOOK):
                 pass
     except FileNotFoundError:
-        return Silence(True, f"there is no such socket; {HOW_TO_REACH}")
+        return ProbeResult(True, f"there is no such socket; {HOW_TO_REACH}")
     except ConnectionRefusedError:
-        return Silence(True, f"nobody listens there; {HOW_TO_REACH}")
+        return ProbeResult(True, f"nobody listens there; {HOW_TO_REACH}")
     except PermissionError:
-        return Silence(False, "this user may not open that socket: it belongs to whoever runs the server")
+        return ProbeResult(False, "this user may not open that socket: it belongs to whoever runs the server")
     except (OSError, OverflowError) as error:  # a port beyond 65,535 is an overflow
-        return Silence(False, f"{getattr(error, 'strerror', None) or error}. Check the address; or {HOW_TO_REACH}")
-    return Silence(
+        return ProbeResult(False, f"{getattr(error, 'strerror', None) or error}. Check the address; or {HOW_TO_REACH}")
+    return ProbeResult(
         False,
         "something listens there. Is it a page store, is it stopped (its process shows state T), and does it want CURVE "
         "keys (MARU_CLIENT__CURVE_KEY_FILE)?",
