@@ -28,7 +28,7 @@ was not sent; cancelled while waiting, it is there for the next. What waits, wai
 never ends, which nobody sees before it is whole, and what is told of connections while the event loop stands still.
 
 A wait that finds its message at once is not always a checkpoint, as trio's are: it sees a cancellation, but the other tasks
-of the loop have their turn every quarter of a millisecond only (`_waiting` says what that is worth). ``glance=0.0`` and
+of the loop have their turn every quarter of a millisecond only (`_waiting` says what that is worth). ``busy_poll=0.0`` and
 a reply that is not there yet make it one.
 """
 

@@ -5,7 +5,7 @@ It belongs to one thread at a time. Whoever shares it between threads locks arou
 Rule 1. A message goes out whole or not at all, and comes in whole.
 Rule 2. It waits at the descriptor, with the interpreter's lock released, and looks at the socket anew before: each call of the
         socket may have swallowed what the descriptor was about to tell.
-Rule 3. Before it sleeps it glances, as the trio socket does (`_waiting`, rule 5).
+Rule 3. Before it sleeps it busy-polls, as the trio socket does (`_waiting`, rule 5).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BlockingStatistics:
     """Messages that came with too many frames."""
     sleeps: int
     """How often it slept."""
-    glances: int
+    busy_polls: int
     """How often it looked before it slept."""
     hits: int
     """How often that was of use."""
@@ -72,9 +72,9 @@ class BlockingDealer:
             raise
         self._get, self._read, self._write = port.get, port.read, port.write
         self._poll = poll_in(port.descriptor)
-        self._glance = options.glance
+        self._busy_poll = options.busy_poll
         self._skip = self._vain = 0
-        self._sent = self._received = self._dropped = self._sleeps = self._glances = self._hits = 0
+        self._sent = self._received = self._dropped = self._sleeps = self._busy_polls = self._hits = 0
 
     def __repr__(self) -> str:
         return f"<BlockingDealer{': closed' if self._closed else ''}>"
@@ -162,7 +162,7 @@ class BlockingDealer:
             received=self._received,
             dropped=self._dropped,
             sleeps=self._sleeps,
-            glances=self._glances,
+            busy_polls=self._busy_polls,
             hits=self._hits,
         )
 
@@ -186,11 +186,11 @@ class BlockingDealer:
             self._skip -= 1
             return False
         now = perf_counter()
-        end = min(deadline, now + self._glance)
+        end = min(deadline, now + self._busy_poll)
         if now >= end:
             return False
         poll = self._poll
-        self._glances += 1
+        self._busy_polls += 1
         while not poll(0):
             if perf_counter() >= end:
                 self._vain = min(2 * self._vain + 1, SELDOM)

@@ -2,7 +2,8 @@
 
 Rule 1. A frame goes out whole or not at all, and comes in whole.
 Rule 2. A lost connection is made anew by the next call that needs one. What the server had been sent is not sent again.
-Rule 3. Before it sleeps it glances, as the trio side does (`_waiting`, rule 5): sleeping and waking take longer than an answer.
+Rule 3. Before it sleeps it busy-polls, as the trio side does (`_waiting`, rule 5): sleeping and waking take longer than an
+        answer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ._waiting import SELDOM, yield_processor
 _NEVER: Final = float("inf")
 _LONGEST: Final = 1_000.0
 """Seconds of one sleep, so that no time is too long for the kernel."""
-_GLANCE: Final = 100e-6
+_BUSY_POLL: Final = 100e-6
 
 
 class BlockingChannel:
@@ -88,7 +89,7 @@ class BlockingChannel:
         self._check_open()
         deadline = _NEVER if timeout is None else perf_counter() + timeout
         while (connection := self._connection) is not None:
-            if not self._glance(deadline) and not self._wait(select.POLLIN, deadline):
+            if not self._busy_poll(deadline) and not self._wait(select.POLLIN, deadline):
                 return None
             try:
                 frame = connection.receive()
@@ -159,13 +160,13 @@ class BlockingChannel:
             if left <= 0:
                 return False
 
-    def _glance(self, deadline: float) -> bool:
+    def _busy_poll(self, deadline: float) -> bool:
         """Poll for a moment. Whether it has something to tell."""
         if self._skip:
             self._skip -= 1
             return False
         now = perf_counter()
-        end = min(deadline, now + _GLANCE)
+        end = min(deadline, now + _BUSY_POLL)
         if now >= end:
             return False
         poll = self._poll.poll

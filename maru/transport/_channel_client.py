@@ -34,7 +34,7 @@ _OUTBOX_BYTES: Final = 32 << 20
 _BATCH: Final = 256
 _TURN: Final = 1_024
 """Frames handed on before the other tasks of the loop have their turn."""
-_GLANCE: Final = 100e-6
+_BUSY_POLL: Final = 100e-6
 
 
 def longer(pause: float) -> float:
@@ -49,7 +49,7 @@ class ChannelClient:
         self._path = path
         self._on_messages = on_messages
         self._idle = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # never readable: to sleep at without a connection
-        self._watch = Watch(self._idle, self._drain, self._take, _GLANCE)
+        self._watch = Watch(self._idle, self._drain, self._take, _BUSY_POLL)
         self._connection: PacketConnection | None = None
         self._outbox: deque[bytes] = deque()
         self._outbox_bytes = 0

@@ -33,7 +33,7 @@ _BATCH_BYTES: Final = 1 << 20
 """After so many, a batch is handed on: frames in memory of their own are large, and all of a batch is here at once."""
 _OVERHEAD: Final = 64
 """Bytes that an unread frame costs beside its own: of many small ones it is most."""
-_GLANCE: Final = 100e-6
+_BUSY_POLL: Final = 100e-6
 _PREFIX: Final = b"\0chan"
 """Of identities here. ZeroMQ's have five bytes and begin with a zero, or their peer chose them and they begin with no zero."""
 
@@ -111,7 +111,7 @@ class ChannelServer:
         self._peer_bytes, self._all_bytes = peer_bytes, all_bytes
         self._on_gone = on_gone
         self._epoll = select.epoll()
-        self._watch = Watch(self._epoll.fileno(), self._drain, self._take, _GLANCE)
+        self._watch = Watch(self._epoll.fileno(), self._drain, self._take, _BUSY_POLL)
         self._buffer = bytearray(INLINE_BYTES)
         self._connections: dict[bytes, _Connection] = {}
         self._by_descriptor: dict[int, _Connection] = {}

@@ -37,9 +37,9 @@ class TooManyFrames(Exception):
 class Port:
     """A ZeroMQ socket in a context of its own, which nothing else shares.
 
-    With its own context it has its own I/O thread and its own doorkeeper, and once that context has ended nothing of it is
+    With its own context it has its own I/O thread and its own authenticator, and once that context has ended nothing of it is
     left: its addresses can be bound again, and the file of a Unix socket is not removed under a successor. (Opening and
-    ending one takes 0.2 ms each.) Only a doorkeeper stands in another one's context.
+    ending one takes 0.2 ms each.) Only an authenticator uses another one's context.
     """
 
     def __init__(self, kind: str, options: SocketOptions, context: zmq.Context[Raw] | None = None) -> None:

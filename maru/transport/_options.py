@@ -82,12 +82,12 @@ class SocketOptions:
         True, "Whether a ROUTER says that a peer is gone or its queue full; otherwise it drops silently."
     )
     """Whether a ROUTER says that a peer is gone or that its queue is full; otherwise it drops silently."""
-    glance: float = _knob.seconds(
+    busy_poll: float = _knob.seconds(
         100e-6,
         0.0,
         0.01,
         "How long a lone waiter looks for its message itself before it sleeps. 0: not at all. Sleeping and waking take "
-        "longer than a reply of a near peer; where it does not come in that time, ever fewer waits begin with a glance.",
+        "longer than a reply of a near peer; where it does not come in that time, ever fewer waits begin so.",
     )
     """How long a lone waiter looks for its message itself before it sleeps; 0: not at all. See :mod:`maru.transport`."""
     curve: CurveServer | CurveClient | None = None

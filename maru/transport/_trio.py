@@ -25,10 +25,10 @@ from ._frames import EVENTS, IN, OUT, Port, TooManyFrames
 from ._keys import CurveServer
 from ._monitor import LinkEvent
 from ._options import SocketOptions
-from ._tracking import Tracker
+from ._peer_tracker import PeerTracker
 from ._unread import Unread
 from ._waiting import Expected, Queued, Waiter, Watch
-from ._zap import Doorkeeper
+from ._zap import Authenticator
 
 SocketKind: TypeAlias = Literal["dealer", "router"]
 
@@ -88,7 +88,7 @@ class SocketStatistics:
     """How often somebody slept at the descriptor."""
     kicks: int
     """How often a sleeper was woken because another task had swallowed its signal."""
-    glances: int
+    busy_polls: int
     """How often somebody looked before he slept."""
     hits: int
     """How often that was of use."""
@@ -111,7 +111,7 @@ class TrioSocket:
         self._raw_events = port.get
         self._on_gone = on_gone
         gone = None if on_gone is None else self._forget
-        self._tracker = None if on_gone is None and on_link is None else Tracker(port, gone, on_link)
+        self._tracker = None if on_gone is None and on_link is None else PeerTracker(port, gone, on_link)
         self._read: Callable[[], Message] = port.read
         if on_gone is not None and self._tracker is not None:
             self._read = self._tracker.read
@@ -122,11 +122,11 @@ class TrioSocket:
                 options.send_high_water_mark, options.max_unread_bytes, options.max_unread_bytes_together
             )
             self._write = self._write_within
-        self._watch = Watch(port.descriptor, self._drain, self._take, options.glance)
+        self._watch = Watch(port.descriptor, self._drain, self._take, options.busy_poll)
         self._on_messages = on_messages
-        self._doorkeeper: Doorkeeper | None = None
+        self._authenticator: Authenticator | None = None
         if isinstance(options.curve, CurveServer) and options.curve.clients is not None:
-            self._doorkeeper = Doorkeeper(port, options.curve.clients)
+            self._authenticator = Authenticator(port, options.curve.clients)
         self._receivers: deque[_Receiver] = deque()
         self._senders: deque[_Sender] = deque()
         self._releasing, self._released = False, trio.Event()
@@ -274,8 +274,8 @@ class TrioSocket:
             self._watch.close()
             if self._tracker is not None:
                 self._tracker.close()
-            if self._doorkeeper is not None:
-                self._doorkeeper.close()
+            if self._authenticator is not None:
+                self._authenticator.close()
             self._port.close()
 
     async def aclose(self) -> None:
@@ -304,12 +304,12 @@ class TrioSocket:
             waiting_senders=len(self._senders),
             peers=0 if tracker is None else len(tracker.peers),
             gone=0 if tracker is None else tracker.gone,
-            refused=0 if self._doorkeeper is None else self._doorkeeper.refused,
+            refused=0 if self._authenticator is None else self._authenticator.refused,
             unread_bytes=0 if self._unread is None else self._unread.total,
             hung_up=self._hung_up,
             sleeps=watch.sleeps,
             kicks=watch.kicks,
-            glances=watch.glances,
+            busy_polls=watch.busy_polls,
             hits=watch.hits,
         )
 
@@ -490,8 +490,8 @@ class TrioSocket:
     # --- its tasks, which only those who ask for them have --------------------------------------------------------
 
     def _start(self, nursery: trio.Nursery) -> None:
-        if self._doorkeeper is not None:
-            nursery.start_soon(self._to_the_end, self._doorkeeper.run)
+        if self._authenticator is not None:
+            nursery.start_soon(self._to_the_end, self._authenticator.run)
         if self._tracker is not None:
             nursery.start_soon(self._to_the_end, partial(self._tracker.run, self._look))
 

@@ -15,16 +15,16 @@ Rule 3. Before it sleeps, the leader has seen the socket empty, and nobody has t
         while the leader sleeps sees to it that it wakes where it must (:meth:`Watch.kick`).
 Rule 4. What comes in crowds is read in crowds: before it looks, a new leader lets everybody run who was just woken, and
         other threads too. What they send costs no look of its own, and what comes meanwhile is read at once.
-Rule 5. A leader glances before it sleeps, unless glances were of no use lately or messages come in crowds: it polls the
+Rule 5. A leader busy-polls before it sleeps, unless that was of no use lately or messages come in crowds: it polls the
         descriptor for some microseconds and yields the processor each time, so that ZeroMQ's I/O thread can run.
-Rule 6. The other tasks of the loop have their turn at least every quarter of a millisecond, plus one glance, and whenever
-        the leader sleeps. Where they had work in it, the leader does not glance. A cancellation is seen by every wait.
+Rule 6. The other tasks of the loop have their turn at least every quarter of a millisecond, plus one busy poll, and whenever
+        the leader sleeps. Where they had work in it, the leader does not busy-poll. A cancellation is seen by every wait.
 
 What it gave, on two cores, as a share of the rate of a bare echo (pyzmq, blocking, lockstep), unless said otherwise:
 
 - A pump task 0.76, the waiting task itself 0.90 (client alone, against a bare server).
-- No glance 0.5; with glances 0.8 to 1.0 where other processes keep the cores busy, and 1.6 where they are idle: an idle
-  core sleeps, and takes longer to wake than the reply takes to come. Polling without yielding was worse than no glance.
+- No busy poll 0.5; with it 0.8 to 1.0 where other processes keep the cores busy, and 1.6 where they are idle: an idle
+  core sleeps, and takes longer to wake than the reply takes to come. Polling without yielding was worse than none.
 - A checkpoint in every call 0.5, one each 250 us 0.9: a tick of the scheduler costs 3 us when it is the only program and
   15 us when client and server take turns on the caches. (Longer turns gave nothing more.)
 - 64 in flight, as a share of a pipelined bare DEALER: looking once for each message 1.3, reading until there is none
@@ -32,7 +32,7 @@ What it gave, on two cores, as a share of the rate of a bare echo (pyzmq, blocki
   is not followed by it.
 - 64 in flight, both sides: a look after every send 0.8 to 1.4, none while the leader is awake 1.5 to 2.0; collecting sends
   for one flush a tick gave nothing more, so they leave at once. On busy cores the crowds dwindled to three messages, 0.75;
-  with two yields before a crowd is read, 1.37. A glance in a crowd tears it apart: 0.7 of the rate without.
+  with two yields before a crowd is read, 1.37. A busy poll in a crowd tears it apart: 0.7 of the rate without.
 - 8 in flight are served as one crowd or as lone messages, by chance: 0.6 to 0.9.
 """
 
@@ -50,7 +50,7 @@ import trio
 from trio.lowlevel import Abort, Task
 
 SELDOM: Final = 63
-"""After so many glances in vain, one in 64 waits begins with one."""
+"""After so many busy polls in vain, one in 64 waits begins with one."""
 
 _TURN: Final = 250e-6
 """Seconds after which the other tasks of the loop have their turn."""
@@ -174,13 +174,13 @@ class Watch:
         drain: reads the socket and finishes whom that concerns. It answers whether it left although more may be there;
             otherwise it has seen the socket empty.
         take: the same for one message, that is likely there, and without looking for more.
-        glance: how long a leader looks before it sleeps, in seconds.
+        busy_poll: how long a leader polls before it sleeps, in seconds.
     """
 
-    def __init__(self, descriptor: int, drain: Callable[[], bool], take: Callable[[], None], glance: float) -> None:
+    def __init__(self, descriptor: int, drain: Callable[[], bool], take: Callable[[], None], busy_poll: float) -> None:
         self._descriptor = descriptor
         self._drain, self._take = drain, take
-        self._glance = glance
+        self._busy_poll = busy_poll
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
         self.followers: dict[Waiter, None] = {}
@@ -195,7 +195,7 @@ class Watch:
         self._heir: Waiter | None = None  # woken to lead, and has not run yet
         self._skip = self._vain = 0
         self._turn_ends = 0.0
-        self.glances: int = 0
+        self.busy_polls: int = 0
         self.hits: int = 0
         self.sleeps: int = 0
         self.kicks: int = 0
@@ -236,7 +236,7 @@ class Watch:
                 if more:
                     await self._give_turn(trio.lowlevel.checkpoint)
                     continue
-                if self._glance and not self.crowded:
+                if self._busy_poll and not self.crowded:
                     if self._skip:
                         self._skip -= 1
                     else:
@@ -322,12 +322,12 @@ class Watch:
         while self.followers:
             self._pass_on()
 
-    # --- glancing -------------------------------------------------------------------------------------------------
+    # --- busy polling -------------------------------------------------------------------------------------------
 
     def _look(self) -> bool:
         """Poll for a moment. Whether there is something."""
-        poll, end = self._poll.poll, perf_counter() + self._glance
-        self.glances += 1
+        poll, end = self._poll.poll, perf_counter() + self._busy_poll
+        self.busy_polls += 1
         while not poll(0):
             if perf_counter() >= end:
                 self._vain = min(2 * self._vain + 1, SELDOM)

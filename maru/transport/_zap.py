@@ -1,4 +1,4 @@
-"""Who may come in: ZeroMQ asks at each CURVE handshake, in the process, and a task answers.
+"""Authentication of CURVE clients: ZeroMQ asks at each handshake, in the process, and a task answers.
 
 What is asked and answered is ZAP 1.0 (https://rfc.zeromq.org/spec/27/). While the event loop stands still nobody new comes in;
 a handshake that waits longer than ``handshake_timeout`` is dropped and tried again by its client.
@@ -27,12 +27,12 @@ _LOG_INTERVAL: Final = 10.0
 _log = logging.getLogger(__name__)
 
 
-class Doorkeeper:
-    """Lets in whose public key is on the list. Lives in the context of its port, which it answers for alone."""
+class Authenticator:
+    """Accepts the clients whose public key is on the list. It answers for the one port whose context it is bound in."""
 
     def __init__(self, port: Port, clients: Collection[bytes]) -> None:
         self._keys = {z85.decode(key): key for key in clients}
-        # Fail closed: without an answer nobody comes in.
+        # Fail closed: while nothing answers, because this is not running yet or has ended, ZeroMQ accepts no connection.
         port.raw.set(zmq.ZAP_DOMAIN, _DOMAIN)
         port.raw.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
         self._port = Port("router", SocketOptions(), port.context)

@@ -30,10 +30,10 @@ def ipc(tmp_path):
 # --- there and back -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("glance", [0.0, 100e-6])
+@pytest.mark.parametrize("busy_poll", [0.0, 100e-6])
 @pytest.mark.parametrize("window", [1, 8, 64])
-async def test_every_call_gets_its_own_reply(address, window, glance):
-    options = SocketOptions(glance=glance)
+async def test_every_call_gets_its_own_reply(address, window, busy_poll):
+    options = SocketOptions(busy_poll=busy_poll)
     with echo_server(address, options) as place, trio.fail_after(5 * PATIENCE):
         async with open_calls(place, options) as calls:
             await call_often(calls, 1_000, window)
@@ -550,7 +550,7 @@ async def test_with_immediate_nothing_is_queued_for_nobody(ipc):
 
 async def test_the_other_tasks_of_the_loop_have_their_turns(ipc):
     """However quick the replies are."""
-    options = SocketOptions(glance=0.01)
+    options = SocketOptions(busy_poll=0.01)
     with echo_server(ipc, options) as place, trio.fail_after(5 * PATIENCE):
         async with open_calls(place, options) as calls, trio.open_nursery() as nursery:
             turns = 0
@@ -572,7 +572,7 @@ async def test_the_other_tasks_of_the_loop_have_their_turns(ipc):
 
 
 async def test_a_loop_that_is_never_idle_can_be_cancelled(ipc):
-    options = SocketOptions(glance=0.01)
+    options = SocketOptions(busy_poll=0.01)
     with trio.fail_after(PATIENCE), echo_server(ipc, options) as place:
         async with open_calls(place, options) as calls:
             with trio.move_on_after(0.1) as scope:
@@ -583,7 +583,7 @@ async def test_a_loop_that_is_never_idle_can_be_cancelled(ipc):
 
 
 async def test_glances_stop_where_they_are_of_no_use(ipc):
-    async with open_socket("router", bind=[ipc]) as router, open_calls(ipc, SocketOptions(glance=1e-3)) as calls:
+    async with open_socket("router", bind=[ipc]) as router, open_calls(ipc, SocketOptions(busy_poll=1e-3)) as calls:
         with trio.fail_after(PATIENCE):
             for _ in range(200):
                 async with trio.open_nursery() as nursery:
@@ -592,5 +592,5 @@ async def test_glances_stop_where_they_are_of_no_use(ipc):
                     await trio.sleep(0.002)
                     router.send_nowait(message)
         statistics = calls.socket.statistics()
-    assert statistics.glances - statistics.hits < 30
+    assert statistics.busy_polls - statistics.hits < 30
     assert statistics.sleeps > 150

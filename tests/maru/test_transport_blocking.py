@@ -29,10 +29,10 @@ def ipc(tmp_path):
     return f"ipc://{tmp_path}/socket"
 
 
-@pytest.mark.parametrize("glance", [0.0, 1e-4])
+@pytest.mark.parametrize("busy_poll", [0.0, 1e-4])
 @pytest.mark.parametrize("window", [1, 8, 64])
-def test_every_message_comes_back_in_order(address, window, glance):
-    options = SocketOptions(glance=glance)
+def test_every_message_comes_back_in_order(address, window, busy_poll):
+    options = SocketOptions(busy_poll=busy_poll)
     with echo_server(address, options) as place, BlockingDealer(place, options) as dealer:
         numbers = iter(range(1_000 - window))
         for number in range(window):
@@ -163,5 +163,5 @@ def test_glances_stop_where_they_are_of_no_use(ipc):
         for _ in range(200):
             assert dealer.receive(0.0005) is None
         statistics = dealer.statistics()
-    assert statistics.glances < 15
+    assert statistics.busy_polls < 15
     assert statistics.sleeps == 200

@@ -19,16 +19,16 @@ from tests.support.maru_sockets import PATIENCE, Calls, echo
 from tests.support.steps import AtStep, at_every_step
 
 LARGE = bytes(1 << 18)
-NARROW = SocketOptions(send_high_water_mark=2, receive_high_water_mark=1, glance=0.0)
+NARROW = SocketOptions(send_high_water_mark=2, receive_high_water_mark=1, busy_poll=0.0)
 MOST_STEPS = 60
 
 
 # --- the cases: each gets a nursery, a scope for the victim, and the sockets -----------------------------------------
 
 
-async def sending(path, scope, glance):
+async def sending(path, scope, busy_poll):
     """With room for it."""
-    options = SocketOptions(glance=glance)
+    options = SocketOptions(busy_poll=busy_poll)
     sent = []
 
     async def victim():
@@ -64,9 +64,9 @@ async def fill(dealer):
             await trio.sleep(0.002)  # more often than each millisecond a socket does not look whether room was made
 
 
-async def waiting_for_room(path, scope, glance, *, follows):
+async def waiting_for_room(path, scope, busy_poll, *, follows):
     sent = []
-    options = SocketOptions(send_high_water_mark=2, receive_high_water_mark=1, glance=glance)
+    options = SocketOptions(send_high_water_mark=2, receive_high_water_mark=1, busy_poll=busy_poll)
 
     async def send(text):
         await dealer.send([text, LARGE])
@@ -96,10 +96,10 @@ async def waiting_for_room(path, scope, glance, *, follows):
     assert received == [text for text in (b"before", b"victim's", b"after") if text in sent]
 
 
-async def receiving(path, scope, glance, *, follows):
+async def receiving(path, scope, busy_poll, *, follows):
     """Whatever the victim does not get, somebody else gets."""
     got = []
-    options = SocketOptions(glance=glance)
+    options = SocketOptions(busy_poll=busy_poll)
 
     async def receive():
         _, text = await router.receive()
@@ -130,7 +130,7 @@ async def receiving(path, scope, glance, *, follows):
     assert sorted(got) == [b"0", b"1", b"2", b"3"]
 
 
-async def expecting(path, scope, glance, *, follows):
+async def expecting(path, scope, busy_poll, *, follows):
     """The victim's reply is nobody else's."""
     calls = Calls()
     ended = Counter()
@@ -146,7 +146,7 @@ async def expecting(path, scope, glance, *, follows):
             await calls.call(b"victim")
         ended["victim"] += 1
 
-    options = SocketOptions(glance=glance)
+    options = SocketOptions(busy_poll=busy_poll)
     async with (
         open_socket("router", bind=[path]) as router,
         open_socket("dealer", connect=[path], on_messages=calls.on_messages, options=options) as calls.socket,
@@ -176,9 +176,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("glance", [0.0, 1e-3], ids=["sleeps", "glances"])
+@pytest.mark.parametrize("busy_poll", [0.0, 1e-3], ids=["sleeps", "polls"])
 @pytest.mark.parametrize("case", CASES)
-def test_cancelled_at_every_step(case, glance, tmp_path):
+def test_cancelled_at_every_step(case, busy_poll, tmp_path):
     play, least, more = CASES[case]
 
     def run(k):
@@ -187,7 +187,7 @@ def test_cancelled_at_every_step(case, glance, tmp_path):
 
         async def main():
             with trio.fail_after(PATIENCE):
-                await play(f"ipc://{tmp_path}/{k}", scope, glance, **more)
+                await play(f"ipc://{tmp_path}/{k}", scope, busy_poll, **more)
 
         with determinism.deterministic(k):
             trio.run(main, instruments=[instrument])

@@ -356,7 +356,7 @@ async def test_where_it_listens_is_told(tmp_path):
         {"max_frames": 1},
         {"linger": -1.0},
         {"linger": 11.0},
-        {"glance": 1.0},
+        {"busy_poll": 1.0},
         {"reconnect_interval": 2.0},
         {"immediate": 1},
     ],

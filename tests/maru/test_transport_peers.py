@@ -325,7 +325,7 @@ async def test_a_message_that_comes_as_a_connection_ends_is_not_slept_through(ip
     with trio.fail_after(PATIENCE):
         async with (
             open_socket(
-                "router", bind=[ipc_path], options=SocketOptions(glance=1e-4), on_gone=lambda peer: None
+                "router", bind=[ipc_path], options=SocketOptions(busy_poll=1e-4), on_gone=lambda peer: None
             ) as router,
             trio.open_nursery() as nursery,
         ):

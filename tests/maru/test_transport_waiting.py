@@ -25,12 +25,12 @@ class Getter(Queued):
 class Wire:
     """A descriptor that tells of changes once, as that of ZeroMQ does: whoever touches the wire swallows the signal."""
 
-    def __init__(self, glance=0.0):
+    def __init__(self, busy_poll=0.0):
         self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.items = deque()
         self.getters = deque()
         self.got = []
-        self.watch = Watch(self.descriptor, self.drain, self.take, glance)
+        self.watch = Watch(self.descriptor, self.drain, self.take, busy_poll)
 
     def __enter__(self):
         return self
@@ -192,7 +192,7 @@ async def test_a_swallowed_signal_does_not_let_the_leader_sleep_on(wire):
 
 async def test_a_signal_swallowed_in_the_leaders_turn_is_found():
     """It looks anew after it let the others run."""
-    with Wire(glance=1e-4) as wire, trio.fail_after(PATIENCE):
+    with Wire(busy_poll=1e-4) as wire, trio.fail_after(PATIENCE):
         async with trio.open_nursery() as nursery:
 
             @nursery.start_soon
@@ -229,7 +229,7 @@ async def test_what_is_delivered_from_outside_wakes_whoever_waits(wire, place):
 
 
 async def test_what_is_delivered_in_the_leaders_turn_is_not_slept_over():
-    with Wire(glance=1e-4) as wire, trio.fail_after(PATIENCE):
+    with Wire(busy_poll=1e-4) as wire, trio.fail_after(PATIENCE):
         expected = Expected(wire.watch)
         async with trio.open_nursery() as nursery:
 
@@ -326,7 +326,7 @@ def play(seed):
             await wire.get()
 
     async def main():
-        with Wire(glance=chance.choice([0.0, 1e-6])) as wire:
+        with Wire(busy_poll=chance.choice([0.0, 1e-6])) as wire:
             async with trio.open_nursery() as nursery:
                 for item in range(count):
                     for _ in range(chance.randrange(4)):

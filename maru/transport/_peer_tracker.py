@@ -1,4 +1,4 @@
-"""The peers of a ROUTER while it runs: its messages, its monitor, and who is told what.
+"""Tracks the peers of a ROUTER while it runs: by its messages, and by its monitor.
 
 The joining itself is in `peers`; here are the socket and the task around it.
 """
@@ -25,8 +25,8 @@ from ._peers import Peers
 _INT: Final = struct.Struct("i")
 
 
-class Tracker:
-    """Reads messages of peers whose connections are known, and tells of their ends."""
+class PeerTracker:
+    """Reads the messages of a ROUTER, and tells when a peer's connection has ended."""
 
     def __init__(
         self, port: Port, on_gone: Callable[[bytes], None] | None, on_link: Callable[[LinkEvent], None] | None
