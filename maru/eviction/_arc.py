@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from ._base import Queues
+from ._base import SequentialPolicy
 from ._contract import K
 
 
-class ARC(Queues[K, bool]):
+class ARC(SequentialPolicy[K, bool]):
     """Adapts between least recently and least frequently used. Takes in everything."""
 
     def __init__(self) -> None:

@@ -1,13 +1,13 @@
 """What the policies that keep several queues share: finding victims, and keeping held keys out of the way.
 
-A held key that is met where victims are taken is put *aside*, out of the queues, with the place it had. Left in, it would be
+A held key that is met where victims are taken is *skipped*: put out of the queues, with the place it had. Left in, it would be
 met again at every search: moving it to the back of its queue helps LRU, which has one, but not a policy that prefers one of
 its queues over others, since it may prefer the one in which everything is held.
 
-Nobody tells a policy that a key is no longer held. So each search first looks at twice as many of those aside as victims are
-wanted, in turn, and those that are free return to the front of their queue, where they were. A use brings a key back as well.
-Only where the queues run empty are all that are aside looked at, since as many as possible must be found. Each key is put
-aside once for each time it was used, brought in or returned: this is what makes rule 3 hold.
+A policy is not told that a key is no longer held. So each search first looks at twice as many of the skipped keys as victims
+are wanted, in order, and those that are free return to the front of their queue, where they were. A use brings a key back as
+well. Only where the queues run empty are all skipped keys looked at, since as many victims as possible must be found. Each key
+is skipped once for each time it was used, brought in or returned: this is what makes rule 3 hold.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from ._candidates import Candidates, P
 from ._contract import K
 
 _LOOKS: Final = 2
-"""How many of those aside are looked at for each victim: more than one, so that the round gets to its end."""
+"""How many of the skipped keys are looked at for each victim: more than one, so that in the end each is looked at."""
 
 
-class Parking(ABC, Generic[K, P]):
-    """A policy that keeps its keys in queues, and held ones aside. A subclass says who goes, and what follows from a use."""
+class QueuePolicy(ABC, Generic[K, P]):
+    """A policy that keeps its keys in queues, and skips those that are held. A subclass says which go, and what a use does."""
 
     def __init__(self) -> None:
-        self._aside: OrderedDict[K, P] = OrderedDict()
+        self._skipped: OrderedDict[K, P] = OrderedDict()
         self._capacity = 0
 
     def __len__(self) -> int:
-        return self._queued() + len(self._aside)
+        return self._queued() + len(self._skipped)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self)} keys>"
 
     def use(self, keys: Sequence[K], depths: Sequence[int | None] | None = None) -> None:
         """Each of these keys was used once, the first one first."""
-        aside = self._aside
-        if aside:
+        skipped = self._skipped
+        if skipped:
             for key in keys:
-                if key in aside:
-                    self._put_back(key, aside.pop(key))
+                if key in skipped:
+                    self._put_back(key, skipped.pop(key))
         self._use_all(keys)
 
     def discard(self, keys: Iterable[K]) -> None:
         """Forget these keys."""
-        aside = self._aside
+        skipped = self._skipped
         for key in keys:
-            if aside.pop(key, None) is None:
+            if skipped.pop(key, None) is None:
                 self._forget(key)
 
     # --- what a subclass says -----------------------------------------------------------------------------------------
@@ -93,18 +93,18 @@ class Parking(ABC, Generic[K, P]):
         """The capacity is known, or turned out to be larger."""
 
     def _return(self, looks: int, held: Container[K]) -> None:
-        """Look at so many of those aside; those that are free go back where they were."""
-        aside = self._aside
-        for _ in range(min(looks, len(aside))):
-            key, place = aside.popitem(last=False)
+        """Look at so many of the skipped keys; those that are free go back where they were."""
+        skipped = self._skipped
+        for _ in range(min(looks, len(skipped))):
+            key, place = skipped.popitem(last=False)
             if key in held:
-                aside[key] = place
+                skipped[key] = place
             else:
                 self._put_back(key, place)
 
 
-class Queues(Parking[K, P]):
-    """One whose victims come one by one: a subclass says which key is next, and of the next ones the deepest goes."""
+class SequentialPolicy(QueuePolicy[K, P]):
+    """A policy that takes its victims one by one: a subclass says which key is next, and of the next ones the deepest goes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,8 +137,8 @@ class Queues(Parking[K, P]):
     def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:
         """The next ``n`` victims that are not held, the deepest of the next ones first; nothing is rejected."""
         self._begin()
-        aside = self._aside
-        if aside:
+        skipped = self._skipped
+        if skipped:
             self._return(_LOOKS * n, held)
         victims: list[K] = []
         causes = iter(incoming)
@@ -147,14 +147,14 @@ class Queues(Parking[K, P]):
         while len(victims) < n:
             taken = self._next(cause, held)
             if taken is None:
-                if searched or not aside:
+                if searched or not skipped:
                     break
-                searched = True  # what is put aside from here on is held, and stays so for this call
-                self._return(len(aside), held)
+                searched = True  # what is skipped from here on is held, and stays so for this call
+                self._return(len(skipped), held)
                 continue
             key, place = taken
             if key in held:
-                aside[key] = place
+                skipped[key] = place
             else:
                 self._depths.pop(key, None)
                 self._gone(key, place)

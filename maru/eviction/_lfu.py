@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from ._base import Queues
+from ._base import SequentialPolicy
 from ._contract import K
 
 MOST: Final = 1023
 """What is used more often is not told apart: its order is LRU."""
 
 
-class LFU(Queues[K, int]):
+class LFU(SequentialPolicy[K, int]):
     """The least frequently used key goes first, among equals the least recently used. Takes in everything."""
 
     def __init__(self) -> None:

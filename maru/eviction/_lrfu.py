@@ -21,7 +21,7 @@ from collections.abc import Container, Sequence
 from math import log2
 from typing import Final, TypeAlias
 
-from ._base import Queues
+from ._base import SequentialPolicy
 from ._contract import K
 
 _FINE: Final = 2
@@ -38,7 +38,7 @@ def ghosts_of(capacity: int) -> int:
     return max(capacity, min(4 * capacity, _MANY_GHOSTS))
 
 
-class LRFU(Queues[K, Entry]):
+class LRFU(SequentialPolicy[K, Entry]):
     """The key goes first whose uses are the fewest and the longest ago. Takes in everything.
 
     Args:
@@ -105,7 +105,7 @@ class LRFU(Queues[K, Entry]):
 
     def remembers(self, key: K) -> bool:
         """Whether it is known, or was."""
-        return key in self._entry or key in self._ghosts or key in self._aside or key in self._candidates
+        return key in self._entry or key in self._ghosts or key in self._skipped or key in self._candidates
 
     def _queued(self) -> int:
         return len(self._entry)

@@ -20,14 +20,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from ._base import Queues
+from ._base import SequentialPolicy
 from ._contract import K
 
 _MOST_USES: Final = 3
 _PROMOTED_ABOVE: Final = 1
 
 
-class S3FIFO(Queues[K, tuple[bool, int]]):
+class S3FIFO(SequentialPolicy[K, tuple[bool, int]]):
     """Three FIFO queues: what is not used twice in the small one goes soon. Takes in everything.
 
     Args:

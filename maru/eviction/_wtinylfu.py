@@ -3,7 +3,7 @@
 After Einziger, Friedman and Manes, "TinyLFU: a highly efficient cache admission policy" (ACM Transactions on Storage, 2017).
 The variant: the *window* is an LRU of one hundredth of the capacity; *main* is a segmented LRU, of which four fifths at most
 are *protected* (used again while in main) and the rest is on *probation*; frequencies come from a sketch (four rows, aged
-after ten times the capacity, see the room next door). No doorkeeper, no hill climbing, and none of the chance that
+after ten times the capacity, see `_sketch`). No doorkeeper, no hill climbing, and none of the chance that
 Caffeine gives a loser now and then: it is the static policy of the paper.
 
 A newcomer enters the window. Where room is needed and the window is longer than its share, its oldest, the *candidate*, meets
@@ -20,12 +20,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Sequence
 
-from ._base import Parking
+from ._base import QueuePolicy
 from ._contract import K
 from ._sketch import Sketch
 
 
-class WTinyLFU(Parking[K, int]):
+class WTinyLFU(QueuePolicy[K, int]):
     """Admits by frequency. Rejects what is not worth a place.
 
     Depths change nothing here: of newcomers the deepest is judged first in any case, and among those that are there the
@@ -56,7 +56,7 @@ class WTinyLFU(Parking[K, int]):
         self._begin()
         self._fill_main()
         self._admitted.clear()
-        if self._aside:
+        if self._skipped:
             self._return(2 * n, held)
         victims: list[K] = []
         rejected: list[K] = []
@@ -74,10 +74,10 @@ class WTinyLFU(Parking[K, int]):
             if victim is None and candidate is None and newcomer is None:
                 candidate = self._oldest(0, held)
                 if candidate is None:
-                    if searched or not self._aside:
+                    if searched or not self._skipped:
                         break
                     searched = True
-                    self._return(len(self._aside), held)
+                    self._return(len(self._skipped), held)
                     continue
             if newcomer is not None:
                 if victim is not None and self._count(newcomer) + 1 > self._count(victim):
@@ -149,14 +149,14 @@ class WTinyLFU(Parking[K, int]):
             probation[key] = None
 
     def _oldest(self, place: int, held: Container[K]) -> K | None:
-        """The oldest key of a queue that is not held. Those that are, before it, are put aside."""
+        """The oldest key of a queue that is not held. Those before it are skipped."""
         queue = self._queues[place]
         while queue:
             key = next(iter(queue))
             if key not in held:
                 return key
             del queue[key]
-            self._aside[key] = place
+            self._skipped[key] = place
         return None
 
     def _see(self, key: K) -> None:
