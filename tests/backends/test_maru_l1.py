@@ -57,7 +57,7 @@ async def store(l1: MaruL1, keys: Sequence[bytes]) -> list[Any]:
 
 
 def handler_of(l1: MaruL1) -> MaruHandler:
-    return l1._home.the_handler(l1)
+    return l1._handler_owner.require_handler(l1)
 
 
 def wrong(lease: Any) -> list[bytes]:
@@ -203,7 +203,7 @@ async def test_it_is_no_tier_of_an_engine_and_takes_no_wrappers() -> None:
 
 async def test_pages_are_gathered_once_and_by_their_own_handler() -> None:
     async with open_test_server() as server, open_l1(server.endpoints[0]) as l1, open_l1(server.endpoints[0]) as other:
-        handler, stranger = l1._home.the_handler(l1), other._home.the_handler(other)
+        handler, stranger = l1._handler_owner.require_handler(l1), other._handler_owner.require_handler(other)
         handles = await handler.batch_alloc(2)
         assert handles is not None
         with pytest.raises(ValueError, match="all be different"):

@@ -31,7 +31,7 @@ from ...pages import Pages, checksums
 from ...threads import run_in_thread_to_the_end
 from .._answers import deletions_of, outcomes_of
 from ._errors import LayoutMismatch, NoLayout
-from ._home import Home
+from ._handler_owner import HandlerOwner
 from ._layout import KVLayout, layout_of
 from ._reading import ViewLease
 from ._status import Counts, L1Status
@@ -81,7 +81,7 @@ class MaruL1:
         """The knobs of its handler, but for ``chunk_size_bytes``, which follows from the layout."""
         self.commit_timeout: float = commit_timeout
         """Seconds after which a commit is ``Unproven``."""
-        self._home = Home(make_handler, self._end_all)
+        self._handler_owner = HandlerOwner(make_handler, self._end_all)
         self._life: AbstractAsyncContextManager[None] | None = None
         self._layout: KVLayout | None = None
         self._registering = trio.Lock()
@@ -97,7 +97,7 @@ class MaruL1:
         """Nothing is opened yet."""
         if self._life is not None:
             raise RuntimeError(f"{self!r} was entered before")
-        self._life = self._home.living()
+        self._life = self._handler_owner.run()
         await self._life.__aenter__()
         return self
 
@@ -137,7 +137,7 @@ class MaruL1:
             maru.ConfigError: the pool is smaller than a page.
             maru.MaruError: the server did not answer, or refused.
         """
-        self._home.check_open(self)
+        self._handler_owner.check_open(self)
         layout = layout_of(
             shapes,
             dtypes,
@@ -147,14 +147,14 @@ class MaruL1:
         )
         async with self._registering:
             if self._layout is None:
-                await self._home.open(self, attrs.evolve(self.config, chunk_size_bytes=layout.page_bytes))
+                await self._handler_owner.open(self, attrs.evolve(self.config, chunk_size_bytes=layout.page_bytes))
                 self._layout = layout
             elif self._layout != layout:
                 raise LayoutMismatch(
                     f"{self!r} holds blocks of one model, and this is another one: {layout}. "
                     "One MaruL1 has one layout: open another one, with a pool of its own"
                 )
-            handler = self._home.the_handler(self)
+            handler = self._handler_owner.require_handler(self)
             if self.config.pool_size and not handler.get_owned_region_ids():
                 page = await handler.alloc_pages(1, evict=False)
                 if page is None:
@@ -195,7 +195,7 @@ class MaruL1:
             maru.PoolFull: the server's pool is smaller than a page.
             maru.NoAnswer: the server was asked for room, and did not answer.
         """
-        handler, size = self._home.the_handler(self), self._known_layout().block_bytes
+        handler, size = self._handler_owner.require_handler(self), self._known_layout().block_bytes
         keys = distinct_keys(keys)
         n = len(keys)
         handles = None
@@ -218,7 +218,11 @@ class MaruL1:
         """What a reservation does to commit: shielded, and bounded."""
         if not keys:
             return []
-        handler, size, counts = self._home.the_handler(self), self._known_layout().block_bytes, self._counts
+        handler, size, counts = (
+            self._handler_owner.require_handler(self),
+            self._known_layout().block_bytes,
+            self._counts,
+        )
         batch = handler.gather(handles)
         why: BaseException | None = None
         with trio.CancelScope(shield=True, deadline=trio.current_time() + self.commit_timeout):
@@ -255,7 +259,7 @@ class MaruL1:
             maru.NoAnswer: the server did not answer: no miss. What it may have pinned is given back when its answer comes; if
                 that is lost for good, once the server is told what is held (:class:`maru.MaruHandler` does so by itself).
         """
-        handler, size = self._home.the_handler(self), self._known_layout().block_bytes
+        handler, size = self._handler_owner.require_handler(self), self._known_layout().block_bytes
         keys = distinct_keys(keys)
         try:
             held = await handler.hold_pages([key.hex() for key in keys], partial=True)
@@ -285,7 +289,7 @@ class MaruL1:
             NoLayout: see :meth:`register_kv_layout`.
             maru.NoAnswer: nobody knows which are gone.
         """
-        handler = self._home.the_handler(self)
+        handler = self._handler_owner.require_handler(self)
         check_keys(keys)
         names = [key.hex() for key in keys]
         answers = await handler.batch_delete(names)
@@ -302,8 +306,8 @@ class MaruL1:
         Raises:
             maru.NoAnswer: nobody knows which are gone.
         """
-        self._home.check_open(self)
-        handler = self._home.handler
+        self._handler_owner.check_open(self)
+        handler = self._handler_owner.handler
         if handler is None:
             await trio.lowlevel.checkpoint()
             return {}
@@ -319,7 +323,7 @@ class MaruL1:
 
     def report_status(self) -> L1Status:
         """An immutable snapshot. Asks nobody."""
-        handler, size = self._home.handler, 0 if self._layout is None else self._layout.page_bytes
+        handler, size = self._handler_owner.handler, 0 if self._layout is None else self._layout.page_bytes
         statistics = None if handler is None else handler.statistics()
         pages = None if statistics is None else statistics.pages
         counts = attrs.asdict(self._counts)
@@ -358,7 +362,7 @@ class MaruL1:
 
     def _collect(self) -> None:
         """Pages that nobody refers to any more are free now, not with the next call."""
-        handler = self._home.handler
+        handler = self._handler_owner.handler
         if handler is not None:
             handler.collect()
 

@@ -11,7 +11,7 @@ from backends.maru.l1 import _layout as layout_module
 from backends.maru.l1 import _maru_l1 as l1_module
 from backends.maru.l1 import _reading as reading_module
 from backends.maru.l1 import _writing as writing_module
-from backends.maru.l1._home import Home
+from backends.maru.l1._handler_owner import HandlerOwner
 from maru import HeldBatch, MaruHandler, NoAnswer
 from maru._client import columns
 from maru._client.pages import OwnedPages
@@ -58,7 +58,7 @@ def an_aborted_page_is_free_at_once(patch):
         if self.is_open:
             self._state = writing_module._State.OVER
             for handle in end(self):
-                self._l1._home.handler.free(handle)
+                self._l1._handler_owner.handler.free(handle)
 
     patch.setattr(WriteReservation, "abort", abort)
 
@@ -86,7 +86,7 @@ def pages_are_registered_before_they_are_filled(patch):
 
     async def reserve_and_register(self, keys):
         reservation = await reserve(self, keys)
-        handler, handles = self._home.handler, reservation._handles
+        handler, handles = self._handler_owner.handler, reservation._handles
         views = [handle.buf for handle in handles]
         self.early = await handler.store_pages(
             [key.hex() for key in reservation.keys], handler.gather(handles), self._known_layout().block_bytes, None
@@ -228,8 +228,8 @@ def a_shutdown_deletes(patch):
 
 
 def what_is_open_stays_open(patch):
-    init = Home.__init__
-    patch.setattr(Home, "__init__", lambda self, make, at_end: init(self, make, lambda: None))
+    init = HandlerOwner.__init__
+    patch.setattr(HandlerOwner, "__init__", lambda self, make, at_end: init(self, make, lambda: None))
 
 
 def missing_and_pinned_are_one(patch):

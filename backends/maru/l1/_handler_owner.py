@@ -1,4 +1,4 @@
-"""The life of the handler behind a MaruL1: it begins in whatever task registers the layout, and ends last of all.
+"""Owns the handler of a MaruL1: it opens when a layout is registered, in whatever task that is, and closes last of all.
 
 A handler has tasks of its own, and so has to be opened and closed in one and the same task. That is a task here, whose parent
 is the ``async with`` block of the MaruL1.
@@ -21,8 +21,8 @@ from maru.exception_groups import raise_unwrapped
 from ._errors import NoLayout
 
 
-class Home:
-    """Where the one handler lives.
+class HandlerOwner:
+    """Opens the one handler in a task of its own, and closes it there.
 
     Args:
         make: makes it.
@@ -38,11 +38,11 @@ class Home:
 
     @property
     def handler(self) -> MaruHandler | None:
-        """It, if it is open."""
+        """The handler, if it is open."""
         return self._handler
 
-    def the_handler(self, who: object) -> MaruHandler:
-        """It.
+    def require_handler(self, who: object) -> MaruHandler:
+        """The handler; raises where there is none.
 
         Raises:
             NoLayout: it was not opened yet.
@@ -54,7 +54,7 @@ class Home:
         return self._handler
 
     def check_open(self, who: object) -> trio.Nursery:
-        """Where its tasks run, inside the block.
+        """The nursery in which the handler runs; raises outside of the block.
 
         Raises:
             HandlerClosed: outside of it.
@@ -64,10 +64,10 @@ class Home:
         return self._nursery
 
     async def open(self, who: object, config: MaruConfig) -> None:
-        """Open it. Cancelled, or without an answer of the server, it is not open."""
-        self._handler = await self.check_open(who).start(self._keep, config)
+        """Open the handler. Cancelled, or without an answer of the server, it is not open."""
+        self._handler = await self.check_open(who).start(self._run_handler, config)
 
-    async def _keep(self, config: MaruConfig, *, task_status: trio.TaskStatus[MaruHandler]) -> None:
+    async def _run_handler(self, config: MaruConfig, *, task_status: trio.TaskStatus[MaruHandler]) -> None:
         handler = self._make(config)
         with trio.CancelScope() as scope:
             async with handler:
@@ -77,12 +77,12 @@ class Home:
                 scope.shield = trio.current_effective_deadline() > -math.inf
                 await self._closing.wait()
 
-    def living(self) -> AbstractAsyncContextManager[None]:
-        """The block. What its body raises leaves it as it came."""
-        return self._living()
+    def run(self) -> AbstractAsyncContextManager[None]:
+        """The block in which the handler can be opened. What its body raises leaves it as it came."""
+        return self._run()
 
     @asynccontextmanager
-    async def _living(self) -> AsyncIterator[None]:
+    async def _run(self) -> AsyncIterator[None]:
         error: BaseException | None = None
         with raise_unwrapped():
             async with trio.open_nursery() as nursery:
