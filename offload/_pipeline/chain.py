@@ -1,4 +1,4 @@
-"""Chain: what one pipeline has stored is fed to the next ones.
+"""A chain of pipelines: what one has stored at its destination, the next ones copy on from there.
 
 Rule 1. The handle of the first enqueue is terminal only after all routes; any route that fails makes it FAILED.
 Rule 2. A chain never splits: behind the first commit a cancel changes nothing, so the containers of the routes enter with a
@@ -40,17 +40,17 @@ class Route(Protocol):
 
     @property
     def name(self) -> str:
-        """What the result calls it."""
+        """The name under which the result of the first enqueue reports this route."""
         ...
 
     async def enqueue_committed(self, blocks: Blocks) -> TransferHandle:
-        """Take in blocks that cannot be cancelled any more."""
+        """Enqueue blocks that cannot be cancelled any more. Raises if this pipeline has closed, or can never hold so many."""
         ...
 
 
 @attrs.define(eq=False)
 class Chain:
-    """The pipelines that lead on from one destination."""
+    """The pipelines that copy on from one destination, and the containers whose blocks they have."""
 
     routes: Sequence[Route]
     tier: Source
@@ -62,21 +62,24 @@ class Chain:
     _nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Be the parent of the tasks that follow containers, for ever."""
+        """Run the tasks that follow containers, until :meth:`cut_off`."""
         with self._scope:
             async with trio.open_nursery() as self._nursery:
                 task_status.started()
                 await trio.sleep_forever()
 
     def hold(self, containers: Sequence[OffloadContainer]) -> None:
-        """Their first copy is over: hold what it has stored, for each route. To be followed in the same tick."""
+        """Hold what the first copy of these containers has stored, once for each route.
+
+        To be called before the reservation of that copy is released, and `follow` in the same tick.
+        """
         for container in containers:
             if container.completed:
                 depths = depths_of([container])
                 container.onward = [self._held(container.completed, depths) for _ in self.routes]
 
     def _held(self, keys: Sequence[Key], depths: Mapping[Key, int]) -> StrongBlocks:
-        """Those of these blocks that are there."""
+        """Hold those of these blocks that are there. What is gone is left out, and has failed when the route ends."""
         place = place_of(self.tier)
         try:
             refs = place.upgrade(keys)
@@ -89,9 +92,11 @@ class Chain:
         return StrongBlocks(place, keys, refs, list(map(depths.get, keys)) if depths else None)
 
     def follow(self, containers: list[OffloadContainer]) -> None:
-        """Their first copy is over: settle those that have nothing to pass on, follow the others."""
+        """Settle those of these containers that have nothing to pass on; the others when all their routes have ended."""
         for container in containers:
             if container.completed and not self._scope.cancel_called:
+                # The first copy is over, and each route has its own hold on what was stored: the caller's blocks are not needed
+                # any more, and need not wait for the slowest route.
                 self.settlement.release(container)
                 assert self._nursery is not None
                 self._nursery.start_soon(self._follow, container)
@@ -99,7 +104,7 @@ class Chain:
                 self._settle(container, {})
 
     def cut_off(self) -> None:
-        """Stop following: what is not over settles as FAILED. The routes themselves go on to their own end."""
+        """Settle as FAILED what is still followed. The routes themselves go on to their own end."""
         self._scope.cancel()
 
     async def _follow(self, container: OffloadContainer) -> None:
@@ -109,13 +114,14 @@ class Chain:
             async with trio.open_nursery() as nursery:
                 onward, container.onward = container.onward, ()
                 for route, blocks in zip(self.routes, onward, strict=True):
-                    nursery.start_soon(self._walk, route, blocks, container, results)
+                    nursery.start_soon(self._run_route, route, blocks, container, results)
         finally:
+            # Also when `cut_off` cancels this: a handle that is never settled would let its caller wait for ever.
             self.following -= 1
             self._settle(container, results)
 
     def _settle(self, container: OffloadContainer, results: dict[str, TransferResult]) -> None:
-        """Its end, from those of the routes; one that did not get there has failed."""
+        """Settle a container with what its routes have answered; a route that has not answered has failed."""
         for blocks in container.onward:  # no route took them
             give_back(blocks.release)
         if container.completed:
@@ -126,10 +132,10 @@ class Chain:
             container.error = _worst([result for result in results.values() if result.status is Status.FAILED])
         self.settlement.settle(container)
 
-    async def _walk(
+    async def _run_route(
         self, route: Route, blocks: StrongBlocks, container: OffloadContainer, results: dict[str, TransferResult]
     ) -> None:
-        """One route, which has these blocks from now on."""
+        """Enqueue these blocks on one route and wait for its end. The route owns the holds on the blocks from now on."""
         try:
             handle = await route.enqueue_committed(blocks)
         except Exception as error:  # it has closed, or can never hold so many: this route fails, and no other
@@ -138,7 +144,7 @@ class Chain:
             results[route.name] = self._without(await handle.wait(), container.completed, blocks.keys)
 
     def _without(self, result: TransferResult, stored: Sequence[Key], held: Sequence[Key]) -> TransferResult:
-        """The end of a route, on which what was gone has failed."""
+        """The result of a route, in which blocks that were gone before they were copied count as failed."""
         gone = set(stored).difference(held).union(result.evicted)
         if not gone:
             return result
@@ -151,7 +157,7 @@ _NONE: Mapping[str, TransferResult] = MappingProxyType({})
 
 
 def _worst(failed: Sequence[TransferResult]) -> BaseException | None:
-    """Why the chain failed, if it did: before all else that the end of a copy is unproven, which a cancel must say."""
+    """The error that stands for all routes, if one failed: one that leaves the end of a copy unproven before all others."""
     errors = [result.error or next(iter(result.failed.values()), None) for result in failed]
     return min(errors, key=lambda error: not isinstance(error, DrainUnproven), default=None)
 

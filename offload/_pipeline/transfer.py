@@ -1,11 +1,11 @@
-"""TransferStage: sweep, claim, upgrade, copy, settle.
+"""The transfer stage: its slots reserve room for a batch, sweep, claim and upgrade it, copy it and settle it.
 
-P3: the upgrade is the point of no return. P4: the last sweep comes right before it. P5: behind it there is one flat list.
+P3: from the upgrade on nothing is cancelled. P4: the last sweep comes right before it. P5: what is copied is one flat list.
 
 What a slot does with a batch, in this order:
 
 1. Reserve room at the destination. This may wait, and holds nothing while it does. What is cancelled meanwhile settles at
-   once, and the rest of the batch waits on in the same turn and under the same deadline. Where the destination knows no
+   once, and the rest of the batch keeps its place in the queue for room, and its deadline. Where the destination knows no
    way to ask for less, the rest asks again, without leaving the slot. A destination that is broken rejects the batch at once.
    Where loads go first (:mod:`offload._pipeline.priority`) a batch that had to wait for room yields to them, with its
    room.
@@ -65,14 +65,14 @@ _TRANSFERRING = Status.TRANSFERRING
 _FAILED = Phase.FAILED
 _log = logging.getLogger("offload.pipeline")
 _IN_A_ROW = 4
-"""Batches that a slot carries in one tick, where nothing makes it wait."""
+"""Batches that a slot copies in one tick, where nothing makes it wait."""
 _GIVE_WAY = 3
-"""Ticks that a slot stands back for those who wait for a confirmation; bounded, so that cancelling holds up nothing."""
+"""Ticks that a slot leaves to tasks that wait for a cancel to be confirmed; bounded, so that cancelling holds up nothing."""
 
 
 @attrs.define(eq=False)
 class Transfer:
-    """The last stage: what its slots share."""
+    """The transfer stage: its slots, and what they share."""
 
     source: Source
     destination: TransferExecutor
@@ -88,7 +88,7 @@ class Transfer:
     """How the slots yield to loads, where they do. It is ``inbound`` then."""
     quarantine: Quarantine = attrs.Factory(Quarantine)
     cutoff: float = math.inf
-    """No wait of a slot goes on behind this time: the end of a shutdown's drain."""
+    """The time at which every wait of a slot ends: the end of a shutdown's drain."""
     batches: int = 0
     """Copies started."""
     copied_bytes: int = 0
@@ -103,7 +103,7 @@ class Transfer:
                 nursery.start_soon(slot.run)
 
     def cut_off_at(self, deadline: float) -> None:
-        """From now on nothing waits past ``deadline``; a copy that still runs then is quarantined."""
+        """Let nothing wait past ``deadline`` from now on; a copy that still runs then is quarantined."""
         self.cutoff = min(self.cutoff, deadline)
         for slot in self.slots:
             slot.cut_off_at(deadline)
@@ -111,7 +111,7 @@ class Transfer:
 
 @attrs.define(eq=False)
 class Slot:
-    """One batch at a time, from its reservation to its end."""
+    """A slot of the stage: it has one batch at a time, from its reservation to its end."""
 
     stage: Transfer
     copying: FlatBlocks | None = None
@@ -128,7 +128,10 @@ class Slot:
     """Bounds the copies, one after the other: entering a scope per copy costs four times what moving its deadline does."""
 
     def withdraw(self, container: OffloadContainer) -> None:
-        """One of the batch was cancelled or failed while it waits for room. Elsewhere the next sweep finds it."""
+        """Take a container out of the batch that waits for room, since it was cancelled or has failed.
+
+        Anywhere else this does nothing: the next sweep finds it.
+        """
         batch = self._waiting
         if batch is None or self._reserving is None or self._reserving.cancel_called:
             return
@@ -140,7 +143,7 @@ class Slot:
             self._reserving.cancel()
 
     def _shrink(self, keys: Sequence[Key]) -> bool:
-        """Wait for less room. A destination that raises cannot do it; the caller of cancel is not told of that."""
+        """Ask the destination for less room. Whether it can; if it raises it cannot, and the caller of cancel is not told."""
         if self._request is None:  # it has its room, and waits behind loads with it
             return False
         try:
@@ -156,7 +159,7 @@ class Slot:
                 scope.deadline = min(scope.deadline, deadline)
 
     async def run(self) -> None:
-        """Carry batches for ever."""
+        """Take batches from the inbound channel and transfer them, for ever."""
         batch: OffloadBatch | None = None
         in_a_row = 0
         while True:
@@ -185,7 +188,7 @@ class Slot:
             await trio.lowlevel.checkpoint()
 
     async def _carry(self, batch: OffloadBatch) -> None:
-        """One batch, from its reservation to its end. However this is left, its containers have settled, or wait once more."""
+        """Transfer one batch. However this is left, its containers have settled, or wait in the inbound channel once more."""
         stage = self.stage
         if stage.hooks.transfer:
             stage.hooks.fire("transfer", batch)
@@ -213,7 +216,7 @@ class Slot:
     # -- 1. reserve --------------------------------------------------------------------------------------------------
 
     async def _reserve(self, batch: OffloadBatch) -> Reservation | None:
-        """Room for what is left of the batch, or None when nothing is left: all of it has settled then."""
+        """Reserve room for what is left of the batch. None when nothing is left: all of it has settled then."""
         stage = self.stage
         deadline: float | None = None
         while True:
@@ -249,6 +252,7 @@ class Slot:
     async def _wait_for_room(self, batch: OffloadBatch, deadline: float) -> Reservation | None:
         stage = self.stage
         reservation = None
+        # The deadline of the copy before this one may come while this waits: it would end a wait that has its own deadline.
         self._bound.deadline = math.inf
         self._reserving = trio.CancelScope(deadline=deadline)
         self._waiting = batch
@@ -261,7 +265,7 @@ class Slot:
         return reservation
 
     async def _yield_to_loads(self, batch: OffloadBatch, reservation: Reservation) -> Reservation | None:
-        """Room was long in coming, and loads may have begun meanwhile: yield to them.
+        """Yield to loads that have begun while the batch waited for room, and keep its room meanwhile.
 
         What is cancelled meanwhile gives its share of the room back.
         """
@@ -280,6 +284,8 @@ class Slot:
                 raise
             finally:
                 self._reserving = self._waiting = None
+            # Only here if the wait was cancelled: by `withdraw`, or because the drain is over. The room goes before anything
+            # settles, since who is told of a cancel may want that room at once.
             swept = batch.sweep_cancelled()
             late = trio.current_time() >= stage.cutoff
             if late or not batch.containers:
@@ -293,7 +299,7 @@ class Slot:
                 return None
 
     def _one_by_one(self, batch: OffloadBatch, error: BaseException) -> None:
-        """The batch was refused. Each container for itself: what one makes a place raise is no reason for another to fail.
+        """Try each container of a refused batch alone: what one makes a tier raise is no reason for another to fail.
 
         The first one stays in the batch, alone; a batch of one has failed.
         """
@@ -306,7 +312,7 @@ class Slot:
         batch.keep([first])
 
     def _reject(self, batch: OffloadBatch, error: TierUnavailable) -> None:
-        """The destination is broken and takes nothing now: no failure of ours, but the end of each of these blocks."""
+        """End the batch since the destination is broken: each of its blocks has failed with ``error``."""
         containers = batch.containers
         batch.keep([])
         for container in containers:
@@ -317,7 +323,7 @@ class Slot:
             self.stage.settlement.settle(container)
 
     def _end(self, batch: OffloadBatch, error: BaseException) -> None:
-        """Nothing was reserved, and nothing will be."""
+        """End the batch before anything was reserved; an error that is not ours becomes the cause of a TransferFailed."""
         if not isinstance(error, OffloadError):
             cause, error = error, TransferFailed(f"the destination refused the batch: {error!r}")
             error.__cause__ = cause
@@ -341,6 +347,8 @@ class Slot:
             _fail_where_short(batch, granted)
         if hooks.pre_claim:
             hooks.fire("pre_claim", batch)
+        # No checkpoint from this sweep to the upgrade, so that no task can cancel in between; what the hook of an instrument
+        # cancels there is dropped by the claim. What drops out settles last: who is told of it may cancel others of the batch.
         dropped = batch.sweep_cancelled()
         if hooks.sweep_claim_gap:
             hooks.fire("sweep_claim_gap", batch)
@@ -423,7 +431,7 @@ class Slot:
                 self._over(flat, reservation, outcomes)
 
     def _give_up(self, flat: FlatBlocks, reservation: Reservation, cause: BaseException | None) -> None:
-        """The end of the copy is unknown: nothing it touches is released."""
+        """Quarantine a copy whose end is not proven: what it touches is not released, and its containers settle as unproven."""
         stage = self.stage
         containers = flat.containers
         reason = f"the executor cannot tell: {cause!r}" if cause else "no end of the copy within its time"
@@ -444,6 +452,7 @@ class Slot:
     # -- 4. release and settle -----------------------------------------------------------------------------------------
 
     def _over(self, flat: FlatBlocks, reservation: Reservation, outcomes: Sequence[Outcome]) -> None:
+        """Release what a copy held, and settle its containers with their outcomes."""
         stage = self.stage
         give_back(stage.source.release, flat.held)
         if len(outcomes) != len(flat.keys):
@@ -477,7 +486,7 @@ def _unproven_among(outcomes: Sequence[Outcome]) -> BaseException | None:
 
 
 def _announce(hooks: Hooks, batch: OffloadBatch) -> None:
-    """Say which containers are committed now; of those that were refused since and tried again, everybody knows."""
+    """Announce the containers that are committed now; not those announced before, which were refused and tried again."""
     news = [container for container in batch.containers if not container.announced]
     for container in news:
         container.announced = True
@@ -486,7 +495,7 @@ def _announce(hooks: Hooks, batch: OffloadBatch) -> None:
 
 
 def hold_until_released(reservation: Reservation) -> None:
-    """What is stored by it is held until it is released, where it can do that. Its ref has what it has."""
+    """Have a reservation hold what it stores until it is released, if it can do that."""
     hold = getattr(reservation, "hold", None)
     if hold is not None:
         hold()

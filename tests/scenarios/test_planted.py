@@ -646,8 +646,9 @@ def a_chain_stops_before_its_last_route(patch):
         self.following += 1
         try:
             async with trio.open_nursery() as nursery:
-                for route in self.routes[:-1]:
-                    nursery.start_soon(self._walk, route, container, results)
+                onward, container.onward = container.onward, container.onward[-1:]
+                for route, blocks in zip(self.routes[:-1], onward[:-1], strict=True):
+                    nursery.start_soon(self._run_route, route, blocks, container, results)
         finally:
             self.following -= 1
             routes, self.routes = self.routes, self.routes[:-1]
