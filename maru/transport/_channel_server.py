@@ -28,7 +28,7 @@ _BATCH: Final = 64
 _READY: Final = 64
 """Connections that are looked at in one round."""
 _EACH: Final = 16
-"""Frames that are read from one connection before the next has its turn."""
+"""Frames that are read in a round from all connections that are ready, and one from each at least."""
 _BATCH_BYTES: Final = 1 << 20
 """After so many, a batch is handed on: frames in memory of their own are large, and all of a batch is here at once."""
 _OVERHEAD: Final = 64
@@ -172,9 +172,12 @@ class ChannelServer:
 
     def _read(self) -> None:
         batch, watch = self._batch, self._watch
-        each = _EACH if watch.crowded else 1
+        ready = self._epoll.poll(0, _READY)
+        # A lone client's frames are read together. Where many are ready each has one turn after the other: a client that sends
+        # much would otherwise have sixteen requests answered before the next client's first.
+        each = max(1, _EACH // len(ready)) if watch.crowded and ready else 1
         size = 0
-        for descriptor, events in self._epoll.poll(0, _READY):
+        for descriptor, events in ready:
             connection = self._by_descriptor.get(descriptor)
             if connection is None:
                 continue

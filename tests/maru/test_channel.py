@@ -288,6 +288,24 @@ async def test_a_cancelled_reader_takes_nothing(path):
             nursery.cancel_scope.cancel()
 
 
+async def test_one_frame_does_not_wait_behind_all_that_others_have_sent(path):
+    with ChannelServer(path, most=24, max_bytes=MIB, peer_bytes=MIB, all_bytes=MIB, on_gone=lambda _: None) as server:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.run)
+            *others, mine = [await dialed(path) for _ in range(20)]
+            for number in range(30):
+                for other in others:
+                    await other.send(b"%d" % number)
+            await mine.send(b"mine")
+            order = []
+            while b"mine" not in order:
+                order += [frame for _, frame in await server.receive_batch()]
+            assert order.index(b"mine") < 2 * 20
+            for sock in (*others, mine):
+                sock.close()
+            nursery.cancel_scope.cancel()
+
+
 async def cancel_soon(scope):
     await trio.testing.wait_all_tasks_blocked()
     scope.cancel()
