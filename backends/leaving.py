@@ -1,6 +1,6 @@
-"""Victims that are still there: who wants to know of an eviction, and who copies its victims elsewhere first. No bytes.
+"""Evictions: who is told of them, and the victims that are still there until a spiller has copied them elsewhere. No bytes.
 
-An eviction walks one of two ways. Where nobody copies what goes, a victim goes at once:
+An eviction takes one of two paths. Where no spiller copies what goes, a victim goes at once:
 
     registered --evict--> reset
 
@@ -11,12 +11,12 @@ With a *spiller* (a chain to a slower place, say), it goes when its copy has set
          `------- use -------'
 
 Rule 1. A block that leaves is held by the ref of its :class:`Spill`, and found by its key. So it can be read, is not deleted,
-        and its slot is free only once nobody reads it any more, in whatever way its copy ends: a copy holds its own ref.
+        and its slot is free only once no reader holds it any more, in whatever way its copy ends: a copy holds its own ref.
 Rule 2. A use makes it stay: the eviction policy knows it again. Its copy goes on, and is one more copy.
-Rule 3. Whoever waits for room counts on what leaves (it is *coming*), so that no more has to leave than he needs. When a
-        spill is over, what somebody else still holds does not count any more: a copy without an end must not keep others
-        waiting.
-Rule 4. Who must not wait (`put`, `stage`) has nothing spilled: his victims go at once, and the spiller is told so.
+Rule 3. A reservation that waits for room counts on what leaves (it is *coming*), so that no more has to leave than it needs.
+        When a spill is over, what others still hold does not count any more: a copy without an end must not keep
+        reservations waiting.
+Rule 4. A call that must not wait (`put`, `stage`) has nothing spilled: its victims go at once, and the spiller is told so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Listener: TypeAlias = Callable[[Sequence[Key]], None]
 class Spill:
     """The victims of one eviction, held until :meth:`over`. Made by a tier only.
 
-    Whoever is given one copies what is worth it and calls :meth:`over` on every path.
+    The spiller that is given one copies what is worth it and calls :meth:`over` on every path.
     """
 
     __slots__ = ("_end", "_slots", "depths", "keys")
@@ -52,7 +52,7 @@ class Spill:
         self.keys: Sequence[Key] = keys
         """What has to go, the least worthy first."""
         self.depths: Sequence[int | None] | None = depths
-        """The index of each in its prefix, where that is known: whoever copies it passes it on."""
+        """The index of each in its prefix, where that is known: the spiller passes it on with the copy."""
         self._slots = slots
         self._end = end
 
@@ -61,7 +61,7 @@ class Spill:
 
     @property
     def held(self) -> bool:
-        """Whether the blocks are held by this. If not from the start, they went at once: whoever needed room could not wait."""
+        """Whether the blocks are held by this. If not from the start, they went at once: the call for room could not wait."""
         return bool(self._slots)
 
     def over(self) -> Sequence[Key]:
@@ -76,7 +76,7 @@ class Spill:
 
 @runtime_checkable
 class SpillingTier(Protocol):
-    """A tier that evicts, tells of it, and lets somebody copy its victims first. Optional; told by having the methods."""
+    """A tier that tells of its evictions, and lets a spiller copy the victims first. Optional: a tier may lack the methods."""
 
     def on_evicted(self, listener: Listener) -> Callable[[], None]:
         """Tell ``listener`` of every eviction from now on, until the returned function is called."""
@@ -95,11 +95,11 @@ class SpillingTier(Protocol):
 
 
 class Evictions:
-    """Who wants to know of a registry's evictions, and which victims are still there. Pure, but for the log.
+    """The listeners and the spiller of a registry, and the victims that are still there. Pure, but for the log.
 
     Attributes:
-        spiller: who copies victims elsewhere before they go, if anybody does.
-        listeners: who is told of those that went.
+        spiller: copies victims elsewhere before they go, where there is one.
+        listeners: are told of those that went.
         key_of: the slots that leave, each with its key: registered, held, and unknown to the eviction policy.
         coming: those of them that are counted on.
     """
@@ -112,13 +112,13 @@ class Evictions:
         self.key_of: dict[int, Key] = {}
         self.coming: set[int] = set()
 
-    # --- who wants to know ----------------------------------------------------------------------------------------
+    # --- listeners, spiller ----------------------------------------------------------------------------------------
 
     def listen(self, listener: Listener) -> Callable[[], None]:
         """Tell ``listener`` from now on; returns what ends it. Idempotent."""
         ours: Listener = lambda keys: listener(keys)  # noqa: E731 - one of its own for each call of this
         self.listeners = (*self.listeners, ours)
-        return lambda: self._deafen(ours)
+        return lambda: self._remove_listener(ours)
 
     def divert(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
         """Give ``spiller`` the victims from now on; returns what ends it. Idempotent."""
@@ -133,37 +133,37 @@ class Evictions:
         return end
 
     def tell(self, keys: Sequence[Key]) -> None:
-        """These went. A listener that raises is not told again."""
+        """Tell the listeners that these went. One that raises is removed."""
         for listener in self.listeners:
             try:
                 listener(keys)
             except Exception:
                 _log.exception("a listener for evictions raised, and is not told of any more")
-                self._deafen(listener)
+                self._remove_listener(listener)
 
-    def _deafen(self, listener: Listener) -> None:
+    def _remove_listener(self, listener: Listener) -> None:
         self.listeners = tuple([other for other in self.listeners if other is not listener])
 
     # --- which victims are still there ------------------------------------------------------------------------------
 
     def leave(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
-        """These are victims, and held from now on."""
+        """Note that these are victims, and held from now on."""
         self.key_of.update(zip(slots, keys, strict=True))
         self.coming.update(slots)
 
     def stay(self, slots: Sequence[int]) -> None:
-        """These were used, or are found by their key no more: they do not leave (any more)."""
+        """Note that these were used, or are not found by their key any more: they do not leave."""
         for slot in slots:
             if self.key_of.pop(slot, None) is not None:
                 self.coming.discard(slot)
 
     def count_no_more(self, slots: Sequence[int]) -> list[Key]:
-        """A copy of these is over. Returns the keys of those that leave still."""
+        """Count on these no more, since their copy is over. Returns the keys of those that leave still."""
         self.coming.difference_update(slots)
         return [self.key_of[slot] for slot in slots if slot in self.key_of]
 
     def gone(self, refs: Sequence[int], held: AbstractSet[int]) -> list[Key]:
-        """Guards were dropped: the keys of those that leave and are not held any more. They go now."""
+        """Take out those that leave and are not held any more, since refs were dropped. Returns their keys: they go now."""
         slots = [slot for slot in dict.fromkeys(refs) if slot in self.key_of and slot not in held]
         self.coming.difference_update(slots)
         return list(map(self.key_of.pop, slots))
