@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import trio
 
@@ -200,7 +201,7 @@ class FileTier(PooledTier[FileRegistry]):
 
     # --- Tier -----------------------------------------------------------------------------------------------------
 
-    kept_reasons = frozenset({"size"})
+    kept_reasons: ClassVar[frozenset[str]] = frozenset({"size"})
 
     def _place_bytes(self, destination: Destination) -> int:
         return destination.block_bytes  # a block of another size is missed

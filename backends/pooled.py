@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import trio
 
@@ -155,7 +155,7 @@ class PooledTier(TierBase[Lease], Generic[R]):
     """
 
     pool: R
-    lease_type = Lease
+    lease_type: ClassVar[type[TierLease[Any]]] = Lease
 
     # --- Source ---------------------------------------------------------------------------------------------------
 

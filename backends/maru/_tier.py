@@ -17,7 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import TracebackType
-from typing import Final
+from typing import Any, ClassVar, Final
 
 import trio
 
@@ -42,7 +42,7 @@ from ..abc import (
 from ..damaged_blocks import DamagedBlocks
 from ..pages import Pages
 from ..room import WaitQueue
-from ..tier_base import TierBase
+from ..tier_base import TierBase, TierLease
 from ._answers import deletions_of, outcomes_of
 from ._lease import DamagedPage, MaruLease
 from ._reservation import MaruReservation
@@ -81,8 +81,8 @@ class MaruTier(TierBase[MaruLease]):
         PageSizeError: a block does not fit a page.
     """
 
-    lease_type = MaruLease
-    kept_reasons = frozenset({"lease"})
+    lease_type: ClassVar[type[TierLease[Any]]] = MaruLease
+    kept_reasons: ClassVar[frozenset[str]] = frozenset({"lease"})
 
     def __init__(self, handler: MaruHandler, *, block_bytes: int | None = None, name: str = "maru") -> None:
         page_bytes = handler.config.chunk_size_bytes
