@@ -80,11 +80,11 @@ class Connection:
             left = deadline - now
             # In short waits: a server that was killed takes nothing in, and a handler may be closed meanwhile (rule 4).
             while not self._dealer.send((b"", frame), LOOK_UP if left > LOOK_UP else left if left > 0.0 else 0.0):
-                if self._is_closed():
-                    raise HandlerClosed("the handler was closed while a call waited to be sent")
                 left = deadline - monotonic()
                 if left <= 0.0:
                     raise NoAnswer("the server takes nothing in: nothing more can be sent to it")
+                if self._is_closed():
+                    raise HandlerClosed("the handler was closed while a call waited to be sent")
         except BaseException:
             self._give_up(call)
             raise

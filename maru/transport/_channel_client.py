@@ -233,9 +233,8 @@ async def open_channel(path: str, on_messages: OnMessages) -> AsyncIterator[Chan
             channel is closed and the error comes out where that one waits.
     """
     client = ChannelClient(path, on_messages)
-    keeping = trio.CancelScope(
-        shield=True
-    )  # who uses it may go on for a while, in a shield, when the scope around it is cancelled
+    # Shielded: when the scope around it is cancelled, what uses the channel may go on for a while in a shield of its own.
+    keeping = trio.CancelScope(shield=True)
 
     async def keep() -> None:
         with keeping:
