@@ -5,7 +5,7 @@ It belongs to one thread at a time. Whoever shares it between threads locks arou
 Rule 1. A message goes out whole or not at all, and comes in whole.
 Rule 2. It waits at the descriptor, with the interpreter's lock released, and looks at the socket anew before: each call of the
         socket may have swallowed what the descriptor was about to tell.
-Rule 3. Before it sleeps it busy-polls, as the trio socket does (`_waiting`, rule 5).
+Rule 3. Before it sleeps it busy-polls (`_descriptor_wait`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ import zmq
 
 from .._errors import HandlerClosed
 from ._contract import Message
-from ._frames import EVENTS, IN, OUT, Port, TooManyFrames, poll_in
+from ._descriptor_wait import DescriptorWait
+from ._frames import EVENTS, IN, OUT, Port, TooManyFrames
 from ._options import SocketOptions
-from ._waiting import SELDOM, yield_processor
 
 _NEVER: Final = float("inf")
-_LONGEST: Final = 1_000.0
-"""Seconds of one sleep, so that no time is too long for the kernel."""
 
 
 @attrs.frozen
@@ -71,10 +69,8 @@ class BlockingDealer:
             self.close()
             raise
         self._get, self._read, self._write = port.get, port.read, port.write
-        self._poll = poll_in(port.descriptor)
-        self._busy_poll = options.busy_poll
-        self._skip = self._vain = 0
-        self._sent = self._received = self._dropped = self._sleeps = self._busy_polls = self._hits = 0
+        self._wait = DescriptorWait(port.descriptor, options.busy_poll)
+        self._sent = self._received = self._dropped = 0
 
     def __repr__(self) -> str:
         return f"<BlockingDealer{': closed' if self._closed else ''}>"
@@ -114,7 +110,7 @@ class BlockingDealer:
                 self._sent += 1
                 return True
             # Room is told by the descriptor; but it was told already, if EVENTS has it.
-            if not self._get(EVENTS) & OUT and not self._sleep(deadline):
+            if not self._get(EVENTS) & OUT and not self._wait.sleep(deadline):
                 return False
 
     # --- in -------------------------------------------------------------------------------------------------------
@@ -132,7 +128,7 @@ class BlockingDealer:
         deadline = _NEVER if timeout is None else perf_counter() + timeout
         found = bool(self._get(EVENTS) & IN)
         while True:
-            if found or self._look(deadline) or self._sleep(deadline):
+            if found or self._wait.busy_poll(deadline) or self._wait.sleep(deadline):
                 found = False
                 try:
                     message = self._read()
@@ -161,42 +157,11 @@ class BlockingDealer:
             sent=self._sent,
             received=self._received,
             dropped=self._dropped,
-            sleeps=self._sleeps,
-            busy_polls=self._busy_polls,
-            hits=self._hits,
+            sleeps=self._wait.sleeps,
+            busy_polls=self._wait.busy_polls,
+            hits=self._wait.hits,
         )
 
     def _check_open(self) -> None:
         if self._closed:
             raise HandlerClosed("this socket was closed")
-
-    def _sleep(self, deadline: float) -> bool:
-        """Wait for the descriptor. Whether it has something to tell."""
-        self._sleeps += 1
-        while True:
-            left = deadline - perf_counter()
-            if self._poll(max(0.0, min(left, _LONGEST)) * 1_000):
-                return True
-            if left <= 0:
-                return False
-
-    def _look(self, deadline: float) -> bool:
-        """Poll the descriptor for a moment. Whether it has something to tell."""
-        if self._skip:
-            self._skip -= 1
-            return False
-        now = perf_counter()
-        end = min(deadline, now + self._busy_poll)
-        if now >= end:
-            return False
-        poll = self._poll
-        self._busy_polls += 1
-        while not poll(0):
-            if perf_counter() >= end:
-                self._vain = min(2 * self._vain + 1, SELDOM)
-                self._skip = self._vain
-                return False
-            yield_processor()
-        self._vain = 0
-        self._hits += 1
-        return True

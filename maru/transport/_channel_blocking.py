@@ -2,7 +2,7 @@
 
 Rule 1. A frame goes out whole or not at all, and comes in whole.
 Rule 2. A lost connection is made anew by the next call that needs one. What the server had been sent is not sent again.
-Rule 3. Before it sleeps it busy-polls, as the trio side does (`_waiting`, rule 5): sleeping and waking take longer than an
+Rule 3. Before it sleeps it busy-polls (`_descriptor_wait`).
         answer.
 """
 
@@ -15,12 +15,10 @@ from typing import Final
 
 from .._errors import HandlerClosed
 from ._channel_client import MAX_FRAME_BYTES, RECONNECT_MAX, longer
+from ._descriptor_wait import DescriptorWait
 from ._packets import PacketConnection, connect
-from ._waiting import SELDOM, yield_processor
 
 _NEVER: Final = float("inf")
-_LONGEST: Final = 1_000.0
-"""Seconds of one sleep, so that no time is too long for the kernel."""
 _BUSY_POLL: Final = 100e-6
 
 
@@ -35,9 +33,8 @@ class BlockingChannel:
         self._path = path
         self._closed = False
         self._connection: PacketConnection | None = None
-        self._poll = select.poll()
+        self._wait: DescriptorWait | None = None
         self._pause = 0.0
-        self._skip = self._vain = 0
         self._connect()
 
     def __repr__(self) -> str:
@@ -75,7 +72,7 @@ class BlockingChannel:
             if connection is None:
                 if not self._connect_before(deadline):
                     return False
-            elif not self._wait(select.POLLOUT, deadline):
+            elif not DescriptorWait(connection.descriptor, events=select.POLLOUT).sleep(deadline):
                 return False
 
     def receive(self, timeout: float | None = None) -> list[bytes] | None:
@@ -89,7 +86,9 @@ class BlockingChannel:
         self._check_open()
         deadline = _NEVER if timeout is None else perf_counter() + timeout
         while (connection := self._connection) is not None:
-            if not self._busy_poll(deadline) and not self._wait(select.POLLIN, deadline):
+            wait = self._wait
+            assert wait is not None, "made with each connection"
+            if not wait.busy_poll(deadline) and not wait.sleep(deadline):
                 return None
             try:
                 frame = connection.receive()
@@ -124,8 +123,7 @@ class BlockingChannel:
         except OSError:
             return False
         self._connection = connection
-        self._poll = select.poll()
-        self._poll.register(connection.descriptor, select.POLLIN)
+        self._wait = DescriptorWait(connection.descriptor, _BUSY_POLL)
         return True
 
     def _connect_before(self, deadline: float) -> bool:
@@ -142,39 +140,3 @@ class BlockingChannel:
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
-
-    # --- waiting --------------------------------------------------------------------------------------------------
-
-    def _wait(self, events: int, deadline: float) -> bool:
-        """Wait for the connection, with the interpreter's lock released. Whether it has something to tell."""
-        connection = self._connection
-        assert connection is not None
-        poll = self._poll
-        if events != select.POLLIN:
-            poll = select.poll()
-            poll.register(connection.descriptor, events)
-        while True:
-            left = deadline - perf_counter()
-            if poll.poll(max(0.0, min(left, _LONGEST)) * 1_000):
-                return True
-            if left <= 0:
-                return False
-
-    def _busy_poll(self, deadline: float) -> bool:
-        """Poll for a moment. Whether it has something to tell."""
-        if self._skip:
-            self._skip -= 1
-            return False
-        now = perf_counter()
-        end = min(deadline, now + _BUSY_POLL)
-        if now >= end:
-            return False
-        poll = self._poll.poll
-        while not poll(0):
-            if perf_counter() >= end:
-                self._vain = min(2 * self._vain + 1, SELDOM)
-                self._skip = self._vain
-                return False
-            yield_processor()
-        self._vain = 0
-        return True

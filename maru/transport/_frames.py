@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import socket as sockets
 import stat
 from collections.abc import Callable, Sequence
@@ -166,13 +165,6 @@ class Port:
                 return False
             raise OSError(exc.errno, f"cannot send: {exc.strerror}") from exc
         return True
-
-
-def poll_in(descriptor: int) -> Callable[[float], list[tuple[int, int]]]:
-    """A function that waits until the descriptor is readable, for so many milliseconds at most."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return poll.poll
 
 
 def _check_address(address: str) -> None:
