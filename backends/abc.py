@@ -307,7 +307,7 @@ class HoldingReservation(Protocol):
 
 
 class RoomRequest:
-    """Room wanted for some blocks: an object that can shrink while it waits, and keeps its turn.
+    """Room wanted for some blocks: an object that can shrink while it waits, and keeps its place in the queue.
 
     One request is given to one :meth:`TransferExecutor.reserve` at a time. Used on one thread.
 
@@ -334,7 +334,7 @@ class RoomRequest:
         return self.when_full == "wait" or self.when_full == "evict"
 
     def shrink(self, keys: Sequence[Key]) -> bool:
-        """Want room for ``keys`` only, a subsequence of :attr:`keys`, from now on and in the same turn. Never blocks.
+        """Want room for ``keys`` only, a subsequence of :attr:`keys`, from now on at the same place in the queue. Never blocks.
 
         What is left of a batch must not queue behind requests that came later because one of it was cancelled.
 

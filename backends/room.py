@@ -1,7 +1,7 @@
 """Room in a place: who waits for it, and in which order it is granted.
 
 Rule 1. Room is granted in the order in which it was asked for. While a request waits, none that came later is granted room.
-Rule 2. A request that shrinks (:class:`backends.abc.RoomRequest`) keeps its turn.
+Rule 2. A request that shrinks (:class:`backends.abc.RoomRequest`) keeps its place.
 Rule 3. Room that was granted to a request that is cancelled in the same tick is given back.
 
 :class:`WaitQueue` is the order, for every tier. :class:`Room` grants from it what this process knows to be free; a tier that
@@ -51,7 +51,7 @@ class WaitQueue:
 
     @property
     def first(self) -> Waiter | None:
-        """The request whose turn it is; ``None`` where none waits."""
+        """The request that has waited longest; ``None`` where none waits."""
         return next(iter(self._waiters), None)
 
     @contextmanager

@@ -1,7 +1,7 @@
 """A tier of fixed slots: a block pool, and a storage that knows where the bytes of slots are.
 
 Composition: the :class:`~backends.blocks.BlockPool` decides, the :class:`Storage` copies, and the tier between them is
-thin. A store walks
+thin. The steps of a store are
 
     reserve (slots staged) -> transfer (copy in a thread, checksums there too) -> register, on the trio thread
 

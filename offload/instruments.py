@@ -131,7 +131,7 @@ class Trace(Every):
         return list(self._events)
 
     def of(self, number: int) -> list[str]:
-        """The walk of one container: the hooks that were called about it, in order."""
+        """The path of one container: the hooks that were called about it, in order."""
         return [event.hook for event in self._events if number in event.numbers]
 
 

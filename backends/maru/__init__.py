@@ -1,6 +1,6 @@
 """The page store as a tier: blocks in pages of shared memory that every process of this machine can read in place.
 
-A block walks one hop: from its source straight into a page of this process's own region, and one STORE message registers the
+A block takes one hop: from its source straight into a page of this process's own region, and one STORE message registers the
 whole batch. Reading it back, here or in another process, takes one FIND and a copy; the bytes never travel.
 
 One page holds one block. Who is where the server knows, so what other tiers answer at once is asked here: there is no

@@ -312,7 +312,7 @@ class MaruHandler(HandlerBase):
             self._check_process()
         driver = self._driver
         if driver.abandoned:
-            driver.bury()
+            driver.end_abandoned()
         if not driver.state.is_connected and self.config.auto_connect and not driver.state.is_closed:
             self.connect()
 

@@ -130,7 +130,7 @@ class Driver:
                 connections.give_back(connection)
         return self._answer(call)
 
-    def bury(self) -> None:
+    def end_abandoned(self) -> None:
         """End what was forgotten, as if it had not been answered."""
         while self.abandoned:
             operation, call = self.abandoned.popleft()

@@ -18,7 +18,7 @@ class Record(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class SessionOpened(Record, frozen=True, tag=1):
-    """A client of ours, or the connections of a published one that owns regions, have a standing from here on."""
+    """A client of ours, or the connections of a published one that owns regions, have a session from here on."""
 
     session_id: int
     token: bytes

@@ -1,4 +1,4 @@
-"""Who has a standing with the server: leases, fenced attempts, and the pages on the way back to their owner. Pure."""
+"""The sessions of clients: leases, fenced attempts, and the pages on the way back to their owner. Pure."""
 
 from __future__ import annotations
 

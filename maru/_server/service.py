@@ -272,7 +272,7 @@ class Service:
         return session_id
 
     def open_session(self, peer: Peer, message: HandshakeRequest, now: float) -> tuple[bytes, bool, float]:
-        """A standing for a client of ours: token, whether it had it before, and for how long it may be silent."""
+        """Open or resume a session of a client of ours: token, whether it was there, how long it may be silent."""
         directory, config, token = self.directory, self.config, message.session
         session_id = None if token is None else directory.session_of(token)
         resumed = session_id is not None

@@ -78,7 +78,7 @@ class InFlight:
     pipeline: str
     """Where it leads."""
     stage: str
-    """The room it is in."""
+    """The stage it is in."""
 
 
 @attrs.frozen
@@ -316,11 +316,11 @@ class BlockInspector:
         for name, pipeline in self.ways:
             for container in pipeline._settlement.live:
                 for key in wanted.intersection(container.keys):
-                    found.setdefault(key, []).append(InFlight(name, _room(pipeline, container)))
+                    found.setdefault(key, []).append(InFlight(name, _stage_of(pipeline, container)))
         return found
 
 
-def _room(pipeline: Pipeline, container: OffloadContainer) -> str:
+def _stage_of(pipeline: Pipeline, container: OffloadContainer) -> str:
     """Where in a pipeline a container is."""
     if container.status is Status.EVALUATING:
         return "admission"

@@ -111,10 +111,10 @@ class _Blocks:
         self.block_bytes = block_bytes
         self.keys: list[Key] = [number.to_bytes(32, "little") for number in range(_BLOCKS)]
         self.source = MemoryTier(_BLOCKS * block_bytes, block_bytes)
-        dice = torch.Generator().manual_seed(5)
-        scales = torch.exp(torch.randn(1024, generator=dice))
+        rng = torch.Generator().manual_seed(5)
+        scales = torch.exp(torch.randn(1024, generator=rng))
         for key in self.keys:
-            values = torch.randn(block_bytes // 2, generator=dice).view(-1, min(1024, block_bytes // 2))
+            values = torch.randn(block_bytes // 2, generator=rng).view(-1, min(1024, block_bytes // 2))
             block = bytearray(block_bytes)
             torch.frombuffer(block, dtype=torch.bfloat16).copy_((values * scales[: values.shape[1]]).view(-1))
             self.source.put(key, block)
