@@ -282,20 +282,21 @@ def in_thread(policy: Policy) -> AsyncPolicy:
     return ThreadedPolicy(plain)
 
 
-def timed(policy: AnyPolicy, blocked: Callable[[Policy, float], None]) -> AnyPolicy:
-    """The same policy; each plain one in it tells ``blocked`` how long it held the loop, in seconds, each time it was asked."""
+def timed(policy: AnyPolicy, limit: float, blocked: Callable[[Policy, float], None]) -> AnyPolicy:
+    """The same policy; each plain one in it that holds the loop for over ``limit`` seconds tells ``blocked`` for how long."""
     if isinstance(policy, _Joined | _AsyncJoined):
-        return policy.of_members(lambda member: timed(member, blocked))
-    return policy if isinstance(policy, AsyncPolicy) else _Timed(policy, blocked)
+        return policy.of_members(lambda member: timed(member, limit, blocked))
+    return policy if isinstance(policy, AsyncPolicy) else _Timed(policy, limit, blocked)
 
 
 class _Timed:
     """A plain policy, and how long it takes: by the clock of the world, since one in virtual time does not see who blocks."""
 
-    __slots__ = ("_blocked", "_policy")
+    __slots__ = ("_blocked", "_limit", "_policy")
 
-    def __init__(self, policy: Policy, blocked: Callable[[Policy, float], None]) -> None:
+    def __init__(self, policy: Policy, limit: float, blocked: Callable[[Policy, float], None]) -> None:
         self._policy = policy
+        self._limit = limit
         self._blocked = blocked
 
     def __repr__(self) -> str:
@@ -306,7 +307,9 @@ class _Timed:
         try:
             return self._policy(keys)
         finally:
-            self._blocked(self._policy, perf_counter() - began)
+            seconds = perf_counter() - began
+            if seconds > self._limit:
+                self._blocked(self._policy, seconds)
 
 
 def as_policy(policy: object) -> AnyPolicy:

@@ -61,7 +61,9 @@ class Admission:
 
     def __attrs_post_init__(self) -> None:
         self._mark = self.settlement.marks.mark
-        policies = [timed(as_policy(policy), self._held_the_loop) for policy in self.policies]
+        policies = [
+            timed(as_policy(policy), self.config.policy_timeout, self._held_the_loop) for policy in self.policies
+        ]
         policy = policies[0] if len(policies) == 1 else AllOf(*policies) if policies else None
         if isinstance(policy, AsyncPolicy):
             self._async_policy = policy
@@ -70,8 +72,6 @@ class Admission:
 
     def _held_the_loop(self, policy: Policy, seconds: float) -> None:
         """A plain policy has answered, and nothing ran meanwhile: no cancel, no deadline, no other pipeline."""
-        if seconds <= self.config.policy_timeout:
-            return
         self.blocking = repr(policy)
         # Once: a policy that blocks does so for each container.
         level = logging.DEBUG if self.blocked else logging.WARNING
@@ -101,7 +101,7 @@ class Admission:
                 if self._passes(container):
                     passed.append(container)
             if passed:
-                self.outbound.send(passed, trio.current_time())
+                self.outbound.send(passed)
 
     def _passes(self, container: OffloadContainer) -> bool:
         if self.hooks.admission:
@@ -164,7 +164,7 @@ class Admission:
                 late = trio.TooSlowError(f"policies took over {self.config.policy_timeout} s")
                 self._refuse(container, "timeout", late)
             elif self._admit(container, answer):
-                self.outbound.send([container], trio.current_time())
+                self.outbound.send([container])
 
     # -- the decision ----------------------------------------------------------------------------------------------
 

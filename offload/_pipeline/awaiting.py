@@ -60,14 +60,14 @@ class Awaiting:
             with self.inbound.stepped_by(self.step):
                 await trio.sleep_forever()
 
-    def step(self, containers: Sequence[OffloadContainer], now: float) -> None:
+    def step(self, containers: Sequence[OffloadContainer]) -> None:
         """Pass on those whose precondition holds, and have a task wait for each of the others."""
         if self.hooks.awaiting:
             for container in containers:
                 self.hooks.fire("awaiting", container)
         ready = [container for container in containers if container.precondition is None or self._holds(container)]
         if ready:
-            self.outbound.send(ready, now)
+            self.outbound.send(ready)
 
     def _holds(self, container: OffloadContainer) -> bool:
         precondition = container.precondition
@@ -146,7 +146,7 @@ class Awaiting:
                 containers.append(wait.channel.pop())
             self.waiting -= len(containers)
             if held and containers:
-                self.outbound.send(containers, trio.current_time())
+                self.outbound.send(containers)
             elif not held:
                 for container in containers:
                     self._fail(container, error or self._too_slow())
@@ -183,7 +183,7 @@ class Awaiting:
             if not container.proceeds:
                 self.settlement.settle(container)
             elif held:
-                self.outbound.send([container], trio.current_time())
+                self.outbound.send([container])
             else:
                 self._fail(container, error or self._too_slow())
 

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 import attrs
 import trio
 
+from backends.abc import Key
+
 from .._config import BatchConfig, PipelineConfig
 from .._instruments import Hooks
 from .accumulator import Accumulator
@@ -46,8 +48,10 @@ class ReadyChannel(CancellableChannel):
 
     # -- in ------------------------------------------------------------------------------------------------------------
 
-    def park(self, containers: Sequence[OffloadContainer], now: float) -> None:
-        """Containers are ready since ``now``; wakes a slot if that makes a batch due."""
+    def park(self, containers: Sequence[OffloadContainer]) -> None:
+        """Containers are ready from now on; wakes a slot if that makes a batch due."""
+        # Reading the clock costs a tenth of a checkpoint: not where a batch leaves as soon as there is one.
+        now = trio.current_time() if self.accumulator.waits else -math.inf
         blocks = 0
         for container in containers:
             if container.phase.proceeds:
@@ -108,8 +112,12 @@ class ReadyChannel(CancellableChannel):
     def _leaves_at(self) -> float:
         return self.accumulator.leaves_at(next(iter(self.parked)).ready_at)
 
-    def _due(self, now: float) -> bool:
-        return bool(self.parked) and self._leaves_at() <= now
+    def _due(self) -> bool:
+        if not self.parked:
+            return False
+        leaves_at = self._leaves_at()
+        # The clock is read only where the flush time decides: that costs as much as all of the rest.
+        return leaves_at == -math.inf or leaves_at <= trio.current_time()
 
     # -- out -----------------------------------------------------------------------------------------------------------
 
@@ -120,21 +128,24 @@ class ReadyChannel(CancellableChannel):
 
     def receive_nowait(self, owner: Holder) -> OffloadBatch | None:
         """Take a batch if one is due, else None."""
-        return self._take(owner) if self._due(trio.current_time()) else None
+        return self._take(owner) if self._due() else None
 
     async def wait_due(self) -> None:
         """Wait until a batch is due. Until the next checkpoint it is there to be taken."""
-        if self._due(trio.current_time()):
+        if self._due():
             await trio.lowlevel.checkpoint()
+        else:
+            await self._sleep()
         # Decide anew after each wake-up: in the ticks between, what made the batch due may have been cancelled or taken.
-        while not self._due(now := trio.current_time()):
-            await self._sleep(now)
+        while not self._due():
+            await self._sleep()
 
-    async def _sleep(self, now: float) -> None:
+    async def _sleep(self) -> None:
         slot = trio.lowlevel.current_task()
         self._slots[slot] = None
-        # By the time at which nothing was due, not by a later one: a task that still runs must not be woken.
-        self.schedule(now)
+        # Only to have the flush timer set. Nothing was due a moment ago; by a later time something may be, and a task that
+        # still runs must not be woken.
+        self.schedule(-math.inf)
 
         def abort(_: object) -> trio.lowlevel.Abort:
             del self._slots[slot]
@@ -146,6 +157,7 @@ class ReadyChannel(CancellableChannel):
     def _take(self, owner: Holder) -> OffloadBatch:
         accumulator, parked = self.accumulator, self.parked
         batch: list[OffloadContainer] = []
+        keys: list[Key] = []
         size = 0
         full = accumulator.config.max_batch_size
         while parked and size < full:
@@ -156,12 +168,13 @@ class ReadyChannel(CancellableChannel):
                 super().put_back(container)
                 break
             size += blocks
+            keys += container.keys
             container.holder = owner
             batch.append(container)
         accumulator.blocks -= size
         if self._slots and parked:
             self.schedule(trio.current_time())
-        return OffloadBatch(batch)
+        return OffloadBatch(batch, keys)
 
 
 @attrs.define(eq=False)
@@ -179,9 +192,9 @@ class Batching:
         with self.inbound.stepped_by(self.step):
             await self.outbound.keep_flush_time()
 
-    def step(self, containers: Sequence[OffloadContainer], now: float) -> None:
+    def step(self, containers: Sequence[OffloadContainer]) -> None:
         """The containers are ready: let them join a batch."""
         if self.hooks.batching:
             for container in containers:
                 self.hooks.fire("batching", container)
-        self.outbound.park(containers, now)
+        self.outbound.park(containers)

@@ -21,8 +21,8 @@ import trio
 
 from .container import Holder, OffloadBatch, OffloadContainer
 
-Step: TypeAlias = Callable[[Sequence[OffloadContainer], float], None]
-"""What a stage does at once with containers that are sent to it; the second argument is the time, in seconds."""
+Step: TypeAlias = Callable[[Sequence[OffloadContainer]], None]
+"""What a stage does at once with containers that are sent to it."""
 
 
 class CancellableChannel:
@@ -47,10 +47,10 @@ class CancellableChannel:
 
     # -- the sending stage ---------------------------------------------------------------------------------------------
 
-    def send(self, containers: Sequence[OffloadContainer], now: float) -> None:
+    def send(self, containers: Sequence[OffloadContainer]) -> None:
         """Hand containers to the receiving stage: at once where it can step them now, else they are parked, in order."""
         if self._step is not None:
-            self._step(containers, now)
+            self._step(containers)
         else:
             for container in containers:
                 self.put(container)
@@ -78,7 +78,7 @@ class CancellableChannel:
         """
         # One at a time: stepping one may run an observer that cancels the next, which must still be parked then.
         while self.parked:
-            step([self.pop()], trio.current_time())
+            step([self.pop()])
         self._step = step
         try:
             yield

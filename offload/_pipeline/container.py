@@ -199,19 +199,13 @@ class OffloadBatch:
 
     containers: list[OffloadContainer]
     """In the order in which they became ready."""
-    _keys: list[Key] | None = None
-
-    @property
-    def keys(self) -> list[Key]:
-        """The keys of all containers, in order; flattened once, until a container drops out."""
-        if self._keys is None:
-            self._keys = list(chain.from_iterable([container.keys for container in self.containers]))
-        return self._keys
+    keys: list[Key] = attrs.Factory(lambda batch: _keys_of(batch.containers), takes_self=True)
+    """The keys of all containers, in order."""
 
     def keep(self, containers: list[OffloadContainer], keys: list[Key] | None = None) -> None:
         """Go on with these containers only; ``keys`` are theirs, where that was worked out already."""
         self.containers = containers
-        self._keys = keys
+        self.keys = _keys_of(containers) if keys is None else keys
 
     def sweep_cancelled(self) -> list[OffloadContainer]:
         """Take out, and return, the containers whose gate has closed. They are not settled yet."""
@@ -260,6 +254,10 @@ class OffloadBatch:
             dropped = list(set(asked).difference(keys))
             containers = [container for container in containers if container.keys]
         return FlatBlocks(containers, [len(container.keys) for container in containers], keys, refs, held, dropped)
+
+
+def _keys_of(containers: Sequence[OffloadContainer]) -> list[Key]:
+    return list(chain.from_iterable([container.keys for container in containers]))
 
 
 def depths_of(containers: Sequence[OffloadContainer]) -> dict[Key, int]:

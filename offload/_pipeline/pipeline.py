@@ -140,7 +140,8 @@ class Pipeline:
             blocks.hand_over()
         try:
             awaited = self._check(blocks, precondition)
-            if not self._take_room_nowait(len(blocks.keys), cancel_token):
+            size = len(blocks.keys)
+            if not self._budget.take_nowait(size) and not self._needs_no_room(size, cancel_token):
                 return self._overflow(blocks)
         except BaseException:
             blocks.release()
@@ -161,7 +162,7 @@ class Pipeline:
             need = sum(len(blocks.keys) for blocks in many)
             if self._drops(many):
                 return [self.enqueue_nowait(blocks, precondition, cancel_token=cancel_token) for blocks in many]
-            if not self._take_room_nowait(need, cancel_token):
+            if not self._budget.take_nowait(need) and not self._needs_no_room(need, cancel_token):
                 raise PipelineFull(
                     f"{self!r} has no room for {need} blocks more (budget_blocks = {self._budget.total})"
                 )
@@ -221,12 +222,12 @@ class Pipeline:
         self._budget.used += size - taken
         return self._admit(blocks, awaited, cancel_token, phase)
 
-    def _take_room_nowait(self, size: int, cancel_token: CancellationToken | None) -> bool:
-        """Take room if there is some. What is cancelled already needs none: it gives it back within the same call."""
-        if cancel_token is not None and cancel_token.cancel_called:
-            self._budget.used += size
-            return True
-        return self._budget.take_nowait(size)
+    def _needs_no_room(self, size: int, cancel_token: CancellationToken | None) -> bool:
+        """Whether this is cancelled already. What it takes of the budget here it gives back within the same call."""
+        if cancel_token is None or not cancel_token.cancel_called:
+            return False
+        self._budget.used += size
+        return True
 
     def _check(self, blocks: Blocks, precondition: PreconditionLike) -> Precondition | None:
         if self._closed:

@@ -94,13 +94,31 @@ class Transfer:
     copied_bytes: int = 0
     """Bytes of the blocks that were stored."""
     slots: list[Slot] = attrs.Factory(list)
+    _expires_at: float = math.inf
+    """When the copies are looked at next: no later than the first of them is to be over."""
+    _timer: trio.CancelScope = attrs.Factory(trio.CancelScope)
 
     async def run(self) -> None:
-        """Run the slots for ever."""
+        """Run the slots, and end copies whose time is over, for ever."""
         self.slots = [Slot(self) for _ in range(self.config.max_concurrent_transfers)]
         async with trio.open_nursery() as nursery:
             for slot in self.slots:
                 nursery.start_soon(slot.run)
+            await self._expire_copies()
+
+    async def _expire_copies(self) -> None:
+        # One timer for all copies, which is hardly ever moved: each copy begun later is to be over later. A deadline of its own
+        # for each cost as much as a third of a checkpoint, twice.
+        while True:
+            with trio.CancelScope(deadline=self._expires_at) as self._timer:
+                await trio.sleep_forever()
+            now = trio.current_time()
+            self._expires_at = min(slot.expire(now) for slot in self.slots)
+
+    def expire_at(self, deadline: float) -> None:
+        """A copy is to be over at ``deadline``: see to it that it is looked at then."""
+        if deadline < self._expires_at:
+            self._expires_at = self._timer.deadline = deadline
 
     def cut_off_at(self, deadline: float) -> None:
         """Let nothing wait past ``deadline`` from now on; a copy that still runs then is quarantined."""
@@ -124,8 +142,12 @@ class Slot:
     """What it waits for room for, or yields with."""
     _request: RoomRequest | None = None
     """How it waits for room: it shrinks with the batch."""
+    _ends_at: float = math.inf
+    """When the copy is to be over."""
     _bound: trio.CancelScope = attrs.Factory(trio.CancelScope)
-    """Bounds the copies, one after the other: entering a scope per copy costs four times what moving its deadline does."""
+    """Bounds the copies, one after the other, until one overruns: entering a scope for each copy was tried, and is dear."""
+    _overran: bool = False
+    """Whether a copy did."""
 
     def withdraw(self, container: OffloadContainer) -> None:
         """Take a container out of the batch that waits for room, since it was cancelled or has failed.
@@ -154,25 +176,39 @@ class Slot:
 
     def cut_off_at(self, deadline: float) -> None:
         """Wait for nothing past this time."""
-        for scope in (self._reserving, self._bound if self.copying is not None else None):
-            if scope is not None:
-                scope.deadline = min(scope.deadline, deadline)
+        if self._reserving is not None:
+            self._reserving.deadline = min(self._reserving.deadline, deadline)
+        if self.copying is not None:
+            self._ends_at = min(self._ends_at, deadline)
+            self.stage.expire_at(self._ends_at)
+
+    def expire(self, now: float) -> float:
+        """End the copy if its time is over. When it is to be looked at again."""
+        if self.copying is None:
+            return math.inf
+        if self._ends_at > now:
+            return self._ends_at
+        self._overran = True
+        self._bound.cancel()
+        return math.inf
 
     async def run(self) -> None:
         """Take batches from the inbound channel and transfer them, for ever."""
         batch: OffloadBatch | None = None
         in_a_row = 0
         while True:
-            # Left by a copy that took too long; or, harmlessly, by a slot that was idle when the last deadline came.
+            # Left by a copy that took too long.
             with trio.CancelScope() as self._bound:
+                self._overran = False
                 while True:
                     if batch is None:
-                        await self._give_way()
+                        if self.stage.settlement.awaited_confirmations:
+                            await self._give_way()
                         batch = await self.stage.inbound.receive(self)
-                    if self._bound.cancel_called:
-                        break  # the last deadline came in the tick in which we were woken: it is not this batch's
                     carried, batch = batch, None
                     await self._carry(carried)
+                    if self._overran:
+                        break  # the copy ended in the tick in which its time was over: this scope would end the next one's wait
                     # Where copies do not wait, a few in the same tick share the price of being scheduled.
                     in_a_row += 1
                     if in_a_row < _IN_A_ROW and not self.stage.settlement.awaited_confirmations:
@@ -252,8 +288,6 @@ class Slot:
     async def _wait_for_room(self, batch: OffloadBatch, deadline: float) -> Reservation | None:
         stage = self.stage
         reservation = None
-        # The deadline of the copy before this one may come while this waits: it would end a wait that has its own deadline.
-        self._bound.deadline = math.inf
         self._reserving = trio.CancelScope(deadline=deadline)
         self._waiting = batch
         self._request = RoomRequest(batch.keys, self._block_bytes, stage.config.on_destination_full)
@@ -374,7 +408,7 @@ class Slot:
         if flat.dropped:
             # The mark of an evicted block goes now: a caller that has the block again may store it.
             stage.settlement.marks.release(flat.dropped)
-        batch.keep(flat.containers)
+        batch.keep(flat.containers, flat.keys)
         if not flat.keys:
             give_back(reservation.release)
         if dropped:
@@ -396,7 +430,8 @@ class Slot:
         self.copying = flat
         if hooks.xfer_start:
             hooks.fire("xfer_start", batch)
-        self._bound.deadline = min(trio.current_time() + stage.config.transfer_timeout, stage.cutoff)
+        self._ends_at = min(trio.current_time() + stage.config.transfer_timeout, stage.cutoff)
+        stage.expire_at(self._ends_at)
         # Until the copy has proven its end: whatever takes us out of it in between leaves it unproven.
         outcomes: Sequence[Outcome] | None = None
         cause: BaseException | None = None

@@ -57,6 +57,35 @@ async def test_what_a_task_raises_while_its_copy_overruns_does_not_end_the_pipel
         entry.release()
 
 
+async def test_each_copy_of_a_slot_has_its_time_to_itself(autojump_clock):
+    async with open_world(transfer_timeout=20 * TICK, max_concurrent_transfers=1, min_batch_size=1) as world:
+        world.destination.latency = 15 * TICK
+        for container in "abc":
+            assert (await world.stored(container, 2)).status is Status.COMPLETE
+        world.destination.latency = 1_000 * TICK
+        began = trio.current_time()
+        assert isinstance((await world.stored("d", 2)).error, DrainUnproven)
+        assert trio.current_time() - began == pytest.approx(20 * TICK)
+        [entry] = world.pipeline.quarantine
+        entry.release()
+
+
+@pytest.mark.parametrize("_", range(8))  # which of two tasks runs first in a tick is drawn by trio
+async def test_a_copy_that_ends_in_the_tick_in_which_its_time_is_over_leaves_the_next_one_alone(autojump_clock, _):
+    knobs = {"max_concurrent_transfers": 1, "min_batch_size": 1, "max_batch_size": 2}
+    async with open_world(transfer_timeout=20 * TICK, **knobs) as world:
+        world.faults.gate = gate = trio.Event()
+        over = trio.current_time() + 20 * TICK
+        first, second = world.store("a", 2), world.store("b", 2)
+        await trio.sleep_until(over)
+        world.faults.gate = None
+        gate.set()
+        await first.wait()
+        assert (await second.wait()).status is Status.COMPLETE
+        for entry in world.pipeline.quarantine:
+            entry.release()
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 async def test_a_cancelled_that_nobody_here_has_asked_for_ends_no_pipeline(autojump_clock, grouped):
     """An executor that awaits the result of a task of its own may raise what ended that task."""

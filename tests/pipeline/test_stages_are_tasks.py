@@ -74,18 +74,18 @@ def container(number):
 def test_what_is_sent_to_a_stage_that_can_step_it_is_never_parked():
     channel, stepped = CancellableChannel(lambda _: None), []
     containers = [container(i) for i in range(3)]
-    with channel.stepped_by(lambda some, now: stepped.append((list(some), now))):
-        channel.send(containers, 1.5)
-    assert stepped == [(containers, 1.5)]
+    with channel.stepped_by(lambda some: stepped.append(list(some))):
+        channel.send(containers)
+    assert stepped == [containers]
     assert not channel.parked
 
 
 async def test_what_was_sent_before_is_stepped_first_in_order():
     channel, stepped = CancellableChannel(lambda _: None), []
     containers = [container(i) for i in range(3)]
-    channel.send(containers[:2], 0.0)
-    with channel.stepped_by(lambda some, now: stepped.extend(some)):
-        channel.send(containers[2:], 0.0)
+    channel.send(containers[:2])
+    with channel.stepped_by(stepped.extend):
+        channel.send(containers[2:])
     assert stepped == containers
     assert all(one.holder is None for one in stepped)
 
@@ -94,11 +94,11 @@ async def test_what_is_cancelled_before_the_stage_starts_settles_at_once_and_is_
     settled, stepped = [], []
     channel = CancellableChannel(settled.append)
     containers = [container(i) for i in range(3)]
-    channel.send(containers, 0.0)
+    channel.send(containers)
     containers[1].cancel()
     assert settled == [containers[1]]
 
-    def step(some, now):
+    def step(some):
         stepped.extend(some)
         containers[2].cancel()  # an observer of the first
 
@@ -110,9 +110,9 @@ async def test_what_is_cancelled_before_the_stage_starts_settles_at_once_and_is_
 
 async def test_behind_the_end_of_a_stage_it_parks_again():
     channel = CancellableChannel(lambda _: None)
-    with channel.stepped_by(lambda some, now: None):
+    with channel.stepped_by(lambda some: None):
         pass
     one = container(1)
-    channel.send([one], 0.0)
+    channel.send([one])
     assert list(channel.parked) == [one]
     assert one.holder is channel

@@ -504,7 +504,7 @@ def a_precondition_that_raised_holds(patch):
         if isinstance(error, trio.TooSlowError) or not container.proceeds:
             fail(self, container, error)
         else:
-            self.outbound.send([container], trio.current_time())
+            self.outbound.send([container])
 
     patch.setattr(Awaiting, "_fail", forgiving)
 
@@ -513,8 +513,8 @@ def a_precondition_that_raised_holds(patch):
 def only_the_first_who_waits_for_an_event_is_told(patch):
     step = Batching.step
 
-    def first_only(self, containers, now):
-        step(self, containers[:1], now)
+    def first_only(self, containers):
+        step(self, containers[:1])
 
     patch.setattr(Batching, "step", first_only)
 
@@ -529,8 +529,8 @@ def a_batch_is_taken_inside_the_scope_of_the_flush_timer(patch):
             deadline = self._leaves_at() if self.parked else math.inf
             batch = None
             with trio.CancelScope(deadline=deadline):
-                while not self._due(now := trio.current_time()):
-                    await self._sleep(now)
+                while not self._due():
+                    await self._sleep()
                 batch = self._take(owner)
                 await trio.lowlevel.checkpoint()
                 return batch
