@@ -18,7 +18,7 @@ from typing import Final
 import attrs
 import trio
 
-from .lookup import Users, tells_users
+from .lookup import find_user, tells_users
 from .relay import MAX_PENDING_HANDSHAKES, Counts, Relay
 
 _OWN_DESCRIPTORS: Final = 32
@@ -43,15 +43,13 @@ async def serve(listening: int, server: str, most: int, parent: int, anybody: bo
         return
     if os.getppid() != parent:  # it had ended, and another process has its number
         return
-    users = Users()
     relay = Relay(
         server,
         most=min(most, (_descriptors() - MAX_PENDING_HANDSHAKES - _OWN_DESCRIPTORS) // 2),
-        find_user=None if anybody or not tells_users() else users.find,
+        find_user=None if anybody or not tells_users() else find_user,
     )
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(socket.socket(fileno=listening)))
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(users.run)
         nursery.start_soon(_report, relay.counts)
         nursery.start_soon(relay.run, listener)
         await trio.lowlevel.wait_readable(alive)

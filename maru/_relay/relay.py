@@ -117,7 +117,7 @@ class Relay:
                 _keep_alive(stream)
                 await stream.send_all(greeting())
                 introduction = await _read_handshake(stream, _CLIENTS)
-                peer = await self._identify(stream)
+                peer = self._identify(stream)
             finally:
                 self._handshakes.release(scope)
             if peer is None:
@@ -126,12 +126,12 @@ class Relay:
             return introduction, peer
         raise BadHandshake("it took too long")
 
-    async def _identify(self, stream: trio.SocketStream) -> Hashable | None:
+    def _identify(self, stream: trio.SocketStream) -> Hashable | None:
         """Who a peer counts as: a user of this host, or another host; None for a user who may not come in."""
         if self._find_user is None:
             host: str = stream.socket.getpeername()[0]
             return host
-        user = await self._find_user(stream)
+        user = self._find_user(stream)
         return user if may_enter(user) else None
 
     async def _join(self, stream: trio.SocketStream, introduction: Introduction, peer: Hashable) -> None:

@@ -1,60 +1,61 @@
-"""Whose process is at the other end of a TCP connection of this host, as the kernel's tables tell it. Pure.
+"""Whose process is at the other end of a TCP connection of this host: what the kernel is asked, and what it answers. Pure.
 
 Rule 1. Only a connection that both ends hold counts. Of one whose process has closed it the kernel says that it is root's, and
         what it has sent may still be read.
-Rule 2. A connection that is not in the tables is nobody's.
+Rule 2. A connection that the kernel does not know is nobody's.
+
+The question is for one connection, by both of its addresses (``sock_diag(7)``, ``inet_diag_req_v2``). The text in
+``/proc/net/tcp`` tells the same of all connections of the host at once: after a flood of short ones, of tens of thousands.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+import struct
 from typing import Final, TypeAlias
-
-from .._peers import forms_of, hexadecimal
-
-TABLES: Final = ("/proc/net/tcp", "/proc/net/tcp6")
 
 Address: TypeAlias = tuple[str, int]
 """Host, as a number, and port."""
 
-_ESTABLISHED: Final = b"01"
-_NO_INODE: Final = b"0"
-_LOCAL, _REMOTE, _STATE, _USER, _INODE = 1, 2, 3, 7, 9
+_HEADER: Final = struct.Struct("=IHHII")  # length, type, flags, sequence, port
+_REQUEST: Final = struct.Struct("=BBxxI")  # family, protocol, states
+_ENDS: Final = struct.Struct("!HH16s16s")  # ports and addresses of the socket that is asked about: its own first
+_ANY_INTERFACE_OR_COOKIE: Final = struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)
+_STATE_AT, _USER_AT = 1, 64
+_USER: Final = struct.Struct("=II")  # user and inode
+_BY_FAMILY, _ERROR = 20, 2
+_REQUEST_FLAG: Final = 1
+_ESTABLISHED: Final = 1
+_NO_INODE: Final = 0
 
 
-def connections(tables: Iterable[bytes]) -> dict[tuple[bytes, bytes], int]:
-    """The user of each end of each established connection, by its own address and the other end's.
-
-    Args:
-        tables: what is in :data:`TABLES`.
-    """
-    found = {}
-    for table in tables:
-        for line in table.splitlines()[1:]:
-            fields = line.split()
-            if len(fields) > _INODE and fields[_STATE] == _ESTABLISHED and fields[_INODE] != _NO_INODE:
-                found[fields[_LOCAL], fields[_REMOTE]] = int(fields[_USER])
-    return found
-
-
-def user_of(table: dict[tuple[bytes, bytes], int], local: Address, remote: Address) -> int | None:
-    """The user at the other end of our connection, or None where nobody holds it any more.
+def question(local: Address, remote: Address) -> bytes:
+    """Ask about the socket at the other end of our connection.
 
     Args:
-        table: of :func:`connections`.
         local: our address.
         remote: the other end's.
     """
-    for ends in zip(_printed(remote), _printed(local), strict=True):  # its own address comes first in its line
-        if ends in table:
-            return table[ends]
-    return None
+    family = socket.AF_INET6 if ":" in remote[0] else socket.AF_INET
+    hosts = [socket.inet_pton(family, host.partition("%")[0]) for host, _ in (remote, local)]
+    body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0xFFFFFFFF)
+    body += _ENDS.pack(remote[1], local[1], *hosts) + _ANY_INTERFACE_OR_COOKIE
+    return _HEADER.pack(_HEADER.size + len(body), _BY_FAMILY, _REQUEST_FLAG, 0, 0) + body
 
 
-def _printed(address: Address) -> list[bytes]:
-    """As the kernel does it: of an address of IPv4 in two ways, for a socket of IPv6 may be at the other end."""
-    host, port = address
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    packed = socket.inet_pton(family, host.partition("%")[0])
-    return [f"{hexadecimal(form)}:{port:04X}".encode() for form in forms_of(packed)]
+def user_in(answer: bytes) -> int | None:
+    """The user at the other end, or None where nobody holds it any more.
+
+    Raises:
+        ValueError: this is no answer.
+    """
+    if len(answer) < _HEADER.size:
+        raise ValueError(f"an answer of {len(answer)} bytes")
+    kind = _HEADER.unpack_from(answer)[1]
+    if kind == _ERROR:  # there is no such connection
+        return None
+    body = answer[_HEADER.size :]
+    if kind != _BY_FAMILY or len(body) < _USER_AT + _USER.size:
+        raise ValueError(f"an answer of type {kind}, of {len(answer)} bytes")
+    user, inode = _USER.unpack_from(body, _USER_AT)
+    return int(user) if body[_STATE_AT] == _ESTABLISHED and inode != _NO_INODE else None

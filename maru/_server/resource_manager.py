@@ -191,7 +191,7 @@ class ResourceManager:
         self._connections += 1
         leased: dict[int, str] = {}
         try:
-            if self._find_user is None or may_enter(await self._find_user(stream)):
+            if self._find_user is None or may_enter(self._find_user(stream)):
                 await self._talk(_Reader(stream), stream, leased)
             else:
                 self._strangers += 1

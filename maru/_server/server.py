@@ -23,6 +23,7 @@ import resource
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from time import perf_counter
 from typing import Final, TypeVar
 
 import attrs
@@ -35,7 +36,7 @@ from .._journal.journal import JournalStatistics
 from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorStatistics
 from .._pool.pool import RegionFile, Totals
 from .._pool.state_directory import open_private
-from .._relay.lookup import Users, tells_users
+from .._relay.lookup import find_user, tells_users
 from ..transport import (
     ChannelServer,
     ChannelStatistics,
@@ -60,10 +61,12 @@ _LOOKS: Final = 2
 """Intervals of the timer that may pass between two looks at the clock: beyond, the server stood still."""
 _BATCH: Final = 64
 """Frames that are read at once."""
-_FEW: Final = 8
-"""Behind large ones: whoever asks next waits for all that was read before."""
+_FEW: Final = 4
+"""Behind a step that took long, and twice as many behind each that did not: whoever asks next waits for all that was read."""
 _STEP_BYTES: Final = 256 << 10
-"""Asked and answered in a step. What this takes is what a sign of life of somebody else waits for, some milliseconds."""
+"""Asked and answered in a step, at most: so much memory."""
+_STEP_SECONDS: Final = 0.5e-3
+"""What a step takes, and one request more. It is what a client at the other socket waits for, or a sign of life."""
 
 
 @attrs.frozen
@@ -112,12 +115,13 @@ class MaruServer:
             service.place(region_id, region.offset, region.length)
         self._committer = Committer(storage.journal, config.journal_sync, self._send)
         self._most_connections = connections_of(config, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        self._users = None if config.insecure or not tells_users() else Users()
+        asks = (config.relayed or config.rm_host) and not config.insecure
+        self._find_user = find_user if asks and tells_users() else None
         self._resource_manager = ResourceManager(
             storage.pool,
             ByClient(self._make_region, storage.pool.free),
             max_connections=self._most_connections,
-            find_user=None if self._users is None else self._users.find,
+            find_user=self._find_user,
         )
         self._relay: RelaySupervisor | None = None
         self._descriptors = DescriptorServer(storage.pool, self._permits)
@@ -214,8 +218,6 @@ class MaruServer:
         config, journal = self.config, self._storage.journal
         async with trio.open_nursery() as self._nursery:
             nursery = self._nursery
-            if self._users is not None:
-                nursery.start_soon(self._users.run)
             if config.rm_host:
                 self._service.rm_address = await nursery.start(self._run_resource_manager)
             if config.relayed:
@@ -245,7 +247,7 @@ class MaruServer:
             _log.warning("insecure: whoever reaches %s may read, drop and map", everywhere)
         if not (config.relayed or config.rm_host):
             return
-        if self._users is None and not config.insecure:
+        if self._find_user is None and not config.insecure:
             _log.warning(
                 "the kernel does not tell whose connections are whose: every user of this host may use %s", everywhere
             )
@@ -278,26 +280,29 @@ class MaruServer:
         most = _BATCH
         while True:
             messages = await receive(most)
-            most = _BATCH
+            most = min(2 * most, _BATCH)
             if not committer.writable:
                 await committer.wait_writable()
             now = self._time.look()
             answers: list[Answer] = []
-            size = 0
+            size, ends = 0, perf_counter() + _STEP_SECONDS
             for message in messages:
-                if size > _STEP_BYTES:
+                if size > _STEP_BYTES or perf_counter() > ends:
                     self._step(answers)
-                    answers, size, most = [], 0, _FEW
+                    answers, most = [], _FEW
                     await trio.lowlevel.checkpoint()
                     if not committer.writable:
                         await committer.wait_writable()
                     now = self._time.look()
+                    size, ends = 0, perf_counter() + _STEP_SECONDS
                 identity, frame = message[0], message[-1]
                 size += len(frame)
                 answer = handle(identity, frame, now)
                 if answer is not None:
                     answers.append((identity, answer))
                     size += len(answer)
+            if perf_counter() > ends:
+                most = _FEW
             self._step(answers)
 
     def _gone(self, identity: bytes) -> None:

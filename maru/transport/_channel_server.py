@@ -1,7 +1,7 @@
 """The server's side of the same-host channel: any number of connections of this user's processes, read by one task.
 
-Rule 1. All connections are in one epoll set, at which one task waits: a message costs no task of its own, and the set hands
-        out ready connections in turn, so that whoever sends most does not starve the others.
+Rule 1. All connections are in one epoll set, at which one task waits: a message costs no task of its own. Of those that are
+        ready, who was served least goes first (`_fair_share`), so that who asks for much does not keep the others waiting.
 Rule 2. What cannot leave at once waits here, bounded in bytes for each peer and for all of them. Whoever meets a bound and
         does not read is hung up on. Never the loop: nothing here waits for a peer.
 Rule 3. The end of a connection is told once, and after the messages that were read from it have been handled: told earlier,
@@ -20,6 +20,7 @@ from typing import Final
 import attrs
 import trio
 
+from ._fair_share import FairShares, Share
 from ._packet_listener import PacketListener
 from ._packets import INLINE_BYTES, PacketConnection
 from ._waiting import Waiter, Watch
@@ -33,6 +34,8 @@ _BATCH_BYTES: Final = 1 << 20
 """After so many, a batch is handed on: frames in memory of their own are large, and all of a batch is here at once."""
 _OVERHEAD: Final = 64
 """Bytes that an unread frame costs beside its own: of many small ones it is most."""
+_EACH_COSTS: Final = 256
+"""What a frame and its answer count for in the share of a connection, beside their bytes: the time of small ones is this."""
 _BUSY_POLL: Final = 100e-6
 _PREFIX: Final = b"\0chan"
 """Of identities here. ZeroMQ's have five bytes and begin with a zero, or their peer chose them and they begin with no zero."""
@@ -66,11 +69,12 @@ class ChannelStatistics:
 
 
 class _Connection:
-    __slots__ = ("identity", "in_memory", "outbox", "packets", "unread")
+    __slots__ = ("identity", "in_memory", "outbox", "packets", "share", "unread")
 
-    def __init__(self, identity: bytes, packets: PacketConnection) -> None:
+    def __init__(self, identity: bytes, packets: PacketConnection, share: Share) -> None:
         self.identity = identity
         self.packets = packets
+        self.share = share
         self.outbox: deque[bytes] = deque()
         """Frames that wait for room in the socket."""
         self.unread = 0
@@ -113,6 +117,7 @@ class ChannelServer:
         self._epoll = select.epoll()
         self._watch = Watch(self._epoll.fileno(), self._drain, self._take, _BUSY_POLL)
         self._buffer = bytearray(INLINE_BYTES)
+        self._shares = FairShares()
         self._connections: dict[bytes, _Connection] = {}
         self._by_descriptor: dict[int, _Connection] = {}
         self._gone: list[bytes] = []
@@ -172,24 +177,20 @@ class ChannelServer:
 
     def _read(self) -> None:
         batch, watch = self._batch, self._watch
-        ready = self._epoll.poll(0, _READY)
+        ready = self._find_ready()
         # A lone client's frames are read together. Where many are ready each has one turn after the other: a client that sends
         # much would otherwise have sixteen requests answered before the next client's first.
         each = max(1, _EACH // len(ready)) if watch.crowded and ready else 1
         size = 0
-        for descriptor, events in ready:
-            connection = self._by_descriptor.get(descriptor)
-            if connection is None:
-                continue
-            if events & select.EPOLLOUT:
-                self._flush(connection)
-            if not events & ~select.EPOLLOUT or len(batch) >= self._wanted or size >= _BATCH_BYTES:
-                continue  # what is left is ready in the next round as well
+        for connection in ready:
+            if len(batch) >= self._wanted or size >= _BATCH_BYTES:
+                break  # what is left is ready in the next round as well
             identity, receive = connection.identity, connection.packets.receive
             try:
                 for _ in range(each):
                     frame = receive()
                     batch.append([identity, frame])
+                    connection.share.serve(len(frame) + _EACH_COSTS)
                     size += len(frame)
                     if len(batch) >= self._wanted or size >= _BATCH_BYTES:
                         break
@@ -202,6 +203,21 @@ class ChannelServer:
         if batch and self._receiver is not None:
             self._receiver.finish()
 
+    def _find_ready(self) -> list[_Connection]:
+        """Those that have something to read, who was served least first. Flushes those that can be written to."""
+        ready = []
+        for descriptor, events in self._epoll.poll(0, _READY):
+            connection = self._by_descriptor.get(descriptor)
+            if connection is None:
+                continue
+            if events & select.EPOLLOUT:
+                self._flush(connection)
+            if events & ~select.EPOLLOUT:
+                ready.append(connection)
+        if len(ready) > 1:
+            ready.sort(key=lambda connection: connection.share.start)
+        return ready
+
     # --- out ------------------------------------------------------------------------------------------------------
 
     def send(self, identity: bytes, frame: bytes) -> bool:
@@ -210,6 +226,7 @@ class ChannelServer:
         if connection is None:
             self._unreachable += 1
             return False
+        connection.share.add(len(frame))
         if not connection.outbox and self._write(connection, frame):
             return True
         if identity not in self._connections:  # writing has found that it is gone
@@ -297,7 +314,7 @@ class ChannelServer:
             return False
         self._last += 1
         identity = _PREFIX + self._last.to_bytes(8, "big")
-        connection = _Connection(identity, PacketConnection(sock, self._max_bytes, self._buffer))
+        connection = _Connection(identity, PacketConnection(sock, self._max_bytes, self._buffer), Share(self._shares))
         self._connections[identity] = self._by_descriptor[connection.packets.descriptor] = connection
         self._epoll.register(connection.packets.descriptor, select.EPOLLIN)
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 
 import msgspec
@@ -245,7 +246,7 @@ async def test_a_batch_of_large_requests_does_not_hold_the_loop(tmp_path, monkey
 
 
 async def test_behind_large_requests_few_are_read_at_once(tmp_path, monkeypatch):
-    """Whoever asks next waits for what was read before."""
+    """Who asks next waits for what was read before; so it is few, and twice as many behind each step that was short."""
     config = ServerConfig(host="", rm_address="", pool_path=str(tmp_path / "p"), capacity_bytes=4 * MIB)
     async with open_server(config) as server:
         router = Batches([[[b"p", b"", b"ask"]] * 4] * 3)
@@ -255,7 +256,22 @@ async def test_behind_large_requests_few_are_read_at_once(tmp_path, monkeypatch)
         monkeypatch.setattr(server, "_step", lambda answers=(): None)
         with trio.move_on_after(0.5):
             await server._read(server._router)
-        assert router.most == [64, 8, 64, 64]
+        assert router.most == [64, 4, 8, 16]
+        monkeypatch.undo()
+
+
+async def test_a_batch_of_requests_that_take_long_does_not_hold_the_loop(tmp_path, monkeypatch):
+    config = ServerConfig(host="", rm_address="", pool_path=str(tmp_path / "p"), capacity_bytes=4 * MIB)
+    async with open_server(config) as server:
+        clock = itertools.count()  # each look at it is one second later
+        steps = []
+        monkeypatch.setattr(server_module, "perf_counter", lambda: float(next(clock)))
+        monkeypatch.setattr(server, "_router", Batches([[[b"p", b"", b"ask"]] * 6]))
+        monkeypatch.setattr(server._service, "handle", lambda identity, frame, now: b"answer")
+        monkeypatch.setattr(server, "_step", lambda answers=(): steps.append(len(answers)))
+        with trio.move_on_after(0.5):
+            await server._read(server._router)
+        assert [size for size in steps if size] == [1] * 6
         monkeypatch.undo()
 
 

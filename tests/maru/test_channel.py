@@ -306,6 +306,40 @@ async def test_one_frame_does_not_wait_behind_all_that_others_have_sent(path):
             nursery.cancel_scope.cancel()
 
 
+async def test_who_asks_for_little_goes_before_those_who_ask_for_much(path):
+    """However early these have asked, and whatever their descriptors are."""
+    with ChannelServer(path, most=100, max_bytes=MIB, peer_bytes=MIB, all_bytes=MIB, on_gone=lambda _: None) as server:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(server.run)
+            others = [await dialed(path) for _ in range(10)]
+            mine = await dialed(path)
+            for sock in (*others, mine):
+                await sock.send(b"hello")
+            heard = []
+            while len(heard) < 11:
+                heard += await server.receive_batch()
+            for identity, _ in heard[:-1]:
+                server.send(identity, bytes(50_000))
+            server.send(heard[-1][0], b"little")
+            for _ in range(2):
+                for sock in others:
+                    await sock.send(b"theirs")
+            await heard_all(server, [b"theirs"] * 10)
+            await mine.send(b"mine")
+            assert (await server.receive_batch(3))[0][1] == b"mine"
+            for sock in (*others, mine):
+                sock.close()
+            nursery.cancel_scope.cancel()
+
+
+async def heard_all(server, frames):
+    """Read so many."""
+    heard = []
+    while len(heard) < len(frames):
+        heard += [frame for _, frame in await server.receive_batch(1)]
+    assert heard == frames
+
+
 async def cancel_soon(scope):
     await trio.testing.wait_all_tasks_blocked()
     scope.cancel()

@@ -422,22 +422,14 @@ def test_insecure_lets_other_users_in(pool):
         assert b"READY".hex().encode() in done.stdout
 
 
-async def test_where_the_tables_cannot_be_read_nobody_new_comes_in(monkeypatch, caplog):
-    def fail() -> None:
+async def test_where_the_kernel_cannot_be_asked_nobody_new_comes_in(monkeypatch, caplog):
+    def fail(local: object, remote: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(lookup, "_read_tables", fail)
-    users = lookup.Users()
+    monkeypatch.setattr(lookup, "_ask", fail)
     [listener] = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    async with (
-        listener,
-        await trio.testing.open_stream_to_socket_listener(listener) as stream,
-        trio.open_nursery() as nursery,
-    ):
-        nursery.start_soon(users.run)
-        assert await users.find(stream) is None
-        assert await users.find(stream) is None
-        nursery.cancel_scope.cancel()
+    async with listener, await trio.testing.open_stream_to_socket_listener(listener) as stream:
+        assert lookup.find_user(stream) is None
     assert "Too many open files" in caplog.text
 
 
@@ -457,8 +449,7 @@ class Place:
         return not len(self.relay._quota) and not len(self.relay._handshakes)
 
 
-async def nobody(stream: trio.SocketStream) -> int | None:
-    await trio.lowlevel.checkpoint()
+def nobody(stream: trio.SocketStream) -> int | None:
     return 0
 
 
@@ -542,8 +533,7 @@ async def test_the_oldest_half_handshake_goes_where_there_are_too_many(tmp_path)
 
 
 async def test_a_stranger_meets_a_greeting_and_no_more(tmp_path):
-    async def stranger(stream: trio.SocketStream) -> int | None:
-        await trio.lowlevel.checkpoint()
+    def stranger(stream: trio.SocketStream) -> int | None:
         return None
 
     async with relaying_here(tmp_path, find_user=stranger) as place, await place.dial() as peer:
@@ -610,18 +600,15 @@ async def test_who_does_not_read_is_not_read_for(tmp_path):
             said += await good.receive_some()
 
 
-STAGES = ["connected", "greeted", "asked about", "connecting", "relayed", "deaf"]
+STAGES = ["connected", "greeted", "connecting", "relayed", "deaf"]
 
 
 @pytest.mark.parametrize("stage", STAGES)
 async def test_a_relay_that_is_cancelled_leaves_no_connection(tmp_path, stage):
     asked = trio.Event()
 
-    async def find(stream: trio.SocketStream) -> int | None:
+    def find(stream: trio.SocketStream) -> int | None:
         asked.set()
-        if stage == "asked about":
-            await trio.sleep_forever()
-        await trio.lowlevel.checkpoint()
         return 0
 
     silent = f"{tmp_path}/silent.sock"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from pathlib import Path
 
 import pytest
+import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
 from maru._relay.handshake import MAX_READY_BYTES, BadHandshake, Handshake, Introduction, greeting, ready
 from maru._relay.limits import ConnectionQuota, PendingHandshakes
-from maru._relay.lookup import may_enter
-from maru._relay.users import TABLES, connections, user_of
+from maru._relay.lookup import find_user, may_enter
+from maru._relay.users import user_in
 
 CLIENTS = {b"REQ", b"DEALER"}
 
@@ -173,31 +173,30 @@ def test_the_oldest_newcomer_goes_where_there_are_too_many():
 
 # --- users --------------------------------------------------------------------------------------------------------
 
-TABLE = b"""  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
-   0: 0100007F:15B3 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1000        0 625 1 0 100 0 0 10 0
-   1: 0100007F:A000 0100007F:15B3 01 00000000:00000000 00:00000000 00000000  1001        0 626 1 0 20 4 30 10 -1
-   2: 0100007F:15B3 0100007F:A000 01 00000000:00000000 00:00000000 00000000  1000        0 627 1 0 20 4 30 10 -1
-   3: 0100007F:A001 0100007F:15B3 04 00000000:00000000 01:00000000 00000000     0        0 0 1 0 20 4 30 10 -1
-   4: 0100007F:A002 0100007F:15B3 01 00000000:00000000 00:00000000 00000000     0        0 0 1 0 20 4 30 10 -1
-   5: 0100007F:A003 0100007F:15B3 06 00000000:00000000 03:0000176E 00000000     0        0 0 3 0
-"""
-TABLE_6 = b"""  sl  local_address                         remote_address                        st tx_queue rx_queue and so on
-   0: 0000000000000000FFFF00000100007F:A004 0000000000000000FFFF00000100007F:15B3 01 00000000:00000000 00:0 0  1002  0 626 2 0
-   1: 00000000000000000000000001000000:A005 00000000000000000000000001000000:15B3 01 00000000:00000000 00:0 0  1003  0 627 2 0
-"""
+
+def answer(state: int = 1, user: int = 1001, inode: int = 626) -> bytes:
+    """Of the kernel: an `inet_diag_msg` of a socket in this state."""
+    body = struct.pack("=BBBB", socket.AF_INET, state, 0, 0) + bytes(48) + struct.pack("=IIIII", 0, 0, 0, user, inode)
+    return struct.pack("=IHHII", 16 + len(body), 20, 0, 0, 0) + body
 
 
-def test_the_other_end_of_a_connection_is_found_and_not_our_own():
-    table = connections([TABLE, TABLE_6])
-    here = "127.0.0.1", 0x15B3
-    assert user_of(table, here, ("127.0.0.1", 0xA000)) == 1001
-    assert user_of(table, here, ("127.0.0.1", 0xA004)) == 1002  # a socket of IPv6 at the other end
-    assert user_of(table, ("::1", 0x15B3), ("::1", 0xA005)) == 1003
+def test_a_connection_that_both_ends_hold_is_its_users():
+    assert user_in(answer()) == 1001
 
 
-@pytest.mark.parametrize("port", [0xA001, 0xA002, 0xA003, 0xA009])
-def test_who_has_closed_a_connection_is_not_taken_for_root(port):
-    assert user_of(connections([TABLE]), ("127.0.0.1", 0x15B3), ("127.0.0.1", port)) is None
+@pytest.mark.parametrize("says", [answer(state=4, user=0), answer(user=0, inode=0), answer(state=6, user=0, inode=0)])
+def test_who_has_closed_a_connection_is_not_taken_for_root(says):
+    assert user_in(says) is None
+
+
+def test_a_connection_that_the_kernel_does_not_know_is_nobodys():
+    assert user_in(struct.pack("=IHHII", 36, 2, 0, 0, 0) + struct.pack("=i", -2) + bytes(16)) is None
+
+
+@pytest.mark.parametrize("says", [b"", answer()[:-1], struct.pack("=IHHII", 16, 3, 0, 0, 0)])
+def test_what_is_no_answer_is_an_error(says):
+    with pytest.raises(ValueError, match="an answer of"):
+        user_in(says)
 
 
 def test_who_may_enter():
@@ -205,17 +204,23 @@ def test_who_may_enter():
     assert not may_enter(None) and not may_enter(os.geteuid() + 1)
 
 
-@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_the_kernel_tells_of_a_real_connection(family):
-    host = "127.0.0.1" if family == socket.AF_INET else "::1"
+@pytest.mark.parametrize("ours_is", [socket.AF_INET, socket.AF_INET6])
+@pytest.mark.parametrize("theirs_is", [socket.AF_INET, socket.AF_INET6])
+async def test_the_kernel_tells_of_a_real_connection_while_both_ends_hold_it(ours_is, theirs_is):
+    """Also where a socket of IPv6 is at one end of a connection of IPv4, or at both."""
     try:
-        listener = socket.create_server((host, 0), family=family)
+        listener = (
+            socket.create_server(("::", 0), family=ours_is, dualstack_ipv6=True)
+            if ours_is == socket.AF_INET6
+            else (socket.create_server(("127.0.0.1", 0)))
+        )
     except OSError:
         pytest.skip("no IPv6 here")
-    with listener, socket.create_connection(listener.getsockname()[:2]) as ours:
-        theirs, _ = listener.accept()
-        with theirs:
-            ends = theirs.getsockname()[:2], theirs.getpeername()[:2]
-            assert user_of(connections(Path(path).read_bytes() for path in TABLES), *ends) == os.geteuid()
-            ours.close()
-            assert user_of(connections(Path(path).read_bytes() for path in TABLES), *ends) is None
+    host = "127.0.0.1" if theirs_is == socket.AF_INET else "::ffff:127.0.0.1"
+    with listener, socket.socket(theirs_is) as theirs:
+        theirs.connect((host, listener.getsockname()[1]))
+        accepted, _ = listener.accept()
+        async with trio.SocketStream(trio.socket.from_stdlib_socket(accepted)) as stream:
+            assert find_user(stream) == os.geteuid()
+            theirs.close()
+            assert find_user(stream) is None
