@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import attrs
 import click
 
 from maru._commands import output_file, write_output
@@ -41,6 +42,7 @@ from ._output import duration, grid, plural, print_json, show
 
 if TYPE_CHECKING:
     from offload.testing.scenarios._generate import Mix
+    from offload.testing.scenarios._trace import Report
 
 
 @click.command()
@@ -108,45 +110,67 @@ def command(
         except NotBroken as error:
             raise BadInput(str(error)) from error
         report = play(small, used)
-        before = play(large, used)
-    from offload.testing.scenarios._files import to_toml
-
-    text = to_toml(small)
-    write_output(place, text)
-    took = perf_counter() - began
-    steps, faults = len(before.scenario.step), len(before.scenario.fault)
-    repeat = line("run", place, system=system)
+        before = play(large, used).scenario
+    outcome = _Outcome(before, small, report, used, place, line("run", place, system=system), perf_counter() - began)
+    write_output(place, outcome.text)
     if as_json:
-        print_json(
-            {
-                "file": place,
-                "seed": used,
-                "steps": {"before": steps, "after": len(small.step)},
-                "faults": {"before": faults, "after": len(small.fault)},
-                "violations": [{"rule": one.rule, "text": one.text} for one in report.violations],
-                "trace_hash": report.trace_hash,
-                "repeat": repeat,
-                "seconds": round(took, 3),
-            }
-        )
-        return
-    from rich.syntax import Syntax
+        print_json(outcome.as_json())
+    else:
+        outcome.show()
 
-    show(Syntax(text, "toml", background_color="default", word_wrap=True))
-    show(
-        grid(
-            [
-                *[(one.rule, one.text.rstrip()) for one in report.violations],
-                ("was", f"{plural(steps, 'step')} and {plural(faults, 'fault')}"),
-                (
-                    "is",
-                    f"{plural(len(small.step), 'step')} and {plural(len(small.fault), 'fault')}, after {duration(took)}",
-                ),
-                ("saved", place),
-                ("repeat it", repeat),
-            ]
-        )
-    )
+
+@attrs.frozen
+class _Outcome:
+    """A program that was made small."""
+
+    before: Scenario
+    small: Scenario
+    report: Report
+    """Of the small one."""
+    seed: int
+    place: str
+    """The file it is saved in."""
+    repeat: str
+    """The line that plays it."""
+    seconds: float
+    """What it took."""
+
+    @property
+    def text(self) -> str:
+        """The small one, as it is saved."""
+        from offload.testing.scenarios._files import to_toml
+
+        return to_toml(self.small)
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "file": self.place,
+            "seed": self.seed,
+            "steps": {"before": len(self.before.step), "after": len(self.small.step)},
+            "faults": {"before": len(self.before.fault), "after": len(self.small.fault)},
+            "violations": [{"rule": one.rule, "text": one.text} for one in self.report.violations],
+            "trace_hash": self.report.trace_hash,
+            "repeat": self.repeat,
+            "seconds": round(self.seconds, 3),
+        }
+
+    def show(self) -> None:
+        """Print it for a person."""
+        from rich.syntax import Syntax
+
+        show(Syntax(self.text, "toml", background_color="default", word_wrap=True))
+        rows = [(one.rule, one.text.rstrip()) for one in self.report.violations]
+        rows += [
+            ("was", _size(self.before)),
+            ("is", f"{_size(self.small)}, after {duration(self.seconds)}"),
+            ("saved", self.place),
+            ("repeat it", self.repeat),
+        ]
+        show(grid(rows))
+
+
+def _size(program: Scenario) -> str:
+    return f"{plural(len(program.step), 'step')} and {plural(len(program.fault), 'fault')}"
 
 
 def playing(system: str, base: Path | None) -> Play:
