@@ -77,6 +77,7 @@ class FileRegistry(Registry):
         self.keys[number] = key
         self.sizes[number] = size
         self._slot_of[key] = number
+        self._watchers.stored((key,))
         if depth is None:
             self._policy.use((key,))
         else:

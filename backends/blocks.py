@@ -29,6 +29,7 @@ from itertools import repeat
 import attrs
 
 from maru.eviction import LRU, EvictionPolicy
+from maru.kv_events import KeyWatcher, KeyWatchers
 
 from .abc import EVICTED, Deletion, Key
 from .leaving import Evictions, Listener, Spill
@@ -91,6 +92,7 @@ class Registry(Room):
         self._more: dict[int, int] = {}  # refs of a held slot beyond the first
         self._doomed: set[int] = set()  # no longer found by a key, and still held
         self._held_keys = _HeldKeys(self._slot_of, self._held)
+        self._watchers: KeyWatchers[Key] = KeyWatchers()
         self._evictions = Evictions()
         self._leaving = self._evictions.key_of  # slot -> key; looked at on hot paths
         self._coming: AbstractSet[int] = _NO_SLOTS  # what will be free without anything further being evicted
@@ -141,6 +143,14 @@ class Registry(Room):
         """The depth of each key that is registered, where it was said; ``None`` where none was."""
         found = list(map(self._depths.get, keys)) if self._depths else []
         return found if found.count(None) < len(found) else None
+
+    def list_keys(self) -> list[Key]:
+        """All keys that are registered."""
+        return list(self._slot_of)
+
+    def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
+        """Tell ``watcher`` of every change; see :class:`maru.kv_events.KeyBook`."""
+        return self._watchers.add(watcher)
 
     # --- holding --------------------------------------------------------------------------------------------------
 
@@ -321,6 +331,7 @@ class Registry(Room):
                     del self._slot_of[key]
                     self._depths.pop(key, None)
                     self._doomed.add(slot)
+                    self._watchers.removed((key,))
                 else:
                     self._reset((key,))
         if self._waiters:
@@ -384,11 +395,14 @@ class Registry(Room):
 
     def _reset(self, keys: Iterable[Key]) -> None:
         """Registered, unheld slots become free. The caller serves the waiters."""
-        if self._depths:
+        if self._depths or self._watchers.all:
             keys = list(keys)
             for key in keys:
                 self._depths.pop(key, None)
-        self._free_slots(list(map(self._slot_of.pop, keys)))
+            self._free_slots(list(map(self._slot_of.pop, keys)))
+            self._watchers.removed(keys)
+        else:
+            self._free_slots(list(map(self._slot_of.pop, keys)))
 
     def _registered(self, keys: Sequence[Key], depths: Sequence[int | None] | None) -> None:
         self._staged -= len(keys)
@@ -396,6 +410,8 @@ class Registry(Room):
         if depths is not None:
             self._depths.update({key: at for key, at in zip(keys, depths, strict=True) if at is not None})
         self._use(keys)
+        if self._watchers.all:
+            self._watchers.stored(keys)
         if self._waiters:  # what was staged may be evicted now
             self._serve()
 

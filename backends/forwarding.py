@@ -36,6 +36,7 @@ OPTIONAL: Final = (
     "used_bytes",  # PaddedSource
     "carry",  # TenantTier
     *("on_evicted", "spill_to"),  # SpillingTier
+    *("list_keys", "watch_keys"),  # KeyBook
 )
 """The methods of the optional contracts. A tier is recognised by having them."""
 

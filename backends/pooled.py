@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import trio
 
+from maru.kv_events import KeyWatcher
+
 from ._errors import MissingKeys
 from ._keys import check_keys
 from .abc import (
@@ -213,6 +215,16 @@ class PooledTier(TierBase[Lease], Generic[R]):
             ValueError: somebody does already.
         """
         return self.pool.spill_to(spiller)
+
+    # --- KeyBook --------------------------------------------------------------------------------------------------
+
+    def list_keys(self) -> list[Key]:
+        """All keys that can be found, in any order."""
+        return self.pool.list_keys()
+
+    def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
+        """Tell ``watcher`` of every change from now on, until the returned function is called."""
+        return self.pool.watch_keys(watcher)
 
     # --- TransferExecutor -----------------------------------------------------------------------------------------
 

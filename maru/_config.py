@@ -20,6 +20,7 @@ from .configuration import Knob as Knob
 from .configuration import Knobs, as_bytes
 
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
+KeyForm: TypeAlias = Literal["hex", "text"]
 JournalSync: TypeAlias = Literal["never", "second", "each"]
 Protocol: TypeAlias = Literal["auto", "own", "published"]
 
@@ -104,6 +105,25 @@ class ServerConfig:
         False, "Listen beyond this host without CURVE: whoever reaches the port may read, drop and map. Warns."
     )
     allow_shutdown: bool = _knob.flag(False, "Whether a SHUTDOWN message ends the server, as SIGTERM does.")
+    # what it tells of its keys
+    kv_events: str = _knob.text(
+        "",
+        "ipc, host:port, or empty",
+        r"ipc|(?:[\w.%-]+|\[[\w.:%]+\]):[0-9]{1,5}|",
+        "Where to publish KV events, which routers follow. ipc: at kv-events.sock and kv-answers.sock in runtime_dir, which "
+        "only this user can reach. host:port: there, and for what readers ask at the next port; needs curve_key_file or "
+        "kv_events_insecure. Empty: nowhere.",
+    )
+    kv_events_topic: str = _knob.text("", "a text", _ANY, "The first frame of each event; llm-d expects kv@pod@model.")
+    kv_events_keys: KeyForm = _knob.choice(
+        "hex",
+        KeyForm,
+        "How a key becomes a block hash. hex: the bytes that it is the hexadecimal text of; other keys are not told. "
+        "text: its UTF-8 bytes.",
+    )
+    kv_events_insecure: bool = _knob.flag(
+        False, "Publish over TCP without CURVE: whoever reaches the port may read which keys there are."
+    )
     # what it says
     log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written.")
     json_logs: bool = _knob.flag(False, "One JSON object a line instead of text, the ready line included.")
@@ -247,6 +267,15 @@ class ServerConfig:
         if self.curve_clients_file and not self.curve_key_file:
             raise ConfigError(
                 "curve_clients_file", self.curve_clients_file, "needs curve_key_file: without it, anybody may come in"
+            )
+        port = self.kv_events.rpartition(":")[2]
+        if port.isdecimal() and not 0 < int(port) < 65_535:
+            raise ConfigError(
+                "kv_events", self.kv_events, "the port must be from 1 to 65534: the next one is taken, too"
+            )
+        if port.isdecimal() and not (self.curve_key_file or self.kv_events_insecure):
+            raise ConfigError(
+                "kv_events", self.kv_events, "must be ipc, unless curve_key_file or kv_events_insecure is set"
             )
         if self.insecure:
             return

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
+from maru.kv_events import KeyWatcher
+
 from .._errors import DamagedBlock
 from ..abc import EVICTED, Key, StrongBlocks, WeakBlocks
 from ..leaving import Listener, Spill
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 SOURCE_METHODS: Final = ("weak", "strong", "upgrade", "release", "forget_held", "views", "copy_out")
 SPILLING_METHODS: Final = ("on_evicted", "spill_to")
+KEY_BOOK_METHODS: Final = ("list_keys", "watch_keys")
 
 
 @attrs.define(eq=False)
@@ -33,6 +36,20 @@ class _Guarded:
 
     context: Context
     count: int = 0
+
+
+@attrs.frozen(eq=False)
+class _NamesWatcher:
+    """Tells a watcher of keys what is told of the names below."""
+
+    watcher: KeyWatcher[Key]
+    keys: Callable[[Sequence[Key]], list[Key]]
+
+    def stored(self, names: Sequence[Key]) -> None:
+        self.watcher.stored(self.keys(names))
+
+    def removed(self, names: Sequence[Key]) -> None:
+        self.watcher.removed(self.keys(names))
 
 
 class DecodedSource:
@@ -157,6 +174,17 @@ class DecodedSource:
             spiller(Spill(self._keys(below.keys), held, lambda slots: self._keys(below.over()), below.depths))
 
         end: Callable[[], None] = self._inner.spill_to(spill)
+        return end
+
+    # --- where the tier below tells which keys it has -------------------------------------------------------------------
+
+    def list_keys(self) -> list[Key]:
+        """All keys that can be found, in any order."""
+        return self._keys(self._inner.list_keys())
+
+    def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
+        """Tell ``watcher`` of every change from now on, until the returned function is called."""
+        end: Callable[[], None] = self._inner.watch_keys(_NamesWatcher(watcher, self._keys))
         return end
 
     def _keys(self, names: Sequence[Key]) -> list[Key]:

@@ -21,6 +21,8 @@ from typing import Any, Final
 
 import attrs
 
+from maru.kv_events import KeyBook
+
 from .._copying import StoreCopy, places_for
 from .._errors import BlockSizeError
 from .._unproven import kept_if_unproven
@@ -49,7 +51,7 @@ from ..slots import PagesDestination
 from ..threads import run_in_thread
 from ._chain import Chain, Context, Damaged, TenantTags, Wrapper, chain_id, check_order
 from ._coding import PORTION_BYTES, Coder, Decoding, Encoding
-from ._source import SOURCE_METHODS, SPILLING_METHODS, DecodedSource
+from ._source import KEY_BOOK_METHODS, SOURCE_METHODS, SPILLING_METHODS, DecodedSource
 from ._transfers import Counters, WrappedLease, WrappedReservation, WrapperStatistics
 
 _NEEDED: Final = ("reserve", "reserve_nowait", "contains", "pin", "load", "delete", "statistics")
@@ -160,7 +162,9 @@ class WrappedTier(ForwardingTier):
             self.carry = self._carry
         if local and isinstance(inner, Source):
             self._source = DecodedSource(self)
-            for name in (*SOURCE_METHODS, *(SPILLING_METHODS if isinstance(inner, SpillingTier) else ())):
+            spilling = SPILLING_METHODS if isinstance(inner, SpillingTier) else ()
+            listing = KEY_BOOK_METHODS if isinstance(inner, KeyBook) else ()
+            for name in (*SOURCE_METHODS, *spilling, *listing):
                 setattr(self, name, getattr(self._source, name))
 
     def __repr__(self) -> str:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from .._wire.messages_own import Returns
 from ..eviction import LRU, EvictionPolicy
+from ..kv_events import KeyWatcher
 from . import image as image_module
 from .changes import Changes
 from .eviction_guard import EvictionGuard
@@ -469,6 +470,16 @@ class Directory:
         return outbox.pending(resend, self._limits.max_returns)
 
     # --- watching -------------------------------------------------------------------------------------------------
+
+    def list_keys(self) -> list[str]:
+        """All keys, in the order in which they came."""
+        self.settle()
+        return list(self._located)
+
+    def watch_keys(self, watcher: KeyWatcher[str]) -> Callable[[], None]:
+        """Tell ``watcher`` which keys come and go, until the returned function is called. A new start has no watchers."""
+        self.settle()
+        return self._state.watchers.add(watcher)
 
     def usage(self) -> list[InstanceUsage]:
         """By instance_id, sorted."""

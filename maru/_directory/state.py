@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 
 from ..eviction import EvictionPolicy
+from ..kv_events import KeyWatchers
 from .limits import Limits
 from .locations import Columns, Location
 from .regions import Account, Region, RegionState, Usage
@@ -45,6 +46,8 @@ class State:
         """Published clients have read here: after a restart they may still do, and nobody says so."""
         self.used_bytes = 0
         self.allocated_bytes = 0
+        self.watchers: KeyWatchers[str] = KeyWatchers()
+        """Are told which keys come and go."""
         self.dropped: list[int] = []
         """Regions that are no more, until somebody takes them from here."""
 
@@ -157,6 +160,8 @@ class State:
             region.session.charge(-region.length, 0)
         region.keys_at.clear()
         self._drop(region)
+        if keys:
+            self.watchers.removed(keys)
         return keys
 
     def _abandon(self, session: Session, region: Region, state: RegionState) -> None:
@@ -214,6 +219,7 @@ class State:
             self.used_bytes += length
         present = [key for key in keys if key in located]
         self.use(present, [located[key] for key in present], are_new=True)
+        self.watchers.stored(present)
 
     def is_fresh(self, columns: Columns, parts: Mapping[int, Columns]) -> bool:
         """Whether no key and no offset of these is taken, and none is named twice.
@@ -260,6 +266,8 @@ class State:
                 owner.policy.use(keys[::-1], None if depths is None else depths[::-1])
         else:
             self.use(keys, [located[key] for key in keys], are_new=True)
+        if self.watchers.all:
+            self.watchers.stored(keys)
 
     def use(self, keys: Sequence[str], locations: Sequence[Location], *, are_new: bool = False) -> set[int]:
         """These keys were used, which lie there: their owners' order of use, deepest first. The regions they lie in.
@@ -305,6 +313,8 @@ class State:
         offsets = [location.offset for location in locations]
         for offset in offsets:
             del region.keys_at[offset]
+        if self.watchers.all:
+            self.watchers.removed(keys)
         freed = sum([location.length for location in locations])
         region.charge(-freed)
         self.used_bytes -= freed
@@ -324,6 +334,7 @@ class State:
         key = region.keys_at.pop(offset, None)
         if key is not None:
             freed = self.located.pop(key).length
+            self.watchers.removed((key,))
             region.charge(-freed)
             self.used_bytes -= freed
             if region.session is not None:

@@ -15,6 +15,8 @@ RELAYED_NAME: Final = "tcp.sock"
 """The Unix socket, in the runtime directory, to which connections without keys are relayed."""
 DESCRIPTORS_NAME: Final = "descriptors.sock"
 """The Unix socket that hands out regions, beside it."""
+EVENTS_NAME: Final = "kv-events.sock"
+ANSWERS_NAME: Final = "kv-answers.sock"
 _UNREAD_HERE: Final = 64
 """Messages of one client that wait to be read; beyond, it waits. As many as a client has under way."""
 _LONGEST_PATH: Final = 107
@@ -37,6 +39,20 @@ def addresses(config: ServerConfig, runtime: str) -> list[str]:
     if config.relayed:
         found.append(_unix_address(runtime, RELAYED_NAME))
     return found
+
+
+def event_addresses(config: ServerConfig, runtime: str) -> list[str]:
+    """Where KV events are published, and where what readers missed is asked for; empty where none are.
+
+    Raises:
+        ConfigError: the name of a Unix socket would be too long.
+    """
+    if not config.kv_events:
+        return []
+    if config.kv_events == "ipc":
+        return [_unix_address(runtime, EVENTS_NAME), _unix_address(runtime, ANSWERS_NAME)]
+    host, _, port = config.kv_events.rpartition(":")
+    return [f"tcp://{host}:{port}", f"tcp://{host}:{int(port) + 1}"]
 
 
 def connections_of(config: ServerConfig, descriptors: int) -> int:

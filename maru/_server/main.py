@@ -92,6 +92,7 @@ def ready_line(server: MaruServer) -> str:
         "rm_address": server.rm_address,
         "channel": server.channel_path,
         "descriptors": server.descriptors_path,
+        "kv_events": ", ".join(server.kv_events or ()),
         "pid": os.getpid(),
         "epoch": identifier(server.epoch),
         "keys": directory.entries,

@@ -37,6 +37,7 @@ from .._pool.descriptors import DescriptorRequest, DescriptorServer, DescriptorS
 from .._pool.pool import RegionFile, Totals
 from .._pool.state_directory import open_private
 from .._relay.lookup import find_user, tells_users
+from ..kv_events import BlockHash, EventPublisher, PublisherStatistics, publish_events
 from ..transport import (
     ChannelServer,
     ChannelStatistics,
@@ -46,7 +47,15 @@ from ..transport import (
     open_socket,
 )
 from .committer import Answer, Committer
-from .endpoints import DESCRIPTORS_NAME, RELAYED_NAME, addresses, connections_of, socket_options, unlink_sockets
+from .endpoints import (
+    DESCRIPTORS_NAME,
+    RELAYED_NAME,
+    addresses,
+    connections_of,
+    event_addresses,
+    socket_options,
+    unlink_sockets,
+)
 from .relay_supervisor import RelayStatistics, RelaySupervisor
 from .resource_manager import ByClient, ResourceManager, ResourceManagerStatistics
 from .served_time import ServedTime
@@ -84,6 +93,8 @@ class ServerStatistics:
     socket: SocketStatistics
     channel: ChannelStatistics | None
     """Of the channel for clients on this host; None where there is none."""
+    kv_events: PublisherStatistics | None
+    """Of what is told of keys; None where nothing is."""
     unread_answers: int
     """Given up, since who asked does not read."""
 
@@ -128,6 +139,7 @@ class MaruServer:
         self._nursery: trio.Nursery
         self._router: TrioSocket
         self._channel: ChannelServer | None = None
+        self._events: EventPublisher | None = None
         self._reading = trio.CancelScope()
         self._allocating = self._freeing = self._unread = 0
         self._freed = trio.lowlevel.ParkingLot()
@@ -156,6 +168,11 @@ class MaruServer:
         """The Unix socket over which clients of ours on this host come; empty where there is none."""
         return "" if self._channel is None else self._channel.path
 
+    @property
+    def kv_events(self) -> tuple[str, str] | None:
+        """Where KV events are published, and where readers ask for what they missed; None where they are not."""
+        return None if self._events is None else (self._events.endpoint, self._events.answers_endpoint)
+
     async def wait_stopping(self) -> None:
         """Wait until somebody who may has asked this server to end."""
         await self._stopping.wait()
@@ -172,6 +189,7 @@ class MaruServer:
             self._descriptors.statistics(),
             self._router.statistics(),
             None if self._channel is None else self._channel.statistics(),
+            None if self._events is None else self._events.statistics(),
             self._unread,
         )
 
@@ -232,6 +250,8 @@ class MaruServer:
                 nursery.start_soon(self._committer.run)
                 nursery.start_soon(keep_compacted, journal, self._storage.directory)
             nursery.start_soon(self._tick)
+            if config.kv_events:
+                await nursery.start(self._publish_events, runtime)
             task_status.started()
             with self._reading:
                 async with trio.open_nursery() as readers:
@@ -263,6 +283,23 @@ class MaruServer:
         await self._resource_manager.run(
             config.rm_host, config.rm_port, insecure=config.insecure, task_status=task_status
         )
+
+    async def _publish_events(
+        self, runtime: str, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Tell which keys come and go, until cancelled. It may be told before it is in the journal: a run is an epoch."""
+        config = self.config
+        events, answers = event_addresses(config, runtime)
+        async with publish_events(
+            {"maru": self._storage.directory},
+            events,
+            answers,
+            topic=config.kv_events_topic,
+            name_of=hash_of_hex if config.kv_events_keys == "hex" else str.encode,
+            options=socket_options(config),
+        ) as self._events:
+            task_status.started()
+            await trio.sleep_forever()
 
     async def aclose(self) -> None:
         """Read no more; let what is being allocated and written end, for ``drain_timeout`` at most; then end all tasks."""
@@ -450,6 +487,15 @@ class MaruServer:
         if journal is not None:
             sections["journal"] = {"sync": self.config.journal_sync, **attrs.asdict(journal.statistics())}
         return sections
+
+
+def hash_of_hex(key: str) -> BlockHash | None:
+    """The bytes that a key is the hexadecimal text of, as it is written from bytes; None for any other key."""
+    try:
+        name = bytes.fromhex(key)
+    except ValueError:
+        return None
+    return name if name.hex() == key else None
 
 
 @functools.cache

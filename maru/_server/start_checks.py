@@ -20,7 +20,7 @@ from .._pool.pool import check_pool
 from .._pool.state_directory import check_private, identity_of
 from ..transport import check_free
 from ..transport._packets import check_socket
-from .endpoints import DESCRIPTORS_NAME, addresses, socket_options
+from .endpoints import DESCRIPTORS_NAME, addresses, event_addresses, socket_options
 from .storage import limits_of
 from .tcp import open_listener
 
@@ -85,7 +85,7 @@ async def _check_sockets(config: ServerConfig) -> None:
         runtime = os.path.realpath(config.runtime_dir or _home(config))
         if config.runtime_dir:
             check_private(runtime)
-        for place in addresses(config, runtime):
+        for place in (*addresses(config, runtime), *event_addresses(config, runtime)):
             if place.startswith("ipc://"):
                 check_free(place.removeprefix("ipc://"))
         for name in (DESCRIPTORS_NAME, CHANNEL_NAME):
@@ -98,6 +98,10 @@ async def _check_tcp(config: ServerConfig) -> None:
     await trio.lowlevel.checkpoint()
     if config.host:
         await (await open_listener(config.host, config.port)).aclose()
+    for place in event_addresses(config, ""):
+        if place.startswith("tcp://"):
+            host, _, port = place.removeprefix("tcp://").rpartition(":")
+            await (await open_listener(host.strip("[]"), int(port))).aclose()
 
 
 async def _check_resource_manager(config: ServerConfig) -> None:

@@ -27,6 +27,7 @@ MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 EVENTS: Final = int(zmq.EVENTS)
 IN: Final = int(zmq.POLLIN)
 OUT: Final = int(zmq.POLLOUT)
+_KINDS: Final = {"dealer": zmq.DEALER, "router": zmq.ROUTER, "pub": zmq.PUB, "sub": zmq.SUB}
 
 
 class TooManyFrames(Exception):
@@ -43,7 +44,7 @@ class Port:
 
     def __init__(self, kind: str, options: SocketOptions, context: zmq.Context[Raw] | None = None) -> None:
         self.context: zmq.Context[Raw] = context or zmq.Context()
-        self.raw: Raw = self.context.socket({"dealer": zmq.DEALER, "router": zmq.ROUTER}[kind])
+        self.raw: Raw = self.context.socket(_KINDS[kind])
         self.endpoints: tuple[str, ...] = ()
         self._files: list[tuple[str, tuple[int, int]]] = []
         self.most_frames = options.max_frames
@@ -64,8 +65,8 @@ class Port:
 
     # --- addresses ------------------------------------------------------------------------------------------------
 
-    def attach(self, bind: Sequence[str], connect: Sequence[str]) -> None:
-        """Bind and connect to all of these.
+    def attach(self, bind: Sequence[str], connect: Sequence[str], topics: Sequence[bytes] = ()) -> None:
+        """Bind and connect to all of these, and take what is published under one of these topics.
 
         Raises:
             ValueError: not ``tcp://`` or ``ipc://``.
@@ -73,6 +74,8 @@ class Port:
         """
         for address in [*bind, *connect]:
             _check_address(address)
+        for topic in topics:
+            self.raw.subscribe(topic)
         for address in bind:
             self._bind(address)
         for address in connect:

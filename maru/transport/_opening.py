@@ -20,6 +20,7 @@ def open_socket(
     *,
     bind: Sequence[str] = (),
     connect: Sequence[str] = (),
+    topics: Sequence[bytes] = (),
     options: SocketOptions | None = None,
     on_messages: OnMessages | None = None,
     on_gone: Callable[[bytes], None] | None = None,
@@ -31,9 +32,12 @@ def open_socket(
     been left its addresses are free again. It can be used until then, also in a scope that was cancelled and a shield.
 
     Args:
-        kind: ``"dealer"``, who speaks to whom it is connected to, in turn; or ``"router"``, who says to whom.
+        kind: ``"dealer"``, who speaks to whom it is connected to, in turn; ``"router"``, who says to whom; ``"pub"``, who
+            speaks to all and waits for none: what one of them does not read within ``send_high_water_mark`` messages, that one
+            misses; or ``"sub"``, who listens to one of these.
         bind: addresses to listen at: ``tcp://host:port``, ``tcp://host:*``, ``ipc://path``.
         connect: addresses to connect to, whether somebody listens there already or not.
+        topics: what a ``"sub"`` takes: messages whose first frame begins with one of these.
         options: bounds, times and keys.
         on_messages: is handed all messages, in batches, by whoever waits at the socket (see :meth:`TrioSocket.expect`). It
             may send. If it raises, the socket is closed and the error comes out where that one waits. Without it, messages
@@ -48,22 +52,24 @@ def open_socket(
     if on_gone is not None and kind != "router":
         raise ValueError("only a router knows its peers")
     return _OpenSocket(
-        lambda: TrioSocket(kind, options or SocketOptions(), on_messages, on_gone, on_link), tuple(bind), tuple(connect)
+        lambda: TrioSocket(kind, options or SocketOptions(), on_messages, on_gone, on_link), (bind, connect, topics)
     )
 
 
 class _OpenSocket:
     """The lifetime of a socket, as an async context manager."""
 
-    def __init__(self, make: Callable[[], TrioSocket], bind: Sequence[str], connect: Sequence[str]) -> None:
+    def __init__(
+        self, make: Callable[[], TrioSocket], places: tuple[Sequence[str], Sequence[str], Sequence[bytes]]
+    ) -> None:
         self._make = make
-        self._bind, self._connect = bind, connect
+        self._places = places
         self._nursery_manager: AbstractAsyncContextManager[trio.Nursery] = trio.open_nursery()
 
     async def __aenter__(self) -> TrioSocket:
         self._socket = socket = self._make()
         try:
-            socket._port.attach(self._bind, self._connect)
+            socket._port.attach(*self._places)
         except BaseException:
             await socket.aclose()
             raise

@@ -30,7 +30,7 @@ from ._unread import Unread
 from ._waiting import Expected, Queued, Waiter, Watch
 from ._zap import Authenticator
 
-SocketKind: TypeAlias = Literal["dealer", "router"]
+SocketKind: TypeAlias = Literal["dealer", "router", "pub", "sub"]
 
 _BATCH: Final = 256
 """Messages handed on at once."""

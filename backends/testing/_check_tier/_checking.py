@@ -38,6 +38,7 @@ _PROMISES: Final[tuple[Callable[[Case], Awaitable[None]], ...]] = (
     reading.a_cancelled_load_leaves_when_it_is_over,
     reading.async_means_checkpoint,
     reading.is_a_source,
+    storing.tells_which_keys_it_has,
 )
 
 

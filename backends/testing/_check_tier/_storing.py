@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 import trio
 
-from ...abc import DUPLICATE, STORED, DamagedBlock, Failed, Outcome
+from maru.kv_events import KeyBook
+
+from ...abc import DUPLICATE, STORED, DamagedBlock, Failed, Key, Outcome
 from ...threads import wait_abandoned
 from .._fake import payload_of
 from ._trying import BLOCKS, Bytes, Case, KnownBytes, must
@@ -169,3 +173,48 @@ async def a_block_that_cannot_be_stored_fails(case: Case) -> None:
     there = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome == STORED]
     must(await case.contains(keys) == set(there), "what failed is not found")
     must(await case.room() == BLOCKS - len(there), "what failed takes no room")
+
+
+async def tells_which_keys_it_has(case: Case) -> None:
+    book: Any = case.tier
+    if not isinstance(book, KeyBook):
+        return
+    before = await case.fill(3)
+    must(set(book.list_keys()) == set(before), "the keys that can be found are listed", book.list_keys())
+    told = _Told(book)
+    end = book.watch_keys(told)
+    keys = case.keys(BLOCKS, "told")
+    must(await case.store(keys, "evict") == [STORED] * BLOCKS, "blocks that nobody holds make room")
+    must(told.keys == set(book.list_keys()) == set(keys), "what came and what made room is told", told.keys)
+    await case.tier.delete(keys[:3])
+    must(told.keys == set(book.list_keys()) == set(keys[3:]), "what was deleted is told", told.keys)
+    if case.damage is not None:
+        await case.behind_its_back(case.damage, keys[4])
+        await case.load([keys[4]])
+        must(told.keys == set(book.list_keys()) == {keys[3], *keys[5:]}, "what was damaged is told", told.keys)
+    end()
+    end()
+    last = set(told.keys)
+    await case.tier.delete(keys)
+    must(told.keys == last, "who ended it is told no more")
+
+
+class _Told:
+    """What a watcher holds by what it was told."""
+
+    def __init__(self, book: KeyBook[Key]) -> None:
+        self.book = book
+        self.keys = set(book.list_keys())
+
+    def stored(self, keys: Sequence[Key]) -> None:
+        must(self.keys.isdisjoint(keys), "what is there is not told to come", keys)
+        self.keys |= set(keys)
+        self._check()
+
+    def removed(self, keys: Sequence[Key]) -> None:
+        must(self.keys >= set(keys), "what is not there is not told to go", keys)
+        self.keys -= set(keys)
+        self._check()
+
+    def _check(self) -> None:
+        must(self.keys == set(self.book.list_keys()), "what is listed is what the changes told have led to")

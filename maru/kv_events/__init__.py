@@ -1,0 +1,48 @@
+"""KV events: what a tier or a page store holds, told to routers as vLLM tells it, and mirrors that know when they may be wrong.
+
+A publisher tells what its books of keys hold::
+
+    async with publish_events({"host": tier}, "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558"):
+        ...
+
+Any reader of vLLM's KV events can follow it. One of ours also sees a restart, a silence and a gap that is not kept any more::
+
+    async with open_mirror("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558") as mirror:
+        await mirror.wait_current()
+        mirror.prefix(block_hashes)
+"""
+
+from typing import TYPE_CHECKING
+
+from .._lazy import lazily
+
+if TYPE_CHECKING:
+    from ._books import KeyBook as KeyBook
+    from ._books import KeyWatcher as KeyWatcher
+    from ._books import KeyWatchers as KeyWatchers
+    from ._messages import BadEvent as BadEvent
+    from ._messages import BlockHash as BlockHash
+    from ._mirror import Mirror as Mirror
+    from ._mirror import MirrorStatistics as MirrorStatistics
+    from ._publisher import EventPublisher as EventPublisher
+    from ._publisher import PublisherStatistics as PublisherStatistics
+    from ._publisher import publish_events as publish_events
+    from ._subscriber import EventMirror as EventMirror
+    from ._subscriber import open_mirror as open_mirror
+
+_HOMES = {
+    "KeyBook": "._books",
+    "KeyWatcher": "._books",
+    "KeyWatchers": "._books",
+    "BadEvent": "._messages",
+    "BlockHash": "._messages",
+    "Mirror": "._mirror",
+    "MirrorStatistics": "._mirror",
+    "EventPublisher": "._publisher",
+    "PublisherStatistics": "._publisher",
+    "publish_events": "._publisher",
+    "EventMirror": "._subscriber",
+    "open_mirror": "._subscriber",
+}
+
+lazily(__name__, _HOMES)

@@ -1,0 +1,80 @@
+"""Key books: what knows which keys can be found, and tells of every change. A tier keeps one, and so does a directory.
+
+Rule 1. A watcher is told of a change when it has taken effect, in the order of the changes, and never in the midst of one: the
+        keys that are listed are those that the changes told so far have led to.
+Rule 2. A watcher takes note and returns. One that raises is logged, and not told any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar, runtime_checkable
+
+_log = logging.getLogger("maru.kv_events")
+
+K = TypeVar("K")
+K_contra = TypeVar("K_contra", contravariant=True)
+
+
+class KeyWatcher(Protocol[K_contra]):
+    """Is told what a book of keys holds."""
+
+    def stored(self, keys: Sequence[K_contra]) -> None:
+        """These can be found from now on. Synchronous; must not block."""
+        ...
+
+    def removed(self, keys: Sequence[K_contra]) -> None:
+        """These cannot be found any more. Synchronous; must not block."""
+        ...
+
+
+@runtime_checkable
+class KeyBook(Protocol[K]):
+    """What knows which keys can be found. Optional for a tier: it may lack the methods."""
+
+    def list_keys(self) -> list[K]:
+        """All keys that can be found, in any order."""
+        ...
+
+    def watch_keys(self, watcher: KeyWatcher[K]) -> Callable[[], None]:
+        """Tell ``watcher`` of every change from now on, until the returned function is called; that is idempotent."""
+        ...
+
+
+class KeyWatchers(Generic[K]):
+    """The watchers of one book.
+
+    Attributes:
+        all: the watchers. Empty while there is none: where changes are frequent, a book looks here before it tells.
+    """
+
+    __slots__ = ("all",)
+
+    def __init__(self) -> None:
+        self.all: tuple[KeyWatcher[K], ...] = ()
+
+    def add(self, watcher: KeyWatcher[K]) -> Callable[[], None]:
+        """Tell this one from now on; returns what ends it."""
+        self.all = (*self.all, watcher)
+        return lambda: self._remove(watcher)
+
+    def stored(self, keys: Sequence[K]) -> None:
+        """These can be found from now on."""
+        for watcher in self.all:
+            self._tell(watcher, watcher.stored, keys)
+
+    def removed(self, keys: Sequence[K]) -> None:
+        """These cannot be found any more."""
+        for watcher in self.all:
+            self._tell(watcher, watcher.removed, keys)
+
+    def _tell(self, watcher: KeyWatcher[K], tell: Callable[[Sequence[K]], None], keys: Sequence[K]) -> None:
+        try:
+            tell(keys)
+        except Exception:
+            _log.exception("%r raised, and is not told of keys any more", watcher)
+            self._remove(watcher)
+
+    def _remove(self, watcher: KeyWatcher[K]) -> None:
+        self.all = tuple([other for other in self.all if other is not watcher])

@@ -1,0 +1,270 @@
+"""Mirror: the reader's half of KV events. It holds what a publisher holds, and knows when it may not. Pure.
+
+Messages may be lost, repeated, reordered or late, and requests and answers, and the publisher may be killed at any point and
+come back with other blocks. Whatever of that happens, what a mirror holds is what its publisher held at one point of its epoch;
+and :meth:`Mirror.is_current` says so only while that was lately the last point.
+
+Rule 1. Events are applied in the order of their numbers, each once. What comes too early is kept; what is missing is asked for.
+Rule 2. Where the missing ones are not kept any more, and where another epoch is met, a snapshot is asked for. Only its answer
+        changes the epoch: which of two epochs is the later one is not told by their numbers, but a publisher that is over
+        answers no more.
+Rule 3. What came before a snapshot was asked for is in the snapshot, or of a run that is over: it is dropped when asking.
+Rule 4. One request is under way at a time. Unanswered for ``retry_after``, it becomes one for a snapshot. Without news for
+        ``stale_after`` the publisher is asked whether there is any, over the connection on which it answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Final
+
+import attrs
+
+from ._messages import (
+    AllBlocksCleared,
+    Answer,
+    Batch,
+    BlockHash,
+    BlockStored,
+    EventMessage,
+    Replay,
+    Request,
+    Snapshot,
+    unpack_batch,
+)
+
+MOST_EARLY: Final = 1_024
+"""Messages that may be kept as too early; one more, and a snapshot costs less."""
+
+
+@attrs.frozen
+class MirrorStatistics:
+    """A snapshot of a mirror; counters since it was made."""
+
+    epoch: int
+    """Of the publisher; 0 before the first snapshot."""
+    sequence: int
+    """Of the last event message that was applied; -1 before the first."""
+    blocks: int
+    """Held, over all media."""
+    applied: int
+    """Event messages that were applied."""
+    repeated: int
+    """Event messages that had been applied before."""
+    gaps: int
+    """How often messages were missing, or of another epoch."""
+    replays: int
+    """How often they were asked for."""
+    snapshots: int
+    """How often a snapshot was asked for."""
+
+
+class Mirror:
+    """What a publisher of KV events holds, by medium.
+
+    Args:
+        stale_after: seconds without news of the publisher after which it is asked, and this is not current any more.
+        retry_after: seconds after which an unanswered request is given up.
+    """
+
+    def __init__(self, *, stale_after: float = 3.0, retry_after: float = 1.0) -> None:
+        self._stale_after, self._retry_after = stale_after, retry_after
+        self._epoch = 0
+        self._next = 0  # the number that is applied next
+        self._last = -1  # the highest number that is known to have been given in this epoch
+        self._held: dict[str | None, set[BlockHash]] = {}
+        self._early: dict[int, Batch] = {}
+        self._early_epoch = 0  # of what is kept while a snapshot is under way
+        self._parts: dict[int, Batch] = {}
+        self._parts_of = (0, -1)  # epoch and last number of the snapshot that these are of
+        self._parts_wanted = -1  # until the end has come
+        self._asked: Request | None = None
+        self._asked_at = self._heard_at = float("-inf")
+        self._to_send: Request | None = None
+        self._applied = self._repeated = self._gaps = self._replays = self._snapshots = 0
+
+    # --- what it holds --------------------------------------------------------------------------------------------
+
+    def is_current(self, now: float) -> bool:
+        """Whether this was all the publisher held, at most ``stale_after`` and a round trip ago."""
+        return self._epoch != 0 and self._asked is None and now - self._heard_at <= self._stale_after
+
+    def held(self) -> Mapping[str | None, AbstractSet[BlockHash]]:
+        """What is held, by medium. A view: it changes with the mirror."""
+        return self._held
+
+    def media_of(self, block_hash: BlockHash) -> frozenset[str | None]:
+        """In which media this block is."""
+        return frozenset([medium for medium, hashes in self._held.items() if block_hash in hashes])
+
+    def prefix(self, block_hashes: Sequence[BlockHash]) -> int:
+        """How many of the first of these are held without a gap, in whatever media."""
+        media = [*self._held.values()]
+        for length, block_hash in enumerate(block_hashes):
+            if not any(block_hash in hashes for hashes in media):
+                return length
+        return len(block_hashes)
+
+    def statistics(self) -> MirrorStatistics:
+        """An immutable snapshot."""
+        return MirrorStatistics(
+            epoch=self._epoch,
+            sequence=self._next - 1,
+            blocks=sum(map(len, self._held.values())),
+            applied=self._applied,
+            repeated=self._repeated,
+            gaps=self._gaps,
+            replays=self._replays,
+            snapshots=self._snapshots,
+        )
+
+    # --- what is to be sent ---------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Time passes: what is unanswered is asked again, and who is silent is asked."""
+        if self._asked is not None:
+            if now - self._asked_at >= self._retry_after:
+                self._ask_snapshot(now)
+        elif not self._epoch:
+            self._ask_snapshot(now)
+        elif now - self._heard_at > self._stale_after:
+            self._ask(Replay(self._next), now)
+            self._replays += 1
+
+    def take_request(self) -> Request | None:
+        """What is to be sent to the publisher now. It may be lost."""
+        request, self._to_send = self._to_send, None
+        return request
+
+    # --- what comes -----------------------------------------------------------------------------------------------
+
+    def receive(self, message: EventMessage, now: float) -> None:
+        """An event message has come, whether published or replayed.
+
+        Raises:
+            BadEvent: it is none. Nothing has changed.
+        """
+        number, batch = message.sequence, unpack_batch(message.payload)
+        if isinstance(self._asked, Snapshot):
+            self._keep(number, batch)
+        elif batch.epoch != self._epoch:
+            self._gaps += 1
+            self._ask_snapshot(now)
+        else:
+            self._take(number, batch, now)
+
+    def receive_answer(self, answer: Answer, now: float) -> None:
+        """A part of an answer has come.
+
+        Raises:
+            BadEvent: it is none. Nothing has changed.
+        """
+        if answer.part is not None:
+            self._receive_part(answer, answer.part, now)
+        elif answer.sequence is not None:
+            if isinstance(self._asked, Replay):
+                self._asked_at = now
+            self.receive(EventMessage(answer.sequence, answer.payload), now)
+        elif isinstance(self._asked, Replay):
+            batch = unpack_batch(answer.payload)
+            self._asked = None
+            if batch.epoch != self._epoch or max(batch.last, self._last) >= self._next:
+                self._ask_snapshot(now)  # what is missing is not kept any more
+            else:
+                self._heard_at = now
+
+    def _receive_part(self, answer: Answer, part: int, now: float) -> None:
+        batch = unpack_batch(answer.payload)
+        if not isinstance(self._asked, Snapshot):
+            return  # it has been answered
+        self._asked_at = now
+        if (batch.epoch, batch.last) != self._parts_of:
+            # Several requests are under way where one was given up. Changes may between their answers, which must not mix: of
+            # one epoch and number, they say the same.
+            self._parts.clear()
+            self._parts_of, self._parts_wanted = (batch.epoch, batch.last), -1
+        if answer.sequence is None:
+            self._parts_wanted = part
+        else:
+            self._parts[part] = batch
+        if len(self._parts) == self._parts_wanted:
+            self._begin(batch, now)
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _take(self, number: int, batch: Batch, now: float) -> None:
+        """A message of this epoch, with no snapshot under way."""
+        self._last = max(self._last, number, batch.last)
+        if not batch.events:
+            pass
+        elif number < self._next:
+            self._repeated += 1
+        else:
+            self._early[number] = batch
+            self._apply_early()
+        if self._last < self._next:
+            # No number is missing: this may have answered what was asked.
+            self._heard_at = now
+            self._asked = None
+        elif len(self._early) > MOST_EARLY:
+            self._ask_snapshot(now)
+        elif self._asked is None:
+            self._gaps += 1
+            self._replays += 1
+            self._ask(Replay(self._next), now)
+
+    def _apply_early(self) -> None:
+        while (batch := self._early.pop(self._next, None)) is not None:
+            self._apply(batch)
+            self._next += 1
+            self._applied += 1
+
+    def _apply(self, batch: Batch) -> None:
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self._held.clear()
+            elif isinstance(event, BlockStored):
+                self._held.setdefault(event.medium, set()).update(event.block_hashes)
+            elif (hashes := self._held.get(event.medium)) is not None:
+                hashes.difference_update(event.block_hashes)
+                if not hashes:
+                    del self._held[event.medium]
+
+    def _keep(self, number: int, batch: Batch) -> None:
+        """A message that came while a snapshot is under way: it may go on where the snapshot ends.
+
+        Of several epochs the last one met is kept: what is dropped is asked for, or of a run that is over.
+        """
+        if batch.epoch != self._early_epoch or len(self._early) >= MOST_EARLY:
+            self._early.clear()
+            self._early_epoch = batch.epoch
+        if batch.events:
+            self._early[number] = batch
+
+    def _begin(self, batch: Batch, now: float) -> None:
+        """The snapshot is complete: begin anew where it stands."""
+        self._held.clear()
+        for part in self._parts.values():
+            self._apply(part)
+        self._epoch, self._next, self._last = batch.epoch, batch.last + 1, batch.last
+        self._asked, self._heard_at = None, now
+        early, self._early, self._parts = self._early, {}, {}
+        if self._early_epoch not in (0, self._epoch):
+            # It came after the snapshot was asked for. Whether it is of the run that answered last is not known.
+            self._gaps += 1
+            self._ask_snapshot(now)
+            return
+        for number in sorted(early):
+            self._take(number, early[number], now)
+
+    def _ask_snapshot(self, now: float) -> None:
+        self._early.clear()
+        self._parts.clear()
+        self._early_epoch, self._parts_of, self._parts_wanted = 0, (0, -1), -1
+        self._snapshots += 1
+        self._ask(Snapshot(), now)
+
+    def _ask(self, request: Request, now: float) -> None:
+        self._asked = self._to_send = request
+        self._asked_at = now

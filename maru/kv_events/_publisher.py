@@ -1,0 +1,239 @@
+"""Publishing KV events: a PUB socket on which everything is told, and a ROUTER that answers who missed some of it.
+
+Rule 1. A change of a book is collected where it happens, and told by one task: a little later, so that what happens in
+        one go leaves in one batch. Where nothing happens, it tells a heartbeat.
+Rule 2. A reader that does not read misses events, and never holds up the publisher; it will see the gap and ask.
+Rule 3. Requests are answered one after the other, a part at a time, with a turn for all other tasks in between. A reader that
+        does not take its answer within five seconds gets no more of it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any, Final
+
+import attrs
+import trio
+
+from ..exception_groups import raise_unwrapped
+from ..transport import Message, SocketOptions, TrioSocket, open_socket
+from ._books import KeyBook
+from ._log import EventLog
+from ._messages import Answer, BadEvent, BlockHash, Replay, Request, unpack_request
+
+_GATHER_TIME: Final = 0.005
+_ANSWER_TIMEOUT: Final = 5.0
+_MOST_REQUESTS: Final = 64
+"""Read at once: of each reader the last one is answered."""
+
+NameOf = Callable[[Any], "BlockHash | None"]
+"""The block hash of a key; None for a key that is not told."""
+
+
+def same_name(key: Any) -> BlockHash:
+    """The key itself."""
+    name: BlockHash = key
+    return name
+
+
+@attrs.frozen
+class PublisherStatistics:
+    """A snapshot of a publisher; counters since it was opened."""
+
+    epoch: int
+    """Of this run."""
+    sequence: int
+    """The last number given."""
+    heartbeats: int
+    """Batches without events."""
+    replays: int
+    """Requests for what was told before that were answered."""
+    snapshots: int
+    """Requests for everything that were answered."""
+    bad_requests: int
+    """What came and was no request."""
+    given_up: int
+    """Answers that a reader did not take in time, or whose reader was gone."""
+
+
+class EventPublisher:
+    """Tells what some books of keys hold. Made by :func:`publish_events` only.
+
+    Attributes:
+        endpoint: the address of the events, with the port that was chosen.
+        answers_endpoint: the address at which readers ask for what they missed.
+    """
+
+    def __init__(
+        self,
+        books: Mapping[str, KeyBook[Any]],
+        log: EventLog,
+        events: TrioSocket,
+        answers: TrioSocket,
+        topic: bytes,
+        heartbeat: float,
+        name_of: NameOf,
+    ) -> None:
+        self._books, self._log, self._events, self._answers = books, log, events, answers
+        self._topic, self._heartbeat, self._name_of = topic, heartbeat, name_of
+        self._news = trio.Event()
+        self._heartbeats = self._replays = self._snapshots = self._bad_requests = self._given_up = 0
+        [self.endpoint] = events.endpoints
+        [self.answers_endpoint] = answers.endpoints
+
+    def __repr__(self) -> str:
+        return f"<EventPublisher at {self.endpoint} of {', '.join(self._books)}>"
+
+    def statistics(self) -> PublisherStatistics:
+        """An immutable snapshot."""
+        return PublisherStatistics(
+            self._log.epoch,
+            self._log.last,
+            self._heartbeats,
+            self._replays,
+            self._snapshots,
+            self._bad_requests,
+            self._given_up,
+        )
+
+    async def _run(self) -> None:
+        """Tell and answer until cancelled."""
+        with ExitStack() as stack:
+            for medium, book in self._books.items():
+                self._log.stored(medium, self._names(book.list_keys()))
+                stack.callback(book.watch_keys(_Collector(self, medium)))
+            self._tell()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._publish)
+                nursery.start_soon(self._answer_requests)
+
+    # --- telling --------------------------------------------------------------------------------------------------
+
+    async def _publish(self) -> None:
+        while True:
+            with trio.move_on_after(self._heartbeat) as silence:
+                await self._news.wait()
+                await trio.sleep(_GATHER_TIME)
+            if silence.cancelled_caught and not self._news.is_set():
+                self._heartbeats += 1
+                self._send(self._log.heartbeat(time.time()).frames(self._topic))
+            self._news = trio.Event()
+            self._tell()
+
+    def _tell(self) -> None:
+        for message in self._log.take(time.time()):
+            self._send(message.frames(self._topic))
+
+    def _send(self, frames: Sequence[bytes]) -> None:
+        self._events.send_nowait(frames)  # a PUB drops for who does not read, and never says that there is no room
+
+    def _names(self, keys: Iterable[Any]) -> list[BlockHash]:
+        return [name for name in map(self._name_of, keys) if name is not None]
+
+    # --- answering ------------------------------------------------------------------------------------------------
+
+    async def _answer_requests(self) -> None:
+        while True:
+            for reader, request in self._last_requests(await self._answers.receive_batch(_MOST_REQUESTS)).items():
+                with trio.move_on_after(_ANSWER_TIMEOUT):
+                    if await self._answer(reader, self._answers_to(request)):
+                        continue
+                self._given_up += 1
+
+    def _last_requests(self, messages: Iterable[Message]) -> dict[bytes, Request]:
+        """The last request of each reader: it has given up those before."""
+        requests: dict[bytes, Request] = {}
+        for reader, *frames in messages:
+            try:
+                requests[reader] = unpack_request(frames)
+            except BadEvent:
+                self._bad_requests += 1
+        return requests
+
+    def _answers_to(self, request: Request) -> Iterable[Answer]:
+        # No checkpoint between telling what was collected and listing what is held: a snapshot stands at the last number.
+        self._tell()
+        if isinstance(request, Replay):
+            self._replays += 1
+            return self._log.replay(request.start, time.time())
+        self._snapshots += 1
+        held = {medium: self._names(book.list_keys()) for medium, book in self._books.items()}
+        return self._log.snapshot(held, time.time())
+
+    async def _answer(self, reader: bytes, answers: Iterable[Answer]) -> bool:
+        """Send all of these; whether the reader was there until the end."""
+        for answer in answers:
+            if not await self._answers.send([reader, *answer.frames(self._topic)]):
+                return False
+        return True
+
+
+@attrs.frozen(eq=False)
+class _Collector:
+    """Collects the changes of one book."""
+
+    publisher: EventPublisher
+    medium: str
+
+    def stored(self, keys: Sequence[Any]) -> None:
+        publisher = self.publisher
+        publisher._log.stored(self.medium, publisher._names(keys))
+        publisher._news.set()
+
+    def removed(self, keys: Sequence[Any]) -> None:
+        publisher = self.publisher
+        publisher._log.removed(self.medium, publisher._names(keys))
+        publisher._news.set()
+
+
+@asynccontextmanager
+async def publish_events(
+    books: Mapping[str, KeyBook[Any]],
+    endpoint: str,
+    answers_endpoint: str,
+    *,
+    topic: str = "",
+    heartbeat: float = 1.0,
+    rank: int | None = None,
+    block_size: int = 0,
+    kept_bytes: int = 16 << 20,
+    name_of: NameOf = same_name,
+    options: SocketOptions | None = None,
+) -> AsyncIterator[EventPublisher]:
+    """Publish what these books hold as KV events, for as long as the ``async with`` block lasts.
+
+    Each opening is an epoch of its own. In the trio run in which the books are used.
+
+    Args:
+        books: what is told, by medium: ``{"host": tier, ...}``. A tier is one where it has ``list_keys`` and ``watch_keys``.
+        endpoint: where to tell: ``tcp://127.0.0.1:5557``, ``tcp://host:*``, ``ipc://path``. Readers subscribe here.
+        answers_endpoint: where readers ask for what they missed, and for everything.
+        topic: the first frame of each message; llm-d's routers expect ``kv@<pod>@<model>``.
+        heartbeat: seconds without news after which a batch without events is told.
+        rank: the engine's data-parallel rank, where it has one.
+        block_size: tokens in a block, where that is known.
+        kept_bytes: of what was told that can be asked for again. Who missed more asks for everything.
+        name_of: the block hash of a key, or None where it is not told.
+        options: bounds and CURVE keys of both sockets. Who may connect, may read which keys there are: without keys, use
+            addresses of this host.
+
+    Raises:
+        OSError: an address cannot be used.
+        ValueError: an address is neither ``tcp://`` nor ``ipc://``; or heartbeat is not positive.
+    """
+    if not 0 < heartbeat < float("inf"):
+        raise ValueError(f"heartbeat = {heartbeat!r}: must be positive and finite")
+    log = EventLog(secrets.randbits(63) | 1, rank=rank, block_size=block_size, kept_bytes=kept_bytes)
+    async with (
+        open_socket("pub", bind=[endpoint], options=options) as events,
+        open_socket("router", bind=[answers_endpoint], options=options) as answers,
+    ):
+        publisher = EventPublisher(books, log, events, answers, topic.encode(), heartbeat, name_of)
+        with raise_unwrapped():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(publisher._run)
+                yield publisher
+                nursery.cancel_scope.cancel()
