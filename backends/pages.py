@@ -73,12 +73,13 @@ def check_apart(pages: Pages | None) -> None:
 
 
 def pages_of(buffers: Sequence[Any]) -> Pages:
-    """Pages over writable buffers (bytearray, mmap, memoryview, numpy array) of one common size.
+    """Pages over writable buffers (bytearray, mmap, memoryview, numpy array, torch tensor in host memory) of one common size.
 
     Raises:
-        ValueError: the buffers differ in size, or one of them is read-only.
+        TypeError: one of them is no buffer.
+        ValueError: the buffers differ in size, one of them is read-only, or a tensor lies on a device or in pieces.
     """
-    views = [memoryview(buffer).cast("B") for buffer in buffers]
+    views = [_bytes_of(buffer) for buffer in buffers]
     sizes = {view.nbytes for view in views}
     if len(sizes) > 1:
         raise ValueError(f"buffers of one size are needed, not of {sorted(sizes)} bytes")
@@ -88,6 +89,20 @@ def pages_of(buffers: Sequence[Any]) -> Pages:
         [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in views] if sizes != {0} else [0] * len(views)
     )
     return Pages(addresses, sizes.pop() if sizes else 0, views)
+
+
+def _bytes_of(buffer: Any) -> memoryview:
+    """The bytes of one buffer, which the view keeps alive."""
+    if not hasattr(buffer, "data_ptr"):
+        return memoryview(buffer).cast("B")
+    # A torch tensor has no buffer of its own, and its way through numpy knows no bfloat16.
+    if buffer.device.type != "cpu" or not buffer.is_contiguous():
+        raise ValueError(
+            f"a tensor is written to as one run of host memory, not {tuple(buffer.shape)} on {buffer.device}"
+        )
+    run: Any = (ctypes.c_char * (buffer.numel() * buffer.element_size())).from_address(buffer.data_ptr())
+    run.owner = buffer
+    return memoryview(run).cast("B")
 
 
 def new_pages(n: int, page_bytes: int) -> Pages:

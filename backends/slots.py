@@ -422,6 +422,8 @@ def _listed(buffers: Iterable[object]) -> list[Any]:
         raise TypeError(f"a list of buffers, one for each block, is needed, not one {type(buffers).__name__}")
     listed = list(buffers)
     for at, buffer in enumerate(listed):
+        if hasattr(buffer, "data_ptr"):  # a torch tensor, which pages_of knows how to take
+            continue
         try:
             memoryview(buffer)  # type: ignore[arg-type]
         except TypeError:

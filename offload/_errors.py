@@ -99,6 +99,10 @@ class WaitTimeout(OffloadError, TimeoutError):
     """A call waited as long as it was told to. Nothing is known of what it waited for: never read it as an answer."""
 
 
+class CallCancelled(OffloadError):
+    """The caller cancelled a lookup or a load before it had an answer. Nothing of it is pinned, or written to, any more."""
+
+
 class EngineClosed(PipelineClosed):
     """The engine is not open: it was closed, or never started. The caller opens another one."""
 

@@ -199,6 +199,7 @@ class Server:
     def tell_progress(self, sequence: Generation | None = None) -> None:
         """Look what has settled, and tell how far it is."""
         for ticket in self.engine.poll():
+            assert isinstance(ticket, from_thread.StoreFuture)  # no other call is begun here
             self.stored_blocks += len(ticket.result(0).completed)
         if sequence is not None:
             tell(event="prefill", computed=sequence.computed, total=len(sequence.tokens))

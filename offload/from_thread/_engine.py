@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from time import monotonic
 from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, TypeVarTuple
 
 import attrs
@@ -16,7 +14,6 @@ from backends.abc import Blocks, Deletion, Destination, Key, Source, check_keys
 
 from .._config import BreakerConfig, PipelineConfig
 from .._engine import Chain, EngineConfig, EngineStatistics, LoadResult, OnEnterFailure, OnLoadFailure, Route, TierLike
-from .._engine import Hit as _PinnedHit
 from .._engine import open_engine as _open_engine
 from .._engine.explain import Explanation
 from .._engine.opening import configuration_of
@@ -25,12 +22,16 @@ from .._keys import BlockKey
 from ..abc import AsyncPolicy, Instrument, Policy, PreconditionLike
 from ..preconditions import NO_WAIT
 from ..preconditions import ThreadEvent as Event
+from ._calls import CallFuture, Hit, LoadFuture, LookupFuture
 from ._cancellation import CancellationToken
-from ._future import PendingCall, StoreFuture
+from ._future import StoreFuture
 from ._worker import LEAVE_TIMEOUT, EngineWorker
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+
+AnyFuture: TypeAlias = StoreFuture | LookupFuture | LoadFuture
+"""What :meth:`Engine.poll` returns."""
 
 WhenFull: TypeAlias = Literal["raise", "drop"]
 """What a store does in a full engine: raise :class:`offload.PipelineFull`, or drop the blocks and count them."""
@@ -241,11 +242,12 @@ class Engine:
         """
         return self._worker.listen()
 
-    def poll(self) -> list[StoreFuture]:
-        """The futures that settled since the last poll, oldest first. Never blocks.
+    def poll(self) -> list[AnyFuture]:
+        """The futures that ended since the last poll, oldest first. Never blocks.
 
-        It begins with the first call of this or of :meth:`fileno`. From then on every future that settles is returned by
-        exactly one poll, and takes its room until then. (Dropped ones are not: they are done when ``store`` returns.)
+        It begins with the first call of this or of :meth:`fileno`. From then on every future of a store, a begun lookup or a
+        begun load is returned by exactly one poll when it has ended, those that were done on return too; and a store's takes
+        its room until then.
 
         Raises:
             PipelineClosed: the engine is closed, crashed, or another process's, and there is nothing left to return.
@@ -261,22 +263,32 @@ class Engine:
     def lookup(self, keys: Sequence[Key], timeout: float | None = None, *, tenant: str = "") -> Hit:
         """Find the longest prefix of ``keys`` over all tiers and pin it: ``with engine.lookup(keys) as hit``.
 
-        Each tier has ``lookup_timeout`` for its part, and all of them together a little less than ``timeout``. One that is
-        silent is named in :attr:`Hit.unavailable`, and its breaker counts a fault: what the others have is the answer.
-
-        Args:
-            keys: what is wanted, in order.
-            timeout: how long to wait, in seconds.
-            tenant: whose they are, for tiers that must know.
+        :meth:`begin_lookup`, and a wait for its end.
 
         Raises:
             WaitTimeout: the engine's thread itself did not answer, which is no miss. What is found later is let go.
         """
-        check_keys(keys)
-        worker = self._worker
-        by = monotonic() + worker.seconds(timeout)
-        pinned = self._ask(worker.lookup, list(keys), tenant, by, timeout=timeout, dispose=worker.release)
-        return Hit(worker, pinned)
+        return self._worker.wait_for(self._lookup(keys, tenant, timeout, polled=False), timeout)
+
+    def begin_lookup(self, keys: Sequence[Key], *, tenant: str = "", timeout: float | None = None) -> LookupFuture:
+        """Begin to find the longest prefix of ``keys`` over all tiers, and to pin it. Never blocks; it may be done on return.
+
+        Each tier has ``lookup_timeout`` for its part, and all of them together a little less than ``timeout``. One that is
+        silent is named in :attr:`Hit.unavailable`, and its breaker counts a fault: what the others have is the answer. Whoever
+        begins it releases the hit, or cancels the future, which lets go of what it has pinned at whatever time.
+
+        Args:
+            keys: what is wanted, in order.
+            tenant: whose they are, for tiers that must know.
+            timeout: how long it may take, in seconds; by default as long as the engine was told when it was opened. Behind that
+                it is ended, and its result raises :class:`WaitTimeout`.
+
+        Raises:
+            PipelineFull: so many calls are begun that there is no room for another one.
+            PipelineClosed: the engine is closed, crashed, or another process's.
+            TypeError: a key is not ``bytes``, or this is one key and not a sequence.
+        """
+        return self._worker.begin(self._lookup(keys, tenant, timeout, polled=True))
 
     def load(
         self,
@@ -288,10 +300,8 @@ class Engine:
     ) -> LoadResult:
         """Copy the blocks of a hit to ``destination``, position by position, and verify them.
 
-        ``promote`` is as for :meth:`offload.Engine.load`, and costs this call nothing.
-
-        However it ends, ``destination`` is the caller's again, but for the one case below: a load that runs out of time, or
-        is interrupted, is ended and waited for.
+        :meth:`begin_load`, and a wait for its end. However it ends, ``destination`` is the caller's again, but for the one case
+        below: a load that runs out of time, or is interrupted, is ended and waited for.
 
         Raises:
             WaitTimeout: it took too long, and was ended.
@@ -299,9 +309,35 @@ class Engine:
             LoadFailed: a block could not be loaded, and ``on_load_failure`` is ``fail``.
             ValueError: the hit was released or is another engine's, or the destination is too small.
         """
-        if hit._worker is not self._worker:
-            raise ValueError(f"{hit!r} is another engine's")
-        return self._ask(self._load, hit, destination, promote, timeout=timeout, to_the_end=True)
+        return self._worker.wait_for(self._load(hit, destination, promote, timeout, polled=False), timeout)
+
+    def begin_load(
+        self,
+        hit: Hit,
+        destination: Destination,
+        *,
+        promote: bool | str | None = None,
+        timeout: float | None = None,
+    ) -> LoadFuture:
+        """Begin to copy the blocks of a hit to ``destination``. Never blocks; it may be done on return.
+
+        The hit may be released as soon as this returns: what is read stays pinned until the load is over. The destination is
+        the engine's until the future is done.
+
+        Args:
+            hit: what was found.
+            destination: where to; of whatever memory, numpy arrays and torch tensors alike.
+            promote: as for :meth:`offload.Engine.load`; it costs this load nothing.
+            timeout: how long it may take, in seconds; by default as long as the engine was told when it was opened. Behind that
+                it is ended, and its result raises :class:`WaitTimeout`, or :class:`offload.DrainUnproven` where a copy may
+                still be going on.
+
+        Raises:
+            PipelineFull: so many calls are begun that there is no room for another one.
+            PipelineClosed: the engine is closed, crashed, or another process's.
+            ValueError: the hit was released, or is another engine's.
+        """
+        return self._worker.begin(self._load(hit, destination, promote, timeout, polled=True))
 
     def delete(self, keys: Sequence[Key], timeout: float | None = None) -> list[Deletion]:
         """Forget these keys in all tiers; one answer per key, as from :meth:`offload.Engine.delete`.
@@ -312,8 +348,7 @@ class Engine:
             WaitTimeout: the engine's thread itself did not answer. Some tiers may have forgotten.
         """
         check_keys(keys)
-        by = monotonic() + self._worker.seconds(timeout)
-        return self._ask(self._worker.delete, list(keys), by, timeout=timeout)
+        return self._ask(self._worker.delete, list(keys), self._worker.by(timeout), timeout=timeout)
 
     def explain(
         self,
@@ -350,24 +385,31 @@ class Engine:
 
     # --- below ----------------------------------------------------------------------------------------------------
 
+    def _lookup(self, keys: Sequence[Key], tenant: str, timeout: float | None, *, polled: bool) -> LookupFuture:
+        check_keys(keys)
+        worker = self._worker
+        return LookupFuture(worker, list(keys), tenant, worker.by(timeout), polled=polled)
+
+    def _load(
+        self, hit: Hit, destination: Destination, promote: bool | str | None, timeout: float | None, *, polled: bool
+    ) -> LoadFuture:
+        worker = self._worker
+        if hit._worker is not worker:
+            raise ValueError(f"{hit!r} is another engine's")
+        return LoadFuture(worker, hit, destination, promote, worker.by(timeout), polled=polled)
+
     def _ask(
         self,
         function: Callable[[*Ts], Awaitable[T]],
         *args: *Ts,
         timeout: float | None,
-        dispose: Callable[[T], None] | None = None,
         after_stores: bool = False,
-        to_the_end: bool = False,
     ) -> T:
-        call = PendingCall(partial(function, *args), dispose=dispose, to_the_end=to_the_end)
-        return self._worker.ask(call, timeout, after_stores=after_stores)
+        worker = self._worker
+        call = CallFuture(worker, partial(function, *args), worker.by(timeout))
+        return worker.wait_for(call, timeout, after_stores=after_stores)
 
     # On the trio thread:
-
-    async def _load(self, hit: Hit, destination: Destination, promote: bool | str | None) -> LoadResult:
-        if hit._pinned is None:
-            raise ValueError(f"{hit!r} was released")
-        return await self._worker.engine.load(hit._pinned, destination, promote=promote)
 
     async def _explain(self, what: Key | Sequence[Key] | Sequence[int], options: Mapping[str, Any]) -> Explanation:
         return await self._worker.engine.explain(what, **options)
@@ -382,53 +424,9 @@ class Engine:
             refused_stores=worker.refused_stores,
             dropped_stores=worker.dropped_stores,
             dropped_blocks=worker.dropped_blocks,
-            unpolled_stores=len(worker.unpolled),
+            unpolled_futures=len(worker.unpolled),
             unreleased_hits=len(worker.hits),
         )
-
-
-class Hit:
-    """The longest prefix that was found, pinned where it lies: a context manager. Made by :meth:`Engine.lookup` only.
-
-    Attributes:
-        keys: what was found, from the first key asked for to the last before the first that no tier has.
-        runs: where it lies, in order: the name of a tier, and how many blocks are read from it.
-        unavailable: tiers that were left out because they raised or were silent, by name. Not a miss: they may well have the
-            blocks.
-    """
-
-    __slots__ = ("__weakref__", "_pinned", "_worker", "keys", "runs", "unavailable")
-
-    def __init__(self, worker: EngineWorker, pinned: _PinnedHit) -> None:
-        self._worker = worker
-        self._pinned: _PinnedHit | None = pinned
-        self.keys: Sequence[Key] = pinned.keys
-        self.runs: list[tuple[str, int]] = pinned.runs
-        self.unavailable: Mapping[str, Exception] = pinned.unavailable
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __repr__(self) -> str:
-        where = ", ".join(f"{blocks} in {name}" for name, blocks in self.runs)
-        return f"<Hit of {len(self.keys)} blocks: {where or 'nothing'}{', released' if self._pinned is None else ''}>"
-
-    def release(self) -> None:
-        """Let go of the blocks. Idempotent; never blocks, and harmless after the engine's end."""
-        pinned, self._pinned = self._pinned, None
-        if pinned is not None and self._worker.refusal is None:
-            self._worker.mailbox.call(partial(self._worker.release, pinned))
-
-    def __enter__(self) -> Hit:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        if self._pinned is not None and self.keys and self._worker.refusal is None:
-            warnings.warn(f"{self!r} was dropped without being released", ResourceWarning, stacklevel=2, source=self)
-        self.release()
 
 
 @attrs.frozen
@@ -447,7 +445,7 @@ class Statistics:
     """Stores that were dropped, as there was no room."""
     dropped_blocks: int
     """Their blocks."""
-    unpolled_stores: int
+    unpolled_futures: int
     """Futures that are done and wait for :meth:`Engine.poll`."""
     unreleased_hits: int
     """Hits that hold blocks."""

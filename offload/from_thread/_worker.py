@@ -20,22 +20,36 @@ from typing import Any, TypeVar
 
 import trio
 
-from backends.abc import Blocks, Deletion, Source
+from backends.abc import Blocks, Deletion, Destination, Source, Unproven
 from maru._forks import belongs_to, watch_forks
+from maru.exception_groups import holds
 
-from .._engine import Engine, Hit
-from .._errors import DrainUnproven, EngineClosed, EngineCrashed, EngineForked, OffloadError, PipelineFull, WaitTimeout
+from .._engine import Engine, LoadResult
+from .._engine import Hit as PinnedHit
+from .._errors import (
+    CallCancelled,
+    DrainUnproven,
+    EngineClosed,
+    EngineCrashed,
+    EngineForked,
+    OffloadError,
+    PipelineFull,
+    WaitTimeout,
+)
 from .._pipeline.container import OffloadContainer
 from .._pipeline.lifecycle import Status
 from ..abc import Precondition, PreconditionLike
 from ..preconditions import as_precondition
-from ._future import PendingCall, StoreFuture
+from ._calls import CallFuture, Hit
+from ._future import Future, StoreFuture
 from ._mailbox import Notifier, ThreadBoundary
 
 T = TypeVar("T")
+C = TypeVar("C", bound=CallFuture[Any])
 
 _log = logging.getLogger("offload.from_thread")
 
+_OUT_OF_TIME = "it took too long, and was ended"
 _UNPROVEN = "a load was ended and has not come to its end: its destination may still be written to"
 
 _TIERS_SHARE = 0.9
@@ -43,6 +57,10 @@ _TIERS_SHARE = 0.9
 
 LEAVE_TIMEOUT = 10.0
 """How long what ran out of time is waited for once more, in seconds, where its end matters."""
+
+MAX_CALLS = 4096
+"""Calls that may be begun and not ended, and futures that may wait to be polled, together: more than an engine has requests. A
+program that begins and never looks must run into an error, and not out of memory."""
 
 
 class _SettlementWatch:
@@ -92,12 +110,12 @@ class EngineWorker(ThreadBoundary):
         self._engine: Engine | None = None
         self._nursery: trio.Nursery | None = None
         self._futures: dict[OffloadContainer, StoreFuture] = {}
-        self._pending_calls: dict[PendingCall[Any], None] = {}
-        self.hits: dict[Hit, None] = {}
+        self._pending_calls: dict[CallFuture[Any], None] = {}
+        self.hits: dict[PinnedHit, None] = {}
         """Those that were found and not released."""
-        self._releasing: dict[Hit, trio.Event] = {}
-        self.unpolled: deque[StoreFuture] = deque()
-        """Futures that settled and were not polled."""
+        self._releasing: dict[PinnedHit, trio.Event] = {}
+        self.unpolled: deque[Future[Any]] = deque()
+        """Futures that ended and were not polled."""
         self._polling = False
         self._poll_lock = threading.Lock()
         self._notifier: Notifier | None = None
@@ -163,8 +181,8 @@ class EngineWorker(ThreadBoundary):
 
     # --- stores ---------------------------------------------------------------------------------------------------
 
-    def _handle_message(self, message: StoreFuture | PendingCall[Any]) -> None:
-        if isinstance(message, PendingCall):
+    def _handle_message(self, message: StoreFuture | CallFuture[Any]) -> None:
+        if isinstance(message, CallFuture):
             self._start_call(message)
             return
         if message._cancelled:
@@ -184,18 +202,18 @@ class EngineWorker(ThreadBoundary):
 
     def _settle(self, future: StoreFuture, status: Status | None = None, error: BaseException | None = None) -> None:
         if status is None:
-            future._settle(self._note)
+            future._finish(self._note)
         else:
             future._end(status, error, note=self._note)
 
-    def _note(self, future: StoreFuture) -> None:
+    def _note(self, future: Future[Any]) -> None:
         """A future is over: put it into the news, or give its room back."""
         if self._polling:
             self.unpolled.append(future)
             if self._notifier is not None:
                 self._notifier.signal()
         else:
-            self.left += len(future.blocks.keys)
+            self.left += future._room
 
     def checked(self, blocks: Blocks, precondition: PreconditionLike) -> Precondition:
         """The precondition, if it is one."""
@@ -222,7 +240,8 @@ class EngineWorker(ThreadBoundary):
         if size > self.budget_blocks:
             raise ValueError(f"{size} blocks at once are more than budget_blocks = {self.budget_blocks}")
         if future._cancelled:  # its token was: it needs no room
-            future._end(Status.CANCELLED)
+            future._room = 0
+            future._end(Status.CANCELLED, note=self._note_refused)
             return
         with self.lock:
             if self._drops:
@@ -233,7 +252,18 @@ class EngineWorker(ThreadBoundary):
         if not self._drops:
             unpolled = f", {len(self.unpolled)} futures wait to be polled" if self.unpolled else ""
             raise PipelineFull(f"no room for {size} blocks more (budget_blocks = {self.budget_blocks}{unpolled})")
-        future._end(Status.COMPLETE, filtered=dict.fromkeys(blocks.keys, "overflow"))
+        future._room = 0
+        future._end(Status.COMPLETE, filtered=dict.fromkeys(blocks.keys, "overflow"), note=self._note_refused)
+
+    def _note_refused(self, future: Future[Any]) -> None:
+        """A future ended before it was let in, in the thread that wanted to store: it is news like any other, and has no room.
+
+        The lock keeps the notifier from being closed meanwhile: a close refuses everything under this lock first, so who finds
+        the engine open here signals before the close goes on.
+        """
+        with self.lock:
+            if self.refusal is None:
+                self._note(future)
 
     # --- news -----------------------------------------------------------------------------------------------------
 
@@ -249,7 +279,7 @@ class EngineWorker(ThreadBoundary):
                     self._notifier.signal()
             return self._notifier.fd
 
-    def poll(self) -> list[StoreFuture]:
+    def poll(self) -> list[Any]:
         """Take out the news, in the order of steps that the essay in _mailbox asks for."""
         self.check_process()
         self._polling = True
@@ -257,82 +287,108 @@ class EngineWorker(ThreadBoundary):
             if self._notifier is not None:
                 self._notifier.reset()
             futures = [self.unpolled.popleft() for _ in range(len(self.unpolled))]
-        blocks = sum([len(future.blocks.keys) for future in futures])
+        blocks = sum([future._room for future in futures])
         with self.lock:
             self.entered -= blocks
         if not futures and self.refusal is not None:
             raise self.refusal()
         return futures
 
-    # --- questions ------------------------------------------------------------------------------------------------
+    # --- calls ----------------------------------------------------------------------------------------------------
 
-    def ask(self, call: PendingCall[T], timeout: float | None, *, after_stores: bool) -> T:
-        """Have the trio side answer, and wait for it."""
-        self.check_thread()
-        seconds = self.seconds(timeout)
+    def by(self, timeout: float | None) -> float:
+        """When a call that begins now is ended, on the clock of ``time.monotonic``."""
+        return time.monotonic() + self.seconds(timeout)
+
+    def begin(self, call: C, *, after_stores: bool = False) -> C:
+        """Have the trio side answer, and do not wait for it."""
         with self.lock:
             if self.refusal is not None:
                 raise self.refusal()
+            if call.polled and len(self._pending_calls) + len(self.unpolled) >= MAX_CALLS:
+                raise PipelineFull(f"{MAX_CALLS} calls are begun, or futures ended and not polled: poll them, or wait")
+            call.begun = True
             self._pending_calls[call] = None
             if after_stores:
                 self.mailbox.messages.append(call)
             else:
                 self.mailbox.urgent.append(partial(self._start_call, call))
-        try:
+        if not self.mailbox.wake_pending:
             self.mailbox.wake()
-            answered = call.waiter.acquire(timeout=seconds)
+        return call
+
+    def wait_for(self, call: CallFuture[T], timeout: float | None, *, after_stores: bool = False) -> T:
+        """Begin a call and wait for its end. Out of time, or interrupted, it is ended; where its end matters, waited for."""
+        self.check_thread()  # before it begins: a wait that is refused must leave nothing under way
+        try:
+            # Begun in here: a KeyboardInterrupt may strike as soon as it is begun, and what is begun must be ended.
+            self.begin(call, after_stores=after_stores)
+            call._wait(timeout)
         except BaseException as interruption:
-            if not self._give_up(call):
-                interruption.add_note(_UNPROVEN)
-            raise
-        if not answered and not self._give_up(call):
-            raise DrainUnproven(_UNPROVEN)
-        if not answered and not call.to_the_end:  # from here on, the answer is disposed of
-            raise WaitTimeout(f"no answer within {seconds:g} s")
-        if call.error is not None:
-            raise call.error
-        return call.value  # type: ignore[return-value]
+            call.request_cancel()
+            if not (call.begun and call.to_the_end):
+                raise
+            ended = self._has_ended(call)
+            if not isinstance(interruption, WaitTimeout):
+                if not ended:
+                    interruption.add_note(_UNPROVEN)
+                raise
+            if not ended:
+                raise DrainUnproven(_UNPROVEN) from None
+        try:
+            return call._answer()
+        except CallCancelled:  # by the lines above: no other part of the program knows of this call
+            raise WaitTimeout(_OUT_OF_TIME) from None
 
-    def _give_up(self, call: PendingCall[Any]) -> bool:
-        """Have it ended, for lack of time. Whether it has come to its end, where that matters."""
-        self.mailbox.call(partial(self._abandon, call))
-        return not call.to_the_end or call.waiter.acquire(timeout=LEAVE_TIMEOUT)
+    def _has_ended(self, call: CallFuture[Any]) -> bool:
+        """Wait once more for what was ended."""
+        try:
+            call._wait(LEAVE_TIMEOUT)
+        except WaitTimeout:
+            return False
+        return True
 
-    def _start_call(self, call: PendingCall[Any]) -> None:
+    def _start_call(self, call: CallFuture[Any]) -> None:
         if self._nursery is not None:  # else it is on its way out, and answers all that is left there
-            self._nursery.start_soon(self._answer, call)
+            self._nursery.start_soon(self._answer_to_the_end if call.to_the_end else self._answer, call)
 
-    async def _answer(self, call: PendingCall[Any]) -> None:
+    async def _answer(self, call: CallFuture[Any]) -> None:
         value: Any = None
         error: BaseException | None = None
+        if not call.to_the_end:
+            call.scope.deadline = trio.current_time() + max(0.0, call.by - time.monotonic())
         try:
             with call.scope:
                 value = await call.function()
         except Exception as exc:
             error = exc
         if call.scope.cancelled_caught:
-            error = WaitTimeout("it took too long, and was ended")
+            error = CallCancelled("it was cancelled") if call._cancelled else WaitTimeout(_OUT_OF_TIME)
+        if not self._end_call(call, value, error) and call.dispose is not None and value is not None:
+            call.dispose(value)
+
+    def _end_call(self, call: CallFuture[Any], value: Any, error: BaseException | None) -> bool:
+        """Answer, unless it was answered; whether this one did."""
         # Taking it out is one step, and gives the right to answer: a close that ran out of time may answer all that is left.
         mine = self._pending_calls.pop(call, self) is None
         if mine:
-            call.value, call.error = value, error
-            call.answer()
-            if call.abandoned:
-                self._dispose(call)
-        elif call.dispose is not None and value is not None:
-            call.dispose(value)
+            call.end(value, error, self._note)
+        return mine
 
-    def _abandon(self, call: PendingCall[Any]) -> None:
-        if call.answered:
-            self._dispose(call)
-        else:
-            call.abandoned = True
-            call.scope.cancel()
+    async def _answer_to_the_end(self, call: CallFuture[Any]) -> None:
+        """Answer what touches memory of the caller, who must learn in bounded time whether that is over."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._bound_end, call)
+            await self._answer(call)
+            nursery.cancel_scope.cancel()
 
-    def _dispose(self, call: PendingCall[Any]) -> None:
-        if call.dispose is not None and call.value is not None:
-            value, call.value = call.value, None
-            call.dispose(value)
+    async def _bound_end(self, call: CallFuture[Any]) -> None:
+        """End it when its time is over or it is cancelled; if it does not end then, say that its end is unproven."""
+        with trio.move_on_after(max(0.0, call.by - time.monotonic())):
+            await call.stop.wait()
+        call.scope.cancel()
+        await trio.sleep(LEAVE_TIMEOUT)
+        self._end_call(call, None, DrainUnproven(_UNPROVEN))
 
     async def drain(self) -> None:
         """Wait for the end of what was taken in."""
@@ -340,23 +396,35 @@ class EngineWorker(ThreadBoundary):
 
     async def lookup(self, keys: list[bytes], tenant: str, by: float) -> Hit:
         """Look up, and remember what is pinned. The answer comes before ``by`` (`time.monotonic`), when the thread gives up."""
-        hit = await self.engine.lookup(keys, tenant=tenant, within=_within(by))
-        self.hits[hit] = None
-        return hit
+        pinned = await self.engine.lookup(keys, tenant=tenant, within=_within(by))
+        self.hits[pinned] = None
+        return Hit(self, pinned)
+
+    async def load(self, pinned: PinnedHit, destination: Destination, promote: bool | str | None) -> LoadResult:
+        """Load. A tier that cannot prove the end of its copy is told of in this package's word."""
+        try:
+            return await self.engine.load(pinned, destination, promote=promote)
+        except Exception as error:
+            if holds(error, Unproven):
+                raise DrainUnproven(_UNPROVEN) from error
+            raise
 
     async def delete(self, keys: list[bytes], by: float) -> list[Deletion]:
         """Delete, behind the hits that were let go of before; the answer comes before ``by``."""
         await self.released()
         return await self.engine.delete(keys, within=_within(by))
 
-    def release(self, hit: Hit) -> None:
+    def release(self, hit: PinnedHit) -> None:
         """On the trio thread: let go of a hit, in a task of its own. At the end, `_main` does it for all."""
         if self._nursery is not None:
             self._releasing[hit] = trio.Event()
             self._nursery.start_soon(self._release, hit)
 
-    async def _release(self, hit: Hit) -> None:
+    async def _release(self, hit: PinnedHit) -> None:
         try:
+            # Loads of this hit that were begun before are tasks that were started before, but trio runs the tasks of one tick
+            # in any order. One checkpoint later each has had its first step, and keeps the pins until it is over.
+            await trio.lowlevel.checkpoint()
             await self.engine.release(hit)
             self.hits.pop(hit, None)
         except Exception:
@@ -450,8 +518,7 @@ class EngineWorker(ThreadBoundary):
         for _, future in _emptied(self._futures.popitem):
             self._settle(future, Status.FAILED, error)
         for call, _ in _emptied(self._pending_calls.popitem):
-            call.error = error if call.to_the_end or self.refusal is None else self.refusal()
-            call.answer()
+            call.end(None, error if call.to_the_end or self.refusal is None else self.refusal(), self._note)
 
 
 def _emptied(take: Callable[[], T]) -> Iterator[T]:

@@ -119,7 +119,7 @@ def test_one_buffer_in_place_of_a_list_is_a_type_error(one):
         PagesDestination.over(one)
 
 
-@pytest.mark.parametrize("buffers", [[np.zeros(SIZE, np.uint8), 3], [torch.zeros(SIZE)], [None]])
+@pytest.mark.parametrize("buffers", [[np.zeros(SIZE, np.uint8), 3], [{}], [None]])
 def test_what_is_no_buffer_is_named(buffers):
     with pytest.raises(TypeError, match=r"buffers\[\d\] is .*, and no writable buffer"):
         PagesDestination.over(buffers)
@@ -187,3 +187,18 @@ def test_block_numbers_that_are_none_are_type_errors(ids):
 def test_a_block_that_is_to_be_loaded_into_twice_is_named():
     with pytest.raises(RepeatedPlaces, match="places 0 and 2"):
         DeviceTier([torch.zeros(4, 8)]).into([1, 2, 1])
+
+
+def test_tensors_in_host_memory_are_places_and_others_are_not() -> None:
+    rows = torch.zeros((2, 4), dtype=torch.bfloat16)
+    destination = PagesDestination.over(rows)
+    assert (destination.block_bytes, len(destination)) == (8, 2)
+    for page in destination.views():
+        page[:] = b"\x80\x3f" * 4
+    assert rows.tolist() == [[1.0] * 4] * 2
+    with pytest.raises(ValueError, match="one run of host memory"):
+        PagesDestination.over([torch.zeros((2, 4)).t()])
+    with pytest.raises(ValueError, match="on meta"):
+        PagesDestination.over([torch.zeros(4, device="meta")])
+    with pytest.raises(TypeError, match="a list of buffers"):
+        PagesDestination.over(torch.zeros(4))

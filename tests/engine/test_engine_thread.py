@@ -10,7 +10,8 @@ import pytest
 from backends.abc import Key
 from backends.testing import FakeTier
 from offload import NO_WAIT, DrainUnproven, EngineConfig, PipelineClosed, PipelineConfig, Route, Status, from_thread
-from offload.from_thread._worker import EngineWorker, PendingCall
+from offload.from_thread._calls import CallFuture
+from offload.from_thread._worker import EngineWorker
 from tests.support.engine_places import SIZE, keys_of, payloads, room
 
 KEYS = keys_of(6)
@@ -97,8 +98,8 @@ def thread_of() -> EngineWorker:
     return EngineWorker(source_with(KEYS), manager, budget_blocks=8, drops=False, timeout=1.0, close_timeout=1.0)
 
 
-def asked(thread: EngineWorker, function: Callable[[], Awaitable[str]], disposed: list[str]) -> PendingCall[str]:
-    call = PendingCall(function, dispose=disposed.append, to_the_end=False)
+def asked(thread: EngineWorker, function: Callable[[], Awaitable[str]], disposed: list[str]) -> CallFuture[str]:
+    call = CallFuture(thread, function, thread.by(None), dispose=disposed.append)
     thread._pending_calls[call] = None
     return call
 
@@ -114,7 +115,8 @@ async def test_an_answer_behind_a_close_that_ran_out_of_time_is_let_go_of() -> N
     call = asked(thread, late, disposed)
     await thread._answer(call)
     assert disposed == ["a hit"]
-    assert call.value is None and isinstance(call.error, PipelineClosed)
+    with pytest.raises(PipelineClosed):
+        call.result(0)
 
 
 async def test_a_close_that_ran_out_of_time_and_an_answer_at_once_answer_once() -> None:
@@ -134,8 +136,8 @@ async def test_a_close_that_ran_out_of_time_and_an_answer_at_once_answer_once() 
 
     call = asked(thread, answer, disposed)
     await thread._answer(call)
-    assert call.answered and call.waiter.acquire(blocking=False)
-    assert (call.value, disposed) in (("a hit", []), (None, ["a hit"]))
+    assert call.done()
+    assert (call._value, disposed) in (("a hit", []), (None, ["a hit"]))
 
 
 def test_what_another_thread_empties_meanwhile_is_empty() -> None:

@@ -96,7 +96,7 @@ def slow_to_load(n: int) -> tuple[FakeTier, SlowToLoad, list[Key]]:
 def given_up(engine: from_thread.Engine) -> None:
     """Until the engine's thread has been told that nobody waits for an answer any more."""
     deadline = monotonic() + SOON
-    while not any([call.abandoned for call in list(engine._worker._pending_calls)]):
+    while not any([call.stop.is_set() for call in list(engine._worker._pending_calls)]):
         assert monotonic() < deadline
 
 
@@ -107,7 +107,7 @@ def places(n: int, block_bytes: int = 64) -> tuple[list[bytearray], PagesDestina
 
 def at_rest(engine: from_thread.Engine, *held: FakeTier) -> None:
     statistics = engine.statistics()
-    assert statistics.in_flight_blocks == statistics.unreleased_hits == statistics.unpolled_stores == 0
+    assert statistics.in_flight_blocks == statistics.unreleased_hits == statistics.unpolled_futures == 0
     for pipeline in statistics.engine.pipelines.values():
         assert (pipeline.used_blocks, pipeline.inside, pipeline.pending_marks) == (0, 0, 0)
     for tier in held:

@@ -1,0 +1,191 @@
+"""Calls that the engine's thread answers: lookups and loads that are begun, and whatever a thread asks and waits for.
+
+A call is a task in the engine's thread, in a cancel scope of its own. Who may answer it is decided by who takes it out of the
+table of pending calls: that is one step, so a close that ran out of time, and answers all that is left, answers none twice.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import trio
+
+from backends.abc import Destination, Key
+
+from .._engine import Hit as PinnedHit
+from .._engine import LoadResult
+from ._future import Future
+
+if TYPE_CHECKING:
+    from ._worker import EngineWorker
+
+T = TypeVar("T")
+
+
+class CallFuture(Future[T]):
+    """The answer of one call. Cancelled, or out of time, the call is ended, and what it has brought is given back."""
+
+    __slots__ = ("_error", "_value", "begun", "by", "dispose", "function", "polled", "scope", "stop", "to_the_end")
+
+    def __init__(
+        self,
+        worker: EngineWorker,
+        function: Callable[[], Awaitable[T]],
+        by: float,
+        *,
+        dispose: Callable[[T], None] | None = None,
+        to_the_end: bool = False,
+        polled: bool = False,
+    ) -> None:
+        super().__init__(worker, 0)
+        self.function: Callable[[], Awaitable[T]] = function
+        self.by: float = by
+        """When it is ended unless it has ended before, on the clock of ``time.monotonic``."""
+        self.dispose: Callable[[T], None] | None = dispose
+        """Gives the answer back where no thread wants it any more."""
+        self.to_the_end: bool = to_the_end
+        """Whether it may touch memory of the caller, so that its end matters, however it ends."""
+        self.polled: bool = polled
+        """Whether it was begun, and so is returned by a poll. What waits for its own call has it by itself."""
+        self.begun: bool = False
+        """Whether the engine's thread owes an answer."""
+        self.scope: trio.CancelScope = trio.CancelScope()
+        self.stop: trio.Event = trio.Event()
+        """Set when it was cancelled."""
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._state()}>"
+
+    def _state(self) -> str:
+        if not self._done:
+            return "pending"
+        return "done" if self._error is None else repr(self._error)
+
+    def _answer(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]
+
+    def _failure(self) -> BaseException | None:
+        return self._error
+
+    def _cancel(self) -> None:
+        self.stop.set()
+        self.scope.cancel()
+        if self._done and self.dispose is not None and self._value is not None:
+            self.dispose(self._value)
+
+    def end(self, value: T | None, error: BaseException | None, note: Callable[[Future[Any]], None]) -> None:
+        """Answer it. Only by the thread that took it out of the pending calls."""
+        self._value, self._error = value, error
+        self._finish(note if self.polled else None)
+
+
+class LookupFuture(CallFuture["Hit"]):
+    """A lookup that was begun by :meth:`Engine.begin_lookup`. Its :meth:`result` is the :class:`Hit`, pinned until released.
+
+    Cancelled, nothing of it stays pinned: also where it had found something already. What was cancelled before it had an
+    answer raises :class:`CallCancelled` as its result.
+    """
+
+    __slots__ = ("keys", "tenant")
+
+    def __init__(self, worker: EngineWorker, keys: list[Key], tenant: str, by: float, *, polled: bool) -> None:
+        super().__init__(worker, partial(worker.lookup, keys, tenant, by), by, dispose=Hit.release, polled=polled)
+        self.keys: Sequence[Key] = keys
+        """What was asked for, in order."""
+        self.tenant: str = tenant
+        """Whose they are, for tiers that must know."""
+
+
+class LoadFuture(CallFuture[LoadResult]):
+    """A load that was begun by :meth:`Engine.begin_load`. Until it is done, its destination is the engine's.
+
+    Cancelled, or out of time, it is ended, and done when no copy into ``destination`` is under way any more; where that cannot
+    be had, its result raises :class:`offload.DrainUnproven`, and ``destination`` must not be used again. What was cancelled
+    before it had an answer raises :class:`CallCancelled`: the destination may be used, its bytes are unknown.
+    """
+
+    __slots__ = ("destination", "hit")
+
+    def __init__(
+        self,
+        worker: EngineWorker,
+        hit: Hit,
+        destination: Destination,
+        promote: bool | str | None,
+        by: float,
+        *,
+        polled: bool,
+    ) -> None:
+        # What is pinned is taken from the hit here and now: it may be released by its holder as soon as the load is begun.
+        load = partial(worker.load, hit.pinned, destination, promote)
+        super().__init__(worker, load, by, to_the_end=True, polled=polled)
+        self.hit: Hit = hit
+        """What is loaded."""
+        self.destination: Destination = destination
+        """Where to."""
+
+
+class Hit:
+    """The longest prefix that was found, pinned where it lies: a context manager. Made by a lookup only.
+
+    Attributes:
+        keys: what was found, from the first key asked for to the last before the first that no tier has.
+        runs: where it lies, in order: the name of a tier, and how many blocks are read from it.
+        unavailable: tiers that were left out because they raised or were silent, by name. Not a miss: they may well have the
+            blocks.
+    """
+
+    __slots__ = ("__weakref__", "_pinned", "_worker", "keys", "runs", "unavailable")
+
+    def __init__(self, worker: EngineWorker, pinned: PinnedHit) -> None:
+        self._worker = worker
+        self._pinned: PinnedHit | None = pinned
+        self.keys: Sequence[Key] = pinned.keys
+        self.runs: list[tuple[str, int]] = pinned.runs
+        self.unavailable: Mapping[str, Exception] = pinned.unavailable
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __repr__(self) -> str:
+        where = ", ".join(f"{blocks} in {name}" for name, blocks in self.runs)
+        return f"<Hit of {len(self.keys)} blocks: {where or 'nothing'}{', released' if self._pinned is None else ''}>"
+
+    @property
+    def pinned(self) -> PinnedHit:
+        """What the engine's thread knows it by.
+
+        Raises:
+            ValueError: it was released.
+        """
+        pinned = self._pinned
+        if pinned is None:
+            raise ValueError(f"{self!r} was released")
+        return pinned
+
+    def release(self) -> None:
+        """Let go of the blocks. Idempotent; never blocks, and harmless after the engine's end.
+
+        Loads that were begun before read through it to their end.
+        """
+        pinned, self._pinned = self._pinned, None
+        if pinned is not None and self._worker.refusal is None:
+            self._worker.mailbox.call(partial(self._worker.release, pinned))
+
+    def __enter__(self) -> Hit:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        if self._pinned is not None and self.keys and self._worker.refusal is None:
+            warnings.warn(f"{self!r} was dropped without being released", ResourceWarning, stacklevel=2, source=self)
+        self.release()
