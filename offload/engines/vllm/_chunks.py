@@ -1,0 +1,184 @@
+"""The bytes: chunks of blocks of vLLM's KV cache, as a source to store from and places to load into.
+
+A chunk is some blocks of the cache, wherever they lie, in all layers. Its bytes go to and from a page of a tier in one copy:
+block by block, and of each block layer by layer. vLLM owns the cache; which blocks a chunk has is known only while it is
+being stored.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from backends.abc import EVICTED, ExternalBlocks, Key
+from backends.device import DeviceTier
+from backends.pages import Pages
+
+from ._naming import layout_text
+
+if TYPE_CHECKING:
+    import torch
+
+
+class NoChunks:
+    """A source without a block, for a scheduler that only looks up."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self.block_bytes: int = block_bytes
+        """Size of a chunk."""
+
+    def __repr__(self) -> str:
+        return f"<NoChunks of {self.block_bytes} bytes>"
+
+    def upgrade(self, keys: Sequence[Key]) -> list[int]:
+        """None is there."""
+        return [EVICTED] * len(keys)
+
+    def release(self, refs: Sequence[int]) -> None:
+        """There is none to release."""
+
+    def views(self, refs: Sequence[int]) -> None:
+        """No block lies in host memory."""
+
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
+        """Never called: there is none."""
+        raise AssertionError("a scheduler stores nothing")
+
+
+class ChunkSource(NoChunks):
+    """Chunks of a KV cache.
+
+    Args:
+        caches: the tensors that vLLM has registered, by layer. Their first axis counts blocks, or a whole number of rows for
+        each.
+        n_blocks: how many blocks vLLM counts.
+        blocks_per_chunk: blocks in a chunk.
+
+    Raises:
+        ValueError: a tensor's rows are no whole number for each block, or a block of it is not one run of memory.
+    """
+
+    def __init__(self, caches: Mapping[str, torch.Tensor], n_blocks: int, blocks_per_chunk: int) -> None:
+        rows = [_rows(name, cache, n_blocks) for name, cache in _apart(caches).items()]
+        self._blocks = DeviceTier(rows)
+        self.blocks_per_chunk: int = blocks_per_chunk
+        super().__init__(self._blocks.block_bytes * blocks_per_chunk)
+        self._numbers = itertools.count()
+        self._chunks: dict[int, Sequence[int]] = {}  # by number, while it is being stored
+
+    def __repr__(self) -> str:
+        return f"<ChunkSource of chunks of {self.blocks_per_chunk} blocks, {self.block_bytes} bytes>"
+
+    # --- down -----------------------------------------------------------------------------------------------------
+
+    def chunks(self, keys: Sequence[Key], blocks: Sequence[Sequence[int]], first: int) -> ExternalBlocks:
+        """Chunks to store. vLLM keeps their blocks as they are until the store has ended; then :meth:`forget`."""
+        numbers = list(itertools.islice(self._numbers, len(keys)))
+        self._chunks.update(zip(numbers, blocks, strict=True))
+        return ExternalBlocks(self, keys, numbers, range(first, first + len(keys)))
+
+    def forget(self, refs: Sequence[int]) -> None:
+        """The store of these has ended."""
+        for ref in refs:
+            self._chunks.pop(ref, None)
+
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
+        """Copy each chunk into the page at the same position."""
+        ids = [block for ref in refs for block in self._chunks[ref]]
+        self._blocks.copy_out(ids, self._parts(pages))
+
+    # --- back -----------------------------------------------------------------------------------------------------
+
+    def into(self, blocks: Sequence[Sequence[int | None]]) -> ChunkDestination:
+        """Chunks to load into. Of a chunk of which vLLM has some blocks already, only the others are written."""
+        return ChunkDestination(self, blocks)
+
+    def copy_in(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
+        """Copy each page into the blocks at the same position."""
+        parts = self._parts(pages)
+        ids = [block for chunk in blocks for block in chunk]
+        wanted = [at for at, block in enumerate(ids) if block is not None]
+        self._blocks.into([ids[at] for at in wanted]).copy_in(0, parts.at(wanted))  # type: ignore[misc]
+
+    def _parts(self, pages: Pages) -> Pages:
+        """The part of each page that one block has."""
+        size, addresses = self._blocks.block_bytes, pages.addresses
+        if isinstance(addresses, range) and addresses.step == pages.page_bytes == self.block_bytes:
+            start = addresses.start
+            return Pages(range(start, start + len(pages) * self.block_bytes, size), size, pages.owner)
+        starts = range(0, self.block_bytes, size)
+        return Pages([address + start for address in addresses for start in starts], size, pages.owner)
+
+
+@attrs.define(eq=False)
+class ChunkDestination:
+    """A column of chunks to load into."""
+
+    _source: ChunkSource
+    blocks: Sequence[Sequence[int | None]]
+    """The block numbers of each."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a chunk, in bytes."""
+        return self._source.block_bytes
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def views(self) -> None:
+        """No chunk is one run of memory: its blocks lie anywhere, and each in every layer."""
+
+    def copy_in(self, start: int, pages: Pages) -> None:
+        """Copy pages into the chunks from ``start`` on."""
+        self._source.copy_in(self.blocks[start : start + len(pages)], pages)
+
+
+def layout_of_caches(caches: Mapping[str, torch.Tensor], n_blocks: int, chunk_tokens: int) -> str:
+    """What the bytes of a chunk mean: the layers with the dtype, the shape and the strides of a block in each."""
+    layers = []
+    for name, cache in caches.items():
+        block = _by_blocks(name, cache, n_blocks)[0]
+        layers.append((name, str(cache.dtype), tuple(block.shape), block.stride()))
+    return layout_text(layers, chunk_tokens)
+
+
+def _apart(caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that do not share their memory: vLLM gives one cache to several layers where a model lets it."""
+    seen = {(cache.data_ptr(), tuple(cache.shape), cache.stride()): name for name, cache in caches.items()}
+    return {name: caches[name] for name in seen.values()}
+
+
+def _by_blocks(name: str, cache: torch.Tensor, n_blocks: int) -> torch.Tensor:
+    """A layer's cache with vLLM's blocks on its first axis: some kernels count smaller ones."""
+    rows = cache.shape[0]
+    if not n_blocks or rows % n_blocks:
+        raise ValueError(f"the cache of {name} has {rows} rows, which is no whole number for each of {n_blocks} blocks")
+    return cache if rows == n_blocks else cache.unflatten(0, (n_blocks, -1))  # type: ignore[no-untyped-call]
+
+
+def _rows(name: str, cache: torch.Tensor, n_blocks: int) -> torch.Tensor:
+    """A layer's cache as bytes, a row for each block: whatever the axes within a block mean, they are copied as they lie."""
+    import torch
+
+    blocks = _by_blocks(name, cache, n_blocks)
+    within = sorted(
+        (stride, size) for size, stride in zip(blocks.shape[1:], blocks.stride()[1:], strict=True) if size > 1
+    )
+    run = 1
+    for stride, size in within:
+        if stride != run:
+            raise ValueError(
+                f"a block of {name} is not one run of memory: shape {tuple(blocks.shape)}, strides {blocks.stride()}"
+            )
+        run *= size
+    item = cache.element_size()
+    return torch.empty(0, dtype=torch.uint8, device=cache.device).set_(
+        cache.untyped_storage(),
+        cache.storage_offset() * item,
+        (n_blocks, run * item),
+        (blocks.stride(0) * item, 1),
+    )

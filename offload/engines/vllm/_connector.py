@@ -1,0 +1,287 @@
+"""What vLLM sees: a connector of its own kind, in either role, over the two halves. The only module here that imports vLLM.
+
+Tried with vLLM 0.32.0. vLLM makes the worker's connector first, registers the cache with it, then makes the scheduler's and
+hands it what the workers have said of themselves (the handshake): how each names its chunks, and in which process it is.
+Where that is the scheduler's own process, both halves use one engine; else the scheduler opens one that only looks up.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from ... import from_thread
+from ..._errors import OffloadError
+from ...abc import PreconditionLike
+from ...preconditions import NO_WAIT
+from ._chunks import ChunkSource, NoChunks, layout_of_caches
+from ._naming import ChunkNaming
+from ._plans import StepPlan
+from ._requests import RequestTable
+from ._scheduler import Scheduled, SchedulerHalf
+from ._settings import MaruSettings, Settings
+from ._worker import WorkerHalf
+
+_log = logging.getLogger(
+    "vllm.offload"
+)  # below vLLM's own, so that an operator sees it without a word of configuration
+
+_WORKERS: Final[dict[str, WorkerHalf]] = {}
+"""The workers' halves of this process, by the id of vLLM's engine and their rank."""
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """A step's plan, as vLLM carries it from its scheduler to its workers."""
+
+    plan: StepPlan = field(default_factory=StepPlan)
+
+
+@dataclass
+class WorkerFacts(KVConnectorHandshakeMetadata):
+    """What a worker says of itself."""
+
+    naming: ChunkNaming
+    chunk_bytes: int
+    process: int
+    name: str
+
+
+class OffloadConnector(KVConnectorBase_V1):
+    """Offloads into the tiers of an ``engine`` table; see docs/how-to/vllm.md."""
+
+    settings_type: ClassVar[type[Settings] | type[MaruSettings]] = Settings
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        groups = kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
+            raise ValueError(
+                f"{type(self).__name__} knows models with one group of KV caches, and this one has {len(groups)}"
+            )
+        (group,) = groups
+        self._block_size: int = group.kv_cache_spec.block_size
+        self._hash_tokens: int = getattr(kv_cache_config, "hash_block_size", None) or self._block_size
+        block_bytes = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+        extra = self._kv_transfer_config.kv_connector_extra_config
+        self._settings: Settings = self.settings_type.read(extra, self._block_size, block_bytes)
+        self._scheduler: SchedulerHalf | None = None
+        self._reader: from_thread.Engine | None = None
+        self._worker: WorkerHalf | None = None
+        self._facts: WorkerFacts | None = None
+        if role is KVConnectorRole.SCHEDULER and self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            # A cache that cannot bring a block is a miss. vLLM's default, which suits the hand-over between prefill and decode,
+            # would end the request with an error.
+            _log.info("kv_load_failure_policy: recompute, since what a cache does not bring is computed")
+            self._kv_transfer_config.kv_load_failure_policy = "recompute"
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A store that is dropped is a later miss."""
+        return False
+
+    # --- the worker's half ----------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Open the engine over vLLM's cache."""
+        n_blocks = self._kv_cache_config.num_blocks
+        source = ChunkSource(kv_caches, n_blocks, self._settings.chunk_tokens // self._block_size)
+        naming = self._naming(layout_of_caches(kv_caches, n_blocks, self._settings.chunk_tokens))
+        engine = from_thread.open_engine(source, self._settings.engine_config(), when_full="drop").start()
+        on_device = next(iter(kv_caches.values())).device.type == "cuda"
+        self._worker = WorkerHalf(
+            engine,
+            source,
+            naming,
+            lookup_timeout=self._settings.lookup_timeout,
+            load_timeout=self._settings.load_timeout,
+            computed=_forward_pass if on_device else lambda: NO_WAIT,
+            tenant=self._settings.tenant,
+        )
+        name = f"{self._kv_transfer_config.engine_id}/{naming.rank}"
+        _WORKERS[name] = self._worker
+        self._facts = WorkerFacts(naming, source.block_bytes, os.getpid(), name)
+
+    def _naming(self, layout: str) -> ChunkNaming:
+        model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
+        ranks = f"{parallel.tensor_parallel_size}x{parallel.pipeline_parallel_size}"
+        return ChunkNaming(
+            model=f"{model.model}@{model.revision or ''}/{model.quantization or ''}",
+            dtype=f"{model.dtype}/{self._vllm_config.cache_config.cache_dtype}",
+            layout=f"{self._kv_cache_config.kv_cache_layout or ''}/{ranks}/{layout}",
+            rank=parallel.rank,
+            tenant=self._settings.tenant,
+        )
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What the scheduler's half must know of this worker."""
+        return self._facts
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        """Before blocks are overwritten."""
+        if self._worker is not None:
+            self._worker.protect(kv_connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Begin the loads of this step."""
+        if self._worker is not None:
+            self._worker.load(self._plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: a request is scheduled once its load is over."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to do: all layers are stored together."""
+
+    def wait_for_save(self) -> None:
+        """Behind the forward pass: begin the stores of this step."""
+        if self._worker is not None:
+            self._worker.store(self._plan)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """The requests whose loads are over. Blocks that are being stored are not held back, but watched; see rule 3."""
+        if self._worker is None:
+            return None, None
+        self._worker.finished(frozenset(finished_req_ids))
+        return None, self._worker.received(frozenset(finished_req_ids))
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks to be computed, since they did not come."""
+        return set() if self._worker is None else self._worker.failed_blocks()
+
+    @property
+    def _plan(self) -> StepPlan:
+        plan: StepPlan = self._get_connector_metadata().plan
+        return plan
+
+    # --- the scheduler's half -------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], WorkerFacts]) -> None:
+        """The workers have opened their engines: look up where they store."""
+        workers = [facts for _, facts in sorted(metadata.items())]
+        first = workers[0]
+        if first.process == os.getpid():
+            engine = _WORKERS[first.name].engine
+        else:
+            source: Any = NoChunks(first.chunk_bytes)
+            engine = self._reader = from_thread.open_engine(source, self._settings.reader_config()).start()
+        self._scheduler = SchedulerHalf(
+            engine,
+            [facts.naming for facts in workers],
+            RequestTable(self._block_size, self._settings.chunk_tokens, self._hash_tokens),
+            lookup_timeout=self._settings.lookup_timeout,
+            stores=self._kv_transfer_config.is_kv_producer,
+            loads=self._kv_transfer_config.is_kv_consumer,
+            tenant=self._settings.tenant,
+        )
+
+    def on_new_request(self, request: Any) -> None:
+        """Begin to look it up."""
+        if self._scheduler is not None:
+            self._scheduler.added(request.request_id, request.block_hashes, request.num_tokens)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens can be loaded behind those."""
+        if self._scheduler is None:
+            return 0, False
+        matched = self._scheduler.matched(
+            request.request_id, request.block_hashes, request.num_tokens, num_computed_tokens
+        )
+        return matched, bool(matched)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """A request has its blocks."""
+        if self._scheduler is not None:
+            self._scheduler.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """The plan of this step."""
+        if self._scheduler is None:
+            return StepMetadata()
+        return StepMetadata(self._scheduler.plan(_scheduled(scheduler_output, self._block_size)))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers have said behind a step."""
+        received = connector_output.finished_recving
+        if self._scheduler is not None and received:
+            self._scheduler.received(sorted(received), frozenset(connector_output.invalid_block_ids))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request is over. Its blocks may be freed at once; see rule 3."""
+        if self._scheduler is not None:
+            self._scheduler.finished(request.request_id, request.status.name == "FINISHED_ABORTED")
+        return False, None
+
+    def reset_cache(self) -> bool | None:
+        """Whatever was stored until now is not found any more by this engine. Other engines keep what they have stored."""
+        if self._scheduler is None:
+            return False
+        self._scheduler.reset()
+        return True
+
+    # --- both -----------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Let what is being stored arrive, and close what was opened."""
+        if self._scheduler is not None:
+            self._scheduler.close()
+            _log.info("offload, scheduler: %s", self._scheduler.counts)
+        if self._reader is not None:
+            _close(self._reader)
+        if self._worker is not None and self._facts is not None:
+            _WORKERS.pop(self._facts.name, None)
+            self._worker.close()
+            _log.info("offload, worker: %s", self._worker.counts)
+
+
+class MaruKVConnector(OffloadConnector):
+    """Offloads into the page store, with the published parameters; see docs/how-to/vllm.md."""
+
+    settings_type: ClassVar[type[Settings] | type[MaruSettings]] = MaruSettings
+
+
+def _scheduled(output: Any, block_size: int) -> Scheduled:
+    """What vLLM's scheduler has decided."""
+    computed: dict[str, int] = {}
+    overwritten: set[int] = set()
+    for new in output.scheduled_new_reqs:
+        computed[new.req_id] = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
+        overwritten.update(new.block_ids[0][new.num_computed_tokens // block_size :])
+    cached = output.scheduled_cached_reqs
+    for request_id, before, given in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+        computed[request_id] = before + output.num_scheduled_tokens[request_id]
+        if given is not None:  # for a resumed request these are all its blocks, and the first ones hold what it had
+            start = before // block_size if request_id in cached.resumed_req_ids else 0
+            overwritten.update(given[0][start:])
+    state = output.kv_connector_block_state
+    return Scheduled(
+        computed=computed,
+        blocks_of=lambda request_id: state.get_block_ids(request_id)[0],
+        overwritten=frozenset(overwritten),
+        cancelled=frozenset(output.preempted_req_ids or ()),
+    )
+
+
+def _forward_pass() -> PreconditionLike:
+    """Holds once what was started on the device until now is over."""
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+    event.record()
+    return event  # type: ignore[no-any-return]
+
+
+def _close(engine: from_thread.Engine) -> None:
+    try:
+        engine.close()
+    except OffloadError as error:
+        _log.error("the engine of a scheduler could not be closed: %s", error)

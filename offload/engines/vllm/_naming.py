@@ -1,0 +1,65 @@
+"""What a chunk is called. Pure.
+
+A chunk is some neighbouring blocks of one sequence, in the layers of one worker. Its key is made of vLLM's hash of its last
+block (which covers every token before it, the adapter, the images and the cache salt of the request) and of everything else
+that its bytes depend on: model, dtype, layout, rank, and how many blocks a chunk has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from backends.abc import Key
+
+from ..._keys import BlockKey, block_key
+
+
+@attrs.frozen
+class ChunkNaming:
+    """How the chunks of one worker are named: a value, the same in every process that has the same model and layout."""
+
+    model: str
+    """A name with its revision."""
+    dtype: str
+    """Of the stored KV."""
+    layout: str
+    """How the bytes of a chunk are arranged: :func:`layout_text`."""
+    rank: int = 0
+    """Which part of heads and layers."""
+    tenant: str = ""
+    """Who may find it."""
+
+    def keys(self, hashes: Sequence[bytes], generation: str = "") -> list[Key]:
+        """One key for each chunk, by vLLM's hash of its last block."""
+        named = BlockKey(
+            1,
+            model=self.model,
+            dtype=self.dtype,
+            layout=f"{self.layout}/{generation}",
+            rank=self.rank,
+            tenant=self.tenant,
+        )
+        salt = named.salt
+        return [block_key(bytes(one), salt=salt) for one in hashes]
+
+
+def keys_of_all_ranks(ranks: Sequence[ChunkNaming], hashes: Sequence[bytes], generation: str = "") -> list[Key]:
+    """The keys that a prefix needs, chunk by chunk: one for each rank. So many leading ones found are whole chunks."""
+    columns = [naming.keys(hashes, generation) for naming in ranks]
+    return [key for row in zip(*columns, strict=True) for key in row]
+
+
+def layout_text(layers: Sequence[tuple[str, str, Sequence[int], Sequence[int]]], chunk_tokens: int) -> str:
+    """All that says what the bytes of a chunk mean.
+
+    Two layouts may have one shape, as with as many heads as rows in a tile: so names, strides and the length of a chunk are
+    in it.
+
+    Args:
+        layers: of each layer, its name, its dtype, and the shape and the strides of one block.
+        chunk_tokens: tokens in a chunk.
+    """
+    said = [f"{name}:{dtype}:{tuple(shape)}:{tuple(strides)}" for name, dtype, shape, strides in layers]
+    return f"{chunk_tokens} tokens/" + ";".join(said)

@@ -1,0 +1,213 @@
+"""The half of the connector beside vLLM's scheduler: it looks up, keeps pinned what was matched, and plans each step.
+
+All of it is called by vLLM's thread. Lookups are begun when a request arrives, so that most are answered when it is its turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Final
+
+import attrs
+
+from ... import from_thread
+from ..._errors import OffloadError
+from ._counts import Counts
+from ._naming import ChunkNaming, keys_of_all_ranks
+from ._plans import LoadPlan, StepPlan, StorePlan
+from ._requests import Question, RequestRecord, RequestTable, State
+
+IDLE_WAIT: Final = 0.005
+"""Seconds that a step without a forward pass waits for what is under way. vLLM would turn round at once, and take the
+interpreter from the threads that it waits for; a request that arrives meanwhile is kept waiting for no longer than this."""
+
+
+@attrs.frozen
+class Scheduled:
+    """What vLLM has decided for one step, as far as it concerns us."""
+
+    computed: Mapping[str, int]
+    """How many tokens each scheduled request will have computed behind it."""
+    blocks_of: Callable[[str], Sequence[int]]
+    """Gives all block numbers of one of them."""
+    overwritten: frozenset[int]
+    """Blocks that were given out in this step."""
+    cancelled: frozenset[str]
+    """Requests that were preempted."""
+
+
+class SchedulerHalf:
+    """What vLLM's scheduler asks.
+
+    Args:
+        engine: what to look up in: the worker's own, or, where workers are other processes, one of this process that only
+        reads.
+        ranks: how each worker names its chunks.
+        table: the requests.
+        lookup_timeout: seconds that a lookup may take.
+        stores: whether anything is to be stored (vLLM's role is producer, or both).
+        loads: whether anything is to be loaded.
+        tenant: who may find it.
+    """
+
+    def __init__(
+        self,
+        engine: from_thread.Engine,
+        ranks: Sequence[ChunkNaming],
+        table: RequestTable,
+        *,
+        lookup_timeout: float,
+        stores: bool = True,
+        loads: bool = True,
+        tenant: str = "",
+    ) -> None:
+        self.counts: Counts = Counts("scheduler")
+        self._engine = engine
+        self._ranks = ranks
+        self._table = table
+        self._lookup_timeout = lookup_timeout
+        self._stores, self._loads, self._tenant = stores, loads, tenant
+        self._generation = ""
+        self._lookups: dict[str, from_thread.LookupFuture] = {}  # that are under way, or pin what they have found
+        self._loading: dict[str, frozenset[int]] = {}  # the blocks that a request waits for
+        self._plans: list[LoadPlan] = []  # of the step that is being put together
+        self._allocated: set[int] = set()
+        self._cancelled: set[str] = set()
+
+    # --- what is cached -------------------------------------------------------------------------------------------
+
+    def added(self, request_id: str, hashes: Sequence[bytes], tokens: int) -> None:
+        """A request has arrived: begin to look it up, before vLLM asks."""
+        if self._loads and tokens:
+            self.matched(request_id, hashes, tokens, 0)
+
+    def matched(self, request_id: str, hashes: Sequence[bytes], tokens: int, computed: int) -> int | None:
+        """How many tokens behind the computed ones can be loaded; ``None`` while that is not known."""
+        record = self._table.add(request_id, hashes)
+        if not self._loads:
+            return 0
+        self._look(record)
+        matched = self._table.match(record, tokens, computed)
+        if isinstance(matched, Question):
+            matched = self._begin(record, matched)
+        return matched
+
+    def _begin(self, record: RequestRecord, question: Question) -> int | None:
+        self._let_go(record.request_id)
+        keys = keys_of_all_ranks(self._ranks, question.hashes, self._generation)
+        try:
+            lookup = self._engine.begin_lookup(keys, tenant=self._tenant, timeout=self._lookup_timeout)
+        except OffloadError as error:
+            self.counts.trouble("lookups not made", error)
+            self._table.answer(record, 0)
+            return 0
+        self._lookups[record.request_id] = lookup
+        self.counts.add("chunks asked for", len(question.hashes))
+        return None
+
+    def _look(self, record: RequestRecord) -> None:
+        """Take in the answer of a lookup, if it is there."""
+        lookup = self._lookups.get(record.request_id)
+        if lookup is None or record.state is not State.ASKED or not lookup.done():
+            return
+        try:
+            hit = lookup.result(0)
+        except OffloadError as error:
+            self.counts.trouble("lookups without an answer, not taken for misses", error)
+            found = 0
+        else:
+            found = len(hit) // len(self._ranks)  # a chunk of which one rank has no part is none
+            for tier, why in hit.unavailable.items():
+                self.counts.trouble(f"lookups without {tier}, which is unavailable", why)
+        self.counts.add("chunks found", found)
+        self._table.answer(record, found)
+        if not found:
+            self._let_go(record.request_id)
+
+    def _let_go(self, request_id: str) -> None:
+        """End the lookup of a request, and what it has pinned."""
+        lookup = self._lookups.pop(request_id, None)
+        if lookup is not None:
+            lookup.request_cancel()
+
+    # --- what vLLM decides ----------------------------------------------------------------------------------------
+
+    def allocated(self, request_id: str, blocks: Sequence[int], external: int) -> None:
+        """A request has got its blocks; so many tokens are to be loaded into them."""
+        record = self._table.records.get(request_id)
+        if record is None:
+            return
+        plan = self._table.allocated(record, blocks, external)
+        if plan is not None:
+            self._plans.append(plan)
+            wanted = frozenset(block for chunk in plan.blocks for block in chunk if block is not None)
+            self._loading[request_id] = wanted
+            self._allocated |= wanted
+            self.counts.add("chunks to load", len(plan.hashes))
+        elif record.state is not State.LOADING:
+            self._let_go(request_id)
+
+    def plan(self, scheduled: Scheduled) -> StepPlan:
+        """Put the step together."""
+        stores: list[StorePlan] = []
+        if self._stores:
+            for request_id, computed in scheduled.computed.items():
+                record = self._table.records.get(request_id)
+                if record is None:
+                    continue
+                store = self._table.store(record, computed, partial(scheduled.blocks_of, request_id))
+                if store is not None:
+                    stores.append(store)
+        plan = StepPlan(
+            loads=self._plans,
+            stores=stores,
+            overwritten=scheduled.overwritten | self._allocated,
+            cancelled=scheduled.cancelled | self._cancelled,
+            idle=not scheduled.computed,
+            generation=self._generation,
+        )
+        self._plans, self._allocated, self._cancelled = [], set(), set()
+        if plan.idle and not self._loading:
+            self._wait_for_a_lookup()
+        return plan
+
+    def _wait_for_a_lookup(self) -> None:
+        """Nothing is computed in this step, and nothing loaded: some request waits for its lookup."""
+        pending = next((lookup for lookup in self._lookups.values() if not lookup.done()), None)
+        if pending is not None:
+            with contextlib.suppress(OffloadError):  # what it says is looked at when vLLM asks
+                pending.result(IDLE_WAIT)
+
+    # --- what has ended -------------------------------------------------------------------------------------------
+
+    def received(self, request_ids: Sequence[str], failed: frozenset[int]) -> None:
+        """The loads of these requests are over; of all blocks, these did not come."""
+        for request_id in request_ids:
+            wanted = self._loading.pop(request_id, frozenset())
+            self._let_go(request_id)
+            record = self._table.records.get(request_id)
+            if record is not None:
+                self._table.loaded(record, wanted.isdisjoint(failed))
+
+    def finished(self, request_id: str, aborted: bool) -> None:
+        """A request is over. What is being loaded for it goes on until the worker says so: its blocks are written to."""
+        record = self._table.records.pop(request_id, None)
+        if request_id not in self._loading:
+            self._let_go(request_id)
+        if record is not None and aborted:
+            self._cancelled.add(request_id)
+
+    def reset(self) -> None:
+        """Find nothing any more that was stored until now."""
+        self._generation = uuid.uuid4().hex
+        for request_id in list(self._lookups):
+            if request_id not in self._loading:
+                self._let_go(request_id)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for request_id in list(self._lookups):
+            self._let_go(request_id)

@@ -1,0 +1,183 @@
+"""What can be set in ``kv_connector_extra_config``. Pure.
+
+The names of :class:`MaruSettings` are the published ones of the page store's connector, and so are their defaults, but for the
+server (this user's own, over a socket) and the page (as large as a chunk is).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import attrs
+
+from maru.configuration import Knobs
+
+from ..._engine import EngineConfig
+from ..._errors import ConfigError
+
+_knob: Final = Knobs("OFFLOAD", ConfigError)
+_log = logging.getLogger("vllm.offload")
+
+SECTION: Final = "kv_connector_extra_config"
+"""Where a user has said it."""
+
+_NO_TABLE: Final[Mapping[str, Any]] = MappingProxyType({})
+_CHUNK_TOKENS: Final = (
+    256,
+    1,
+    1 << 20,
+    "Tokens in a chunk, the unit that is stored and found: a multiple of vLLM's block_size, or taken down to one. Fewer share "
+    "more of a prefix, and more cost less for each token.",
+)
+_LOOKUP_TIMEOUT: Final = (
+    1.0,
+    0.001,
+    60.0,
+    "How long a request waits to learn what is cached; behind that it is computed.",
+)
+_LOAD_TIMEOUT: Final = (
+    30.0,
+    0.01,
+    3_600.0,
+    "How long a load may take before it is ended; what it did not bring is computed.",
+)
+
+
+def _check_table(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError(attribute.name, value, "must be a table")
+
+
+@attrs.frozen
+class Settings:
+    """What both halves need."""
+
+    engine: Mapping[str, Any] = _knob.field(
+        _NO_TABLE,
+        "a table",
+        "The tiers, as in the file of an engine: {'tiers': {'host': {'type': 'memory', 'capacity_bytes': '4 GiB'}}}.",
+        _check_table,
+    )
+    chunk_tokens: int = _knob.integer(*_CHUNK_TOKENS)
+    lookup_timeout: float = _knob.seconds(*_LOOKUP_TIMEOUT)
+    load_timeout: float = _knob.seconds(*_LOAD_TIMEOUT)
+    tenant: str = _knob.text(
+        "", "a text", r"(?s).*", "Who may find what is stored here, beside the cache salt of a request."
+    )
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any], block_size: int, block_bytes: int) -> Settings:
+        """Read the table of ``OffloadConnector``.
+
+        Args:
+            extra: the table.
+            block_size: tokens in a block of vLLM.
+            block_bytes: bytes of a block in all layers of a worker.
+
+        Raises:
+            ConfigError: an unknown name, a value that cannot be, or no tiers.
+        """
+        settings = _knob.from_mapping(extra, cls, section=SECTION)
+        if not settings.engine.get("tiers"):
+            raise ConfigError(f"{SECTION}.engine", dict(settings.engine), "must name tiers: {'tiers': {...}}")
+        return attrs.evolve(settings, chunk_tokens=_aligned(settings.chunk_tokens, block_size, "chunk_tokens"))
+
+    def engine_config(self) -> EngineConfig:
+        """The engine that a worker opens. It opens without a tier that cannot be entered, unless told otherwise.
+
+        Raises:
+            ConfigError: an unknown name, or a value that cannot be.
+        """
+        table = {"on_enter_failure": "miss", **self.engine}
+        return EngineConfig.from_mapping(table, section=f"{SECTION}.engine")
+
+    def reader_config(self) -> EngineConfig:
+        """The engine that a scheduler opens where its workers are other processes: it only looks up, and takes no region.
+
+        Raises:
+            ConfigError: no tier is shared between processes, so that a scheduler could never find what its workers store.
+        """
+        tiers = {
+            name: {**tier, "pool_size": 0}
+            for name, tier in self.engine["tiers"].items()
+            if isinstance(tier, Mapping) and tier.get("type") == "maru"
+        }
+        if not tiers:
+            raise ConfigError(
+                f"{SECTION}.engine.tiers",
+                list(self.engine["tiers"]),
+                "must have one of type maru, since the workers of this engine are other processes than its scheduler",
+            )
+        return EngineConfig.from_mapping({"on_enter_failure": "miss", "tiers": tiers})
+
+
+@attrs.frozen
+class MaruSettings:
+    """The published parameters of ``MaruKVConnector``, and what they stand for."""
+
+    maru_server_url: str = _knob.text("", "tcp://host:port or ipc://path, or empty", r"(?s).*", "Where the server is.")
+    maru_pool_size: int = _knob.size(1 << 30, 0, 1 << 40, "Bytes of pages of this instance: 4G, 500M.")
+    maru_chunk_size: int = _knob.size(
+        0, 0, 1 << 34, "Bytes of a page. 0, or less than a chunk of KV: as many as that has."
+    )
+    maru_instance_id: str = _knob.text("", "a text", r"(?s).*", "Who owns the pages. Empty: a random name.")
+    maru_eager_map: bool = _knob.flag(True, "Map the regions of other instances when connecting.")
+    maru_kv_chunk_tokens: int = _knob.integer(*_CHUNK_TOKENS)
+    checksums: bool = _knob.flag(True, "Sum each page when it is stored, and verify it when it is loaded.")
+    lookup_timeout: float = _knob.seconds(*_LOOKUP_TIMEOUT)
+    load_timeout: float = _knob.seconds(*_LOAD_TIMEOUT)
+    tenant: str = _knob.text(
+        "", "a text", r"(?s).*", "Who may find what is stored here, beside the cache salt of a request."
+    )
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any], block_size: int, block_bytes: int) -> Settings:
+        """Read the table, as that of an engine with one tier, the page store; see :meth:`Settings.read`.
+
+        Raises:
+            ConfigError: an unknown name, a value that cannot be, or not one page fits the pool.
+        """
+        said = _knob.from_mapping(extra, cls, section=SECTION)
+        chunk_tokens = _aligned(said.maru_kv_chunk_tokens, block_size, "maru_kv_chunk_tokens")
+        tier: dict[str, Any] = {
+            "type": "maru",
+            "pool_size": said.maru_pool_size,
+            "chunk_size_bytes": said._page_bytes(chunk_tokens // block_size * block_bytes),
+            "eager_map": said.maru_eager_map,
+            "checksums": said.checksums,
+        }
+        if said.maru_server_url:
+            tier["server_url"] = said.maru_server_url
+        if said.maru_instance_id:
+            tier["instance_id"] = said.maru_instance_id
+        # What is least recently used makes room: a cache that takes nothing in when it is full serves yesterday's prompts.
+        engine = {"tiers": {"maru": tier}, "pipeline": {"on_destination_full": "evict"}}
+        return Settings(engine, chunk_tokens, said.lookup_timeout, said.load_timeout, said.tenant)
+
+    def _page_bytes(self, chunk_bytes: int) -> int:
+        """A page holds one chunk of KV, of all layers."""
+        if 0 < self.maru_chunk_size < chunk_bytes:
+            _log.warning(
+                "maru_chunk_size %d is smaller than a chunk of KV of all layers, %d bytes: pages of that size are used",
+                self.maru_chunk_size,
+                chunk_bytes,
+            )
+        page = max(self.maru_chunk_size, chunk_bytes)
+        if self.maru_pool_size and self.maru_pool_size < page:
+            raise ConfigError(
+                f"{SECTION}.maru_pool_size",
+                self.maru_pool_size,
+                f"must hold a page of {page} bytes, a chunk of KV of all layers; fewer maru_kv_chunk_tokens make it smaller",
+            )
+        return page
+
+
+def _aligned(chunk_tokens: int, block_size: int, knob: str) -> int:
+    """Tokens in a chunk as a multiple of vLLM's block size, at least one block; a warning where that is another number."""
+    aligned = max(block_size, chunk_tokens // block_size * block_size)
+    if aligned != chunk_tokens:
+        _log.warning("%s %d not aligned to block_size %d, adjusted to %d", knob, chunk_tokens, block_size, aligned)
+    return aligned

@@ -1,0 +1,260 @@
+"""The half of the connector in a worker process: it moves chunks between vLLM's cache and the tiers.
+
+vLLM's thread begins loads and stores; the engine's thread ends them, and puts down what has arrived. So the order of a
+load's steps matters where both threads meet: a request that is given up is noted first and cancelled second, and what was
+begun for it is noted first and looked at second; one of the two sees the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import attrs
+
+from backends.abc import ExternalBlocks
+
+from ... import from_thread
+from ..._errors import DrainUnproven, OffloadError
+from ..._pipeline.lifecycle import Status
+from ...abc import PreconditionLike
+from ...preconditions import NO_WAIT
+from ._chunks import ChunkSource
+from ._counts import Counts
+from ._naming import ChunkNaming
+from ._plans import LoadPlan, StepPlan, StorePlan
+from ._scheduler import IDLE_WAIT
+
+_log = logging.getLogger("vllm.offload")
+
+DRAIN_TIMEOUT: Final = 10.0
+"""Seconds that the end of a worker waits for what is being stored to arrive."""
+
+
+@attrs.define(eq=False)
+class _Load:
+    """One request's load, as far as it is."""
+
+    plan: LoadPlan
+    future: from_thread.LookupFuture | from_thread.LoadFuture | None = None
+    given_up: bool = False
+
+
+@attrs.define(eq=False)
+class _Store:
+    """One store that is under way."""
+
+    future: from_thread.StoreFuture
+    blocks: frozenset[int]
+
+
+class WorkerHalf:
+    """What vLLM's worker calls.
+
+    Args:
+        engine: stores from ``source``.
+        source: vLLM's cache.
+        naming: of this worker's chunks.
+        lookup_timeout: seconds that it may take to pin what is to be loaded.
+        load_timeout: seconds that a load may take.
+        computed: gives what must hold before the blocks of a forward pass may be read, once that was started: an event of CUDA.
+            By default the pass is over when vLLM says so.
+        tenant: who may find it.
+    """
+
+    def __init__(
+        self,
+        engine: from_thread.Engine,
+        source: ChunkSource,
+        naming: ChunkNaming,
+        *,
+        lookup_timeout: float,
+        load_timeout: float,
+        computed: Callable[[], PreconditionLike] = lambda: NO_WAIT,
+        tenant: str = "",
+    ) -> None:
+        self.counts: Counts = Counts("worker")
+        self.engine: from_thread.Engine = engine
+        self._source = source
+        self._naming = naming
+        self._lookup_timeout, self._load_timeout = lookup_timeout, load_timeout
+        self._computed = computed
+        self._tenant = tenant
+        self._loads: dict[str, _Load] = {}
+        self._arrived: queue.SimpleQueue[tuple[str, int]] = (
+            queue.SimpleQueue()
+        )  # requests, and how many of their chunks
+        self._failed: set[int] = set()
+        self._stores: dict[from_thread.StoreFuture, _Store] = {}
+        self._tokens: dict[str, from_thread.CancellationToken] = {}
+        self._idle = False
+
+    # --- before the forward pass ----------------------------------------------------------------------------------
+
+    def protect(self, plan: StepPlan) -> None:
+        """See to it that no store reads blocks that this step overwrites."""
+        for request_id in plan.cancelled:
+            token = self._tokens.pop(request_id, None)
+            if token is not None:
+                token.request_cancel()
+        touched = [store for store in list(self._stores.values()) if not plan.overwritten.isdisjoint(store.blocks)]
+        for store in touched:
+            store.future.request_cancel()
+        for store in touched:
+            self._wait_for_the_end(store)
+        self.counts.add("stores cancelled, since their blocks are given out anew", len(touched))
+
+    def _wait_for_the_end(self, store: _Store) -> None:
+        """Wait until nothing reads the blocks. The engine bounds a copy; where its thread hangs, offloading ends here."""
+        try:
+            store.future.cancel()
+        except DrainUnproven as error:
+            # The page that it is copied to is quarantined: nothing will ever be found under its key.
+            self.counts.trouble("copies without a proven end, whose pages are not used any more", error)
+        except OffloadError as error:
+            # Its key must not be registered any more, since its bytes are about to change. That is done in the engine's
+            # thread, so that this ends with the engine.
+            _log.error("%r does not end: %s. Nothing is offloaded any more", store.future, error)
+            self._close(0.0)
+
+    # --- loads ----------------------------------------------------------------------------------------------------
+
+    def load(self, plan: StepPlan) -> None:
+        """Begin the loads of a step."""
+        self._idle = plan.idle
+        for one in plan.loads:
+            load = self._loads[one.request_id] = _Load(one)
+            keys = self._naming.keys(one.hashes, plan.generation)
+            try:
+                load.future = self.engine.begin_lookup(keys, tenant=self._tenant, timeout=self._lookup_timeout)
+            except OffloadError as error:
+                self._arrive(load, 0, error)
+            else:
+                load.future.add_done_callback(partial(self._pinned, load))
+
+    def _pinned(self, load: _Load, future: from_thread.LookupFuture) -> None:
+        """In the engine's thread: what is to be loaded is pinned, or not there any more."""
+        try:
+            hit = future.result(0)
+            for tier, error in hit.unavailable.items():
+                self.counts.trouble(f"loads without {tier}, which is unavailable", error)
+            with hit:  # the load keeps it pinned
+                destination = self._source.into(load.plan.blocks[: len(hit)])
+                loading = self.engine.begin_load(hit, destination, timeout=self._load_timeout)
+        except Exception as error:  # whatever it is, the request must go on
+            self._arrive(load, 0, error)
+            return
+        load.future = loading
+        if load.given_up:
+            loading.request_cancel()
+        loading.add_done_callback(partial(self._loaded, load))
+
+    def _loaded(self, load: _Load, future: from_thread.LoadFuture) -> None:
+        """In the engine's thread: a load is over."""
+        try:
+            loaded, error = future.result(0).loaded, None
+        except DrainUnproven as unproven:
+            # Told that it is over, vLLM would give the blocks to somebody, and a copy may still write to them.
+            self.counts.trouble("loads without a proven end, whose requests and blocks are withheld", unproven)
+            return
+        except Exception as raised:
+            loaded, error = 0, raised
+        self._arrive(load, loaded, error)
+
+    def _arrive(self, load: _Load, loaded: int, error: Exception | None = None) -> None:
+        missing = len(load.plan.hashes) - loaded
+        self.counts.add("chunks loaded", loaded)
+        if error is not None and not load.given_up:
+            self.counts.trouble("chunks not loaded, and computed instead", error, missing)
+        elif missing and not load.given_up:
+            self.counts.trouble("chunks not loaded, and computed instead", "damaged, or gone", missing)
+        self._arrived.put((load.plan.request_id, loaded))
+
+    def received(self, finished: frozenset[str]) -> set[str]:
+        """The requests whose loads are over, since the last call. Those of finished requests are cancelled first."""
+        for request_id in finished:
+            load = self._loads.get(request_id)
+            if load is not None:
+                load.given_up = True
+                if load.future is not None:
+                    load.future.request_cancel()
+        received: set[str] = set()
+        # Nothing is computed in this step: give the threads that load a chance, rather than to turn round at once.
+        wait = self._idle and bool(self._loads) and not finished
+        while True:
+            try:
+                request_id, loaded = self._arrived.get(timeout=IDLE_WAIT) if wait else self._arrived.get_nowait()
+            except queue.Empty:
+                return received
+            wait = False
+            load = self._loads.pop(request_id)
+            received.add(request_id)
+            if not load.given_up:
+                lost = load.plan.blocks[loaded:]
+                self._failed.update(block for chunk in lost for block in chunk if block is not None)
+
+    def failed_blocks(self) -> set[int]:
+        """Blocks that were to be loaded and were not, since the last call."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    # --- stores ---------------------------------------------------------------------------------------------------
+
+    def store(self, plan: StepPlan) -> None:
+        """Begin the stores of a step, behind its forward pass."""
+        if not plan.stores:
+            return
+        computed = self._computed()
+        for one in plan.stores:
+            self._store(one, computed, plan.generation)
+
+    def _store(self, plan: StorePlan, computed: PreconditionLike, generation: str) -> None:
+        keys = self._naming.keys(plan.hashes, generation)
+        chunks = self._source.chunks(keys, plan.blocks, plan.first)
+        token = self._tokens.setdefault(plan.request_id, from_thread.CancellationToken())
+        try:
+            future = self.engine.store(chunks, computed, tenant=self._tenant, cancel_token=token)
+        except OffloadError as error:
+            self._source.forget(chunks.refs or ())
+            self.counts.trouble("chunks not stored", error, len(chunks))
+            return
+        self.counts.add("chunks offered", len(chunks))
+        self._stores[future] = _Store(future, frozenset(block for chunk in plan.blocks for block in chunk))
+        future.add_done_callback(partial(self._stored, chunks))
+
+    def _stored(self, chunks: ExternalBlocks, future: from_thread.StoreFuture) -> None:
+        """In the engine's thread, or where it was over at once: a store has ended."""
+        result = future.result(0)
+        self._source.forget(chunks.refs or ())
+        self._stores.pop(future, None)
+        self.counts.add("chunks stored", len(result.completed))
+        if future.dropped:
+            self.counts.trouble("chunks dropped, since too many are on their way", "see budget_blocks", len(chunks))
+        elif result.status is Status.FAILED:
+            why = result.error or next(iter(result.failed.values()), "?")
+            self.counts.trouble("chunks not stored", why, len(chunks) - len(result.completed))
+
+    def finished(self, finished: frozenset[str]) -> None:
+        """These requests are over: nothing more is stored of them. What is under way goes on."""
+        for request_id in finished:
+            self._tokens.pop(request_id, None)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Let what is being stored arrive, for a while, and close the engine."""
+        self._close(DRAIN_TIMEOUT)
+
+    def _close(self, drain: float) -> None:
+        try:
+            if drain:
+                self.engine.drain(drain)
+        except OffloadError as error:
+            self.counts.trouble("stores that the end of the worker cut off", error)
+        try:
+            self.engine.close()
+        except OffloadError as error:
+            _log.error("the engine of a worker could not be closed: %s", error)

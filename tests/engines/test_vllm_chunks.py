@@ -1,0 +1,120 @@
+"""Chunks of a paged cache, as vLLM lays it out, to pages and back."""
+
+import pytest
+import torch
+
+from backends.memory import MemoryTier
+from backends.pages import Pages, new_pages
+from offload import NO_WAIT, Status, block_key, from_thread
+from offload.engines.vllm._chunks import ChunkSource, NoChunks, layout_of_caches
+
+BLOCKS, HEADS, TOKENS, DIM = 24, 2, 4, 8
+
+
+def caches(
+    layers: int = 3, dtype: torch.dtype = torch.bfloat16, blocks_outside: bool = False
+) -> dict[str, torch.Tensor]:
+    """All layers in one storage: layer by layer as on a CPU, or block by block with its layers together."""
+    whole = torch.randn(layers, BLOCKS, HEADS, TOKENS, 2 * DIM).to(dtype)
+    if blocks_outside:
+        whole = whole.transpose(0, 1).contiguous().transpose(0, 1)
+    return {f"model.layers.{at}.self_attn.attn": whole[at] for at in range(layers)}
+
+
+@pytest.mark.parametrize("blocks_outside", [False, True])
+@pytest.mark.parametrize("adjacent", [True, False])
+def test_chunks_go_to_pages_and_into_other_blocks(blocks_outside, adjacent):
+    cache = caches(blocks_outside=blocks_outside)
+    source = ChunkSource(cache, BLOCKS, 3)
+    assert source.block_bytes == 3 * 3 * HEADS * TOKENS * 2 * DIM * 2
+    pages = new_pages(4, source.block_bytes)
+    two = pages.part(0, 2) if adjacent else Pages([pages.addresses[3], pages.addresses[1]], source.block_bytes, pages)
+    chunks = source.chunks([b"a", b"b"], [[5, 1, 9], [2, 20, 3]], first=7)
+    assert list(chunks.depths) == [7, 8]
+    source.copy_out(chunks.refs, two)
+    destination = source.into([[10, 11, 12], [13, 14, 15]])
+    assert (len(destination), destination.block_bytes, destination.views()) == (2, source.block_bytes, None)
+    destination.copy_in(0, two)
+    for layer in cache.values():
+        assert torch.equal(layer[[10, 11, 12, 13, 14, 15]], layer[[5, 1, 9, 2, 20, 3]])
+
+
+def test_blocks_that_are_not_wanted_stay_as_they_are():
+    cache = caches()
+    source = ChunkSource(cache, BLOCKS, 2)
+    pages = new_pages(2, source.block_bytes)
+    chunks = source.chunks([b"a", b"b"], [[0, 1], [2, 3]], first=0)
+    source.copy_out(chunks.refs, pages)
+    before = {name: layer.clone() for name, layer in cache.items()}
+    source.into([[None, 21], [22, None]]).copy_in(0, pages)
+    for name, layer in cache.items():
+        assert torch.equal(layer[[21, 22]], before[name][[1, 2]])
+        rest = [at for at in range(BLOCKS) if at not in (21, 22)]
+        assert torch.equal(layer[rest], before[name][rest])
+
+
+def test_a_part_of_a_destination_is_copied_from_where_it_starts():
+    cache = caches()
+    source = ChunkSource(cache, BLOCKS, 2)
+    pages = new_pages(1, source.block_bytes)
+    source.copy_out(source.chunks([b"a"], [[0, 1]], first=0).refs, pages)
+    source.into([[4, 5], [6, 7], [8, 9]]).copy_in(1, pages)
+    for layer in cache.values():
+        assert torch.equal(layer[[6, 7]], layer[[0, 1]]) and not torch.equal(layer[[4, 5]], layer[[0, 1]])
+
+
+def test_kernels_that_count_smaller_blocks_are_grouped():
+    cache = {name: layer.reshape(BLOCKS * 2, HEADS, TOKENS // 2, 2 * DIM) for name, layer in caches().items()}
+    source = ChunkSource(cache, BLOCKS, 1)
+    pages = new_pages(1, source.block_bytes)
+    source.copy_out(source.chunks([b"a"], [[3]], first=0).refs, pages)
+    source.into([[8]]).copy_in(0, pages)
+    for layer in cache.values():
+        assert torch.equal(layer[16:18], layer[6:8])
+    with pytest.raises(ValueError, match="no whole number"):
+        ChunkSource(cache, BLOCKS + 1, 1)
+
+
+def test_layers_that_share_their_memory_are_copied_once():
+    cache = caches(layers=2)
+    shared = {**cache, "model.layers.9.self_attn.attn": next(iter(cache.values()))}
+    assert ChunkSource(shared, BLOCKS, 1).block_bytes == ChunkSource(cache, BLOCKS, 1).block_bytes
+
+
+def test_a_block_in_pieces_is_refused():
+    torn = {"layer": torch.zeros(BLOCKS, HEADS, 2 * TOKENS, DIM)[:, :, ::2]}
+    with pytest.raises(ValueError, match="not one run of memory"):
+        ChunkSource(torn, BLOCKS, 1)
+
+
+def test_the_order_of_heads_and_tokens_is_in_the_layout():
+    one = caches()
+    other = {name: layer.transpose(1, 2).contiguous().transpose(1, 2) for name, layer in one.items()}
+    texts = {
+        layout_of_caches(cache, BLOCKS, 64) for cache in (one, other, caches(dtype=torch.float16), caches(layers=2))
+    }
+    assert len(texts) == 4
+    assert layout_of_caches(one, BLOCKS, 64) == layout_of_caches(caches(), BLOCKS, 64)
+
+
+def test_a_whole_way_through_an_engine():
+    cache = caches()
+    source = ChunkSource(cache, BLOCKS, 2)
+    keys = [block_key(b"%d" % at) for at in range(3)]
+    with from_thread.open_engine(source, [MemoryTier(1 << 20, source.block_bytes)]) as engine:
+        chunks = source.chunks(keys, [[0, 1], [2, 3], [4, 5]], first=0)
+        assert engine.store(chunks, NO_WAIT).result().status is Status.COMPLETE
+        source.forget(chunks.refs)
+        assert not source._chunks
+        with engine.begin_lookup(keys).result() as hit:
+            assert engine.begin_load(hit, source.into([[10, 11], [12, None], [14, 15]])).result().loaded == 3
+    for layer in cache.values():
+        assert torch.equal(layer[[10, 11, 12, 14, 15]], layer[[0, 1, 2, 4, 5]])
+        assert not torch.equal(layer[13], layer[3])
+
+
+def test_a_scheduler_has_no_chunks():
+    none = NoChunks(64)
+    assert (none.upgrade([b"a"]), none.views([0]), none.release([0])) == ([-1], None, None)
+    with pytest.raises(AssertionError):
+        none.copy_out([], new_pages(0, 64))

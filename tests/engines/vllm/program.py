@@ -1,0 +1,184 @@
+"""One vLLM engine in a process of its own: it reads what to do as JSON, does it, and writes what came of it as JSON.
+
+Run by the tests beside it, with the interpreter of an environment that has vLLM. Its last line is the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_DO_NOT_TRACK", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def make_checkpoint(path: str, layers: int = 2) -> None:
+    """A small Llama with random weights: enough for outputs that depend on every token, which dummy weights do not give."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=8192,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(path)
+
+
+def main() -> None:
+    said = json.loads(sys.stdin.read())
+    if "checkpoint" in said:
+        if not (Path(said["checkpoint"]) / "config.json").exists():
+            make_checkpoint(said["checkpoint"])
+        print(json.dumps({"made": said["checkpoint"]}))
+        return
+    print(json.dumps(run(said)), flush=True)
+
+
+def run(said: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM
+
+    transfer = said.get("transfer")
+    options = {
+        "model": said["model"],
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "block_size": 32,
+        "max_model_len": 4096,
+        "max_num_batched_tokens": 4096,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+        "seed": 0,
+        **said.get("options", {}),
+    }
+    if transfer is not None:
+        options["kv_transfer_config"] = transfer
+    engine = LLM(**options)
+    answers: list[Any] = []
+    for step in said["steps"]:
+        answers.append(STEPS[step["do"]](engine, step))
+    connector = scheduler_connector(engine)
+    counts = {"scheduler": {}, "worker": {}}
+    if connector is not None:
+        from offload.engines.vllm._connector import _WORKERS
+
+        counts["scheduler"] = dict(connector._scheduler.counts.snapshot())
+        (worker,) = _WORKERS.values()
+        worker.engine.drain(30)
+        counts["worker"] = dict(worker.counts.snapshot())
+        statistics = worker.engine.statistics()
+        counts["unreleased_hits"] = statistics.unreleased_hits
+        counts["in_flight_blocks"] = statistics.in_flight_blocks
+    metrics = {
+        metric.name: metric.value
+        for metric in engine.get_metrics()
+        if "prefix_cache" in metric.name and hasattr(metric, "value")
+    }
+    engine.llm_engine.engine_core.shutdown()
+    return {"answers": answers, "counts": counts, "metrics": metrics}
+
+
+def scheduler_connector(engine: Any) -> Any:
+    return core_of(engine).scheduler.connector
+
+
+def core_of(engine: Any) -> Any:
+    return engine.llm_engine.engine_core.engine_core
+
+
+def parameters(step: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=step.get("max_tokens", 16),
+        ignore_eos=True,
+        detokenize=False,
+        logprobs=step.get("logprobs"),
+    )
+
+
+def generate(engine: Any, step: dict[str, Any]) -> Any:
+    """Generate from all prompts at once."""
+    began = time.perf_counter()
+    prompts = [{"prompt_token_ids": tokens, **step.get("more", {})} for tokens in step["prompts"]]
+    outputs = engine.generate(prompts, parameters(step), use_tqdm=False)
+    answer: dict[str, Any] = {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "reasons": [output.outputs[0].finish_reason for output in outputs],
+        "cached": [output.num_cached_tokens for output in outputs],
+        "seconds": time.perf_counter() - began,
+    }
+    if step.get("logprobs") is not None:
+        answer["logprobs"] = [
+            [
+                row[token].logprob
+                for token, row in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+            ]
+            for output in outputs
+        ]
+    return answer
+
+
+def settle(engine: Any, step: dict[str, Any]) -> Any:
+    """Wait until everything that was stored has arrived."""
+    from offload.engines.vllm._connector import _WORKERS
+
+    for worker in _WORKERS.values():
+        worker.engine.drain(60)
+    return None
+
+
+def reset(engine: Any, step: dict[str, Any]) -> Any:
+    """Forget what is cached locally; with ``connector``, what is cached outside as well. Whether it did."""
+    return engine.reset_prefix_cache(reset_connector=bool(step.get("connector")))
+
+
+def wait_for_file(engine: Any, step: dict[str, Any]) -> Any:
+    """Say so, and wait until the test has done something to the world."""
+    Path(step["tell"]).touch()
+    deadline = time.monotonic() + 120
+    while not Path(step["wait"]).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return None
+
+
+def abort(engine: Any, step: dict[str, Any]) -> Any:
+    """Add requests, abort some of them after a number of steps, and let the others finish."""
+    llm = engine.llm_engine
+    for number, tokens in enumerate(step["prompts"]):
+        llm.add_request(str(number), {"prompt_token_ids": tokens}, parameters(step))
+    ended: dict[str, Any] = {}
+    for turn in range(100_000):
+        if turn == step["after"]:
+            llm.abort_request([str(number) for number in step["abort"]], internal=False)
+        if not llm.has_unfinished_requests():
+            break
+        for output in llm.step():
+            if output.finished:
+                ended[output.request_id] = list(output.outputs[0].token_ids)
+    return ended
+
+
+STEPS = {"generate": generate, "settle": settle, "reset": reset, "wait": wait_for_file, "abort": abort}
+
+if __name__ == "__main__":
+    main()
