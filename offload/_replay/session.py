@@ -207,15 +207,19 @@ def _report(
 
 
 def _what_if(laps: Laps, options: ReplayOptions, factor: float) -> float:
-    unique = max(1, laps.unique_blocks)  # nobody holds more
-    capacities = [min(spec.blocks(options.block_bytes, unique, factor), unique) for spec in options.tiers]
+    unique = max(1, laps.unique_blocks)
+    presence = options.policy != "pass-all"
+    # No tier holds more than this. Without the presence filter a block that is there already is stored again, and takes a
+    # slot for that moment: with room for all blocks and no more, it would evict one.
+    most = unique if presence else unique + max((len(request.hash_ids) for request in laps.requests), default=0)
+    capacities = [min(spec.blocks(options.block_bytes, unique, factor), most) for spec in options.tiers]
     if 0 in capacities:
         raise ReplayError(f"what-if {factor:g}x: a tier would hold less than one block")
     hits = simulate(
         _keys_of(laps),
         capacities,
         options.further_policies(),
-        presence=options.policy != "pass-all",
+        presence=presence,
         eviction=[LRU if spec.kind == "maru" else AdaptiveLRFU for spec in options.tiers],
     )
     return hits / (laps.laps * sum(len(request.hash_ids) for request in laps.requests) or 1)

@@ -17,7 +17,7 @@ import attrs
 import pytest
 import trio
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from backends.memory import MemoryTier
@@ -181,6 +181,8 @@ def test_what_if_is_plain_lru(trace: list[list[int]], capacity: int) -> None:
     capacities=st.lists(st.integers(1, 35), min_size=1, max_size=3),
     policy=st.sampled_from(["presence", "pass-all", "frequency:1", "frequency:2"]),
 )
+# More room than different blocks: what is stored again takes a slot of it, and evicts nothing.
+@example(trace=[[0, 1, 3, 4, 5, 30], [0, 2, 1], [0, 30]], capacities=[8], policy="pass-all")
 def test_what_if_is_what_a_replay_gives(trace: list[list[int]], capacities: list[int], policy: str) -> None:
     options = ReplayOptions(
         tiers=[TierSpec("memory", None, blocks * BLOCK) for blocks in capacities], block_bytes=BLOCK, policy=policy
