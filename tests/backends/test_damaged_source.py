@@ -8,7 +8,7 @@ from backends import DamagedBlock
 from backends.abc import LOADED, STORED, Failed, RoomRequest
 from backends.slots import PagesDestination
 from backends.testing import FakeTier, payload_of
-from offload._health.breaker_tier import with_breaker
+from offload import with_breaker
 from tests.support.damaged_places import DESTINATIONS, SIZE, SOURCES, fill, flip, opened, payload, store
 
 KEYS = [b"key %d" % number for number in range(4)]

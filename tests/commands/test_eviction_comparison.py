@@ -20,8 +20,7 @@ from offload._replay.eviction_comparison import POLICIES, SHARES, compare, simul
 from offload._replay.eviction_report import CapacityUnclear, capacities_of, picture
 from offload._replay.replayer import TraceKeys
 from offload._replay.simulation import most_hits, simulate
-from offload._replay.trace import read_trace
-from offload.replay import command
+from offload.replay import command, read_trace
 from tests.support.eviction_traces import KINDS
 
 # --- the limit ----------------------------------------------------------------------------------------------------

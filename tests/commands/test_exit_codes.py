@@ -19,8 +19,9 @@ from click.testing import CliRunner, Result
 
 import maru.cli
 import offload.cli
-from maru._commands import Commands, output_directory, output_file
+from maru._commands import output_directory, output_file
 from maru._ending import BadInput, CheckFailed, EnvironmentFault, ExitCode, until_interrupted
+from offload.cli import Commands
 
 TRACE: Final = "\n".join(
     json.dumps({"timestamp": at, "input_length": 2_048, "output_length": 1, "hash_ids": ids})

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from backends.memory import MemoryTier
 from backends.pooled import Lease
 from offload._replay import leaks
-from offload._replay.laps import Laps
 from offload._replay.replayer import Played
 from offload._replay.report import Tally
 from offload.replay import (
+    Laps,
     Percentiles,
     ReplayError,
     ReplayOptions,

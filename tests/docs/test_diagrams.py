@@ -16,7 +16,7 @@ from maru import _config as maru_config
 from maru._client.page_states import MOVES as PAGE_MOVES
 from maru._client.page_states import PageEvent, PageState
 from maru.configuration import as_size
-from offload._config import PipelineConfig, knobs
+from offload import PipelineConfig, knobs
 from offload._pipeline.lifecycle import GATE, MOVES, Phase, Status
 from offload.instruments import HOOKS
 

@@ -24,8 +24,7 @@ import pytest
 
 from backends.pinned_pool import pinned_pool_config
 from maru._config import client_config, server_config
-from offload import EngineConfig
-from offload._config import config_from_toml
+from offload import EngineConfig, config_from_toml
 from tests.support.maru_processes import PATIENCE, Server, temporary_pool
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 import backends
 import maru
 from backends.abc import DUPLICATE, LOADED, STORED, BlockSizeError, CapacityError, Failed, Missed, Rejected, Unproven
-from offload import BreakerConfig, ConfigError, HealthState, TierTooSlow, TierUnavailable
-from offload._config import from_mapping, knobs
+from offload import BreakerConfig, ConfigError, HealthState, TierTooSlow, TierUnavailable, knobs
+from offload._config import from_mapping
 from offload._health.breaker import MOVES, Breaker, Call, Verdict
 from offload._health.faults import EXCEPTIONS, describe, judge_exception, judge_outcomes
 

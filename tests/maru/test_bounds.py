@@ -13,10 +13,9 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maru._config import ServerConfig
+from maru import ServerConfig, open_server
 from maru._server import server as server_module
 from maru._server.reports import INTERVAL, MAX_BYTES, Reports
-from maru._server.server import open_server
 from maru._wire import Code, ReportEntry, ReportRequest, StatsManagerStats, request
 from maru.transport import SocketOptions, open_socket
 from maru.transport._unread import Unread

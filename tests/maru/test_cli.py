@@ -24,10 +24,10 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from maru import MaruConfig
 from maru._cli import doctor, ping, top
 from maru._cli._connection import ServerOptions
 from maru._cli._rates import Sample, compute_rates
-from maru._config import MaruConfig
 from maru._server.reports import INTERVAL
 from maru._wire import OWN_CODES, Code, InstanceUsage, OperationStats
 from maru.blocking import MaruHandler

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maru import ConfigError, MaruError
-from maru._config import MaruConfig, ServerConfig, client_config, from_mapping, is_loopback, knobs, server_config
+from maru import ConfigError, MaruConfig, MaruError, ServerConfig
+from maru._config import client_config, from_mapping, is_loopback, knobs, server_config
 from maru._errors import KnobError
 from maru.configuration import as_bytes, as_size
 from offload import ConfigError as OffloadConfigError

@@ -21,11 +21,9 @@ import trio
 import maru._client.blocking
 import maru._client.driver_trio
 import maru._client.handler
-from maru import ConfigError, Damaged, HandlerClosed, LeaseLost, NoAnswer
+from maru import ConfigError, Damaged, HandlerClosed, LeaseLost, MaruConfig, NoAnswer, ServerConfig, open_server
 from maru._client.answers import Deleted, Loaded, Stored
 from maru._client.handler_base import beat_of
-from maru._config import MaruConfig, ServerConfig
-from maru._server.server import open_server
 from maru.transport import new_key_pair, save_key_pair
 from tests.support.maru_actors import impatient, waits
 from tests.support.published import PublishedClient, PublishedServer

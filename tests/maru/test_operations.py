@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from maru import HandlerClosed, LeaseLost, NoAnswer, ServerLost, ServerRefused
+from maru import HandlerClosed, LeaseLost, MaruConfig, NoAnswer, ServerLost, ServerRefused
 from maru._client.answers import Deleted, Loaded, Stored
 from maru._client.correlation import Correlation
 from maru._client.operations import (
@@ -33,7 +33,6 @@ from maru._client.operations import (
 )
 from maru._client.operations.state import salt_of
 from maru._client.page_states import PageState
-from maru._config import MaruConfig
 from maru._wire import Code
 from tests.support.maru_world import PAGE, Client, PublishedWorld, World
 

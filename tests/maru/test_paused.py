@@ -10,9 +10,8 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maru._config import ServerConfig
+from maru import ServerConfig, open_server
 from maru._server.served_time import ServedTime
-from maru._server.server import open_server
 from maru._wire import BeatRequest, Code, ErrorReply, body_of, decode_reply, read_header, request
 from tests.support.maru_actors import BE, client
 from tests.support.maru_processes import Actor, Server, eventually, temporary_pool

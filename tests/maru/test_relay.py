@@ -19,7 +19,7 @@ import pytest
 import trio
 import zmq
 
-from maru._config import ServerConfig
+from maru import ServerConfig
 from maru._relay import lookup
 from maru._relay.handshake import greeting, ready
 from maru._relay.relay import Relay

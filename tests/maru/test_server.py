@@ -23,13 +23,12 @@ import trio
 import zmq
 from xxhash import xxh3_64_intdigest
 
-from maru import ConfigError, JournalFailed, NotOwner, PoolInUse
-from maru._config import ServerConfig, knobs
+from maru import ConfigError, JournalFailed, NotOwner, PoolInUse, ServerConfig, open_server
+from maru._config import knobs
 from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
 from maru._pool.pool import open_pool
 from maru._server import main as main_module
 from maru._server import storage
-from maru._server.server import open_server
 from maru._wire import (
     AllocRequest,
     BatchRegisterRequest,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maru._config import ServerConfig
+from maru import ServerConfig
 from maru._directory import Directory, Limits
 from maru._directory.records import Deleted, Fenced, Registered, decode
 from maru._journal.registrations import recorded_columns

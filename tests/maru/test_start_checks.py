@@ -14,10 +14,9 @@ import pytest
 import trio
 from click.testing import CliRunner
 
-from maru import ConfigError, MaruError
+from maru import ConfigError, MaruError, open_server
 from maru._config import server_config
 from maru._journal.segments import Header, pack_header
-from maru._server.server import open_server
 from maru.cli import main
 from maru.exception_groups import leaves
 from maru.server_cli import main as server_main

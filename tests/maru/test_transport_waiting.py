@@ -11,7 +11,8 @@ import pytest
 import trio
 import trio.testing
 
-from maru.transport._waiting import Expected, Queued, Watch
+from maru.transport import Expected
+from maru.transport._waiting import Queued, Watch
 from tests.support import determinism
 from tests.support.maru_sockets import PATIENCE
 

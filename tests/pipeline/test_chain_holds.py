@@ -14,9 +14,17 @@ import offload
 from backends.abc import Deletion, Key
 from backends.pooled import PooledReservation
 from backends.testing import FakeTier
-from offload import NO_WAIT, BatchConfig, BreakerConfig, DestinationFull, PipelineConfig, Status, TierUnavailable
-from offload._pipeline.handle import TransferHandle
-from offload._pipeline.result import TransferResult
+from offload import (
+    NO_WAIT,
+    BatchConfig,
+    BreakerConfig,
+    DestinationFull,
+    PipelineConfig,
+    Status,
+    TierUnavailable,
+    TransferHandle,
+    TransferResult,
+)
 from tests.support.engine_places import SIZE, cancelled_at_checkpoint, keys_of, payloads, room
 
 EVICTS = PipelineConfig(on_destination_full="evict", batch_config=BatchConfig(flush_interval=0.0))

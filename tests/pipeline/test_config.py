@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload._config import BatchConfig, Knob, PipelineConfig, config_from_toml, from_mapping, knobs
-from offload._errors import ConfigError, OffloadError
+from maru.configuration import Knob
+from offload import BatchConfig, ConfigError, OffloadError, PipelineConfig, config_from_toml, knobs
+from offload._config import from_mapping
 
 # Every knob, the values at its bounds, and values that it cannot have.
 COUNTS = {

@@ -6,8 +6,8 @@ import pytest
 import trio
 
 from backends.abc import WeakBlocks
+from offload import OffloadBatch, OffloadContainer
 from offload._instruments import Hooks
-from offload._pipeline.container import OffloadBatch, OffloadContainer
 from offload.abc import Instrument
 from offload.instruments import HOOKS, Counting, Every, Log, Trace, numbers_of
 

@@ -7,9 +7,8 @@ import trio
 
 from backends.abc import WeakBlocks
 from backends.testing import FakeTier
-from offload import NO_WAIT, OffloadContainer, PipelineConfig, Status, open_pipeline
+from offload import NO_WAIT, OffloadContainer, Pipeline, PipelineConfig, Status, open_pipeline
 from offload._pipeline.channel import CancellableChannel
-from offload._pipeline.pipeline import Pipeline
 from tests.support.invariants import keys_of
 
 STAGES = ("admission", "awaiting", "batching", "transfer")

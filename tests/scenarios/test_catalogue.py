@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from offload.instruments import HOOKS
-from offload.testing.scenarios._files import SUFFIX, read, read_text, to_toml
-from offload.testing.scenarios._play import play
+from offload.testing.scenarios import play, read, read_text, to_toml
+from offload.testing.scenarios._files import SUFFIX
 from offload.testing.scenarios._program import FaultKind
 
 HERE = Path(__file__).parent

@@ -3,13 +3,8 @@
 import attrs
 import pytest
 
-from offload import PipelineConfig
-from offload._config import BatchConfig
-from offload.testing.scenarios._check import COUNTED, USED_BY_FAULT, check, demand
-from offload.testing.scenarios._check_program import USED_BY_POLICY
-from offload.testing.scenarios._defaults import FIELD_OF, config_of, keys_of, tiers_of
-from offload.testing.scenarios._errors import ScenarioError
-from offload.testing.scenarios._program import (
+from offload import BatchConfig, PipelineConfig
+from offload.testing.scenarios import (
     TICK,
     After,
     CloseStep,
@@ -22,12 +17,17 @@ from offload.testing.scenarios._program import (
     PipelineSpec,
     PolicySpec,
     Scenario,
+    ScenarioError,
     Step,
     StoreStep,
     TierSpec,
     TraceLoad,
     Window,
+    check,
 )
+from offload.testing.scenarios._check import COUNTED, USED_BY_FAULT, demand
+from offload.testing.scenarios._check_program import USED_BY_POLICY
+from offload.testing.scenarios._defaults import FIELD_OF, config_of, keys_of, tiers_of
 from offload.testing.scenarios._systems import SEAMS, SEAMS_OF
 
 A = Step(store=StoreStep(id="a{0..1}"))

@@ -12,17 +12,9 @@ import pytest
 import trio
 import trio.testing
 
+from offload.testing.scenarios import TICK, After, Fault, Scenario, Step, StoreStep, TierSpec, generate, play, run
 from offload.testing.scenarios import _play as playing
-from offload.testing.scenarios._clock import (
-    ALL,
-    VirtualClock,
-    collected,
-    run,
-    wait_all_tasks_blocked,
-)
-from offload.testing.scenarios._generate import generate
-from offload.testing.scenarios._play import play
-from offload.testing.scenarios._program import TICK, After, Fault, Scenario, Step, StoreStep, TierSpec
+from offload.testing.scenarios._clock import ALL, VirtualClock, collected, wait_all_tasks_blocked
 from offload.testing.scenarios._trace import hash_of
 
 IN_ANOTHER_PROCESS = """

@@ -23,23 +23,18 @@ from click.testing import CliRunner
 import offload._engine.engine as engine_module
 import offload._engine.loading as loading_module
 from backends.abc import LOADED, WeakBlocks
-from offload._engine import Engine, Hit
+from offload import BreakerTier, Engine, Hit
 from offload._engine.loading import Loading
 from offload._engine.promotion import Staging
-from offload._health.breaker_tier import BreakerTier
 from offload._pipeline.chain import Chain
 from offload._pipeline.marks import place_of
 from offload._scenario._options import line
 from offload.cli import main
-from offload.testing.scenarios._check import check
-from offload.testing.scenarios._files import read_text, to_toml
+from offload.testing.scenarios import Playing, check, expand, play, play_many, read_text, shrink, to_toml
 from offload.testing.scenarios._generate import generate_engine
-from offload.testing.scenarios._names import expand
-from offload.testing.scenarios._play import play
 from offload.testing.scenarios._program import FaultKind
-from offload.testing.scenarios._shrink import shrink
 from offload.testing.scenarios._summary import Summary, reachable
-from offload.testing.scenarios._workers import Playing, cores, play_many
+from offload.testing.scenarios._workers import cores
 from tests.support import breaker_faults
 
 SEEDS = 500

@@ -11,16 +11,11 @@ import pytest
 
 from backends.abc import Key
 from backends.pooled import Lease, PooledTier
-from offload._engine import Hit
+from offload import HealthState, Hit
 from offload._engine.promotion import Promoter
-from offload._health import HealthState
 from offload._health.breaker import Breaker, Call, Verdict
-from offload.testing.scenarios._check import check
-from offload.testing.scenarios._errors import ScenarioError
-from offload.testing.scenarios._files import SUFFIX, read, read_text
-from offload.testing.scenarios._play import play
-from offload.testing.scenarios._program import Expect, Scenario, TierSpec
-from offload.testing.scenarios._real._run import play_real
+from offload.testing.scenarios import Expect, Scenario, ScenarioError, TierSpec, check, play, play_real, read, read_text
+from offload.testing.scenarios._files import SUFFIX
 from tests.support.breaker_faults import a_breaker_never_closes, a_breaker_never_tries_again
 from tests.support.scenario_plays import unhurried
 

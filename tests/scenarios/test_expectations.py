@@ -2,10 +2,8 @@
 
 import pytest
 
+from offload.testing.scenarios import Counts, Expect, Moment, Outcome, Report, Scenario, Window
 from offload.testing.scenarios._expectations import FinalState, failed_expectations
-from offload.testing.scenarios._program import Counts, Expect, Scenario, Window
-from offload.testing.scenarios._systems import Outcome
-from offload.testing.scenarios._trace import Moment, Report
 
 MOMENTS = (
     Moment(0, "step", "asked", ("a0",)),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from offload.testing.scenarios import Expect, Fault, Moment, Outcome, Scenario, Violation
 from offload.testing.scenarios._explore import (
     Explored,
     NoSuchSpot,
@@ -11,10 +12,7 @@ from offload.testing.scenarios._explore import (
     variant,
     variants_of,
 )
-from offload.testing.scenarios._program import Expect, Fault, Scenario
 from offload.testing.scenarios._summary import played
-from offload.testing.scenarios._systems import Outcome
-from offload.testing.scenarios._trace import Moment, Violation
 from tests.support.scenario_plays import program, report_of
 
 BASE = report_of(

@@ -2,9 +2,7 @@
 
 import pytest
 
-from offload.testing.scenarios._faults import FAULTS
-from offload.testing.scenarios._play import play
-from offload.testing.scenarios._program import (
+from offload.testing.scenarios import (
     After,
     Counts,
     Expect,
@@ -16,7 +14,9 @@ from offload.testing.scenarios._program import (
     StoreStep,
     TierSpec,
     Window,
+    play,
 )
+from offload.testing.scenarios._faults import FAULTS
 from offload.testing.scenarios._systems import SEAMS_OF
 
 

@@ -8,9 +8,10 @@ from typing import get_args
 import pytest
 
 from offload.instruments import HOOKS
+from offload.testing.scenarios import Playing, play_many
 from offload.testing.scenarios._program import FaultKind
 from offload.testing.scenarios._summary import Summary, reachable
-from offload.testing.scenarios._workers import Playing, cores, play_many
+from offload.testing.scenarios._workers import cores
 
 SHORT, LONG = 5_000, 80_000
 FIRED = 1_600_000

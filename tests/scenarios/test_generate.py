@@ -6,11 +6,9 @@ from collections import Counter
 from functools import cache
 
 from offload.instruments import HOOKS
-from offload.testing.scenarios._check import check
+from offload.testing.scenarios import check, expand, generate, play
 from offload.testing.scenarios._defaults import keys_of, stores_of
-from offload.testing.scenarios._generate import SPAN, generate
-from offload.testing.scenarios._names import expand
-from offload.testing.scenarios._play import play
+from offload.testing.scenarios._generate import SPAN
 from offload.testing.scenarios._systems import SEAMS_OF
 
 SEEDS = range(400)

@@ -2,8 +2,8 @@
 
 from xml.etree import ElementTree as Xml
 
+from offload.testing.scenarios import Violation
 from offload.testing.scenarios._summary import Case, Suite, lost, played, to_junit
-from offload.testing.scenarios._trace import Violation
 from tests.support.scenario_plays import report_of
 
 GOOD = Case("seed 1", played(report_of(1), 0.25), "offload scenario run a --seed 1")

@@ -6,13 +6,21 @@ import json
 import msgspec
 import pytest
 
-from offload.testing.scenarios._check import check
+from offload.testing.scenarios import (
+    Expect,
+    Load,
+    Mix,
+    Scenario,
+    ScenarioError,
+    Step,
+    StoreStep,
+    TraceLoad,
+    check,
+    expand,
+    play,
+    unroll,
+)
 from offload.testing.scenarios._defaults import keys_of, stores_of
-from offload.testing.scenarios._errors import ScenarioError
-from offload.testing.scenarios._loads import unroll
-from offload.testing.scenarios._names import expand
-from offload.testing.scenarios._play import play
-from offload.testing.scenarios._program import Expect, Load, Mix, Scenario, Step, StoreStep, TraceLoad
 from offload.testing.scenarios._summary import played
 
 

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from offload.testing.scenarios._files import SUFFIX, read, read_text, to_toml
-from offload.testing.scenarios._program import Scenario
-from offload.testing.scenarios._real._run import play_real
-from offload.testing.scenarios._trace import Report
+from offload.testing.scenarios import Report, Scenario, play_real, read, read_text, to_toml
+from offload.testing.scenarios._files import SUFFIX
 
 CATALOGUE = Path(__file__).parent
 FILES = sorted(CATALOGUE.glob(f"maru-*{SUFFIX}"))

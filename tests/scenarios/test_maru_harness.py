@@ -16,15 +16,22 @@ from click.testing import CliRunner
 from maru import HeldBatch, MaruHandler
 from maru._client.operations.state import ClientState
 from offload._scenario.run import command
-from offload.testing.scenarios._errors import NeedsProcesses, NotForReal, ScenarioError
-from offload.testing.scenarios._files import SUFFIX, read, read_text, to_toml
-from offload.testing.scenarios._play import play
-from offload.testing.scenarios._program import Scenario
+from offload.testing.scenarios import (
+    NeedsProcesses,
+    NotForReal,
+    Report,
+    Scenario,
+    ScenarioError,
+    play,
+    play_real,
+    read,
+    read_text,
+    to_toml,
+)
+from offload.testing.scenarios._files import SUFFIX
 from offload.testing.scenarios._real import _page_store_tier as maru_tiers
 from offload.testing.scenarios._real._page_store import NoPageStore, PageStore
 from offload.testing.scenarios._real._page_store_tier import PageStoreTier
-from offload.testing.scenarios._real._run import play_real
-from offload.testing.scenarios._trace import Report
 
 CATALOGUE = Path(__file__).parent
 

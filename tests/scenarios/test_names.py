@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.testing.scenarios._names import MOST, compress, expand
+from offload.testing.scenarios import expand
+from offload.testing.scenarios._names import MOST, compress
 
 # What a name may be; no digits at the end of a stem, so that a list of them is not by chance a range.
 words = st.text(

@@ -2,21 +2,21 @@
 
 import pytest
 
-from offload.testing.scenarios._play import play
-from offload.testing.scenarios._program import (
+from offload.testing.scenarios import (
     After,
     Fault,
     KeysStep,
     LoadStep,
+    Outcome,
     PipelineSpec,
     PolicySpec,
     Scenario,
     Step,
     StoreStep,
     TierSpec,
+    play,
 )
 from offload.testing.scenarios._rng import Rng
-from offload.testing.scenarios._systems import Outcome
 from offload.testing.scenarios._trace import NoOutcome, outcome_of
 from tests.support.scenario_systems import BROKEN, factory, open_cache
 

@@ -12,29 +12,33 @@ from typing import Any
 import pytest
 
 from backends.abc import Key
-from offload.testing.scenarios import NeedsRealTime
-from offload.testing.scenarios._names import expand
-from offload.testing.scenarios._play import play
-from offload.testing.scenarios._program import (
+from offload.testing.scenarios import (
     After,
+    AsyncioWorld,
     CloseStep,
     Expect,
     Fault,
     KeysStep,
     LoadStep,
+    NeedsRealTime,
+    Outcome,
     PipelineSpec,
     PolicySpec,
+    Refused,
     Scenario,
     Step,
     StoreStep,
+    SyncWorld,
+    ThreadWorld,
     TierSpec,
     Window,
+    expand,
+    from_asyncio,
+    from_sync,
+    from_threads,
+    play,
+    play_real,
 )
-from offload.testing.scenarios._real._asyncio_system import AsyncioWorld, from_asyncio
-from offload.testing.scenarios._real._run import play_real
-from offload.testing.scenarios._real._thread_system import ThreadWorld, from_threads
-from offload.testing.scenarios._sync_system import SyncWorld, from_sync
-from offload.testing.scenarios._systems import Outcome, Refused
 from tests.support.scenario_plays import unhurried
 
 # --- three caches that do the same ----------------------------------------------------------------------------------

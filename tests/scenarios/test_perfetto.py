@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from offload.testing.scenarios._perfetto import US_PER_MS, trace_events
+from offload.testing.scenarios import trace_events
+from offload.testing.scenarios._perfetto import US_PER_MS
 from tests.support.scenario_stories import STORIES, Story, cancel_one_of_four, many
 
 REQUIRED = {

@@ -2,12 +2,9 @@
 
 import pytest
 
-from offload import PipelineClosed, Status, TransferFailed
-from offload._pipeline.container import OffloadBatch
+from offload import OffloadBatch, PipelineClosed, Status, TransferFailed
 from offload._pipeline.settlement import Settlement
-from offload.testing.scenarios._generate import generate
-from offload.testing.scenarios._play import play
-from offload.testing.scenarios._program import (
+from offload.testing.scenarios import (
     After,
     CloseStep,
     Expect,
@@ -19,6 +16,8 @@ from offload.testing.scenarios._program import (
     Step,
     StoreStep,
     TierSpec,
+    generate,
+    play,
 )
 
 

@@ -19,8 +19,7 @@ from backends.abc import EVICTED, STORED, StrongBlocks
 from backends.blocks import Registry, _HeldKeys
 from backends.pooled import Lease, PooledReservation, PooledTier
 from backends.slots import SlotTier
-from offload import OffloadBatch, Pipeline, TransferFailed
-from offload._errors import PipelineClosed, PipelineFull
+from offload import OffloadBatch, OffloadContainer, Pipeline, PipelineClosed, PipelineFull, TransferFailed
 from offload._pipeline.accumulator import Accumulator
 from offload._pipeline.admission import Admission
 from offload._pipeline.awaiting import Awaiting
@@ -28,13 +27,11 @@ from offload._pipeline.batching import Batching, ReadyChannel
 from offload._pipeline.budget import Budget
 from offload._pipeline.chain import Chain
 from offload._pipeline.channel import CancellableChannel
-from offload._pipeline.container import OffloadContainer
 from offload._pipeline.lifecycle import Phase, Status
 from offload._pipeline.marks import PendingMarks
 from offload._pipeline.settlement import Settlement
 from offload._pipeline.transfer import Slot
-from offload.testing.scenarios._generate import generate
-from offload.testing.scenarios._play import play
+from offload.testing.scenarios import generate, play
 
 SEEDS = 500
 

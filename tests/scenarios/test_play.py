@@ -4,13 +4,7 @@ import msgspec
 import pytest
 import trio
 
-from offload.testing.scenarios import _play as playing
-from offload.testing.scenarios._errors import ScenarioError
-from offload.testing.scenarios._files import read_text
-from offload.testing.scenarios._generate import generate
-from offload.testing.scenarios._pipeline_system import open_pipelines
-from offload.testing.scenarios._play import play
-from offload.testing.scenarios._program import (
+from offload.testing.scenarios import (
     After,
     CloseStep,
     Counts,
@@ -23,11 +17,17 @@ from offload.testing.scenarios._program import (
     PipelineSpec,
     PolicySpec,
     Scenario,
+    ScenarioError,
     Step,
     StoreStep,
     TierSpec,
     Window,
+    generate,
+    play,
+    read_text,
 )
+from offload.testing.scenarios import _play as playing
+from offload.testing.scenarios._pipeline_system import open_pipelines
 
 S20 = """
 format = 1

@@ -10,11 +10,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.testing.scenarios._errors import ScenarioError
-from offload.testing.scenarios._files import lines_of, nearest_line, parse_path, read, read_text, to_toml
-from offload.testing.scenarios._generate import generate
-from offload.testing.scenarios._play import play
-from offload.testing.scenarios._program import Fault, PipelineSpec, Scenario, Step, StoreStep, TierSpec
+from offload.testing.scenarios import (
+    Fault,
+    PipelineSpec,
+    Scenario,
+    ScenarioError,
+    Step,
+    StoreStep,
+    TierSpec,
+    generate,
+    play,
+    read,
+    read_text,
+    to_toml,
+)
+from offload.testing.scenarios._files import lines_of, nearest_line, parse_path
 from offload.testing.scenarios._strategy import scenarios
 from offload.testing.scenarios._systems import SEAMS
 

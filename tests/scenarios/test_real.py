@@ -11,10 +11,7 @@ from typing import Any
 
 import pytest
 
-from offload.testing.scenarios._errors import ScenarioError
-from offload.testing.scenarios._expectations import FinalState, failed_real_expectations
-from offload.testing.scenarios._play import play
-from offload.testing.scenarios._program import (
+from offload.testing.scenarios import (
     After,
     CloseStep,
     Counts,
@@ -23,20 +20,24 @@ from offload.testing.scenarios._program import (
     KeysStep,
     LoadStep,
     Mix,
+    Moment,
+    Outcome,
     PipelineSpec,
+    Report,
     Scenario,
+    ScenarioError,
     Step,
     StoreStep,
     TierSpec,
     Window,
+    play,
+    play_real,
 )
-from offload.testing.scenarios._program import Load as LoadSpec
+from offload.testing.scenarios import Load as LoadSpec
+from offload.testing.scenarios._expectations import FinalState, failed_real_expectations
 from offload.testing.scenarios._real import _world as disk_module
 from offload.testing.scenarios._real import _world as world
-from offload.testing.scenarios._real._run import play_real
 from offload.testing.scenarios._real._world import NoDisk, SmallDisk
-from offload.testing.scenarios._systems import Outcome
-from offload.testing.scenarios._trace import Moment, Report
 from tests.support.scenario_plays import unhurried
 
 

@@ -13,7 +13,7 @@ import pytest
 import trio
 import trio.testing
 
-from offload.testing.scenarios._program import (
+from offload.testing.scenarios import (
     After,
     Expect,
     Fault,
@@ -24,10 +24,10 @@ from offload.testing.scenarios._program import (
     StoreStep,
     TierSpec,
     Window,
+    play_real,
 )
 from offload.testing.scenarios._real._child import MessageSocket
 from offload.testing.scenarios._real._process import ChildProcess, _RemotePipelines, needs_process
-from offload.testing.scenarios._real._run import play_real
 from tests.support.scenario_plays import unhurried
 
 

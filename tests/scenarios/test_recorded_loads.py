@@ -13,12 +13,9 @@ import trio
 from click.testing import CliRunner
 
 from offload.replay import ReplayError, ReplayOptions, ReplayReport, Request, TierSpec, command, replay
-from offload.testing.scenarios._check import check
-from offload.testing.scenarios._files import read, read_text, to_toml
+from offload.testing.scenarios import Scenario, check, play, read, read_text, to_toml
 from offload.testing.scenarios._loads import RecordedRequest as Done
 from offload.testing.scenarios._loads import RecordedTier, modelled, recorded
-from offload.testing.scenarios._play import play
-from offload.testing.scenarios._program import Scenario
 
 BLOCK = 256
 

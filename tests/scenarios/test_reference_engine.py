@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from offload._errors import ConfigError  # noqa: E402
+from offload import ConfigError  # noqa: E402
 from offload.testing.reference_engine import (  # noqa: E402
     BOS,
     VOCABULARY,

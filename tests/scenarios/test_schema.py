@@ -5,14 +5,8 @@ import json
 import msgspec
 import pytest
 
-from offload.testing.scenarios import _program
-from offload.testing.scenarios._generate import generate
-from offload.testing.scenarios._schema import (
-    PARTS,
-    about,
-    described,
-    schema,
-)
+from offload.testing.scenarios import _program, generate, schema
+from offload.testing.scenarios._schema import PARTS, about, described
 
 SAY_IT_ALL = {
     "Scenario": {"format", "name", "seed", "load", "step", "fault", "expect"},

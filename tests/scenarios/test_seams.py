@@ -3,11 +3,7 @@
 import msgspec
 import pytest
 
-from offload.testing.scenarios._check import check
-from offload.testing.scenarios._errors import NoSuchSystem
-from offload.testing.scenarios._generate import generate
-from offload.testing.scenarios._play import play
-from offload.testing.scenarios._program import (
+from offload.testing.scenarios import (
     After,
     CloseStep,
     Fault,
@@ -16,7 +12,11 @@ from offload.testing.scenarios._program import (
     Scenario,
     Step,
     StoreStep,
+    check,
+    generate,
+    play,
 )
+from offload.testing.scenarios._errors import NoSuchSystem
 from offload.testing.scenarios._promises import Promise, promises
 from offload.testing.scenarios._seams import (
     Fuzzing,

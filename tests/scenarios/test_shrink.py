@@ -8,34 +8,30 @@ import pytest
 
 from offload import OffloadBatch, TransferFailed
 from offload._pipeline.lifecycle import Phase
-from offload.testing.scenarios._errors import ScenarioError
-from offload.testing.scenarios._files import read_text, to_toml
-from offload.testing.scenarios._generate import generate
-from offload.testing.scenarios._names import expand
-from offload.testing.scenarios._play import play
-from offload.testing.scenarios._program import (
+from offload.testing.scenarios import (
     After,
     Expect,
     Fault,
     KeysStep,
     LoadStep,
+    Moment,
     PipelineSpec,
     PolicySpec,
+    Report,
     Scenario,
+    ScenarioError,
     Step,
     StoreStep,
     TierSpec,
-)
-from offload.testing.scenarios._shrink import (
-    NotBroken,
-    Progress,
-    pinned,
-    renamed,
+    Violation,
+    expand,
+    generate,
+    play,
+    read_text,
     shrink,
-    stores,
-    tidy,
+    to_toml,
 )
-from offload.testing.scenarios._trace import Moment, Report, Violation
+from offload.testing.scenarios._shrink import NotBroken, Progress, pinned, renamed, stores, tidy
 from offload.testing.scenarios._workers import SubprocessPlayer
 from tests.support.scenario_plays import program, report_of
 

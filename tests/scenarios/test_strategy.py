@@ -4,9 +4,7 @@ from collections import Counter
 
 from hypothesis import HealthCheck, Phase, find, given, settings
 
-from offload.testing.scenarios._check import check
-from offload.testing.scenarios._files import read_text, to_toml
-from offload.testing.scenarios._play import play
+from offload.testing.scenarios import check, play, read_text, to_toml
 from offload.testing.scenarios._strategy import scenarios
 from offload.testing.scenarios._systems import SEAMS_OF
 

@@ -3,7 +3,7 @@
 import json
 
 from offload.instruments import HOOKS
-from offload.testing.scenarios._program import Fault
+from offload.testing.scenarios import Fault, Outcome, Violation
 from offload.testing.scenarios._summary import (
     MOST_VIOLATIONS,
     Summary,
@@ -12,8 +12,6 @@ from offload.testing.scenarios._summary import (
     reachable,
     summed,
 )
-from offload.testing.scenarios._systems import Outcome
-from offload.testing.scenarios._trace import Violation
 from tests.support.scenario_plays import program, report_of
 
 FAULTS = [Fault(do="cancel", at_hook="pre_claim"), Fault(do="cancel", at_hook="pre_claim"), Fault(do="stall", at_ms=3)]

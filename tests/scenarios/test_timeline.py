@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import offload.testing.scenarios._timeline as module
+from offload.testing.scenarios import timeline
 from offload.testing.scenarios._paths import (
     STAGES,
     Axis,
@@ -16,7 +17,6 @@ from offload.testing.scenarios._paths import (
     instants_of,
     paths_of,
 )
-from offload.testing.scenarios._timeline import timeline
 from tests.support.scenario_stories import STORIES, Story, a_bad_run, cancel_one_of_four, many, played
 
 VOID = {"meta", "input", "br", "th", "td"}  # th and td: their end tags may be left out

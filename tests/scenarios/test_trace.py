@@ -2,15 +2,8 @@
 
 import pytest
 
-from offload.testing.scenarios._trace import (
-    Moment,
-    NamedTrace,
-    NotATrace,
-    first_difference,
-    load_trace,
-    save_trace,
-    trace_of,
-)
+from offload.testing.scenarios import Moment
+from offload.testing.scenarios._trace import NamedTrace, NotATrace, first_difference, load_trace, save_trace, trace_of
 from tests.support.scenario_plays import report_of
 
 

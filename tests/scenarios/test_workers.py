@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from offload.testing.scenarios._summary import Played, summed
-from offload.testing.scenarios._workers import cores, play_many
+from offload.testing.scenarios import Played, play_many
+from offload.testing.scenarios._summary import summed
+from offload.testing.scenarios._workers import cores
 from tests.support.scenario_plays import Strange, Telling, every_tenth_is_wrong, good
 
 SUPPORT = str(Path(__file__).parents[1] / "support")

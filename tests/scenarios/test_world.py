@@ -6,18 +6,19 @@ import pytest
 import trio
 
 from backends.testing import payload_of
-from offload.testing.scenarios._play import play
-from offload.testing.scenarios._program import (
+from offload.testing.scenarios import (
     TICK,
     Fault,
+    Outcome,
     PipelineSpec,
     PolicySpec,
+    Refused,
     Scenario,
     Step,
     StoreStep,
     TierSpec,
+    play,
 )
-from offload.testing.scenarios._systems import Outcome, Refused
 
 
 class Ticket:

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offload.testing.scenarios._files import WIDTH, read_text, to_toml
-from offload.testing.scenarios._generate import generate
-from offload.testing.scenarios._program import (
+from offload.testing.scenarios import (
     CloseStep,
     Counts,
     Expect,
@@ -23,7 +21,11 @@ from offload.testing.scenarios._program import (
     TierSpec,
     TraceLoad,
     Window,
+    generate,
+    read_text,
+    to_toml,
 )
+from offload.testing.scenarios._files import WIDTH
 from offload.testing.scenarios._strategy import scenarios
 
 PRETTY = """\

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload._health import HealthState
+from offload import HealthState
 from offload._health.breaker import Breaker, Call, Verdict
 
 

@@ -14,11 +14,11 @@ from typing import Any
 from backends.abc import Blocks, Key
 from backends.testing import FakeTier
 from offload import NO_WAIT, BatchConfig, CancellationToken, Pipeline, PipelineConfig, TransferHandle, open_pipeline
+from offload.testing.scenarios import TICK as TICK
 from offload.testing.scenarios._invariants import ContainerHistory as ContainerHistory
 from offload.testing.scenarios._invariants import at_rest as at_rest
 from offload.testing.scenarios._invariants import tasks_of_the_package as tasks_of_the_package
 from offload.testing.scenarios._ledger import Ledger as Ledger
-from offload.testing.scenarios._program import TICK as TICK
 
 
 def keys_of(label: str, n: int) -> list[Key]:

@@ -21,10 +21,10 @@ import attrs
 import trio
 
 from maru import MaruError
+from maru import MaruHandler as TrioHandler
 from maru._client import operations as operations
-from maru._client.blocking import MaruHandler as BlockingHandler
-from maru._client.handler import MaruHandler as TrioHandler
 from maru._client.operations import Call
+from maru.blocking import MaruHandler as BlockingHandler
 from tests.support import maru_processes, published_clients
 from tests.support.maru_processes import act, payload
 from tests.support.published import PublishedClient, PublishedRmClient

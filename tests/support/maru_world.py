@@ -19,12 +19,10 @@ import attrs
 import msgspec
 import trio
 
-from maru import CannotMap, NoAnswer, ServerRefused
+from maru import CannotMap, MaruConfig, MaruHandler, NoAnswer, ServerConfig, ServerRefused
 from maru._client.copying import copy, copy_and_sum
-from maru._client.handler import MaruHandler
 from maru._client.operations import Alone, Call, ClientState, Identify, Map, Start, Work, load, put
 from maru._client.operations import effects as effects
-from maru._config import MaruConfig, ServerConfig
 from maru._directory import Directory
 from maru._directory.limits import Limits
 from maru._peers import Listener

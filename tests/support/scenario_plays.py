@@ -9,9 +9,7 @@ from pathlib import Path
 
 import attrs
 
-from offload.testing.scenarios._program import Fault, Scenario, Step, StoreStep
-from offload.testing.scenarios._systems import Outcome
-from offload.testing.scenarios._trace import Moment, Report, Violation
+from offload.testing.scenarios import Fault, Moment, Outcome, Report, Scenario, Step, StoreStep, Violation
 
 
 def unhurried() -> float:

@@ -6,11 +6,18 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from offload.testing.scenarios._generate import generate
-from offload.testing.scenarios._play import play
-from offload.testing.scenarios._program import Fault, Scenario, Step, StoreStep
-from offload.testing.scenarios._systems import Outcome
-from offload.testing.scenarios._trace import Moment, Report, Violation
+from offload.testing.scenarios import (
+    Fault,
+    Moment,
+    Outcome,
+    Report,
+    Scenario,
+    Step,
+    StoreStep,
+    Violation,
+    generate,
+    play,
+)
 
 
 class Story:

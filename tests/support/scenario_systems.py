@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import attrs
 import trio
 
-from offload.testing.scenarios._systems import Outcome, Refused
+from offload.testing.scenarios import Outcome, Refused
 
 
 @attrs.define(eq=False)
