@@ -6,8 +6,18 @@
 * :func:`payload_of`: what a block contains, as a function of its key, so that any copy of it can be judged.
 """
 
-from ._check_tier import check_tier as check_tier
+from typing import TYPE_CHECKING
+
+from maru._lazy import lazily
+
 from ._fake import FakeTier as FakeTier
 from ._fake import Faults as Faults
 from ._fake import NullExecutor as NullExecutor
 from ._fake import payload_of as payload_of
+
+if TYPE_CHECKING:
+    from ._check_tier import check_tier as check_tier
+
+# It imports `trio.testing`, and that imports pytest where there is one: a tenth of a second, which every command and every
+# worker process of the harness would pay for a fake tier.
+lazily(__name__, {"check_tier": "._check_tier"})

@@ -10,7 +10,6 @@ from time import perf_counter
 from typing import Final
 
 import trio
-import trio.testing
 
 _STEP: Final = 0.5
 """Seconds that are skipped at once: less than any patience, since what is under way (a heartbeat) is skipped over, too."""
@@ -42,9 +41,11 @@ class SkippingClock(trio.abc.Clock):
 
     async def skip_to(self, time: float) -> None:
         """Skip to this time, step by step, and have done what falls due in between. A time that is over is no skip."""
+        from trio.testing import wait_all_tasks_blocked  # which imports pytest, where there is one
+
         await trio.lowlevel.checkpoint()
         while (left := time - self.current_time()) > 0:
             self._skipped += min(left, _STEP)
             if left <= _STEP:
                 return
-            await trio.testing.wait_all_tasks_blocked(_SETTLED)
+            await wait_all_tasks_blocked(_SETTLED)

@@ -51,3 +51,17 @@ sys.exit(f"{loaded} imported" if loaded else 0)
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_command_leaves_pytest_alone() -> None:
+    """`trio.testing` imports it, where there is one: a tenth of a second for each command and each worker process."""
+    program = """
+import sys
+import backends.testing, offload.scenario, offload.replay
+from offload.testing.scenarios import Scenario, play
+
+play(Scenario(name="nothing"))
+sys.exit('pytest was imported' if 'pytest' in sys.modules else 0)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
