@@ -39,8 +39,6 @@ from ._output import columns, duration, grid, in_short, plural, print_json, prog
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_STUCK = 5.0
-"""Real seconds after which a run of a few containers is stuck."""
 _SAVED = 3
 """Random programs that are made small and saved: the next ones mostly show the same."""
 _SHRINKING = 5.0
@@ -61,8 +59,16 @@ _SHRINKING = 5.0
     help="Where what goes wrong is saved.",
 )
 @processes_option
+@click.option(
+    "--watchdog",
+    type=seconds_of,
+    metavar="TIME",
+    default="5s",  # runs are of a few containers here
+    show_default=True,
+    help="Real time after which a run that does not end is killed, and counts as a livelock.",
+)
 @json_option
-def command(system: str, seconds: float, keep: str, processes: int | None, as_json: bool) -> None:
+def command(system: str, seconds: float, keep: str, processes: int | None, watchdog: float, as_json: bool) -> None:
     """Judge a cache of your own: a factory of the adapter contract, as in mycache:open_cache.
 
     Finds out which seams it uses, puts each promise that these allow to the test, and spends the rest of the time on random
@@ -71,7 +77,7 @@ def command(system: str, seconds: float, keep: str, processes: int | None, as_js
     check_system(system)
     began = perf_counter()
     deadline = monotonic() + seconds
-    judge = _Judge(system, keep, processes or min(cores(), 4))
+    judge = _Judge(system, keep, processes or min(cores(), 4), watchdog)
     with (
         usage_errors(),
         progressing(None, quiet=as_json, seconds=seconds) as progress,
@@ -120,11 +126,12 @@ class _Verdict:
 
 
 class _Judge:
-    def __init__(self, system: str, keep: str, processes: int) -> None:
+    def __init__(self, system: str, keep: str, processes: int, watchdog: float) -> None:
         self.interrupted = False
         self._system = system
         self._keep = keep
         self._processes = processes
+        self._watchdog = watchdog
         self._probe: Probe | None = None
         self._verdicts: list[_Verdict] = []
         self._summary = Summary()
@@ -149,7 +156,7 @@ class _Judge:
         self._verdicts.append(opening)
         explored = list({trial.name: trial for one in promises() if one.explored for trial in one.trials}.values())
         make = Probing(self._system, tuple(explored))
-        first, *bases = play_many(make, range(1 + len(explored)), watchdog=_STUCK, keep=True)
+        first, *bases = play_many(make, range(1 + len(explored)), watchdog=self._watchdog, keep=True)
         if first.report is not None:
             self._probe = probe_of(first.report)
         self._note(opening, first, PROBE)
@@ -167,7 +174,9 @@ class _Judge:
             if not one.lacking:
                 series += [(one, trial) for trial in self._trials(promise)]
         make = Series(self._system, tuple([trial for _, trial in series]))
-        stream = play_many(make, range(len(series)), processes=self._processes, watchdog=_STUCK, progress=progress)
+        stream = play_many(
+            make, range(len(series)), processes=self._processes, watchdog=self._watchdog, progress=progress
+        )
         for (one, trial), run in zip(series, stream, strict=True):
             self._note(one, run, trial)
 
@@ -185,7 +194,7 @@ class _Judge:
         self._verdicts.append(one)
         make = Fuzzing(self._system, self._probe.seams, self._probe.hooks)
         seeds = itertools.takewhile(lambda _: monotonic() < deadline, itertools.count())
-        for run in play_many(make, seeds, processes=self._processes, watchdog=_STUCK, progress=progress):
+        for run in play_many(make, seeds, processes=self._processes, watchdog=self._watchdog, progress=progress):
             scenario = run.report.scenario if run.report is not None else make.scenario(run.seed)
             self._note(one, run, scenario, shrinking=min(_SHRINKING, max(1.0, deadline - monotonic())))
 

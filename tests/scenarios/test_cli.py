@@ -348,7 +348,9 @@ def test_explore_takes_other_actions_and_pairs(here: Path) -> None:
     every = said("explore", "four.scenario.toml", "--actions", "cancel,shut_down,evict,cancel_host")
     assert every["variants"] == 4 * 37
     assert set(every["table"]) == {"cancel", "shut_down", "evict", "cancel_host"}
-    assert said("explore", "four.scenario.toml", "--pairs")["variants"] > 37
+    (here / "two.scenario.toml").write_text('format = 1\nname = "two"\n[[step]]\nstore = { id = "a{0..1}" }\n')
+    single = said("explore", "two.scenario.toml")["variants"]
+    assert said("explore", "two.scenario.toml", "--pairs")["variants"] > single
     assert "'sleep' is no action" in scenario("explore", "four.scenario.toml", "--actions", "sleep", code=2).output
 
 
@@ -387,7 +389,8 @@ def test_check_saves_what_repeats_each_violation(here: Path) -> None:
 
 
 def test_check_survives_a_cache_that_hangs_for_real(here: Path) -> None:
-    output = scenario("check", f"{CACHES}:spinning", "--for", "1s", "--processes", 1, code=1).output
+    limits = "--for", "1s", "--watchdog", "1s", "--processes", 1
+    output = scenario("check", f"{CACHES}:spinning", *limits, code=1).output
     assert "livelock" in output and "load" in output
 
 
