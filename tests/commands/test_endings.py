@@ -186,7 +186,7 @@ def wait_for(condition: Callable[[], object], why: Callable[[], str]) -> None:
         time.sleep(0.01)
 
 
-ALWAYS: Final = {"replay, eviction policies", "fuzz", "demo"}
+ALWAYS: Final = {"replay, eviction policies", "fuzz"}
 """Commands that are ended by every signal in each test run; the others by SIGTERM, and by all with ``make test-long``."""
 
 

@@ -173,7 +173,7 @@ async def play(case, instrument):
             assert not loaded or buffer == value_of(name), name
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_cancelled_at_every_step_it_leaves_no_page_and_no_pin_behind(case, seed):
     at_every_step(lambda k: played(play, case, k=k, seed=seed), most=500, least=3, name=case.__name__)

@@ -1043,7 +1043,7 @@ def attrs_of(location):
 
 
 TestDirectory = DirectoryMachine.TestCase
-TestDirectory.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+TestDirectory.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.long

@@ -500,7 +500,7 @@ def hits_of(trace, capacity, policy):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("share", [0.01, pytest.param(0.05, marks=pytest.mark.long), 0.1])
+@pytest.mark.parametrize("share", [0.01, *[pytest.param(share, marks=pytest.mark.long) for share in (0.05, 0.1)]])
 def test_the_default_is_near_the_better_of_lru_and_arc_on_traffic_it_was_not_tuned_on(kind, share):
     trace = KINDS[kind](seed=31)
     capacity = round(share * len({key for wanted in trace for key in wanted}))

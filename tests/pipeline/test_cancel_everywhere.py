@@ -282,7 +282,7 @@ def play(scenario: Callable[[Case], Any], what: str, k: int, seed: int) -> tuple
     return case, instrument.left <= 0
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("what", ["task", "handle", "outside", "close"])
 @pytest.mark.parametrize("scenario", CASES, ids=lambda scenario: scenario.__name__)
 def test_cancelled_at_every_step(scenario, what, seed):

@@ -16,7 +16,7 @@ from offload.testing.scenarios._program import FaultKind
 HERE = Path(__file__).parent
 CATALOGUE = HERE
 TRACK_RECORD = HERE.parents[1] / "docs" / "track-record.md"
-SEEDS = range(1, 11)
+SEEDS, MORE_SEEDS = range(1, 4), range(4, 11)
 
 ROWS = range(1, 58)
 TOLD_ELSEWHERE = {
@@ -80,9 +80,18 @@ def test_every_hook_and_every_fault_is_used():
 
 @by_file
 def test_it_plays_well_under_its_own_seed_and_others(name):
-    scenario = SCENARIOS[name]
-    for seed in (scenario.seed, *SEEDS):
-        report = play(scenario, seed, base=CATALOGUE)
+    plays_well(name, [SCENARIOS[name].seed, *SEEDS])
+
+
+@pytest.mark.long
+@by_file
+def test_it_plays_well_under_more_seeds(name):
+    plays_well(name, MORE_SEEDS)
+
+
+def plays_well(name, seeds):
+    for seed in seeds:
+        report = play(SCENARIOS[name], seed, base=CATALOGUE)
         assert not report.violations, (seed, report.violations)
 
 

@@ -30,7 +30,7 @@ from offload._pipeline.chain import Chain
 from offload._pipeline.marks import place_of
 from offload._scenario._options import line
 from offload.cli import main
-from offload.testing.scenarios import Playing, check, expand, play, play_many, read_text, shrink, to_toml
+from offload.testing.scenarios import Playing, Scenario, check, expand, play, play_many, read_text, shrink, to_toml
 from offload.testing.scenarios._generate import generate_engine
 from offload.testing.scenarios._program import FaultKind
 from offload.testing.scenarios._summary import Summary, reachable
@@ -39,30 +39,34 @@ from tests.support import breaker_faults
 
 SEEDS = 500
 """Within which each plant is found."""
-PROGRAMS = [generate_engine(seed) for seed in range(120)]
 KINDS = set(get_args(FaultKind)) - {"shut_down"}  # an engine ends with its block
+
+
+@cache
+def programs() -> list[Scenario]:
+    return [generate_engine(seed) for seed in range(120)]
 
 
 # --- what is drawn ------------------------------------------------------------------------------------------------
 
 
 def test_whatever_is_generated_makes_sense() -> None:
-    assert [(program.seed, check(program)) for program in PROGRAMS if check(program)] == []
+    assert [(program.seed, check(program)) for program in programs() if check(program)] == []
 
 
 def test_two_or_three_tiers_promotion_retries_and_broken_tiers_occur() -> None:
-    engines = [program.engine for program in PROGRAMS if program.engine is not None]
-    assert len(engines) == len(PROGRAMS)
+    engines = [program.engine for program in programs() if program.engine is not None]
+    assert len(engines) == len(programs())
     assert {len(engine.tiers) for engine in engines} == {2, 3}
     assert {(engine.promote, engine.on_load_failure) for engine in engines} == {
         (promote, failure) for promote in (True, False) for failure in ("miss", "retry")
     }
     assert {engine.max_faults for engine in engines} == {1, 2, 3}
-    broken = Counter([(one.do, one.tier) for program in PROGRAMS for one in program.fault if one.tier])
+    broken = Counter([(one.do, one.tier) for program in programs() for one in program.fault if one.tier])
     assert all(broken[kind, tier] > 5 for kind in ("peer_death", "stall") for tier in ("host", "disk", "far"))
-    loads = [step.load for program in PROGRAMS for step in program.step if step.load is not None]
+    loads = [step.load for program in programs() for step in program.step if step.load is not None]
     assert {(bool(load.hold_ms), load.tier) for load in loads} >= {(True, ""), (False, ""), (False, "disk")}
-    held = [{name: set(expand(tier.holds)) for name, tier in program.tier.items()} for program in PROGRAMS]
+    held = [{name: set(expand(tier.holds)) for name, tier in program.tier.items()} for program in programs()]
     assert sum(bool(one["disk"] - one["host"]) for one in held) > 20, "there is something to promote"
     assert sum(bool(one["host"] & one["disk"]) for one in held) > 20, "there is something to be found once more"
 
@@ -83,7 +87,7 @@ def test_a_seed_goes_the_same_way_in_any_process() -> None:
         ).stdout
         for one in ("1", "2")
     }
-    assert said == {f"{[play(program).trace_hash for program in PROGRAMS[:6]]}\n"}
+    assert said == {f"{[play(program).trace_hash for program in programs()[:6]]}\n"}
 
 
 # --- that nothing goes wrong --------------------------------------------------------------------------------------
@@ -100,13 +104,13 @@ def played(seeds: range) -> Summary:
 
 
 def test_nothing_goes_wrong_and_everything_is_tried() -> None:
-    summary = played(range(240))
+    summary = played(range(120))
     assert {what.partition(" at ")[0] for what, often in summary.fired.items() if often} == KINDS
     assert summary.never_reached(reachable(mix="engine")) == []
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(240, 12_240, 3_000))
+@pytest.mark.parametrize("first", range(120, 12_120, 3_000))
 def test_nothing_goes_wrong_in_many_more(first: int) -> None:
     played(range(first, first + 3_000))
 

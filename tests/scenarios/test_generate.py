@@ -12,17 +12,21 @@ from offload.testing.scenarios._generate import SPAN
 from offload.testing.scenarios._systems import SEAMS_OF
 
 SEEDS = range(400)
-PROGRAMS = [generate(seed) for seed in SEEDS]
+
+
+@cache
+def programs():
+    return [generate(seed) for seed in SEEDS]
 
 
 @cache
 def played():
     """How the first of them went."""
-    return [play(program) for program in PROGRAMS[:120]]
+    return [play(program) for program in programs()[:120]]
 
 
 def test_whatever_is_generated_makes_sense():
-    assert [(program.seed, check(program)) for program in PROGRAMS if check(program)] == []
+    assert [(program.seed, check(program)) for program in programs() if check(program)] == []
 
 
 def test_a_seed_is_one_program_in_any_process():
@@ -33,33 +37,33 @@ def test_a_seed_is_one_program_in_any_process():
         ).stdout
         for one in ("1", "2")
     }
-    assert said == {f"{[repr(program) for program in PROGRAMS[:20]]}\n"}
+    assert said == {f"{[repr(program) for program in programs()[:20]]}\n"}
 
 
 def test_programs_differ():
-    assert len({repr(program) for program in PROGRAMS}) == len(PROGRAMS)
+    assert len({repr(program) for program in programs()}) == len(programs())
 
 
 def test_about_forty_four_faults_are_planned():
-    assert 40 < sum(len(program.fault) for program in PROGRAMS) / len(PROGRAMS) < 50
+    assert 40 < sum(len(program.fault) for program in programs()) / len(programs()) < 50
 
 
 def test_every_kind_of_fault_occurs_at_times_and_at_hooks():
-    kinds = Counter([(fault.do, bool(fault.at_hook)) for program in PROGRAMS for fault in program.fault])
+    kinds = Counter([(fault.do, bool(fault.at_hook)) for program in programs() for fault in program.fault])
     assert {kind for kind, _ in kinds} == SEAMS_OF.keys()
     assert {kind for kind, at_hook in kinds if at_hook} == SEAMS_OF.keys() - {"abandon"}
-    assert {fault.at_hook for program in PROGRAMS for fault in program.fault} == {*HOOKS, ""}
+    assert {fault.at_hook for program in programs() for fault in program.fault} == {*HOOKS, ""}
 
 
 def test_no_program_has_every_kind_of_fault_for_an_excuse():
-    assert max(len({fault.do for fault in program.fault}) for program in PROGRAMS) < len(SEAMS_OF)
+    assert max(len({fault.do for fault in program.fault}) for program in programs()) < len(SEAMS_OF)
 
 
 def test_every_verb_policy_and_way_of_storing_occurs():
-    steps = [step for program in PROGRAMS for step in program.step]
+    steps = [step for program in programs() for step in program.step]
     for verb in ("store", "load", "fire", "evict", "delete", "drain", "release", "close"):
         assert any(getattr(step, verb) is not None for step in steps)
-    stores = [store for program in PROGRAMS for _, store in stores_of(program)]
+    stores = [store for program in programs() for _, store in stores_of(program)]
     assert {(store.kind, store.how) for store in stores} == {
         (kind, how) for kind in ("weak", "strong", "external") for how in ("wait", "now", "many")
     }  # fmt: skip
@@ -68,7 +72,7 @@ def test_every_verb_policy_and_way_of_storing_occurs():
     assert {after.made_of for store in stores for after in store.after} == {"trio", "thread", "async", "stubborn"}
     assert any(store.any_of for store in stores) and any(len(store.after) > 2 for store in stores)
     assert any(after.event for store in stores for after in store.after)
-    policies = [policy for program in PROGRAMS for policy in program.pipeline["main"].policies]
+    policies = [policy for program in programs() for policy in program.pipeline["main"].policies]
     assert {policy.do for policy in policies} == {"reject", "present", "sleep", "raise", "lock", "cancel", "hang"}
     assert {step.close.how for step in steps if step.close} == {"leave", "close", "cancel", "raise"}
     assert {step.evict.again for step in steps if step.evict} == {True, False}
@@ -77,7 +81,7 @@ def test_every_verb_policy_and_way_of_storing_occurs():
 def test_several_are_stored_in_one_call():
     several = [
         store
-        for program in PROGRAMS
+        for program in programs()
         for _, store in stores_of(program)
         if store.how == "many" and len(keys_of(store)) > 1
     ]
@@ -85,7 +89,7 @@ def test_several_are_stored_in_one_call():
 
 
 def test_copies_answer_for_too_many_or_too_few_and_what_they_raise_may_come_in_a_group():
-    faults = [fault for program in PROGRAMS for fault in program.fault]
+    faults = [fault for program in programs() for fault in program.fault]
     by = {fault.by for fault in faults if fault.do == "miscount"}
     assert min(by) < 0 < max(by)
     assert {fault.do for fault in faults if fault.grouped} == {"fail", "torn", "unproven", "drop"}
@@ -94,7 +98,7 @@ def test_copies_answer_for_too_many_or_too_few_and_what_they_raise_may_come_in_a
 
 def test_readers_hold_what_they_have_found_while_others_store_delete_and_damage_it():
     longest, beside, deleted, flipped = 0, 0, 0, 0
-    for program in PROGRAMS:
+    for program in programs():
         holds = [(step.at_ms, step.at_ms + step.load.hold_ms, {*expand(step.load.keys)})
                  for step in program.step if step.load is not None and step.load.hold_ms]  # fmt: skip
         longest += any(end - start > SPAN // 2 and start < SPAN // 2 for start, end, _ in holds)
@@ -107,23 +111,23 @@ def test_readers_hold_what_they_have_found_while_others_store_delete_and_damage_
         damaged = [(one.at_ms, {*expand(one.keys)}) for one in program.fault if one.do == "flip" and not one.at_hook]
         deleted += any(start <= at < end and held & keys for at, keys in gone for start, end, held in holds)
         flipped += any(start <= at < end and held & keys for at, keys in damaged for start, end, held in holds)
-    assert min(longest, beside, deleted, flipped) > len(PROGRAMS) / 8, (longest, beside, deleted, flipped)
+    assert min(longest, beside, deleted, flipped) > len(programs()) / 8, (longest, beside, deleted, flipped)
 
 
 def test_chains_have_one_route_or_two_side_by_side_or_one_behind_the_other():
     chains = Counter(
         [(len(program.pipeline["main"].chain), any(one.source == "disk" for one in program.pipeline.values()))
-         for program in PROGRAMS]
+         for program in programs()]
     )  # fmt: skip
     assert chains[1, False] > 20 and chains[2, False] > 20 and chains[1, True] > 8
     assert chains[0, False] > 250, "most have none, since a chain costs time"
 
 
 def test_twins_and_routes_occur_and_so_does_every_choice_of_a_knob():
-    assert {tuple(program.pipeline) for program in PROGRAMS} >= {
+    assert {tuple(program.pipeline) for program in programs()} >= {
         ("main",), ("main", "twin"), ("main", "route"), ("main", "twin", "route")
     }  # fmt: skip
-    mains = [program.pipeline["main"] for program in PROGRAMS]
+    mains = [program.pipeline["main"] for program in programs()]
     assert {main.on_destination_full for main in mains} == {"wait", "evict", "partial", "fail"}
     assert {main.on_policy_error for main in mains} == {"filter", "fail"}
     assert {main.on_overflow for main in mains} == {"wait", "drop"}
@@ -139,7 +143,7 @@ def test_twins_and_routes_occur_and_so_does_every_choice_of_a_knob():
 
 
 def test_blocks_that_an_engine_keeps_alive_are_never_taken_away():
-    for program in PROGRAMS:
+    for program in programs():
         external = [store for _, store in stores_of(program) if store.kind == "external"]
         kept = {key for store in external for keys in keys_of(store).values() for key in keys}
         taken = [step.evict.keys for step in program.step if step.evict]
@@ -150,12 +154,12 @@ def test_blocks_that_an_engine_keeps_alive_are_never_taken_away():
 
 def test_many_things_fall_together():
     together = 0
-    for program in PROGRAMS:
+    for program in programs():
         times = Counter(
             [step.at_ms for step in program.step] + [one.at_ms for one in program.fault if one.at_ms is not None]
         )
         together += sum(count for count in times.values() if count > 1)
-    assert together / len(PROGRAMS) > 12
+    assert together / len(programs()) > 12
 
 
 def test_about_twenty_faults_hit_something_alive_and_nothing_goes_wrong():

@@ -27,7 +27,7 @@ def test_whatever_it_emits_plays_and_nothing_is_wrong(scenario):
 def test_it_reaches_every_kind_of_fault():
     seen = Counter()
 
-    @settings(any_time, max_examples=400, database=None, derandomize=True)
+    @settings(any_time, max_examples=200, database=None, derandomize=True)
     @given(scenarios())
     def look(scenario):
         seen.update([fault.do for fault in scenario.fault])
@@ -39,7 +39,7 @@ def test_it_reaches_every_kind_of_fault():
 def test_what_it_finds_shrinks_to_what_matters():
     # Without a phase that would say which parts do not matter: what is left has none.
     phases = [Phase.generate, Phase.shrink]
-    quiet = settings(any_time, max_examples=1_000, database=None, derandomize=True, phases=phases)
+    quiet = settings(any_time, max_examples=400, database=None, derandomize=True, phases=phases)
     small = scenarios(containers=4, faults=3)
     found = find(small, lambda one: any(fault.do == "clock" for fault in one.fault), settings=quiet)
     assert len(found.step) == len(found.fault) == 1
