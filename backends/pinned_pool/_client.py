@@ -1,7 +1,7 @@
 """A client of a pinned pool's server, for threads that know no trio: the calls of the protocol, and the pool mapped here.
 
 On the server's host the pool is mapped (its descriptor comes over a Unix socket), and copies are copies; the connection
-carries ids only. From another host, or where it is asked for, bytes are streamed through the connection, a few frames ahead.
+carries ids only. From another host, or where it is asked for, bytes go through the connection, a few frames ahead.
 
 Rule 1. Any thread. One request is on its way at a time; copies in mapped memory wait for nobody.
 Rule 2. No answer in time is an error, and the session goes on. What such a request took is given back when its answer comes.
@@ -16,9 +16,9 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from time import perf_counter
 from typing import Final, TypeVar
 
 import attrs
@@ -28,9 +28,9 @@ from maru._forks import belongs_to, watch_forks
 from maru._memory.mapping import Mapping, map_region
 from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
 
-from ._errors import PoolClosed, PoolForked, PoolLost, PoolRefused, PoolTimeout
+from ._connection import Connection, open_connection
+from ._errors import PinnedPoolError, PoolClosed, PoolForked, PoolLost, PoolRefused, PoolTimeout
 from ._grants import Grants, Implausible, check_pool, check_welcome
-from ._line import Line
 from ._messages import (
     MAX_IDS,
     MAX_PIECE_BYTES,
@@ -52,6 +52,9 @@ from ._messages import (
     Request,
     UsageInfo,
     Welcome,
+    decode_answer,
+    encode,
+    split,
     unpacked,
 )
 from ._table import Allocation, Unknown, Usage, spans_of
@@ -88,7 +91,7 @@ class PinnedPoolClient:
     """One session with a server.
 
     Args:
-        server: ``host:port``.
+        server: ``host:port`` or ``ipc://path``.
         timeout: seconds to wait for an answer.
         shared_memory: whether to map the pool: None where that can be, True or else fail, False never.
         server_uid: the user whose server is meant; this process's by default. Root's is believed as well.
@@ -125,40 +128,42 @@ class PinnedPoolClient:
         self.mapping: Mapping | None = None
         """The pool here; None where it is not mapped."""
         self._closed = False
-        self._line = Line(server, timeout, os.geteuid() if server_uid is None else server_uid)
+        self._connection: Connection = open_connection(
+            server, timeout, os.geteuid() if server_uid is None else server_uid
+        )
         watch_forks(self, PinnedPoolClient._after_fork)
         try:
             self._welcome = self._call(Welcome, Hello(0, VERSION, f"process {self._pid}"))
             with self._judging():
                 check_welcome(self._welcome, VERSION)
         except PoolRefused as exc:
-            self._line.close()
+            self._connection.close()
             raise PoolLost(f"{server}: {exc}") from exc
         except BaseException:
-            self._line.close()
+            self._connection.close()
             raise
 
     def __repr__(self) -> str:
-        state = " (closed)" if self._closed else "" if self._line.is_open else " (lost)"
+        state = " (closed)" if self._closed else "" if self._connection.is_open else " (lost)"
         return f"<PinnedPoolClient of {self.server}{state}>"
 
     def __del__(self) -> None:
-        line = getattr(self, "_line", None)
-        if line is not None:
-            line.close()
+        connection = getattr(self, "_connection", None)
+        if connection is not None:
+            connection.close()
 
     def close(self) -> None:
         """End the session: the server takes the pool and its blocks back. Idempotent. What is mapped stays under its views."""
         self._closed = True
-        self._line.interrupt()  # whoever waits for an answer
+        self._connection.interrupt()  # whoever waits for an answer
         with self._lock:
-            self._line.close()
+            self._connection.close()
             if self.mapping is not None:
                 self.mapping.close()
 
     def _after_fork(self) -> None:
         """In a forked child: hang up here, and here only. Whoever had the lock is not in this process."""
-        self._line.close()
+        self._connection.close()
         self._lock = threading.Lock()
 
     def check(self) -> None:
@@ -173,7 +178,7 @@ class PinnedPoolClient:
             raise PoolForked(belongs_to(self._pid, f"the pool of {self.server}"))
         if self._closed:
             raise PoolClosed(f"the pool of {self.server} was closed")
-        if not self._line.is_open:
+        if not self._connection.is_open:
             raise PoolLost(f"{self.server} has hung up: its blocks are gone")
 
     @property
@@ -326,7 +331,7 @@ class PinnedPoolClient:
     # --- requests and answers ---------------------------------------------------------------------------------------
 
     def _call(self, kind: type[A] | tuple[type[A], ...], request: Request, *, timeout: float | None = None) -> A:
-        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+        deadline = perf_counter() + (self._timeout if timeout is None else timeout)
         with self._turn(deadline):
             seq = self._send(request, _NOTHING, deadline)
             answer = self._receive(seq, None, deadline)
@@ -341,25 +346,25 @@ class PinnedPoolClient:
         try:
             yield
         except (Implausible, BadFrame) as exc:
-            self._line.interrupt()  # not closed: another thread may be in there
+            self._connection.interrupt()  # not closed: another thread may be in there
             raise PoolLost(f"{self.server} is no pinned pool: {exc}") from exc
 
     def _stream(self, entries: Iterator[tuple[Request, memoryview, memoryview | None]]) -> None:
         """Send requests with their bytes, a few ahead of their answers, whose bytes go where each entry says."""
         waiting: deque[tuple[int, memoryview | None]] = deque()
-        with self._turn(time.monotonic() + self._timeout):
+        with self._turn(perf_counter() + self._timeout):
             for request, payload, into in entries:
                 # A time for each frame: nobody can say how long all of them take.
-                waiting.append((self._send(request, payload, time.monotonic() + self._timeout), into))
+                waiting.append((self._send(request, payload, perf_counter() + self._timeout), into))
                 if len(waiting) >= _AHEAD:
-                    self._receive(*waiting.popleft(), time.monotonic() + self._timeout)
+                    self._receive(*waiting.popleft(), perf_counter() + self._timeout)
             while waiting:
-                self._receive(*waiting.popleft(), time.monotonic() + self._timeout)
+                self._receive(*waiting.popleft(), perf_counter() + self._timeout)
 
     @contextlib.contextmanager
     def _turn(self, deadline: float) -> Iterator[None]:
         """One thread at a time."""
-        if not self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not self._lock.acquire(timeout=max(0.0, deadline - perf_counter())):
             raise PoolTimeout(f"{self.server} does not answer another thread of this process")
         try:
             self.check()
@@ -370,15 +375,23 @@ class PinnedPoolClient:
     def _send(self, request: Request, payload: memoryview, deadline: float) -> int:
         self._seq = seq = self._seq % _U32 + 1  # never 0: that is how the server answers what it cannot read
         request = type(request)(seq, *(getattr(request, name) for name in request.__struct_fields__[1:]))
-        self._line.send(request, payload, deadline)
+        with self._telling_loss():
+            if not self._connection.send_by(encode(request, payload), deadline):
+                raise PoolTimeout(f"{self.server} takes no requests")
         self._unanswered.append(seq)
         return seq
 
     def _receive(self, seq: int, into: memoryview | None, deadline: float) -> Answer:
         while True:
-            answer, payload_bytes = self._line.receive(deadline)
-            if isinstance(answer, Refused) and not answer.seq:  # it did not understand us, and hangs up
-                self._line.close()
+            with self._telling_loss():
+                frame = self._connection.receive_by(deadline)
+            if frame is None:
+                raise PoolTimeout(f"{self.server} did not answer in time")
+            with self._judging():
+                body, payload = split(frame)
+                answer = decode_answer(body)
+            if isinstance(answer, Refused) and not answer.seq:  # it did not understand us, or does not know us any more
+                self._connection.interrupt()
                 raise PoolLost(f"{self.server}: {answer.text}")
             with self._judging():
                 if not self._unanswered or answer.seq != self._unanswered.popleft():
@@ -387,17 +400,25 @@ class PinnedPoolClient:
                 break
             if isinstance(answer, Allocated):
                 self._late.append(answer.allocation_id)
-            self._line.discard(payload_bytes, deadline)
         if into is not None and isinstance(answer, Done):
             with self._judging():
-                if payload_bytes != len(into):
-                    raise Implausible(f"{payload_bytes} bytes came instead of {len(into)}")
-            self._line.read(into, deadline)
-        else:
-            self._line.discard(payload_bytes, deadline)
+                if len(payload) != len(into):
+                    raise Implausible(f"{len(payload)} bytes came instead of {len(into)}")
+            into[:] = payload
         if isinstance(answer, Refused):
             raise PoolRefused(answer.text)
         return answer
+
+    @contextlib.contextmanager
+    def _telling_loss(self) -> Iterator[None]:
+        """An error of the connection means that the session is over."""
+        try:
+            yield
+        except PinnedPoolError:
+            raise
+        except OSError as exc:
+            self._connection.interrupt()
+            raise PoolLost(f"{self.server} has hung up: {exc}") from exc
 
     def _free_late(self) -> None:
         ids = []

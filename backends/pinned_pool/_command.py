@@ -45,7 +45,7 @@ def _option(knob: Knob) -> click.Option:
 def _command(ctx: click.Context, /, config_file: str | None, print_config: bool, **values: object) -> None:
     """Keep pinned host memory for the processes of this host, in chunks, a pool for each of them.
 
-    Engines take blocks from it with backends.pinned_pool.ServerPinnedMemoryPool. It listens on 127.0.0.1:8073.
+    Engines take blocks from it with backends.pinned_pool.ServerPinnedMemoryPool. This user's find it at 127.0.0.1:8073.
     """
     options = {
         f"{SECTION}.{name}": (f"--{name.replace('_', '-')}", value)
@@ -92,7 +92,8 @@ async def _serve(config: PinnedPoolConfig) -> None:
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async with open_server(config) as server:
             facts = {
-                "host": server.host,
+                "address": server.address,
+                "host": server.host if config.insecure else "",
                 "port": server.port,
                 "descriptors": server.descriptors_path,
                 "pool_memory_size": config.pool_memory_size,
@@ -103,7 +104,7 @@ async def _serve(config: PinnedPoolConfig) -> None:
                 print(json.dumps({"event": "ready", **facts}), flush=True)
             else:
                 print(
-                    f"offload pinned-pool is ready at {server.host}:{server.port} ({config.pool_memory_size} MiB in chunks of "
+                    f"offload pinned-pool is ready at {server.address} ({config.pool_memory_size} MiB in chunks of "
                     f"{as_size(config.chunk_size)}, shared memory {'on' if server.descriptors_path else 'off'}, "
                     f"pid {os.getpid()})",
                     flush=True,

@@ -36,10 +36,19 @@ class PinnedPoolConfig:
         "127.0.0.1",
         "a host name or an address",
         r"[\w.:%-]+",
-        "Where it listens. Any host but this one needs insecure: whoever reaches the port may take a pool.",
+        "Where it listens over TCP, if insecure is set.",
     )
-    port: int = _knob.integer(8073, 0, 65_535, "Where clients expect it. 0: any free one, told when ready.")
-    insecure: bool = _knob.flag(False, "Listen beyond this host, where nobody is asked who they are. Warns.")
+    port: int = _knob.integer(
+        8073,
+        0,
+        65_535,
+        "Where clients expect it: of TCP, and in the name of the Unix socket. 0: any free one.",
+    )
+    insecure: bool = _knob.flag(
+        False,
+        "Listen over TCP, too, for other users and other hosts. Nobody is asked who they are: whoever reaches the port may "
+        "take a pool. Warns.",
+    )
     pool_memory_size: int = _knob.integer(
         4096, 1, 1 << 24, "MiB of all clients' pools together. Taken as clients ask for their pools."
     )
@@ -62,12 +71,9 @@ class PinnedPoolConfig:
         "",
         "a path",
         r"[^\x00]*",
-        "Directory of the Unix socket that hands out pools, made with mode 0700. Empty: /dev/shm/pinned-pool-UID.",
+        "Directory of the Unix sockets, made with mode 0700. Empty: /dev/shm/pinned-pool-UID, where clients look.",
     )
-    max_clients: int = _knob.integer(256, 1, 65_536, "Connections at once; further ones are closed. A task each.")
-    patience: float = _knob.seconds(
-        30.0, 0.05, 3_600.0, "How long the rest of a frame may take to come, or an answer to be read. Then it is over."
-    )
+    max_clients: int = _knob.integer(256, 1, 65_536, "Clients at once; further ones are turned away.")
     log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written.")
     json_logs: bool = _knob.flag(False, "One JSON object a line instead of text, the ready line included.")
 
@@ -83,6 +89,11 @@ class PinnedPoolConfig:
     def total_chunks(self) -> int:
         """Of all clients' pools together."""
         return self.pool_memory_size * MIB // self.chunk_size
+
+
+def default_directory() -> str:
+    """Where a server of this user makes its sockets, and where its clients look for them."""
+    return f"{'/dev/shm' if os.access('/dev/shm', os.W_OK) else '/tmp'}/pinned-pool-{os.geteuid()}"
 
 
 def knobs() -> tuple[Knob, ...]:

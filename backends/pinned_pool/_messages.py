@@ -1,11 +1,7 @@
 """What client and server say to each other: frames of a message and, behind it, bytes of a block. Pure.
 
-A frame is two lengths (of the message, of the bytes), the message as MessagePack, the bytes as they are. Both lengths are
-bounded, so a frame of nonsense is seen before anything is kept for it. A request has a number, and its answer has the same:
-an answer that comes too late is known as that.
-
-Why a stream and not ZeroMQ: a client's blocks go when its connection ends, and a ZeroMQ socket hides just that; and bytes of a
-block are read from a stream straight into its chunks, with the kernel's backpressure.
+A frame is the length of the message, the message as MessagePack, and the bytes as they are. The channel and ZeroMQ keep frames
+whole and bound their size. A request has a number, and its answer has the same: an answer that comes too late is known as that.
 """
 
 from __future__ import annotations
@@ -17,15 +13,16 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_MESSAGE_BYTES: Final = 512 << 10
 """The largest is the list of all chunks of the largest pool."""
 MAX_PIECE_BYTES: Final = 1 << 20
 """Bytes of a block in one frame: a larger one would hold the server's loop for longer."""
+MAX_FRAME_BYTES: Final = MAX_MESSAGE_BYTES + MAX_PIECE_BYTES
 MAX_IDS: Final = 4_096
 """Allocations that one request frees."""
 
-HEADER: Final = struct.Struct("!II")
+_LENGTH: Final = struct.Struct("!I")
 
 _U32 = 0xFFFF_FFFF
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -164,22 +161,26 @@ _answers: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answe
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: Request | Answer, payload_bytes: int = 0) -> bytes:
-    """The frame of a message but for the bytes behind it."""
+def encode(message: Request | Answer, payload: bytes | memoryview = b"") -> bytes:
+    """The frame of a message, and of bytes behind it."""
     body = _encoder.encode(message)
-    return HEADER.pack(len(body), payload_bytes) + body
+    return b"".join([_LENGTH.pack(len(body)), body, payload])
 
 
-def lengths(header: bytes) -> tuple[int, int]:
-    """Of the message and of the bytes behind it.
+def split(frame: bytes) -> tuple[bytes, memoryview]:
+    """The message of a frame, and the bytes behind it.
 
     Raises:
-        BadFrame: one is out of its bound.
+        BadFrame: the frame is shorter than it says, or one of both is longer than it may be.
     """
-    message, payload = HEADER.unpack(header)
-    if not 0 < message <= MAX_MESSAGE_BYTES or payload > MAX_PIECE_BYTES:
-        raise BadFrame(f"a frame of {message} and {payload} bytes")
-    return message, payload
+    if len(frame) < _LENGTH.size:
+        raise BadFrame(f"a frame of {len(frame)} bytes")
+    end = _LENGTH.size + _LENGTH.unpack_from(frame)[0]
+    if not _LENGTH.size < end <= len(frame):
+        raise BadFrame(f"a message that ends at {end} of {len(frame)} bytes")
+    if end > MAX_MESSAGE_BYTES or len(frame) - end > MAX_PIECE_BYTES:
+        raise BadFrame(f"a message of {end} bytes, with {len(frame) - end} behind it")
+    return frame[_LENGTH.size : end], memoryview(frame)[end:]
 
 
 def decode_request(body: bytes) -> Request:

@@ -1,21 +1,23 @@
 """The server: keeps a pool of pinned memory for each client that is connected.
 
+Clients of this user on this host come over a channel, as those of the page store do; with ``insecure``, all others over ZeroMQ.
+Each is read by a task that runs the same loop; a frame means the same whichever way it came.
+
 Rule 1. A session is a connection. Its pool and blocks are there as long as it is, whatever ended it.
 Rule 2. Bad input costs its sender the session at most. Everything a client can make grow has a bound.
-Rule 3. It listens on this host alone unless told ``insecure``: nobody is asked who they are. A pool's descriptor is handed out
+Rule 3. It listens over TCP only when told ``insecure``: nobody is asked there who they are. A pool's descriptor is handed out
         to this user's processes only, and only for the session's own pool.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import fcntl
 import hmac
 import logging
 import os
-import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any, Final
 
 import attrs
@@ -26,19 +28,28 @@ from maru._pool.backing import RegionFile
 from maru._pool.descriptors import DescriptorRequest, DescriptorServer
 from maru._pool.state_directory import open_private
 from maru._pool.threads import Workers
+from maru.exception_groups import raise_unwrapped
+from maru.transport import ChannelConnection, ChannelServer, SocketOptions, TrioSocket, is_channel_peer, open_socket
 
-from ._config import PinnedPoolConfig
+from ._config import PinnedPoolConfig, default_directory
+from ._connection import channel_path
 from ._errors import PoolRefused, PoolUnreachable
 from ._memory import PoolMemory
-from ._session import Session
+from ._messages import MAX_FRAME_BYTES, AllocatePoolMemory
+from ._sessions import Session, Sessions
 from ._table import ChunkTable
 
 _THREADS: Final = 4
 """For making and removing pools, which is moments for each GiB. Nothing else blocks."""
 _DRAIN: Final = 0.5
 """Seconds that the end waits for pools that are being removed. A process that ends removes them anyway."""
-_KEEPALIVE: Final = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""A client whose host has vanished is noticed after a minute; a process that has ended is noticed at once."""
+_UNREAD_BYTES: Final = 16 << 20
+"""Of answers that may wait for one client: more than a client has on its way at once."""
+_UNREAD_BYTES_TOGETHER: Final = 256 << 20
+_STEP_BYTES: Final = 4 << 20
+"""Copied before all other tasks have their turn: about a millisecond."""
+_KEEPALIVE: Final = 15.0
+"""Seconds of silence after which TCP asks whether a client's host is there, four times."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,43 +73,43 @@ class PinnedPoolStatistics:
 
 
 class PinnedPoolServer:
-    """A running server. Made by :func:`open_server` and :func:`serve`; belongs to one trio run."""
+    """A running server. Made by :func:`open_server` and :func:`serve`; belongs to one trio run.
+
+    Attributes:
+        address: what a client of this user is given: ``127.0.0.1:PORT``, or ``ipc://PATH`` where the directory is another one.
+        host: where it listens over TCP, if it does.
+        port: the real one.
+        descriptors_path: the Unix socket that hands out pools to this host's clients; empty where there is none.
+    """
 
     def __init__(self, config: PinnedPoolConfig, make_memory: Callable[..., PoolMemory]) -> None:
         """Not to be called: see :func:`open_server`."""
         self.config: Final = config
+        self.address: str = ""
         self.host: str = config.host
         self.port: int = config.port
-        """Where it listens: the real one."""
         self.descriptors_path: str = ""
-        """The Unix socket that hands out pools to this host's clients; empty where there is none."""
         self.table: Final = ChunkTable(config.total_chunks, config.chunk_size)
         self.workers: Final = Workers(_THREADS)
         self._make_memory = make_memory
-        self._sessions: dict[int, Session] = {}
-        self._next_client = 0
-        self._turned_away = self._bad = 0
+        self._sessions = Sessions(self.table, config.max_clients)
+        self._channel: ChannelServer
+        self._router: TrioSocket | None = None
+        self._nursery: trio.Nursery
 
     def __repr__(self) -> str:
-        return f"<PinnedPoolServer at {self.host}:{self.port}, {len(self._sessions)} clients>"
+        return f"<PinnedPoolServer at {self.address}, {len(self._sessions)} clients>"
 
     def statistics(self) -> PinnedPoolStatistics:
         """An immutable snapshot."""
-        table = self.table
+        table, sessions, channel = self.table, self._sessions, self._channel.statistics()
         return PinnedPoolStatistics(
-            len(self._sessions), table.clients, table.chunks, table.left, self._turned_away, self._bad
-        )
-
-    # --- what sessions need -----------------------------------------------------------------------------------------
-
-    async def make_memory(self, nbytes: int) -> PoolMemory:
-        """Memory for a pool. Cancelled, nothing stays behind.
-
-        Raises:
-            PoolRefused: there is none, or it cannot be pinned as it was to be.
-        """
-        return await self.workers.make(
-            lambda go_on: self._make_memory(nbytes, self.config.pin, go_on), lambda memory: memory.close()
+            clients=len(sessions),
+            pools=table.clients,
+            chunks=table.chunks,
+            chunks_left=table.left,
+            turned_away=sessions.turned_away + channel.turned_away,
+            bad=sessions.bad + channel.bad + channel.hung_up,
         )
 
     # --- what descriptors need --------------------------------------------------------------------------------------
@@ -130,34 +141,128 @@ class PinnedPoolServer:
         session = self._sessions.get(request.region_id)
         return session is not None and hmac.compare_digest(session.token, request.session)
 
-    # --- below ------------------------------------------------------------------------------------------------------
+    # --- from start to end ----------------------------------------------------------------------------------------
 
-    async def handle(self, stream: trio.SocketStream) -> None:
-        """Serve one connection until it ends."""
-        if len(self._sessions) >= self.config.max_clients:
-            self._turned_away += 1
-            return
-        client, self._next_client = self._next_client, self._next_client + 1
-        session = self._sessions[client] = Session(self, client, stream.socket)
-        try:
-            _keep_alive(stream.socket)
-            await session.run()
-        except OSError as exc:
-            _log.debug("client %d has gone: %s", client, exc)
-        except Exception:  # ours, and not to be paid by the other clients
-            _log.exception("the session of client %d has failed", client)
-        finally:
-            self._bad += session.bad
-            memory, session.memory = session.memory, None
-            del self._sessions[client]  # from here on nobody gets its descriptor
+    async def _run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled. Started, everything answers. In the end every session is over and every pool gone."""
+        config = self.config
+        directory = _directory(config)
+        async with AsyncExitStack() as stack:
+            if config.insecure:
+                await self._open_router(stack)
+            self.port, self._channel = _open_channel(directory, self.port, config.max_clients, self._gone)
+            stack.enter_context(self._channel)
+            usual = directory == default_directory()
+            self.address = f"127.0.0.1:{self.port}" if usual else f"ipc://{self._channel.path}"
             try:
-                if memory is not None:
-                    # In a thread: to unmap a GiB takes a tenth of a second. Cancelled, it is done all the same.
-                    await self.workers.do(memory.close)
+                await self._run_tasks(directory, task_status)
             finally:
-                chunks = self.table.close_pool(client)
-                if chunks:
-                    _log.info("%s has gone, and %d chunks with it", session, chunks)
+                with trio.move_on_after(_DRAIN, shield=True):
+                    await self.workers.wait_idle()
+
+    async def _run_tasks(self, directory: str, task_status: trio.TaskStatus[None]) -> None:
+        async with trio.open_nursery() as self._nursery:
+            nursery = self._nursery
+            if self.config.shared_memory:
+                handing = DescriptorServer(self, self.permits, max_connections=self.config.max_clients)
+                path = f"{directory}/{self.port}-descriptors.sock"
+                self.descriptors_path = self._sessions.descriptors_path = await nursery.start(handing.run, path)
+            nursery.start_soon(self._channel.run)
+            nursery.start_soon(self._read, self._channel)
+            if self._router is not None:
+                nursery.start_soon(self._read, self._router)
+            task_status.started()
+            try:
+                await trio.sleep_forever()
+            finally:
+                # While tasks can be begun: what gives a pool back is done also where it is cancelled before its first step.
+                self._sessions.end_all()
+                self._settle()
+
+    async def _open_router(self, stack: AsyncExitStack) -> None:
+        """The socket of clients that are not of this user or not of this host."""
+        options = SocketOptions(
+            max_message_bytes=MAX_FRAME_BYTES,
+            max_unread_bytes=_UNREAD_BYTES,
+            max_unread_bytes_together=_UNREAD_BYTES_TOGETHER,
+            tcp_keepalive=_KEEPALIVE,
+        )
+        address = f"tcp://{self.host}:{self.port or '*'}"
+        try:
+            opening = open_socket("router", bind=[address], options=options, on_gone=self._gone)
+            self._router = await stack.enter_async_context(opening)
+        except OSError as exc:
+            raise PoolUnreachable(f"nobody can listen at {self.host}:{self.port}: {exc}") from exc
+        _log.warning("listening on %s without asking anybody who they are (insecure)", self.host)
+        self.port = int(self._router.endpoints[0].rpartition(":")[2])
+
+    # --- frames ---------------------------------------------------------------------------------------------------
+
+    async def _read(self, source: ChannelServer | TrioSocket) -> None:
+        """The loop: frames come, and are answered. Between two steps all other tasks have their turn."""
+        sessions = self._sessions
+        while True:
+            copied = 0
+            for message in await source.receive_batch():
+                peer, frame = message[0], message[-1]
+                answer = sessions.handle(peer, frame)
+                if answer is not None:
+                    self._send(peer, answer)
+                    if sessions.is_over(peer):
+                        self._channel.hang_up(peer)
+                self._settle()
+                copied += len(frame) + len(answer or b"")
+                if copied > _STEP_BYTES:
+                    copied = 0
+                    await trio.lowlevel.checkpoint()
+
+    def _send(self, peer: bytes, answer: bytes) -> None:
+        """Let an answer leave. A client that is gone misses nothing; one that does not read is hung up on."""
+        if is_channel_peer(peer):
+            self._channel.send(peer, answer)
+        elif self._router is not None:
+            with suppress(trio.WouldBlock):
+                self._router.send_nowait([peer, b"", answer])
+
+    def _gone(self, peer: bytes) -> None:
+        self._sessions.gone(peer)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Begin what takes longer: pools that are wanted, and pools that go back."""
+        for session, request in self._sessions.take_wanted():
+            self._nursery.start_soon(self._make_pool, session, request)
+        for session in self._sessions.take_ended():
+            self._give_back(session)
+
+    # --- pools ------------------------------------------------------------------------------------------------------
+
+    async def _make_pool(self, session: Session, request: AllocatePoolMemory) -> None:
+        """Memory for a pool, and the answer. Where the session ends meanwhile, or this is cancelled, nothing stays behind."""
+        nbytes = self.table.chunks_for(request.nbytes) * self.table.chunk_bytes
+        try:
+            with session.making:
+                memory = await self.workers.make(
+                    lambda go_on: self._make_memory(nbytes, self.config.pin, go_on), lambda memory: memory.close()
+                )
+                if session.is_over:  # in the same tick in which its memory was made
+                    await self.workers.do(memory.close)
+                else:
+                    self._send(session.peer, self._sessions.made(session, request, memory))
+        except PoolRefused as exc:
+            answer = self._sessions.not_made(session, request, str(exc))
+            if not session.is_over:
+                self._send(session.peer, answer)
+
+    def _give_back(self, session: Session) -> None:
+        """A session is over: its pool goes. In a thread, since to unmap a GiB takes a tenth of a second."""
+        session.making.cancel()
+        memory, session.memory = session.memory, None
+        if memory is not None:
+            self._nursery.start_soon(self.workers.do, memory.close)
+        chunks = self.table.close_pool(session.client)
+        if chunks:
+            _log.info("%s has gone, and %d chunks with it", session, chunks)
 
 
 @asynccontextmanager
@@ -177,27 +282,11 @@ async def open_server(
     """
     config = PinnedPoolConfig(**knobs) if config is None else attrs.evolve(config, **knobs)
     server = PinnedPoolServer(config, make_memory)
-    listeners = await _listen(config)
-    server.host, server.port = listeners[0].socket.getsockname()[:2]
-    if config.insecure:
-        _log.warning("listening on %s without asking anybody who they are (insecure)", server.host)
-    try:
-        directory = _directory(config)
+    with raise_unwrapped():
         async with trio.open_nursery() as nursery:
-            if directory:
-                path = os.path.join(directory, f"{server.host.replace(':', '_')}-{server.port}.sock")
-                handing = DescriptorServer(server, server.permits, max_connections=config.max_clients)
-                server.descriptors_path = await nursery.start(handing.run, path)
-            nursery.start_soon(functools.partial(trio.serve_listeners, server.handle, listeners))
-            try:
-                yield server
-            finally:
-                nursery.cancel_scope.cancel()
-    finally:
-        for listener in listeners:
-            listener.socket.close()
-        with trio.move_on_after(_DRAIN, shield=True):
-            await server.workers.wait_idle()
+            await nursery.start(server._run)
+            yield server
+            nursery.cancel_scope.cancel()
 
 
 async def serve(
@@ -226,31 +315,63 @@ async def serve(
         await trio.sleep_forever()
 
 
-async def _listen(config: PinnedPoolConfig) -> list[trio.SocketListener]:
-    try:
-        return await trio.open_tcp_listeners(config.port, host=config.host)
-    except OSError as exc:
-        raise PoolUnreachable(f"nobody can listen at {config.host}:{config.port}: {exc}") from exc
-
-
 def _directory(config: PinnedPoolConfig) -> str:
-    """Where the Unix socket is made; empty for none: then the bytes go through the other one, and a line says so."""
-    if not config.shared_memory:
-        return ""
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else "/tmp"
+    """Where the Unix sockets are made.
+
+    Raises:
+        PoolUnreachable: it cannot be made, or others may enter it.
+    """
     try:
-        fd, path = open_private(config.runtime_dir or f"{memory}/pinned-pool-{os.geteuid()}")
+        fd, path = open_private(config.runtime_dir or default_directory())
     except PoolUnusable as exc:
-        if config.runtime_dir:
-            raise PoolUnreachable(str(exc)) from exc
-        _log.warning("no shared memory, every byte will go through the socket: %s", exc)
-        return ""
+        raise PoolUnreachable(str(exc)) from exc
     os.close(fd)
     return path
 
 
-def _keep_alive(sock: trio.socket.SocketType) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, seconds in _KEEPALIVE.items():
-        with contextlib.suppress(AttributeError, OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
+def _open_channel(directory: str, port: int, most: int, gone: Callable[[bytes], None]) -> tuple[int, ChannelServer]:
+    """The channel of this port, or of any free one for 0.
+
+    Raises:
+        PoolUnreachable: a live server has it, or it cannot be made.
+    """
+    with _locked(directory):
+        while not port or _is_served(channel_path(directory, port)):
+            if port:
+                raise PoolUnreachable(f"nobody can listen at {channel_path(directory, port)}: a server is there")
+            port = random.SystemRandom().randrange(1024, 65_536)
+            if os.path.exists(channel_path(directory, port)):
+                port = 0
+        try:
+            return port, ChannelServer(
+                channel_path(directory, port),
+                most=most,
+                max_bytes=MAX_FRAME_BYTES,
+                peer_bytes=_UNREAD_BYTES,
+                all_bytes=_UNREAD_BYTES_TOGETHER,
+                on_gone=gone,
+            )
+        except PoolUnusable as exc:
+            raise PoolUnreachable(str(exc)) from exc
+
+
+@contextmanager
+def _locked(directory: str) -> Iterator[None]:
+    """One server at a time looks which channels are taken, and makes its own: of two, one would take the other's away."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_served(path: str) -> bool:
+    """Whether a server listens at this path: what a dead one left refuses connections."""
+    try:
+        ChannelConnection(path).close()
+    except (FileNotFoundError, ConnectionRefusedError):
+        return False
+    except OSError:
+        return True
+    return True

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ._channel_client import open_channel as open_channel
     from ._channel_client import ChannelClient as ChannelClient
     from ._channel_blocking import BlockingChannel as BlockingChannel
+    from ._channel_blocking import ChannelConnection as ChannelConnection
     from ._channel_server import ChannelServer as ChannelServer
     from ._channel_server import ChannelStatistics as ChannelStatistics
     from ._channel_server import is_channel_peer as is_channel_peer
@@ -73,6 +74,7 @@ _HOMES = {
     "open_channel": "._channel_client",
     "ChannelClient": "._channel_client",
     "BlockingChannel": "._channel_blocking",
+    "ChannelConnection": "._channel_blocking",
     "ChannelServer": "._channel_server",
     "ChannelStatistics": "._channel_server",
     "is_channel_peer": "._channel_server",

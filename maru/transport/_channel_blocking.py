@@ -1,9 +1,10 @@
 """A client's side of the same-host channel, for a thread without an event loop. It belongs to one thread at a time.
 
 Rule 1. A frame goes out whole or not at all, and comes in whole.
-Rule 2. A lost connection is made anew by the next call that needs one. What the server had been sent is not sent again.
-Rule 3. Before it sleeps it busy-polls (`_descriptor_wait`).
-        answer.
+Rule 2. A :class:`BlockingChannel` that is lost is made anew by the next call that needs it. What the server had been sent is
+        not sent again. A :class:`ChannelConnection` that is lost is over: for clients of which the server keeps something as
+        long as they are connected.
+Rule 3. Before a thread sleeps it busy-polls (`_descriptor_wait`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,54 @@ _NEVER: Final = float("inf")
 _BUSY_POLL: Final = 100e-6
 
 
+class ChannelConnection(PacketConnection):
+    """One connection to a server, and waiting for it.
+
+    Args:
+        path: of the server's Unix socket.
+
+    Raises:
+        PermissionError: another user's process listens there. Nothing was sent.
+        BlockingIOError: more clients wait for the server than the kernel lets wait.
+        OSError: nobody listens there.
+    """
+
+    __slots__ = ("_wait",)
+
+    def __init__(self, path: str) -> None:
+        super().__init__(connect(path), MAX_FRAME_BYTES)
+        self._wait = DescriptorWait(self.descriptor, _BUSY_POLL)
+
+    def send_by(self, frame: bytes, deadline: float) -> bool:
+        """Send one frame, waiting for room; whether it was sent by then, a time of ``perf_counter``.
+
+        Raises:
+            OSError: the connection is over.
+            ValueError: the frame is empty.
+        """
+        while True:
+            try:
+                self.send(frame)
+                return True
+            except BlockingIOError:
+                if not DescriptorWait(self.descriptor, events=select.POLLOUT).sleep(deadline):
+                    return False
+
+    def receive_by(self, deadline: float) -> bytes | None:
+        """The next frame; None if there is none by then, a time of ``perf_counter``.
+
+        Raises:
+            OSError: the connection is over.
+        """
+        wait = self._wait
+        while wait.busy_poll(deadline) or wait.sleep(deadline):
+            try:
+                return self.receive()
+            except BlockingIOError:
+                continue
+        return None
+
+
 class BlockingChannel:
     """A channel that blocks its thread. A context manager is not needed: its owner closes it.
 
@@ -32,8 +81,7 @@ class BlockingChannel:
     def __init__(self, path: str) -> None:
         self._path = path
         self._closed = False
-        self._connection: PacketConnection | None = None
-        self._wait: DescriptorWait | None = None
+        self._connection: ChannelConnection | None = None
         self._pause = 0.0
         self._connect()
 
@@ -53,27 +101,16 @@ class BlockingChannel:
         Raises:
             HandlerClosed: it was closed.
         """
-        frame = frames[-1]
-        deadline = -1.0
+        deadline = _NEVER if timeout is None else perf_counter() + timeout
         while True:
             self._check_open()
-            connection = self._connection
-            if connection is not None:
-                try:
-                    connection.send(frame)
-                    return True
-                except BlockingIOError:
-                    pass
-                except OSError:
-                    self._lose()
-                    connection = None
-            if deadline < 0:
-                deadline = _NEVER if timeout is None else perf_counter() + timeout
-            if connection is None:
-                if not self._connect_before(deadline):
-                    return False
-            elif not DescriptorWait(connection.descriptor, events=select.POLLOUT).sleep(deadline):
+            if self._connection is None and not self._connect_before(deadline):
                 return False
+            try:
+                assert self._connection is not None
+                return self._connection.send_by(frames[-1], deadline)
+            except OSError:
+                self._lose()
 
     def receive(self, timeout: float | None = None) -> list[bytes] | None:
         """The next frame, in a list; ``None`` if there is none in that time.
@@ -85,19 +122,14 @@ class BlockingChannel:
         """
         self._check_open()
         deadline = _NEVER if timeout is None else perf_counter() + timeout
-        while (connection := self._connection) is not None:
-            wait = self._wait
-            assert wait is not None, "made with each connection"
-            if not wait.busy_poll(deadline) and not wait.sleep(deadline):
-                return None
+        if self._connection is not None:
             try:
-                frame = connection.receive()
-                self._pause = 0.0
-                return [frame]
-            except BlockingIOError:
-                continue
+                frame = self._connection.receive_by(deadline)
             except OSError:
                 self._lose()
+            else:
+                self._pause = 0.0 if frame is not None else self._pause
+                return None if frame is None else [frame]
         left = deadline - perf_counter()
         if left > 0:
             sleep(min(left, RECONNECT_MAX))
@@ -106,9 +138,7 @@ class BlockingChannel:
     def close(self) -> None:
         """Close it. Nobody may wait in it. Idempotent."""
         self._closed = True
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._lose()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -119,11 +149,9 @@ class BlockingChannel:
     def _connect(self) -> bool:
         self._pause = longer(self._pause)  # until the server is heard: it may accept and hang up at once
         try:
-            connection = PacketConnection(connect(self._path), MAX_FRAME_BYTES)
+            self._connection = ChannelConnection(self._path)
         except OSError:
             return False
-        self._connection = connection
-        self._wait = DescriptorWait(connection.descriptor, _BUSY_POLL)
         return True
 
     def _connect_before(self, deadline: float) -> bool:

@@ -79,8 +79,8 @@ class _Connection:
         """Frames that wait for room in the socket."""
         self.unread = 0
         """Bytes that count against the bounds: of the outbox, and of frames in memory that the peer may not have read."""
-        self.in_memory = 0
-        """Of these, the latter."""
+        self.in_memory: deque[int] = deque()
+        """The sizes of the latter, the oldest first."""
 
 
 class ChannelServer:
@@ -248,7 +248,7 @@ class ChannelServer:
             return False
         self._sent += 1
         if size > INLINE_BYTES:
-            connection.in_memory += size
+            connection.in_memory.append(size)
             self._count(connection, size)
         return True
 
@@ -274,6 +274,12 @@ class ChannelServer:
             outbox.popleft()
         self._epoll.modify(connection.packets.descriptor, select.EPOLLIN)
 
+    def hang_up(self, identity: bytes) -> None:
+        """End this peer's connection, if it is there. What was sent and finds room still arrives."""
+        connection = self._connections.get(identity)
+        if connection is not None:
+            self._end(connection)
+
     # --- bounds ---------------------------------------------------------------------------------------------------
 
     def _has_room(self, connection: _Connection, size: int) -> bool:
@@ -294,10 +300,13 @@ class ChannelServer:
         return connection.identity in self._connections
 
     def _look(self, connection: _Connection) -> None:
-        """Forget the frames in memory that its peer has read by now: the kernel tells when it has read all."""
-        if connection.in_memory and connection.packets.has_read_all():
-            self._count(connection, -connection.in_memory)
-            connection.in_memory = 0
+        """Forget the frames in memory that its peer has read by now.
+
+        Not only when it has read all: a peer that always has some on their way to it would never have, and be hung up on.
+        """
+        unread = connection.packets.most_unread() if connection.in_memory else 0
+        while len(connection.in_memory) > unread:
+            self._count(connection, -connection.in_memory.popleft())
 
     def _count(self, connection: _Connection, size: int) -> None:
         connection.unread += size

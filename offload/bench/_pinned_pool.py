@@ -166,4 +166,4 @@ def _server() -> Iterator[str]:
         command = ["-m", "offload", "pinned-pool", "--json", "--port", "0", "--pool-memory-size", "512"]
         command += ["--runtime-dir", directory, "--log-level", "error"]
         with Child(command) as process:
-            yield f"{process.ready['host']}:{process.ready['port']}"
+            yield f"{process.ready['address']}"

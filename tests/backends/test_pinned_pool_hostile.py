@@ -10,7 +10,6 @@ import os
 import random
 import socket
 import threading
-import time
 from array import array
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,10 +27,9 @@ from backends.pinned_pool import (
     PoolTimeout,
     PoolUntrusted,
 )
-from backends.pinned_pool import _line as line_module
+from backends.pinned_pool import _connection as connection_module
 from backends.pinned_pool._grants import Grants, Implausible
 from backends.pinned_pool._messages import (
-    HEADER,
     VERSION,
     Allocated,
     Answer,
@@ -41,14 +39,15 @@ from backends.pinned_pool._messages import (
     Refused,
     UsageInfo,
     Welcome,
+    decode_answer,
     encode,
     packed,
+    split,
 )
-from backends.pinned_pool._session import Session
 from maru._peers import Listener
 from tests.support.maru_processes import PATIENCE, within
 from tests.support.other_user import UID, needs_root, other_user
-from tests.support.pinned_pools import CHUNK, address_of, server_in_thread
+from tests.support.pinned_pools import CHUNK, address_of, remote_address_of, server_in_thread, short_directory
 
 MIB = 1 << 20
 CHUNKS = MIB // CHUNK
@@ -65,12 +64,13 @@ class Liar:
 @pytest.fixture(scope="module")
 def liar() -> Iterator[Liar]:
     with server_in_thread() as server, pytest.MonkeyPatch.context() as patch:
-        liar, send = Liar(server), Session._send
+        liar, send = Liar(server), PinnedPoolServer._send
 
-        async def send_lie(self: Session, answer: Answer, *pieces: memoryview) -> None:
-            await send(self, liar.lie(answer), *pieces)
+        def send_lie(self: PinnedPoolServer, peer: bytes, answer: bytes) -> None:
+            body, payload = split(answer)
+            send(self, peer, encode(liar.lie(decode_answer(body)), payload))
 
-        patch.setattr(Session, "_send", send_lie)
+        patch.setattr(PinnedPoolServer, "_send", send_lie)
         yield liar
 
 
@@ -288,9 +288,37 @@ def test_another_users_server_is_told_nothing() -> None:
             with pytest.raises(PoolUntrusted, match=rf"user {UID}.*server_uid"):
                 PinnedPoolClient(address, timeout=PATIENCE, shared_memory=shared)
             assert squatter.stdout.readline() == "nothing\n"
-        with pytest.raises(PoolLost):  # who is meant is talked to
-            PinnedPoolClient(address, timeout=PATIENCE, server_uid=UID)
-        assert "process" in squatter.stdout.readline()
+        with pytest.raises(PoolTimeout):  # who is meant is talked to
+            PinnedPoolClient(address, timeout=1.0, server_uid=UID)
+        assert squatter.stdout.readline() == "nothing\n"  # of the connection that only looks who listens
+        assert r"\xff\x00" in squatter.stdout.readline()  # ZeroMQ's greeting
+
+
+CHANNEL_SQUATTER = """
+import os, socket, sys
+become_other_user()
+directory = "/dev/shm/squatter-%d" % os.getpid()
+os.mkdir(directory, 0o755)
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+    listening.bind(directory + "/a.sock")
+    os.chmod(directory + "/a.sock", 0o777)
+    listening.listen()
+    print(directory + "/a.sock", flush=True)
+    peer, _ = listening.accept()
+    os.unlink(directory + "/a.sock")
+    os.rmdir(directory)
+    print(peer.recv(100) or "nothing", flush=True)
+"""
+
+
+@needs_root
+def test_another_users_channel_is_told_nothing() -> None:
+    with other_user(CHANNEL_SQUATTER) as squatter:
+        assert squatter.stdout is not None
+        path = squatter.stdout.readline().strip()
+        with pytest.raises(PoolUntrusted, match="another user's"):
+            PinnedPoolClient(f"ipc://{path}", timeout=PATIENCE)
+        assert squatter.stdout.readline() == "nothing\n"
 
 
 @pytest.mark.parametrize(
@@ -305,64 +333,39 @@ def test_another_users_server_is_told_nothing() -> None:
     ids=["ours", "root's", "another's", "both", "unknown"],
 )
 def test_who_listens_decides_before_anything_is_sent(
-    liar: Liar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, listener: Listener, trusted: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, listener: Listener, trusted: bool
 ) -> None:
-    liar.lie = lambda answer: answer
-    monkeypatch.setattr(line_module, "find_tcp_listener", lambda host, port: listener)
-    if trusted:
-        PinnedPoolClient(liar.address, timeout=PATIENCE).close()
-    else:
-        with pytest.raises(PoolUntrusted, match="served by user 77"):
-            PinnedPoolClient(liar.address, timeout=PATIENCE)
-        if listener.uids == {77}:
-            PinnedPoolClient(liar.address, timeout=PATIENCE, server_uid=77).close()
+    monkeypatch.setattr(connection_module, "find_tcp_listener", lambda host, port: listener)
+    with server_in_thread(insecure=True) as server:
+        address = remote_address_of(server)
+        if trusted:
+            PinnedPoolClient(address, timeout=PATIENCE).close()
+        else:
+            with pytest.raises(PoolUntrusted, match="served by user 77"):
+                PinnedPoolClient(address, timeout=PATIENCE)
+            if listener.uids == {77}:
+                PinnedPoolClient(address, timeout=PATIENCE, server_uid=77).close()
     assert ("cannot be told" in caplog.text) is bool(listener.unknown)
 
 
 # --- a server that takes its time -------------------------------------------------------------------------------------
 
 
-def served(serve: Callable[[socket.socket], None], client: Callable[[str], None]) -> None:
-    """One connection: these bytes to whoever connects, until he hangs up."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+def test_answers_to_no_question_without_end_are_not_waited_out() -> None:
+    with short_directory() as directory, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(f"{directory}/flood.sock")
+        listening.listen()
 
-        def run() -> None:
+        def flood() -> None:
             peer, _ = listening.accept()
-            with peer:
+            with peer, contextlib.suppress(OSError):  # the client has hung up
                 peer.recv(1000)
-                with contextlib.suppress(OSError):  # the client has hung up
-                    serve(peer)
+                while True:
+                    peer.send(encode(PoolFull(77, 0)))
 
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=flood)
         thread.start()
-        client(f"127.0.0.1:{listening.getsockname()[1]}")
+        with pytest.raises(PoolLost, match="answer 77 is none"):
+            within(PATIENCE, lambda: PinnedPoolClient(f"ipc://{directory}/flood.sock", timeout=PATIENCE))
         thread.join(PATIENCE)
         assert not thread.is_alive()
-
-
-def test_an_answer_in_drops_ends_in_time() -> None:
-    """Each byte comes before anybody gives up waiting for it."""
-
-    def drip(peer: socket.socket) -> None:
-        peer.sendall(HEADER.pack(500_000, 0))
-        while True:
-            peer.sendall(b"x")
-            time.sleep(0.0005)
-
-    def client(address: str) -> None:
-        with pytest.raises(PoolTimeout):
-            within(PATIENCE, lambda: PinnedPoolClient(address, timeout=0.3))
-
-    served(drip, client)
-
-
-def test_answers_to_no_question_without_end_are_not_waited_out() -> None:
-    def flood(peer: socket.socket) -> None:
-        while True:
-            peer.sendall(encode(PoolFull(77, 0)) * 1000)
-
-    def client(address: str) -> None:
-        with pytest.raises(PoolLost, match="answer 77 is none"):
-            within(PATIENCE, lambda: PinnedPoolClient(address, timeout=PATIENCE))
-
-    served(flood, client)

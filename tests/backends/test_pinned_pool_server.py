@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -39,24 +40,40 @@ from backends.pinned_pool import (
 )
 from backends.pinned_pool import _client as client_module
 from backends.pinned_pool import _memory as memory_module
+from backends.pinned_pool._connection import RemoteConnection
 from backends.pinned_pool._memory import PoolMemory
 from backends.pinned_pool._messages import (
-    HEADER,
+    MAX_MESSAGE_BYTES,
     MAX_PIECE_BYTES,
+    VERSION,
+    Allocated,
     AllocateFromPool,
     AllocatePoolMemory,
+    Answer,
+    BadFrame,
     CopyFromPool,
     CopyToPool,
     FreeFromPool,
     Hello,
+    PoolAllocated,
     Refused,
+    Welcome,
     decode_answer,
     encode,
+    split,
 )
 from maru._pool.descriptors import DescriptorRequest, fetch_descriptor
+from maru.transport import BlockingDealer
 from tests.support.held_by_process import open_descriptors
 from tests.support.maru_processes import PATIENCE, eventually, within
-from tests.support.pinned_pools import CHUNK, ServerProcess, address_of, server_in_thread, short_directory
+from tests.support.pinned_pools import (
+    CHUNK,
+    ServerProcess,
+    address_of,
+    remote_address_of,
+    server_in_thread,
+    short_directory,
+)
 
 MIB = 1 << 20
 
@@ -93,16 +110,26 @@ def impatient(client: PinnedPoolClient) -> Iterator[None]:
         client._timeout = patience
 
 
+class Telling:
+    """A connection that tells when a thread waits for an answer."""
+
+    def __init__(self, connection: Any, waits: threading.Event) -> None:
+        self._connection, self._waits = connection, waits
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def receive_by(self, deadline: float) -> Any:
+        self._waits.set()
+        return self._connection.receive_by(deadline)
+
+
 @contextlib.contextmanager
 def asking(client: PinnedPoolClient) -> Iterator[list[BaseException]]:
     """A thread is in a call whose answer does not come; once the block is left and it has ended: what it failed with."""
     failed: list[BaseException] = []
     waits = threading.Event()
-    receive = client._line.receive
-
-    def receive_and_tell(deadline: float) -> Any:
-        waits.set()
-        return receive(deadline)
+    client._connection = Telling(client._connection, waits)  # type: ignore[assignment]
 
     def ask() -> None:
         try:
@@ -110,7 +137,6 @@ def asking(client: PinnedPoolClient) -> Iterator[list[BaseException]]:
         except BaseException as exc:
             failed.append(exc)
 
-    client._line.receive = receive_and_tell  # type: ignore[method-assign]
     thread = threading.Thread(target=ask)
     thread.start()
     assert waits.wait(PATIENCE)
@@ -483,51 +509,64 @@ def test_closing_wakes_whoever_waits() -> None:
 # --- bad input ----------------------------------------------------------------------------------------------------
 
 
-def talk(server: PinnedPoolServer, data: bytes, *, then_wait: bool = True) -> bytes:
-    with socket.create_connection((server.host, server.port), PATIENCE) as sock:
-        sock.sendall(data)
-        if not then_wait:
-            return b""
-        received = b""
+def connected(server: PinnedPoolServer) -> socket.socket:
+    """A connection over which anything can be said, a frame a packet."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.connect(server.address.removeprefix("ipc://"))  # waits where many others come just now
+    except OSError:
+        sock.close()
+        raise
+    sock.settimeout(PATIENCE)
+    return sock
+
+
+def talk(server: PinnedPoolServer, *frames: bytes) -> list[Answer]:
+    """What is answered to these frames, until the server hangs up."""
+    with connected(server) as sock:
+        answers = []
         with contextlib.suppress(ConnectionError):
-            while some := sock.recv(65_536):
-                received += some
-        return received
+            for frame in frames:
+                sock.send(frame)
+            while frame := sock.recv(65_536):
+                answers.append(decode_answer(split(frame)[0]))
+        return answers
 
 
-HELLO = encode(Hello(1, 1, "test"))
+HELLO = encode(Hello(1, VERSION, "test"))
 
 
 @pytest.mark.parametrize(
-    "data",
+    "frames",
     [
-        b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        bytes(100),
-        b"\xff" * 100,
-        HEADER.pack(4, 0) + b"\xff\xff\xff\xff",
-        HEADER.pack(1 << 19, 0),
-        HEADER.pack(4, (1 << 20) + 1),
-        HELLO + encode(AllocateFromPool(1, -1)),
-        HELLO + HEADER.pack(3, 0) + msgspec.msgpack.encode([99, 1]),
-        HELLO + encode(AllocateFromPool(1, 1), 5) + b"12345",
-        HELLO + encode(CopyFromPool(1, 0, 0, MAX_PIECE_BYTES + 1)),
-        HELLO + encode(FreeFromPool(1, list(range(5000)))),
-        encode(AllocatePoolMemory(1, MIB)),
-        HELLO + HEADER.pack(60_000, 0) + b"\x91" * 60_000,
+        [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"],
+        [bytes(100)],
+        [b"\xff" * 100],
+        [b"\0\0"],
+        [b"\0\0\0\4" + b"\xff\xff\xff\xff"],
+        [b"\0\0\0\4" + b"\xff\xff\xff"],
+        [HELLO, encode(AllocateFromPool(1, -1))],
+        [HELLO, b"\0\0\0\3" + msgspec.msgpack.encode([99, 1])],
+        [HELLO, encode(AllocateFromPool(1, 1), b"12345")],
+        [HELLO, encode(CopyFromPool(1, 0, 0, MAX_PIECE_BYTES + 1))],
+        [HELLO, encode(FreeFromPool(1, list(range(5000))))],
+        [encode(AllocatePoolMemory(1, MIB))],
+        [HELLO, struct.pack("!I", 60_000) + b"\x91" * 60_000],
     ],
 )
-def test_garbage_costs_its_sender_the_session(server: PinnedPoolServer, data: bytes) -> None:
+def test_garbage_costs_its_sender_the_session(server: PinnedPoolServer, frames: list[bytes]) -> None:
     with client_of(server) as client:
-        received = within(PATIENCE, lambda: talk(server, data))
-        answer = None
-        while received:
-            message, payload = HEADER.unpack(received[:8])
-            answer = decode_answer(received[8 : 8 + message])
-            received = received[8 + message + payload :]
-        assert answer is None or isinstance(answer, Refused)
+        answers = within(PATIENCE, lambda: talk(server, *frames))
+        assert isinstance(answers[-1], Refused)
         assert client.get_usage_info().active_allocations == 0
         assert eventually(lambda: server.statistics().clients == 1)
         assert server.statistics().bad == 1
+
+
+@pytest.mark.parametrize(("message", "payload"), [(MAX_MESSAGE_BYTES, 0), (10, MAX_PIECE_BYTES + 1)])
+def test_a_frame_of_more_than_its_bound_is_none(message: int, payload: int) -> None:
+    with pytest.raises(BadFrame):
+        split(struct.pack("!I", message) + bytes(message + payload))
 
 
 def test_random_frames_never_hurt_anybody(server: PinnedPoolServer) -> None:
@@ -536,49 +575,93 @@ def test_random_frames_never_hurt_anybody(server: PinnedPoolServer) -> None:
         HELLO,
         encode(AllocatePoolMemory(2, MIB)),
         encode(AllocateFromPool(3, 3 * CHUNK)),
-        encode(CopyToPool(4, 0, 10), 100) + bytes(100),
+        encode(CopyToPool(4, 0, 10), bytes(100)),
         encode(CopyFromPool(5, 0, 1, CHUNK)),
         encode(FreeFromPool(6, [0, 1])),
     ]
     with client_of(server) as client:
         for _ in range(150):
-            data = bytearray(b"".join(good[: rng.randrange(1, 7)]))
+            frames = [bytearray(frame) for frame in good[: rng.randrange(1, 7)]]
             for _ in range(rng.randrange(0, 4)):
-                data[rng.randrange(len(data))] = rng.randrange(256)
-            talk(server, bytes(data[: rng.randrange(1, len(data) + 1)]), then_wait=False)
+                frame = rng.choice(frames)
+                frame[rng.randrange(len(frame))] = rng.randrange(256)
+            frames[-1] = frames[-1][: rng.randrange(1, len(frames[-1]) + 1)]
+            with connected(server) as sock, contextlib.suppress(ConnectionError):
+                for frame in frames:
+                    sock.send(frame)
         assert client.get_usage_info().active_allocations == 0
     assert eventually(lambda: at_rest(server))
 
 
 def test_refused_request_costs_nothing(server: PinnedPoolServer) -> None:
-    with socket.create_connection((server.host, server.port), PATIENCE) as sock:
-        sock.sendall(HELLO + encode(CopyToPool(2, 9, 0), 200_000) + bytes(200_000) + encode(CopyFromPool(3, 9, 0, 1)))
-        sock.sendall(encode(Hello(4, 99, "from the future")))
-        file = sock.makefile("rb")
-        answers = []
-        for _ in range(4):
-            message, _ = HEADER.unpack(file.read(8))
-            answers.append(decode_answer(file.read(message)))
+    frames = (
+        HELLO,
+        encode(CopyToPool(2, 9, 0), bytes(100_000)),
+        encode(CopyFromPool(3, 9, 0, 1)),
+        encode(Hello(4, 99, "from the future")),
+    )
+    with connected(server) as sock:
+        for frame in frames:
+            sock.send(frame)
+        answers = [decode_answer(split(sock.recv(65_536))[0]) for _ in frames]
         assert [answer.seq for answer in answers] == [1, 2, 3, 4]
         assert all(isinstance(answer, Refused) for answer in answers[1:])
-        file.close()
 
 
-def test_half_a_frame_is_waited_for_a_bounded_time() -> None:
-    with server_in_thread(patience=0.1) as server:
-        for part in (b"", HELLO[:3], HELLO[:10], HELLO + encode(CopyToPool(2, 0, 0), 1000) + bytes(10)):
-            within(PATIENCE, functools.partial(talk, server, part))
+def test_a_pool_that_is_being_made_has_no_bytes_yet() -> None:
+    go = threading.Event()
+
+    def slowly(nbytes: int, *_: Any) -> PoolMemory:
+        assert go.wait(PATIENCE)
+        return PoolMemory(nbytes, "none")
+
+    with server_in_thread(make_memory=slowly) as server, connected(server) as sock:
+        for frame in (
+            HELLO,
+            encode(AllocatePoolMemory(2, MIB)),
+            encode(AllocateFromPool(3, CHUNK)),
+            encode(CopyToPool(4, 0, 0), b"early"),
+            encode(CopyFromPool(5, 0, 0, 5)),
+        ):
+            sock.send(frame)
+        answers = [decode_answer(split(sock.recv(65_536))[0]) for _ in range(4)]
+        assert [type(answer) for answer in answers] == [Welcome, Allocated, Refused, Refused]
+        go.set()
+        assert isinstance(decode_answer(split(sock.recv(65_536))[0]), PoolAllocated)
+
+
+def test_a_client_that_ends_while_its_pool_is_made_leaves_nothing() -> None:
+    begun, go, made = threading.Event(), threading.Event(), list[PoolMemory]()
+
+    def slowly(nbytes: int, *_: Any) -> PoolMemory:
+        begun.set()
+        assert go.wait(PATIENCE)
+        made.append(PoolMemory(nbytes, "none"))
+        return made[-1]
+
+    with server_in_thread(make_memory=slowly) as server:
+        with connected(server) as sock:
+            sock.send(HELLO)
+            sock.send(encode(AllocatePoolMemory(2, MIB)))
+            assert begun.wait(PATIENCE)
         assert eventually(lambda: at_rest(server))
-        assert server.statistics().bad == 4
+        go.set()
+        assert eventually(lambda: made and made[0].memory is None)
 
 
 def test_answers_that_nobody_reads_are_not_kept() -> None:
-    with server_in_thread(patience=0.2) as server, socket.create_connection((server.host, server.port)) as sock:
-        sock.sendall(HELLO + encode(AllocatePoolMemory(2, MIB)) + encode(AllocateFromPool(3, MIB)))
+    with server_in_thread() as server, connected(server) as sock:
+        for frame in (HELLO, encode(AllocatePoolMemory(2, MIB)), encode(AllocateFromPool(3, MIB))):
+            sock.send(frame)
         sock.setblocking(False)
-        with contextlib.suppress(BlockingIOError, ConnectionError):  # which of both says who is quicker
-            for number in range(200):
-                sock.send(encode(CopyFromPool(4 + number, 0, 0, MIB)))
+        number = 4
+        deadline = time.monotonic() + PATIENCE
+        with contextlib.suppress(ConnectionError):
+            while not server.statistics().bad:
+                assert time.monotonic() < deadline
+                with contextlib.suppress(BlockingIOError):
+                    sock.send(encode(CopyFromPool(number, 0, 0, MIB)))
+                    number += 1
         assert eventually(lambda: server.statistics().bad == 1 and at_rest(server))
 
 
@@ -594,23 +677,97 @@ def test_too_many_clients_are_turned_away() -> None:
 
 
 def test_what_is_no_pinned_pool_is_told_as_that() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
+    with short_directory() as directory, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(f"{directory}/mail.sock")
+        listening.listen()
 
         def greet() -> None:
             peer, _ = listening.accept()
             with peer:
                 peer.recv(100)
-                peer.sendall(b"220 mail.example ESMTP ready\r\n")
+                peer.send(b"220 mail.example ESMTP ready\r\n")
 
         thread = threading.Thread(target=greet)
         thread.start()
         with pytest.raises(PoolLost, match="is no pinned pool"):
-            PinnedPoolClient(f"127.0.0.1:{port}")
+            PinnedPoolClient(f"ipc://{directory}/mail.sock")
         thread.join()
     for wrong in ("nowhere", "host:", ":1", "host:99999", "host:x"):
         with pytest.raises(ValueError, match="no host:port"):
             PinnedPoolClient(wrong)
+
+
+# --- from another host ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def remote() -> Iterator[PinnedPoolServer]:
+    """A server that listens over TCP as well. A client that names its port finds no channel in the usual directory."""
+    with server_in_thread(insecure=True) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def remote_client_of(server: PinnedPoolServer, mib: int = 1) -> Iterator[PinnedPoolClient]:
+    client = PinnedPoolClient(remote_address_of(server), timeout=PATIENCE, shared_memory=False)
+    try:
+        client.allocate_pool_memory(mib * MIB)
+        yield client
+    finally:
+        client.close()
+
+
+def test_bytes_travel_over_tcp(remote: PinnedPoolServer) -> None:
+    data = random.Random(1).randbytes(5 * MIB + 3)
+    with remote_client_of(remote, 8) as client:
+        assert isinstance(client._connection, RemoteConnection)
+        assert client.allocate_from_pool(len(data)) is not None
+        client.copy_to_pool(0, 0, data)
+        back = bytearray(len(data))
+        client.copy_from_pool(0, 0, back)
+        assert back == data
+        assert client.free_from_pool([0]) == 1
+    assert eventually(lambda: at_rest(remote))
+
+
+def test_killed_remote_client_loses_its_pool(remote: PinnedPoolServer) -> None:
+    command = [sys.executable, "-c", HOLDER, remote_address_of(remote)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
+            assert remote.statistics().clients == 1
+        finally:
+            holder.kill()
+    assert eventually(lambda: at_rest(remote))
+
+
+def test_a_remote_client_of_a_server_that_was_restarted_is_told_that_its_pool_is_lost() -> None:
+    with server_in_thread(insecure=True) as first:
+        port = first.port
+        client = PinnedPoolClient(remote_address_of(first), timeout=PATIENCE, shared_memory=False)
+        client.allocate_pool_memory(MIB)
+    with server_in_thread(insecure=True, port=port), pytest.raises(PoolLost, match="Hello comes first"):
+        client.get_usage_info()
+    client.close()
+
+
+def test_closing_wakes_who_waits_for_a_remote_server() -> None:
+    with ServerProcess("--insecure") as process:
+        address = f"127.0.0.1:{process.ready['port']}"
+        client = PinnedPoolClient(address, timeout=1000.0, shared_memory=False)
+        with process.stopped(), asking(client) as failed:
+            within(PATIENCE, client.close)
+        assert isinstance(failed[0], (PoolLost, PoolClosed))
+
+
+def test_garbage_over_tcp_costs_its_sender_the_session(remote: PinnedPoolServer) -> None:
+    with remote_client_of(remote) as client, BlockingDealer(f"tcp://{remote_address_of(remote)}") as dealer:
+        dealer.send([b"", b"garbage"])
+        answer = dealer.receive(PATIENCE)
+        assert answer is not None and isinstance(decode_answer(split(answer[-1])[0]), Refused)
+        dealer.send([b"", HELLO])
+        assert client.get_usage_info().active_allocations == 0
+        assert (remote.statistics().clients, remote.statistics().bad) == (1, 1)
 
 
 # --- serving ------------------------------------------------------------------------------------------------------
@@ -624,17 +781,18 @@ async def test_cancelled_serve_leaves_nothing() -> None:
             )
             assert isinstance(server, PinnedPoolServer)
             assert os.listdir(directory)
-            stream = await trio.open_tcp_stream(server.host, server.port)
-            await stream.send_all(HELLO + encode(AllocatePoolMemory(2, MIB)))
-            await stream.receive_some()
+            sock = connected(server)
+            sock.send(HELLO)
+            sock.send(encode(AllocatePoolMemory(2, MIB)))
+            await trio.to_thread.run_sync(sock.recv, 1000)
             nursery.cancel_scope.cancel()
         assert os.listdir(directory) == []
-        with contextlib.suppress(trio.BrokenResourceError):  # its answer may be unread: then it is a reset
-            assert await stream.receive_some() == b""
-        await stream.aclose()
+        while sock.recv(1000):
+            pass
+        sock.close()
         assert at_rest(server)
-        with pytest.raises(OSError):  # which one is the kernel's business
-            await trio.open_tcp_stream(server.host, server.port)
+        with pytest.raises(FileNotFoundError):
+            connected(server)
 
 
 async def test_cancel_while_a_pool_is_made_leaves_nothing() -> None:
@@ -649,8 +807,9 @@ async def test_cancel_while_a_pool_is_made_leaves_nothing() -> None:
 
     with short_directory() as directory:
         async with open_server(port=0, runtime_dir=directory, pool_memory_size=8, make_memory=slowly) as server:
-            async with await trio.open_tcp_stream(server.host, server.port) as stream:
-                await stream.send_all(HELLO + encode(AllocatePoolMemory(2, MIB)))
+            with connected(server) as sock:
+                sock.send(HELLO)
+                sock.send(encode(AllocatePoolMemory(2, MIB)))
                 await trio.to_thread.run_sync(begun.wait)
             go.set()
         assert at_rest(server)
@@ -709,6 +868,8 @@ async def test_directory_that_others_enter_is_refused(tmp_path: Path) -> None:
 def test_server_stays_on_this_host_unless_told() -> None:
     with pytest.raises(PinnedPoolConfigError, match="must be of this host"):
         PinnedPoolConfig(host="0.0.0.0")
+    with server_in_thread() as server, pytest.raises(PoolUnreachable):
+        PinnedPoolClient(remote_address_of(server))
     assert PinnedPoolConfig(host="0.0.0.0", insecure=True).insecure
     with pytest.raises(PinnedPoolConfigError, match="power of two"):
         PinnedPoolConfig(chunk_size=5000)

@@ -69,6 +69,12 @@ def server_in_thread(**knobs: Any) -> Iterator[PinnedPoolServer]:
 
 
 def address_of(server: PinnedPoolServer) -> str:
+    """Where a client of this user finds it."""
+    return server.address
+
+
+def remote_address_of(server: PinnedPoolServer) -> str:
+    """Where others find it, if it is ``insecure``."""
     return f"{server.host}:{server.port}"
 
 
@@ -94,7 +100,7 @@ class ServerProcess:
 
     @property
     def address(self) -> str:
-        return f"{self.ready['host']}:{self.ready['port']}"
+        return str(self.ready["address"])
 
     def send(self, number: int) -> None:
         os.kill(self.process.pid, number)  # not yet waited for, so nobody else has this number

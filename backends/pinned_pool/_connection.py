@@ -1,0 +1,193 @@
+"""A client's connection to a server: over the channel of a server of this user on this host, over ZeroMQ to any other.
+
+``HOST:PORT`` of this host names the channel that a server with this port has made in its usual directory. Where there is none,
+and for another host, it is an address of TCP. ``ipc://PATH`` names a channel by its path.
+
+Rule 1. A session is a connection. Over the channel its end is known at once. ZeroMQ hides it and connects again: then the
+        server does not know the client, says so, and the session is over as well.
+Rule 2. Another user's server is not talked to, unless it is named. Over the channel the kernel says whose the very connection
+        is; over TCP it says who listens, asked before anything is sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import stat
+import threading
+from ipaddress import ip_address
+from time import perf_counter, sleep
+from typing import Final, Protocol
+
+from maru._listeners import find_tcp_listener
+from maru._peers import why_untrusted
+from maru.transport import BlockingDealer, ChannelConnection, SocketOptions
+
+from ._config import default_directory
+from ._errors import PoolLost, PoolTimeout, PoolUnreachable, PoolUntrusted
+from ._messages import MAX_FRAME_BYTES
+
+_LOOK_UP: Final = 0.05
+"""Seconds after which a thread that waits over ZeroMQ looks whether it is still to wait."""
+
+_log = logging.getLogger(__name__)
+
+
+class Connection(Protocol):
+    """Whole frames out and in, by one thread at a time. Each time limit is one of ``perf_counter``."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody has hung up, as far as this process knows. Any thread; asks nobody."""
+        ...
+
+    def send_by(self, frame: bytes, deadline: float) -> bool:
+        """Send one frame; whether it was sent in time. :exc:`OSError`: the connection is over."""
+        ...
+
+    def receive_by(self, deadline: float) -> bytes | None:
+        """The next frame; None if none came in time. :exc:`OSError`: the connection is over."""
+        ...
+
+    def interrupt(self) -> None:
+        """Have whoever waits here find that this is over. Any thread."""
+        ...
+
+    def close(self) -> None:
+        """Close this process's end. Idempotent."""
+        ...
+
+
+class RemoteConnection:
+    """A connection over ZeroMQ. Made by :func:`open_connection`, which has looked who listens."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._dealer = BlockingDealer(f"tcp://{host}:{port}", SocketOptions(max_message_bytes=MAX_FRAME_BYTES))
+        self._over = threading.Event()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not ended here: of its server's end only the next answer tells."""
+        return not self._over.is_set()
+
+    def send_by(self, frame: bytes, deadline: float) -> bool:
+        """Send one frame; whether it was sent in time."""
+        self._check()
+        return self._dealer.send([b"", frame], max(0.0, deadline - perf_counter()))
+
+    def receive_by(self, deadline: float) -> bytes | None:
+        """The next frame; None if none came in time."""
+        while True:
+            self._check()
+            left = max(0.0, deadline - perf_counter())
+            message = self._dealer.receive(min(left, _LOOK_UP))
+            if message is not None:
+                return message[-1]
+            if not left:
+                return None
+
+    def interrupt(self) -> None:
+        """Have whoever waits here find that this is over: soon, since nobody may close a socket that is in use."""
+        self._over.set()
+
+    def close(self) -> None:
+        """Close it."""
+        self._over.set()
+        self._dealer.close()
+
+    def _check(self) -> None:
+        if self._over.is_set():
+            raise ConnectionAbortedError("it was closed")
+
+
+def open_connection(server: str, timeout: float, uid: int) -> Connection:
+    """A connection to a server.
+
+    Args:
+        server: ``host:port`` or ``ipc://path``.
+        timeout: seconds to wait for it to be there.
+        uid: the user whose server is meant, besides root's.
+
+    Raises:
+        ValueError: the address is none.
+        PoolUntrusted: another user's process listens there. Nothing was sent.
+        PoolUnreachable: nobody listens there.
+        PoolTimeout: nobody answers there.
+    """
+    path = server.removeprefix("ipc://")
+    if path == server:
+        host, port = parse_address(server)
+        path = channel_path(default_directory(), port) if _is_of_this_host(host) else ""
+        if not _is_socket(path):
+            return _open_remote(server, host, port, timeout, uid)
+    return _open_channel(server, path, perf_counter() + timeout)
+
+
+def parse_address(server: str) -> tuple[str, int]:
+    """Host and port of ``host:port``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    host, colon, port = server.removeprefix("tcp://").rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError(f"{server!r} is no host:port")
+    return host.strip("[]"), int(port)
+
+
+def channel_path(directory: str, port: int) -> str:
+    """The channel of a server with this port, in the directory of its sockets."""
+    return f"{directory}/{port}.sock"
+
+
+def _is_of_this_host(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_socket(path: str) -> bool:
+    try:
+        return stat.S_ISSOCK(os.stat(path).st_mode)
+    except OSError:
+        return False
+
+
+def _open_channel(server: str, path: str, deadline: float) -> ChannelConnection:
+    while True:
+        try:
+            return ChannelConnection(path)
+        except PermissionError as exc:
+            raise PoolUntrusted(f"{server} is another user's: start a server of your own ({exc})") from exc
+        except BlockingIOError as exc:  # as many wait to be accepted as may
+            if perf_counter() > deadline:
+                raise PoolTimeout(f"the pinned pool at {server} takes no connections") from exc
+            sleep(_LOOK_UP)
+        except OSError as exc:
+            raise PoolUnreachable(f"there is no pinned pool at {server}: {exc}") from exc
+
+
+def _open_remote(server: str, host: str, port: int, timeout: float, uid: int) -> RemoteConnection:
+    """Over TCP, once it is known who listens there, and that somebody does: ZeroMQ would wait for a server to come."""
+    try:
+        with socket.create_connection((host, port), timeout) as sock:
+            found, port = sock.getpeername()[:2]
+    except TimeoutError as exc:
+        raise PoolTimeout(f"no pinned pool at {server} answered within {timeout:g} s") from exc
+    except OSError as exc:
+        raise PoolUnreachable(f"there is no pinned pool at {server}: {exc}") from exc
+    listener = find_tcp_listener(found, port)
+    if why_untrusted(listener, uid):
+        other = min(listener.uids - {uid, 0})
+        raise PoolUntrusted(
+            f"{server} is served by user {other}, not by user {uid}: start a server of your own, or say "
+            f"server_uid = {other} if that one is meant"
+        )
+    if listener.unknown and _is_of_this_host(found):
+        _log.warning("whose process listens at %s cannot be told: %s", server, listener.unknown)
+    try:
+        return RemoteConnection(f"[{found}]" if ":" in found else found, port)
+    except OSError as exc:
+        raise PoolLost(f"the connection to {server} is over: {exc}") from exc
