@@ -91,8 +91,9 @@ def run(said: dict[str, Any]) -> dict[str, Any]:
         for metric in engine.get_metrics()
         if "prefix_cache" in metric.name and hasattr(metric, "value")
     }
+    preemptions = sum(metric.value for metric in engine.get_metrics() if metric.name == "vllm:num_preemptions")
     engine.llm_engine.engine_core.shutdown()
-    return {"answers": answers, "counts": counts, "metrics": metrics}
+    return {"answers": answers, "counts": counts, "metrics": metrics, "preemptions": preemptions}
 
 
 def scheduler_connector(engine: Any) -> Any:

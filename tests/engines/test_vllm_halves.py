@@ -1,0 +1,449 @@
+"""The two halves of the vLLM connector over a real engine, driven as vLLM drives them, without vLLM.
+
+``Loop`` is vLLM's part: one step after the other, a cache of torch tensors, and a forward pass that writes what each block
+should hold.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import trio
+
+from backends.memory import MemoryTier
+from backends.testing import FakeTier
+from offload import NO_WAIT, BatchConfig, PipelineConfig, from_thread
+from offload.engines.vllm import _worker
+from offload.engines.vllm._chunks import ChunkSource, NoChunks
+from offload.engines.vllm._naming import ChunkNaming
+from offload.engines.vllm._plans import StepPlan
+from offload.engines.vllm._requests import RequestTable, State
+from offload.engines.vllm._scheduler import Scheduled, SchedulerHalf
+from offload.engines.vllm._worker import WorkerHalf
+
+BLOCKS, BLOCK, CHUNK = 64, 16, 64
+SOON = 30.0
+NAMING = ChunkNaming("model", "float32", "layout")
+
+
+def hashes_of(prompt: str, tokens: int) -> list[bytes]:
+    """Hashes of a prompt's blocks: equal prompts, equal hashes."""
+    return [f"{prompt}/{at}".encode().ljust(32) for at in range(tokens // BLOCK)]
+
+
+def content(prompt: str, block: int) -> float:
+    return float(hash((prompt, block)) % 65_521)
+
+
+class Loop:
+    """One instance of vLLM."""
+
+    def __init__(self, engine: from_thread.Engine, source: ChunkSource, cache: torch.Tensor, **timeouts: Any) -> None:
+        self.cache = cache
+        lookup, load = timeouts.get("lookup_timeout", SOON), timeouts.get("load_timeout", SOON)
+        computed = timeouts.get("computed", lambda: NO_WAIT)  # by default the forward pass is over when it returns
+        self.worker = WorkerHalf(engine, source, NAMING, lookup_timeout=lookup, load_timeout=load, computed=computed)
+        self.table = RequestTable(BLOCK, CHUNK, BLOCK)
+        self.scheduler = SchedulerHalf(engine, [NAMING], self.table, lookup_timeout=lookup)
+        self.received: set[str] = set()
+        self.failed: set[int] = set()
+
+    def step(
+        self,
+        computed: dict[str, int] | None = None,
+        blocks: dict[str, Sequence[int]] | None = None,
+        *,
+        overwritten: Sequence[int] = (),
+        cancelled: Sequence[str] = (),
+        forward: Callable[[], None] = lambda: None,
+        finished: Sequence[str] = (),
+    ) -> StepPlan:
+        """One step: plan, protect, load, forward pass, store, and what the worker says goes back to the scheduler's half."""
+        given = blocks or {}
+        plan = self.scheduler.plan(
+            Scheduled(computed or {}, lambda request: given[request], frozenset(overwritten), frozenset(cancelled))
+        )
+        self.worker.protect(plan)
+        if not plan.idle:
+            forward()
+        self.worker.load(plan)
+        self.worker.store(plan)
+        self.worker.finished(frozenset(finished))
+        received, failed = self.worker.received(frozenset(finished)), self.worker.failed_blocks()
+        self.scheduler.received(sorted(received), frozenset(failed))
+        self.received |= received
+        self.failed |= failed
+        return plan
+
+    def compute(self, request: str, tokens: int, blocks: Sequence[int], start: int = 0) -> None:
+        """Run a whole prompt in one step."""
+
+        def forward() -> None:
+            for at in range(start, tokens // BLOCK):
+                self.cache[:, blocks[at]] = content(request, at)
+
+        self.step({request: tokens}, {request: blocks}, overwritten=blocks[start:], forward=forward)
+
+    def matched(self, request: str, tokens: int, computed: int = 0, name: str = "") -> int:
+        """Ask until there is an answer."""
+        deadline = time.monotonic() + SOON
+        hashes = hashes_of(request, tokens)
+        while (found := self.scheduler.matched(name or request, hashes, tokens, computed)) is None:
+            assert time.monotonic() < deadline
+            self.step()
+        return found
+
+    def load(self, request: str, tokens: int, blocks: Sequence[int], computed: int = 0, name: str = "") -> int:
+        """Match a prompt, give it blocks, and run empty steps until it has arrived."""
+        name = name or request
+        found = self.matched(request, tokens, computed, name)
+        self.scheduler.allocated(name, blocks, found)
+        deadline = time.monotonic() + SOON
+        while found and name not in self.received:
+            assert time.monotonic() < deadline
+            self.step()
+        return found
+
+    def assert_content(self, request: str, blocks: Sequence[int], until: int) -> None:
+        for at in range(until // BLOCK):
+            assert (self.cache[:, blocks[at]] == content(request, at)).all(), at
+
+
+@contextmanager
+def instance(tier: Any, **options: Any) -> Iterator[Loop]:
+    timeouts = {name: options.pop(name) for name in ("lookup_timeout", "load_timeout", "computed") if name in options}
+    cache = torch.zeros(2, BLOCKS, 2, BLOCK, 4)
+    source = ChunkSource({f"layer {at}": cache[at] for at in range(2)}, BLOCKS, CHUNK // BLOCK)
+    with from_thread.open_engine(source, [tier], when_full="drop", **options) as engine:
+        loop = Loop(engine, source, cache, **timeouts)
+        yield loop
+        loop.scheduler.close()
+        statistics = engine.statistics()
+        assert statistics.unreleased_hits == 0, loop.scheduler.counts
+        assert not loop.worker._source._chunks
+
+
+SIZE = 2 * CHUNK * 2 * 4 * 4
+
+
+def memory(chunks: int = 64) -> MemoryTier:
+    return MemoryTier(chunks * SIZE, SIZE)
+
+
+def blocks_from(start: int, tokens: int = 256) -> list[int]:
+    return list(range(start, start + tokens // BLOCK))
+
+
+# --- the way of a prompt --------------------------------------------------------------------------------------------
+
+
+def test_what_one_request_has_computed_another_one_loads():
+    with instance(memory()) as vllm:
+        vllm.scheduler.added("first", hashes_of("p", 256), 256)
+        assert vllm.matched("p", 256, name="first") == 0
+        vllm.scheduler.allocated("first", blocks_from(0), 0)
+        vllm.table.records["first"].hashes = hashes_of("p", 256)
+        vllm.step(
+            {"first": 256},
+            {"first": blocks_from(0)},
+            overwritten=blocks_from(0),
+            forward=lambda: [vllm.cache[:, at].fill_(content("p", at)) for at in range(16)] and None,
+        )
+        vllm.worker.engine.drain()
+        vllm.scheduler.finished("first", aborted=False)
+        assert vllm.load("p", 256, blocks_from(32), name="second") == 192  # but the chunk that holds the last token
+        vllm.assert_content("p", blocks_from(32), 192)
+        assert vllm.failed == set()
+        assert vllm.table.records["second"].state is State.ADMITTED
+        assert vllm.worker.counts.snapshot()["chunks loaded"] == 3
+
+
+def stored(vllm: Loop, prompt: str = "p", tokens: int = 256, blocks: Sequence[int] = ()) -> Sequence[int]:
+    """A prompt that was computed, stored, and finished."""
+    blocks = blocks or blocks_from(0, tokens)
+    vllm.matched(prompt, tokens)
+    vllm.scheduler.allocated(prompt, blocks, 0)
+    vllm.compute(prompt, tokens, blocks)
+    vllm.worker.engine.drain()
+    vllm.scheduler.finished(prompt, aborted=False)
+    vllm.step(finished=[prompt])
+    return blocks
+
+
+def test_a_partial_hit_is_loaded_and_completed():
+    with instance(memory()) as vllm:
+        stored(vllm, tokens=128)
+        assert vllm.load("p", 256, blocks_from(32), name="longer") == 128
+        vllm.compute("longer", 256, blocks_from(32), start=8)
+        vllm.worker.engine.drain()
+        assert vllm.worker.counts.snapshot()["chunks stored"] == 4
+        assert vllm.matched("p", 320, name="third") == 256
+
+
+def test_what_vllm_has_itself_is_not_written_to():
+    with instance(memory()) as vllm:
+        stored(vllm)
+        vllm.cache[:, 32:37] = -1.0
+        assert vllm.load("p", 320, blocks_from(32, 320), computed=80, name="second") == 176
+        assert (vllm.cache[:, 32:37] == -1.0).all()
+        for at in range(5, 16):
+            assert (vllm.cache[:, 32 + at] == content("p", at)).all()
+
+
+def test_a_chunk_counts_only_if_every_rank_has_it():
+    with instance(memory()) as vllm:
+        stored(vllm)
+        other = ChunkNaming("model", "float32", "layout", rank=1)
+        of_two = SchedulerHalf(
+            vllm.worker.engine, [NAMING, other], RequestTable(BLOCK, CHUNK, BLOCK), lookup_timeout=SOON
+        )
+        assert of_two.matched("x", hashes_of("p", 256), 256, 0) is None
+        while (found := of_two.matched("x", hashes_of("p", 256), 256, 0)) is None:
+            of_two.plan(Scheduled({}, lambda _: [], frozenset(), frozenset()))
+        assert found == 0
+        of_two.close()
+
+
+def test_a_role_that_only_stores_or_only_loads_does_that():
+    with instance(memory()) as vllm:
+        stored(vllm)
+        engine = vllm.worker.engine
+        consumer = SchedulerHalf(engine, [NAMING], RequestTable(BLOCK, CHUNK, BLOCK), lookup_timeout=SOON, stores=False)
+        consumer.added("q", hashes_of("q", 256), 256)
+        assert consumer.plan(Scheduled({"q": 256}, lambda _: blocks_from(0), frozenset(), frozenset())).stores == []
+        producer = SchedulerHalf(engine, [NAMING], RequestTable(BLOCK, CHUNK, BLOCK), lookup_timeout=SOON, loads=False)
+        producer.added("p", hashes_of("p", 256), 256)
+        assert producer.matched("p", hashes_of("p", 256), 256, 0) == 0
+        consumer.close()
+
+
+def test_a_reset_cache_is_not_found_any_more():
+    with instance(memory()) as vllm:
+        stored(vllm)
+        vllm.scheduler.reset()
+        assert vllm.matched("p", 256, name="second") == 0
+        stored(vllm, "q")
+        assert vllm.load("q", 256, blocks_from(40), name="third") == 192
+
+
+# --- rule 3: what is read is not overwritten ------------------------------------------------------------------------
+
+
+class Gated(FakeTier):
+    """A copy into it takes until its gate is open, whoever has given up."""
+
+    def __init__(self) -> None:
+        super().__init__(64, SIZE)
+
+
+def began() -> tuple[Any, threading.Event]:
+    class CopyBegan:
+        event = threading.Event()
+
+        def xfer_start(self, batch: object) -> None:
+            self.event.set()
+
+    return CopyBegan(), CopyBegan.event
+
+
+def test_a_forward_pass_waits_for_a_copy_that_reads_its_blocks():
+    tier = Gated()
+    instrument, copying = began()
+    gate = tier.faults.gate = trio.Event()
+    with instance(tier, instruments=[instrument]) as vllm:
+        vllm.matched("p", 256)
+        vllm.scheduler.allocated("p", blocks_from(0), 0)
+        vllm.compute("p", 256, blocks_from(0))
+        assert copying.wait(SOON)
+        overwritten = threading.Event()
+
+        def step() -> None:
+            vllm.step({"q": 64}, {"q": [1, 2, 3, 4]}, overwritten=[1, 2, 3, 4], forward=overwritten.set)
+
+        vllm.scheduler.added("q", hashes_of("q", 64), 64)
+        thread = threading.Thread(target=step)
+        thread.start()
+        assert not overwritten.wait(0.1)
+        vllm.worker.engine.call(gate.set)
+        assert overwritten.wait(SOON)
+        thread.join(SOON)
+        vllm.worker.engine.drain()
+
+
+def test_a_store_that_was_not_copied_yet_is_cancelled_where_its_blocks_are_given_out():
+    with instance(memory(), computed=from_thread.Event) as vllm:
+        vllm.matched("p", 256)
+        vllm.scheduler.allocated("p", blocks_from(0), 0)
+        vllm.compute("p", 256, blocks_from(0))
+        vllm.step({}, overwritten=[3])
+        assert not vllm.worker._stores
+        assert vllm.worker.counts.snapshot().get("chunks stored", 0) == 0
+
+
+def test_what_is_stored_of_an_aborted_or_preempted_request_is_cancelled():
+    for how in ("aborted", "preempted"):
+        with instance(memory(), computed=from_thread.Event) as vllm:
+            vllm.matched("p", 256)
+            vllm.scheduler.allocated("p", blocks_from(0), 0)
+            vllm.compute("p", 256, blocks_from(0))
+            (store,) = vllm.worker._stores
+            if how == "aborted":
+                vllm.scheduler.finished("p", aborted=True)
+                vllm.step(finished=["p"])
+            else:
+                vllm.step(cancelled=["p"])
+            store.cancel(SOON)
+            assert store.result(0).status.value == "cancelled"
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_chunk_is_computed_and_not_used():
+    tier = FakeTier(64, SIZE)
+    with instance(tier) as vllm:
+        stored(vllm)
+        tier.damage(NAMING.keys([hashes_of("p", 256)[7]])[0])
+        vllm.cache[:, 32:48] = -1.0
+        assert vllm.load("p", 256, blocks_from(32), name="second") == 192
+        assert vllm.failed == set(range(36, 44))  # from the damaged chunk on
+        vllm.assert_content("p", blocks_from(32), 64)
+        assert vllm.table.records["second"].state is State.FAILED
+        assert vllm.matched("p", 256, name="second") == 0  # not tried again
+        vllm.compute("second", 256, blocks_from(32))
+        vllm.worker.engine.drain()
+
+
+def test_a_tier_that_is_broken_is_named_and_nothing_waits_for_it(caplog):
+    tier = FakeTier(64, SIZE)
+    with instance(tier) as vllm, caplog.at_level(logging.WARNING):
+        stored(vllm)
+
+        async def broken(keys: Sequence[bytes]) -> Any:
+            raise ConnectionError("the server is gone")
+
+        tier.pin = broken  # type: ignore[method-assign]
+        for number in range(3):
+            assert vllm.matched("p", 256, name=str(number)) == 0
+        counts = vllm.scheduler.counts.snapshot()
+        assert counts["lookups without faketier, which is unavailable"] == 3
+    assert caplog.text.count("the server is gone") >= 1
+    assert len([one for one in caplog.records if "lookups without faketier" in one.message]) == 1
+
+
+def test_what_goes_between_match_and_load_is_computed():
+    tier = FakeTier(64, SIZE)
+    with instance(tier) as vllm:
+        stored(vllm)
+        assert vllm.matched("p", 256, name="second") == 192
+
+        async def nothing(lease: Any, destination: Any) -> Any:
+            raise OSError("cannot be read")
+
+        tier.load = nothing  # type: ignore[method-assign]
+        vllm.scheduler.allocated("second", blocks_from(32), 192)
+        while "second" not in vllm.received:
+            vllm.step()
+        assert vllm.failed == set(range(32, 44))
+
+
+def test_an_engine_that_is_closed_is_a_cache_without_anything():
+    with instance(memory()) as vllm:
+        stored(vllm)
+        assert vllm.matched("p", 256, name="matched before") == 192
+        vllm.worker.engine.close()
+        assert vllm.matched("p", 256, name="second") == 0
+        vllm.scheduler.allocated("matched before", blocks_from(32), 192)
+        vllm.step()
+        assert vllm.received == {"matched before"} and vllm.failed == set(range(32, 44))
+        vllm.compute("second", 256, blocks_from(40))
+        assert vllm.worker.counts.snapshot()["chunks not stored"] == 4
+        vllm.worker.engine.statistics = lambda: type("S", (), {"unreleased_hits": 0})()  # type: ignore[method-assign]
+
+
+def test_too_many_stores_are_dropped_and_counted():
+    config = PipelineConfig(budget_blocks=4, batch_config=BatchConfig(max_batch_size=4, min_batch_size=1))
+    with instance(memory(), config=config, computed=from_thread.Event) as vllm:
+        for number, start in enumerate((0, 16)):
+            vllm.matched(f"p{number}", 256)
+            vllm.scheduler.allocated(f"p{number}", blocks_from(start), 0)
+            vllm.compute(f"p{number}", 256, blocks_from(start))
+        assert vllm.worker.counts.snapshot()["chunks dropped, since too many are on their way"] == 4
+        vllm.step(overwritten=range(32))
+
+
+def test_an_aborted_request_that_is_being_loaded_is_told_of_when_its_load_is_over():
+    tier = SlowToLoad()
+    with instance(tier) as vllm:
+        stored(vllm)
+        gate = tier.gate = trio.Event()
+        assert vllm.matched("p", 256, name="second") == 192
+        vllm.scheduler.allocated("second", blocks_from(32), 192)
+        vllm.step()
+        vllm.worker.engine.statistics()
+        vllm.scheduler.finished("second", aborted=True)
+        vllm.step(finished=["second"])
+        assert vllm.received == set()  # its blocks are written to
+        vllm.worker.engine.call(gate.set)
+        while "second" not in vllm.received:
+            vllm.step()
+        assert vllm.failed == set()  # nobody computes them
+
+
+class SlowToLoad(FakeTier):
+    gate: trio.Event | None = None
+
+    def __init__(self) -> None:
+        super().__init__(64, SIZE)
+
+    async def load(self, lease: Any, destination: Any) -> Any:
+        if self.gate is not None:
+            with trio.CancelScope(shield=True):
+                await self.gate.wait()
+        return await super().load(lease, destination)
+
+
+def test_a_load_without_a_proven_end_withholds_the_blocks(monkeypatch):
+    monkeypatch.setattr("offload.from_thread._worker.LEAVE_TIMEOUT", 0.05)
+    tier = SlowToLoad()
+    with instance(tier, load_timeout=0.05) as vllm:
+        stored(vllm)
+        gate = tier.gate = trio.Event()
+        assert vllm.matched("p", 256, name="second") == 192
+        vllm.scheduler.allocated("second", blocks_from(32), 192)
+        unproven = "loads without a proven end, whose requests and blocks are withheld"
+        while unproven not in vllm.worker.counts.snapshot():
+            vllm.step()
+        assert vllm.received == set()
+        vllm.worker.engine.call(gate.set)
+        vllm.scheduler.received(["second"], frozenset())
+
+
+def test_aborted_while_it_is_looked_up_nothing_stays_pinned():
+    with instance(memory()) as vllm:
+        stored(vllm)
+        vllm.scheduler.added("second", hashes_of("p", 256), 256)
+        vllm.scheduler.finished("second", aborted=True)
+        assert vllm.matched("p", 256, name="third") == 192
+        vllm.scheduler.finished("third", aborted=True)
+        assert vllm.worker.engine.statistics().unreleased_hits == 0
+
+
+def test_the_end_of_a_worker_lets_arrive_what_is_being_stored(monkeypatch):
+    tier = memory()
+    with instance(tier) as vllm:
+        vllm.matched("p", 256)
+        vllm.scheduler.allocated("p", blocks_from(0), 0)
+        vllm.compute("p", 256, blocks_from(0))
+        vllm.scheduler.close()
+        vllm.worker.close()
+        assert len(tier) == 4
+        vllm.worker.engine.statistics = lambda: type("S", (), {"unreleased_hits": 0})()  # type: ignore[method-assign]
+    assert _worker.DRAIN_TIMEOUT > 1
+    assert NoChunks(4).block_bytes == 4

@@ -1,0 +1,283 @@
+"""A real vLLM on a CPU, each engine in a process of its own, with blocks that come and go through a page store.
+
+`nox -s vllm` makes the environment. With ``OFFLOAD_VLLM_PYTHON`` set to the interpreter of one that has vLLM, these run from
+any.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PYTHON = os.environ.get("OFFLOAD_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
+PROGRAM = Path(__file__).with_name("program.py")
+ROOT = Path(__file__).parents[3]
+SOON = 600.0
+
+if not PYTHON:
+    pytest.skip("vLLM is not installed: nox -s vllm", allow_module_level=True)
+
+Answer = dict[str, Any]
+
+
+def run(said: dict[str, Any]) -> Answer:
+    """Run the program beside this file."""
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run(
+        ["nice", PYTHON, str(PROGRAM)],
+        input=json.dumps(said),
+        capture_output=True,
+        text=True,
+        timeout=SOON,
+        env=environ,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    answer: Answer = json.loads(done.stdout.strip().splitlines()[-1])
+    answer["log"] = done.stdout + done.stderr
+    return answer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint with random weights."""
+    path = str(tmp_path_factory.mktemp("model") / "llama")
+    run({"checkpoint": path})
+    return path
+
+
+class Server:
+    """A page store."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.url = f"ipc://{directory}/maru.sock"
+        self.start()
+
+    def start(self) -> None:
+        options = ["--pool-path", str(self.directory), "--capacity-bytes", "256MiB"]
+        command = [sys.executable, "-c", "from maru.server_cli import main; main()", *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert self.process.stdout is not None
+        assert "ready" in self.process.stdout.readline()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def corrupt(self) -> None:
+        """Turn over one byte of every 1,000 in all regions."""
+        for path in self.directory.rglob("*"):
+            if path.is_file() and path.stat().st_size >= 1 << 20:
+                with path.open("r+b") as file:
+                    data = bytearray(file.read())
+                    data[::1000] = bytes(byte ^ 0x40 for byte in data[::1000])
+                    file.seek(0)
+                    file.write(data)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with tempfile.TemporaryDirectory(prefix="maru") as directory:  # a socket's name is short
+        served = Server(Path(directory) / "pool")
+        yield served
+        served.kill()
+
+
+def maru(server: Server, **more: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "MaruKVConnector",
+        "kv_connector_module_path": "offload.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "maru_server_url": server.url,
+            "maru_pool_size": "64M",
+            "maru_kv_chunk_tokens": 128,
+            **more,
+        },
+    }
+
+
+def any_tiers(**tiers: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "OffloadConnector",
+        "kv_connector_module_path": "offload.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"chunk_tokens": 128, "engine": {"tiers": tiers}},
+    }
+
+
+RNG = random.Random(20)
+SHARED = [RNG.randrange(3, 512) for _ in range(1024)]
+
+
+def prompt(shared: int, own: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return SHARED[:shared] + [rng.randrange(3, 512) for _ in range(own)]
+
+
+def generate(prompts: list[list[int]], **more: Any) -> dict[str, Any]:
+    return {"do": "generate", "prompts": prompts, **more}
+
+
+def external_hits(answer: Answer) -> int:
+    hits: int = answer["metrics"]["vllm:external_prefix_cache_hits"]
+    return hits
+
+
+def nothing_is_left(answer: Answer) -> None:
+    assert (answer["counts"]["unreleased_hits"], answer["counts"]["in_flight_blocks"]) == (0, 0)
+
+
+def test_a_second_process_hits_and_gives_the_same_tokens(model: str, server: Server) -> None:
+    first, second = prompt(1024, 40, 1), prompt(1024, 40, 2)
+    others = [prompt(512, 200, 3), prompt(130, 500, 4), prompt(0, 300, 5)]  # partial prefixes, and none
+    asked = [generate([second], logprobs=0), generate(others)]
+    reference = run({"model": model, "steps": asked})
+    producer = run({"model": model, "transfer": maru(server), "steps": [generate([first])]})
+    assert producer["counts"]["worker"]["chunks stored"] == 8
+    consumer = run({"model": model, "transfer": maru(server), "steps": asked})
+    (ours, ours_of_others), (theirs, theirs_of_others) = consumer["answers"], reference["answers"]
+    assert ours["tokens"] == theirs["tokens"]
+    for mine, wanted in zip(ours["logprobs"][0], theirs["logprobs"][0], strict=True):
+        assert mine == pytest.approx(wanted, abs=1e-4)
+    assert ours["cached"] == [1024]  # every full chunk of what is shared
+    assert ours_of_others["tokens"] == theirs_of_others["tokens"]
+    assert consumer["counts"]["worker"]["chunks loaded"] >= 8
+    assert external_hits(consumer) >= 1024 and external_hits(producer) == 0
+    nothing_is_left(producer)
+    nothing_is_left(consumer)
+
+
+def test_preempted_requests_give_the_same_tokens(model: str, server: Server) -> None:
+    """So few blocks that requests are preempted again and again, while prompts come in parts of 128 tokens."""
+    narrow = {"num_gpu_blocks_override": 24, "max_num_batched_tokens": 128, "max_model_len": 512, "max_num_seqs": 8}
+    prompts = [prompt(160, 40 + 8 * number, number) for number in range(6)]
+    steps = [generate(prompts, max_tokens=120), generate(prompts, max_tokens=120)]
+    reference = run({"model": model, "options": narrow, "steps": steps})
+    offloaded = run({"model": model, "options": narrow, "transfer": maru(server), "steps": steps})
+    assert offloaded["preemptions"] > 0
+    assert [answer["tokens"] for answer in offloaded["answers"]] == [
+        answer["tokens"] for answer in reference["answers"]
+    ]
+    assert offloaded["counts"]["worker"]["chunks loaded"] > 0
+    nothing_is_left(offloaded)
+
+
+def test_aborted_requests_leave_the_others_alone_and_nothing_behind(model: str, server: Server) -> None:
+    prompts = [prompt(1024, 64, number) for number in range(8)]
+    few = {"max_num_seqs": 2, "max_num_batched_tokens": 256}
+    reference = run({"model": model, "options": few, "steps": [generate([prompts[1]], max_tokens=24)]})
+    steps = [
+        generate([prompts[0]]),
+        {"do": "settle"},
+        {"do": "reset"},
+        {"do": "abort", "prompts": prompts, "after": 4, "abort": [0, 2, 3, 7], "max_tokens": 24},
+        {"do": "reset"},
+        {"do": "abort", "prompts": prompts, "after": 1, "abort": [0, 2, 3, 7], "max_tokens": 24},
+        generate([prompts[1]], max_tokens=24),
+    ]
+    offloaded = run({"model": model, "options": few, "transfer": maru(server), "steps": steps})
+    for at in (3, 5):
+        assert set(offloaded["answers"][at]) == {"1", "4", "5", "6"}
+        assert [offloaded["answers"][at]["1"]] == reference["answers"][0]["tokens"]
+    assert offloaded["answers"][6]["tokens"] == reference["answers"][0]["tokens"]
+    nothing_is_left(offloaded)
+
+
+def test_a_server_that_is_killed_is_a_miss_and_is_used_again_when_it_is_back(
+    model: str, server: Server, tmp_path: Path
+) -> None:
+    prompts = [prompt(1024, 40, number) for number in range(3)]
+    asked = [generate([one]) for one in prompts]
+    reference = run({"model": model, "steps": asked})
+    tell, wait = [str(tmp_path / f"told-{at}") for at in range(2)], [str(tmp_path / f"done-{at}") for at in range(2)]
+    steps = [
+        asked[0],
+        {"do": "settle"},
+        {"do": "reset"},
+        {"do": "wait", "tell": tell[0], "wait": wait[0]},
+        asked[1],
+        {"do": "reset"},
+        {"do": "wait", "tell": tell[1], "wait": wait[1]},
+        asked[2],
+    ]
+
+    def of_the_world() -> None:
+        for at, act in enumerate((server.kill, server.start)):
+            deadline = time.monotonic() + SOON
+            while not Path(tell[at]).exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            act()
+            Path(wait[at]).touch()
+
+    world = threading.Thread(target=of_the_world)
+    world.start()
+    answer = run({"model": model, "transfer": maru(server, lookup_timeout=5.0), "steps": steps})
+    world.join()
+    got = [answer["answers"][at]["tokens"] for at in (0, 4, 7)]
+    assert got == [one["tokens"] for one in reference["answers"]]
+    assert answer["answers"][4]["cached"] == [0]
+    counts = answer["counts"]["scheduler"]
+    assert counts.get("lookups without maru, which is unavailable", 0) > 0
+    assert "which is unavailable" in answer["log"]
+
+
+def test_a_server_that_was_never_there_is_named_and_costs_no_answer(model: str, tmp_path: Path) -> None:
+    absent = {
+        "kv_connector": "MaruKVConnector",
+        "kv_connector_module_path": "offload.engines.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"maru_server_url": f"ipc://{tmp_path}/none.sock"},
+    }
+    answer = run({"model": model, "transfer": absent, "steps": [generate([prompt(600, 0, 1)])]})
+    assert answer["answers"][0]["reasons"] == ["length"]
+    assert "none.sock" in answer["log"]
+
+
+def test_a_corrupted_page_is_computed_and_never_used(model: str, server: Server) -> None:
+    first, second = prompt(1024, 40, 1), prompt(1024, 40, 2)
+    reference = run({"model": model, "steps": [generate([second])]})
+    run({"model": model, "transfer": maru(server), "steps": [generate([first])]})
+    server.corrupt()
+    steps = [generate([second]), {"do": "settle"}, {"do": "reset"}, generate([second])]
+    answer = run({"model": model, "transfer": maru(server), "steps": steps})
+    assert answer["answers"][0]["tokens"] == reference["answers"][0]["tokens"]
+    assert answer["counts"]["worker"]["chunks not loaded, and computed instead"] > 0
+    assert answer["answers"][3]["tokens"] == reference["answers"][0]["tokens"]
+    assert answer["answers"][3]["cached"] == [1024]  # it was stored anew
+    nothing_is_left(answer)
+
+
+def test_any_tiers_in_one_process_and_a_reset_that_is_honest(model: str, tmp_path: Path) -> None:
+    tiers = any_tiers(
+        host={"type": "memory", "capacity_bytes": "2 MiB"},
+        disk={"type": "file", "directory": str(tmp_path / "kv"), "capacity_bytes": "64 MiB"},
+    )
+    first, second = prompt(1024, 40, 1), prompt(1024, 40, 2)
+    reference = run({"model": model, "steps": [generate([second])]})
+    steps = [
+        generate([first]),
+        {"do": "settle"},
+        {"do": "reset"},
+        generate([second]),
+        {"do": "reset", "connector": True},
+        generate([second]),
+    ]
+    answer = run({"model": model, "transfer": tiers, "steps": steps})
+    assert [answer["answers"][at]["tokens"] for at in (3, 5)] == [reference["answers"][0]["tokens"]] * 2
+    assert [answer["answers"][at]["cached"] for at in (3, 5)] == [[1024], [0]]
+    nothing_is_left(answer)
