@@ -74,18 +74,18 @@ def run(said: dict[str, Any]) -> dict[str, Any]:
     answers: list[Any] = []
     for step in said["steps"]:
         answers.append(STEPS[step["do"]](engine, step))
+    counts: dict[str, Any] = {"scheduler": {}, "worker": {}}
     connector = scheduler_connector(engine)
-    counts = {"scheduler": {}, "worker": {}}
     if connector is not None:
         from offload.engines.vllm._connector import _WORKERS
 
         counts["scheduler"] = dict(connector._scheduler.counts.snapshot())
-        (worker,) = _WORKERS.values()
-        worker.engine.drain(30)
-        counts["worker"] = dict(worker.counts.snapshot())
-        statistics = worker.engine.statistics()
-        counts["unreleased_hits"] = statistics.unreleased_hits
-        counts["in_flight_blocks"] = statistics.in_flight_blocks
+        for worker in _WORKERS.values():  # of this process; where workers are other processes, the end waits for them
+            worker.engine.drain(30)
+            counts["worker"] = dict(worker.counts.snapshot())
+            statistics = worker.engine.statistics()
+            counts["unreleased_hits"] = statistics.unreleased_hits
+            counts["in_flight_blocks"] = statistics.in_flight_blocks
     metrics = {
         metric.name: metric.value
         for metric in engine.get_metrics()

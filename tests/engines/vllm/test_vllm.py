@@ -32,9 +32,9 @@ if not PYTHON:
 Answer = dict[str, Any]
 
 
-def run(said: dict[str, Any]) -> Answer:
+def run(said: dict[str, Any], **environment: str) -> Answer:
     """Run the program beside this file."""
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **environment}
     done = subprocess.run(
         ["nice", PYTHON, str(PROGRAM)],
         input=json.dumps(said),
@@ -281,3 +281,17 @@ def test_any_tiers_in_one_process_and_a_reset_that_is_honest(model: str, tmp_pat
     assert [answer["answers"][at]["tokens"] for at in (3, 5)] == [reference["answers"][0]["tokens"]] * 2
     assert [answer["answers"][at]["cached"] for at in (3, 5)] == [[1024], [0]]
     nothing_is_left(answer)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_workers_in_other_processes_hit_in_a_second_instance(model: str, server: Server, ranks: int) -> None:
+    """The scheduler looks up by a client of its own, and a chunk counts only if each rank has its part of it."""
+    parallel = {"distributed_executor_backend": "mp", "tensor_parallel_size": ranks}
+    first, second = prompt(1024, 40, 1), prompt(1024, 40, 2)
+    bound = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks)))}  # else it wants a NUMA node for each
+    reference = run({"model": model, "options": parallel, "steps": [generate([second])]}, **bound)
+    storing = {"model": model, "options": parallel, "transfer": maru(server), "steps": [generate([first])]}
+    producer = run(storing, **bound)
+    consumer = run({**storing, "steps": [generate([second])]}, **bound)
+    assert consumer["answers"][0]["tokens"] == reference["answers"][0]["tokens"]
+    assert (external_hits(producer), external_hits(consumer)) == (0, 1024)
