@@ -11,23 +11,13 @@ import logging
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
-import trio
 from click.testing import CliRunner
 
-import offload._engine.engine as engine_module
-import offload._engine.loading as loading_module
-from backends.abc import LOADED, WeakBlocks
-from offload import BreakerTier, Engine, Hit
-from offload._engine.loading import Loading
-from offload._engine.promotion import Staging
-from offload._pipeline.chain import Chain
-from offload._pipeline.marks import place_of
 from offload._scenario._options import line
 from offload.cli import main
 from offload.testing.scenarios import Playing, Scenario, check, expand, play, play_many, read_text, shrink, to_toml
@@ -35,7 +25,8 @@ from offload.testing.scenarios._generate import generate_engine
 from offload.testing.scenarios._program import FaultKind
 from offload.testing.scenarios._summary import Summary, reachable
 from offload.testing.scenarios._workers import cores
-from tests.support import breaker_faults
+from tests.support.planted import Fault
+from tests.support.planted import engine as planted
 
 SEEDS = 500
 """Within which each plant is found."""
@@ -136,7 +127,7 @@ def test_a_mix_is_asked_for_by_name_and_so_is_what_goes_wrong_in_it(
 
 
 def test_what_is_found_in_an_engine_shrinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    nobody_is_shown_what_a_promotion_left_in_quarantine(monkeypatch)
+    planted.nobody_is_shown_what_a_promotion_left_in_quarantine(monkeypatch)
     small = shrink(generate_engine(33), 33, play=play, budget=60.0)
     assert len(small.step) + len(small.fault) < 6
     assert small.engine is not None and len(small.engine.tiers) == 2
@@ -145,116 +136,6 @@ def test_what_is_found_in_an_engine_shrinks(monkeypatch: pytest.MonkeyPatch) -> 
 
 # --- planted ------------------------------------------------------------------------------------------------------
 
-Plant = Callable[[pytest.MonkeyPatch], None]
-PLANTS: list[tuple[Plant, str]] = []
-FIRST: dict[Plant, int] = {}
-"""The seed to try first, where the first that finds a plant is a late one."""
-
-
-def plant(rule: str, first: int = 0) -> Callable[[Plant], Plant]:
-    """A patch of the real code, and the rule that it breaks."""
-
-    def enlist(patch: Plant) -> Plant:
-        PLANTS.append((patch, rule))
-        FIRST[patch] = first
-        return patch
-
-    return enlist
-
-
-plant("model", first=29)(breaker_faults.a_breaker_never_closes)
-plant("model", first=29)(breaker_faults.a_breaker_never_tries_again)
-
-
-@plant("model")
-def a_tier_that_could_not_be_asked_is_not_told_of(patch: pytest.MonkeyPatch) -> None:
-    find = engine_module.find
-
-    async def silent(*args: Any, **options: Any) -> Any:
-        runs, _ = await find(*args, **options)
-        return runs, {}
-
-    patch.setattr(engine_module, "find", silent)
-
-
-@plant("I1")
-def a_hit_is_not_released(patch: pytest.MonkeyPatch) -> None:
-    async def leave(self: Hit, *error: object) -> None:
-        await trio.lowlevel.checkpoint()
-
-    patch.setattr(Hit, "__aexit__", leave)
-
-
-@plant("I1")
-def what_is_looked_for_once_more_stays_pinned(patch: pytest.MonkeyPatch) -> None:
-    async def keep(runs: object) -> None:
-        await trio.lowlevel.checkpoint()
-
-    patch.setattr(loading_module, "release_segments", keep)
-
-
-@plant("bytes", first=41)
-def what_is_looked_for_once_more_comes_into_its_neighbours_place(patch: pytest.MonkeyPatch) -> None:
-    search = Loading._search
-
-    async def beside(self: Loading, behind: int, start: int, stop: int) -> Any:
-        off = min(start, 1)
-        return await search(self, behind, start - off, stop - off)
-
-    patch.setattr(Loading, "_search", beside)
-
-
-@plant("bytes", first=37)
-def a_prefix_goes_on_behind_a_gap(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(loading_module, "_leading", lambda outcomes: outcomes.count(LOADED))
-
-
-@plant("I7", first=138)
-def what_a_copy_may_still_write_to_is_loaded_into(patch: pytest.MonkeyPatch) -> None:
-    """As it was, where a tier says so in a group."""
-    patch.setattr(loading_module, "holds", isinstance)
-
-
-@plant("bytes")
-def two_blocks_on_their_way_up_are_taken_for_each_other(patch: pytest.MonkeyPatch) -> None:
-    views = Staging.views
-
-    def crosswise(self: Staging, refs: Any) -> Any:
-        refs = list(refs)
-        refs[:2] = reversed(refs[:2])
-        return views(self, refs)
-
-    patch.setattr(Staging, "views", crosswise)
-    # Else whoever copies from there compares, and finds them damaged.
-    patch.setattr(Staging, "checksums_of", lambda self, keys, refs: [None] * len(refs))
-
-
-@plant("I1", first=25)
-def nobody_is_shown_what_a_promotion_left_in_quarantine(patch: pytest.MonkeyPatch) -> None:
-    """As it was before this mix found it: the room it took in the faster tier was gone for good."""
-    patch.setattr(
-        Engine, "quarantine", property(lambda self: [entry for one in self.pipelines for entry in one.quarantine])
-    )
-
-
-@plant("I5")
-def a_chain_holds_nothing_and_calls_it_complete(patch: pytest.MonkeyPatch) -> None:
-    """As it was: what a small tier evicts before it has gone on is nowhere."""
-
-    def hold(self: Chain, containers: Any) -> None:
-        for container in containers:
-            container.onward = [WeakBlocks(place_of(self.tier), container.completed, None) for _ in self.routes]
-
-    patch.setattr(Chain, "hold", hold)
-    patch.setattr(Chain, "_without", lambda self, result, *_: result)
-
-
-@plant("model")
-def a_silent_tier_is_waited_for_longer_than_the_lookup_has(patch: pytest.MonkeyPatch) -> None:
-    """As it was: each call has the deadline of its breaker, whatever the caller's."""
-    pin = BreakerTier.pin
-    patch.setattr(BreakerTier, "pin", lambda self, keys, within: pin(self, keys))
-
 
 @cache
 def clean(seed: int) -> bool:
@@ -262,14 +143,16 @@ def clean(seed: int) -> bool:
     return play(generate_engine(seed)).good
 
 
-@pytest.mark.parametrize(("patch", "rule"), PLANTS, ids=lambda one: one if isinstance(one, str) else one.__name__)
+@pytest.mark.parametrize(
+    ("patch", "rule"), planted.PLANTS, ids=lambda one: one if isinstance(one, str) else one.__name__
+)
 def test_playing_random_programs_finds(
-    patch: Plant, rule: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    patch: Fault, rule: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL, logger="offload")
-    for seed in dict.fromkeys([FIRST[patch], *range(SEEDS)]):
-        with monkeypatch.context() as planted:
-            patch(planted)
+    for seed in dict.fromkeys([planted.FIRST[patch], *range(SEEDS)]):
+        with monkeypatch.context() as context:
+            patch(context)
             found = any(violation.rule == rule for violation in play(generate_engine(seed)).violations)
         if found and clean(seed):
             return

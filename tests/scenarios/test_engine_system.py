@@ -16,7 +16,7 @@ from offload._engine.promotion import Promoter
 from offload._health.breaker import Breaker, Call, Verdict
 from offload.testing.scenarios import Expect, Scenario, ScenarioError, TierSpec, check, play, play_real, read, read_text
 from offload.testing.scenarios._files import SUFFIX
-from tests.support.breaker_faults import a_breaker_never_closes, a_breaker_never_tries_again
+from tests.support.planted.engine import a_breaker_never_closes, a_breaker_never_tries_again
 from tests.support.scenario_plays import unhurried
 
 CATALOGUE = Path(__file__).parent
