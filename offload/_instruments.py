@@ -13,8 +13,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-from .abc import Instrument
-from .instruments import HOOKS
+from .abc import HOOKS, Instrument
 
 _LOGGER = logging.getLogger("offload.abc.Instrument")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import attrs
 
@@ -121,3 +121,7 @@ class Instrument(Protocol):
 
     def settled(self, container: OffloadContainer) -> None:
         """The container is terminal: what it held is released (or quarantined), its status published, nobody told yet."""
+
+
+HOOKS: Final[tuple[str, ...]] = tuple(name for name in vars(Instrument) if not name.startswith("_"))
+"""The name of every hook, in the order in which a container meets them."""

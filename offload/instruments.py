@@ -9,16 +9,13 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import attrs
 import trio
 
 from ._pipeline.container import OffloadBatch, OffloadContainer
-from .abc import Instrument
-
-HOOKS: Final[tuple[str, ...]] = tuple(name for name in vars(Instrument) if not name.startswith("_"))
-"""The name of every hook, in the order in which a container meets them."""
+from .abc import HOOKS as HOOKS
 
 Subject: TypeAlias = OffloadContainer | OffloadBatch | Sequence[OffloadContainer]
 """What a hook is called with."""

@@ -11,7 +11,7 @@ import click
 
 from maru._commands import output_file, refuse, write_output
 from maru._ending import ExitCode, until_interrupted
-from offload.instruments import HOOKS
+from offload.abc import HOOKS
 from offload.testing.scenarios._explore import (
     ACTIONS,
     Action,

@@ -88,7 +88,9 @@ def run(*args: str) -> list[dict[str, object]]:
     return rows
 
 
-@pytest.mark.parametrize("bench", ["pipeline", "copy", "enqueue", "cancel", "pinned-pool", "wrappers"])
+@pytest.mark.parametrize(
+    "bench", ["pipeline", pytest.param("copy", marks=pytest.mark.long), "enqueue", "cancel", "pinned-pool", "wrappers"]
+)
 def test_bench_measures_its_goals(bench: str) -> None:
     if bench in ("copy", "pinned-pool", "wrappers"):
         pytest.importorskip("torch")

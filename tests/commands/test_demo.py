@@ -88,6 +88,7 @@ def test_the_demo_verifies_and_reports(tmp_path: Path) -> None:
         trio.run(demo.run, processes.Options(keep=kept), Console(quiet=True))
 
 
+@pytest.mark.long
 def test_a_damaged_block_is_missed_and_the_answers_stay_right(copied: Path) -> None:
     b = process("b", copied, damaged=5)
     assert b["load_failures"]["damaged"] > 0

@@ -360,7 +360,7 @@ def play(kind: str, seed: int, steps: int) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind == "server")) for kind in KINDS])
 def test_a_program_that_forks_now_and_then_does_what_it_did(kind: str) -> None:
     play(kind, 0, 12)
 

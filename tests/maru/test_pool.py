@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from maru import CannotMap, HandlerClosed, PoolFull, PoolInUse, PoolUnusable
 from maru._pool import state_directory as state_module
-from maru._pool.backing import ALIGN_BYTES as MIB2
 from maru._pool.device import Device
 from maru._pool.files import Files
 from maru._pool.pool import MEMFD, Pool, open_pool
+from maru._pool.spans import ALIGN_BYTES as MIB2
 from maru._pool.spans import Spans
 from maru._pool.state_directory import StateDirectory
 from maru._pool.threads import GivenUp, Workers

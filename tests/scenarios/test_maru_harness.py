@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from maru import HeldBatch, MaruHandler
 from maru._client.operations.state import ClientState
-from offload._scenario.run import command
+from offload.cli import main
 from offload.testing.scenarios import (
     NeedsProcesses,
     NotForReal,
@@ -155,7 +155,7 @@ store = { id = "b", keys = "a.{0..1}, new", per = 3 }
 
 
 def run(*args: object) -> Any:
-    return CliRunner().invoke(command, [str(arg) for arg in args])
+    return CliRunner().invoke(main, ["scenario", "run", *map(str, args)])
 
 
 @pytest.fixture

@@ -16,11 +16,7 @@ import pytest
 
 # A run inside this process forgets the modules that it was first to import, and the next one imports them anew: with half of
 # them here already, there would be two of each class.
-import offload.testing.scenarios._ledger
-import offload.testing.scenarios._loads
-import offload.testing.scenarios._pipeline_system
-import offload.testing.scenarios._seams
-import offload.testing.scenarios._timeline  # noqa: F401
+from offload.testing.scenarios import from_sync, judged_pipeline, play, timeline, unroll  # noqa: F401
 
 pytest_plugins = ["pytester"]
 

@@ -14,7 +14,7 @@ from typing import Final
 import attrs
 
 from offload._pipeline.statistics import PipelineStatistics
-from offload.instruments import HOOKS
+from offload.abc import HOOKS
 
 from ._check_program import (
     ENGINE_FIGURES,

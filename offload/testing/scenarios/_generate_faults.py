@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import attrs
 
-from offload.instruments import HOOKS
+from offload.abc import HOOKS
 
 from ._names import compress
 from ._program import Fault, FaultKind

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from hypothesis import strategies as st
 
-from offload.instruments import HOOKS
+from offload.abc import HOOKS
 
 from ._names import compress
 from ._program import (

@@ -25,7 +25,7 @@ from offload import (
     Status,
     TransferFailed,
 )
-from offload.instruments import HOOKS
+from offload.abc import HOOKS
 
 from ._program import Fault
 from ._systems import Status as End
