@@ -94,7 +94,7 @@ class Blocks:
         return f"<{type(self).__name__} of {len(self.keys)} blocks in {self.source!r}>"
 
     def hand_over(self) -> None:
-        """A pipeline takes this value. What holds refs can be taken once."""
+        """Hand this value over to a pipeline. One that holds refs can be handed over once."""
 
     def release(self) -> None:
         """Give back what this value holds in the source. Idempotent; nothing to do unless it holds refs."""
@@ -123,7 +123,7 @@ class StrongBlocks(Blocks):
         self._given = False
 
     def hand_over(self) -> None:
-        """A pipeline takes the refs.
+        """Hand the refs over to a pipeline, which releases them.
 
         Raises:
             ValueError: another one has them, or they were released.
@@ -295,7 +295,7 @@ class Reservation(Protocol):
 
 @runtime_checkable
 class HoldingReservation(Protocol):
-    """A reservation that can hold what it stores, for whoever passes it on. Optional; of a tier that is a :class:`Source`."""
+    """A reservation that can hold what it stores, until that is copied on. Optional; of a tier that is a :class:`Source`."""
 
     def hold(self) -> None:
         """Before the transfer: hold each block that it stores, or finds stored, until :meth:`Reservation.release`.
@@ -355,7 +355,7 @@ class RoomRequest:
 
     @contextmanager
     def waiting(self, shrunk: Callable[[], bool]) -> Iterator[None]:
-        """For a place, around its wait: have :meth:`shrink` call ``shrunk`` once :attr:`keys` are fewer.
+        """Have :meth:`shrink` call ``shrunk`` once :attr:`keys` are fewer, while inside: used by a place around its wait.
 
         A place that does not use this cannot be asked for less, and need not know how.
 
@@ -371,10 +371,10 @@ class RoomRequest:
 
 @runtime_checkable
 class DepthReservation(Protocol):
-    """A reservation that takes the depths of its blocks along. Optional; told by having the method."""
+    """A reservation that takes the depths of its blocks along. Optional; recognised by the method."""
 
     def note_depths(self, depths: Mapping[Key, int]) -> None:
-        """Before the transfer: the index of blocks in their prefixes, as far as it is known, for the eviction policy."""
+        """Note the depth of each block (its index in its prefix, where known) for the eviction policy. Before the transfer."""
         ...
 
 
@@ -411,7 +411,7 @@ class ReadLease(Protocol):
         ...
 
     async def release(self) -> None:
-        """Let go. Idempotent."""
+        """Release the blocks. Idempotent."""
         ...
 
     async def __aenter__(self) -> ReadLease: ...
@@ -422,13 +422,13 @@ class ReadLease(Protocol):
 
 
 class ForgettingLease(ReadLease, Protocol):
-    """A lease that can be told that what was read is not what was stored, by whoever has decoded it.
+    """A lease that can be told that what was read is not what was stored: by a tier that decodes what it reads.
 
     Whoever has only keys could merely delete them later, and with that what was stored anew under them in between.
     """
 
     def forget(self, positions: Sequence[int]) -> None:
-        """The blocks at these positions are damaged: they are no longer found, and go when nobody holds them any more.
+        """Forget the damaged blocks at these positions: no longer found, and dropped when they are no longer held.
 
         These, and not what lies under their keys by then. Not counted as deleted. Never blocks; before the lease is released.
         """
@@ -490,7 +490,7 @@ class ReadableTier(TransferExecutor, Protocol):
     """
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that could be found when it was asked. No use of them. An exception is no answer, so no miss."""
+        """Those of ``keys`` that could be found when it was asked. Does not count as a use. An exception is not a miss."""
         ...
 
     async def pin(self, keys: Sequence[Key]) -> ReadLease:
@@ -529,10 +529,10 @@ class Tier(ReadableTier, Protocol):
 
 @runtime_checkable
 class TenantTier(Protocol):
-    """A tier that must know whose blocks are, as one that encrypts them. Optional; told by having the method."""
+    """A tier that must know to which tenant blocks belong, such as one that encrypts. Optional; recognised by the method."""
 
     def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """Until the returned function is called these keys are this tenant's. Calling that again does nothing.
+        """Note that these keys are this tenant's, until the returned function is called. Calling that again does nothing.
 
         Whoever stores calls this before, and ends it when the copy is over; whoever reads, before the pin, and ends it when the
         lease is released. Where two tenants claim one key at the same time it is nobody's: a store fails, a load misses.
@@ -542,7 +542,7 @@ class TenantTier(Protocol):
 
 @runtime_checkable
 class ChecksummedSource(Source, Protocol):
-    """A source that knows what its blocks sum up to. Optional; told by having the methods.
+    """A source that knows what its blocks sum up to. Optional; recognised by the methods.
 
     Whoever copies its blocks compares what has arrived, and stores nothing that is damaged: with a checksum of its own it would
     be believed from then on. So whatever stands between such a source and a place passes both methods on. A source that
@@ -557,7 +557,7 @@ class ChecksummedSource(Source, Protocol):
         ...
 
     def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """These are not what was stored, as somebody found who has copied them: count them, and find them no more.
+        """Forget blocks that a copy has found damaged: count them, and find them no more.
 
         What lies under a key by then in another slot stays. Never blocks; before the refs are released.
         """
@@ -566,11 +566,11 @@ class ChecksummedSource(Source, Protocol):
 
 @runtime_checkable
 class PaddedSource(Source, Protocol):
-    """A source whose blocks mostly need less than ``block_bytes``. Optional; told by having the method.
+    """A source whose blocks mostly need less than ``block_bytes``. Optional; recognised by the method.
 
     A place that writes somewhere else may leave out what is not used, and read zeros there.
     """
 
     def used_bytes(self, page: memoryview) -> int:
-        """So many leading bytes of a page that :meth:`copy_out` has filled mean something; all others are zero. Any thread."""
+        """How many leading bytes of a page that :meth:`copy_out` has filled are used; all others are zero. Any thread."""
         ...

@@ -110,7 +110,7 @@ class Registry(Room):
     # --- finding --------------------------------------------------------------------------------------------------
 
     def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that are registered. Says nothing about use."""
+        """Those of ``keys`` that are registered. Does not count as a use."""
         found = self._slot_of.keys()
         return _NONE if found.isdisjoint(keys) else found & keys
 
@@ -119,7 +119,7 @@ class Registry(Room):
         return list(map(self._slot_of.get, keys, repeat(EVICTED)))
 
     def is_doomed(self, slot: int) -> bool:
-        """Whether what this slot holds is known to be damaged, and somebody holds it still."""
+        """Whether what this slot holds is known to be damaged, and is still held."""
         return slot in self._doomed
 
     def prefix(self, keys: Sequence[Key]) -> int:
@@ -131,7 +131,7 @@ class Registry(Room):
         return len(keys)
 
     def use(self, keys: Sequence[Key]) -> None:
-        """These registered keys were hit. Tells the eviction policy, deepest first."""
+        """Tell the eviction policy that these registered keys were hit, deepest first."""
         if self._leaving:
             self._evictions.stay(self.slots(keys))
             # The policy has forgotten what leaves, and its depth with it.
@@ -155,7 +155,7 @@ class Registry(Room):
     # --- holding --------------------------------------------------------------------------------------------------
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """One more ref for each key that is registered, ``EVICTED`` for each that is not. Not a use."""
+        """Take one more ref for each key that is registered, ``EVICTED`` for each that is not. Not a use."""
         held = self._held
         try:
             slots = list(map(self._slot_of.__getitem__, keys))
@@ -179,7 +179,7 @@ class Registry(Room):
         return slots
 
     def release(self, refs: Sequence[int]) -> None:
-        """Drop one ref of each. ``EVICTED``, and a slot that nobody holds, are ignored."""
+        """Drop one ref of each. ``EVICTED``, and a slot that is not held, are ignored."""
         if self._more:
             held, more = self._held, self._more
             for slot in refs:
@@ -224,7 +224,7 @@ class Registry(Room):
         return end
 
     def take_at_once(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
-        """Like :meth:`take_evicting`, for who must not wait: victims go at once, whoever would have copied them elsewhere."""
+        """Like :meth:`take_evicting`, for a caller that must not wait: victims go at once, without being copied elsewhere."""
         spiller = self._evictions.spiller
         if spiller is None:
             return self.take_evicting(keys, size)
@@ -242,7 +242,7 @@ class Registry(Room):
     # --- room -----------------------------------------------------------------------------------------------------
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """Staged slots that were not registered are free again. ``EVICTED`` is ignored."""
+        """Free staged slots that were not registered. ``EVICTED`` is ignored."""
         back = [slot for slot in slots if slot != EVICTED]
         back.reverse()  # ascending columns come back as the descending run that they were
         self._staged -= len(back)
@@ -259,7 +259,7 @@ class Registry(Room):
         hold: list[int] | None = None,
         depths: Sequence[int | None] | None = None,
     ) -> list[int]:
-        """Staged slots become registered under their keys, which counts as a use. First writer wins.
+        """Register staged slots under their keys, which counts as a use. First writer wins.
 
         Args:
             keys: what they hold.
@@ -295,7 +295,7 @@ class Registry(Room):
         return duplicates
 
     def note_duplicates(self, n: int) -> None:
-        """Count blocks that nobody had to write, as their keys were registered."""
+        """Count blocks that needed no write, as their keys were registered."""
         self._duplicates += n
 
     def delete(self, keys: Sequence[Key]) -> list[Deletion]:
@@ -319,7 +319,7 @@ class Registry(Room):
         return answers
 
     def forget(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
-        """These blocks are not what was stored: no longer found, and their slots are free once nobody holds them.
+        """Forget damaged blocks: no longer found, and their slots are free once they are no longer held.
 
         A key that lies in another slot by now is left alone.
         """

@@ -1,4 +1,4 @@
-"""Whoever makes a place closes it, whether it was entered or not.
+"""How a place is closed by the code that made it, whether it was entered or not.
 
 A place may have something from when it was made on: a directory, memory, the threads of a plugin. Entering it may fail, or
 never come about. So what was made is closed in the end, after it was left where it was entered, by its ``close`` if it has one.
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @contextmanager
 def closing(place: T) -> Iterator[T]:
-    """For a ``with`` block: the place, which is closed at its end.
+    """A context manager that gives the place, and closes it at the end.
 
     Raises:
         Exception: whatever its ``close`` raises; if the block raises, that is noted there.
@@ -31,7 +31,7 @@ def closing(place: T) -> Iterator[T]:
 
 
 def close_beside(error: BaseException, place: object) -> None:
-    """Close a place since this error has come. What goes wrong with that is noted on the error."""
+    """Close a place because of this error. What goes wrong while closing is noted on the error."""
     try:
         close(place)
     except Exception as failure:

@@ -31,7 +31,7 @@ class Damaged(Protocol):
 
     @property
     def key(self) -> Key:
-        """What it is called."""
+        """The key of the block."""
         ...
 
 
@@ -60,7 +60,7 @@ class DamagedBlocks(Generic[B]):
         return iter(self._blocks.values())
 
     def add(self, blocks: Iterable[B]) -> None:
-        """These were found damaged."""
+        """Add blocks that were found damaged."""
         self._blocks.update((block.key, block) for block in blocks)
         while len(self._blocks) > self._most:
             del self._blocks[next(iter(self._blocks))]
@@ -71,7 +71,7 @@ class DamagedBlocks(Generic[B]):
 
     @contextmanager
     def claim(self, most: int = MOST_DAMAGED) -> Iterator[list[B]]:
-        """At most so many, for the caller alone meanwhile: those that were added, or claimed, the longest ago."""
+        """Claim at most so many damaged blocks for the caller alone: those that were added, or claimed, the longest ago."""
         free = (block for key, block in self._blocks.items() if key not in self._claimed)
         some = list(islice(free, most))
         self._claimed.update(block.key for block in some)
@@ -81,14 +81,14 @@ class DamagedBlocks(Generic[B]):
             self._claimed.difference_update(block.key for block in some)
 
     def clear(self, blocks: Iterable[B]) -> None:
-        """What lies under these keys is something else now."""
+        """Forget these damaged blocks: something else is stored under their keys now."""
         for block in blocks:
             # By identity: meanwhile another block may have been found damaged under the same key, and that one stays.
             if self._blocks.get(block.key) is block:
                 del self._blocks[block.key]
 
     def note_purged(self, blocks: Sequence[B], answers: Sequence[Deletion]) -> None:
-        """What the deletion of these came to. What stays goes behind the others, so that all are tried in turn."""
+        """Note what the deletion of these came to. What stays goes behind the others, so that all are tried in turn."""
         for block, answer in zip(blocks, answers, strict=True):
             if self._blocks.get(block.key) is block:
                 del self._blocks[block.key]
@@ -96,13 +96,13 @@ class DamagedBlocks(Generic[B]):
                     self._blocks[block.key] = block
 
     def note_deleted(self, keys: Sequence[Key], answers: Sequence[Deletion]) -> None:
-        """These were deleted by request."""
+        """Note that these blocks were deleted by request."""
         for key, answer in zip(keys, answers, strict=True):
             if answer in (Deletion.DELETED, Deletion.MISSING):
                 self._blocks.pop(key, None)
 
     def note_stored(self, keys: Sequence[Key], outcomes: list[Outcome]) -> int:
-        """What is stored anew is not damaged; a duplicate of a damaged block is none, and may be stored again later.
+        """Note what was stored anew, and is not damaged. A duplicate of a damaged block does not count as stored.
 
         Returns:
             How many duplicates are none; ``outcomes`` says :data:`DAMAGED` of them.

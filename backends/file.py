@@ -115,7 +115,7 @@ class FileTier(PooledTier[FileRegistry]):
         return self._only_bytes or self._seen_bytes or 0
 
     def close(self) -> None:
-        """Remove what nobody wants any more and let go of the directory, once no thread works in it. Idempotent.
+        """Remove files that are no longer needed and unlock the directory, once no thread works in it. Idempotent.
 
         Using the tier afterwards raises :class:`~backends.PlaceClosed`. In a forked child it touches no file.
         """
@@ -143,7 +143,7 @@ class FileTier(PooledTier[FileRegistry]):
         self.pool.release(refs)
 
     def views(self, refs: Sequence[int]) -> None:
-        """No block lies in host memory."""
+        """``None``: no block lies in host memory."""
         return
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:

@@ -65,7 +65,7 @@ class Spill:
         return bool(self._slots)
 
     def over(self) -> Sequence[Key]:
-        """Let go: each block that was not used meanwhile goes, once nobody else holds it. Idempotent; never raises.
+        """Release the victims: each that was not used meanwhile goes, once nothing else holds it. Idempotent; never raises.
 
         Returns:
             The keys that go so, now or with their last ref; not those that stay, or were forgotten as damaged.

@@ -56,7 +56,7 @@ class Pages:
 
 
 def check_apart(pages: Pages | None) -> None:
-    """Nothing may be written to two pages that share memory.
+    """Raise if two of these pages share memory: one would be written over the other.
 
     Raises:
         RepeatedPlaces: two of them do; which.

@@ -116,12 +116,12 @@ class Lease(TierLease["PooledTier[Any]"]):
         return len(self.refs) == len(self.keys)
 
     def forget(self, positions: Sequence[int]) -> None:
-        """The blocks at these positions are not what was stored; see :class:`backends.abc.ForgettingLease`."""
+        """Forget the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
         if self.refs:
             self.tier.forget_held([self.keys[at] for at in positions], [self.refs[at] for at in positions])
 
     def release_nowait(self) -> None:
-        """Let go. Idempotent."""
+        """Release the blocks. Idempotent."""
         refs = self.refs
         self.refs = []
         if refs:
@@ -132,7 +132,7 @@ class Lease(TierLease["PooledTier[Any]"]):
 
 
 def hold_all(source: Source, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
-    """Blocks of a source, each held by a ref that whoever gets the value must release.
+    """Blocks of a source, each held by a ref that the receiver of the value must release.
 
     Raises:
         MissingKeys: not all of them are there; none is held then.
@@ -150,7 +150,7 @@ def hold_all(source: Source, keys: Sequence[Key], depths: Sequence[int | None] |
 
 
 class PooledTier(TierBase[Lease], Generic[R]):
-    """A tier and a source over a registry, called on one thread: the trio thread of whoever runs pipelines over it.
+    """A tier and a source over a registry, called on one thread: the trio thread that runs pipelines over it.
 
     Attributes:
         pool: who is here, who is held, and who waits.
@@ -179,7 +179,7 @@ class PooledTier(TierBase[Lease], Generic[R]):
         return WeakBlocks(self, keys, None, depths)
 
     def strong(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
-        """These blocks, each held by a ref that whoever gets the value must release.
+        """These blocks, each held by a ref that the receiver of the value must release.
 
         Raises:
             MissingKeys: not all of them are here; none is held then.
@@ -196,7 +196,7 @@ class PooledTier(TierBase[Lease], Generic[R]):
         self.pool.release(refs)
 
     def forget_held(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """What these refs hold is damaged: no longer found under its key, and free once nobody holds it any more.
+        """Forget damaged blocks that these refs hold: no longer found, and free once they are no longer held.
 
         What lies under the key by then stays. Not counted as deleted.
         """
@@ -248,7 +248,7 @@ class PooledTier(TierBase[Lease], Generic[R]):
         """
 
     def note_depths(self, keys: Sequence[Key], slots: Sequence[int], depths: Mapping[Key, int]) -> None:
-        """These slots are about to be written with blocks of these depths: for a tier that writes them down. Optional."""
+        """Note the depths of blocks about to be written to these slots, for a tier that writes them down. Optional."""
 
     @abstractmethod
     def _check(self, request: RoomRequest) -> int:

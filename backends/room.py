@@ -115,7 +115,7 @@ class Room(ABC):
 
     @abstractmethod
     def give_back(self, slots: Sequence[int]) -> None:
-        """Staged slots that were not registered are free again. ``EVICTED`` is ignored."""
+        """Free staged slots that were not registered. ``EVICTED`` is ignored."""
 
     # --- room -----------------------------------------------------------------------------------------------------
 

@@ -141,7 +141,7 @@ class SlotTier(PooledTier[BlockPool]):
         return ExternalBlocks(self, keys, ids, depths)
 
     def put(self, key: Key, data: bytes | bytearray | memoryview) -> bool:
-        """Register one block that an engine wrote. Evicts the least worthy block that nobody holds if it is full.
+        """Register one block that an engine wrote. Evicts the least worthy block that is not held, if it is full.
 
         Returns:
             Whether it is new: ``False`` means that the key was there, and its bytes were left as they were.
@@ -253,7 +253,7 @@ class SlotTier(PooledTier[BlockPool]):
         self._storage.copy_out(refs, pages)
 
     def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> list[int | None]:
-        """The xxh3-64 of each of these blocks as it was stored, where that is known: for whoever copies them elsewhere.
+        """The xxh3-64 of each of these blocks as it was stored, where that is known: for copies elsewhere to compare.
 
         Of a slot that is not found by its key nothing is known, since an engine may be writing it; unless it is known to be
         damaged: then it is one that no bytes have.
@@ -265,7 +265,7 @@ class SlotTier(PooledTier[BlockPool]):
         return [sums.get(ref) if slot == ref else -1 if self.pool.is_doomed(ref) else None for slot, ref in pairs]
 
     def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """These are not what was stored, as somebody found who has copied them; see :class:`backends.abc.ChecksummedSource`."""
+        """Forget blocks that a copy has found damaged; see :class:`backends.abc.ChecksummedSource`."""
         self._missed["damaged"] += len(keys)
         self.pool.forget(keys, refs)
 
@@ -333,7 +333,7 @@ class SlotTier(PooledTier[BlockPool]):
         return failures
 
     def note_checksums(self, slots: Sequence[int], sums: Sequence[int]) -> None:
-        """These are the checksums of what was just written to these slots."""
+        """Note the checksums of what was just written to these slots."""
         self._sums.update(zip(slots, sums, strict=True))
 
     def _forget_checksums(self, slots: Sequence[int]) -> None:
@@ -390,7 +390,7 @@ class PagesDestination:
 
     @classmethod
     def over(cls, buffers: Iterable[object]) -> PagesDestination:
-        """Over writable buffers of one size, one per block.
+        """A destination over writable buffers of one size, one per block.
 
         Raises:
             TypeError: one buffer in place of a list, or what is no buffer.
@@ -408,7 +408,7 @@ class PagesDestination:
         return len(self._pages)
 
     def views(self) -> Pages:
-        """The pages."""
+        """The places, as pages."""
         return self._pages
 
     def copy_in(self, start: int, pages: Pages) -> None:

@@ -185,7 +185,7 @@ class TierLease(ABC, Generic[T]):
 
     @abstractmethod
     def forget(self, positions: Sequence[int]) -> None:
-        """The blocks at these positions are not what was stored; see :class:`backends.abc.ForgettingLease`."""
+        """Forget the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
 
     @abstractmethod
     async def _let_go(self) -> None:
@@ -195,7 +195,7 @@ class TierLease(ABC, Generic[T]):
         """
 
     async def release(self) -> None:
-        """Let go. Idempotent; it has let go even when cancelled."""
+        """Release the blocks. Idempotent; they are released even when this is cancelled."""
         await self._let_go()
         await trio.lowlevel.checkpoint()
 

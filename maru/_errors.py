@@ -15,7 +15,7 @@ class NoAnswer(MaruError, TimeoutError):
 
 
 class FateUnknown(NoAnswer):
-    """Nobody can say what became of a store that was sent. Its pages are not used again before that is known."""
+    """It is not known what became of a store that was sent. Its pages are not used again before that is known."""
 
 
 class ServerLost(MaruError, ConnectionError):
@@ -32,14 +32,14 @@ class ServerRefused(MaruError):
 
 
 class UntrustedServer(MaruError):
-    """Whoever answers as the server is not to be believed: another user's process, or one that was not asked for.
+    """What answers as the server is not to be believed: another user's process, or one that was not asked for.
 
     The caller must act: the text names the knob, its value, and the way out.
     """
 
 
 class BadFrame(MaruError, ValueError):
-    """The peer sent a frame whose header is unusable: nobody can tell what it answers."""
+    """The peer sent a frame whose header is unusable: it cannot be told what it answers."""
 
 
 class BadMessage(MaruError, ValueError):
@@ -79,7 +79,7 @@ class HandlerClosed(MaruError):
 
 
 class JournalFailed(MaruError):
-    """The journal cannot be written, or read: the disk is full, or failing. Whoever runs the server must see to it.
+    """The journal cannot be written, or read: the disk is full, or failing. The operator of the server must act.
 
     What was to be written was not, none of it, so it must not be acknowledged. It may be appended again, before
     anything newer.
@@ -92,7 +92,7 @@ class JournalFailed(MaruError):
 
 
 class ForeignJournal(MaruError):
-    """A journal of another version, or of another pool. Nothing was touched; whoever starts the server must choose."""
+    """A journal of another version, or of another pool. Nothing was touched; the operator of the server must choose."""
 
     def __init__(self, path: str, reason: str) -> None:
         directory = path.rpartition("/")[0] or "."

@@ -60,15 +60,15 @@ class Knobs:
     # -- declaring -------------------------------------------------------------------------------------------------
 
     def integer(self, default: int, low: int, high: int, reason: str) -> Any:
-        """An integer in a range."""
+        """Declare a knob that is an integer in a range."""
         return self._field(default, f"an integer from {low} to {high}", _is_int(low, high), reason)
 
     def seconds(self, default: float, low: float, high: float, reason: str) -> Any:
-        """A time in a range; an integer will do."""
+        """Declare a knob that is a time in a range, in seconds; an integer will do."""
         return self._field(default, f"seconds from {low:g} to {high:g}", _is_number(low, high), reason)
 
     def timeout(self, default: float, low: float, high: float, reason: str) -> Any:
-        """A time in a range, or ``inf`` (in Python also ``None``): as long as it takes."""
+        """Declare a knob that is a time in a range, or ``inf`` (in Python also ``None``): as long as it takes."""
         holds = _is_number(low, high)
         return self._field(
             default,
@@ -79,20 +79,20 @@ class Knobs:
         )
 
     def fraction(self, default: float, low: float, high: float, reason: str) -> Any:
-        """A fraction of a whole."""
+        """Declare a knob that is a fraction of a whole."""
         return self._field(default, f"a share from {low:g} to {high:g}", _is_number(low, high), reason)
 
     def size(self, default: int, low: int, high: int, reason: str) -> Any:
-        """Bytes in a range, as an integer or as a text with a unit (``"64 MiB"``)."""
+        """Declare a knob in bytes, in a range, given as an integer or as a text with a unit (``"64 MiB"``)."""
         bound = f"bytes from {as_size(low)} to {as_size(high)}"
         return self._field(default, bound, _is_int(low, high), reason, as_bytes)
 
     def flag(self, default: bool, reason: str) -> Any:
-        """True or false."""
+        """Declare a knob that is true or false."""
         return self._field(default, "true or false", lambda value: isinstance(value, bool), reason)
 
     def text(self, default: str, bound: str, pattern: str, reason: str, empty: Callable[[], str] = lambda: "") -> Any:
-        """A text that matches a pattern as a whole; ``bound`` says in words which. ``None`` is the empty text.
+        """Declare a knob that is a text matching a pattern; ``bound`` says in words which. ``None`` is the empty text.
 
         ``empty`` gives what the empty text stands for where the program runs.
         """
@@ -104,7 +104,7 @@ class Knobs:
         return self._field(default, bound, holds, reason, lambda value: empty() if value in (None, "") else value)
 
     def texts(self, default: tuple[str, ...], bound: str, pattern: str, reason: str) -> Any:
-        """Any number of texts that match a pattern, as a list or separated by commas."""
+        """Declare a knob of any number of texts that match a pattern, as a list or separated by commas."""
         matches = re.compile(pattern).fullmatch
 
         def holds(value: object) -> bool:
@@ -113,7 +113,7 @@ class Knobs:
         return self._field(default, bound, holds, reason, _as_texts)
 
     def choice(self, default: str, choices: Any, reason: str) -> Any:
-        """One word of a ``Literal``."""
+        """Declare a knob that is one word of a ``Literal``."""
         words: tuple[str, ...] = get_args(choices)
 
         def holds(value: object) -> bool:
@@ -122,12 +122,12 @@ class Knobs:
         return self._field(default, f"one of {', '.join(words)}", holds, reason)
 
     def table(self, default: attrs.AttrsInstance, reason: str) -> Any:
-        """A configuration class with knobs of its own: a table in the table."""
+        """Declare a nested configuration class with knobs of its own: a table in the table."""
         kind = type(default)
         return self._field(default, f"a {kind.__name__}", lambda value: isinstance(value, kind), reason)
 
     def optional(self, default: int | None, low: int, high: int, reason: str) -> Any:
-        """An integer in a range, or ``None``: without that limit."""
+        """Declare a knob that is an integer in a range, or ``None``: without that limit."""
         holds = _is_int(low, high)
         bound = f"an integer from {low} to {high}, or None"
         return self._field(default, bound, lambda value: value is None or holds(value), reason)
@@ -140,7 +140,7 @@ class Knobs:
         check: Callable[..., None],
         converter: Callable[[Any], Any] | None = None,
     ) -> Any:
-        """Anything else, which has a check of its own: an attrs validator that raises the package's error."""
+        """Declare a knob of any other kind, with its own check: an attrs validator that raises the package's error."""
         metadata = {"bound": bound, "reason": reason}
         return attrs.field(default=default, converter=converter, validator=check, metadata=metadata)
 
@@ -392,7 +392,7 @@ class Document:
     text: str = attrs.field(repr=False)
 
     def parse(self) -> dict[str, Any]:
-        """Its tables, anew for each caller: a loader writes into them what other sources set."""
+        """The tables of the file, anew for each caller: a loader writes into them what other sources set."""
         if not self.text:
             return {}
         import tomllib  # 4 ms that a server without a file need not spend before it is ready

@@ -1,4 +1,4 @@
-"""What is inside an exception group: the one place that looks, for all three packages.
+"""How to look into exception groups, for all three packages.
 
 A trio nursery raises a group of what its tasks raised, however few and however deep. So the type of an exception says nothing
 about its cause until its leaves have been looked at: a copy in a nursery whose time is over raises a group that holds
@@ -32,7 +32,7 @@ def unwrap(error: BaseException) -> BaseException:
 
 @contextmanager
 def raise_unwrapped() -> Iterator[None]:
-    """Around a nursery that is nobody's business: an error that comes alone leaves as it is, not as a group of one."""
+    """A context manager around an internal nursery: an error that comes alone leaves as it is, not as a group of one."""
     try:
         yield
     except BaseExceptionGroup as group:

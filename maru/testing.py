@@ -104,7 +104,7 @@ class LossyWire:
         return f"<LossyWire from {self.endpoint} to {self._server}, {len(self._held)} messages held>"
 
     def release(self) -> int:
-        """Let what is kept back go on, in the order in which it came; how many messages."""
+        """Deliver the messages that were held back, in the order in which they came. Returns how many."""
         held, self._held = self._held, []
         for deliver in held:
             deliver()

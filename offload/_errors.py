@@ -38,7 +38,7 @@ class DestinationFull(OffloadError):
 
 
 class TierUnavailable(OffloadError):
-    """A tier has broken, and nobody asks it now: whoever wanted something of it goes on without. Nothing was done.
+    """A tier has broken, and is not asked now: the caller goes on without it. Nothing was done.
 
     A lookup leaves it out, and names it; a store's blocks are rejected. An operator reads who, since when, why.
     """
@@ -66,7 +66,7 @@ class TierTooSlow(OffloadError, trio.TooSlowError):
 
 
 class TierNotEntered(OffloadError, OSError):
-    """A tier could not be entered when its engine was to open: nobody was there. Whoever runs it must act.
+    """A tier could not be entered when its engine was to open: what it connects to did not answer. Its operator must act.
 
     Or nobody: with ``on_enter_failure = "miss"`` an engine opens without the tier, and enters it when that can be.
     """

@@ -73,13 +73,13 @@ class Precondition(ABC):
 
 
 class DeviceEvent(Protocol):
-    """An event of a device, such as a ``torch.cuda.Event``: told by having these methods."""
+    """An event of a device, such as a ``torch.cuda.Event``: recognised by these methods."""
 
     def query(self) -> bool:
         """Whether it has happened. Never blocks."""
 
     def synchronize(self) -> object:
-        """Block until it has happened. Not called: it is only by this that one is known."""
+        """Block until it has happened. Never called here: having the method is how a device event is recognised."""
 
 
 PreconditionLike: TypeAlias = "Precondition | trio.Event | DeviceEvent | Callable[[], Awaitable[object]]"
@@ -120,7 +120,7 @@ class Instrument(Protocol):
         """The copy is over, or counted as unproven; nothing is settled yet."""
 
     def settled(self, container: OffloadContainer) -> None:
-        """The container is terminal: what it held is released (or quarantined), its status published, nobody told yet."""
+        """The container is terminal: what it held is released (or quarantined), its status published, and no task told yet."""
 
 
 HOOKS: Final[tuple[str, ...]] = tuple(name for name in vars(Instrument) if not name.startswith("_"))

@@ -29,43 +29,43 @@ class Every:
         raise NotImplementedError
 
     def admission(self, container: OffloadContainer) -> None:
-        """See :meth:`offload.abc.Instrument.admission`; so for all below."""
+        """Send :meth:`offload.abc.Instrument.admission` to :meth:`saw`; so do all below."""
         self.saw("admission", container)
 
     def awaiting(self, container: OffloadContainer) -> None:
-        """See the hook."""
+        """Send this hook to :meth:`saw`."""
         self.saw("awaiting", container)
 
     def batching(self, container: OffloadContainer) -> None:
-        """See the hook."""
+        """Send this hook to :meth:`saw`."""
         self.saw("batching", container)
 
     def transfer(self, batch: OffloadBatch) -> None:
-        """See the hook."""
+        """Send this hook to :meth:`saw`."""
         self.saw("transfer", batch)
 
     def pre_claim(self, batch: OffloadBatch) -> None:
-        """See the hook."""
+        """Send this hook to :meth:`saw`."""
         self.saw("pre_claim", batch)
 
     def sweep_claim_gap(self, batch: OffloadBatch) -> None:
-        """See the hook."""
+        """Send this hook to :meth:`saw`."""
         self.saw("sweep_claim_gap", batch)
 
     def post_claim(self, containers: Sequence[OffloadContainer]) -> None:
-        """See the hook."""
+        """Send this hook to :meth:`saw`."""
         self.saw("post_claim", containers)
 
     def xfer_start(self, batch: OffloadBatch) -> None:
-        """See the hook."""
+        """Send this hook to :meth:`saw`."""
         self.saw("xfer_start", batch)
 
     def xfer_end(self, batch: OffloadBatch) -> None:
-        """See the hook."""
+        """Send this hook to :meth:`saw`."""
         self.saw("xfer_end", batch)
 
     def settled(self, container: OffloadContainer) -> None:
-        """See the hook."""
+        """Send this hook to :meth:`saw`."""
         self.saw("settled", container)
 
 
@@ -76,7 +76,7 @@ class Counting(Every):
         self._counts: Counter[str] = Counter(dict.fromkeys(HOOKS, 0))
 
     def saw(self, hook: str, subject: Subject) -> None:
-        """One more."""
+        """Count this event."""
         self._counts[hook] += 1
 
     def statistics(self) -> Mapping[str, int]:
@@ -119,7 +119,7 @@ class Trace(Every):
         self._clock = clock
 
     def saw(self, hook: str, subject: Subject) -> None:
-        """Note it."""
+        """Keep this event."""
         self._events.append(Event(self._clock(), hook, numbers_of(subject)))
 
     @property

@@ -283,7 +283,7 @@ def in_thread(policy: Policy) -> AsyncPolicy:
 
 
 def timed(policy: AnyPolicy, limit: float, blocked: Callable[[Policy, float], None]) -> AnyPolicy:
-    """The same policy; each plain one in it that holds the loop for over ``limit`` seconds tells ``blocked`` for how long."""
+    """Wrap a policy: each plain one in it that blocks the loop for over ``limit`` seconds tells ``blocked`` how long."""
     if isinstance(policy, _Joined | _AsyncJoined):
         return policy.of_members(lambda member: timed(member, limit, blocked))
     return policy if isinstance(policy, AsyncPolicy) else _Timed(policy, limit, blocked)

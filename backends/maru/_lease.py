@@ -33,7 +33,7 @@ class MaruLease(TierLease["MaruTier"]):
 
     @property
     def is_held(self) -> bool:
-        """Always: whether the server still keeps it is told by :meth:`check`, and is a miss of a load, no mistake."""
+        """Always true: whether the server still keeps the pins is told by :meth:`check`; if not, a load misses."""
         return True
 
     @property
@@ -42,7 +42,7 @@ class MaruLease(TierLease["MaruTier"]):
         return self._held.expires
 
     def check(self) -> None:
-        """Raise unless the views still show what was found. Asks nobody; any thread. Before a use of them, and after.
+        """Raise unless the views still show what was found. Sends no message; any thread. Call it before and after a use.
 
         Raises:
             maru.LeaseLost: released; or the server restarted, or was silent for longer than it holds a pin.
@@ -59,26 +59,26 @@ class MaruLease(TierLease["MaruTier"]):
 
     @property
     def pages(self) -> Pages:
-        """The same as columns, to be read only: writing another owner's page ends the process."""
+        """Where the blocks lie, as columns, to be read only: writing another owner's page ends the process."""
         return Pages(self._held.addresses, self.tier.block_bytes, self._held)
 
     @property
     def checksums(self) -> Sequence[int | None]:
-        """What each block's writer has summed it up to."""
+        """The checksum of each block, as its writer computed it."""
         return self._held.checksums
 
     @property
     def generations(self) -> Sequence[int]:
-        """The registration of each block: what is stored anew under its key has another one."""
+        """The generation of each block: a number that differs for what is stored anew under its key."""
         return self._held.generations
 
     def forget(self, positions: Sequence[int]) -> None:
-        """The blocks at these positions are not what was stored; see :class:`backends.abc.ForgettingLease`."""
+        """Forget the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
         era = self.tier.handler.era
         self.tier.damaged.add(DamagedPage(self.keys[at], self.generations[at], era) for at in positions)
 
     def release_nowait(self) -> None:
-        """Let go. Idempotent; the server is told, and its answer is not waited for."""
+        """Release the blocks. Idempotent; the server is told, and its answer is not waited for."""
         self._held.release()
         self.tier.let_go()
 

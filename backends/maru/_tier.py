@@ -207,7 +207,7 @@ class MaruTier(TierBase[MaruLease]):
             waiter.changed.set()
 
     def let_go(self) -> None:
-        """A lease of this tier has ended: what it held may be evicted now."""
+        """Note that a lease of this tier has ended: what it held may be evicted now."""
         self._wake_first()
 
     def _may_grow(self) -> bool:
@@ -241,7 +241,7 @@ class MaruTier(TierBase[MaruLease]):
     async def register(
         self, keys: Sequence[Key], batch: AllocBatch, sums: Sequence[int], depths: Sequence[int | None] | None = None
     ) -> list[Outcome]:
-        """One message for all pages of a batch, with their sums if the handler is to know them. None is the caller's then."""
+        """Register all pages of a batch in one message, with their checksums if the handler is to know them."""
         answers = await self.handler.store_pages(
             [key.hex() for key in keys],
             batch,
@@ -258,7 +258,7 @@ class MaruTier(TierBase[MaruLease]):
     # --- reading --------------------------------------------------------------------------------------------------
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that could be found when the server was asked. No use of them.
+        """Those of ``keys`` that could be found when the server was asked. Does not count as a use.
 
         Raises:
             maru.NoAnswer: it did not answer. That is not to say that it has none of them.
@@ -302,7 +302,7 @@ class MaruTier(TierBase[MaruLease]):
     # --- deleting -------------------------------------------------------------------------------------------------
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Forget these keys, whoever stored them; one that is read, or protected, is ``PINNED`` and stays.
+        """Forget these keys, whichever client stored them; one that is read, or protected, is ``PINNED`` and stays.
 
         Raises:
             maru.NoAnswer: nobody knows which are gone.

@@ -167,7 +167,7 @@ class PinnedPoolClient:
         self._lock = threading.Lock()
 
     def check(self) -> None:
-        """Raise unless the session is alive, as far as the kernel knows. Asks nobody; any thread.
+        """Raise unless the session is alive, as far as the kernel knows. Sends no message; any thread.
 
         Raises:
             PoolClosed: it was closed.

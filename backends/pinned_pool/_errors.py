@@ -8,11 +8,11 @@ from .._errors import BackendError, PlaceClosed
 
 
 class PinnedPoolError(BackendError, RuntimeError):
-    """Base of what pinned pools raise: whoever expects a ``RuntimeError`` of the network gets one of these."""
+    """Base of what pinned pools raise. It is a ``RuntimeError`` as well, as callers of pools over a network expect."""
 
 
 class PoolUnreachable(PinnedPoolError):
-    """There is no server, or what answers there is none. Somebody must start it; nothing was taken."""
+    """There is no server, or what answers there is none. Its operator must start it; nothing was taken."""
 
 
 class PoolUntrusted(PinnedPoolError):

@@ -69,7 +69,7 @@ class HostedLease(TierLease["HostedTier"]):
         return self._held or not self.keys
 
     def release_nowait(self) -> None:
-        """Let go. Idempotent."""
+        """Release the blocks. Idempotent."""
         if self._held:
             self._held = False
             refs, self._refs = self._refs, []
@@ -321,7 +321,7 @@ class HostedTier:
     # --- reading --------------------------------------------------------------------------------------------------
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that could be found when the plugin was asked. No use of them.
+        """Those of ``keys`` that could be found when the plugin was asked. Does not count as a use.
 
         Raises:
             NoAnswer, PluginFault: there was no answer. That is not to say that it has none of them.

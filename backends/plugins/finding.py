@@ -58,7 +58,7 @@ _CONTRACTS: Final = {
 
 
 def contract_of(plugin: object, what: str, *contracts: str) -> str:
-    """Which contract an object, or a class, has all methods of: a key of the three above.
+    """The name of the contract for plugins that an object, or a class, has all methods of.
 
     Args:
         plugin: the object or class.

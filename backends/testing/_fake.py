@@ -41,7 +41,7 @@ def _period(key: Key, n: int) -> bytes:
 
 @attrs.define
 class Faults:
-    """The dials of a :class:`FakeTier`: set one and what begins from then on behaves so."""
+    """The faults of a :class:`FakeTier`: set one, and calls that begin from then on have it."""
 
     gate: trio.Event | None = None
     """Transfers wait for it before a byte is moved."""
@@ -240,12 +240,12 @@ class NullExecutor:
         return f"<NullExecutor given {len(self.present)} blocks>"
 
     async def reserve(self, request: RoomRequest) -> _NullReservation:
-        """There always is room."""
+        """Grant every request: there always is room."""
         await trio.lowlevel.checkpoint()
         return _NullReservation(self.present, request.keys)
 
     def reserve_nowait(self, request: RoomRequest) -> _NullReservation:
-        """There always is room."""
+        """Grant every request: there always is room."""
         return _NullReservation(self.present, request.keys)
 
     def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:

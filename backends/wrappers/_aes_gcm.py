@@ -68,21 +68,21 @@ class AesGcm:
 
     @property
     def id(self) -> bytes:
-        """The same for every secret."""
+        """The name of the format, the same for every secret."""
         return b"aes-gcm/1"
 
     @property
     def lossy(self) -> bool:
-        """It loses nothing."""
+        """False: what is decoded is what was encoded."""
         return False
 
     @property
     def seals(self) -> bool:
-        """It encrypts."""
+        """True: it encrypts."""
         return True
 
     def bound(self, size: int) -> int:
-        """Whose it is, which secret, a nonce and a tag more: 44 bytes."""
+        """The length of what is encrypted: 44 bytes more, for tenant, secret, nonce and tag."""
         return size + _OVERHEAD
 
     def refusal(self, context: Context) -> Exception | None:

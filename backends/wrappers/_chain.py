@@ -122,7 +122,7 @@ class Sealing(Wrapper, Protocol):
 
     @property
     def seals(self) -> bool:
-        """Whether it does; a wrapper without this attribute does not."""
+        """Whether it encrypts; a wrapper without this attribute does not."""
         ...
 
     def refusal(self, context: Context) -> Exception | None:
@@ -215,11 +215,11 @@ class Chain:
         return self.header_bytes + self.bounds[-1]
 
     def name(self, key: Key) -> Key:
-        """What the place below calls a block: rule 2."""
+        """The name of a block in the tier below: rule 2."""
         return key + self.id
 
     def key(self, name: Key) -> Key:
-        """The block that the place below calls so."""
+        """The key of the block that the tier below has under this name."""
         return name[: -len(self.id)]
 
     def write_header(self, key: Key, lengths: Sequence[int], page: memoryview) -> int:

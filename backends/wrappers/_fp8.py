@@ -79,23 +79,23 @@ class Fp8:
 
     @property
     def id(self) -> bytes:
-        """Another one for another dtype, or for other rows."""
+        """The name of the format, with dtype and row length."""
         return f"fp8-e4m3/1:{self.dtype}:{self.row}".encode()
 
     @property
     def lossy(self) -> bool:
-        """It changes values."""
+        """True: values are rounded."""
         return True
 
     def bound(self, size: int) -> int:
-        """Exactly what it makes: a byte for each value and four for each row."""
+        """The exact length of what is quantized: a byte for each value and four for each row."""
         values, rest = divmod(size, self._item_bytes)
         if rest:
             raise ValueError(f"{size} bytes are no whole number of {self.dtype} values")
         return values + _SCALE_BYTES * -(-values // self.row)
 
     def encode(self, context: Context, src: memoryview, dst: memoryview) -> int:
-        """Quantize."""
+        """Quantize floats to e4m3, with one scale per row."""
         made = self.bound(src.nbytes)
         if made:
             scales, small = self._stored(dst[:made])
@@ -109,7 +109,7 @@ class Fp8:
         return made
 
     def decode(self, context: Context, src: memoryview, dst: memoryview) -> None:
-        """Make 16- or 32-bit floats of it again.
+        """Make 16- or 32-bit floats of quantized ones again.
 
         Raises:
             Damaged: it is not as long as it must be. There is nothing else that it could find wrong: every byte is a value.

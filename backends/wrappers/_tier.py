@@ -286,7 +286,7 @@ class WrappedTier(ForwardingTier):
         return {key for key in keys if name(key) in names and key not in damaged}
 
     async def pin(self, keys: Sequence[Key]) -> WrappedLease:
-        """Hold the longest prefix of ``keys`` that is there. Whose they are is decided now. Cancelled, it holds nothing."""
+        """Hold the longest prefix of ``keys`` that is there. Their tenant is decided now. Cancelled, it holds nothing."""
         contexts = self.contexts(keys)
         await self.purge()
         keys = self.damaged.prefix_before(keys) if self.damaged else keys
@@ -334,7 +334,7 @@ class WrappedTier(ForwardingTier):
         return outcomes
 
     def forget(self, lease: WrappedLease, positions: Sequence[int]) -> None:
-        """These blocks are not what was stored, and are found no more. For leases."""
+        """Forget these damaged blocks: they are found no more. Called by leases."""
         forget = getattr(lease.inner, "forget", None)
         if forget is not None:
             forget(positions)

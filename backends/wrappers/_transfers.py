@@ -91,11 +91,11 @@ class WrappedLease(TierLease["WrappedTier"]):
 
     @property
     def is_held(self) -> bool:
-        """Always: the tier below knows, and refuses to load what is not."""
+        """Always true: the tier below knows, and refuses to load what is not held."""
         return True
 
     def forget(self, positions: Sequence[int]) -> None:
-        """The blocks at these positions are not what was stored; see :class:`backends.abc.ForgettingLease`."""
+        """Forget the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
         self.tier.forget(self, positions)
 
     async def _let_go(self) -> None:

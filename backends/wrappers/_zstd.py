@@ -55,16 +55,16 @@ class Zstd:
 
     @property
     def id(self) -> bytes:
-        """The same for every level."""
+        """The name of the format, the same for every level."""
         return b"zstd/1"
 
     @property
     def lossy(self) -> bool:
-        """It loses nothing."""
+        """False: what is decoded is what was encoded."""
         return False
 
     def bound(self, size: int) -> int:
-        """One byte more."""
+        """The most that compression makes of so many bytes: one more."""
         return size + 1
 
     def encode(self, context: Context, src: memoryview, dst: memoryview) -> int:

@@ -60,35 +60,35 @@ class Begin:
         self._state = handler._state
 
     def exists(self, key: str) -> PendingCall[bool]:
-        """See :meth:`MaruHandler.exists`."""
+        """Begin :meth:`MaruHandler.exists` without waiting for it."""
         return self._begin(operations.exists(self._state, key))
 
     def batch_store(self, keys: Iterable[str], handles: Iterable[AllocHandle]) -> PendingCall[list[Stored]]:
-        """See :meth:`MaruHandler.batch_store`."""
+        """Begin :meth:`MaruHandler.batch_store` without waiting for it."""
         return self._begin(handler_operations.batch_store(self._state, keys, handles))
 
     def batch_put(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> PendingCall[list[Stored]]:
-        """See :meth:`MaruHandler.batch_put`. The buffers are copied when this returns."""
+        """Begin :meth:`MaruHandler.batch_put`. The buffers are copied when this returns."""
         return self._begin(handler_operations.batch_put(self._state, keys, buffers))
 
     def batch_get_into(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> PendingCall[list[Loaded]]:
-        """See :meth:`MaruHandler.batch_get_into`. The buffers are written when the result is asked for."""
+        """Begin :meth:`MaruHandler.batch_get_into`. The buffers are written when the result is asked for."""
         return self._begin(handler_operations.batch_get_into(self._state, keys, buffers))
 
     def batch_retrieve(self, keys: Iterable[str]) -> PendingCall[list[MemoryInfo | None]]:
-        """See :meth:`MaruHandler.batch_retrieve`."""
+        """Begin :meth:`MaruHandler.batch_retrieve` without waiting for it."""
         return self._begin(handler_operations.batch_retrieve(self._state, keys, self._handler._give_back))
 
     def batch_exists(self, keys: Iterable[str]) -> PendingCall[list[bool]]:
-        """See :meth:`MaruHandler.batch_exists`."""
+        """Begin :meth:`MaruHandler.batch_exists` without waiting for it."""
         return self._begin(operations.exist(self._state, list_keys(keys)))
 
     def batch_pin(self, keys: Iterable[str]) -> PendingCall[list[bool]]:
-        """See :meth:`MaruHandler.batch_pin`."""
+        """Begin :meth:`MaruHandler.batch_pin` without waiting for it."""
         return self._begin(operations.pin(self._state, list_keys(keys)))
 
     def delete(self, key: str) -> PendingCall[Deleted]:
-        """See :meth:`MaruHandler.delete`."""
+        """Begin :meth:`MaruHandler.delete` without waiting for it."""
         return self._begin(handler_operations.delete_one(self._state, key))
 
     def _begin(self, operation: Operation[T]) -> PendingCall[T]:
@@ -141,7 +141,7 @@ class MaruHandler(HandlerBase):
         return True
 
     def close(self) -> None:
-        """End the session. Regions stay readable, handles and infos are void, and whoever waits is told. Idempotent.
+        """End the session. Regions stay readable, handles and infos are void, and waiting calls raise. Idempotent.
 
         Within about a second, whatever the server does; never raises for what the server does. In a forked child it does
         nothing.
@@ -188,11 +188,11 @@ class MaruHandler(HandlerBase):
     # --- storing --------------------------------------------------------------------------------------------------
 
     def alloc(self, size: int) -> AllocHandle | None:
-        """A page to fill with ``size`` bytes, at most ``chunk_size_bytes``; ``None`` if there is no room for it now."""
+        """Take a page to fill with ``size`` bytes, at most ``chunk_size_bytes``; ``None`` if there is no room for it now."""
         return self._run("alloc", handler_operations.alloc(self._state, size))
 
     def batch_alloc(self, n: int, size: int | None = None) -> list[AllocHandle] | None:
-        """``n`` pages to fill, neighbours where possible; ``None`` if there is no room for so many.
+        """Take ``n`` pages to fill, adjacent where possible; ``None`` if there is no room for so many.
 
         Asks nobody while there are free pages. If not, the server evicts what this instance used least recently; then
         another region is taken, if ``auto_expand`` is on, and as large a one as there is where ``pool_size`` asks for more.
@@ -210,7 +210,7 @@ class MaruHandler(HandlerBase):
             handler_operations.free(self._state, [handle])
 
     def store(self, key: str, handle: AllocHandle) -> Stored:
-        """Register a filled page under a key. The handle is of no use afterwards, whatever the answer.
+        """Register a filled page under a key. The handle cannot be used afterwards, whatever the answer.
 
         Raises:
             NoAnswer: it may be stored, or may be yet. Its page is used again only once that is known.
@@ -231,15 +231,15 @@ class MaruHandler(HandlerBase):
     # --- reading --------------------------------------------------------------------------------------------------
 
     def retrieve(self, key: str) -> MemoryInfo | None:
-        """What lies under a key, pinned, to be read in place; ``None`` if it is missing."""
+        """Pin what is stored under a key, to be read in place; ``None`` if it is missing."""
         return self._run("retrieve", handler_operations.retrieve(self._state, key, self._give_back))
 
     def batch_retrieve(self, keys: Iterable[str]) -> list[MemoryInfo | None]:
-        """:meth:`retrieve` for many keys. Of keys that this handler has pinned, nobody is asked."""
+        """Retrieve many keys; see :meth:`retrieve`. Keys that this handler has pinned need no message."""
         return self._run("batch_retrieve", handler_operations.batch_retrieve(self._state, keys, self._give_back))
 
     def batch_get_into(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> list[Loaded]:
-        """Copy what lies under these keys into buffers, verified. Buffers of keys that are missing stay as they are.
+        """Copy what is stored under these keys into buffers, verified. Buffers of keys that are missing stay as they are.
 
         Raises:
             LeaseLost: the server restarted, twice, while this was copied. The buffers are of no use.
@@ -248,7 +248,7 @@ class MaruHandler(HandlerBase):
         return self._run("batch_get_into", handler_operations.batch_get_into(self._state, keys, buffers))
 
     def exists(self, key: str) -> bool:
-        """Whether this key is there now. No use of it."""
+        """Whether this key is there now. Does not count as a use."""
         return self._run("exists", operations.exists(self._state, key))
 
     def batch_exists(self, keys: Iterable[str]) -> list[bool]:
@@ -260,7 +260,7 @@ class MaruHandler(HandlerBase):
         return self._run("pin", handler_operations.pin_one(self._state, key))
 
     def batch_pin(self, keys: Iterable[str]) -> list[bool]:
-        """Pin the first keys up to the first that is missing: from there on, False."""
+        """Pin these keys up to the first that is missing: True for each pinned one, False from there on."""
         return self._run("batch_pin", operations.pin(self._state, list_keys(keys)))
 
     def unpin(self, key: str) -> bool:
@@ -268,17 +268,17 @@ class MaruHandler(HandlerBase):
         return self._run("unpin", handler_operations.unpin_one(self._state, key))
 
     def batch_unpin(self, keys: Iterable[str]) -> list[bool]:
-        """Undo one :meth:`pin` of each."""
+        """Undo one :meth:`pin` of each of these keys."""
         return self._run("batch_unpin", operations.unpin(self._state, list_keys(keys)))
 
     # --- deleting -------------------------------------------------------------------------------------------------
 
     def delete(self, key: str) -> Deleted:
-        """Delete a key, whoever owns it, unless somebody reads it."""
+        """Delete a key, whichever client owns it, unless it is being read."""
         return self._run("delete", handler_operations.delete_one(self._state, key))
 
     def batch_delete(self, keys: Iterable[str]) -> list[Deleted]:
-        """:meth:`delete` for many keys."""
+        """Delete many keys; see :meth:`delete`."""
         return self._run("batch_delete", operations.delete(self._state, list_keys(keys)))
 
     # --- watching -------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class AllocBatch:
         self._state.free(back)
 
     def free(self) -> None:
-        """Give back what was not stored. Idempotent; whoever still writes there must be over."""
+        """Give back what was not stored. Idempotent; no thread may still be writing there."""
         pages, self._pages = self._pages, []
         if pages:
             self._state.free(pages)
@@ -69,7 +69,7 @@ class AllocBatch:
 
 
 class HeldBatch:
-    """What lies under the first keys that were asked for, pinned, as columns. Made by ``hold_pages``."""
+    """The pinned pages of the longest prefix that was found, as columns. Made by ``hold_pages``."""
 
     __slots__ = (
         "__weakref__",
@@ -120,7 +120,7 @@ class HeldBatch:
         return self._state.deadline
 
     def check(self) -> None:
-        """Raise unless the bytes are still what was found. Asks nobody; any thread. To be called before and after a copy.
+        """Raise unless the bytes are still what was found. Sends no message; any thread. To be called before and after a copy.
 
         Raises:
             LeaseLost: released; or the server restarted, or was silent for so long that it may have let go of the pins.

@@ -154,11 +154,11 @@ class MaruHandler(HandlerBase):
     # --- storing --------------------------------------------------------------------------------------------------
 
     async def alloc(self, size: int) -> AllocHandle | None:
-        """A page to fill with ``size`` bytes, at most ``chunk_size_bytes``; ``None`` if there is no room for it now."""
+        """Take a page to fill with ``size`` bytes, at most ``chunk_size_bytes``; ``None`` if there is no room for it now."""
         return await self._run("alloc", handler_operations.alloc(self._state, size))
 
     async def batch_alloc(self, n: int, size: int | None = None) -> list[AllocHandle] | None:
-        """``n`` pages to fill, neighbours where possible; ``None`` if there is no room for so many.
+        """Take ``n`` pages to fill, adjacent where possible; ``None`` if there is no room for so many.
 
         Asks nobody while there are free pages. If not, the server evicts what this instance used least recently; then
         another region is taken, if ``auto_expand`` is on, and as large a one as there is where ``pool_size`` asks for more.
@@ -174,7 +174,7 @@ class MaruHandler(HandlerBase):
         handler_operations.free(self._state, [handle])
 
     async def store(self, key: str, handle: AllocHandle) -> Stored:
-        """Register a filled page under a key. The handle is of no use afterwards, whatever the answer.
+        """Register a filled page under a key. The handle cannot be used afterwards, whatever the answer.
 
         Raises:
             NoAnswer: it may be stored, or may be yet. Its page is used again only once that is known. The same holds when
@@ -196,17 +196,17 @@ class MaruHandler(HandlerBase):
     # --- reading --------------------------------------------------------------------------------------------------
 
     async def retrieve(self, key: str) -> MemoryInfo | None:
-        """What lies under a key, pinned, to be read in place; ``None`` if it is missing."""
+        """Pin what is stored under a key, to be read in place; ``None`` if it is missing."""
         return await self._run("retrieve", handler_operations.retrieve(self._state, key, self._driver.give_back))
 
     async def batch_retrieve(self, keys: Iterable[str]) -> list[MemoryInfo | None]:
-        """:meth:`retrieve` for many keys. Of keys that this handler has pinned, nobody is asked."""
+        """Retrieve many keys; see :meth:`retrieve`. Keys that this handler has pinned need no message."""
         return await self._run(
             "batch_retrieve", handler_operations.batch_retrieve(self._state, keys, self._driver.give_back)
         )
 
     async def batch_get_into(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> list[Loaded]:
-        """Copy what lies under these keys into buffers, verified. Buffers of keys that are missing stay as they are.
+        """Copy what is stored under these keys into buffers, verified. Buffers of keys that are missing stay as they are.
 
         Raises:
             LeaseLost: the server restarted, twice, while this was copied. The buffers are of no use.
@@ -215,7 +215,7 @@ class MaruHandler(HandlerBase):
         return await self._run("batch_get_into", handler_operations.batch_get_into(self._state, keys, buffers))
 
     async def exists(self, key: str) -> bool:
-        """Whether this key is there now. No use of it."""
+        """Whether this key is there now. Does not count as a use."""
         return await self._run("exists", operations.exists(self._state, key))
 
     async def batch_exists(self, keys: Iterable[str]) -> list[bool]:
@@ -227,7 +227,7 @@ class MaruHandler(HandlerBase):
         return await self._run("pin", handler_operations.pin_one(self._state, key))
 
     async def batch_pin(self, keys: Iterable[str]) -> list[bool]:
-        """Pin the first keys up to the first that is missing: from there on, False."""
+        """Pin these keys up to the first that is missing: True for each pinned one, False from there on."""
         return await self._run("batch_pin", operations.pin(self._state, list_keys(keys)))
 
     async def unpin(self, key: str) -> bool:
@@ -235,17 +235,17 @@ class MaruHandler(HandlerBase):
         return await self._run("unpin", handler_operations.unpin_one(self._state, key))
 
     async def batch_unpin(self, keys: Iterable[str]) -> list[bool]:
-        """Undo one :meth:`pin` of each."""
+        """Undo one :meth:`pin` of each of these keys."""
         return await self._run("batch_unpin", operations.unpin(self._state, list_keys(keys)))
 
     # --- many at once, in columns ---------------------------------------------------------------------------------
 
     def alloc_pages_nowait(self, n: int) -> AllocBatch | None:
-        """``n`` pages to fill, if so many are known to be free here. Asks nobody."""
+        """Take ``n`` pages to fill, if so many are known to be free here. Sends no message."""
         return columns.alloc_pages_nowait(self._state, n)
 
     async def alloc_pages(self, n: int, *, evict: bool = True, partial: bool = False) -> AllocBatch | None:
-        """``n`` pages to fill, as :meth:`batch_alloc`, without an object for each.
+        """Take ``n`` pages to fill, as :meth:`batch_alloc` does, without an object for each.
 
         Args:
             n: how many.
@@ -280,7 +280,7 @@ class MaruHandler(HandlerBase):
         return await self._run("batch_store", columns.store_pages(self._state, keys, batch, size, checksums, depths))
 
     def gather(self, handles: Sequence[AllocHandle]) -> AllocBatch:
-        """These pages as one batch, for :meth:`store_pages`. The handles are of no use afterwards.
+        """Make one batch of these pages, for :meth:`store_pages`. The handles cannot be used afterwards.
 
         Raises:
             ValueError: one of them is named twice.
@@ -297,7 +297,7 @@ class MaruHandler(HandlerBase):
         return AllocBatch(self._state, pages)
 
     async def hold_pages(self, keys: Sequence[str], *, partial: bool = False) -> HeldBatch:
-        """What lies under these keys up to the first that is missing, pinned, without an object for each.
+        """Pin what is stored under these keys up to the first that is missing; as columns, without an object for each.
 
         Args:
             keys: what to find.
@@ -306,7 +306,7 @@ class MaruHandler(HandlerBase):
         return await self._drive(columns.hold_pages(self._state, keys, self._driver.give_back_all, partial))
 
     async def delete_pages(self, keys: Sequence[str], generations: Sequence[int]) -> list[Deleted]:
-        """Delete these keys as far as what was found there is there still, by :attr:`HeldBatch.generations`.
+        """Delete these keys where the generation found is still there, by :attr:`HeldBatch.generations`.
 
         What was stored anew meanwhile, by whomever, stays, and is ``MISSING``. A published server, and one of ours that is
         older than this question, do not tell: there, whatever lies under the key goes.
@@ -316,7 +316,7 @@ class MaruHandler(HandlerBase):
         return await self._run("batch_delete", operations.delete(self._state, list_keys(keys), generations))
 
     def collect(self) -> None:
-        """Let go of what was forgotten or cut off, now: pages are free, the server is told of pins. Waits for nobody."""
+        """Give back, now, what was garbage collected or cut off by a cancel: pages, and pins at the server. Does not wait."""
         self._state.collect()
         self._driver.give_back_all(())
 
@@ -338,11 +338,11 @@ class MaruHandler(HandlerBase):
     # --- deleting -------------------------------------------------------------------------------------------------
 
     async def delete(self, key: str) -> Deleted:
-        """Delete a key, whoever owns it, unless somebody reads it."""
+        """Delete a key, whichever client owns it, unless it is being read."""
         return await self._run("delete", handler_operations.delete_one(self._state, key))
 
     async def batch_delete(self, keys: Iterable[str]) -> list[Deleted]:
-        """:meth:`delete` for many keys."""
+        """Delete many keys; see :meth:`delete`."""
         return await self._run("batch_delete", operations.delete(self._state, list_keys(keys)))
 
     # --- watching -------------------------------------------------------------------------------------------------

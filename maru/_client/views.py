@@ -61,7 +61,7 @@ class AllocHandle:
 
     @property
     def address(self) -> int:
-        """Where the first byte is. Valid while this handle, or a view of it, is held."""
+        """The address of the first byte. Valid while this handle, or a view of it, is held."""
         return self._memory.address + self.offset
 
     @property
@@ -107,7 +107,7 @@ class _Grip:
 
 
 class MemoryInfo:
-    """What lies under a key, to be read in place. A context manager: leaving it gives the pin back.
+    """What is stored under a key, to be read in place. A context manager: leaving it gives the pin back.
 
     Made by ``retrieve`` and ``batch_retrieve``.
     """
@@ -161,7 +161,7 @@ class MemoryInfo:
         return bytes_at(self.address, self.length, self._grip, write=False)
 
     def check(self) -> None:
-        """Raise unless the bytes are still what was found. Asks nobody; any thread. To be called after a copy, too.
+        """Raise unless the bytes are still what was found. Sends no message; any thread. To be called after a copy, too.
 
         Raises:
             LeaseLost: released; or the server restarted, or was silent for so long that it may have let go of the pin.

@@ -150,7 +150,7 @@ class MaruServer:
 
     @property
     def epoch(self) -> int:
-        """Of this start of the server: random, and not 0."""
+        """The number of this start of the server: random, and not 0."""
         return self._service.epoch
 
     @property
@@ -174,7 +174,7 @@ class MaruServer:
         return None if self._events is None else (self._events.endpoint, self._events.answers_endpoint)
 
     async def wait_stopping(self) -> None:
-        """Wait until somebody who may has asked this server to end."""
+        """Wait until a client that is allowed to has asked this server to end."""
         await self._stopping.wait()
 
     def statistics(self) -> ServerStatistics:

@@ -116,7 +116,7 @@ class BlockingDealer:
     # --- in -------------------------------------------------------------------------------------------------------
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """The next message; ``None`` if there is none in that time.
+        """Wait for the next message; ``None`` if there is none in that time.
 
         Args:
             timeout: how long to wait, in seconds; 0 not at all, ``None`` without end.
@@ -145,7 +145,7 @@ class BlockingDealer:
     # --- the rest -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close it; takes ``linger`` at most. Nobody may wait in it."""
+        """Close the socket; takes ``linger`` at most. No thread may be waiting in it."""
         if not self._closed:
             self._closed = True
             self._port.close()

@@ -89,7 +89,7 @@ class BlockingChannel:
         return f"<BlockingChannel of {self._path}{': closed' if self._closed else ''}>"
 
     def send(self, frames: Sequence[bytes], timeout: float | None = None) -> bool:
-        """Send the last of these frames, waiting for a server and for room.
+        """Send one frame (the last of these; a channel needs no envelope), waiting for a server and for room.
 
         Args:
             frames: ZeroMQ's envelope, which is not sent, and the frame.
@@ -113,7 +113,7 @@ class BlockingChannel:
                 self._lose()
 
     def receive(self, timeout: float | None = None) -> list[bytes] | None:
-        """The next frame, in a list; ``None`` if there is none in that time.
+        """Wait for the next frame, given in a list; ``None`` if there is none in that time.
 
         Where the connection is lost there is none: what was asked over it is never answered.
 
@@ -136,7 +136,7 @@ class BlockingChannel:
         return None
 
     def close(self) -> None:
-        """Close it. Nobody may wait in it. Idempotent."""
+        """Close the channel. No thread may be waiting in it. Idempotent."""
         self._closed = True
         self._lose()
 

@@ -69,7 +69,7 @@ class ChannelClient:
     # --- out ------------------------------------------------------------------------------------------------------
 
     def send_nowait(self, frames: Sequence[bytes]) -> bool:
-        """Send the last of these frames; those before it are ZeroMQ's envelope, which nothing needs here.
+        """Send one frame: the last of these; those before it are ZeroMQ's envelope, which nothing needs here.
 
         Raises:
             trio.WouldBlock: too much waits already. Nothing was sent.
@@ -110,7 +110,7 @@ class ChannelClient:
     # --- in -------------------------------------------------------------------------------------------------------
 
     def expect(self) -> Expected:
-        """Something that ``on_messages`` will deliver, for one task to wait for."""
+        """An :class:`Expected` that ``on_messages`` will deliver, for one task to wait for."""
         return Expected(self._watch)
 
     def _drain(self) -> bool:
@@ -205,7 +205,7 @@ class ChannelClient:
                 await self._work.wait()
 
     def close(self) -> None:
-        """Close it: whoever waits gets :exc:`trio.ClosedResourceError`. Idempotent."""
+        """Close the channel: tasks that wait get :exc:`trio.ClosedResourceError`. Idempotent."""
         if self._watch.closed:
             return
         self._watch.close()
@@ -218,7 +218,7 @@ class ChannelClient:
         self._room.unpark_all()
 
     async def aclose(self) -> None:
-        """What :meth:`close` does, and a checkpoint."""
+        """Close the channel, as :meth:`close` does, and pass a checkpoint."""
         self.close()
         await trio.lowlevel.checkpoint()
 

@@ -139,7 +139,7 @@ class ChannelServer:
         self.close()
 
     async def run(self) -> None:
-        """Let clients in until cancelled."""
+        """Accept clients until cancelled."""
         await self._listener.run(self._accept, self._turn_away)
 
     # --- in -------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class ChannelServer:
     # --- out ------------------------------------------------------------------------------------------------------
 
     def send(self, identity: bytes, frame: bytes) -> bool:
-        """Send one frame, now or as soon as its peer reads. Never waits; whether there is such a peer."""
+        """Send one frame, now or as soon as its peer reads. Never waits; returns whether there is such a peer."""
         connection = self._connections.get(identity)
         if connection is None:
             self._unreachable += 1
@@ -349,7 +349,7 @@ class ChannelServer:
             self._on_gone(self._gone.pop())
 
     def close(self) -> None:
-        """Close everything. Whoever waits gets :exc:`trio.ClosedResourceError`."""
+        """Close all connections. Tasks that wait get :exc:`trio.ClosedResourceError`."""
         if not self._watch.closed:
             self._listener.close()
             self._watch.close()

@@ -16,7 +16,7 @@ class MessageSocket(Protocol):
     """Sends messages; those that come are handed to the ``on_messages`` it was opened with."""
 
     def send_nowait(self, frames: Sequence[bytes]) -> bool:
-        """Send one message; whether there is such a peer. Raises :exc:`trio.WouldBlock` where its queue is full."""
+        """Send one message; returns whether there is such a peer. Raises :exc:`trio.WouldBlock` where its queue is full."""
         ...
 
     async def send(self, frames: Sequence[bytes]) -> bool:
@@ -24,11 +24,11 @@ class MessageSocket(Protocol):
         ...
 
     def expect(self) -> Expected:
-        """Something that is to come: ``on_messages`` delivers it, one task waits for it."""
+        """An :class:`Expected`: ``on_messages`` delivers it, one task waits for it."""
         ...
 
     async def aclose(self) -> None:
-        """Close it. Whoever waits gets :exc:`trio.ClosedResourceError`."""
+        """Close the socket. Tasks that wait get :exc:`trio.ClosedResourceError`."""
         ...
 
 
@@ -40,16 +40,16 @@ OpenMessageSocket: TypeAlias = Callable[[OnMessages], AbstractAsyncContextManage
 
 
 class BlockingSocket(Protocol):
-    """The same for a thread: one at a time."""
+    """Sends and receives messages, blocking its thread. One thread at a time."""
 
     def send(self, frames: Sequence[bytes], timeout: float | None = None) -> bool:
         """Send one message, waiting for room for so many seconds. Whether it was sent; if not, nothing of it was."""
         ...
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """The next message; ``None`` if there is none in that time."""
+        """Wait for the next message; ``None`` if there is none in that time."""
         ...
 
     def close(self) -> None:
-        """Close it. Nobody may wait in it."""
+        """Close the socket. No thread may be waiting in it."""
         ...

@@ -184,7 +184,7 @@ def _inode(path: str) -> tuple[int, int]:
 
 
 def check_free(path: str) -> None:
-    """See that nobody listens at a Unix socket, and that it is one: ZeroMQ removes whatever file has this name.
+    """Raise if a process listens at this Unix socket, or if it is none: ZeroMQ removes any file of this name.
 
     Raises:
         OSError: somebody does, or it is something else.

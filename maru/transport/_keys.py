@@ -55,7 +55,7 @@ def has_curve() -> bool:
 
 
 def new_key_pair() -> KeyPair:
-    """A fresh pair."""
+    """Make a new CURVE key pair."""
     return KeyPair(*zmq.curve_keypair())
 
 
@@ -71,7 +71,7 @@ def _are_keys(instance: object, attribute: attrs.Attribute[frozenset[bytes] | No
 
 @attrs.frozen
 class CurveServer:
-    """The end that binds: what it is known by, and whom it lets in."""
+    """CURVE keys of the end that binds: its own, and those of the clients it admits."""
 
     pair: KeyPair
     """Its own keys. Clients must know the public one."""
@@ -82,7 +82,7 @@ class CurveServer:
 
 @attrs.frozen
 class CurveClient:
-    """The end that connects."""
+    """CURVE keys of the end that connects."""
 
     server_key: bytes = attrs.field(converter=_as_key, validator=_is_key)
     """The server's public key: nobody else can answer."""
@@ -114,7 +114,7 @@ def save_public_key(path: str | os.PathLike[str], public: bytes) -> None:
 
 
 def load_key_pair(path: str | os.PathLike[str]) -> KeyPair:
-    """Read both keys.
+    """Read a CURVE key pair from a file.
 
     Raises:
         maru.ConfigError: it holds no pair, or others than its owner may read it.

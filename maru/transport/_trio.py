@@ -139,7 +139,7 @@ class TrioSocket:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """What it is bound to, with the port that was chosen for ``tcp://host:*``."""
+        """The addresses it is bound to, with the port that was chosen for ``tcp://host:*``."""
         return self._port.endpoints
 
     # --- out ------------------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class TrioSocket:
         return receiver.messages
 
     def expect(self) -> Expected:
-        """Something that ``on_messages`` will deliver, for one task to wait for.
+        """An :class:`Expected` that ``on_messages`` will deliver, for one task to wait for.
 
         The loop of a client is fastest with this: the waiting task reads the socket itself. Messages are handed on while
         somebody waits, for room, in :meth:`run`, or for something expected; otherwise they wait in ZeroMQ.
@@ -259,7 +259,7 @@ class TrioSocket:
         return Expected(self._watch)
 
     async def run(self) -> None:
-        """Hand messages on until cancelled, also while nobody waits.
+        """Deliver messages until cancelled, also while no task waits.
 
         Raises:
             trio.ClosedResourceError: the socket was closed.
@@ -269,7 +269,7 @@ class TrioSocket:
     # --- the rest -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close it, synchronously: whoever waits gets :exc:`trio.ClosedResourceError`. :meth:`aclose` is to follow."""
+        """Close the socket, synchronously: tasks that wait get :exc:`trio.ClosedResourceError`. :meth:`aclose` is to follow."""
         if not self._watch.closed:
             self._watch.close()
             if self._tracker is not None:
@@ -279,7 +279,7 @@ class TrioSocket:
             self._port.close()
 
     async def aclose(self) -> None:
-        """Close it: what :meth:`close` does, and then wait until its addresses are free, ``linger`` at most."""
+        """Close the socket, and wait until its addresses are free, ``linger`` at most."""
         self.close()
         if self._releasing:
             await self._released.wait()

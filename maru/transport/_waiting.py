@@ -116,7 +116,7 @@ class Queued(Waiter):
 
 
 class Expected(Waiter):
-    """Something that is to come: somebody delivers it, one task waits for it. Made by ``expect()`` of a socket."""
+    """A value that is to come: a callback delivers it, one task waits for it. Made by ``expect()`` of a socket."""
 
     __slots__ = ("_error", "_value", "_waited_for")
 
@@ -132,19 +132,19 @@ class Expected(Waiter):
         return f"<Expected: {'there' if self.done else 'to come'}>"
 
     def deliver(self, value: Any) -> None:
-        """It is there. Ignored if something was delivered already."""
+        """Deliver the value. Ignored if one was delivered already."""
         if not self.done:
             self._value = value
             self.finish()
 
     def fail(self, error: BaseException) -> None:
-        """It will not come: whoever waits gets this error. Ignored if something was delivered already."""
+        """Fail: the task that waits gets this error. Ignored if a value was delivered already."""
         if not self.done:
             self._error = error
             self.finish()
 
     async def wait(self) -> Any:
-        """Wait for it. Cancelled, it may still come, and ``done`` says whether it did.
+        """Wait for the value. Cancelled, it may still come, and ``done`` says whether it did.
 
         Raises:
             trio.ClosedResourceError: the socket was closed.

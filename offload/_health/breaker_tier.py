@@ -272,7 +272,7 @@ class BreakerLease(_Forwarding):
         return keys
 
     async def release(self) -> None:
-        """Let go. Idempotent; it has let go even when cancelled."""
+        """Release the blocks. Idempotent; they are released even when this is cancelled."""
         await self._release(self.inner.release)
 
     async def __aenter__(self) -> BreakerLease:

@@ -128,13 +128,13 @@ class CancellationToken:
     # -- for the pipeline ----------------------------------------------------------------------------------------------
 
     def join(self, member: _Member, settlement: _Settlement | None) -> None:
-        """A container (with its settlement) or a scope is cancelled with the token from now on: at once, where that was."""
+        """Have a container (with its settlement) or a scope cancelled with the token; at once, if that was asked for."""
         self._members[member] = settlement
         if self._called:
             member.cancel()
 
     def leave(self, member: _Member, error: BaseException | None) -> None:
-        """It has ended, with this error, if any. Called once everything it held is released."""
+        """Take out what has ended, with its error, if any. Called once everything it held is released."""
         if member in self._members:
             del self._members[member]
             for confirmation in list(self._confirmations):

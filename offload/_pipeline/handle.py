@@ -94,7 +94,7 @@ class TransferHandle:
 
     @property
     def progress(self) -> Progress:
-        """The same as counts: constant size, cheap to poll."""
+        """How many blocks are where: constant size, cheap to poll."""
         container = self._container
         return Progress(
             total=len(container.blocks),

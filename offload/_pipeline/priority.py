@@ -114,7 +114,7 @@ class CopyPermit:
 
 
 class LoadPriority:
-    """Loads before stores, for everything that copies between the same places.
+    """Puts loads before stores, for everything that copies between the same places.
 
     Args:
         patience: how long a store yields to loads before it goes all the same, in seconds.
@@ -140,7 +140,7 @@ class LoadPriority:
         return not self._queue.loads
 
     def loading(self) -> AbstractContextManager[None]:
-        """A load is under way for as long as the ``with`` block lasts. Any number at a time. Never waits."""
+        """Announce a load for as long as the ``with`` block lasts. Any number at a time. Never waits."""
         return self._loading
 
     async def acquire_permit(self) -> CopyPermit:

@@ -18,7 +18,7 @@ _SETTLED: Final = 0.0005
 
 
 class SkippingClock(trio.abc.Clock):
-    """The clock on the wall and what was skipped, from 0. For one trio run."""
+    """A clock of real time plus the times that were skipped, from 0. For one trio run."""
 
     def __init__(self) -> None:
         self._began = perf_counter()
@@ -28,15 +28,15 @@ class SkippingClock(trio.abc.Clock):
         return f"<a clock that has skipped {self._skipped:.0f} s>"
 
     def start_clock(self) -> None:
-        """It starts now."""
+        """Start the clock, at 0."""
         self._began = perf_counter()
 
     def current_time(self) -> float:
-        """In seconds."""
+        """The current time, in seconds."""
         return perf_counter() - self._began + self._skipped
 
     def deadline_to_sleep_time(self, deadline: float) -> float:
-        """Seconds of the wall."""
+        """Seconds of real time until a deadline."""
         return deadline - self.current_time()
 
     async def skip_to(self, time: float) -> None:

@@ -38,12 +38,12 @@ class TierSpec:
 
     @property
     def name(self) -> str:
-        """As it was written."""
+        """The specification, as it was written."""
         return self.kind if self.directory is None else f"{self.kind}:{self.directory}"
 
     @property
     def is_own(self) -> bool:
-        """Whether it is made for the replay alone, and gone when that is over: nobody else has anything in it."""
+        """Whether it is made for the replay alone, and gone when that is over."""
         return self.made is None and self.directory is None
 
     def blocks(self, block_bytes: int, unique: int, factor: float = 1.0) -> int:
@@ -55,7 +55,7 @@ class TierSpec:
 
 @attrs.frozen
 class ReplayOptions:
-    """How to replay."""
+    """How a trace is to be replayed: its blocks, the tiers, policies and limits."""
 
     tiers: Sequence[TierSpec] = (TierSpec("memory", None, UNLIMITED),)
     """From the fastest to the slowest; each is fed what the one before it has stored."""
@@ -95,10 +95,10 @@ class ReplayOptions:
             raise ReplayError("as fast as possible, there is nothing between two requests to skip: say a speed")
 
     def policies(self, first: ReadableTier) -> list[Policy | AsyncPolicy]:
-        """What the policy's name stands for."""
+        """The policies that the option's name stands for."""
         return [] if self.policy == "pass-all" else [presence_filter(first), *self.further_policies()]
 
     def further_policies(self) -> list[Policy]:
-        """What is asked behind presence."""
+        """The policies that are asked after the presence filter."""
         _, counted, threshold = self.policy.partition(":")
         return [FrequencyFilter(int(threshold))] if counted else []

@@ -17,14 +17,14 @@ from .replayer import Played
 
 @attrs.frozen
 class Percentiles:
-    """Of some times, in seconds; 0.0 where there are none."""
+    """Percentiles of some times, in seconds; 0.0 where there are none."""
 
     p50: float
     p99: float
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Percentiles:
-        """The nearest ranks."""
+        """The percentiles of these times, by nearest rank."""
         if not times:
             return cls(0.0, 0.0)
         ordered = sorted(times)
@@ -33,7 +33,7 @@ class Percentiles:
 
 @attrs.frozen
 class ReplayReport:
-    """What a replay came to."""
+    """The result of a replay."""
 
     requests: int
     """Requests played."""
@@ -88,7 +88,7 @@ class ReplayReport:
     command."""
 
     def as_json(self) -> dict[str, Any]:
-        """For machines; times in seconds."""
+        """The report as JSON values; times in seconds."""
         return attrs.asdict(self)
 
 

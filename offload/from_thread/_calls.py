@@ -171,7 +171,7 @@ class Hit:
         return pinned
 
     def release(self) -> None:
-        """Let go of the blocks. Idempotent; never blocks, and harmless after the engine's end.
+        """Release the blocks. Idempotent; never blocks, and harmless after the engine's end.
 
         Loads that were begun before read through it to their end.
         """

@@ -190,7 +190,7 @@ class ReferenceEngine:
         return sequence
 
     def adopt_prefix(self, sequence: Sequence, n_tokens: int) -> None:
-        """Take the KV of the first ``n_tokens`` as present: somebody else wrote it into the sequence's blocks.
+        """Take the KV of the first ``n_tokens`` as present: it was written into the sequence's blocks from outside.
 
         Raises:
             ValueError: ``n_tokens`` is not in whole blocks, is past the tokens, or less than what is present already.
@@ -259,7 +259,7 @@ class ReferenceEngine:
         return digest.digest()
 
     def free(self, sequence: Sequence) -> None:
-        """Give the sequence's blocks back. Whoever still reads them must have finished: they may be reused at once."""
+        """Give the sequence's blocks back. No read of them may be under way: they may be reused at once."""
         self._check_live(sequence)
         self._sequences.remove(sequence)
         self._allocator.free(sequence.block_ids)

@@ -27,7 +27,7 @@ from ._writing import WriteReservation, is_there
 
 
 class MaruL1Dispatcher:
-    """A :class:`MaruL1` by key: ``MaruL1Dispatcher(l1)``. Every method says what of the MaruL1 it is.
+    """A :class:`MaruL1` whose reservations and leases are found by key: ``MaruL1Dispatcher(l1)``.
 
     Args:
         l1: whose block is entered, and left, by the caller.
@@ -51,7 +51,7 @@ class MaruL1Dispatcher:
         chunk_size_in_tokens: int | None = None,
         full_chunk_size_bytes: int | None = None,
     ) -> KVLayout:
-        """:meth:`MaruL1.register_kv_layout`."""
+        """Say what a block is made of, which brings the pool up; see :meth:`MaruL1.register_kv_layout`."""
         return await self.l1.register_kv_layout(
             shapes,
             dtypes,
@@ -63,7 +63,7 @@ class MaruL1Dispatcher:
     # --- writing --------------------------------------------------------------------------------------------------
 
     async def reserve_write(self, keys: Sequence[Key]) -> dict[Key, memoryview]:
-        """:meth:`MaruL1.reserve_write`: a page for each key there is room for, and that is not being written already."""
+        """Take a page for each key there is room for and that is not being written; see :meth:`MaruL1.reserve_write`."""
         check_keys(keys)
         reservation = await self.l1.reserve_write([key for key in keys if key not in self._writing])
         # Another task may have come first while the server was asked.
@@ -76,7 +76,7 @@ class MaruL1Dispatcher:
         return dict(zip(reservation.keys, reservation.pages, strict=True))
 
     async def finish_write(self, keys: Sequence[Key]) -> dict[Key, Outcome]:
-        """:meth:`WriteReservation.commit`, of these keys; others that were reserved with them stay reserved.
+        """Register the pages of these keys; others reserved with them stay reserved. See :meth:`WriteReservation.commit`.
 
         Cancelled before anything was sent, their pages are given back.
 
@@ -94,12 +94,12 @@ class MaruL1Dispatcher:
         return outcomes
 
     async def finish_write_and_reserve_read(self, keys: Sequence[Key]) -> dict[Key, memoryview]:
-        """:meth:`finish_write`, then :meth:`reserve_read` of what is stored: see :meth:`WriteReservation.commit_and_read`."""
+        """Do :meth:`finish_write`, then :meth:`reserve_read`, in one go; see :meth:`WriteReservation.commit_and_read`."""
         outcomes = await self.finish_write(keys)
         return await self.reserve_read(list(takewhile(lambda key: is_there(outcomes[key]), outcomes)))
 
     def abort_write(self, keys: Sequence[Key]) -> None:
-        """:meth:`WriteReservation.abort`, of these keys. The document has none; a copy that failed needs one.
+        """Give back the pages of these keys, as after a copy that failed; see :meth:`WriteReservation.abort`.
 
         Raises:
             MissingKeys: one of them is not being written; nothing was done.
@@ -120,7 +120,7 @@ class MaruL1Dispatcher:
     # --- reading --------------------------------------------------------------------------------------------------
 
     async def reserve_read(self, keys: Sequence[Key]) -> dict[Key, memoryview]:
-        """:meth:`MaruL1.reserve_read`: the keys of the prefix that is there, each with a view of its block."""
+        """Hold the prefix of these keys that is there: each with a view of its block; see :meth:`MaruL1.reserve_read`."""
         lease = await self.l1.reserve_read(keys)
         for key in lease.keys:
             self._reading.setdefault(key, []).append(lease)
@@ -130,7 +130,7 @@ class MaruL1Dispatcher:
         return dict(zip(lease.keys, lease.views, strict=True))
 
     def unsafe_read(self, keys: Sequence[Key]) -> dict[Key, memoryview]:
-        """:attr:`ViewLease.views`, of these keys. Asks nobody.
+        """The views of the blocks of these keys; see :attr:`ViewLease.views`. Sends no message.
 
         Raises:
             MissingKeys: one of them is not reserved.
@@ -143,7 +143,7 @@ class MaruL1Dispatcher:
         return views
 
     async def finish_read(self, keys: Sequence[Key]) -> None:
-        """:meth:`ViewLease.keep` of the other keys, or :meth:`ViewLease.release`. They are let go of even when it is cancelled.
+        """Release the blocks of these keys, even when this is cancelled; see :meth:`ViewLease.keep`.
 
         Raises:
             MissingKeys: one of them is not reserved; nothing was done.
@@ -159,19 +159,19 @@ class MaruL1Dispatcher:
     # --- the rest -------------------------------------------------------------------------------------------------
 
     async def delete(self, keys: Sequence[Key]) -> dict[Key, Deletion]:
-        """:meth:`MaruL1.delete`: for each key whether it is deleted, missing, or pinned."""
+        """Delete these keys: for each whether it is deleted, missing, or pinned; see :meth:`MaruL1.delete`."""
         return dict(zip(keys, await self.l1.delete(keys), strict=True))
 
     async def clear(self) -> dict[Key, Deletion]:
-        """:meth:`MaruL1.clear`."""
+        """Delete what this instance has stored and is not being read; see :meth:`MaruL1.clear`."""
         return await self.l1.clear()
 
     def get_memory_usage(self) -> tuple[int, int]:
-        """:meth:`MaruL1.get_memory_usage`."""
+        """Bytes used and bytes there, of this instance's own regions; see :meth:`MaruL1.get_memory_usage`."""
         return self.l1.get_memory_usage()
 
     def report_status(self) -> L1Status:
-        """:meth:`MaruL1.report_status`."""
+        """An immutable snapshot; see :meth:`MaruL1.report_status`."""
         return self.l1.report_status()
 
     def _leases(self, keys: Sequence[Key]) -> dict[ViewLease, list[Key]]:

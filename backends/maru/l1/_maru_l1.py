@@ -165,7 +165,7 @@ class MaruL1:
 
     @property
     def layout(self) -> KVLayout | None:
-        """What was registered; ``None`` before that."""
+        """The layout that was registered; ``None`` before that."""
         return self._layout
 
     def _known_layout(self) -> KVLayout:
@@ -244,7 +244,7 @@ class MaruL1:
     # --- reading --------------------------------------------------------------------------------------------------
 
     async def reserve_read(self, keys: Sequence[Key]) -> ViewLease:
-        """Hold the longest prefix of these keys that is there, wherever its pages lie. From then on nobody is asked.
+        """Hold the longest prefix of these keys that is there, wherever its pages lie. Reading it needs no more messages.
 
         One message pins and says where. A block that lies in a region which cannot be mapped here, or has another size than
         this layout's, ends the prefix before it; what is behind is let go of at once. Always a checkpoint.
@@ -281,7 +281,7 @@ class MaruL1:
     # --- deleting -------------------------------------------------------------------------------------------------
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Delete these keys, whoever has stored them: for each whether it is deleted, missing, or pinned and stays.
+        """Delete these keys, whichever client has stored them: for each whether it is deleted, missing, or pinned and stays.
 
         One message for all. A key whose owner is a published client, and any key right after a restart, counts as pinned.
 
@@ -298,7 +298,7 @@ class MaruL1:
         return deletions
 
     async def clear(self) -> dict[Key, Deletion]:
-        """Delete what this instance has stored and nobody reads. Of what it had stored, each key and what became of it.
+        """Delete what this instance has stored and is not being read. Returns what became of each key that it had stored.
 
         Not the keys of others; not what is in doubt. (A key that was evicted and stored by somebody else while this was on its
         way goes, too.) Before the layout is known there is nothing.
@@ -317,12 +317,12 @@ class MaruL1:
     # --- watching -------------------------------------------------------------------------------------------------
 
     def get_memory_usage(self) -> tuple[int, int]:
-        """Bytes used and bytes there, of this instance's own regions; ``(0, 0)`` before the layout is known. Asks nobody."""
+        """Bytes used and bytes there, of this instance's own regions; ``(0, 0)`` before the layout is known. No message."""
         status = self.report_status()
         return status.used_bytes, status.total_bytes
 
     def report_status(self) -> L1Status:
-        """An immutable snapshot. Asks nobody."""
+        """An immutable snapshot. Sends no message."""
         handler, size = self._handler_owner.handler, 0 if self._layout is None else self._layout.page_bytes
         statistics = None if handler is None else handler.statistics()
         pages = None if statistics is None else statistics.pages

@@ -66,7 +66,7 @@ class ViewLease:
         return self._held.unresolved
 
     def check(self) -> None:
-        """Raise unless the bytes are what was found. Asks nobody; any thread. To be called before reading, and after.
+        """Raise unless the bytes are what was found. Sends no message; any thread. To be called before reading, and after.
 
         Raises:
             maru.LeaseLost: released; or the server restarted, or was silent for longer than it holds a pin.
@@ -100,7 +100,7 @@ class ViewLease:
         return tensors_over(self._pages(), self._l1._known_layout())
 
     async def damaged(self) -> list[Key]:
-        """Read it all, and name the keys whose bytes are not what was stored, as far as their writers have summed them up.
+        """Read all blocks, and name the keys whose bytes do not match their checksums, where their writers gave one.
 
         Always a checkpoint.
 
@@ -121,7 +121,7 @@ class ViewLease:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def keep(self, keys: Collection[Key]) -> None:
-        """Let go of all others. Never blocks; the server is told in one message, and nobody waits for its answer.
+        """Release all blocks but these. Never blocks; the server is told in one message, whose answer is not waited for.
 
         Raises:
             ValueError: one of these is not held.
@@ -141,7 +141,7 @@ class ViewLease:
             self._held.keep(positions)
 
     def release_nowait(self) -> None:
-        """Let go. Idempotent; the server is told, and nobody waits for its answer."""
+        """Release the blocks. Idempotent; the server is told, and its answer is not waited for."""
         if not self._is_over:
             self._is_over = True
             _take_back(self._views or ())
@@ -150,7 +150,7 @@ class ViewLease:
             self._l1._closed_read(self)
 
     async def release(self) -> None:
-        """Let go. Idempotent; it has let go even when cancelled."""
+        """Release the blocks. Idempotent; they are released even when this is cancelled."""
         self.release_nowait()
         await trio.lowlevel.checkpoint()
 

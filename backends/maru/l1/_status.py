@@ -9,7 +9,7 @@ from ._layout import KVLayout
 
 @attrs.frozen
 class L1Status:
-    """A snapshot, made without asking anybody; counters count blocks since it was made."""
+    """A snapshot, made without a message; counters count blocks since it was made."""
 
     layout: KVLayout | None
     """What was registered."""

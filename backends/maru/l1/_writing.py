@@ -94,7 +94,7 @@ class WriteReservation:
         return tensors_over(self._views, self._l1._known_layout())
 
     def take(self, keys: Collection[Key]) -> WriteReservation:
-        """A reservation of its own for these of the keys, which this one does not have any more. Itself, if it is all of them.
+        """Split off a reservation for some of the keys, which this one then lacks. Itself, if it is all of them.
 
         Raises:
             ReservationOver: it was committed or aborted.
@@ -121,7 +121,7 @@ class WriteReservation:
     # --- the end --------------------------------------------------------------------------------------------------
 
     async def commit(self) -> list[Outcome]:
-        """Register the pages, which are filled: one message for all. Nobody may write them any more.
+        """Register the pages, which are filled: one message for all. They may not be written any more.
 
         Cancelled before that message is sent, nothing has happened, and the reservation is open still. From then on it is
         shielded: it returns what became of it, and the next checkpoint is cancelled.
@@ -163,7 +163,7 @@ class WriteReservation:
         return await self._l1.reserve_read(self.keys[: len(there)])
 
     def abort(self) -> None:
-        """Give the pages back. Idempotent; no message, never blocks. One that somebody can still write is free after that.
+        """Give the pages back. Idempotent; no message, never blocks. One that can still be written is free after that.
 
         Not while it is being committed: then it is decided.
         """

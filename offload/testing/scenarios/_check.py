@@ -41,7 +41,7 @@ from ._trace import EVENTS
 def check(
     scenario: Scenario, seams: Collection[Seam] | None = None, *, hooks: Collection[str] | None = None
 ) -> list[Problem]:
-    """Everything that makes no sense.
+    """Everything in a scenario that makes no sense, as a list of problems.
 
     Args:
         scenario: of one's own making, or read from a file.

@@ -174,7 +174,7 @@ class LoadStep(Part, frozen=True, kw_only=True):
 
 
 class KeysStep(Part, frozen=True, kw_only=True):
-    """Keys of a tier."""
+    """Keys of a tier, for a step that evicts or deletes them."""
 
     tier: str = ""
     """Empty: the source of the first pipeline for ``evict``, its destination for ``delete``."""
@@ -239,7 +239,7 @@ class TraceLoad(Part, frozen=True, kw_only=True):
 
 
 class Load(Part, frozen=True, kw_only=True):
-    """Work that nobody wrote down step by step."""
+    """Work that is generated instead of written down step by step."""
 
     mix: Mix | None = None
     trace: TraceLoad | None = None

@@ -129,14 +129,14 @@ class SyncWorld:
         return f"<the world of {self.scenario.name!r}>"
 
     def hook(self, name: str, label: str | Sequence[str]) -> None:
-        """Something is about to happen to these containers: faults planted here happen within."""
+        """Announce what is about to happen to these containers: faults of a scenario at this hook happen within the call."""
         self._ask(partial(self._hook, name, label), lambda: self._world.hook(name, label))
 
     async def _hook(self, name: str, label: str | Sequence[str]) -> None:
         self._world.hook(name, label)
 
     def reserve(self, tier: str, keys: Sequence[Key]) -> bool:
-        """Ask for room. Whether there is some; waits while a fault withholds it."""
+        """Ask for room, and return whether there is some; waits while a fault withholds it."""
         return self._ask(partial(self._world.reserve, tier, keys))
 
     def copy(self, tier: str, keys: Sequence[Key], data: Sequence[bytes]) -> Sequence[bytes]:
@@ -174,7 +174,7 @@ class SyncWorld:
 
 @attrs.frozen
 class from_sync:  # read as a verb, as functools.partial is
-    """A factory for a cache of plain methods: see this module."""
+    """A factory that adapts a cache with plain, synchronous methods to the harness."""
 
     make: Callable[[SyncWorld], Any]
     """Gives the cache."""

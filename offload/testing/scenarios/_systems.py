@@ -144,10 +144,10 @@ class World(Protocol):
     seed: int
 
     def hook(self, name: str, label: str | Sequence[str]) -> None:
-        """Something is about to happen to these containers. Synchronous: faults planted here happen within."""
+        """Announce what is about to happen to these containers. Synchronous: faults at this hook happen within the call."""
 
     async def reserve(self, tier: str, keys: Sequence[Key]) -> bool:
-        """Ask for room. Whether there is some; waits while a fault withholds it, unless the scenario says otherwise."""
+        """Ask for room, and return whether there is some; waits while a fault withholds it, unless told otherwise."""
 
     async def copy(self, tier: str, keys: Sequence[Key], data: Sequence[bytes]) -> Sequence[bytes]:
         """Write blocks into a tier: takes the tier's time, and answers what has arrived there.

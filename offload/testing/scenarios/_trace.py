@@ -44,14 +44,14 @@ class Moment:
     """Of a fault: whether it hit something alive."""
 
     def line(self) -> str:
-        """As text: what traces are compared by."""
+        """This moment as one line of text, by which traces are compared."""
         parts = [f"{self.at_ms:.12g}", self.kind, self.name, ",".join(self.who), self.where, self.note]
         return "\t".join(parts) + ("" if self.fired else "\tidle")
 
 
 @attrs.frozen
 class Violation:
-    """Something that must not be."""
+    """A rule that a run has broken: which one, and what was seen."""
 
     rule: str
     """``I1`` to ``I9``, ``expect``, ``bytes`` (what was loaded is not what was stored), ``model`` (not where it must be),

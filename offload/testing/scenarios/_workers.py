@@ -105,7 +105,7 @@ def play_many(
     progress: Callable[[Played], object] | None = None,
     keep: bool = False,
 ) -> Iterator[Played]:
-    """Play for each seed.
+    """Play a scenario, or random programs, once for each seed, in worker processes.
 
     Args:
         make: what is played.

@@ -42,11 +42,11 @@ class AsyncioWorld(VisibleWorld):
     """What the harness offers to a cache of asyncio: see :class:`~offload.testing.scenarios.World`."""
 
     async def reserve(self, tier: str, keys: Sequence[Key]) -> bool:
-        """Ask for room. Whether there is some; waits while a fault withholds it."""
+        """Ask for room, and return whether there is some; waits while a fault withholds it."""
         return await asyncio.wrap_future(self._bridge.submit(self._world.reserve, tier, keys))
 
     async def copy(self, tier: str, keys: Sequence[Key], data: Sequence[bytes]) -> Sequence[bytes]:
-        """Write blocks into a tier: what has arrived there.
+        """Write blocks into a tier, and return what has arrived there.
 
         Raises:
             OSError: it failed; what has arrived is unknown.
@@ -60,7 +60,7 @@ class AsyncioWorld(VisibleWorld):
 
 @attrs.frozen
 class from_asyncio:  # read as a verb, as functools.partial is
-    """A factory for a cache of asyncio: see this module."""
+    """A factory that adapts a cache written for asyncio to the harness."""
 
     make: Callable[[AsyncioWorld], Any]
     """Gives the cache; called in its event loop."""

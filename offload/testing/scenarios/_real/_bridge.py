@@ -260,7 +260,7 @@ class VisibleWorld:
         return self._world.seed
 
     def hook(self, name: str, label: str | Sequence[str]) -> None:
-        """Something is about to happen to these containers. Synchronous: faults planted here happen within."""
+        """Announce what is about to happen to these containers. Synchronous: faults at this hook happen within the call."""
         self._bridge.hook(name, label)
 
     def payload(self, key: Key, tier: str = "") -> bytes:

@@ -61,7 +61,7 @@ class ThreadWorld(VisibleWorld):
         self.storing: dict[str, _Storing] = {}
 
     def hook(self, name: str, label: str | Sequence[str]) -> None:
-        """Something is about to happen to these containers. Faults planted here happen within."""
+        """Announce what is about to happen to these containers: faults of a scenario at this hook happen within the call."""
         for one in (label,) if isinstance(label, str) else label:
             storing = self.storing.get(one)
             # Another thread is about to return from `store`: a cancel at this hook needs the ticket.
@@ -70,11 +70,11 @@ class ThreadWorld(VisibleWorld):
         super().hook(name, label)
 
     def reserve(self, tier: str, keys: Sequence[Key]) -> bool:
-        """Ask for room. Whether there is some; waits while a fault withholds it."""
+        """Ask for room, and return whether there is some; waits while a fault withholds it."""
         return result_of(self._bridge.submit(self._world.reserve, tier, keys))
 
     def copy(self, tier: str, keys: Sequence[Key], data: Sequence[bytes]) -> Sequence[bytes]:
-        """Write blocks into a tier: what has arrived there.
+        """Write blocks into a tier, and return what has arrived there.
 
         Raises:
             OSError: it failed; what has arrived is unknown.
@@ -88,7 +88,7 @@ class ThreadWorld(VisibleWorld):
 
 @attrs.frozen
 class from_threads:  # read as a verb, as functools.partial is
-    """A factory for a cache of threads: see this module."""
+    """A factory that adapts a cache written for threads to the harness."""
 
     make: Callable[[ThreadWorld], Any]
     """Gives the cache."""
