@@ -1,0 +1,37 @@
+"""A descriptor that LMCache waits for, one for each kind of task."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+
+class EventFd:
+    """Readable from a signal until it is read. Signals that come before it is read are one."""
+
+    def __init__(self) -> None:
+        self.fd: int = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def signal(self) -> None:
+        """Make it readable. In any thread; nothing where it is closed."""
+        # The lock is for the close: without it, the number could be another file's by the time it is written to. LMCache resets
+        # the descriptor by reading it, so that nothing is remembered here and each signal writes.
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self.fd, 1)
+
+    def reset(self) -> None:
+        """Make it unreadable."""
+        with self._lock, contextlib.suppress(BlockingIOError):
+            if not self._closed:
+                os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        """Close it. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self.fd)

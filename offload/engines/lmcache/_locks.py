@@ -1,0 +1,73 @@
+"""Locks: which found prefix holds which key, until LMCache unlocks it. Pure; the caller holds its lock.
+
+A lookup pins a prefix as one hit, and LMCache unlocks key by key, in an order of its own. So a hit is released when as many of
+its keys were unlocked as it has. Where several hits hold a key, the oldest is unlocked first: which one makes no difference to
+the block, which stays pinned as long as one of them is left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
+
+import attrs
+
+from backends.abc import Key
+
+H = TypeVar("H")
+
+
+@attrs.define(eq=False)
+class _Held(Generic[H]):
+    hit: H
+    keys: tuple[Key, ...]
+    left: int
+
+
+class LockTable(Generic[H]):
+    """The hits of lookups, by the keys that they hold."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Key, deque[_Held[H]]] = {}
+
+    def __len__(self) -> int:
+        """How many keys are locked."""
+        return len(self._by_key)
+
+    def lock(self, hit: H, keys: Sequence[Key]) -> None:
+        """A hit holds these keys, one lock each."""
+        held = _Held(hit, tuple(keys), len(keys))
+        for key in keys:
+            self._by_key.setdefault(key, deque()).append(held)
+
+    def unlock(self, keys: Iterable[Key]) -> list[H]:
+        """Drop one lock of each key; one that is not locked is ignored.
+
+        Returns:
+            The hits that hold nothing any more, for the caller to release.
+        """
+        over: list[H] = []
+        for key in keys:
+            holders = self._by_key.get(key)
+            if holders is None:
+                continue
+            held = holders.popleft()
+            if not holders:
+                del self._by_key[key]
+            held.left -= 1
+            if not held.left:
+                over.append(held.hit)
+        return over
+
+    def find(self, keys: Sequence[Key]) -> H | None:
+        """A hit of exactly these keys, in this order, that still holds all of them."""
+        wanted = tuple(keys)
+        holders = self._by_key.get(wanted[0], ()) if wanted else ()
+        return next((held.hit for held in holders if held.keys == wanted and held.left == len(wanted)), None)
+
+    def clear(self) -> list[H]:
+        """Drop all locks; the hits that held something."""
+        hits = {id(held): held.hit for holders in self._by_key.values() for held in holders}
+        self._by_key.clear()
+        return list(hits.values())

@@ -1,0 +1,157 @@
+"""Memory objects of LMCache as a source and as a destination: columns of addresses in memory that LMCache keeps alive.
+
+An object that is as large as a page is copied from and to where it lies. A smaller one fills the rest of its page with zeros,
+so that equal objects have equal pages; a page that is loaded into it writes only as much as it has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from itertools import count
+
+import attrs
+
+from backends.abc import EVICTED, ExternalBlocks, Key
+from backends.pages import Pages
+
+from ._faults import ObjectTooLarge
+
+
+@attrs.frozen(eq=False)
+class Span:
+    """Where an object lies."""
+
+    address: int
+    """Where it starts, in host memory."""
+    size: int
+    """How many bytes of it may be read and written: what its allocation has, padding included."""
+    used: int
+    """How many of them mean anything."""
+    owner: object = None
+    """What keeps the memory."""
+
+    @classmethod
+    def of(cls, buffer: memoryview) -> Span:
+        """Of a writable buffer."""
+        flat = buffer.cast("B")
+        address = ctypes.addressof(ctypes.c_char.from_buffer(flat)) if flat.nbytes else 0
+        return cls(address, flat.nbytes, flat.nbytes, buffer)
+
+    def within(self, page_bytes: int) -> Span:
+        """The same, without padding that a page has no place for.
+
+        Raises:
+            ObjectTooLarge: what means something does not fit either.
+        """
+        if self.size <= page_bytes:
+            return self
+        if self.used > page_bytes:
+            raise ObjectTooLarge(self.used, page_bytes)
+        return Span(self.address, page_bytes, self.used, self.owner)
+
+
+class MemoryObjects:
+    """The source that an engine stores from: objects of LMCache that have a store under way.
+
+    It has nothing that is found by key, since LMCache keeps its objects until their store has ended.
+
+    Args:
+        block_bytes: the size of a page.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._refs = count()
+        self._spans: dict[int, Span] = {}
+
+    def __repr__(self) -> str:
+        return f"<MemoryObjects: {len(self._spans)} of at most {self.block_bytes} bytes are being stored>"
+
+    def __len__(self) -> int:
+        """How many are being stored."""
+        return len(self._spans)
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a page, in bytes."""
+        return self._block_bytes
+
+    def lend(self, keys: Sequence[Key], spans: Sequence[Span]) -> ExternalBlocks:
+        """Objects for one store, which are there until they are returned. In any thread.
+
+        Raises:
+            ObjectTooLarge: one of them is larger than a page.
+        """
+        spans = [span.within(self.block_bytes) for span in spans]
+        # Steps of the counter and of the dict are atomic, so two threads may lend at once.
+        refs = [next(self._refs) for _ in spans]
+        blocks = ExternalBlocks(self, keys, refs)
+        self._spans.update(zip(refs, spans, strict=True))
+        return blocks
+
+    def take_back(self, blocks: ExternalBlocks) -> None:
+        """Their store has ended: LMCache may reuse the memory. In any thread."""
+        for ref in blocks.refs or ():
+            self._spans.pop(ref, None)
+
+    # --- the contract of a source ---------------------------------------------------------------------------------
+
+    def upgrade(self, keys: Sequence[Key]) -> list[int]:
+        """Nothing is found by key here."""
+        return [EVICTED] * len(keys)
+
+    def release(self, refs: Sequence[int]) -> None:
+        """Nothing is held by count here."""
+
+    def views(self, refs: Sequence[int]) -> Pages | None:
+        """Where these lie, if each fills its page."""
+        return _pages([self._spans[ref] for ref in refs], self.block_bytes)
+
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
+        """Copy each object into a page, with zeros behind it. In a copy thread."""
+        size = pages.page_bytes
+        for ref, address in zip(refs, pages.addresses, strict=True):
+            span = self._spans[ref]
+            ctypes.memmove(address, span.address, span.size)
+            ctypes.memset(address + span.size, 0, size - span.size)
+
+
+class ObjectPlaces:
+    """The destination that an engine loads into: objects of LMCache, each in the place of a page.
+
+    Args:
+        spans: where they are.
+        block_bytes: the size of a page.
+
+    Raises:
+        ObjectTooLarge: one of them means more than a page holds.
+    """
+
+    def __init__(self, spans: Sequence[Span], block_bytes: int) -> None:
+        self._spans = [span.within(block_bytes) for span in spans]
+        self._block_bytes = block_bytes
+        self._views = _pages(self._spans, block_bytes)
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a page, in bytes."""
+        return self._block_bytes
+
+    def views(self) -> Pages | None:
+        """Where they lie, if each takes a whole page."""
+        return self._views
+
+    def copy_in(self, start: int, pages: Pages) -> None:
+        """Copy pages into objects, as much as each has. In a copy thread."""
+        for span, address in zip(self._spans[start:], pages.addresses, strict=False):
+            ctypes.memmove(span.address, address, span.size)
+
+
+def _pages(spans: Sequence[Span], page_bytes: int) -> Pages | None:
+    if any([span.size != page_bytes for span in spans]):
+        return None
+    return Pages([span.address for span in spans], page_bytes, spans)

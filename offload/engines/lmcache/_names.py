@@ -1,0 +1,122 @@
+"""Names: the key of an object of LMCache, in our tiers and as published integrations write it. Pure.
+
+Every field of LMCache's key is part of ours, the salt included: two users with the same prompt and different salts share
+nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Final, Literal, Protocol, TypeAlias, get_args
+
+import attrs
+
+from backends.abc import MAX_KEY_BYTES, Key
+
+from ..._keys import BlockKey, block_key
+
+
+class ObjectKey(Protocol):
+    """LMCache's key of an object, as far as it is used here."""
+
+    @property
+    def chunk_hash(self) -> bytes: ...
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def kv_rank(self) -> int: ...
+    @property
+    def object_group_id(self) -> int: ...
+    @property
+    def cache_salt(self) -> str: ...
+
+
+KeyNames: TypeAlias = Literal["hashed", "published"]
+"""How an object is called in a tier: by a hash of all fields of its key, or by the text that published integrations write."""
+
+
+def object_key_to_string(key: ObjectKey) -> str:
+    """The text by which published integrations name an object: ``model@rank@group@hash``, with ``@salt`` where there is one.
+
+    The rank has eight hexadecimal digits, the group as many as it needs. LMCache lets no model name and no salt contain ``@``.
+    """
+    name = f"{key.model_name}@{key.kv_rank:08x}@{key.object_group_id:x}@{key.chunk_hash.hex()}"
+    return f"{name}@{key.cache_salt}" if key.cache_salt else name
+
+
+@attrs.frozen
+class ParsedKey:
+    """A key of an object that was made of its published name: for connectors, which are given nothing else."""
+
+    chunk_hash: bytes
+    """The content hash of a chunk; the whole name where it is not of the published form."""
+    model_name: str = ""
+    """Whose blocks these are."""
+    kv_rank: int = 0
+    """Which part of the cache, of several ranks."""
+    object_group_id: int = 0
+    """Which group of layers."""
+    cache_salt: str = ""
+    """Whose. Other salts share nothing."""
+
+
+def parse_object_key(name: str) -> ParsedKey:
+    """The key that has this published name. What is not of that form is a name all the same."""
+    model, *rest = name.split("@")
+    if 3 <= len(rest) <= 4:
+        rank, group, chunk, *salt = rest
+        with contextlib.suppress(ValueError):
+            return ParsedKey(bytes.fromhex(chunk), model, int(rank, 16), int(group, 16), "".join(salt))
+    return ParsedKey(name.encode())
+
+
+def hashed_key(key: ObjectKey) -> Key:
+    """32 bytes, from all fields of the key: the default."""
+    return block_key(key.chunk_hash, salt=_salt(key.model_name, key.kv_rank, key.object_group_id, key.cache_salt))
+
+
+def published_key(key: ObjectKey) -> Key:
+    """The published text in UTF-8; a hash of it where it is longer than a tier takes."""
+    name = object_key_to_string(key).encode()
+    return name if len(name) <= MAX_KEY_BYTES else block_key(name, salt=_LONG)
+
+
+def naming(names: KeyNames) -> Callable[[ObjectKey], Key]:
+    """The function that names objects this way.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    if names not in get_args(KeyNames):
+        raise ValueError(f"key_names = {names!r}: must be one of {', '.join(get_args(KeyNames))}")
+    return hashed_key if names == "hashed" else published_key
+
+
+def rows(keys: Sequence[ObjectKey]) -> list[range]:
+    """The positions of neighbouring keys that differ in the chunk alone: the prefixes that one request asks for.
+
+    LMCache asks for all ranks and groups of a request in one list, one row of chunks behind the other. A gap in one row says
+    nothing about the next, so that a prefix is looked for in each.
+    """
+    found: list[range] = []
+    before = None
+    for at, key in enumerate(keys):
+        row = (key.model_name, key.kv_rank, key.object_group_id, key.cache_salt)
+        if row == before:
+            found[-1] = range(found[-1].start, at + 1)
+        else:
+            found.append(range(at, at + 1))
+            before = row
+    return found
+
+
+_LONG: Final = "lmcache: a published name that is longer than a key may be"
+
+
+# A salt costs as much as the hash of a key, and a process serves few models, ranks and groups; salts of users may be many.
+@lru_cache(maxsize=4096)
+def _salt(model: str, rank: int, group: int, cache_salt: str) -> bytes:
+    # A rank of LMCache packs four counts into 32 bits; BlockKey takes any that is not negative.
+    return BlockKey(1, model=model, layout=f"lmcache group {group}", rank=rank, tenant=cache_salt).salt

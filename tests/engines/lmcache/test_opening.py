@@ -1,0 +1,159 @@
+"""An engine that is opened when it is first needed: no thread waits for it, and none overtakes another."""
+
+import threading
+
+import pytest
+
+from offload.engines.lmcache._memory import MemoryObjects
+from offload.engines.lmcache._opening import LazyEngine, OpenEngine
+
+
+class Opening:
+    """Opens on request, or fails."""
+
+    def __init__(self):
+        self.sizes = []
+        self.proceed = threading.Event()
+        self.error = None
+        self.closed = 0
+
+    def __call__(self, page_bytes):
+        self.sizes.append(page_bytes)
+        assert self.proceed.wait(30)
+        if self.error is not None:
+            raise self.error
+        return OpenEngine(self, MemoryObjects(page_bytes))
+
+    def close(self, timeout=None):
+        self.closed += 1
+
+
+class Log:
+    """What became of tasks, in order."""
+
+    def __init__(self):
+        self.begun = []
+        self.refused = []
+        self.told = threading.Semaphore(0)
+
+    def task(self, name):
+        def begin(opened):
+            self.begun.append((name, opened.page_bytes))
+            self.told.release()
+
+        def refuse(error):
+            self.refused.append((name, str(error)))
+            self.told.release()
+
+        return begin, refuse
+
+    def wait(self, n=1):
+        for _ in range(n):
+            assert self.told.acquire(timeout=30)
+
+
+@pytest.fixture
+def opening():
+    return Opening()
+
+
+@pytest.fixture
+def log():
+    return Log()
+
+
+def test_nothing_is_opened_before_the_first_task(opening):
+    lazy = LazyEngine(opening)
+    assert (lazy.state, lazy.opened, opening.sizes) == ("not connected", None, [])
+
+
+def test_the_first_task_opens_it_for_its_page_size_and_waits_in_no_thread(opening, log):
+    lazy = LazyEngine(opening)
+    lazy.run(4096, *log.task("one"))
+    lazy.run(8192, *log.task("two"))
+    assert (lazy.state, log.begun) == ("opening", [])
+    opening.proceed.set()
+    log.wait(2)
+    assert log.begun == [("one", 4096), ("two", 4096)]
+    assert opening.sizes == [4096]
+
+
+def test_a_task_that_comes_while_others_are_begun_waits_behind_them(opening, log):
+    lazy = LazyEngine(opening)
+    begin, refuse = log.task("one")
+
+    def begin_and_add(opened):
+        lazy.run(1, *log.task("three"))
+        begin(opened)
+
+    lazy.run(1, begin_and_add, refuse)
+    lazy.run(1, *log.task("two"))
+    opening.proceed.set()
+    log.wait(3)
+    assert [name for name, _ in log.begun] == ["one", "two", "three"]
+
+
+def test_an_open_engine_begins_a_task_at_once_in_the_same_thread(opening, log):
+    lazy = LazyEngine(opening)
+    opening.proceed.set()
+    lazy.run(1, *log.task("one"))
+    log.wait()
+    while lazy.state != "open":
+        threading.Event().wait(0.001)
+    lazy.run(1, *log.task("two"))
+    assert len(log.begun) == 2
+
+
+def test_one_that_does_not_open_refuses_all_that_wait_and_what_comes_soon_after(opening, log):
+    now = [0.0]
+    lazy = LazyEngine(opening, clock=lambda: now[0])
+    opening.error = OSError("no descriptors left")
+    lazy.run(1, *log.task("one"))
+    lazy.run(1, *log.task("two"))
+    opening.proceed.set()
+    log.wait(2)
+    lazy.run(1, *log.task("three"))
+    assert log.refused == [(name, "no descriptors left") for name in ("one", "two", "three")]
+    assert (lazy.state, opening.sizes) == ("failed", [1])
+
+
+def test_it_is_tried_again_a_while_later_and_the_while_grows(opening, log):
+    now = [0.0]
+    lazy = LazyEngine(opening, clock=lambda: now[0])
+    opening.error = OSError("no descriptors left")
+    opening.proceed.set()
+    lazy.run(1, *log.task("one"))
+    log.wait()
+    now[0] = 1.5
+    lazy.run(1, *log.task("two"))
+    log.wait()
+    now[0] = 3.0  # the second wait is twice the first
+    lazy.run(1, *log.task("three"))
+    log.wait()
+    assert len(opening.sizes) == 2
+    now[0] = 4.0
+    opening.error = None
+    lazy.run(1, *log.task("four"))
+    log.wait()
+    assert log.begun == [("four", 1)]
+    assert lazy.failure is None
+
+
+def test_closing_waits_for_the_opening_and_closes_what_it_opened(opening, log):
+    lazy = LazyEngine(opening)
+    lazy.run(1, *log.task("one"))
+    closing = threading.Thread(target=lazy.close)
+    closing.start()
+    opening.proceed.set()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert (opening.closed, lazy.state) == (1, "closed")
+    lazy.close()
+    assert opening.closed == 1
+
+
+def test_a_closed_one_refuses(opening, log):
+    lazy = LazyEngine(opening)
+    lazy.close()
+    lazy.run(1, *log.task("one"))
+    assert log.refused == [("one", "the adapter was closed")]
