@@ -2,9 +2,7 @@
 
 Rule 1. An answer is an answer: a miss, a duplicate, a full pool are values. A server that does not answer is none of these:
         it is :class:`maru.NoAnswer`, and never a miss.
-Rule 2. Keys are named by their hexadecimal digits. That can be undone (``bytes.fromhex``), is readable in ``maru query``, and
-        has none of the characters that the client's salts for tenants and namespaces begin with, so that no key can pass for
-        a salted one. It costs 64 bytes for a digest of 32, where base64 costs 43; a message of 64 keys is 1.4 kB longer.
+Rule 2. Keys are named by their hexadecimal digits unless the tier is told otherwise; see :mod:`backends.maru._names`.
 Rule 3. Copies run without the interpreter's lock in threads of their own, or in place where that is faster; a block that was
         summed while it was copied need not be read again.
 Rule 4. What was found damaged is not found any more, and is deleted once it is not held; see :mod:`backends.damaged_blocks`.
@@ -45,6 +43,7 @@ from ..room import WaitQueue
 from ..tier_base import TierBase, TierLease
 from ._answers import deletions_of, outcomes_of
 from ._lease import DamagedPage, MaruLease
+from ._names import KeyNames, KeyNaming
 from ._reservation import MaruReservation
 
 _ASK_AGAIN: Final = 0.05
@@ -76,21 +75,33 @@ class MaruTier(TierBase[MaruLease]):
         handler: of a server of ours, or a published one.
         block_bytes: size of every block; by default all of a page, ``chunk_size_bytes``.
         name: what statistics and hits call it.
+        key_names: what keys are called in the page store: ``hex``, by their hexadecimal digits, or ``text``, as the text in
+            UTF-8 that they are, to hit the pages of integrations whose keys are texts.
 
     Raises:
         PageSizeError: a block does not fit a page.
+        ValueError: there is no such way to name keys.
     """
 
     lease_type: ClassVar[type[TierLease[Any]]] = MaruLease
     kept_reasons: ClassVar[frozenset[str]] = frozenset({"lease"})
 
-    def __init__(self, handler: MaruHandler, *, block_bytes: int | None = None, name: str = "maru") -> None:
+    def __init__(
+        self,
+        handler: MaruHandler,
+        *,
+        block_bytes: int | None = None,
+        name: str = "maru",
+        key_names: KeyNames = "hex",
+    ) -> None:
         page_bytes = handler.config.chunk_size_bytes
         size = page_bytes if block_bytes is None else block_bytes
         if not 0 < size <= page_bytes:
             raise PageSizeError(size, page_bytes)
         self.handler: MaruHandler = handler
         self.name: str = name
+        self.naming: KeyNaming = KeyNaming.of(key_names)
+        """What keys are called in the page store."""
         self.checksums: bool = handler.config.checksums
         """Whether blocks are verified when they are loaded."""
         self._block_bytes = size
@@ -219,11 +230,11 @@ class MaruTier(TierBase[MaruLease]):
         check_keys(keys)
         if block_bytes != self.block_bytes:
             raise BlockSizeError(self, self.block_bytes, block_bytes)
-        longest = max(map(len, keys), default=0)
-        if 2 * longest > self.handler.max_key_bytes:  # by its hexadecimal digits
+        longest, per_byte = max(map(len, keys), default=0), self.naming.characters_per_byte
+        if per_byte * longest > self.handler.max_key_bytes:
             raise ValueError(
-                f"{self!r} takes keys of at most {self.handler.max_key_bytes // 2} bytes, not of {longest}: "
-                "max_key_bytes of its server is for their digits and the handler's tenant and namespace"
+                f"{self!r} takes keys of at most {self.handler.max_key_bytes // per_byte} bytes, not of {longest}: "
+                "max_key_bytes of its server is for their names and the handler's tenant and namespace"
             )
         if request.waits and not self.handler.config.auto_expand:
             room = self._capacity_bytes() // self.handler.config.chunk_size_bytes
@@ -243,7 +254,7 @@ class MaruTier(TierBase[MaruLease]):
     ) -> list[Outcome]:
         """Register all pages of a batch in one message, with their checksums if the handler is to know them."""
         answers = await self.handler.store_pages(
-            [key.hex() for key in keys],
+            self.naming.names(keys),
             batch,
             self.block_bytes,
             list(sums) if self.checksums else None,
@@ -264,7 +275,7 @@ class MaruTier(TierBase[MaruLease]):
             maru.NoAnswer: it did not answer. That is not to say that it has none of them.
         """
         await self.purge()
-        there = await self.handler.batch_exists([key.hex() for key in keys])
+        there = await self.handler.batch_exists(self.naming.names(keys))
         return {key for key, is_there in zip(keys, there, strict=True) if is_there and key not in self.damaged}
 
     async def pin(self, keys: Sequence[Key]) -> MaruLease:
@@ -277,7 +288,7 @@ class MaruTier(TierBase[MaruLease]):
         """
         await self.purge()
         keys = self.damaged.prefix_before(keys) if self.damaged else keys
-        held = await self.handler.hold_pages([key.hex() for key in keys])
+        held = await self.handler.hold_pages(self.naming.names(keys))
         lengths = held.lengths
         if lengths.count(self.block_bytes) != len(lengths):
             held.keep_first(next(at for at, length in enumerate(lengths) if length != self.block_bytes))
@@ -325,7 +336,7 @@ class MaruTier(TierBase[MaruLease]):
                     self.damaged.note_purged(pages, answers)
 
     async def _drop(self, keys: Sequence[Key], generations: Sequence[int] | None = None) -> list[Deletion]:
-        names, handler = [key.hex() for key in keys], self.handler
+        names, handler = self.naming.names(keys), self.handler
         before = self._returned()
         asking = handler.batch_delete(names) if generations is None else handler.delete_pages(names, generations)
         answers = await asking

@@ -41,6 +41,7 @@ from .finding import (
 
 if TYPE_CHECKING:
     from ..abc import ReadableTier, Tier
+    from ..maru._names import KeyNames
 
 
 def make_plugin(
@@ -207,17 +208,17 @@ def _register(*, block_bytes: int, directory: str = "", capacity_bytes: int | st
     return FileTier(directory, size_of(capacity_bytes, "capacity_bytes", "file"), block_bytes=block_bytes, **more)
 
 
-def _maru(*, block_bytes: int, **knobs: Any) -> ReadableTier:
+def _maru(*, block_bytes: int, key_names: KeyNames = "hex", **knobs: Any) -> ReadableTier:
     from maru import MaruConfig, MaruHandler
 
     from ..maru import MaruTier
 
     known = {field.name for field in attrs.fields(MaruConfig)}
-    check_names("maru", knobs, {*known, _GIGABYTES})
+    check_names("maru", knobs, {*known, _GIGABYTES, "key_names"})
     if _GIGABYTES in knobs:
         knobs["pool_size"] = _pool_size(knobs, knobs.pop(_GIGABYTES))
     knobs.setdefault("chunk_size_bytes", block_bytes)
-    return MaruTier(MaruHandler(**knobs), block_bytes=block_bytes)
+    return MaruTier(MaruHandler(**knobs), block_bytes=block_bytes, key_names=key_names)
 
 
 def _pool_size(knobs: Mapping[str, Any], gigabytes: object) -> int:
