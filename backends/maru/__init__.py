@@ -10,6 +10,7 @@ One page holds one block. Who is where the server knows, so what other tiers ans
 from ._answers import NotStored as NotStored
 from ._lease import MaruLease as MaruLease
 from ._names import KeyNames as KeyNames
+from ._names import KeyNaming as KeyNaming
 from ._reservation import MaruReservation as MaruReservation
 from ._tier import MaruTier as MaruTier
 from ._tier import PageSizeError as PageSizeError

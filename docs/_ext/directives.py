@@ -24,6 +24,7 @@ from chart import draw_pages
 from docutils import nodes
 from drawing import arrows_of_gate, arrows_of_moves, draw_container_path, draw_table
 from sphinx.application import Sphinx
+from sphinx.ext.autodoc.mock import mock
 from sphinx.util.docutils import SphinxDirective
 
 import maru._config
@@ -135,7 +136,9 @@ class Public(SphinxDirective):
         lines = [f".. automodule:: {name}", "   :no-members:", ""]
         elsewhere: list[str] = []
         for member, origin, there in public_names(ast.parse(Path(str(module.__file__)).read_text())):
-            thing, package = getattr(module, member), name.rpartition(".")[0]
+            with mock(self.config.autodoc_mock_imports):  # what an adapter imports is its inference engine's
+                thing = getattr(module, member)
+            package = name.rpartition(".")[0]
             home = origin and importlib.util.resolve_name(origin, str(module.__package__))
             in_package = package and getattr(importlib.import_module(package), member, None) is thing
             if in_package and origin and not _comes_from(package, member, name):

@@ -1,12 +1,15 @@
 """An engine that is opened when it is first needed, in a thread of its own: LMCache's threads never wait for a server.
 
     closed --(first task)--> opening --> open, until the end
-      ^                         | fails
-      `--(a while later)--------'
+      ^                        | ^        |
+      |      does not open     | |        | a lookup has guessed its page, and an object is larger
+      `--(a while later)-------' `--------'
 
 Rule 1. What comes while it opens waits in line, and is begun in the order in which it came.
 Rule 2. An engine opens although its tiers are away (``on_enter_failure``), so one that does not open is set wrongly, or has no
         resources. It is tried again by a later task, and until then every task is refused at once.
+Rule 3. What is stored or loaded says how large a page is. A lookup that comes before can only guess: by the layout that it is
+        for, or by what it finds. A guess is put right by the first object that does not fit, in a new engine.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Final
 import attrs
 
 from ...from_thread import Engine
+from ._faults import PageSizeUnknown
 from ._memory import MemoryObjects
 
 _FIRST_WAIT: Final = 1.0
@@ -44,9 +48,17 @@ class OpenEngine:
 
 
 @attrs.frozen(eq=False)
-class _Task:
+class Task:
+    """Something to be done in the engine. Its functions must not raise."""
+
     begin: Callable[[OpenEngine], None]
+    """Called once it is open, in the thread of the task or in the one that opens it."""
     refuse: Callable[[Exception], None]
+    """Called instead where it does not open, or was closed."""
+    page_bytes: Callable[[], int]
+    """How large a page is, if this opens the engine; asked in the thread that does. 0: not to be known."""
+    object_bytes: int = 0
+    """The largest object that it brings; 0 for a lookup, which brings none."""
 
 
 class LazyEngine:
@@ -61,14 +73,17 @@ class LazyEngine:
         self._make = make
         self._clock = clock
         self._lock = threading.Lock()
-        self._waiting: deque[_Task] = deque()
+        self._waiting: deque[Task] = deque()
         self._opener: threading.Thread | None = None
         self._opened: OpenEngine | None = None
+        self._guessed = False
         self._ended = False
         self._wait = _FIRST_WAIT
         self._again_at = 0.0
         self.failure: Exception | None = None
         """Why it did not open the last time."""
+        self.on_replaced: Callable[[], None] = lambda: None
+        """Called when the engine has been closed to be opened anew: what it held is let go of."""
 
     @property
     def opened(self) -> OpenEngine | None:
@@ -80,34 +95,26 @@ class LazyEngine:
         """In a word, for a status: ``not connected``, ``opening``, ``open``, ``failed`` or ``closed``."""
         if self._ended:
             return "closed"
-        if self._opened is not None:
-            return "open"
         if self._opener is not None:
             return "opening"
+        if self._opened is not None:
+            return "open"
         return "not connected" if self.failure is None else "failed"
 
-    def run(self, page_bytes: int, begin: Callable[[OpenEngine], None], refuse: Callable[[Exception], None]) -> None:
-        """Have a task begun in the engine, or refused. Never waits.
-
-        Args:
-            page_bytes: the size of a page, if this is what opens it.
-            begin: called once it is open, in this thread or the opening one. It must not raise.
-            refuse: called instead where it does not open, or was closed.
-        """
+    def run(self, task: Task) -> None:
+        """Have a task begun in the engine, or refused. Never waits."""
         with self._lock:
-            ready = self._opened if self._opener is None else None
+            ready = None if self._opener is not None else self._suitable(self._opened, task)
             error = None if ready is not None else self._refusal()
             if ready is None and error is None:
-                self._waiting.append(_Task(begin, refuse))
+                self._waiting.append(task)
                 if self._opener is None:
-                    self._opener = threading.Thread(
-                        target=self._open, args=(page_bytes,), name="offload lmcache opening", daemon=True
-                    )
+                    self._opener = threading.Thread(target=self._open, name="offload lmcache opening", daemon=True)
                     self._opener.start()
         if ready is not None:
-            begin(ready)
+            task.begin(ready)
         elif error is not None:
-            refuse(error)
+            task.refuse(error)
 
     def close(self, timeout: float | None = None) -> None:
         """Close the engine, behind one that is opening; later tasks are refused. Idempotent.
@@ -127,6 +134,12 @@ class LazyEngine:
 
     # --- below ----------------------------------------------------------------------------------------------------
 
+    def _suitable(self, opened: OpenEngine | None, task: Task) -> OpenEngine | None:
+        """This engine, unless its page is a guess that is too small for a task."""
+        if opened is not None and self._guessed and task.object_bytes > opened.page_bytes:
+            return None
+        return opened
+
     def _refusal(self) -> Exception | None:
         if self._ended:
             return RuntimeError("the adapter was closed")
@@ -134,24 +147,51 @@ class LazyEngine:
             return self.failure
         return None
 
-    def _open(self, page_bytes: int) -> None:
+    def _open(self) -> None:
         """In a thread of its own: open it, and begin or refuse what waits."""
-        try:
-            opened = self._make(page_bytes)
-        except Exception as error:
-            _log.warning("the tiers behind LMCache could not be opened: %r", error)
-            self._failed(error)
-            return
-        while True:
-            with self._lock:
-                # Together with the look at the queue: what comes after it finds the engine open and begins by itself, so that
-                # nothing is begun before what came earlier.
-                if not self._waiting:
-                    self._opened, self._opener = opened, None
-                    self.failure, self._wait = None, _FIRST_WAIT
+        while self._waiting:
+            # The first stays in line until it is begun: the line is empty when the engine is open, and not before.
+            task = self._waiting[0]
+            opened = self._suitable(self._opened, task)
+            if opened is None:
+                try:
+                    opened = self._opened = self._replace(task)
+                except PageSizeUnknown as error:
+                    self._waiting.popleft().refuse(error)
+                    if self._end_if_idle():
+                        return
+                    continue
+                except Exception as error:
+                    _log.warning("the tiers behind LMCache could not be opened: %r", error)
+                    self._failed(error)
                     return
-                task = self._waiting.popleft()
+                self._guessed = not task.object_bytes
+                self.failure, self._wait = None, _FIRST_WAIT
+            self._waiting.popleft()
             task.begin(opened)
+            if self._end_if_idle():
+                return
+
+    def _replace(self, task: Task) -> OpenEngine:
+        """An engine for this task, in place of one whose page is too small."""
+        page_bytes = task.page_bytes()
+        if not page_bytes:
+            raise PageSizeUnknown
+        before, self._opened = self._opened, None
+        if before is not None:
+            before.engine.close()
+            self.on_replaced()
+        return self._make(page_bytes)
+
+    def _end_if_idle(self) -> bool:
+        """Whether nothing waits any more."""
+        with self._lock:
+            # Together with the look at the line: what comes after it finds the engine open and begins by itself, so that
+            # nothing is begun before what came earlier.
+            if self._waiting:
+                return False
+            self._opener = None
+            return True
 
     def _failed(self, error: Exception) -> None:
         with self._lock:

@@ -2,10 +2,12 @@
 
 import threading
 
+import attrs
 import pytest
 
+from offload.engines.lmcache._faults import PageSizeUnknown
 from offload.engines.lmcache._memory import MemoryObjects
-from offload.engines.lmcache._opening import LazyEngine, OpenEngine
+from offload.engines.lmcache._opening import LazyEngine, OpenEngine, Task
 
 
 class Opening:
@@ -13,6 +15,7 @@ class Opening:
 
     def __init__(self):
         self.sizes = []
+        self.open = []
         self.proceed = threading.Event()
         self.error = None
         self.closed = 0
@@ -22,10 +25,12 @@ class Opening:
         assert self.proceed.wait(30)
         if self.error is not None:
             raise self.error
+        self.open.append(page_bytes)
         return OpenEngine(self, MemoryObjects(page_bytes))
 
     def close(self, timeout=None):
         self.closed += 1
+        self.open.pop()
 
 
 class Log:
@@ -36,7 +41,7 @@ class Log:
         self.refused = []
         self.told = threading.Semaphore(0)
 
-    def task(self, name):
+    def task(self, name, page_bytes=1, object_bytes=1):
         def begin(opened):
             self.begun.append((name, opened.page_bytes))
             self.told.release()
@@ -45,7 +50,7 @@ class Log:
             self.refused.append((name, str(error)))
             self.told.release()
 
-        return begin, refuse
+        return Task(begin, refuse, lambda: page_bytes, object_bytes)
 
     def wait(self, n=1):
         for _ in range(n):
@@ -69,8 +74,8 @@ def test_nothing_is_opened_before_the_first_task(opening):
 
 def test_the_first_task_opens_it_for_its_page_size_and_waits_in_no_thread(opening, log):
     lazy = LazyEngine(opening)
-    lazy.run(4096, *log.task("one"))
-    lazy.run(8192, *log.task("two"))
+    lazy.run(log.task("one", 4096))
+    lazy.run(log.task("two", 8192))
     assert (lazy.state, log.begun) == ("opening", [])
     opening.proceed.set()
     log.wait(2)
@@ -80,14 +85,14 @@ def test_the_first_task_opens_it_for_its_page_size_and_waits_in_no_thread(openin
 
 def test_a_task_that_comes_while_others_are_begun_waits_behind_them(opening, log):
     lazy = LazyEngine(opening)
-    begin, refuse = log.task("one")
+    one = log.task("one")
 
     def begin_and_add(opened):
-        lazy.run(1, *log.task("three"))
-        begin(opened)
+        lazy.run(log.task("three"))
+        one.begin(opened)
 
-    lazy.run(1, begin_and_add, refuse)
-    lazy.run(1, *log.task("two"))
+    lazy.run(attrs.evolve(one, begin=begin_and_add))
+    lazy.run(log.task("two"))
     opening.proceed.set()
     log.wait(3)
     assert [name for name, _ in log.begun] == ["one", "two", "three"]
@@ -96,11 +101,11 @@ def test_a_task_that_comes_while_others_are_begun_waits_behind_them(opening, log
 def test_an_open_engine_begins_a_task_at_once_in_the_same_thread(opening, log):
     lazy = LazyEngine(opening)
     opening.proceed.set()
-    lazy.run(1, *log.task("one"))
+    lazy.run(log.task("one"))
     log.wait()
     while lazy.state != "open":
         threading.Event().wait(0.001)
-    lazy.run(1, *log.task("two"))
+    lazy.run(log.task("two"))
     assert len(log.begun) == 2
 
 
@@ -108,11 +113,11 @@ def test_one_that_does_not_open_refuses_all_that_wait_and_what_comes_soon_after(
     now = [0.0]
     lazy = LazyEngine(opening, clock=lambda: now[0])
     opening.error = OSError("no descriptors left")
-    lazy.run(1, *log.task("one"))
-    lazy.run(1, *log.task("two"))
+    lazy.run(log.task("one"))
+    lazy.run(log.task("two"))
     opening.proceed.set()
     log.wait(2)
-    lazy.run(1, *log.task("three"))
+    lazy.run(log.task("three"))
     assert log.refused == [(name, "no descriptors left") for name in ("one", "two", "three")]
     assert (lazy.state, opening.sizes) == ("failed", [1])
 
@@ -122,26 +127,70 @@ def test_it_is_tried_again_a_while_later_and_the_while_grows(opening, log):
     lazy = LazyEngine(opening, clock=lambda: now[0])
     opening.error = OSError("no descriptors left")
     opening.proceed.set()
-    lazy.run(1, *log.task("one"))
+    lazy.run(log.task("one"))
     log.wait()
     now[0] = 1.5
-    lazy.run(1, *log.task("two"))
+    lazy.run(log.task("two"))
     log.wait()
     now[0] = 3.0  # the second wait is twice the first
-    lazy.run(1, *log.task("three"))
+    lazy.run(log.task("three"))
     log.wait()
     assert len(opening.sizes) == 2
     now[0] = 4.0
     opening.error = None
-    lazy.run(1, *log.task("four"))
+    lazy.run(log.task("four"))
     log.wait()
     assert log.begun == [("four", 1)]
     assert lazy.failure is None
 
 
+def until(lazy, state):
+    while lazy.state != state:
+        threading.Event().wait(0.001)
+
+
+def test_what_a_lookup_has_guessed_is_put_right_by_the_first_object_that_does_not_fit(opening, log):
+    lazy = LazyEngine(opening)
+    lazy.on_replaced = lambda: log.begun.append("let go")
+    opening.proceed.set()
+    lazy.run(log.task("lookup", 4096, object_bytes=0))
+    log.wait()
+    until(lazy, "open")
+    lazy.run(log.task("smaller", 1024, object_bytes=1000))
+    lazy.run(log.task("larger", 8192, object_bytes=8000))
+    log.wait(2)
+    until(lazy, "open")
+    lazy.run(log.task("too large", 16384, object_bytes=16000))  # what the first object said stands
+    log.wait()
+    assert log.begun == [("lookup", 4096), ("smaller", 4096), "let go", ("larger", 8192), ("too large", 8192)]
+    assert (opening.open, opening.closed) == ([8192], 1)
+
+
+def test_a_guess_is_put_right_also_while_it_opens(opening, log):
+    lazy = LazyEngine(opening)
+    lazy.run(log.task("lookup", 4096, object_bytes=0))
+    lazy.run(log.task("larger", 8192, object_bytes=8000))
+    opening.proceed.set()
+    log.wait(2)
+    assert log.begun == [("lookup", 4096), ("larger", 8192)]
+    assert opening.open == [8192]
+
+
+def test_a_page_that_cannot_be_known_yet_refuses_that_task_alone(opening, log):
+    lazy = LazyEngine(opening)
+    opening.proceed.set()
+    lazy.run(log.task("lookup", 0, object_bytes=0))
+    log.wait()
+    assert log.refused == [("lookup", str(PageSizeUnknown()))]
+    until(lazy, "not connected")
+    lazy.run(log.task("store", 4096))
+    log.wait()
+    assert log.begun == [("store", 4096)]
+
+
 def test_closing_waits_for_the_opening_and_closes_what_it_opened(opening, log):
     lazy = LazyEngine(opening)
-    lazy.run(1, *log.task("one"))
+    lazy.run(log.task("one"))
     closing = threading.Thread(target=lazy.close)
     closing.start()
     opening.proceed.set()
@@ -155,5 +204,5 @@ def test_closing_waits_for_the_opening_and_closes_what_it_opened(opening, log):
 def test_a_closed_one_refuses(opening, log):
     lazy = LazyEngine(opening)
     lazy.close()
-    lazy.run(1, *log.task("one"))
+    lazy.run(log.task("one"))
     assert log.refused == [("one", "the adapter was closed")]

@@ -1,0 +1,306 @@
+"""The adapter: what LMCache's controllers call. Of LMCache it knows what :mod:`._lmcache` has.
+
+In LMCache's configuration it is a ``plugin``, or, after :func:`register`, of the type ``maru``::
+
+    {"type": "plugin", "module_path": "offload.engines.lmcache", "class_name": "MaruL2Adapter",
+     "adapter_params": {"server_url": "ipc:///run/user/1000/maru/maru.sock", "pool_size_gb": 4}}
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import compress, count
+from typing import Any, TypeVar
+
+from ._cache import LookupOutcome, ObjectCache, StoreOutcome
+from ._config import CacheConfig
+from ._events import EventFd
+from ._lmcache import (
+    Bitmap,
+    KeyEntry,
+    KeyListPage,
+    L1MemoryDesc,
+    L2AdapterConfigBase,
+    L2AdapterInterface,
+    L2StoreResult,
+    MemoryLayoutDesc,
+    MemoryObj,
+    ObjectKey,
+    register_l2_adapter_factory,
+    register_l2_adapter_type,
+    registered_configs,
+    registered_factories,
+)
+from ._memory import Span
+from ._names import naming
+from ._opening import LazyEngine
+from ._residents import Residents
+from ._tasks import TaskTable
+
+R = TypeVar("R")
+
+TYPE_NAME = "maru"
+"""The type that :func:`register` adds to LMCache's registry."""
+
+
+class MaruL2AdapterConfig(L2AdapterConfigBase):
+    """The configuration of the adapter, as LMCache makes it."""
+
+    def __init__(self, cache: CacheConfig) -> None:
+        self.cache: CacheConfig = cache
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> MaruL2AdapterConfig:
+        """From the parameters in LMCache's configuration.
+
+        Raises:
+            ValueError: an unknown key, or a value that cannot be; the text names it.
+        """
+        return cls(CacheConfig.from_dict(d))
+
+    @classmethod
+    def help(cls) -> str:
+        """What each key means."""
+        return f"L2 in the page store, or in the tiers of an engine:\n{CacheConfig.help()}"
+
+
+class MaruL2Adapter(L2AdapterInterface):
+    """LMCache's second level in the page store, or in other tiers. For any thread.
+
+    It connects when it is first needed, in a thread of its own, and goes on connecting as long as the server is away.
+
+    Args:
+        config: of the adapter; its parameters will do.
+        l1_memory_desc: LMCache's first level, whose alignment rounds the sizes of objects up.
+        more: what later versions of LMCache hand in, which is not used.
+
+    Raises:
+        ValueError: a parameter that cannot be.
+    """
+
+    config_class_name = "MaruL2AdapterConfig"
+
+    def __init__(
+        self,
+        config: MaruL2AdapterConfig | Mapping[str, Any],
+        l1_memory_desc: L1MemoryDesc | None = None,
+        **more: object,
+    ) -> None:
+        if not isinstance(config, MaruL2AdapterConfig):
+            config = MaruL2AdapterConfig.from_dict(config)
+        super().__init__(max_capacity_bytes=config.cache.capacity_bytes)
+        self.config: MaruL2AdapterConfig = config
+        self._cache = ObjectCache(
+            LazyEngine(config.cache.open),
+            naming(config.cache.key_names),
+            page_bytes=config.cache.chunk_size_bytes,
+            page_bytes_of=config.cache.find_page_bytes,
+            align_bytes=1 if l1_memory_desc is None else l1_memory_desc.align_bytes,
+            timeout=config.cache.timeout,
+        )
+        self._tags = (config.affinity_tag,)
+        ids = count(1)
+        self._lock = threading.Lock()
+        self._stores: TaskTable[L2StoreResult] = TaskTable(ids)
+        self._lookups: TaskTable[Bitmap] = TaskTable(ids)
+        self._loads: TaskTable[Bitmap] = TaskTable(ids)
+        self._residents: Residents[ObjectKey] = Residents()
+        self._store_event, self._lookup_event, self._load_event = EventFd(), EventFd(), EventFd()
+
+    # --- descriptors ----------------------------------------------------------------------------------------------
+
+    def get_store_event_fd(self) -> int:
+        """Readable when a store has ended."""
+        return self._store_event.fd
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Readable when a lookup has ended."""
+        return self._lookup_event.fd
+
+    def get_load_event_fd(self) -> int:
+        """Readable when a load has ended."""
+        return self._load_event.fd
+
+    # --- down -----------------------------------------------------------------------------------------------------
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Copy objects into the tier; they are read until the task has ended."""
+        spans = list(map(_span, objects))
+        task = self._begin(self._stores)
+        self._cache.store(keys, spans, partial(self._stored, task, list(keys), spans))
+        return task
+
+    def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
+        """The stores that have ended since this was last called."""
+        with self._lock:
+            return self._stores.take_all()
+
+    def _stored(self, task: int, keys: list[ObjectKey], spans: list[Span], outcome: StoreOutcome) -> None:
+        written = [(key, span.used) for key, span in compress(zip(keys, spans, strict=True), outcome.written)]
+        with self._lock:
+            new, forgotten = self._residents.add(written)
+        result = L2StoreResult(outcome.success, sum(size for _, size in written))
+        self._tell(self._notify_keys_stored, new)
+        self._tell(self._notify_keys_deleted, forgotten)
+        self._finish(self._stores, task, result, self._store_event)
+
+    # --- back -----------------------------------------------------------------------------------------------------
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: Mapping[int, MemoryLayoutDesc] | None = None
+    ) -> int:
+        """Find the prefix of each row of keys, and lock it."""
+        task = self._begin(self._lookups)
+        largest = max(map(_bytes_of, (group_layout_descs or {}).values()), default=0)
+        self._cache.lookup(keys, partial(self._looked_up, task, list(keys)), object_bytes=largest)
+        return task
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
+        """What a lookup has found, once; ``None`` as long as it has not ended."""
+        with self._lock:
+            return self._lookups.take(task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Drop one lock of each key."""
+        self._cache.unlock(keys)
+
+    def _looked_up(self, task: int, keys: list[ObjectKey], outcome: LookupOutcome) -> None:
+        with self._lock:
+            gone = self._residents.remove(compress(keys, outcome.gone))
+        self._tell(self._notify_keys_deleted, gone)
+        self._finish(self._lookups, task, _bitmap(outcome.found), self._lookup_event)
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
+        """Copy objects out of the tier; their memory is written until the task has ended."""
+        spans = list(map(_span, objects))
+        task = self._begin(self._loads)
+        self._cache.load(keys, spans, partial(self._loaded, task, list(keys)))
+        return task
+
+    def query_load_result(self, task_id: int) -> Bitmap | None:
+        """What a load has brought, once; ``None`` as long as it has not ended."""
+        with self._lock:
+            return self._loads.take(task_id)
+
+    def _loaded(self, task: int, keys: list[ObjectKey], loaded: list[bool]) -> None:
+        hits = list(compress(keys, loaded))
+        if hits:
+            self._guarded(self._notify_keys_accessed, hits)
+        self._finish(self._loads, task, _bitmap(loaded), self._load_event)
+
+    # --- away -----------------------------------------------------------------------------------------------------
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Forget objects, and wait for it, no longer than a lookup. What is locked stays, and keeps its locks."""
+        gone = self._cache.delete(keys)
+        with self._lock:
+            removed = self._residents.remove(compress(keys, gone))
+        self._tell(self._notify_keys_deleted, removed)
+
+    def close(self) -> None:
+        """End all tasks, close the engine and the descriptors. Idempotent."""
+        self._cache.close()
+        for event in (self._store_event, self._lookup_event, self._load_event):
+            event.close()
+
+    # --- what there is --------------------------------------------------------------------------------------------
+
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> KeyListPage:
+        """What this process has stored and not seen go, page by page.
+
+        Raises:
+            ValueError: a page size that is not positive, or a cursor that is none.
+        """
+        with self._lock:
+            page = self._residents.page(page_size, cursor, model_name)
+        entries = tuple(KeyEntry(key.to_encoded_object_key(), size) for key, size in page.entries)
+        return KeyListPage(entries, page.cursor)
+
+    def get_memory_tags(self) -> tuple[str, ...]:
+        """Of which of LMCache's first-level memories this reads and writes: the one that its configuration names."""
+        return self._tags
+
+    def report_status(self) -> dict[str, Any]:
+        """How it is: healthy or not, what is stored and locked, and what went wrong, counted by name."""
+        with self._lock:
+            stored = len(self._residents)
+            under_way = {
+                "store": self._stores.under_way,
+                "lookup": self._lookups.under_way,
+                "load": self._loads.under_way,
+            }
+        usage = self.get_usage()
+        return {
+            "type": type(self).__name__,
+            **self._cache.report(),
+            "stored_object_count": stored,
+            "current_size_bytes": usage.total_bytes_used,
+            "max_capacity_bytes": usage.total_capacity_bytes,
+            "tasks_under_way": under_way,
+        }
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, tasks: TaskTable[Any]) -> int:
+        with self._lock:
+            return tasks.begin()
+
+    def _finish(self, tasks: TaskTable[R], task: int, result: R, event: EventFd) -> None:
+        # The result first: LMCache asks once for each signal, and would wait for the next one.
+        with self._lock:
+            tasks.finish(task, result)
+        event.signal()
+
+    def _tell(self, notify: Callable[[list[ObjectKey], list[int]], None], objects: list[tuple[ObjectKey, int]]) -> None:
+        if objects:
+            keys, sizes = zip(*objects, strict=True)
+            self._guarded(notify, list(keys), list(sizes))
+
+    def _guarded(self, notify: Callable[..., None], *args: object) -> None:
+        """A listener that raises is at fault, and not the task: its result is told all the same."""
+        try:
+            notify(*args)
+        except Exception as error:
+            self._cache.faults.note("notify", error)
+
+
+def register() -> None:
+    """Add the type ``maru`` to LMCache's own registry: ``--l2-adapter '{"type": "maru", ...}'``. Idempotent.
+
+    Call it in the process of LMCache's server before its arguments are read.
+
+    Raises:
+        ValueError: something else has that name.
+    """
+    if registered_configs.get(TYPE_NAME) is MaruL2AdapterConfig:
+        return
+    if TYPE_NAME in registered_factories:
+        raise ValueError(f"LMCache has an adapter of the type {TYPE_NAME!r} already")
+    register_l2_adapter_type(TYPE_NAME, MaruL2AdapterConfig)
+    register_l2_adapter_factory(TYPE_NAME, _make)
+
+
+def _make(config: L2AdapterConfigBase, l1_memory_desc: L1MemoryDesc | None = None) -> L2AdapterInterface:
+    assert isinstance(config, MaruL2AdapterConfig)
+    return MaruL2Adapter(config, l1_memory_desc=l1_memory_desc)
+
+
+def _span(item: MemoryObj) -> Span:
+    return Span(item.data_ptr, item.get_physical_size(), item.get_size(), item)
+
+
+def _bytes_of(layout: MemoryLayoutDesc) -> int:
+    """What an object of this layout takes, without padding."""
+    return sum(shape.numel() * dtype.itemsize for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True))
+
+
+def _bitmap(truths: Any) -> Bitmap:
+    bits = Bitmap(len(truths))
+    for at, truth in enumerate(truths):
+        if truth:
+            bits.set(at)
+    return bits

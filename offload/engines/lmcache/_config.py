@@ -1,0 +1,200 @@
+"""What can be set on the adapter, and the engine that this describes.
+
+The keys of the page store are those of its published adapter. An ``engine`` table says any other tiers, as
+:class:`offload.EngineConfig` reads it, and then the keys of the page store are not used.
+"""
+
+# ruff: noqa: RUF009  # the functions called in the class body make fields
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import attrs
+
+from backends.abc import Key
+from backends.maru import KeyNames as TierKeyNames
+from backends.maru import KeyNaming
+from maru.blocking import MaruHandler
+from maru.configuration import Knobs
+
+from ... import from_thread
+from ..._config import BatchConfig, BreakerConfig, PipelineConfig
+from ..._engine import EngineConfig
+from ..._errors import ConfigError
+from ._memory import MemoryObjects
+from ._names import KeyNames
+from ._opening import OpenEngine
+
+_knob: Final = Knobs("OFFLOAD", ConfigError)
+
+_OF_LMCACHE: Final = frozenset({"type", "affinity_tag", "eviction", "persist_enabled", "serde", "shared"})
+"""Keys that LMCache reads itself, for adapters of any type; it leaves them in what it hands on."""
+
+_PATIENCE: Final = 1.5
+"""How much longer an engine waits for a tier than the tier itself waits for its server: the tier then says what is wrong."""
+
+
+def _check_gigabytes(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1 << 20:
+        raise ConfigError(attribute.name, value, "must be a number of GiB from 0 to 1048576")
+
+
+def _check_engine(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, str | Mapping):
+        raise ConfigError(attribute.name, value, "must be a table of an engine, or the path of a TOML file with one")
+
+
+@attrs.frozen
+class CacheConfig:
+    """What can be set on the adapter."""
+
+    server_url: str = _knob.text(
+        "", "a text", r".*", "Where the server of the page store listens. Empty: on the Unix socket of this user."
+    )
+    pool_size_gb: float = _knob.field(
+        1.0,
+        "a number of GiB",
+        "GiB of the pool that this instance takes; what LMCache measures its use against. 0: only read.",
+        _check_gigabytes,
+    )
+    chunk_size_bytes: int = _knob.size(
+        0,
+        0,
+        1 << 34,
+        "Bytes of a page, which holds one object. 0: as large as the first object that is stored, loaded or looked for.",
+    )
+    instance_id: str = _knob.text("", "a text", r".*", "Who owns the pages. Empty: a new random name.")
+    timeout_ms: int = _knob.integer(
+        2_000, 1, 3_600_000, "Milliseconds to wait for an answer of the server, and for room in its pool."
+    )
+    checksums: bool = _knob.flag(True, "Sum every page when it is stored, and verify it when it is loaded.")
+    key_names: KeyNames = _knob.choice(
+        "hashed",
+        KeyNames,
+        "What objects are called: by a hash of LMCache's key, or by the text that published integrations write, to hit their "
+        "pages.",
+    )
+    engine: Mapping[str, Any] | str = _knob.field(
+        "",
+        "a table, or a path",
+        "The tiers to use instead of the page store: a table of an engine, or the path of a TOML file that has one.",
+        _check_engine,
+    )
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any]) -> CacheConfig:
+        """From the parameters of an adapter. Keys that LMCache reads itself are left out; ``None`` is as by default.
+
+        Raises:
+            ConfigError: an unknown key, or a value that cannot be; a :class:`ValueError`, as LMCache expects.
+        """
+        said = {name: value for name, value in mapping.items() if name not in _OF_LMCACHE and value is not None}
+        config = _knob.from_mapping(said, cls)
+        config.engine_config(1)  # what an engine table says is checked now, and not when it is first needed
+        return config
+
+    @classmethod
+    def help(cls) -> str:
+        """What each key means, one a line."""
+        return "\n".join(
+            f"- {field.name} ({field.metadata['bound']}; default {field.default!r}): {field.metadata['reason']}"
+            for field in attrs.fields(cls)
+        )
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a lookup may take."""
+        return self.timeout_ms / 1000 * _PATIENCE
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What LMCache measures the use against; 0 where it is not known here, as of an engine table."""
+        return 0 if self.engine else int(self.pool_size_gb * (1 << 30))
+
+    def engine_config(self, page_bytes: int) -> EngineConfig:
+        """The engine, for pages of this size.
+
+        Raises:
+            ConfigError: what the table or the file says cannot be.
+        """
+        if isinstance(self.engine, str) and self.engine:
+            return EngineConfig.from_toml(Path(self.engine), section="engine")
+        table = dict(self.engine) if isinstance(self.engine, Mapping) else {"tiers": {"maru": self._maru(page_bytes)}}
+        for name, value in self._defaults().items():
+            table.setdefault(name, value)
+        return EngineConfig.from_mapping(table, section="engine")
+
+    def open(self, page_bytes: int) -> OpenEngine:
+        """Open the engine. Waits for its tiers, each until it is there or known to be away.
+
+        Raises:
+            Exception: as :func:`offload.from_thread.open_engine` raises; not because a tier is away.
+        """
+        source = MemoryObjects(page_bytes)
+        engine = from_thread.open_engine(attrs.evolve(self.engine_config(page_bytes), source=source))
+        return OpenEngine(engine.start(), source)
+
+    def find_page_bytes(self, keys: Sequence[Key]) -> int:
+        """Ask the server of the page store how large the first of these keys' pages is that it has; 0 where it has none.
+
+        Of other tiers nothing can be asked before the size of their blocks is known.
+
+        Raises:
+            maru.MaruError: the server did not answer.
+        """
+        if self.engine:
+            return 0
+        names = KeyNaming.of(self._tier_names).names(keys)
+        knobs: dict[str, Any] = {"server_url": self.server_url} if self.server_url else {}
+        with MaruHandler(timeout_ms=self.timeout_ms, pool_size=0, eager_map=False, **knobs) as handler:
+            for found in handler.batch_retrieve(names):
+                if found is not None:
+                    with found:
+                        return found.length
+        return 0
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _tier_names(self) -> TierKeyNames:
+        return "text" if self.key_names == "published" else "hex"
+
+    def _maru(self, page_bytes: int) -> dict[str, Any]:
+        tier: dict[str, Any] = {
+            "type": "maru",
+            "pool_size_gb": self.pool_size_gb,
+            "chunk_size_bytes": self.chunk_size_bytes or page_bytes,
+            "timeout_ms": self.timeout_ms,
+            "checksums": self.checksums,
+        }
+        if self.server_url:
+            tier["server_url"] = self.server_url
+        if self.instance_id:
+            tier["instance_id"] = self.instance_id
+        tier["key_names"] = self._tier_names
+        return tier
+
+    def _defaults(self) -> dict[str, Any]:
+        """What an engine behind LMCache is unless its table says otherwise."""
+        seconds = self.timeout_ms / 1000
+        return {
+            # A server that is away must not keep LMCache from starting, nor later from finding it again.
+            "on_enter_failure": "miss",
+            "on_load_failure": "retry",
+            "lookup_timeout": seconds * _PATIENCE,
+            "breaker": BreakerConfig(
+                call_timeout=seconds * _PATIENCE, enter_timeout=seconds * _PATIENCE, first_wait=min(1.0, seconds)
+            ),
+            "pipeline": PipelineConfig(
+                # A store of LMCache is a batch already: nothing is gained by waiting for company.
+                batch_config=BatchConfig(max_batch_size=256, min_batch_size=1, flush_interval=0.0),
+                # The presence filter asks the server, which may take as long as any question.
+                policy_timeout=seconds * _PATIENCE,
+                on_destination_full="evict",
+                destination_timeout=seconds * _PATIENCE,
+                # LMCache bounds what it stores at once by the memory of its first level, so that this bound is for errors.
+                budget_blocks=1 << 20,
+            ),
+        }

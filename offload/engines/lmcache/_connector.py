@@ -1,0 +1,115 @@
+"""The connector: the same cache with the six methods, and a seventh, that LMCache asks of a ``native_plugin``.
+
+LMCache keeps the locks of such a connector itself, in a table of its own, which no tier knows: between its lookup and its
+load a block may go, and then the load misses it. Where that matters, the adapter is the better plug.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+from itertools import count
+from typing import Any, TypeAlias
+
+from ._cache import LookupOutcome, ObjectCache, StoreOutcome
+from ._config import CacheConfig
+from ._events import EventFd
+from ._memory import Span
+from ._names import ParsedKey, naming, parse_object_key
+from ._opening import LazyEngine
+
+Completion: TypeAlias = tuple[int, bool, str, list[bool] | None]
+"""Of one operation: its id, whether it went as a whole, why not, and one truth for each key."""
+
+
+class MaruConnector:
+    """Objects by their published names, in the page store or in other tiers.
+
+    Args:
+        parameters: the keys of the adapter's configuration, as keywords.
+
+    Raises:
+        ValueError: an unknown key, or a value that cannot be.
+    """
+
+    def __init__(self, **parameters: Any) -> None:
+        self.config: CacheConfig = CacheConfig.from_dict(parameters)
+        self._cache = ObjectCache(
+            LazyEngine(self.config.open),
+            naming(self.config.key_names),
+            page_bytes=self.config.chunk_size_bytes,
+            page_bytes_of=self.config.find_page_bytes,
+            timeout=self.config.timeout,
+        )
+        self._ids = count(1)
+        self._completions: deque[Completion] = deque()
+        self._event = EventFd()
+
+    def event_fd(self) -> int:
+        """Readable when something is complete."""
+        return self._event.fd
+
+    def submit_batch_set(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> int:
+        """Store buffers under names."""
+        number = next(self._ids)
+        self._cache.store(_texts(keys), list(map(Span.of, buffers)), partial(self._stored, number))
+        return number
+
+    def submit_batch_get(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> int:
+        """Fill buffers; that of a name that is not there is as it was."""
+        number = next(self._ids)
+        self._cache.load(_texts(keys), list(map(Span.of, buffers)), partial(self._loaded, number))
+        return number
+
+    def submit_batch_exists(self, keys: Sequence[str]) -> int:
+        """Which names are there: a prefix of each row of chunks."""
+        number, wanted = next(self._ids), _texts(keys)
+        self._cache.lookup(wanted, partial(self._looked_up, number, wanted))
+        return number
+
+    def submit_batch_delete(self, keys: Sequence[str]) -> int:
+        """Forget names."""
+        number = next(self._ids)
+        # A delete waits for its tiers, and submitting must not.
+        threading.Thread(target=self._delete, args=(number, _texts(keys)), name="offload lmcache delete").start()
+        return number
+
+    def drain_completions(self) -> list[Completion]:
+        """What is complete, each once. Never blocks."""
+        self._event.reset()  # first: what is completed behind this signals again
+        return [self._completions.popleft() for _ in range(len(self._completions))]
+
+    def report_status(self) -> dict[str, Any]:
+        """How it is: see the adapter's."""
+        return self._cache.report()
+
+    def close(self) -> None:
+        """End it. Idempotent."""
+        self._cache.close()
+        self._event.close()
+
+    # --- ends, in any thread --------------------------------------------------------------------------------------
+
+    def _stored(self, number: int, outcome: StoreOutcome) -> None:
+        self._complete((number, outcome.success, "" if outcome.success else "not all were stored", None))
+
+    def _loaded(self, number: int, loaded: Sequence[bool]) -> None:
+        self._complete((number, True, "", list(loaded)))
+
+    def _looked_up(self, number: int, keys: Sequence[ParsedKey], outcome: LookupOutcome) -> None:
+        # Nobody will unlock them: LMCache's locks for connectors are its own.
+        self._cache.unlock([key for key, found in zip(keys, outcome.found, strict=True) if found])
+        self._complete((number, True, "", list(outcome.found)))
+
+    def _delete(self, number: int, keys: Sequence[ParsedKey]) -> None:
+        self._complete((number, True, "", self._cache.delete(keys)))
+
+    def _complete(self, completion: Completion) -> None:
+        self._completions.append(completion)
+        self._event.signal()
+
+
+def _texts(keys: Sequence[str]) -> list[ParsedKey]:
+    return [parse_object_key(key) for key in keys]

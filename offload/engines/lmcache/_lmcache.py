@@ -1,0 +1,118 @@
+"""What is used of LMCache 0.5: the classes themselves, and for type checkers what of them is relied on.
+
+LMCache is installed where the adapter runs, not where its types are checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+
+    class Bitmap:
+        """One truth for each of so many positions."""
+
+        def __init__(self, size: int) -> None: ...
+        def set(self, at: int) -> None:
+            """Make one true."""
+
+    class ObjectKey:
+        """The key of an object."""
+
+        chunk_hash: bytes
+        model_name: str
+        kv_rank: int
+        object_group_id: int
+        cache_salt: str
+
+        def to_encoded_object_key(self) -> object:
+            """The same as JSON has it."""
+
+    class KeyEntry:
+        """A key and its size."""
+
+        def __init__(self, key: object, size_bytes: int) -> None: ...
+
+    class KeyListPage:
+        """A page of a list of keys."""
+
+        def __init__(self, entries: tuple[KeyEntry, ...], next_page_token: str | None) -> None: ...
+
+    class MemoryLayoutDesc:
+        """What an object looks like."""
+
+        shapes: Sequence[Any]
+        dtypes: Sequence[Any]
+
+    class L1MemoryDesc:
+        """Where the first level is, and what it rounds sizes up to."""
+
+        align_bytes: int
+
+    class MemoryObj:
+        """An object in host memory."""
+
+        data_ptr: int
+
+        def get_size(self) -> int:
+            """How many bytes mean something."""
+            ...
+
+        def get_physical_size(self) -> int:
+            """How many bytes it takes."""
+            ...
+
+    class L2StoreResult:
+        """How a store ended."""
+
+        def __init__(self, success: bool, bytes_transferred: int) -> None: ...
+
+    class AdapterUsage:
+        """What an adapter holds."""
+
+        total_bytes_used: int
+        total_capacity_bytes: int
+
+    class L2AdapterConfigBase:
+        """The configuration of an adapter."""
+
+        affinity_tag: str
+
+    class L2AdapterInterface:
+        """An adapter: what it inherits."""
+
+        def __init__(self, max_capacity_bytes: int = 0) -> None: ...
+
+        def _notify_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None: ...
+        def _notify_keys_accessed(self, keys: list[ObjectKey]) -> None: ...
+        def _notify_keys_deleted(self, keys: list[ObjectKey], sizes: list[int]) -> None: ...
+
+        def get_usage(self) -> AdapterUsage:
+            """What listeners were told of, in bytes."""
+            ...
+
+    registered_configs: dict[str, type]
+    registered_factories: dict[str, Callable[..., Any]]
+
+    def register_l2_adapter_type(name: str, config: type) -> None:
+        """Add a type and its configuration."""
+
+    def register_l2_adapter_factory(name: str, factory: Callable[..., Any]) -> None:
+        """Add what makes an adapter of a type."""
+
+else:
+    from lmcache.lmcache_native import Bitmap as Bitmap
+    from lmcache.v1.distributed.api import KeyEntry as KeyEntry
+    from lmcache.v1.distributed.api import KeyListPage as KeyListPage
+    from lmcache.v1.distributed.api import MemoryLayoutDesc as MemoryLayoutDesc
+    from lmcache.v1.distributed.api import ObjectKey as ObjectKey
+    from lmcache.v1.distributed.internal_api import L1MemoryDesc as L1MemoryDesc
+    from lmcache.v1.distributed.internal_api import L2StoreResult as L2StoreResult
+    from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface as L2AdapterInterface
+    from lmcache.v1.distributed.l2_adapters.config import _L2_ADAPTER_CONFIG_REGISTRY as registered_configs  # noqa: F401
+    from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase as L2AdapterConfigBase
+    from lmcache.v1.distributed.l2_adapters.config import register_l2_adapter_type as register_l2_adapter_type
+    from lmcache.v1.distributed.l2_adapters.factory import _L2_ADAPTER_FACTORY_REGISTRY as registered_factories  # noqa: F401
+    from lmcache.v1.distributed.l2_adapters.factory import register_l2_adapter_factory as register_l2_adapter_factory
+    from lmcache.v1.memory_management import MemoryObj as MemoryObj
