@@ -46,6 +46,8 @@ class HostConfig:
     """Seconds after which answers are looked for although the plugin signalled none. Each one found so is counted."""
     submit_in_thread: bool = _knob.flag(False, "Costs a thread switch for each operation.")
     """Submit in a thread: for a plugin that blocks there, against its contract. Costs a thread switch for each operation."""
+    cache_salts: bool = _knob.flag(False, "Costs some 200 bytes for each block of a tenant that has a name.")
+    """Hand the tenant of a block on as the salt of the plugin's key, for one that places blocks by it."""
     most_known: int = _knob.integer(262_144, 1, 1 << 40, "Some 300 bytes each, 80 MB in all.")
     """Without a capacity, so many blocks and their checksums are remembered (some 80 MB). A block that was forgotten is still
     found by asking; its bytes are not verified then, which is counted."""

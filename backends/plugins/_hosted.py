@@ -8,7 +8,7 @@ plugin that never answers holds up no caller for ever, and touches no other memo
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -42,6 +42,7 @@ from ._config import HostConfig
 from ._driver import PluginDriver
 from ._host_state import HostRegistry, HostState, StagingPool
 from ._operations import Plugin
+from ._salts import CacheSalts
 from ._transfers import Deleter, Reader, Writer
 
 
@@ -179,10 +180,15 @@ class HostedTier:
         block_bytes: size of every block.
         config: see :class:`HostConfig`.
         eviction: who makes room where there is a ``capacity_bytes``; :class:`~maru.eviction.AdaptiveLRFU` unless given.
+        salts: the salts of the plugin's keys, where it is to know whose its blocks are.
 
     Raises:
         ValueError: a size that is not positive, or less capacity than one block.
     """
+
+    carry: Callable[[Sequence[Key], str], Callable[[], None]]
+    """Only with ``cache_salts``: ``carry(keys, tenant)``, until the function that it returns is called these keys are that
+    tenant's; see :class:`backends.abc.TenantTier`."""
 
     def __init__(
         self,
@@ -190,6 +196,7 @@ class HostedTier:
         block_bytes: int,
         config: HostConfig,
         eviction: EvictionPolicy[Key] | None = None,
+        salts: CacheSalts | None = None,
     ) -> None:
         if block_bytes < 1:
             raise ValueError(f"block_bytes is {block_bytes}, but must be at least 1")
@@ -217,6 +224,9 @@ class HostedTier:
         self._reader = Reader(self._state)
         self._deleter = Deleter(self._state, self._reader.sums_of, deletes=deletes, by_call=plugin.deletes_by_call)
         self._writer = Writer(self._state, self._deleter.purge)
+        # Told by having the method: an engine tags tenants onto the keys of those tiers alone that are to know.
+        if salts is not None:
+            self.carry = salts.carry
         self._visits = Visits()
         self._life: AbstractAsyncContextManager[None] | None = None
         if capacity is not None:

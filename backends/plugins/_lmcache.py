@@ -38,6 +38,7 @@ from ._config import HostConfig
 from ._errors import PluginFault, PluginTypeError
 from ._hosted import HostedTier
 from ._operations import Completion, Kind
+from ._salts import CacheSalts, salts_of
 from .finding import L2_METHODS, accepted, check_call, missing_methods
 
 
@@ -54,7 +55,7 @@ class ObjectKey:
     object_group_id: int = 0
     """Which group of layers."""
     cache_salt: str = ""
-    """Whose. Our keys are salted already."""
+    """Whose: the tenant, where ``cache_salts`` of the host says so. Our keys are salted already."""
 
 
 @attrs.frozen
@@ -146,11 +147,14 @@ class MemoryObject:
         """It lives as long as the operation."""
 
 
-def key_maker(model_name: str, kv_rank: int) -> Callable[[Key], Any]:
+def key_maker(model_name: str, kv_rank: int, salts: CacheSalts | None) -> Callable[[Key], Any]:
     """Makes adapters' keys of ours."""
     api: Any = sys.modules.get("lmcache.v1.distributed.api")
     make: Any = ObjectKey if api is None else api.ObjectKey
-    return lambda key: make(chunk_hash=key, model_name=model_name, kv_rank=kv_rank)
+    if salts is None:
+        return lambda key: make(chunk_hash=key, model_name=model_name, kv_rank=kv_rank)
+    salt_of = salts.of
+    return lambda key: make(chunk_hash=key, model_name=model_name, kv_rank=kv_rank, cache_salt=salt_of(key))
 
 
 def object_maker() -> Callable[[memoryview, int], Any]:
@@ -234,8 +238,10 @@ class LMCacheTier(HostedTier):
     ) -> None:
         if "@" in model_name:
             raise ValueError(f"model_name is {model_name!r}, but must be without '@', which adapters join keys with")
-        self._plugin = L2Plugin(adapter, block_bytes, key_maker(model_name, kv_rank))
-        super().__init__(self._plugin, block_bytes, HostConfig() if config is None else config, eviction)
+        config = HostConfig() if config is None else config
+        salts = salts_of(config, block_bytes)
+        self._plugin = L2Plugin(adapter, block_bytes, key_maker(model_name, kv_rank, salts))
+        super().__init__(self._plugin, block_bytes, config, eviction, salts)
         self._plugin.moment = lambda: self.registry.registrations
         self.adapter: object = adapter
 

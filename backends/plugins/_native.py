@@ -25,6 +25,7 @@ from ._config import HostConfig
 from ._errors import PluginFault, PluginTypeError
 from ._hosted import HostedTier
 from ._operations import Completion, Kind
+from ._salts import CacheSalts, salts_of
 from .finding import NATIVE_METHODS, missing_methods
 
 _CHANNEL: Final = "completions"
@@ -55,14 +56,28 @@ class NativeTier(HostedTier):
         name_of: Callable[[Key], str] | None = None,
         eviction: EvictionPolicy[Key] | None = None,
     ) -> None:
-        plugin = NativePlugin(connector, published_name if name_of is None else name_of)
-        super().__init__(plugin, block_bytes, HostConfig() if config is None else config, eviction)
+        config = HostConfig() if config is None else config
+        salts = salts_of(config, block_bytes)
+        plugin = NativePlugin(connector, salted(published_name if name_of is None else name_of, salts))
+        super().__init__(plugin, block_bytes, config, eviction, salts)
         self.connector: object = connector
 
 
 def published_name(key: Key) -> str:
     """A key as LMCache names objects for native connectors."""
     return f"trio-offload@00000000@0@{key.hex()}"
+
+
+def salted(name_of: Callable[[Key], str], salts: CacheSalts | None) -> Callable[[Key], str]:
+    """The same names, with the salt behind them of those that have one, as LMCache writes it."""
+    if salts is None:
+        return name_of
+
+    def name(key: Key) -> str:
+        salt = salts.of(key)
+        return f"{name_of(key)}@{salt}" if salt else name_of(key)
+
+    return name
 
 
 class NativePlugin:

@@ -97,7 +97,9 @@ def _wrapped(name: str, tier: dict[str, Any], block_bytes: int, make: Callable[.
 
 
 def needs_tenants(name: str, tier: TierLike) -> bool:
-    """Whether the wrappers of a tier that is only named encrypt, so that it must know whose its blocks are."""
+    """Whether a tier that is only named must know whose its blocks are: it tells its plugin, or its wrappers encrypt."""
+    if isinstance(tier, Mapping) and tier.get("cache_salts"):
+        return True
     said = tier.get("wrappers", ()) if isinstance(tier, Mapping) else ()
     wrappers = said if isinstance(said, list | tuple) else [said]
     return any(getattr(_wrapper(wrapper, f"{name}.wrappers"), "seals", False) for wrapper in wrappers)

@@ -12,6 +12,7 @@ from offload.engines.lmcache._cache import ObjectCache
 from offload.engines.lmcache._memory import MemoryObjects, Span
 from offload.engines.lmcache._names import hashed_key
 from offload.engines.lmcache._opening import LazyEngine, OpenEngine
+from tests.backends.test_plugins_salts import Placing
 from tests.engines.lmcache.caches import PAGE, in_memory, objects, open_cache, spans_of
 from tests.engines.lmcache.keys import chunks
 
@@ -104,6 +105,27 @@ def test_nothing_to_do_ends_at_once_and_connects_nothing():
         assert cache.lookup([]).found == []
         assert cache.load([], []) == []
         assert cache.lazy.state == "not connected"
+
+
+def test_parameters_and_salts_reach_an_adapter_that_is_hosted_as_a_tier():
+    params = {"device": "/dev/ng0n1", "placement_strategy": "by_cache_salt"}
+    drive = {
+        "type": "plugin",
+        "module_path": Placing.__module__,
+        "class_name": "Placing",
+        "cache_salts": True,
+        "adapter_params": params,
+    }
+    with open_cache({"engine": {"tiers": {"drive": drive}}}) as cache:
+        stored, loaded = objects(2), objects(2)
+        mine, other = chunks(1, cache_salt="alice"), chunks(1)
+        assert cache.store([*mine, *other], stored).success
+        assert cache.lookup([*mine, *other]).found == [True, True]
+        assert cache.load([*mine, *other], loaded) == [True, True]
+        assert loaded == stored
+        assert Placing.last.params == params
+        expected = {(hashed_key(mine[0]), "alice"), (hashed_key(other[0]), "")}
+        assert [Placing.last.seen[what] for what in ("store", "load")] == [expected] * 2
 
 
 # --- what is held -----------------------------------------------------------------------------------------------------
