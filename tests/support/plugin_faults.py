@@ -4,6 +4,7 @@ An operation waits until the test answers it. How an answer is told, the test sa
 """
 
 import contextlib
+import ctypes
 import os
 
 
@@ -215,5 +216,6 @@ class PlayedAdapter:
             if channel == 0:
                 self.blocks[name] = bytes(memory.byte_array)
             elif is_there:
-                memory.byte_array[:] = self.blocks[name]
+                # By address: the buffer of LMCache's own objects, where it is loaded, cannot be assigned to.
+                ctypes.memmove(memory.data_ptr, self.blocks[name], len(self.blocks[name]))
         return True if channel == 0 else Bits(there)

@@ -1,0 +1,151 @@
+"""A MaruL1 for threads that know no trio: it lives in a thread of its own, and each call waits for its answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from types import TracebackType
+from typing import Any, Final, TypeVar, TypeVarTuple
+
+import trio
+
+from maru import HandlerClosed, MaruConfig
+
+from ...abc import Deletion, Key, Outcome
+from ._layout import KVLayout
+from ._maru_l1 import MaruL1
+from ._reading import ViewLease
+from ._status import L1Status
+from ._writing import WriteReservation
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+CLOSE_TIMEOUT: Final = 30.0
+"""Seconds that closing waits for commits under way, each of which is bounded by as much."""
+
+
+class BlockingMaruL1:
+    """A :class:`MaruL1` for any thread: ``with BlockingMaruL1(config) as l1``.
+
+    Reservations and leases are those of the MaruL1. Their pages and views are used anywhere; what ends them goes through here,
+    since it belongs to the thread of the MaruL1.
+
+    Args:
+        config: the knobs of its handler; also as keywords.
+        timeout: seconds after which a call raises :class:`trio.TooSlowError`; it has done nothing then. A commit is bounded by
+            itself.
+        knobs: see :class:`maru.MaruConfig`.
+    """
+
+    def __init__(self, config: MaruConfig | None = None, *, timeout: float = 30.0, **knobs: Any) -> None:
+        self._l1 = MaruL1(config, **knobs)
+        self._timeout = timeout
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._leave = trio.Event()
+        self._entered = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"<BlockingMaruL1 of {self._l1!r}>"
+
+    # --- its life -------------------------------------------------------------------------------------------------
+
+    def start(self) -> BlockingMaruL1:
+        """Start its thread. Nothing is connected before the layout is registered."""
+        self._thread = threading.Thread(target=trio.run, args=(self._main,), name="maru l1", daemon=True)
+        self._thread.start()
+        self._entered.wait()
+        return self
+
+    def close(self) -> None:
+        """Abort what is not committed, let go of what is read, end the session, join the thread. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None and self._token is not None:
+            token, self._token = self._token, None
+            token.run_sync_soon(self._leave.set)
+            thread.join(CLOSE_TIMEOUT)
+
+    def __enter__(self) -> BlockingMaruL1:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _main(self) -> None:
+        async with self._l1:
+            self._token = trio.lowlevel.current_trio_token()
+            self._entered.set()
+            await self._leave.wait()
+
+    # --- calls ----------------------------------------------------------------------------------------------------
+
+    def register_kv_layout(
+        self, shapes: Sequence[Sequence[int]], dtypes: Sequence[object] | object, **more: Any
+    ) -> KVLayout:
+        """:meth:`MaruL1.register_kv_layout`."""
+        return self._wait(lambda: self._l1.register_kv_layout(shapes, dtypes, **more))
+
+    def reserve_write(self, keys: Sequence[Key]) -> WriteReservation:
+        """:meth:`MaruL1.reserve_write`."""
+        return self._wait(self._l1.reserve_write, keys)
+
+    def take(self, reservation: WriteReservation, keys: Collection[Key]) -> WriteReservation:
+        """:meth:`WriteReservation.take`."""
+        return self._do(reservation.take, keys)
+
+    def commit(self, reservation: WriteReservation) -> list[Outcome]:
+        """:meth:`WriteReservation.commit`."""
+        return self._wait(reservation.commit)
+
+    def abort(self, reservation: WriteReservation) -> None:
+        """:meth:`WriteReservation.abort`."""
+        self._do(reservation.abort)
+
+    def reserve_read(self, keys: Sequence[Key]) -> ViewLease:
+        """:meth:`MaruL1.reserve_read`."""
+        return self._wait(self._l1.reserve_read, keys)
+
+    def keep(self, lease: ViewLease, keys: Collection[Key]) -> None:
+        """:meth:`ViewLease.keep`."""
+        self._do(lease.keep, keys)
+
+    def delete(self, keys: Sequence[Key]) -> list[Deletion]:
+        """:meth:`MaruL1.delete`."""
+        return self._wait(self._l1.delete, keys)
+
+    def clear(self) -> dict[Key, Deletion]:
+        """:meth:`MaruL1.clear`."""
+        return self._wait(self._l1.clear)
+
+    def get_memory_usage(self) -> tuple[int, int]:
+        """:meth:`MaruL1.get_memory_usage`; ``(0, 0)`` also after the end."""
+        return (0, 0) if self._token is None else self._do(self._l1.get_memory_usage)
+
+    def report_status(self) -> L1Status:
+        """:meth:`MaruL1.report_status`."""
+        return self._do(self._l1.report_status)
+
+    @property
+    def layout(self) -> KVLayout | None:
+        """What was registered; ``None`` before that."""
+        return self._l1.layout
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _wait(self, function: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> T:
+        async def bounded() -> T:
+            with trio.fail_after(self._timeout):
+                return await function(*args)
+
+        return trio.from_thread.run(bounded, trio_token=self._open())
+
+    def _do(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
+        return trio.from_thread.run_sync(function, *args, trio_token=self._open())
+
+    def _open(self) -> trio.lowlevel.TrioToken:
+        if self._token is None:
+            raise HandlerClosed(f"{self!r} is not open")
+        return self._token
