@@ -129,6 +129,11 @@ class BlockingMaruL1:
         return self._do(self._l1.report_status)
 
     @property
+    def config(self) -> MaruConfig:
+        """The knobs of its handler."""
+        return self._l1.config
+
+    @property
     def layout(self) -> KVLayout | None:
         """What was registered; ``None`` before that."""
         return self._l1.layout

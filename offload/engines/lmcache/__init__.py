@@ -1,5 +1,7 @@
 """LMCache's second level (L2) in any tier: an adapter for its ``plugin`` type, and a connector for its ``native_plugin`` type.
 
+And its first level (L1) in the page store, for programs that make its storage manager themselves.
+
 Rule 1. LMCache never sees an exception from here. A server that is away, a full pool, a timeout: a lookup finds nothing, a load
         or a store fails, and what went wrong is counted and named in the status.
 Rule 2. A task ends once. Its result is there before its descriptor is signalled, and listeners are told before that.
@@ -7,7 +9,8 @@ Rule 3. What a lookup found stays pinned until each of its keys is unlocked, als
 Rule 4. A load that may still write into the caller's memory has no result: that memory must not be used again.
 
 ``_adapter`` is what LMCache calls, ``_connector`` its face with six methods; both call ``_cache``, which joins the parts that
-decide without LMCache: names of objects, tasks, locks, resident objects, faults. Only ``_lmcache`` imports ``lmcache``.
+decide without LMCache: names of objects, tasks, locks, resident objects, faults. ``_l1`` is the first level. Only ``_lmcache``
+and ``_lmcache_l1`` import ``lmcache``.
 """
 
 from typing import TYPE_CHECKING
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from ._adapter import MaruL2Adapter as MaruL2Adapter
     from ._adapter import MaruL2AdapterConfig as MaruL2AdapterConfig
     from ._adapter import register as register
+    from ._l1 import MaruL1Manager as MaruL1Manager
+    from ._l1 import MaruMemoryAllocator as MaruMemoryAllocator
     from ._connector import MaruConnector as MaruConnector
     from ._names import object_key_to_string as object_key_to_string
 
@@ -25,6 +30,8 @@ _HOMES = {
     "MaruL2Adapter": "._adapter",
     "MaruL2AdapterConfig": "._adapter",
     "register": "._adapter",
+    "MaruL1Manager": "._l1",
+    "MaruMemoryAllocator": "._l1",
     "MaruConnector": "._connector",
     "object_key_to_string": "._names",
 }

@@ -152,9 +152,10 @@ class MaruL2Adapter(L2AdapterInterface):
         self, keys: list[ObjectKey], group_layout_descs: Mapping[int, MemoryLayoutDesc] | None = None
     ) -> int:
         """Find the prefix of each row of keys, and lock it."""
-        task = self._begin(self._lookups)
+        with self._lock:
+            task, began = self._lookups.begin(), self._residents.mark()
         largest = max(map(_bytes_of, (group_layout_descs or {}).values()), default=0)
-        self._cache.lookup(keys, partial(self._looked_up, task, list(keys)), object_bytes=largest)
+        self._cache.lookup(keys, partial(self._looked_up, task, began, list(keys)), object_bytes=largest)
         return task
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -166,9 +167,10 @@ class MaruL2Adapter(L2AdapterInterface):
         """Drop one lock of each key."""
         self._cache.unlock(keys)
 
-    def _looked_up(self, task: int, keys: list[ObjectKey], outcome: LookupOutcome) -> None:
+    def _looked_up(self, task: int, began: int, keys: list[ObjectKey], outcome: LookupOutcome) -> None:
         with self._lock:
-            gone = self._residents.remove(compress(keys, outcome.gone))
+            # Not what was stored since it began: that may be there although the tiers have said otherwise.
+            gone = self._residents.remove(compress(keys, outcome.gone), before=began)
         self._tell(self._notify_keys_deleted, gone)
         self._finish(self._lookups, task, _bitmap(outcome.found), self._lookup_event)
 

@@ -8,7 +8,7 @@ finds a key gone.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from itertools import count, islice
+from itertools import islice
 from typing import Final, Generic, TypeVar
 
 import attrs
@@ -39,7 +39,7 @@ class Residents(Generic[K]):
 
     def __init__(self, most: int = MOST_RESIDENTS) -> None:
         self._most = most
-        self._serials = count(1)
+        self._next = 1
         self._objects: dict[K, tuple[int, int]] = {}  # key -> (serial, size); serials ascend in the order of the dict
 
     def __len__(self) -> int:
@@ -47,6 +47,10 @@ class Residents(Generic[K]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._objects
+
+    def mark(self) -> int:
+        """Now, for :meth:`remove`: what is added later is newer."""
+        return self._next
 
     def add(self, objects: Iterable[tuple[K, int]]) -> tuple[list[tuple[K, int]], list[tuple[K, int]]]:
         """Note what is stored.
@@ -57,16 +61,31 @@ class Residents(Generic[K]):
         """
         new: list[tuple[K, int]] = []
         for key, size in objects:
-            if key not in self._objects:
-                self._objects[key] = (next(self._serials), size)
+            known = self._objects.pop(key, None)
+            if known is None:
                 new.append((key, size))
+            else:
+                size = known[1]
+            # Written again it is the newest, since it must have gone before: whoever finds that it was gone is late then.
+            self._objects[key] = (self._next, size)
+            self._next += 1
         excess = len(self._objects) - self._most
         return new, self.remove(list(islice(self._objects, excess))) if excess > 0 else []
 
-    def remove(self, keys: Iterable[K]) -> list[tuple[K, int]]:
-        """Note what has gone; those of it that were known, with their sizes."""
-        found = [(key, self._objects.pop(key, None)) for key in keys]
-        return [(key, entry[1]) for key, entry in found if entry is not None]
+    def remove(self, keys: Iterable[K], before: int | None = None) -> list[tuple[K, int]]:
+        """Note what has gone; those of it that were known, with their sizes.
+
+        Args:
+            keys: what has gone.
+            before: only what was added before this :meth:`mark`: a lookup does not know of what was stored behind its back.
+        """
+        gone: list[tuple[K, int]] = []
+        for key in keys:
+            entry = self._objects.get(key)
+            if entry is not None and (before is None or entry[0] < before):
+                del self._objects[key]
+                gone.append((key, entry[1]))
+        return gone
 
     def page(self, most: int, cursor: str | None = None, model_name: str | None = None) -> Page[K]:
         """At most so many objects behind the cursor, of one model if it is named.

@@ -118,6 +118,15 @@ def test_the_oldest_are_forgotten_where_there_are_too_many():
     assert "a" not in residents
 
 
+def test_what_was_stored_since_is_not_given_up_by_who_looked_before():
+    residents = Residents()
+    residents.add([("a", 1), ("b", 2)])
+    began = residents.mark()
+    residents.add([("c", 3), ("b", 2)])  # b was written again, so it had gone
+    assert residents.remove(["a", "b", "c"], before=began) == [("a", 1)]
+    assert residents.remove(["b", "c"], before=residents.mark()) == [("b", 2), ("c", 3)]
+
+
 def test_pages_tell_every_key_once_in_order_of_storing():
     residents = Residents()
     residents.add([(key, 1) for key in range(7)])

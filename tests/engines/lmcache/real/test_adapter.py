@@ -193,6 +193,8 @@ def test_two_controllers_call_at_once(adapter):
         assert not thread.is_alive()
     assert not wrong
     assert adapter.report_status()["locked_key_count"] == 0
+    # A lookup that finds nothing where a store has just put something takes nothing back of what listeners were told.
+    assert len(adapter.list_l2_keys().entries) == rounds
 
 
 # --- what listeners are told ------------------------------------------------------------------------------------------

@@ -1,0 +1,501 @@
+"""LMCache's first level in the page store: its memory objects are pages of the pool, filled and read where they lie.
+
+LMCache cannot be told of it by configuration, as its first level has no plug. :class:`MaruL1Manager` is handed to its storage
+manager instead: it has the methods of ``L1ManagerInterface``, which the storage manager calls, and of ``L1ManagerProtocol``.
+
+Rule 1. A page is written by the one that reserved it, and found by nobody before it is committed.
+Rule 2. An object that is read stays where it is until each of its read locks is given back; whose it is makes no difference.
+Rule 3. Who goes when the pool is full, the server decides: nothing here is for LMCache to evict.
+Rule 4. LMCache sees no exception of ours, but codes: what cannot be had does not exist, what has no room is out of memory.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import attrs
+
+from backends.abc import Deletion, Duplicate, Key, Stored
+from backends.maru.l1 import BlockingMaruL1, ViewLease, WriteReservation
+from maru import LeaseLost
+
+from ._faults import FaultLog
+from ._lmcache_l1 import (
+    L1BackendType,
+    L1Error,
+    L1ReconfigureError,
+    MemoryAllocatorInterface,
+    MemoryFormat,
+    MemoryLayoutDesc,
+    MemoryObjMetadata,
+    TensorMemoryObj,
+    next_l1_manager_id,
+)
+from ._names import ObjectKey, hashed_key, rows
+
+T = TypeVar("T")
+
+Answer: TypeAlias = "tuple[L1Error, TensorMemoryObj | None]"
+"""What became of a key, and its object."""
+
+
+@attrs.define(eq=False)
+class _Staged:
+    """A page that is being written."""
+
+    reservation: WriteReservation
+    name: Key
+    item: TensorMemoryObj
+
+
+@attrs.define(eq=False)
+class _Reading:
+    """An object that is being read."""
+
+    lease: ViewLease
+    name: Key
+    item: TensorMemoryObj
+    locks: int
+
+
+class MaruL1Manager:
+    """LMCache's first level in the page store. For any thread, one call at a time, as LMCache's own.
+
+    Args:
+        config: LMCache's configuration of a first level; its tag is used.
+        knobs: of the page store: see :class:`maru.MaruConfig`.
+    """
+
+    def __init__(self, config: Any, **knobs: Any) -> None:
+        self._config = config
+        self._l1 = BlockingMaruL1(**knobs).start()
+        self._id = next_l1_manager_id()
+        self._pool_bytes: int = self._l1.config.pool_size
+        self._lock = threading.RLock()
+        self._layout: MemoryLayoutDesc | None = None
+        self._staged: dict[tuple[ObjectKey, str], _Staged] = {}
+        self._allocated: dict[int, _Staged] = {}
+        self._reading: dict[ObjectKey, _Reading] = {}
+        self._listeners: list[Any] = []
+        self.faults: FaultLog = FaultLog()
+
+    def __repr__(self) -> str:
+        return f"<MaruL1Manager over {self._l1!r}>"
+
+    @property
+    def l1_manager_id(self) -> int:
+        """Its identity in this process."""
+        return self._id
+
+    @property
+    def config(self) -> Any:
+        """LMCache's configuration of it."""
+        return self._config
+
+    def register_listener(self, listener: Any) -> None:
+        """Tell this listener of what is written, read and deleted."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def register_kv_layout(self, layout: MemoryLayoutDesc) -> bool:
+        """Say what an object is made of, which brings the pool up. The first write does so, too; who only reads must.
+
+        Returns:
+            Whether it was taken: there is one layout, and the server must answer.
+        """
+        with self._lock:
+            shapes = [tuple(shape) for shape in layout.shapes]
+            if self._try("layout", 1, lambda: self._l1.register_kv_layout(shapes, list(layout.dtypes))) is None:
+                return False
+            self._layout = layout
+            return True
+
+    # --- writing --------------------------------------------------------------------------------------------------
+
+    def reserve_write(
+        self, keys: list[ObjectKey], is_temporary: list[bool], layout_desc: MemoryLayoutDesc, tag: str = ""
+    ) -> dict[ObjectKey, Answer]:
+        """A page for each key that this writer does not write already, and that is not read here."""
+        with self._lock:
+            answers: dict[ObjectKey, Answer] = {}
+            for key in keys:
+                taken = (key, tag) in self._staged or key in self._reading
+                answers[key] = (L1Error.KEY_NOT_WRITABLE if taken else L1Error.OUT_OF_MEMORY, None)
+            free = [key for key, (error, _) in answers.items() if error is L1Error.OUT_OF_MEMORY]
+            if free and self.register_kv_layout(layout_desc):
+                for key, staged in zip(free, self._reserve(list(map(hashed_key, free))), strict=False):
+                    self._staged[key, tag] = staged
+                    answers[key] = (L1Error.SUCCESS, staged.item)
+            self._tell("on_l1_keys_reserved_write", [key for key in free if answers[key][1] is not None])
+            return answers
+
+    def finish_write(self, keys: list[ObjectKey], tag: str = "") -> dict[ObjectKey, L1Error]:
+        """Have what is written found by everybody: one message for what was reserved together."""
+        with self._lock:
+            answers = self._commit(keys, tag)
+            self._tell("on_l1_keys_write_finished", _successful(answers))
+            return answers
+
+    def finish_write_and_reserve_read(
+        self, keys: list[ObjectKey], read_locks: int = 1, tag: str = ""
+    ) -> dict[ObjectKey, Answer]:
+        """The same, and hold what is there then."""
+        with self._lock:
+            written = self._commit(keys, tag)
+            there = _successful(written)
+            read = self._hold(there, read_locks)
+            self._tell("on_l1_keys_finish_write_and_reserve_read", [key for key in there if read[key][1] is not None])
+            return {key: read.get(key, (error, None)) for key, error in written.items()}
+
+    def finish_write_and_delete(self, keys: list[ObjectKey], tag: str = "") -> dict[ObjectKey, L1Error]:
+        """Give pages back unwritten."""
+        with self._lock:
+            staged = {key: self._staged.pop((key, tag), None) for key in keys}
+            self._abort([one for one in staged.values() if one is not None])
+            return {key: L1Error.KEY_NOT_EXIST if one is None else L1Error.SUCCESS for key, one in staged.items()}
+
+    # --- reading --------------------------------------------------------------------------------------------------
+
+    def reserve_read(self, keys: list[ObjectKey], read_locks: int = 1) -> dict[ObjectKey, Answer]:
+        """Hold the prefix of each row of keys that is there, whichever process has written it."""
+        with self._lock:
+            answers = self._hold(keys, read_locks)
+            self._tell("on_l1_keys_reserved_read", [key for key in keys if answers[key][1] is not None])
+            return answers
+
+    def unsafe_read(self, keys: list[ObjectKey]) -> dict[ObjectKey, Answer]:
+        """What is held. Asks nobody."""
+        with self._lock:
+            return {key: self._held(key) for key in keys}
+
+    def finish_read(self, keys: list[ObjectKey], read_locks: int = 1) -> dict[ObjectKey, L1Error]:
+        """Give read locks back."""
+        with self._lock:
+            answers = dict.fromkeys(keys, L1Error.KEY_NOT_EXIST)
+            over: list[_Reading] = []
+            for key in answers:
+                reading = self._reading.get(key)
+                if reading is not None:
+                    answers[key] = L1Error.SUCCESS
+                    reading.locks -= read_locks
+                    if reading.locks <= 0:
+                        over.append(self._reading.pop(key))
+            self._release(over)
+            self._tell("on_l1_keys_read_finished", _successful(answers))
+            return answers
+
+    def touch_keys(self, keys: list[ObjectKey]) -> None:
+        """Told to listeners; the server has an order of use of its own."""
+        self._tell("on_l1_keys_accessed", keys)
+
+    # --- deleting -------------------------------------------------------------------------------------------------
+
+    def delete(self, keys: list[ObjectKey], force: bool = False) -> dict[ObjectKey, L1Error]:
+        """Delete, whoever has written them. What is being read or written, here or elsewhere, stays, also with ``force``."""
+        with self._lock:
+            written = {key for key, _ in self._staged}
+            answers = dict.fromkeys(keys, L1Error.KEY_IS_LOCKED)
+            asked = [key for key in answers if key not in written and key not in self._reading]
+            told = self._try("delete", len(asked), lambda: self._l1.delete(list(map(hashed_key, asked)))) or ()
+            answers.update(zip(asked, map(_DELETED.__getitem__, told), strict=False))
+            self._tell("on_l1_keys_deleted_by_manager", _successful(answers))
+            return answers
+
+    def clear(self, force: bool = False) -> None:
+        """Delete what this instance has written, and nobody reads."""
+        with self._lock:
+            self._try("clear", 1, self._l1.clear)
+
+    def is_key_evictable(self, key: ObjectKey) -> bool:
+        """None is: the server makes room."""
+        return False
+
+    # --- memory ---------------------------------------------------------------------------------------------------
+
+    def allocate(self, layout_desc: MemoryLayoutDesc, count: int) -> tuple[L1Error, list[TensorMemoryObj]]:
+        """Pages without a key, until :meth:`free`."""
+        with self._lock:
+            if not self.register_kv_layout(layout_desc):
+                return L1Error.OUT_OF_MEMORY, []
+            staged = self._reserve([uuid.uuid4().bytes for _ in range(count)])
+            if len(staged) < count:
+                self._abort(staged)
+                return L1Error.OUT_OF_MEMORY, []
+            self._allocated.update((id(one.item), one) for one in staged)
+            return L1Error.SUCCESS, [one.item for one in staged]
+
+    def free(self, mem_objs: list[TensorMemoryObj]) -> L1Error:
+        """Give pages without a key back."""
+        with self._lock:
+            staged = [self._allocated.pop(id(item), None) for item in mem_objs]
+            self._abort([one for one in staged if one is not None])
+            return L1Error.SUCCESS
+
+    def get_backend_type(self, memory_obj: object) -> L1BackendType:
+        """Shared memory is DRAM."""
+        return L1BackendType.DRAM
+
+    def get_memory_usage(self) -> tuple[int, int]:
+        """Bytes used and bytes there, of this instance; ``(0, 0)`` before the layout is known."""
+        return self._try("status", 1, self._l1.get_memory_usage) or (0, 0)
+
+    def get_staging_memory_usage(self) -> int:
+        """Bytes of the pages that are being written."""
+        with self._lock:
+            layout = self._l1.layout
+            return 0 if layout is None else layout.page_bytes * (len(self._staged) + len(self._allocated))
+
+    def get_capacity_bytes_by_backend(self) -> dict[L1BackendType, int]:
+        """What this instance takes of the pool."""
+        return {L1BackendType.DRAM: self._pool_bytes}
+
+    def get_l1_memory_desc(self) -> None:
+        """There is no arena that one process could register with a device."""
+
+    def memory_region_count(self) -> int:
+        """One, as far as LMCache is concerned."""
+        return 1
+
+    def owns_device(self, device_path: str) -> bool:
+        """The pool is the server's."""
+        return False
+
+    def get_devdax_arena_statuses(self) -> list[Any]:
+        """There are none."""
+        return []
+
+    def get_devdax_arena_status(self, device_path: str) -> Any:
+        """There is none.
+
+        Raises:
+            L1ReconfigureError: always.
+        """
+        raise L1ReconfigureError(404, f"{device_path} is no arena: the pool is the page store's")
+
+    def add_devdax_device(self, device_path: str, size_in_bytes: int) -> Any:
+        """The pool grows by its server alone.
+
+        Raises:
+            L1ReconfigureError: always.
+        """
+        raise L1ReconfigureError(400, "the pool is the page store's: no device can be added here")
+
+    def remove_devdax_device(self, device_path: str, mode: object = None) -> Any:
+        """The pool shrinks by its server alone.
+
+        Raises:
+            L1ReconfigureError: always.
+        """
+        raise L1ReconfigureError(400, "the pool is the page store's: no device can be removed here")
+
+    # --- watching, and the end ------------------------------------------------------------------------------------
+
+    def report_status(self) -> dict[str, Any]:
+        """How it is, and what went wrong, counted by name."""
+        with self._lock:
+            used, total = self.get_memory_usage()
+            capacities = self.get_capacity_bytes_by_backend()
+            staging = len(self._staged) + len(self._allocated)
+            return {
+                "is_healthy": True,
+                "type": type(self).__name__,
+                "total_object_count": len(self._reading) + staging,
+                "write_locked_count": len(self._staged),
+                "read_locked_count": len(self._reading),
+                "temporary_count": 0,
+                "staging_object_count": staging,
+                "staging_bytes": self.get_staging_memory_usage(),
+                "memory_used_bytes": used,
+                "memory_total_bytes": total,
+                "memory_configured_bytes": sum(capacities.values()),
+                "capacity_bytes_by_backend": {backend.value: size for backend, size in capacities.items()},
+                "memory_usage_ratio": used / total if total else 0.0,
+                **self.faults.report(),
+            }
+
+    def memcheck(self) -> bool:
+        """The books of pages are the server's."""
+        return True
+
+    def close(self) -> None:
+        """Give everything back and end the session. What was written stays for others. Idempotent."""
+        with self._lock:
+            self._staged.clear()
+            self._allocated.clear()
+            self._reading.clear()
+        self._l1.close()
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _reserve(self, names: list[Key]) -> list[_Staged]:
+        """A page for each of the first names that there is room for."""
+        reservation = self._try("write", len(names), lambda: self._l1.reserve_write(names))
+        if reservation is None:
+            return []
+        if reservation.refused:
+            self.faults.count("write", "full", "no page is free: raise pool_size", len(reservation.refused))
+        pages = reservation.pages
+        return [
+            _Staged(reservation, name, self._item(page)) for name, page in zip(reservation.keys, pages, strict=True)
+        ]
+
+    def _commit(self, keys: Iterable[ObjectKey], tag: str) -> dict[ObjectKey, L1Error]:
+        answers = dict.fromkeys(keys, L1Error.KEY_NOT_EXIST)
+        staged = [(key, one) for key in answers if (one := self._staged.pop((key, tag), None)) is not None]
+        for reservation, some in _by(staged, lambda pair: pair[1].reservation):
+            outcomes = self._try("write", len(some), lambda r=reservation, s=some: self._commit_part(r, s))  # type: ignore[misc]
+            for at, (key, _) in enumerate(some):
+                there = outcomes is not None and isinstance(outcomes[at], Stored | Duplicate)
+                answers[key] = L1Error.SUCCESS if there else L1Error.KEY_IN_WRONG_STATE
+        return answers
+
+    def _commit_part(self, reservation: WriteReservation, some: list[tuple[ObjectKey, _Staged]]) -> list[Any]:
+        part = self._l1.take(reservation, [one.name for _, one in some])
+        outcomes = dict(zip(part.keys, self._l1.commit(part), strict=True))
+        return [outcomes[one.name] for _, one in some]
+
+    def _abort(self, staged: list[_Staged]) -> None:
+        for reservation, some in _by(staged, lambda one: one.reservation):
+            names = [one.name for one in some]
+            self._try("write", len(some), lambda r=reservation, n=names: self._l1.abort(self._l1.take(r, n)))  # type: ignore[misc]
+
+    def _hold(self, keys: Sequence[ObjectKey], read_locks: int) -> dict[ObjectKey, Answer]:
+        for row in rows(keys):
+            self._hold_row(keys[row.start : row.stop], read_locks)
+        return {key: self._held(key) for key in keys}
+
+    def _hold_row(self, row: Sequence[ObjectKey], read_locks: int) -> None:
+        """What is held already is held once more; of the rest, the prefix that is there."""
+        rest = [key for key in row if key not in self._reading]
+        for key in row:
+            if key in self._reading:
+                self._reading[key].locks += read_locks
+        if not rest or self._layout is None:
+            return
+        names = list(map(hashed_key, rest))
+        lease = self._try("read", len(rest), lambda: self._l1.reserve_read(names))
+        if lease is None or not lease.keys:
+            return
+        for key, name, view in zip(rest, lease.keys, lease.views, strict=False):
+            self._reading[key] = _Reading(lease, name, self._item(view), read_locks)
+
+    def _held(self, key: ObjectKey) -> Answer:
+        reading = self._reading.get(key)
+        if reading is None:
+            return L1Error.KEY_NOT_EXIST, None
+        try:
+            reading.lease.check()
+        except LeaseLost as error:  # the server was silent for longer than it holds a pin: nobody knows what lies there
+            self.faults.note("read", error)
+            return L1Error.KEY_NOT_READABLE, None
+        return L1Error.SUCCESS, reading.item
+
+    def _release(self, over: list[_Reading]) -> None:
+        for lease, some in _by(over, lambda reading: reading.lease):
+            gone = {reading.name for reading in some}
+            left = [name for name in lease.keys if name not in gone]
+            self._try("read", len(some), lambda k=lease, n=left: self._l1.keep(k, n))  # type: ignore[misc]
+
+    def _item(self, page: memoryview) -> TensorMemoryObj:
+        """A page as LMCache's memory object."""
+        import torch  # LMCache has imported it
+
+        layout = self._layout
+        assert layout is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # what is read cannot be written, and torch says so
+            raw = torch.frombuffer(page, dtype=torch.uint8)  # type: ignore[no-untyped-call, unused-ignore]
+        metadata = MemoryObjMetadata(
+            shape=layout.shapes[0],
+            dtype=layout.dtypes[0],
+            address=raw.data_ptr(),
+            phy_size=page.nbytes,
+            ref_count=1,
+            pin_count=0,
+            fmt=MemoryFormat.UNDEFINED,
+            shapes=list(layout.shapes),
+            dtypes=list(layout.dtypes),
+        )
+        item = TensorMemoryObj(raw, metadata, None)
+        item.set_l1_manager(self._id)
+        return item
+
+    def _tell(self, what: str, keys: list[ObjectKey]) -> None:
+        for listener in self._listeners if keys else ():
+            try:
+                getattr(listener, what)(keys)
+            except Exception as error:
+                self.faults.note("notify", error)
+
+    def _try(self, operation: str, n: int, function: Callable[[], T]) -> T | None:
+        """Rule 4."""
+        try:
+            return function()
+        except Exception as error:
+            self.faults.note(operation, error, n)
+            return None
+
+
+class MaruMemoryAllocator(MemoryAllocatorInterface):
+    """Pages of the pool as memory objects without a key, for what asks an allocator.
+
+    Args:
+        manager: whose pages they are.
+    """
+
+    def __init__(self, manager: MaruL1Manager) -> None:
+        self._manager = manager
+
+    def allocate(
+        self, shapes: Any, dtypes: Any, fmt: MemoryFormat = MemoryFormat.UNDEFINED, allocator_type: str | None = None
+    ) -> TensorMemoryObj | None:
+        """One page; ``None`` where none is free."""
+        items = self.batched_allocate(shapes, dtypes, 1, fmt, allocator_type)
+        return None if items is None else items[0]
+
+    def batched_allocate(
+        self,
+        shapes: Any,
+        dtypes: Any,
+        batch_size: int,
+        fmt: MemoryFormat = MemoryFormat.UNDEFINED,
+        allocator_type: str | None = None,
+    ) -> list[TensorMemoryObj] | None:
+        """So many pages; ``None`` where not all are free."""
+        layout = MemoryLayoutDesc(*self._adapt_shapes_and_dtypes(shapes, dtypes))
+        error, items = self._manager.allocate(layout, batch_size)
+        return items if error is L1Error.SUCCESS else None
+
+    def free(self, memory_obj: TensorMemoryObj, allocator_type: str | None = None) -> None:
+        """Give a page back."""
+        self._manager.free([memory_obj])
+
+    def batched_free(
+        self, memory_objs: list[TensorMemoryObj], allocator_type: str | None = None, update_stats: bool = True
+    ) -> None:
+        """Give pages back."""
+        self._manager.free(memory_objs)
+
+
+_DELETED = {
+    Deletion.DELETED: L1Error.SUCCESS,
+    Deletion.MISSING: L1Error.KEY_NOT_EXIST,
+    Deletion.PINNED: L1Error.KEY_IS_LOCKED,
+    Deletion.UNAVAILABLE: L1Error.KEY_IS_LOCKED,
+}
+
+
+def _successful(answers: dict[ObjectKey, L1Error]) -> list[ObjectKey]:
+    return [key for key, error in answers.items() if error is L1Error.SUCCESS]
+
+
+def _by(items: Iterable[T], owner: Callable[[T], Any]) -> list[tuple[Any, list[T]]]:
+    """Items by their owner, in the order in which owners come."""
+    found: dict[Any, list[T]] = {}
+    for item in items:
+        found.setdefault(owner(item), []).append(item)
+    return list(found.items())
