@@ -81,8 +81,8 @@ class EventPublisher:
         self._topic, self._heartbeat, self._name_of = topic, heartbeat, name_of
         self._news = trio.Event()
         self._heartbeats = self._replays = self._snapshots = self._bad_requests = self._given_up = 0
-        [self.endpoint] = events.endpoints
-        [self.answers_endpoint] = answers.endpoints
+        self.endpoint: str = events.endpoints[0]
+        self.answers_endpoint: str = answers.endpoints[0]
 
     def __repr__(self) -> str:
         return f"<EventPublisher at {self.endpoint} of {', '.join(self._books)}>"

@@ -24,7 +24,7 @@ class EventMirror:
     def __init__(self, mirror: Mirror, events: TrioSocket, answers: TrioSocket) -> None:
         self._mirror, self._events, self._answers = mirror, events, answers
         self._changed = trio.lowlevel.ParkingLot()
-        self.bad_messages = 0
+        self.bad_messages: int = 0
         """What came and was no KV event message."""
 
     def __repr__(self) -> str:
