@@ -70,8 +70,6 @@ _LOOKS: Final = 2
 """Intervals of the timer that may pass between two looks at the clock: beyond, the server stood still."""
 _BATCH: Final = 64
 """Frames that are read at once."""
-_FEW: Final = 4
-"""Behind a step that took long, and twice as many behind each that did not: whoever asks next waits for all that was read."""
 _STEP_BYTES: Final = 256 << 10
 """Asked and answered in a step, at most: so much memory."""
 _STEP_SECONDS: Final = 0.5e-3
@@ -250,6 +248,8 @@ class MaruServer:
                 nursery.start_soon(self._committer.run)
                 nursery.start_soon(keep_compacted, journal, self._storage.directory)
             nursery.start_soon(self._tick)
+            # Now, and in a thread: the first to ask for a description would have the loop stand still for it.
+            nursery.start_soon(functools.partial(trio.to_thread.run_sync, _version, abandon_on_cancel=True))
             if config.kv_events:
                 await nursery.start(self._publish_events, runtime)
             task_status.started()
@@ -314,32 +314,35 @@ class MaruServer:
     async def _read(self, source: TrioSocket | ChannelServer) -> None:
         """The loop: frames come, and steps answer them. Between two steps all other tasks have their turn."""
         handle, receive, committer = self._service.handle, source.receive_batch, self._committer
+        # Whoever asks next waits for all that was read before. So no more is read at once than the last step that was
+        # too long had time for, and one more behind each batch that was short.
         most = _BATCH
         while True:
             messages = await receive(most)
-            most = min(2 * most, _BATCH)
+            most = min(most + 1, _BATCH)
             if not committer.writable:
                 await committer.wait_writable()
             now = self._time.look()
             answers: list[Answer] = []
-            size, ends = 0, perf_counter() + _STEP_SECONDS
+            handled, size, ends = 0, 0, perf_counter() + _STEP_SECONDS
             for message in messages:
                 if size > _STEP_BYTES or perf_counter() > ends:
                     self._step(answers)
-                    answers, most = [], _FEW
+                    answers, most = [], min(most, handled)
                     await trio.lowlevel.checkpoint()
                     if not committer.writable:
                         await committer.wait_writable()
                     now = self._time.look()
-                    size, ends = 0, perf_counter() + _STEP_SECONDS
+                    handled, size, ends = 0, 0, perf_counter() + _STEP_SECONDS
                 identity, frame = message[0], message[-1]
                 size += len(frame)
                 answer = handle(identity, frame, now)
+                handled += 1
                 if answer is not None:
                     answers.append((identity, answer))
                     size += len(answer)
             if perf_counter() > ends:
-                most = _FEW
+                most = min(most, handled)
             self._step(answers)
 
     def _gone(self, identity: bytes) -> None:
@@ -500,7 +503,7 @@ def hash_of_hex(key: str) -> BlockHash | None:
 
 @functools.cache
 def _version() -> str:
-    """Of the distribution. Looked up when somebody asks: it takes 10 ms, which no start should wait for."""
+    """Of the distribution. Looking it up takes 15 ms and more, which neither a start nor the loop should wait for."""
     import importlib.metadata
 
     try:

@@ -12,7 +12,6 @@ import itertools
 import os
 import random
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from maru._client.operations import Call
 from maru.blocking import MaruHandler as BlockingHandler
 from tests.support import maru_processes, published_clients
 from tests.support.maru_processes import act, payload
+from tests.support.maru_rounds import Rounds
 from tests.support.published import PublishedClient, PublishedRmClient
 from tests.support.published_wire import TIMEOUT, Ask
 
@@ -235,18 +235,16 @@ class Client(ABC):
 
     # --- how long it takes ----------------------------------------------------------------------------------------
 
-    def go_round(self, times: int) -> list[float]:
-        """Store, look, and delete, so often, with a rest in between: how long each round took, in seconds."""
-        took = []
-        for number in range(times):
-            began = time.perf_counter()
-            key = f"round {number}"
-            assert self.put([key]) == ["NEW"]
-            assert self.get([key]) == ["right"]
-            assert self.delete([key]) == ["DELETED"]
-            took.append(time.perf_counter() - began)
-            time.sleep(0.002)
-        return took
+    def go_round(self, times: int, server: int) -> list[tuple[float, float]]:
+        """Store, look, and delete, so often: how long each round took (see :class:`maru_rounds.Rounds`)."""
+        with Rounds(server) as rounds:
+            for number in range(times):
+                with rounds.one():
+                    key = f"round {number}"
+                    assert self.put([key]) == ["NEW"]
+                    assert self.get([key]) == ["right"]
+                    assert self.delete([key]) == ["DELETED"]
+            return rounds.took
 
     def sessions_lost(self) -> int:
         """How often it had to begin anew."""
