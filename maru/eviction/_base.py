@@ -25,20 +25,30 @@ _LOOKS: Final = 2
 
 
 class QueuePolicy(ABC, Generic[K, P]):
-    """A policy that keeps its keys in queues, and skips those that are held. A subclass says which go, and what a use does."""
+    """A policy that keeps its keys in queues, skips those that are held, and of the next ones lets the deepest go first.
+
+    A subclass says which key is next, and what a use does.
+    """
 
     def __init__(self) -> None:
         self._skipped: OrderedDict[K, P] = OrderedDict()
+        self._depths: dict[K, int] = {}
+        self._candidates: Candidates[K, P] = Candidates()
         self._capacity = 0
 
     def __len__(self) -> int:
-        return self._queued() + len(self._skipped)
+        return self._queued() + len(self._skipped) + len(self._candidates)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self)} keys>"
 
     def use(self, keys: Sequence[K], depths: Sequence[int | None] | None = None) -> None:
         """Each of these keys was used once, the first one first."""
+        if depths is not None:
+            self._depths.update({key: at for key, at in zip(keys, depths, strict=True) if at is not None})
+        if self._candidates:
+            for key, place in self._candidates.take_back(keys):
+                self._put_back(key, place)
         skipped = self._skipped
         if skipped:
             for key in keys:
@@ -48,6 +58,13 @@ class QueuePolicy(ABC, Generic[K, P]):
 
     def discard(self, keys: Iterable[K]) -> None:
         """Forget these keys."""
+        if self._depths:
+            keys = list(keys)
+            for key in keys:
+                self._depths.pop(key, None)
+            # Back to their queues first: what it means to forget a key only its policy knows.
+            for key, place in self._candidates.take_back(keys):
+                self._put_back(key, place)
         skipped = self._skipped
         for key in keys:
             if skipped.pop(key, None) is None:
@@ -73,6 +90,14 @@ class QueuePolicy(ABC, Generic[K, P]):
         """A key that is in the queues or unknown was used."""
 
     @abstractmethod
+    def _take(self, cause: K | None) -> tuple[K, P] | None:
+        """Take the next victim out of its queue. It may turn out to be held, so nothing else may follow from it.
+
+        Args:
+            cause: whom it would make room for, where that is known.
+        """
+
+    @abstractmethod
     def _put_back(self, key: K, place: P) -> None:
         """To the front of the queue it was taken from."""
 
@@ -92,6 +117,24 @@ class QueuePolicy(ABC, Generic[K, P]):
     def _grown(self) -> None:
         """The capacity is known, or turned out to be larger."""
 
+    def _next(self, cause: K | None, held: Container[K]) -> tuple[K, P] | None:
+        """The next victim, which may be held: the first of its queue, or where depths are known the deepest of the first."""
+        depths, candidates = self._depths, self._candidates
+        if not depths:
+            return self._take(cause)
+        known = self._capacity
+        while candidates.want(known):
+            taken = self._take(cause)
+            if taken is None:
+                break
+            key, place = taken
+            depth = depths.get(key)
+            # A held one must not take a candidate's place: it may be held for long.
+            if depth is None or key in held:
+                return taken
+            candidates.add(key, depth, place)
+        return candidates.pop(known) if candidates else None
+
     def _return(self, looks: int, held: Container[K]) -> None:
         """Look at so many of the skipped keys; those that are free go back where they were."""
         skipped = self._skipped
@@ -104,35 +147,7 @@ class QueuePolicy(ABC, Generic[K, P]):
 
 
 class SequentialPolicy(QueuePolicy[K, P]):
-    """A policy that takes its victims one by one: a subclass says which key is next, and of the next ones the deepest goes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._depths: dict[K, int] = {}
-        self._candidates: Candidates[K, P] = Candidates()
-
-    def __len__(self) -> int:
-        return super().__len__() + len(self._candidates)
-
-    def use(self, keys: Sequence[K], depths: Sequence[int | None] | None = None) -> None:
-        """Each of these keys was used once, the first one first."""
-        if depths is not None:
-            self._depths.update({key: at for key, at in zip(keys, depths, strict=True) if at is not None})
-        if self._candidates:
-            for key, place in self._candidates.take_back(keys):
-                self._put_back(key, place)
-        super().use(keys)
-
-    def discard(self, keys: Iterable[K]) -> None:
-        """Forget these keys."""
-        if self._depths:
-            keys = list(keys)
-            for key in keys:
-                self._depths.pop(key, None)
-            # Back to their queues first: what it means to forget a key only its policy knows.
-            for key, place in self._candidates.take_back(keys):
-                self._put_back(key, place)
-        super().discard(keys)
+    """A policy that takes its victims one by one, and rejects nothing."""
 
     def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:
         """The next ``n`` victims that are not held, the deepest of the next ones first; nothing is rejected."""
@@ -161,32 +176,6 @@ class SequentialPolicy(QueuePolicy[K, P]):
                 victims.append(key)
                 cause = next(causes, None)
         return victims, []
-
-    def _next(self, cause: K | None, held: Container[K]) -> tuple[K, P] | None:
-        """The next victim, which may be held: the first of its queue, or where depths are known the deepest of the first."""
-        depths, candidates = self._depths, self._candidates
-        if not depths:
-            return self._take(cause)
-        known = self._capacity
-        while candidates.want(known):
-            taken = self._take(cause)
-            if taken is None:
-                break
-            key, place = taken
-            depth = depths.get(key)
-            # A held one must not take a candidate's place: it may be held for long.
-            if depth is None or key in held:
-                return taken
-            candidates.add(key, depth, place)
-        return candidates.pop(known) if candidates else None
-
-    @abstractmethod
-    def _take(self, cause: K | None) -> tuple[K, P] | None:
-        """Take the next victim out of its queue. It may turn out to be held, so nothing else may follow from it.
-
-        Args:
-            cause: whom it would make room for, where that is known.
-        """
 
     @abstractmethod
     def _gone(self, key: K, place: P) -> None:

@@ -28,8 +28,8 @@ from ._sketch import Sketch
 class WTinyLFU(QueuePolicy[K, int]):
     """Admits by frequency. Rejects what is not worth a place.
 
-    Depths change nothing here: of newcomers the deepest is judged first in any case, and among those that are there the
-    frequencies decide, which the head of a prefix cannot have less of than what stands behind it.
+    Of newcomers the deepest is judged first in any case. Where depths are known, the victim that it meets is the deepest of
+    those that are next to go from main.
 
     Args:
         window: the window's share of the capacity.
@@ -65,39 +65,50 @@ class WTinyLFU(QueuePolicy[K, int]):
         while len(victims) + len(rejected) < n:
             candidate = newcomer = None
             if len(self._window) + len(waiting) > self._most_window:
-                candidate = self._oldest(0, held)
+                candidate = self._oldest(held)
                 if candidate is None and waiting:
                     newcomer = waiting.pop()
-            victim, place = self._oldest(1, held), 1
-            if victim is None:
-                victim, place = self._oldest(2, held), 2
-            if victim is None and candidate is None and newcomer is None:
-                candidate = self._oldest(0, held)
+            taken = self._victim(held)
+            if taken is None and candidate is None and newcomer is None:
+                candidate = self._oldest(held)
                 if candidate is None:
                     if searched or not self._skipped:
                         break
                     searched = True
                     self._return(len(self._skipped), held)
                     continue
-            if newcomer is not None:
-                if victim is not None and self._count(newcomer) + 1 > self._count(victim):
+            if taken is not None and self._loses(taken[0], newcomer, candidate):
+                if newcomer is not None:
                     self._admitted.add(newcomer)
-                    del self._queues[place][victim]
-                    victims.append(victim)
-                else:
-                    self._see(newcomer)
-                    rejected.append(newcomer)
-            elif victim is None or (candidate is not None and self._count(candidate) <= self._count(victim)):
-                assert candidate is not None
-                del self._window[candidate]
-                victims.append(candidate)
-            else:
-                if candidate is not None:
+                elif candidate is not None:
                     del self._window[candidate]
                     self._probation[candidate] = None
-                del self._queues[place][victim]
-                victims.append(victim)
+                victims.append(taken[0])
+            else:
+                if taken is not None:
+                    self._put_back(*taken)
+                if newcomer is not None:
+                    self._see(newcomer)
+                    rejected.append(newcomer)
+                else:
+                    assert candidate is not None
+                    del self._window[candidate]
+                    victims.append(candidate)
+        for key in victims:
+            self._depths.pop(key, None)
         return victims, rejected
+
+    def _victim(self, held: Container[K]) -> tuple[K, int] | None:
+        """Take the next victim out of main: one that is not held. Those before it are skipped."""
+        while (taken := self._next(None, held)) is not None and taken[0] in held:
+            self._skipped[taken[0]] = taken[1]
+        return taken
+
+    def _loses(self, victim: K, newcomer: K | None, candidate: K | None) -> bool:
+        """Whether the victim goes: it meets nobody, or who was seen more often."""
+        if newcomer is not None:
+            return self._count(newcomer) + 1 > self._count(victim)
+        return candidate is None or self._count(candidate) > self._count(victim)
 
     def _queued(self) -> int:
         return len(self._window) + len(self._probation) + len(self._protected)
@@ -143,20 +154,26 @@ class WTinyLFU(QueuePolicy[K, int]):
     def _fill_main(self) -> None:
         """While main has room, what is too much for the window moves there unjudged."""
         window, probation = self._window, self._probation
-        room = self._most_main - len(probation) - len(self._protected)
+        room = self._most_main - len(probation) - len(self._protected) - len(self._candidates)
         for _ in range(min(room, len(window) - self._most_window)):
             key, _nothing = window.popitem(last=False)
             probation[key] = None
 
-    def _oldest(self, place: int, held: Container[K]) -> K | None:
-        """The oldest key of a queue that is not held. Those before it are skipped."""
-        queue = self._queues[place]
-        while queue:
-            key = next(iter(queue))
+    def _take(self, cause: K | None) -> tuple[K, int] | None:
+        for place in (1, 2):
+            if self._queues[place]:
+                return self._queues[place].popitem(last=False)[0], place
+        return None
+
+    def _oldest(self, held: Container[K]) -> K | None:
+        """The oldest key of the window that is not held. Those before it are skipped."""
+        window = self._window
+        while window:
+            key = next(iter(window))
             if key not in held:
                 return key
-            del queue[key]
-            self._skipped[key] = place
+            del window[key]
+            self._skipped[key] = 0
         return None
 
     def _see(self, key: K) -> None:

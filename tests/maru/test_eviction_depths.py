@@ -6,7 +6,7 @@ import pytest
 from maru._directory import Directory
 from maru._journal.registrations import columns_of, recorded_columns
 from maru._wire import Code, StoreRequest
-from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU
+from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU, WTinyLFU
 from maru.eviction._candidates import Candidates
 
 CAPACITY = 160  # of which a sixteenth, ten, are candidates
@@ -18,8 +18,10 @@ def written(policy, n, depths=True, held=()):
     there = []
     for key in range(n):
         if len(there) == CAPACITY:
-            [victim], _ = policy.make_room([key], 1, held)
-            there.remove(victim)
+            victims, rejected = policy.make_room([key], 1, held)
+            if rejected:
+                continue
+            there.remove(*victims)
         policy.use([key], [key] if depths else None)
         there.append(key)
     return there
@@ -36,8 +38,20 @@ def test_what_is_stored_chunk_by_chunk_keeps_its_head(policy):
     assert len(there) == CAPACITY
 
 
-def test_without_depths_the_head_goes_first():
-    assert prefix(written(LRU(), 3 * CAPACITY // 2, depths=False)) == 0
+@pytest.mark.parametrize("policy", [LRU, WTinyLFU])
+def test_without_depths_the_head_goes_first(policy):
+    assert prefix(written(policy(), 3 * CAPACITY // 2, depths=False)) == 0
+
+
+def test_what_wtinylfu_lets_go_for_a_newcomer_is_the_deepest_of_what_is_next():
+    policy = WTinyLFU()
+    there = written(policy, 3 * CAPACITY // 2)
+    assert prefix(there) >= 9 and len(there) == CAPACITY
+    gone, _ = policy.make_room([], 10, {0, 5})
+    assert not {0, 5} & set(gone), "held"
+    policy.use([1])
+    gone, _ = policy.make_room([], CAPACITY, ())
+    assert len(policy) == 0 and {0, 1, 5} <= set(gone), "nothing is lost among the candidates"
 
 
 @with_depths
