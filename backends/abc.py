@@ -378,6 +378,15 @@ class DepthReservation(Protocol):
         ...
 
 
+@runtime_checkable
+class DepthTier(Protocol):
+    """A tier that knows the depths of its blocks: they go with a block that is promoted. Optional; recognised by the method."""
+
+    def depths_of(self, keys: Sequence[Key]) -> Sequence[int | None] | None:
+        """The depth of each block (its index in its prefix), where it is known; ``None`` where none is. Never blocks."""
+        ...
+
+
 class TransferExecutor(Protocol):
     """A place blocks can be written to. All of it is called on the trio thread."""
 

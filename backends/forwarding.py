@@ -35,6 +35,7 @@ OPTIONAL: Final = (
     *("checksums_of", "forget_damaged"),  # ChecksummedSource
     "used_bytes",  # PaddedSource
     "carry",  # TenantTier
+    "depths_of",  # DepthTier
     *("on_evicted", "spill_to"),  # SpillingTier
     *("list_keys", "watch_keys"),  # KeyBook
 )

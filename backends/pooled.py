@@ -216,6 +216,12 @@ class PooledTier(TierBase[Lease], Generic[R]):
         """
         return self.pool.spill_to(spiller)
 
+    # --- DepthTier ------------------------------------------------------------------------------------------------
+
+    def depths_of(self, keys: Sequence[Key]) -> Sequence[int | None] | None:
+        """The depth of each of these blocks, where it was said; ``None`` where none was."""
+        return self.pool.depths(keys)
+
     # --- KeyBook --------------------------------------------------------------------------------------------------
 
     def list_keys(self) -> list[Key]:

@@ -126,7 +126,7 @@ class HostedReservation(TierReservation["HostedTier"]):
         assert self._source is not None
         outcomes = await self._tier.store(keys, *self._source)
         slots, self._slots = self._slots, []
-        self._tier.enter(keys, slots, outcomes)
+        self._tier.enter(keys, slots, outcomes, self.depths_of(keys))
         return outcomes
 
 
@@ -320,13 +320,27 @@ class HostedTier:
         self._apply_news()
         return await self._writer.store(keys, source, refs)
 
-    def enter(self, keys: Sequence[Key], slots: Sequence[int], outcomes: Sequence[Outcome]) -> None:
+    def enter(
+        self,
+        keys: Sequence[Key],
+        slots: Sequence[int],
+        outcomes: Sequence[Outcome],
+        depths: Sequence[int | None] | None = None,
+    ) -> None:
         """Register what was stored, and give back the room of everything else. For reservations."""
         stored = [at for at, outcome in enumerate(outcomes) if outcome is STORED]
         others = [slot for at, slot in enumerate(slots) if outcomes[at] is not STORED]
         self.registry.note_duplicates(outcomes.count(DUPLICATE))
-        self.registry.register([keys[at] for at in stored], [slots[at] for at in stored])
+        self.registry.register(
+            [keys[at] for at in stored],
+            [slots[at] for at in stored],
+            depths=None if depths is None else [depths[at] for at in stored],
+        )
         self.registry.give_back(others)
+
+    def depths_of(self, keys: Sequence[Key]) -> Sequence[int | None] | None:
+        """The depth of each of these blocks that this process has stored, where it was said; ``None`` where none was."""
+        return self.registry.depths(keys)
 
     # --- reading --------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from ..abc import (
     LOADED,
     STORED,
     Deletion,
+    DepthTier,
     Destination,
     Failed,
     Key,
@@ -132,6 +133,9 @@ class WrappedTier(ForwardingTier):
 
     contains_nowait: Callable[[Sequence[Key]], AbstractSet[Key]]
     """Only where the tier below is a :class:`~backends.abc.Tier`, which knows at once what it contains."""
+    depths_of: Callable[[Sequence[Key]], Sequence[int | None] | None]
+    """Only where the tier below knows the depths of its blocks; see :class:`backends.abc.DepthTier`."""
+
     carry: Callable[[Sequence[Key], str], Callable[[], None]]
     """Only where a wrapper encrypts, here or below: ``carry(keys, tenant)``, until the function that it returns is called these
     keys are this tenant's; see :class:`backends.abc.TenantTier`."""
@@ -160,6 +164,8 @@ class WrappedTier(ForwardingTier):
         # Where any wrapper below encrypts, the tenant must be known there, so this tier has to be told as well.
         if self.coder.seals or isinstance(inner, TenantTier):
             self.carry = self._carry
+        if isinstance(inner, DepthTier):
+            self.depths_of = lambda keys: inner.depths_of(self.names(keys))
         if local and isinstance(inner, Source):
             self._source = DecodedSource(self)
             spilling = SPILLING_METHODS if isinstance(inner, SpillingTier) else ()

@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 import attrs
 import trio
 
-from backends.abc import EVICTED, LOADED, Key, ReadableTier, TenantTier, WeakBlocks
+from backends.abc import EVICTED, LOADED, DepthTier, Key, ReadableTier, TenantTier, WeakBlocks
 from backends.pages import Pages, copy_and_sum, copy_pages, new_pages
 from backends.threads import kept_if_unproven, leave_after
 
@@ -128,9 +128,9 @@ class Staging:
         for key in keys:
             self._there.pop(key, None)
 
-    def weak(self, keys: Sequence[Key]) -> WeakBlocks:
+    def weak(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> WeakBlocks:
         """Blocks that are still to be read."""
-        return WeakBlocks(self, keys, None)
+        return WeakBlocks(self, keys, None, depths)
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
         """A ref for each block that has been read."""
@@ -190,8 +190,9 @@ class PromotionRoute:
             end()
             return
         reading = _ReadFromSlowerTier(self, tier)
+        blocks = self.staging.weak(keys, _depths_of(tier, keys))
         try:
-            reading.handle = self.pipeline.enqueue_nowait(self.staging.weak(keys), precondition=reading)
+            reading.handle = self.pipeline.enqueue_nowait(blocks, precondition=reading)
         except (PipelineClosed, PipelineFull) as error:
             count(self.counts.refused, "busy" if isinstance(error, PipelineFull) else "closed", len(keys))
             end()
@@ -214,6 +215,20 @@ class PromotionRoute:
         if known < len(keys):
             count(refused, _word(container.error), len(keys) - known)
         self._ends.pop(container, nothing)()
+
+
+def _depths_of(tier: ReadableTier, keys: Sequence[Key]) -> Sequence[int | None] | None:
+    """How deep these blocks are in their prefixes, where their tier knows. A tier that fails at it costs nobody the blocks."""
+    if not isinstance(tier, DepthTier):
+        return None
+    try:
+        depths = tier.depths_of(keys)
+        if depths is not None and len(depths) != len(keys):
+            raise RuntimeError(f"{tier!r} answered {len(depths)} depths for {len(keys)} keys")
+    except Exception:
+        _log.exception("%d blocks are promoted without their depths", len(keys))
+        return None
+    return depths
 
 
 def _word(error: BaseException | None) -> str:

@@ -21,6 +21,7 @@ from maru._ending import BadInput, EnvironmentFault, ExitCode
 from .._errors import OffloadError
 from .clock import SkippingClock
 from .display import progressing, show
+from .eviction_comparison import Storing
 from .eviction_report import print_comparison
 from .options import ReplayError, ReplayOptions
 from .report import ReplayReport
@@ -116,6 +117,12 @@ _OF_BYTES = (
     help="Where --compare-eviction does so: shares of the different blocks, or blocks.  [default: 1%,5%,10%,25%,50%]",
 )
 @click.option(
+    "--chunk",
+    type=click.IntRange(1, 1 << 40),
+    help="How many blocks of a request are stored together where --compare-eviction does so.  [default: all]",
+)
+@click.option("--depths", is_flag=True, help="Have --compare-eviction store each block with its depth in its prefix.")
+@click.option(
     "--picture",
     "picture_file",
     type=svg_file,
@@ -139,6 +146,8 @@ def command(
     record: str | None,
     compare_eviction: bool,
     compared: str | None,
+    chunk: int | None,
+    depths: bool,
     picture_file: str | None,
     as_json: bool,
 ) -> None:
@@ -152,7 +161,7 @@ def command(
     _check_combination(compare_eviction, laps, skip_idle, speed)
     with _refusals():
         if compare_eviction:
-            print_comparison(trace, limit, compared, picture_file, as_json)
+            print_comparison(trace, limit, compared, Storing(chunk, depths), picture_file, as_json)
             return
         skips = laps > 1 if skip_idle is None else skip_idle
         options = ReplayOptions(
@@ -181,7 +190,7 @@ def _check_combination(compare_eviction: bool, laps: int, skip_idle: bool | None
     if compare_eviction:
         refuse(_OF_BYTES, "is about moving bytes, which --compare-eviction does not")
     else:
-        refuse(("compared", "picture_file"), "goes with --compare-eviction")
+        refuse(("compared", "chunk", "depths", "picture_file"), "goes with --compare-eviction")
     if laps == 1:
         refuse(("rename",), "is of laps: say how many, with --laps")
     if skip_idle and speed == math.inf and given("speed"):

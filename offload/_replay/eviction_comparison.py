@@ -50,6 +50,16 @@ Task: TypeAlias = tuple[str, int]
 """One simulation: of which policy, or the limit, and at which capacity."""
 
 
+@attrs.frozen
+class Storing:
+    """How the blocks of a request are stored."""
+
+    chunk: int | None = None
+    """So many together, the head of the prefix first; None: all of them."""
+    depths: bool = False
+    """Whether each comes with its depth, its index in its prefix."""
+
+
 class ComparisonFailed(OffloadError, OSError):
     """A process that simulated has ended by itself: the system killed it, or it had too little memory."""
 
@@ -91,6 +101,7 @@ def compare(
     capacities: Sequence[int],
     progress: Callable[[int], None] = lambda done: None,
     *,
+    storing: Storing = Storing(),
     processes: int | None = None,
 ) -> Comparison:
     """Simulate every policy, and the limit, at each of these capacities.
@@ -99,6 +110,7 @@ def compare(
         requests: the keys of each.
         capacities: in blocks.
         progress: told how many simulations are done, after each; there are ``simulations(capacities)``.
+        storing: how the blocks of a request are stored.
         processes: how many to use; as many as there are processors unless given. With 1, none but this one.
 
     Raises:
@@ -111,12 +123,12 @@ def compare(
     if processes == 1:
         hits = {}
         for done, task in enumerate(tasks, 1):
-            hits[task] = _hits(requests, *task)
+            hits[task] = _hits(requests, storing, *task)
             progress(done)
     else:
         hits = trio.run(
             _share_out,
-            msgspec.msgpack.encode(requests),
+            msgspec.msgpack.encode((requests, attrs.astuple(storing))),
             tasks,
             min(processes, len(tasks)),
             progress,
@@ -139,10 +151,10 @@ def simulations(capacities: Sequence[int]) -> int:
     return (len(POLICIES) + 1) * len(set(capacities))
 
 
-def _hits(requests: Sequence[Sequence[Key]], name: str, capacity: int) -> int:
+def _hits(requests: Sequence[Sequence[Key]], storing: Storing, name: str, capacity: int) -> int:
     if name == LIMIT:
         return most_hits(requests, capacity)
-    return simulate(requests, [capacity], eviction=[POLICIES[name]])
+    return simulate(requests, [capacity], eviction=[POLICIES[name]], chunk=storing.chunk, depths=storing.depths)
 
 
 # --- processes ----------------------------------------------------------------------------------------------------
@@ -209,6 +221,12 @@ def serve() -> None:
     """What such a process does, until its standard input ends."""
     asked, answers = sys.stdin.buffer, sys.stdout
     nbytes = int.from_bytes(asked.read(_LENGTH))
-    requests = msgspec.msgpack.decode(asked.read(nbytes), type=list[tuple[bytes, ...]])
+    requests, storing = msgspec.msgpack.decode(
+        asked.read(nbytes), type=tuple[list[tuple[bytes, ...]], tuple[int | None, bool]]
+    )
     for line in asked:
-        print(_hits(requests, *msgspec.json.decode(line, type=tuple[str, int])), file=answers, flush=True)
+        print(
+            _hits(requests, Storing(*storing), *msgspec.json.decode(line, type=tuple[str, int])),
+            file=answers,
+            flush=True,
+        )

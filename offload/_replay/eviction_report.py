@@ -14,14 +14,14 @@ from maru.eviction import AdaptiveLRFU
 from .._errors import OffloadError
 from .chart import Axis, Line, line_chart, round_ticks
 from .display import progressing
-from .eviction_comparison import LIMIT, SHARES, Comparison, compare, simulations
+from .eviction_comparison import LIMIT, SHARES, Comparison, Storing, compare, simulations
 from .options import ReplayError
 from .replayer import TraceKeys
 from .trace import read_trace
 
 
 def print_comparison(
-    trace: str, limit: int | None, compared: str | None, picture_file: str | None, as_json: bool
+    trace: str, limit: int | None, compared: str | None, storing: Storing, picture_file: str | None, as_json: bool
 ) -> None:
     """Compare all eviction policies over a trace, and print what came of it.
 
@@ -35,7 +35,7 @@ def print_comparison(
         raise ReplayError(f"{trace}: no block")
     capacities = capacities_of(compared, len(names))
     with progressing(simulations(capacities), "simulating") as progress:
-        comparison = compare(keys, capacities, progress)
+        comparison = compare(keys, capacities, progress, storing=storing)
     if picture_file is not None:
         write_output(picture_file, picture(comparison, os.path.basename(trace)))
     if as_json:

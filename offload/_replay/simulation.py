@@ -37,6 +37,8 @@ def simulate(
     *,
     presence: bool = True,
     eviction: Sequence[Callable[[], EvictionPolicy[Key]]] | None = None,
+    chunk: int | None = None,
+    depths: bool = False,
 ) -> int:
     """Replay requests against tiers of so many blocks each, and count the blocks that are hit.
 
@@ -49,6 +51,8 @@ def simulate(
         policies: what is asked, after presence, about what is to be stored. None may answer with a lease.
         presence: whether what the first tier has is kept from being stored again, which would take room for a moment.
         eviction: what makes the policy of each tier; LRU everywhere unless given.
+        chunk: how many blocks of a request are stored together, the head of its prefix first; all of them unless given.
+        depths: whether each block is stored with its depth, its index in its prefix.
     """
     policies_of = [LRU] * len(capacities) if eviction is None else eviction
     pools = [BlockPool(capacity, made()) for capacity, made in zip(capacities, policies_of, strict=True)]
@@ -56,13 +60,15 @@ def simulate(
     for keys in requests:
         hit = _lookup(pools, keys)
         hits += hit
-        rest = keys[hit:]
-        for pool in pools:
-            if presence or pool is not pools[0]:
-                rest = _absent(pool, rest)
-            if policies and pool is pools[0]:
-                rest = _admitted(policies, rest)
-            rest = _store(pool, rest)
+        depth_of = {key: depth for depth, key in enumerate(keys)} if depths else None
+        for start in range(hit, len(keys), chunk or len(keys)):
+            rest = keys[start : start + chunk] if chunk else keys[start:]
+            for pool in pools:
+                if presence or pool is not pools[0]:
+                    rest = _absent(pool, rest)
+                if policies and pool is pools[0]:
+                    rest = _admitted(policies, rest)
+                rest = _store(pool, rest, depth_of)
     return hits
 
 
@@ -100,7 +106,7 @@ def _admitted(policies: Sequence[Policy], keys: Sequence[Key]) -> Sequence[Key]:
     return keys
 
 
-def _store(pool: BlockPool, keys: Sequence[Key]) -> Sequence[Key]:
+def _store(pool: BlockPool, keys: Sequence[Key], depth_of: Mapping[Key, int] | None) -> Sequence[Key]:
     if not keys or len(keys) > pool.capacity:
         return ()
     slots = pool.take_evicting(keys)
@@ -108,7 +114,7 @@ def _store(pool: BlockPool, keys: Sequence[Key]) -> Sequence[Key]:
     if EVICTED in slots:  # not admitted
         keys = [key for key, slot in zip(keys, slots, strict=True) if slot != EVICTED]
         slots = [slot for slot in slots if slot != EVICTED]
-    pool.register(keys, slots)
+    pool.register(keys, slots, depths=None if depth_of is None else [depth_of[key] for key in keys])
     return keys
 
 

@@ -489,3 +489,17 @@ async def test_nothing_is_left_when_it_is_closed(source):
             await load(tier, [b"d"])
     assert set(threading.enumerate()) <= threads
     assert open_descriptors() <= before
+
+
+async def test_of_what_is_stored_chunk_by_chunk_the_deepest_makes_room(source):
+    """A host keeps the order of use for its plugin, so the depths of blocks as well."""
+    keys = [b"%d" % at for at in range(48)]
+    async with hosted(DeletingConnector(), capacity_bytes=32 * SIZE) as tier:
+        for depth, key in enumerate(keys):
+            reservation = await tier.reserve(RoomRequest([key], SIZE, "evict"))
+            reservation.note_depths({key: depth})
+            await reservation.transfer(source, source.upgrade([key]))
+            reservation.release()
+        there = await tier.contains(keys)
+        assert keys[0] in there, "of two candidates the head stays"
+        assert tier.depths_of(keys[:1]) == [0]

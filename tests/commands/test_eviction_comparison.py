@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from maru.eviction import LRU
 from offload._replay.chart import Axis, Line, line_chart, round_ticks, spread
-from offload._replay.eviction_comparison import POLICIES, SHARES, compare, simulations
+from offload._replay.eviction_comparison import POLICIES, SHARES, Storing, compare, simulations
 from offload._replay.eviction_report import CapacityUnclear, capacities_of, picture
 from offload._replay.replayer import TraceKeys
 from offload._replay.simulation import most_hits, simulate
@@ -67,6 +67,16 @@ def test_with_room_for_all_the_limit_is_every_repetition() -> None:
     assert most_hits([(1, 2), (1, 3), (1, 2, 4)], 0) == 0
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_long_prompt_in_a_place_that_is_too_small_is_found_again_where_its_depths_are_said(name: str) -> None:
+    """Stored one by one, the head of a prefix is the oldest of it: without depths it goes first, and nothing is found."""
+    prompt = [tuple(b"%d" % block for block in range(240))] * 4
+    hits = simulate(prompt, [160], eviction=[POLICIES[name]], chunk=1, depths=True)
+    assert hits >= 3 * 9, "all but one of the candidates are the head"
+    if name in ("LRU", "S3-FIFO"):
+        assert simulate(prompt, [160], eviction=[POLICIES[name]], chunk=1) == 0
+
+
 # --- comparing ----------------------------------------------------------------------------------------------------
 
 TRACE = [tuple(b"%d" % block for block in keys) for keys in KINDS["talks"](seed=6, sessions=30, alive=6)]
@@ -77,6 +87,8 @@ def test_a_comparison_is_the_same_in_one_process_and_in_several() -> None:
     alone = compare(TRACE, [50, 10, 50], told.append, processes=1)
     assert told == list(range(1, simulations([10, 50]) + 1))
     assert alone == compare(TRACE, [10, 50], processes=2)
+    by_chunks = Storing(chunk=3, depths=True)
+    assert compare(TRACE, [10], storing=by_chunks, processes=2) == compare(TRACE, [10], storing=by_chunks, processes=1)
     assert alone.capacities == [10, 50]
     assert alone.hit_rates["LRU"][1] == simulate(TRACE, [50], eviction=[LRU]) / alone.blocks
     for at in range(2):

@@ -16,7 +16,8 @@ from backends.file import FileTier
 from backends.memory import MemoryTier
 from backends.slots import PagesDestination
 from backends.testing import payload_of
-from offload import NO_WAIT, Engine, EngineStatistics, LoadFailed, PipelineConfig, Status
+from backends.wrappers import Zstd, slot_bytes, wrap
+from offload import NO_WAIT, Engine, EngineStatistics, LoadFailed, PipelineConfig, Status, open_engine, open_pipeline
 from tests.support.engine_places import SIZE, Places, cancelled_at_checkpoint, keys_of, payloads, room
 
 EVICTING = PipelineConfig(on_destination_full="evict")
@@ -509,3 +510,36 @@ async def test_blocks_come_up_from_files_unharmed(tmp_path: Path) -> None:
         statistics = tier.statistics()
         assert (statistics.held_blocks, statistics.reserved_blocks) == (0, 0)
     disk.close()
+
+
+# --- depths -------------------------------------------------------------------------------------------------------
+
+
+async def test_what_goes_up_has_the_depths_that_the_slower_tier_knows() -> None:
+    """Behind wrappers and the engine's breaker, too: what was stored chunk by chunk goes deepest first up there as well."""
+    source, fast = MemoryTier(8 * SIZE, SIZE), MemoryTier(8 * SIZE, SIZE)
+    size = slot_bytes(SIZE, Zstd())
+    slow = wrap(MemoryTier(8 * size, size), Zstd(), block_bytes=SIZE)
+    keys = keys_of(4)
+    for key in keys:
+        source.put(key, payload_of(key, SIZE))
+    async with open_pipeline(source, slow) as pipeline:
+        for start in (0, 2):
+            await pipeline.enqueue_nowait(
+                source.weak(keys[start : start + 2], depths=[start, start + 1]), NO_WAIT
+            ).wait()
+    async with open_engine(source, {"fast": fast, "slow": slow}, promote=True) as engine:
+        assert (await load(engine, keys)).loaded == 4
+        await engine.drain()
+        assert engine.statistics().promoted_blocks == 4
+    assert fast.depths_of(keys) == [0, 1, 2, 3]
+
+
+async def test_a_tier_that_fails_at_its_depths_costs_nobody_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    places, keys = Places(), keys_of(3)
+    places["b"].fill(keys)
+    monkeypatch.setattr(places["b"], "depths_of", lambda keys: [1])
+    async with places.open(promote=True) as engine:
+        assert (await load(engine, keys)).loaded == 3
+        await engine.drain()
+        assert places["a"].contains_nowait(keys) == set(keys)

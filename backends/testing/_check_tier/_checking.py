@@ -39,6 +39,7 @@ _PROMISES: Final[tuple[Callable[[Case], Awaitable[None]], ...]] = (
     reading.async_means_checkpoint,
     reading.is_a_source,
     storing.tells_which_keys_it_has,
+    storing.knows_the_depths_that_were_said,
 )
 
 
