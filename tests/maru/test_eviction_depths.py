@@ -5,9 +5,12 @@ import pytest
 
 from maru._directory import Directory
 from maru._journal.registrations import columns_of, recorded_columns
-from maru._wire import Code, StoreRequest
+from maru._wire import AllocRequest, Code, FindRequest, StoreRequest, StoreStatus
 from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU, WTinyLFU
 from maru.eviction._candidates import Candidates
+from tests.maru.test_hostile import Attacker
+from tests.support.maru_actors import REGION
+from tests.support.maru_processes import Server, temporary_pool
 
 CAPACITY = 160  # of which a sixteenth, ten, are candidates
 with_depths = pytest.mark.parametrize("policy", [AdaptiveLRFU, LRU, LFU, S3FIFO, ARC])
@@ -149,3 +152,27 @@ def test_the_page_store_evicts_the_deepest_of_what_was_stored_one_by_one_also_af
         there = one.exists([str(at) for at in range(CAPACITY)])
         assert all(there[:9]), "the head stays"
         assert there.count(False) == 20
+
+
+def test_a_client_of_the_version_before_which_knows_no_depths_is_served_also_after_a_restart():
+    """Its STORE ends where the column begins. Another one, which says depths, shares its server."""
+    with (
+        temporary_pool() as pool,
+        Server(pool, "--capacity-bytes", "64MiB") as server,
+        Attacker(server.ipc) as old,
+        Attacker(server.ipc) as new,
+    ):
+        sessions = {}
+        for peer, name, depths in ((old, "old", None), (new, "new", [1, 0])):
+            session = sessions[peer] = peer.session(lease=60.0)
+            region = peer.ask(Code.REQUEST_ALLOC, AllocRequest(name, REGION, session)).handle.region_id
+            keys = [name, f"{name} next"]
+            store = msgspec.to_builtins(StoreRequest(b"", 0, 1, region, keys, [0, PAGE], PAGE, None, depths))
+            without_the_column = store[1:-1] if peer is old else store[1:]
+            answer = peer.ask(Code.STORE, [session, *without_the_column])
+            assert answer.statuses == [StoreStatus.NEW, StoreStatus.NEW]
+        server.kill()
+        server.start()
+        for peer, session in sessions.items():
+            found = peer.ask(Code.FIND, FindRequest(session, 0, ["old", "old next", "new", "new next"], False, False))
+            assert list(found.positions) == [0, 1, 2, 3]
