@@ -80,11 +80,12 @@ class MaruLease(TierLease["MaruTier"]):
     def release_nowait(self) -> None:
         """Release the blocks. Idempotent; the server is told, and its answer is not waited for."""
         self._held.release()
-        self.tier.let_go()
+        self.tier.wake_first()  # what it held may be evicted now
 
     async def _let_go(self) -> None:
         self.release_nowait()
-        await self.tier.purge()
+        if self.tier.damaged:
+            await self.tier.purge()
 
 
 @attrs.frozen

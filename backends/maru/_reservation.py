@@ -19,10 +19,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from maru import Stored
+
 from .._copying import StoreCopy
 from ..abc import Key, Outcome, Source
 from ..pages import Pages
 from ..tier_base import TierReservation
+from ._answers import outcomes_of
 
 if TYPE_CHECKING:
     from maru import AllocBatch
@@ -67,11 +70,20 @@ class MaruReservation(TierReservation["MaruTier"]):
             self._sums = [self._sums[at] for at in positions]
 
     async def _copy(self, source: Source, keys: Sequence[Key], refs: Sequence[int]) -> Mapping[int, Exception]:
-        copy = StoreCopy(source, keys, refs, summed=self._tier.checksums)
-        failed = await self._tier.copy_in(copy, self.pages)
+        tier = self._tier
+        copy = StoreCopy(source, keys, refs, summed=tier.checksums)
+        failed = await copy.into(self.pages, tier.in_place)
         self._sums = copy.sums
         return failed
 
     async def _register(self, keys: Sequence[Key]) -> Sequence[Outcome]:
-        assert self._batch is not None
-        return await self._tier.register(keys, self._batch, self._sums, self.depths_of(keys))
+        batch, tier = self._batch, self._tier
+        assert batch is not None
+        sums = list(self._sums) if tier.checksums else None
+        answers = await tier.handler.store_pages(
+            tier.naming.names(keys), batch, self.block_bytes, sums, depths=self.depths_of(keys)
+        )
+        outcomes = outcomes_of(tier, keys, answers)
+        tier.stored += answers.count(Stored.NEW)
+        tier.duplicates += answers.count(Stored.DUPLICATE) - tier.damaged.note_stored(keys, outcomes)
+        return outcomes

@@ -19,10 +19,9 @@ from typing import Any, ClassVar, Final
 
 import trio
 
-from maru import AllocBatch, LeaseLost, MaruError, MaruHandler, PoolFull
-from maru import Stored as MaruStored
+from maru import LeaseLost, MaruError, MaruHandler, PoolFull
 
-from .._copying import StoreCopy, load_pages, unequal
+from .._copying import load_pages, unequal
 from .._errors import BackendError, BlockSizeError, CapacityError
 from .._in_place import CopiesInPlace
 from .._keys import check_keys
@@ -33,7 +32,6 @@ from ..abc import (
     Failed,
     Key,
     Missed,
-    Outcome,
     RoomRequest,
     TierStatistics,
 )
@@ -41,7 +39,7 @@ from ..damaged_blocks import DamagedBlocks
 from ..pages import Pages
 from ..room import WaitQueue
 from ..tier_base import TierBase, TierLease
-from ._answers import deletions_of, outcomes_of
+from ._answers import deletions_of
 from ._lease import DamagedPage, MaruLease
 from ._names import KeyNames, KeyNaming
 from ._reservation import MaruReservation
@@ -104,17 +102,21 @@ class MaruTier(TierBase[MaruLease]):
         """What keys are called in the page store."""
         self.checksums: bool = handler.config.checksums
         """Whether blocks are verified when they are loaded."""
-        self._block_bytes = size
-        self._in_place = CopiesInPlace()
-        self._waiters = WaitQueue(self._wake_first)
+        self.block_bytes: int = size
+        """Size of every block."""
+        self.in_place = CopiesInPlace()
+        """The copies that this tier makes on the trio thread."""
+        self._waiters = WaitQueue(self.wake_first)
         self._visits = Visits()  # of the handler that was opened here: it may be entered by its maker and by engines
         self._opening = trio.Lock()
         self._opened = False
         self.damaged: DamagedBlocks[DamagedPage] = DamagedBlocks()
         """Found damaged, and not deleted yet."""
-        self._stored = self._duplicates = self._loaded = self._deleted = self._dropped = 0
+        self.stored = self.duplicates = 0
+        """What became of the blocks of its reservations."""
+        self._loaded = self._deleted = self._dropped = 0
         self._missed = {"damaged": 0, "lease": 0, "size": 0}
-        handler.on_pages_freed(self._wake_first)
+        handler.on_pages_freed(self.wake_first)
 
     def __repr__(self) -> str:
         return f"<MaruTier of blocks of {self.block_bytes} bytes, {self.handler!r}>"
@@ -140,11 +142,6 @@ class MaruTier(TierBase[MaruLease]):
             if closes and self._opened:
                 self._opened = False
                 await self.handler.__aexit__(None, None, None)
-
-    @property
-    def block_bytes(self) -> int:
-        """Size of every block, in bytes."""
-        return self._block_bytes
 
     # --- room -----------------------------------------------------------------------------------------------------
 
@@ -212,14 +209,10 @@ class MaruTier(TierBase[MaruLease]):
                     await waiter.changed.wait()
                 waiter.changed = trio.Event()
 
-    def _wake_first(self) -> None:
+    def wake_first(self) -> None:
         """There may be pages now, or the first request is another one: it tries again."""
         if (waiter := self._waiters.first) is not None:
             waiter.changed.set()
-
-    def let_go(self) -> None:
-        """Note that a lease of this tier has ended: what it held may be evicted now."""
-        self._wake_first()
 
     def _may_grow(self) -> bool:
         """Whether asking the server may bring pages that nobody has let go of."""
@@ -243,29 +236,6 @@ class MaruTier(TierBase[MaruLease]):
                     f"{self!r} cannot hold {len(keys)} blocks, even if it were empty: pool_size is for {room}"
                 )
 
-    # --- writing: what a reservation does -------------------------------------------------------------------------
-
-    async def copy_in(self, copy: StoreCopy, pages: Pages) -> dict[int, Exception]:
-        """Copy blocks into pages; what must not be stored. Cancelled, it leaves at once, whatever a thread does."""
-        return await copy.into(pages, self._in_place)
-
-    async def register(
-        self, keys: Sequence[Key], batch: AllocBatch, sums: Sequence[int], depths: Sequence[int | None] | None = None
-    ) -> list[Outcome]:
-        """Register all pages of a batch in one message, with their checksums if the handler is to know them."""
-        answers = await self.handler.store_pages(
-            self.naming.names(keys),
-            batch,
-            self.block_bytes,
-            list(sums) if self.checksums else None,
-            depths=depths,
-        )
-        self._stored += answers.count(MaruStored.NEW)
-        self._duplicates += answers.count(MaruStored.DUPLICATE)
-        outcomes = outcomes_of(self, keys, answers)
-        self._duplicates -= self.damaged.note_stored(keys, outcomes)
-        return outcomes
-
     # --- reading --------------------------------------------------------------------------------------------------
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
@@ -274,7 +244,8 @@ class MaruTier(TierBase[MaruLease]):
         Raises:
             maru.NoAnswer: it did not answer. That is not to say that it has none of them.
         """
-        await self.purge()
+        if self.damaged:
+            await self.purge()
         there = await self.handler.batch_exists(self.naming.names(keys))
         return {key for key, is_there in zip(keys, there, strict=True) if is_there and key not in self.damaged}
 
@@ -286,8 +257,9 @@ class MaruTier(TierBase[MaruLease]):
         Raises:
             maru.NoAnswer: the server did not answer. What it may have pinned is given back when its answer comes.
         """
-        await self.purge()
-        keys = self.damaged.prefix_before(keys) if self.damaged else keys
+        if self.damaged:
+            await self.purge()
+            keys = self.damaged.prefix_before(keys)
         held = await self.handler.hold_pages(self.naming.names(keys))
         lengths = held.lengths
         if lengths.count(self.block_bytes) != len(lengths):
@@ -304,7 +276,7 @@ class MaruTier(TierBase[MaruLease]):
         summed = self.checksums and expected.count(None) < len(expected)
         try:
             lease.check()
-            sums = await load_pages(lease.pages, destination, there, summed, self._in_place)
+            sums = await load_pages(lease.pages, destination, there, summed, self.in_place)
             lease.check()
         except LeaseLost:
             return dict.fromkeys(range(len(expected)), Missed("lease"))
@@ -324,8 +296,6 @@ class MaruTier(TierBase[MaruLease]):
 
     async def purge(self) -> None:
         """Delete what was found damaged, as far as it is not held and the server answers. No checkpoint if there is none."""
-        if not self.damaged:
-            return
         era = self.handler.era
         self.damaged.clear([page for page in self.damaged if page.era != era])
         with self.damaged.claim() as pages:
@@ -359,8 +329,8 @@ class MaruTier(TierBase[MaruLease]):
             blocks=pages.registered,
             held_blocks=handler.pinned,
             reserved_blocks=pages.allocated + pages.registering + pages.in_doubt,
-            stored=self._stored,
-            duplicates=self._duplicates,
+            stored=self.stored,
+            duplicates=self.duplicates,
             evicted=max(0, pages.returned - self._dropped),
             loaded=self._loaded,
             missed=dict(self._missed),

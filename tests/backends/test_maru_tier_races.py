@@ -248,16 +248,16 @@ async def test_a_restart_while_storing_stores_or_says_so(when, forgets, autojump
     async with two_tiers(world) as (tier, other):
         reservation = await tier.reserve(RoomRequest(MORE, PAGE, "fail"))
         source = source_of(MORE)
-        copied = tier.register
+        store_pages = tier.handler.store_pages
 
-        async def restarting(*arguments):
+        async def restarting(*arguments, **options):
             world.restart(forgets=forgets)
-            return await copied(*arguments)
+            return await store_pages(*arguments, **options)
 
         if when == "reserved":
             world.restart(forgets=forgets)
         else:
-            tier.register = restarting
+            tier.handler.store_pages = restarting
         try:
             outcomes = list(await reservation.transfer(source, source.upgrade(MORE)))
         except ServerLost:
@@ -269,7 +269,7 @@ async def test_a_restart_while_storing_stores_or_says_so(when, forgets, autojump
             assert STORED not in outcomes
         else:
             assert outcomes == [STORED] * 3
-        vars(tier).pop("register", None)
+        vars(tier.handler).pop("store_pages", None)
         await at_rest(world, tier, other)
 
 

@@ -102,6 +102,21 @@ class Recorder:
         return [call for call in calls if call not in BESIDES]
 
 
+@attrs.define(eq=False)
+class RecordedRoom:
+    """Room in the tier, which says when it is filled."""
+
+    room: Any
+    recorder: Recorder
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.room, name)
+
+    async def transfer(self, *args: Any) -> Any:
+        self.recorder.note("copy down")
+        return await self.room.transfer(*args)
+
+
 class RecordedMaru(MaruTier):
     """The tier itself, which says what it does."""
 
@@ -110,17 +125,13 @@ class RecordedMaru(MaruTier):
     def _made(self, reservation: Any) -> Any:
         if reservation.granted:
             self.recorder.note("reserve")
-        return reservation
+        return RecordedRoom(reservation, self.recorder)
 
     async def reserve(self, *args: Any) -> Any:
         return self._made(await super().reserve(*args))
 
     def reserve_nowait(self, *args: Any) -> Any:
         return self._made(super().reserve_nowait(*args))
-
-    async def copy_in(self, *args: Any) -> Any:
-        self.recorder.note("copy down")
-        return await super().copy_in(*args)
 
     async def load(self, *args: Any) -> Any:
         self.recorder.note("copy up")

@@ -139,7 +139,7 @@ class PageStoreTier(MaruTier):
                 wire = self.model.wire = await stack.enter_async_context(open_lossy_wire(self.model.store.endpoint))
                 wire.decide = self.model.fate
                 self.handler = MaruHandler(attrs.evolve(self.handler.config, server_url=wire.endpoint))
-                self.handler.on_pages_freed(self._wake_first)
+                self.handler.on_pages_freed(self.wake_first)
             await stack.enter_async_context(self)
             batch = await self.handler.alloc_pages(1)  # its region is taken now, and not when the first block comes
             assert batch is not None
