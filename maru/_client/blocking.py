@@ -327,13 +327,13 @@ class MaruHandler(HandlerBase):
         self._lock = threading.RLock()
         self._driver.after_fork(self._lock, belongs_to(self._pid, repr(self)))
 
-    def _give_back(self, pin: Pin) -> None:
-        """One user of a pin less. The server is told at once, and nobody waits for its answer."""
+    def _give_back(self, pins: Iterable[Pin]) -> None:
+        """One user of each pin less. The server is told at once, and nobody waits for its answer."""
         if self._is_forked:
             return
         state = self._state
         with self._lock:
-            state.pinned.release(pin, state.era)
+            state.pinned.release(pins, state.era)
             tell = bool(state.pinned.due) and not state.unsettled and not state.is_closed
         if tell:
             with contextlib.suppress(MaruError):  # then the next call tells it

@@ -20,7 +20,7 @@ from .._errors import BadMessage, HandlerClosed, MaruError, NoAnswer, ServerLost
 from .._wire import ErrorReply
 from ..transport import BlockingSocket
 from .connections import Connection, ConnectionPool
-from .operations import Alone, Call, ClientState, Effect, Identify, Map, Operation, Start, Work
+from .operations import Alone, Call, ClientState, Effect, Identify, Map, Operation, Work
 from .regions import fetch_region
 from .sockets import identify
 
@@ -68,14 +68,12 @@ class Driver:
 
     def perform(self, effect: Effect) -> Any:
         if type(effect) is Call:
-            return self._call(effect)
+            return self._call(effect) if effect.is_awaited else self._start(effect)
         if type(effect) is Work:
             return effect.do()
         if type(effect) is Alone:
             with self._alone:
                 return self.run(effect.operation())
-        if type(effect) is Start:
-            return self._start(effect.call)
         if type(effect) is Identify:
             return identify(self.state.config)
         assert type(effect) is Map
@@ -99,7 +97,7 @@ class Driver:
                     effect = operation.send(value) if error is None else operation.throw(error)
                 error = None
                 try:
-                    if type(effect) is Call:
+                    if type(effect) is Call and effect.is_awaited:
                         return self._begin(effect)
                     value = self.perform(effect)
                 except BaseException as exc:

@@ -26,7 +26,7 @@ from ..transport import Message, MessageSocket
 from . import operations as operations
 from .correlation import Correlation
 from .handler_base import CallStatistics, beat_of
-from .operations import Alone, Call, ClientState, Effect, Identify, Map, Operation, Pin, Span, Start, Work
+from .operations import Alone, Call, ClientState, Effect, Identify, Map, Operation, Pin, Span, Work
 from .regions import fetch_region
 from .sockets import identify
 
@@ -94,12 +94,15 @@ class Driver:
                 effect = send(value) if error is None else operation.throw(error)
                 error = None
                 try:
-                    if type(effect) is Call:
+                    if type(effect) is not Call:
+                        waited = True
+                        value = await self._perform(effect, is_alone)
+                    elif effect.is_awaited:
                         waited = True
                         value = await self._call(effect)
                     else:
-                        waited = waited or type(effect) is not Start
-                        value = await self._perform(effect, is_alone)
+                        self._start(effect)
+                        value = None
                 except BaseException as exc:
                     error = exc
         except StopIteration as stop:
@@ -111,9 +114,6 @@ class Driver:
             error = None  # its traceback holds this frame
 
     async def _perform(self, effect: Effect, is_alone: bool) -> Any:
-        if type(effect) is Start:
-            self._start(effect.call)
-            return None
         if type(effect) is Work:
             if effect.size <= INLINE_BYTES:
                 return effect.do()
@@ -310,20 +310,15 @@ class Driver:
             except Exception:  # likewise: the next call settles it, and is told
                 _log.exception("%r could not tell the server of what was left", self.state)
 
-    def give_back(self, pin: Pin) -> None:
-        """One user of a pin less. The server is told at once, and nobody waits for its answer."""
-        self.give_back_all((pin,))
-
-    def give_back_all(self, pins: Iterable[Pin]) -> None:
+    def give_back(self, pins: Iterable[Pin]) -> None:
         """One user of each pin less. The server is told at once, in one message, and nobody waits for its answer."""
         state = self.state
-        for pin in pins:
-            state.pinned.release(pin, state.era)
+        state.pinned.release(pins, state.era)
         if state.pinned.due and not self._closed:
             if not state.unsettled:
-                for effect in operations.give_back_pins(state, wait=False):
-                    assert type(effect) is Start
-                    self._start(effect.call)
+                for call in operations.give_back_pins(state, wait=False):
+                    assert type(call) is Call
+                    self._start(call)
             if state.pinned.due:
                 self._released.set()
 

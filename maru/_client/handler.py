@@ -303,7 +303,7 @@ class MaruHandler(HandlerBase):
             keys: what to find.
             partial: end before the first whose region cannot be mapped here, instead of raising why.
         """
-        return await self._drive(columns.hold_pages(self._state, keys, self._driver.give_back_all, partial))
+        return await self._drive(columns.hold_pages(self._state, keys, self._driver.give_back, partial))
 
     async def delete_pages(self, keys: Sequence[str], generations: Sequence[int]) -> list[Deleted]:
         """Delete these keys where the generation found is still there, by :attr:`HeldBatch.generations`.
@@ -318,7 +318,7 @@ class MaruHandler(HandlerBase):
     def collect(self) -> None:
         """Give back, now, what was garbage collected or cut off by a cancel: pages, and pins at the server. Does not wait."""
         self._state.collect()
-        self._driver.give_back_all(())
+        self._driver.give_back(())
 
     @property
     def free_pages(self) -> int:

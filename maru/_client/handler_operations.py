@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from .answers import Deleted, Loaded, Stored
 from .copying import Buffer, Places, copy, copy_and_sum, sums
@@ -13,6 +13,9 @@ from .operations import ClientState, Operation, Pin, Work, allocate, delete, hol
 from .views import AllocHandle, MemoryInfo
 
 T = TypeVar("T")
+
+GiveBack: TypeAlias = Callable[[Sequence[Pin]], object]
+"""Takes pins that have one user less."""
 
 
 # --- storing ------------------------------------------------------------------------------------------------------
@@ -84,15 +87,13 @@ def batch_put(s: ClientState, keys: Iterable[str], buffers: Sequence[Buffer]) ->
 # --- reading ------------------------------------------------------------------------------------------------------
 
 
-def retrieve(s: ClientState, key: str, give_back: Callable[[Pin], object]) -> Operation[MemoryInfo | None]:
+def retrieve(s: ClientState, key: str, give_back: GiveBack) -> Operation[MemoryInfo | None]:
     """What lies under a key, pinned."""
     [found] = yield from batch_retrieve(s, [key], give_back)
     return found
 
 
-def batch_retrieve(
-    s: ClientState, keys: Iterable[str], give_back: Callable[[Pin], object]
-) -> Operation[list[MemoryInfo | None]]:
+def batch_retrieve(s: ClientState, keys: Iterable[str], give_back: GiveBack) -> Operation[list[MemoryInfo | None]]:
     """What lies under these keys, pinned."""
     keys = list_keys(keys)
     pins = yield from hold(s, keys)

@@ -125,7 +125,7 @@ class MemoryInfo:
         "region_id",
     )
 
-    def __init__(self, state: Any, key: str, pin: Any, give_back: Callable[[Any], object]) -> None:
+    def __init__(self, state: Any, key: str, pin: Any, give_back: Callable[[tuple[Any]], object]) -> None:
         """Not to be called: a handler makes them."""
         memory = state.spans[pin.region_id]
         self._state: ClientState = state
@@ -175,7 +175,7 @@ class MemoryInfo:
         """Give the pin back. Idempotent. Views stay readable, and mean nothing any more."""
         pin = self._grip.let_go()
         if pin is not None:
-            self._give_back(pin)
+            self._give_back((pin,))
 
     def _verify(self) -> None:
         pin = self._grip.pin

@@ -22,7 +22,6 @@ from maru._client.copying import copy, copy_and_sum
 from maru._client.operations import (
     Alone,
     Call,
-    Start,
     Work,
     beat,
     connect,
@@ -350,9 +349,9 @@ class Interleaved(RuleBasedStateMachine):
                 thread.is_over = True
             else:
                 value = error = None
-                if isinstance(effect, Start):
-                    self.send(effect.call, None)
-                    self.s.gave_up(effect.call)
+                if isinstance(effect, Call) and not effect.is_awaited:
+                    self.send(effect, None)
+                    self.s.gave_up(effect)
                     continue
                 if isinstance(effect, Call):
                     self.send(effect, thread)

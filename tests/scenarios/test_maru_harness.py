@@ -227,7 +227,7 @@ def test_planted_pages_that_are_free_under_a_reader(monkeypatch: pytest.MonkeyPa
     async def let_go_at_once(self: MaruHandler, keys: Any) -> HeldBatch:
         batch = await held(self, keys)
         pins, batch._pins = batch._pins, []
-        self._driver.give_back_all(pins)
+        self._driver.give_back(pins)
         return batch
 
     monkeypatch.setattr(HeldBatch, "check", lambda self: None)

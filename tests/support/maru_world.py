@@ -21,7 +21,7 @@ import trio
 
 from maru import CannotMap, MaruConfig, MaruHandler, NoAnswer, ServerConfig, ServerRefused
 from maru._client.copying import copy, copy_and_sum
-from maru._client.operations import Alone, Call, ClientState, Identify, Map, Start, Work, load, put
+from maru._client.operations import Alone, Call, ClientState, Identify, Map, Work, load, put
 from maru._client.operations import effects as effects
 from maru._directory import Directory
 from maru._directory.limits import Limits
@@ -166,10 +166,10 @@ class Client:
 
     def perform(self, effect: effects.Effect):
         if isinstance(effect, Call):
-            return self.call(effect)
-        if isinstance(effect, Start):
+            if effect.is_awaited:
+                return self.call(effect)
             with contextlib.suppress(NoAnswer, ServerRefused):
-                self.call(effect.call)
+                self.call(effect)
             return None
         if isinstance(effect, Map):
             return self.map(effect)

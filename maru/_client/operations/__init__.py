@@ -18,7 +18,6 @@ from .effects import Identify as Identify
 from .effects import Map as Map
 from .effects import Operation as Operation
 from .effects import Span as Span
-from .effects import Start as Start
 from .effects import Work as Work
 from .pinned import Pin as Pin
 from .pinning import give_back_pins as give_back_pins

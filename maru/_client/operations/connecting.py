@@ -279,7 +279,7 @@ def close(s: ClientState) -> Operation[None]:
             yield Call(Code.CLOSE, CloseRequest(s.token, s.pages.acknowledged), patience=CLOSE_PATIENCE)
             return
         pinned = s.pinned
-        held = [key for key in pinned.held_keys() if (pin := pinned.get(key, s.era)) for _ in range(pin.taken)]
+        held = [key for key, taken in pinned.held(s.era).items() for _ in range(taken)]
         for some in portions([*pinned.due, *held], s.max_keys):
             yield Call(Code.BATCH_UNPIN_KV, KeysRequest(some), patience=CLOSE_PATIENCE)
         for region in s.pages.regions:

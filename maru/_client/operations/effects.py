@@ -21,13 +21,17 @@ T = TypeVar("T")
 
 
 class Call:
-    """Send a request and wait for its answer: resumed with the reply message."""
+    """Send a request and wait for its answer: resumed with the reply message.
+
+    One that is not awaited is sent now, if it can be: resumed with nothing, at once. Its errors are nobody's.
+    """
 
     __slots__ = (
         "code",
         "connection",
         "deadline",
         "expected",
+        "is_awaited",
         "is_over",
         "late",
         "message",
@@ -46,6 +50,7 @@ class Call:
         sending: Callable[[], object] | None = None,
         late: Callable[[Any], None] | None = None,
         patience: float | None = None,
+        is_awaited: bool = True,
     ) -> None:
         self.code = code
         self.message = message
@@ -55,6 +60,8 @@ class Call:
         """Called with the reply if that comes after all, once nobody waits for it any more."""
         self.patience = patience
         """Seconds to wait at most; ``timeout_ms`` unless set."""
+        self.is_awaited = is_awaited
+        """Whether its answer is waited for."""
         # From here on, what drives it notes: an object of its own for each call on its way would cost as much as this one.
         self.reply: Any = None
         self.is_over = False
@@ -63,15 +70,6 @@ class Call:
         self.deadline: float
         self.connection: Any
         self.expected: Any
-
-
-class Start:
-    """Send a request now, and wait for no answer: resumed with nothing, at once. Errors of it are nobody's."""
-
-    __slots__ = ("call",)
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
 
 
 class Span(Protocol):
@@ -141,7 +139,7 @@ class Alone:
         self.operation = operation
 
 
-Effect: TypeAlias = Call | Start | Map | Work | Alone | Identify
+Effect: TypeAlias = Call | Map | Work | Alone | Identify
 Operation: TypeAlias = Generator[Effect, Any, T]
 
-__all__ = ["Alone", "Call", "Effect", "Identify", "Map", "Operation", "Reply", "Request", "Span", "Start", "Work"]
+__all__ = ["Alone", "Call", "Effect", "Identify", "Map", "Operation", "Reply", "Request", "Span", "Work"]

@@ -12,28 +12,29 @@ Rule 2. A view that was forgotten is noticed by its finalizer, which may run any
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+Place: TypeAlias = tuple[int, int, int, int, int, int | None]
+"""Position among the keys, region, offset, length, generation and checksum."""
 
 
-class Pin:
+class Pin(msgspec.Struct, eq=False):
     """A registration that may not go while somebody uses it."""
 
-    __slots__ = ("checksum", "era", "generation", "key", "length", "offset", "region_id", "taken", "users")
-
-    def __init__(
-        self, key: str, region_id: int, offset: int, length: int, generation: int, checksum: int | None, era: int
-    ) -> None:
-        self.key = key
-        """As the server knows it."""
-        self.region_id = region_id
-        self.offset = offset
-        self.length = length
-        self.generation = generation
-        self.checksum = checksum
-        self.era = era
-        self.taken = 1
-        """Pins that the server counts for it."""
-        self.users = 1
+    key: str
+    """As the server knows it."""
+    region_id: int
+    offset: int
+    length: int
+    generation: int
+    checksum: int | None
+    era: int
+    taken: int = 1
+    """Pins that the server counts for it."""
+    users: int = 1
 
     def is_at(self, region_id: int, offset: int, length: int, generation: int) -> bool:
         """Whether this is the same registration: of the same generation, or without one in the same place."""
@@ -56,36 +57,49 @@ class Pinned:
     def __len__(self) -> int:
         return len(self._pins)
 
-    def get(self, key: str, era: int) -> Pin | None:
-        """The pin of this key, if it is of this era."""
-        pin = self._pins.get(key)
-        return pin if pin is not None and pin.era == era else None
-
-    def take(
-        self, key: str, region_id: int, offset: int, length: int, generation: int, checksum: int | None, era: int
-    ) -> Pin:
-        """The server has pinned this key once more, at this place. One more user."""
-        pin = self.get(key, era)
-        if pin is not None and pin.is_at(region_id, offset, length, generation):
-            pin.taken += 1
+    def use_all(self, keys: Sequence[str], era: int) -> list[Pin | None] | None:
+        """The pins of all of these keys, with one more user each; ``None`` if one is not pinned in this era."""
+        known: list[Pin | None] = []
+        for key in keys:
+            pin = self._pins.get(key)
+            if pin is None or pin.era != era:
+                return None
+            known.append(pin)
+        for pin in known:
+            assert pin is not None
             pin.users += 1
-            return pin
-        if pin is not None:
-            # Its registration went, pinned as it was, and its pins with it: what is given back would be the new one's.
-            pin.taken = 0
-        pin = self._pins[key] = Pin(key, region_id, offset, length, generation, checksum, era)
-        return pin
+        return known
 
-    def release(self, pin: Pin, era: int) -> None:
-        """One user less. With the last one its pins are due."""
-        pin.users -= 1
-        assert pin.users >= 0
-        if pin.users:
-            return
-        if self._pins.get(pin.key) is pin:
-            del self._pins[pin.key]
-        if pin.era == era:
-            self.due += [pin.key] * pin.taken
+    def take(self, keys: Sequence[str], places: Iterable[Place], era: int) -> list[Pin | None]:
+        """The server has pinned those of these keys that have a place once more, there. One more user of each."""
+        taken: list[Pin | None] = [None] * len(keys)
+        for at, region_id, offset, length, generation, checksum in places:
+            key = keys[at]
+            pin = self._pins.get(key)
+            if pin is not None and pin.era == era:
+                if pin.is_at(region_id, offset, length, generation):
+                    pin.taken += 1
+                    pin.users += 1
+                    taken[at] = pin
+                    continue
+                # Its registration went, pinned as it was, and its pins with it: what is given back would be the new one's.
+                pin.taken = 0
+            taken[at] = self._pins[key] = Pin(key, region_id, offset, length, generation, checksum, era)
+        return taken
+
+    def release(self, pins: Iterable[Pin | None], era: int) -> None:
+        """One user less of each. With the last one its pins are due."""
+        for pin in pins:
+            if pin is None:
+                continue
+            pin.users -= 1
+            assert pin.users >= 0
+            if pin.users:
+                continue
+            if self._pins.get(pin.key) is pin:
+                del self._pins[pin.key]
+            if pin.era == era:
+                self.due += [pin.key] * pin.taken
 
     def lend(self, keys: list[str], era: int) -> None:
         """The server has pinned each of these once, for a copy: until :meth:`returned`, with the same list."""
@@ -110,7 +124,7 @@ class Pinned:
         """Release what was forgotten."""
         dropped = self.dropped
         while dropped:
-            self.release(dropped.popleft(), era)
+            self.release((dropped.popleft(),), era)
 
     # --- calls of pin and unpin -----------------------------------------------------------------------------------
 
@@ -127,14 +141,14 @@ class Pinned:
         pin = asked.pop()
         if not asked:
             del self._asked[key]
-        self.release(pin, era)
+        self.release((pin,), era)
         return pin.era == era
 
     # --- another era ----------------------------------------------------------------------------------------------
 
-    def held_keys(self) -> list[str]:
-        """All that is pinned."""
-        return list(self._pins)
+    def lapsed(self, era: int) -> list[str]:
+        """What was pinned in an era before this one, and not again since."""
+        return [key for key, pin in self._pins.items() if pin.era != era]
 
     def lose_all(self) -> int:
         """Nothing that was pinned can be proven to be there. How many that were."""

@@ -14,7 +14,7 @@ from ..._wire import (
     PinsRequest,
     UnpinRequest,
 )
-from .effects import Alone, Call, Operation, Request, Start
+from .effects import Alone, Call, Operation, Request
 from .state import ClientState
 
 SESSION_GONE = "no_session"
@@ -34,8 +34,7 @@ def find_call(s: ClientState, names: list[str], *, prefix: bool = False) -> Call
 
 def retake_pins(s: ClientState) -> Operation[None]:
     """Pin again what is pinned. A view of what is not the same registration any more is lost."""
-    keys = [key for key in s.pinned.held_keys() if s.pinned.get(key, s.era) is None]
-    for some in portions(keys, s.max_keys):
+    for some in portions(s.pinned.lapsed(s.era), s.max_keys):
         reply: FindReply = yield find_call(s, some)
         *where, _ = reply.columns()
         places = {some[at]: place for at, place in zip(reply.positions, zip(*where, strict=True), strict=True)}
@@ -63,10 +62,10 @@ def give_back_pins(s: ClientState, *, wait: bool = True) -> Operation[None]:
             some = unsent[-1]
             if s.own:
                 message: Request = UnpinRequest(s.token, s.pages.acknowledged, some, pin_epoch)
-                call = Call(Code.UNPIN, message, sending=unsent.pop)
+                call = Call(Code.UNPIN, message, sending=unsent.pop, is_awaited=wait)
             else:
-                call = Call(Code.BATCH_UNPIN_KV, KeysRequest(some), sending=unsent.pop)
-            yield call if wait else Start(call)
+                call = Call(Code.BATCH_UNPIN_KV, KeysRequest(some), sending=unsent.pop, is_awaited=wait)
+            yield call
             if unsent and unsent[-1] is some:  # it could not leave now
                 break
     except ServerRefused as exc:

@@ -27,7 +27,7 @@ from ..._wire import (
 from ..answers import Loaded
 from .connecting import remember, settle, span_of, steadily
 from .effects import Call, Operation, Work
-from .pinned import Pin
+from .pinned import Pin, Place
 from .pinning import FENCED, find_call, give_back_pins, portions
 from .state import ClientState
 
@@ -35,9 +35,6 @@ T = TypeVar("T")
 
 ATTEMPTS = 4
 """Times that something is found until it may be used: a restart costs one, and so does a claim of pins."""
-
-Place = tuple[int, int, int, int, int, int | None]
-"""Position among the keys, region, offset, length, generation and checksum."""
 
 
 # --- without a pin ------------------------------------------------------------------------------------------------
@@ -110,7 +107,7 @@ def hold(s: ClientState, keys: list[str], *, prefix: bool = False) -> Operation[
             if one is not None and one.region_id not in s.spans:
                 yield from steadily(s, partial(span_of, s, one.region_id))
     except BaseException:
-        _release(s, pins)
+        s.pinned.release(pins, s.era)
         raise
     return pins
 
@@ -130,50 +127,33 @@ def hold_first(s: ClientState, keys: list[str]) -> Operation[tuple[list[Pin], li
                 except (CannotMap, NotOwner, ServerRefused) as exc:
                     return pins[:at], pins[at:], exc
     except BaseException:
-        _release(s, pins)
+        s.pinned.release(pins, s.era)
         raise
     return pins, [], None
 
 
 def release(s: ClientState, pins: Sequence[Pin]) -> Operation[None]:
     """One user less of each; with the last one the server is told, and has answered."""
-    _release(s, pins)
+    s.pinned.release(pins, s.era)
     if s.is_connected and not s.is_closed and not s.is_ready():
         yield from settle(s)
-
-
-def _release(s: ClientState, pins: Sequence[Pin | None]) -> None:
-    for one in pins:
-        if one is not None:
-            s.pinned.release(one, s.era)
 
 
 def _hold(s: ClientState, names: list[str], *, prefix: bool) -> Operation[list[Pin | None]]:
     if not s.is_ready():
         yield from settle(s, wait=False)
-    held: list[Pin | None] = []
-    for name in names:  # what is pinned anyway needs no request
-        known = s.pinned.get(name, s.era)
-        if known is None:
-            break
-        held.append(known)
-    if len(held) == len(names) and s.clock() < s.deadline:
-        for one in held:
-            assert one is not None
-            one.users += 1
-        return held
+    if s.clock() < s.deadline and (known := s.pinned.use_all(names, s.era)) is not None:
+        return known  # what is pinned anyway needs no request
     pins: list[Pin | None] = []
     try:
         for some in portions(names, s.max_keys):
-            got: list[Pin | None] = [None] * len(some)
             places = yield from steadily(s, partial(_find, s, some, prefix))
-            for at, region_id, offset, length, generation, checksum in places:
-                got[at] = s.pinned.take(some[at], region_id, offset, length, generation, checksum, s.era)
+            got = s.pinned.take(some, places, s.era)
             pins += got
             if prefix and None in got:
                 break
     except BaseException:
-        _release(s, pins)
+        s.pinned.release(pins, s.era)
         raise
     return pins + [None] * (len(names) - len(pins))
 
