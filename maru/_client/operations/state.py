@@ -21,7 +21,7 @@ import attrs
 
 from ..._config import MaruConfig
 from ..._errors import HandlerClosed, LeaseLost, PoolFull
-from ..._wire import MAX_KEY_BYTES, OWN_CODES, Code, Handle, HandshakeReply, OwnReply, OwnRequest
+from ..._wire import MAX_KEY_BYTES, OWN_CODES, Code, Handle, HandshakeReply, OwnReply, OwnRequest, Returns
 from ..page_states import PageState
 from ..pages import OwnedPages
 from .effects import Call, Span
@@ -191,11 +191,12 @@ class ClientState:
     def heard(self, call: Call, reply: Any, sent_at: float) -> None:
         """A reply has come that somebody waits for, to what was sent at that time."""
         epoch = getattr(reply, "epoch", 0)
-        if epoch and (epoch not in self._left or call.code == Code.HANDSHAKE):
-            self._heard_of(epoch)
-        if isinstance(reply, OwnReply) and self._is_ours(call, epoch):
+        if epoch and epoch != self.epoch and (epoch not in self._left or call.code == Code.HANDSHAKE):
+            self._meet(epoch)
+        if isinstance(reply, OwnReply) and epoch == self.epoch and self._is_of_this_session(call):
             self.deadline = max(self.deadline, sent_at + self.lease)
-            self._take_back(reply)
+            if reply.returns is not None:
+                self._take_back(reply.returns)
 
     def gave_up(self, call: Call) -> None:
         """Nobody waits any more for the answer to a call that has left, perhaps. It may come late, or never."""
@@ -213,16 +214,18 @@ class ClientState:
         self.pin_epochs.answered(call)
         if not isinstance(reply, OwnReply):
             return
-        if reply.epoch not in self._left and self._is_of_this_session(call):
-            self._heard_of(reply.epoch)
-        if self._is_ours(call, reply.epoch):
-            self._take_back(reply)
+        if not self._is_of_this_session(call):
+            return
+        if reply.epoch != self.epoch and reply.epoch not in self._left:
+            self._meet(reply.epoch)
+        if reply.epoch == self.epoch:
+            if reply.returns is not None:
+                self._take_back(reply.returns)
             if call.late is not None:
                 call.late(reply)
 
-    def _heard_of(self, epoch: int) -> None:
-        if epoch == self.epoch:
-            return
+    def _meet(self, epoch: int) -> None:
+        """Another server answers, or the one that is known in another epoch."""
         if self.is_connected:
             self._left.add(self.epoch)
             self._left.discard(epoch)
@@ -230,18 +233,13 @@ class ClientState:
             self._new_era()
         self.epoch = epoch
 
-    def _is_ours(self, call: Call, epoch: int) -> bool:
-        """Whether this answers our session as it is now, not one that is over."""
-        return epoch == self.epoch and self._is_of_this_session(call)
-
     def _is_of_this_session(self, call: Call) -> bool:
+        """Whether this was asked in our session as it is now, not in one that is over."""
         message = call.message
         return isinstance(message, OwnRequest) and message.session == self.token
 
-    def _take_back(self, reply: OwnReply) -> None:
-        returns = reply.returns
-        if returns is not None:
-            self.pages.returned(returns.first_number, returns.regions, returns.offsets, returns.attempts)
+    def _take_back(self, returns: Returns) -> None:
+        self.pages.returned(returns.first_number, returns.regions, returns.offsets, returns.attempts)
 
     def shook_hands(self, reply: HandshakeReply, sent_at: float) -> bool:
         """The server has greeted us. Whether this session goes on."""

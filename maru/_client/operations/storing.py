@@ -327,9 +327,7 @@ def _store_own(
     attempt = s.next_attempt()
     regions, offsets = s.pages.locations(pages)
     message = StoreRequest(s.token, s.pages.acknowledged, attempt, regions, names, offsets, lengths, checksums, depths)
-    reply: StoreReply = yield from _send(
-        s, Call(Code.STORE, message, sending=partial(_sending, s, names, pages, lengths, attempt)), pages, attempt
-    )
+    reply: StoreReply = yield from _send(s, Call(Code.STORE, message), names, pages, lengths, attempt)
     if not any(reply.statuses) and len(reply.statuses) == len(pages):
         s.pages.answered(pages, attempt)
         return [Stored.NEW] * len(pages)
@@ -339,25 +337,21 @@ def _store_own(
     return [answer for _, answer in answers[: len(pages)]]
 
 
-def _sending(s: ClientState, names: Sequence[str], pages: Sequence[int], lengths: Column, attempt: int) -> None:
-    _check_pages(s, pages)
-    s.pages.sent(pages, attempt)
-    of_each = repeat(lengths, len(pages)) if isinstance(lengths, int) else lengths
-    s.stored.update(zip(pages, zip(names, of_each, strict=True), strict=True))
-
-
-def _send(s: ClientState, call: Call, pages: list[int], attempt: int) -> Operation[Any]:
-    """Ask, and leave no page behind in REGISTERING without an answer."""
+def _send(
+    s: ClientState, call: Call, names: list[str], pages: list[int], lengths: Column, attempt: int
+) -> Operation[Any]:
+    """Ask to register these pages, and leave none of them behind in REGISTERING without an answer."""
     left = False
-    sending = call.sending
 
-    def leaving() -> None:
+    def sending() -> None:
         nonlocal left
-        assert sending is not None
-        sending()
+        _check_pages(s, pages)
+        s.pages.sent(pages, attempt)
+        of_each = repeat(lengths, len(pages)) if isinstance(lengths, int) else lengths
+        s.stored.update(zip(pages, zip(names, of_each, strict=True), strict=True))
         left = True
 
-    call.sending = leaving
+    call.sending = sending
     try:
         return (yield call)
     except BaseException as exc:
@@ -401,14 +395,7 @@ def _store_published(
     entries = [RegisterRequest(names[at], regions[at], offsets[at], sizes[at]) for at in new]
     sent, named = [pages[at] for at in new], [names[at] for at in new]
     reply = yield from _send(
-        s,
-        Call(
-            Code.BATCH_REGISTER_KV,
-            BatchRegisterRequest(entries),
-            sending=partial(_sending, s, named, sent, [sizes[at] for at in new], attempt),
-        ),
-        sent,
-        attempt,
+        s, Call(Code.BATCH_REGISTER_KV, BatchRegisterRequest(entries)), named, sent, [sizes[at] for at in new], attempt
     )
     results = reply.results if reply.success else [None] * len(new)
     events = [PageEvent.NEW if is_new else PageEvent.REFUSED for is_new in results]
