@@ -146,7 +146,7 @@ class MaruHandler(HandlerBase):
     async def healthcheck(self) -> bool:
         """Whether the server answers now."""
         try:
-            await self._drive(operations.simply(self._state, Code.HEARTBEAT))
+            await self._run(None, operations.simply(self._state, Code.HEARTBEAT))
         except (NoAnswer, ServerLost):
             return False
         return True
@@ -252,7 +252,7 @@ class MaruHandler(HandlerBase):
             evict: whether keys of this instance may go for it.
             partial: as many as there is room for, possibly none, instead of ``None``.
         """
-        return await self._drive(columns.alloc_pages(self._state, n, evict, partial))
+        return await self._run(None, columns.alloc_pages(self._state, n, evict, partial))
 
     async def store_pages(
         self,
@@ -303,7 +303,7 @@ class MaruHandler(HandlerBase):
             keys: what to find.
             partial: end before the first whose region cannot be mapped here, instead of raising why.
         """
-        return await self._drive(columns.hold_pages(self._state, keys, self._driver.give_back, partial))
+        return await self._run(None, columns.hold_pages(self._state, keys, self._driver.give_back, partial))
 
     async def delete_pages(self, keys: Sequence[str], generations: Sequence[int]) -> list[Deleted]:
         """Delete these keys where the generation found is still there, by :attr:`HeldBatch.generations`.
@@ -349,7 +349,7 @@ class MaruHandler(HandlerBase):
 
     async def get_stats(self) -> dict[str, Any]:
         """The server's statistics, as the published server has them."""
-        reply = await self._drive(operations.simply(self._state, Code.GET_STATS))
+        reply = await self._run(None, operations.simply(self._state, Code.GET_STATS))
         stats: dict[str, Any] = msgspec.to_builtins(reply)
         return stats
 
@@ -357,18 +357,15 @@ class MaruHandler(HandlerBase):
         """An immutable snapshot of this handler."""
         return self._snapshot(self._driver.statistics())
 
-    async def _run(self, what: str, operation: Operation[T]) -> T:
-        if not self._reports:
-            return await self._drive(operation)
+    async def _run(self, what: str | None, operation: Operation[T]) -> T:
+        """Drive an operation, and connect first where that is left to it. ``what`` it is called in the server's statistics."""
         began = monotonic()
-        answer = await self._drive(operation)
-        self._observe(what, answer, monotonic() - began)
-        return answer
-
-    async def _drive(self, operation: Operation[T]) -> T:
         if self.config.auto_connect and self.is_open and not self._driver.connected.is_set():
             await self._connect()
-        return await self._driver.run(operation)
+        answer = await self._driver.run(operation)
+        if what is not None and self._reports:
+            self._observe(what, answer, monotonic() - began)
+        return answer
 
 
 def open_handler(config: MaruConfig | None = None, **knobs: Any) -> MaruHandler:

@@ -32,6 +32,9 @@ class PageState(enum.IntEnum):
 class PageEvent(enum.Enum):
     """What moves a page."""
 
+    leads_to: bytes
+    """Its column of ``MOVES``: the state that follows each state, by number, and ``NOWHERE`` where no arrow leads."""
+
     ALLOCATE = "allocated"
     CANCEL = "cancelled before anything was sent"
     SEND = "STORE sent"
@@ -48,10 +51,6 @@ class PageEvent(enum.Enum):
     DROP = "deleted or evicted"
     ACKNOWLEDGE = "return acknowledged"
     END = "its owner closes, or its lease ends"
-
-    def __hash__(self) -> int:
-        """By identity, which is what equality means here."""
-        return id(self)
 
 
 _S, _E = PageState, PageEvent
@@ -80,6 +79,14 @@ MOVES: Final[Mapping[PageState, Mapping[PageEvent, PageState]]] = {
     _S.QUARANTINED: {_E.END: _S.ORPHAN},
     _S.ORPHAN: {},
 }
+
+NOWHERE: Final = 0xFF
+
+for _event in PageEvent:
+    _column = bytearray([NOWHERE] * 256)  # for `bytes.translate`
+    for _state, _moves in MOVES.items():
+        _column[_state] = _moves.get(_event, NOWHERE)
+    _event.leads_to = bytes(_column)
 
 
 class IllegalMove(AssertionError):

@@ -19,26 +19,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final
 
 import attrs
 
-from .page_states import MOVES, IllegalMove, PageEvent, PageState
+from .page_states import NOWHERE, IllegalMove, PageEvent, PageState
 
 _S, _E = PageState, PageEvent
 
 
-def _table_of(event: PageEvent) -> bytes:
-    """For every state where this event leads; 255 where no arrow does. For `bytes.translate`."""
-    row = bytearray(b"\xff" * 256)
-    for state, moves in MOVES.items():
-        if event in moves:
-            row[state] = moves[event]
-    return bytes(row)
-
-
-_TABLES: Final[Mapping[PageEvent, bytes]] = {event: _table_of(event) for event in PageEvent}
-_NOWHERE = 0xFF
 _FREE, _REGISTERING, _IN_DOUBT = _S.FREE, _S.REGISTERING, _S.IN_DOUBT
 
 
@@ -292,7 +280,7 @@ class OwnedPages:
         if not regions:
             return 0
         before = len(self._free)
-        dropped = _TABLES[_E.DROP]
+        dropped = _E.DROP.leads_to
         for number, region_id, offset, attempt in zip(
             range(first_number, first_number + len(regions)), regions, offsets, attempts, strict=True
         ):
@@ -301,7 +289,7 @@ class OwnedPages:
             page = self._page_at(region_id, offset)
             if page is not None and self._attempts[page] == attempt:
                 after = dropped[self._states[page]]
-                if after != _NOWHERE:
+                if after != NOWHERE:
                     if self._states[page] == _IN_DOUBT:
                         self._set_in_doubt(attempt, [other for other in self._in_doubt[attempt] if other != page])
                     self._states[page] = after
@@ -369,13 +357,13 @@ class OwnedPages:
         after: bytes | bytearray
         if _is_run(pages):
             run = slice(pages[0], pages[-1] + 1)
-            after = states[run].translate(_TABLES[event])
-            if _NOWHERE in after:
+            after = states[run].translate(event.leads_to)
+            if NOWHERE in after:
                 raise self._illegal(pages, event)
             states[run] = after
             return
-        after = bytes(map(states.__getitem__, pages)).translate(_TABLES[event])
-        if _NOWHERE in after or len(set(pages)) != len(pages):
+        after = bytes(map(states.__getitem__, pages)).translate(event.leads_to)
+        if NOWHERE in after or len(set(pages)) != len(pages):
             raise self._illegal(pages, event)
         for page, state in zip(pages, after, strict=True):
             states[page] = state

@@ -14,6 +14,7 @@ import os
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Final
 
 import trio
@@ -49,7 +50,7 @@ class ChannelClient:
         self._path = path
         self._on_messages = on_messages
         self._idle = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # never readable: to sleep at without a connection
-        self._watch = Watch(self._idle, self._drain, self._take, _BUSY_POLL)
+        self._watch = Watch(self._idle, self._drain, partial(self._hand_on, 1), _BUSY_POLL)
         self._connection: PacketConnection | None = None
         self._outbox: deque[bytes] = deque()
         self._outbox_bytes = 0
@@ -123,9 +124,6 @@ class ChannelClient:
             if left <= 0:
                 return True
         return False
-
-    def _take(self) -> None:
-        self._hand_on(1)
 
     def _hand_on(self, most: int) -> int:
         connection = self._connection

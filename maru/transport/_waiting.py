@@ -71,10 +71,6 @@ class Waiter:
         self.task: Task | None = None
         """The task, while it follows."""
 
-    def is_done(self) -> bool:
-        """The same as ``done``, which a type checker takes for unchanged across calls and awaits."""
-        return self.done
-
     def finish(self) -> None:
         """What it waits for is there."""
         self.done = True
@@ -177,7 +173,9 @@ class Watch:
         busy_poll: how long a leader polls before it sleeps, in seconds.
     """
 
-    def __init__(self, descriptor: int, drain: Callable[[], bool], take: Callable[[], None], busy_poll: float) -> None:
+    def __init__(
+        self, descriptor: int, drain: Callable[[], bool], take: Callable[[], object], busy_poll: float
+    ) -> None:
         self._descriptor = descriptor
         self._drain, self._take = drain, take
         self._busy_poll = busy_poll
@@ -210,15 +208,15 @@ class Watch:
         Raises:
             trio.ClosedResourceError: the watch is over.
         """
-        is_done = waiter.is_done
-        if is_done():
+        it: Any = waiter  # so that no type checker takes `done` for unchanged across calls and awaits
+        if it.done:
             return await trio.lowlevel.cancel_shielded_checkpoint()
         if self.led:
             waiter.task = trio.lowlevel.current_task()
             self.followers[waiter] = None
             await trio.lowlevel.wait_task_rescheduled(waiter._leave)
             # The lead was passed on to this one, or all is over. Even if it has what it wants by now: the lead would be lost.
-            if is_done() and self._heir is not waiter:
+            if it.done and self._heir is not waiter:
                 return
             self._heir = None
         else:
@@ -229,9 +227,9 @@ class Watch:
                 await self._give_turn(trio.lowlevel.checkpoint)
                 yield_processor()
                 yield_processor()
-            while not self.closed and not is_done():
+            while not self.closed and not it.done:
                 more = self._drain()
-                if is_done():
+                if it.done:
                     break
                 if more:
                     await self._give_turn(trio.lowlevel.checkpoint)
@@ -268,7 +266,7 @@ class Watch:
                 self.led = False
         if perf_counter() >= self._turn_ends:
             await self._give_turn(trio.lowlevel.cancel_shielded_checkpoint)
-        if not is_done():
+        if not it.done:
             self.check_open()
 
     async def _give_turn(self, checkpoint: Callable[[], Awaitable[None]]) -> bool:
