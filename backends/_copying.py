@@ -104,14 +104,14 @@ class StoreCopy:
         """
         views = self.views
         if views is not None and in_place.takes(len(pages), pages.page_bytes, inline_bytes):
-            self._compare(range(len(self)), await in_place.copy(pages, views, self._summed))
+            self._compare(range(len(self._keys)), await in_place.copy(pages, views, self._summed))
         else:
             await run(self.copy_to, pages)
         return self.settle()
 
     def copy_to(self, pages: Pages) -> None:
         """Copy all blocks into pages. In a copy thread."""
-        everything = range(len(self))
+        everything = range(len(self._keys))
         if self.views is not None:
             self._compare(everything, _copied(pages, self.views, self._summed))
         else:
@@ -127,7 +127,7 @@ class StoreCopy:
 
         Not verified yet. Whoever takes them has each verified before he publishes it, and leaves out what is in :attr:`failed`.
         """
-        wanted = range(len(self)) if positions is None else positions
+        wanted = range(len(self._keys)) if positions is None else positions
         if self.views is not None:
             yield wanted, self.views.at(wanted)
             return
@@ -180,10 +180,10 @@ class StoreCopy:
         if found is None:
             return
         expected = self._expected
-        if positions == range(len(self)):
+        if positions == range(len(self._keys)):
             self.sums = found
         else:
-            self.sums = self.sums or [0] * len(self)
+            self.sums = self.sums or [0] * len(self._keys)
             for at, value in zip(positions, found, strict=True):
                 self.sums[at] = value
             expected = None if expected is None else [expected[at] for at in positions]

@@ -134,10 +134,11 @@ class Registry(Room):
         """Tell the eviction policy that these registered keys were hit, deepest first."""
         if self._leaving:
             self._evictions.stay(self.slots(keys))
-            # The policy has forgotten what leaves, and its depth with it.
-            self._use(keys)
-        else:
-            self._policy.use(keys[::-1])
+            depths = self.depths(keys)
+            if depths is not None:  # the policy has forgotten what leaves, and its depth with it
+                self._policy.use(keys[::-1], depths[::-1])
+                return
+        self._policy.use(keys[::-1])
 
     def depths(self, keys: Sequence[Key]) -> list[int | None] | None:
         """The depth of each key that is registered, where it was said; ``None`` where none was."""
@@ -198,7 +199,7 @@ class Registry(Room):
             self._free_slots(list(buried))
         if self._leaving:
             self._go(self._evictions.gone(refs, self._held))
-        if self._waiters:
+        if self._waiters.requests:
             self._serve()
 
     # --- eviction -------------------------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ class Registry(Room):
         back.reverse()  # ascending columns come back as the descending run that they were
         self._staged -= len(back)
         self._free_slots(back)
-        if self._waiters:
+        if self._waiters.requests:
             self._serve()
 
     # --- changing what is found -----------------------------------------------------------------------------------
@@ -314,7 +315,7 @@ class Registry(Room):
                 self._reset((key,))
         self._policy.discard(gone)
         self._deleted += len(gone)
-        if self._waiters:
+        if self._waiters.requests:
             self._serve()
         return answers
 
@@ -334,7 +335,7 @@ class Registry(Room):
                     self._watchers.removed((key,))
                 else:
                     self._reset((key,))
-        if self._waiters:
+        if self._waiters.requests:
             self._serve()
 
     def statistics(self) -> RegistryStatistics:
@@ -407,21 +408,15 @@ class Registry(Room):
     def _registered(self, keys: Sequence[Key], depths: Sequence[int | None] | None) -> None:
         self._staged -= len(keys)
         self._stored += len(keys)
-        if depths is not None:
+        if depths is not None and depths.count(None) < len(depths):
             self._depths.update({key: at for key, at in zip(keys, depths, strict=True) if at is not None})
-        self._use(keys)
+            self._policy.use(keys[::-1], depths[::-1])
+        else:
+            self._policy.use(keys[::-1])
         if self._watchers.all:
             self._watchers.stored(keys)
-        if self._waiters:  # what was staged may be evicted now
+        if self._waiters.requests:  # what was staged may be evicted now
             self._serve()
-
-    def _use(self, keys: Sequence[Key]) -> None:
-        """Tell the policy of a use, and of the depths of what it may not know."""
-        depths = self.depths(keys)
-        if depths is None:
-            self._policy.use(keys[::-1])
-        else:
-            self._policy.use(keys[::-1], depths[::-1])
 
 
 class BlockPool(Registry):

@@ -93,6 +93,8 @@ class FileTier(PooledTier[FileRegistry]):
         self.fsync = fsync
         """Whether blocks are durable before they count as stored."""
         self._only_bytes = block_bytes
+        self.block_bytes: int = block_bytes or 0
+        """Size of every block that this is a source of, in bytes; 0 as long as that is not known."""
         self._seen_bytes: int | None = None  # the first block's
         self._mixed = False
         self._layout = layout_digest(fingerprint)
@@ -108,11 +110,6 @@ class FileTier(PooledTier[FileRegistry]):
 
     def __len__(self) -> int:
         return len(self.pool)
-
-    @property
-    def block_bytes(self) -> int:
-        """Size of every block that this is a source of, in bytes; 0 as long as that is not known."""
-        return self._only_bytes or self._seen_bytes or 0
 
     def close(self) -> None:
         """Remove files that are no longer needed and unlock the directory, once no thread works in it. Idempotent.
@@ -265,6 +262,7 @@ class FileTier(PooledTier[FileRegistry]):
     def _see(self, block_bytes: int) -> None:
         if self._seen_bytes is None:
             self._seen_bytes = block_bytes
+            self.block_bytes = self._only_bytes or block_bytes
         elif block_bytes != self._seen_bytes:
             self._mixed = True
 

@@ -158,13 +158,10 @@ class PooledTier(TierBase[Lease], Generic[R]):
 
     pool: R
     lease_type: ClassVar[type[TierLease[Any]]] = Lease
+    block_bytes: int
+    """Size of every block."""
 
     # --- Source ---------------------------------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def block_bytes(self) -> int:
-        """Size of every block, in bytes."""
 
     @abstractmethod
     def views(self, refs: Sequence[int]) -> Pages | None:

@@ -40,19 +40,22 @@ class WaitQueue:
 
     Args:
         serve: called whenever the first request may be served: it is another one than before, or has shrunk.
+
+    Attributes:
+        requests: those that wait, first in first. To be looked at, also as a truth value; changed by the methods only.
     """
 
     def __init__(self, serve: Callable[[], None]) -> None:
-        self._waiters: OrderedDict[Waiter, None] = OrderedDict()
+        self.requests: OrderedDict[Waiter, None] = OrderedDict()
         self._serve = serve
 
     def __len__(self) -> int:
-        return len(self._waiters)
+        return len(self.requests)
 
     @property
     def first(self) -> Waiter | None:
         """The request that has waited longest; ``None`` where none waits."""
-        return next(iter(self._waiters), None)
+        return next(iter(self.requests), None)
 
     @contextmanager
     def join(self, request: RoomRequest, size: int = 1) -> Iterator[Waiter]:
@@ -61,23 +64,23 @@ class WaitQueue:
 
         def shrunk() -> bool:
             # Granted already: what was granted is for the keys as they were, so the caller must give it back and ask again.
-            if waiter not in self._waiters:
+            if waiter not in self.requests:
                 return False
             self._serve()  # fewer blocks may fit already
             return True
 
-        self._waiters[waiter] = None
+        self.requests[waiter] = None
         try:
             with request.waiting(shrunk):
                 yield waiter
         finally:
-            if waiter in self._waiters:
-                del self._waiters[waiter]
+            if waiter in self.requests:
+                del self.requests[waiter]
                 self._serve()  # the next request may need less
 
     def grant(self, waiter: Waiter, slots: list[int]) -> None:
         """Take a request out of the queue, with room."""
-        del self._waiters[waiter]
+        del self.requests[waiter]
         waiter.slots = slots
         waiter.changed.set()
 
@@ -127,11 +130,11 @@ class Room(ABC):
             CapacityError: under ``wait`` and ``evict``: they would not fit if all the place were free.
         """
         if when_full == "partial" or when_full == "fail":
-            room = 0 if self._waiters else self.fitting(len(keys), size)
+            room = 0 if self._waiters.requests else self.fitting(len(keys), size)
             return self.take(room, size) or []
         if not self.could_hold(len(keys), size):
             raise CapacityError(f"{self!r} cannot hold {len(keys)} more blocks, even if it were empty")
-        slots = None if self._waiters else self._try(keys, size, when_full)
+        slots = None if self._waiters.requests else self._try(keys, size, when_full)
         if slots is None:
             raise trio.WouldBlock
         return slots

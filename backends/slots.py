@@ -100,7 +100,7 @@ class SlotTier(PooledTier[BlockPool]):
         eviction: EvictionPolicy[Key] | None = None,
     ) -> None:
         self.pool: BlockPool = BlockPool(capacity, eviction, first=first)
-        self._block_bytes = storage.block_bytes
+        self.block_bytes: int = storage.block_bytes
         self.checksums = checksums
         """Whether blocks are verified when they are loaded."""
         self._storage = storage
@@ -115,11 +115,6 @@ class SlotTier(PooledTier[BlockPool]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self.pool)} of {self.pool.capacity} blocks of {self.block_bytes} bytes>"
-
-    @property
-    def block_bytes(self) -> int:
-        """Size of every block, in bytes."""
-        return self._block_bytes
 
     # --- the engine's side ----------------------------------------------------------------------------------------
 
@@ -386,6 +381,8 @@ class PagesDestination:
 
     def __init__(self, pages: Pages) -> None:
         check_apart(pages)
+        self.block_bytes: int = pages.page_bytes
+        """Size of every place, in bytes."""
         self._pages = pages
 
     @classmethod
@@ -398,11 +395,6 @@ class PagesDestination:
             RepeatedPlaces: two of them share memory.
         """
         return cls(pages_of(_listed(buffers)))
-
-    @property
-    def block_bytes(self) -> int:
-        """Size of every place, in bytes."""
-        return self._pages.page_bytes
 
     def __len__(self) -> int:
         return len(self._pages)

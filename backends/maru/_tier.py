@@ -163,7 +163,7 @@ class MaruTier(TierBase[MaruLease]):
         if request.waits:
             return await self._in_turn(request)
         keys = request.keys
-        if self._waiters:
+        if self._waiters.requests:
             await trio.lowlevel.cancel_shielded_checkpoint()
             return MaruReservation(self, keys[:0], None)
         batch = await self.handler.alloc_pages(len(keys), evict=False, partial=True)
@@ -174,7 +174,7 @@ class MaruTier(TierBase[MaruLease]):
         self._check(request)
         keys = request.keys
         n = len(keys)
-        if self._waiters:
+        if self._waiters.requests:
             if request.waits:
                 raise trio.WouldBlock
             return MaruReservation(self, keys[:0], None)

@@ -268,7 +268,7 @@ async def test_less_that_fits_is_granted_at_once_and_so_is_the_next_in_the_queue
         nursery.start_soon(pool.reserve, RoomRequest(keys_of("x"), 8, "wait"))
         await trio.testing.wait_all_tasks_blocked()
         assert request.shrink(keys_of("a"))
-        assert not pool._waiters
+        assert not pool._waiters.requests
     assert pool.free == 0
     pool.give_back(held)
 

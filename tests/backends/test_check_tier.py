@@ -104,14 +104,14 @@ class Queue(WaitQueue):
 
 class MovingQueue(Queue):
     def shrunk(self, waiter, right):
-        if waiter in self._waiters:
-            self._waiters.move_to_end(waiter)
+        if waiter in self.requests:
+            self.requests.move_to_end(waiter)
         return right()
 
 
 class LazyQueue(Queue):
     def shrunk(self, waiter, right):
-        return waiter in self._waiters
+        return waiter in self.requests
 
 
 class ShrinksAndLosesItsTurn(FakeTier):

@@ -16,6 +16,7 @@ from backends.abc import EVICTED, Deletion, RoomRequest
 from backends.blocks import BlockPool, Registry
 from backends.leaving import Evictions, SpillingTier
 from backends.memory import MemoryTier
+from backends.room import WaitQueue
 from maru.eviction import ARC, LFU, LRU, S3FIFO, AdaptiveLRFU, WTinyLFU
 from tests.support.spilling_world import keys_of
 
@@ -642,7 +643,7 @@ def planted_waiters_are_not_told(patch):
 
 def _quietly(pool, slots):
     leaving = pool._evictions.count_no_more(slots)
-    waiters, pool._waiters = pool._waiters, type(pool._waiters)()
+    waiters, pool._waiters = pool._waiters, WaitQueue(lambda: None)
     pool.release(slots)
     pool._waiters = waiters
     return leaving

@@ -131,7 +131,7 @@ async def test_a_source_that_does_not_know_its_block_size_fails_one_container(au
             type(self).left -= 1
             if not type(self).left:
                 raise Broken
-            return super().block_bytes
+            return int(vars(self)["block_bytes"])
 
     async with open_world(min_batch_size=6) as world:
         world.source.__class__ = Unsure

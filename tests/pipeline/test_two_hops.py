@@ -453,13 +453,13 @@ async def test_a_host_that_frees_before_the_page_store_has_it_is_found(monkeypat
 
 
 async def test_a_page_that_is_registered_before_it_is_copied_is_found(monkeypatch) -> None:
-    copy_in = RecordedMaru.copy_in
+    transfer = RecordedRoom.transfer
 
-    async def late(self: RecordedMaru, *args: Any) -> Any:
+    async def late(self: RecordedRoom, *args: Any) -> Any:
         self.recorder.note("STORE")
-        return await copy_in(self, *args)
+        return await transfer(self, *args)
 
-    monkeypatch.setattr(RecordedMaru, "copy_in", late)
+    monkeypatch.setattr(RecordedRoom, "transfer", late)
     async with open_hops() as hops:
         await hops.store(NAMES[4:6])
         assert hops.recorder.take() != ours(STORE)
