@@ -129,7 +129,8 @@ class BreakerTier(ForwardingTier):
             TierUnavailable: the tier is broken.
             TierTooSlow: no answer within ``call_timeout``, or ``within``.
         """
-        found: AbstractSet[Key] = await self._ask(within, self.inner.contains, keys)
+        seconds = min(within, self._config.call_timeout)
+        found: AbstractSet[Key] = await self._runner.run(Call.ASK, seconds, self.inner.contains, keys)
         return found
 
     def _contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
@@ -159,7 +160,8 @@ class BreakerTier(ForwardingTier):
             TierUnavailable: the tier is broken.
             TierTooSlow: no answer within ``call_timeout``, or ``within``.
         """
-        return BreakerLease(self._runner, await self._ask(within, self.inner.pin, keys))
+        seconds = min(within, self._config.call_timeout)
+        return BreakerLease(self._runner, await self._runner.run(Call.ASK, seconds, self.inner.pin, keys))
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
         """Copy the leased blocks to ``destination``. Cancelled, it leaves only when the copy is over.
@@ -191,11 +193,9 @@ class BreakerTier(ForwardingTier):
             TierUnavailable: the tier is broken; nothing was deleted.
             TierTooSlow: no answer within ``call_timeout``, or ``within``; some may be deleted.
         """
-        answers: list[Deletion] = await self._ask(within, self.inner.delete, keys)
+        seconds = min(within, self._config.call_timeout)
+        answers: list[Deletion] = await self._runner.run(Call.ASK, seconds, self.inner.delete, keys)
         return answers
-
-    async def _ask(self, within: float, ask: Callable[[*Ts], Awaitable[Any]], *args: *Ts) -> Any:
-        return await self._runner.run(Call.ASK, min(within, self._config.call_timeout), ask, *args)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -300,7 +300,8 @@ class BreakerReservation(_Forwarding):
     __slots__ = ("_permit",)
 
     def __init__(self, runner: BreakerRunner, inner: Reservation, permit: int) -> None:
-        super().__init__(runner, inner)
+        self._runner = runner
+        self.inner = inner
         self._permit: int | None = permit
 
     @property

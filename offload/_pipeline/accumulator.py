@@ -31,19 +31,6 @@ class Accumulator:
     flushing: bool = False
     """The end of input was announced."""
 
-    def add(self, blocks: int) -> None:
-        """So many blocks have become ready."""
-        self.blocks += blocks
-
-    def remove(self, blocks: int) -> None:
-        """So many blocks have left, or were withdrawn."""
-        self.blocks -= blocks
-
-    @property
-    def waits(self) -> bool:
-        """Whether a batch that is not full ever waits for more: else the time says nothing."""
-        return self.config.flush_interval > 0
-
     def leaves_at(self, oldest: float) -> float:
         """When the next batch leaves, the oldest container being ready since ``oldest``: ``-inf`` says now."""
         config = self.config

@@ -51,7 +51,7 @@ class ReadyChannel(CancellableChannel):
     def park(self, containers: Sequence[OffloadContainer]) -> None:
         """Containers are ready from now on; wakes a slot if that makes a batch due."""
         # Reading the clock costs a tenth of a checkpoint: not where a batch leaves as soon as there is one.
-        now = trio.current_time() if self.accumulator.waits else -math.inf
+        now = trio.current_time() if self.accumulator.config.flush_interval > 0 else -math.inf
         blocks = 0
         for container in containers:
             if container.phase.proceeds:
@@ -70,7 +70,7 @@ class ReadyChannel(CancellableChannel):
             self._settlement.settle(container)
             return
         super().put_back(container)
-        self.accumulator.add(len(container.keys))
+        self.accumulator.blocks += len(container.keys)
         self.schedule(trio.current_time())
 
     def flush(self, flushing: bool) -> None:
@@ -79,7 +79,7 @@ class ReadyChannel(CancellableChannel):
         self.schedule(trio.current_time())
 
     def _withdrawn(self, container: OffloadContainer) -> None:
-        self.accumulator.remove(len(container.keys))
+        self.accumulator.blocks -= len(container.keys)
         self._settlement.settle(container)
 
     # -- the one function that decides -----------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ class ReadyChannel(CancellableChannel):
         """Wake a sleeping slot if a batch is due, or else set the flush timer to when one will be."""
         flush_at = math.inf
         if self._slots and self.parked:
-            flush_at = self._leaves_at()
+            flush_at = self.accumulator.leaves_at(next(iter(self.parked)).ready_at)
             if flush_at <= now:
                 # One slot, not all: it calls this function again when it has taken its batch, or is cancelled before.
                 slot = next(iter(self._slots))
@@ -109,13 +109,10 @@ class ReadyChannel(CancellableChannel):
             self._flush_at = math.inf
             self.schedule(trio.current_time())
 
-    def _leaves_at(self) -> float:
-        return self.accumulator.leaves_at(next(iter(self.parked)).ready_at)
-
     def _due(self) -> bool:
         if not self.parked:
             return False
-        leaves_at = self._leaves_at()
+        leaves_at = self.accumulator.leaves_at(next(iter(self.parked)).ready_at)
         # The clock is read only where the flush time decides: that costs as much as all of the rest.
         return leaves_at == -math.inf or leaves_at <= trio.current_time()
 

@@ -173,15 +173,6 @@ class LoadPriority:
         queue = self._queue
         return LoadPriorityStatistics(queue.loads, len(queue.waiting), self._yielded, self._went_first)
 
-    def _begin(self) -> None:
-        self._queue.loads += 1
-
-    def _end(self) -> None:
-        self._queue.loads -= 1
-        if not self._queue.loads:
-            for wake_up in self._wake_ups.values():
-                wake_up.set()
-
     def _over(self, store: YieldingStore) -> None:
         if self._queue.exception is store:
             self._queue.over(store)
@@ -203,12 +194,16 @@ class _Loading:
         self._priority = priority
 
     def __enter__(self) -> None:
-        self._priority._begin()
+        self._priority._queue.loads += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._priority._end()
+        queue = self._priority._queue
+        queue.loads -= 1
+        if not queue.loads:
+            for wake_up in self._priority._wake_ups.values():
+                wake_up.set()
 
 
 # --- between batching and transfer --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -316,7 +317,7 @@ async def test_several_batches_in_a_tick_make_way_as_well(autojump_clock) -> Non
     world = World(latency=0.0)
     world.places[0].synchronous = True
     async with world.open(max_batch_size=1) as pipeline:
-        load = trio.CancelScope()
+        load, held_up = trio.CancelScope(), ExitStack()
 
         async def loads() -> None:
             with load, world.load_priority.loading():
@@ -326,7 +327,7 @@ async def test_several_batches_in_a_tick_make_way_as_well(autojump_clock) -> Non
 
             def begins(_: Any) -> None:
                 if len(world.started) == 2:
-                    world.load_priority._begin()
+                    held_up.enter_context(world.load_priority.loading())
                     nursery.start_soon(loads)
 
             pipeline.add_instrument(SimpleNamespace(xfer_end=begins))
@@ -334,7 +335,7 @@ async def test_several_batches_in_a_tick_make_way_as_well(autojump_clock) -> Non
             await settled()
             assert len(world.started) == 2
             await trio.sleep(0.6)
-            world.load_priority._end()
+            held_up.close()
             for handle in handles:
                 await handle.wait()
         assert len(world.started) == 6

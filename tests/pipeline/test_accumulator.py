@@ -67,11 +67,11 @@ def test_it_decides_as_one_who_counts_from_the_start(config, steps):
         if what == "put":
             ready.append((n, now))
             naive.ready.append((n, now))
-            accumulator.add(n)
+            accumulator.blocks += n
         elif what == "withdraw" and ready:
             size, _ = ready.pop(n % len(ready))
             naive.ready.pop(n % len(naive.ready))
-            accumulator.remove(size)
+            accumulator.blocks -= size
         elif what == "wait":
             now += n * TICK
         elif what == "flush":
@@ -80,7 +80,7 @@ def test_it_decides_as_one_who_counts_from_the_start(config, steps):
             batch = []
             while ready and accumulator.fits(sum(batch), ready[0][0]):
                 batch.append(ready.pop(0)[0])
-            accumulator.remove(sum(batch))
+            accumulator.blocks -= sum(batch)
             assert batch == naive.take()
             assert sum(batch) <= config.max_batch_size or len(batch) == 1
         assert accumulator.blocks == sum(size for size, _ in ready)
@@ -90,8 +90,7 @@ def test_it_decides_as_one_who_counts_from_the_start(config, steps):
 
 @given(configs, st.integers(0, 30), st.integers(0, 100))
 def test_it_leaves_now_or_after_the_flush_interval(config, blocks, since):
-    accumulator = Accumulator(config)
-    accumulator.add(blocks)
+    accumulator = Accumulator(config, blocks)
     assert accumulator.leaves_at(since * TICK) in (-math.inf, since * TICK + config.flush_interval)
 
 
