@@ -315,23 +315,20 @@ class RoomRequest:
         keys: what room is wanted for; fewer after a :meth:`shrink`.
         block_bytes: size of every block.
         when_full: what to do where there is not room for all, see :meth:`TransferExecutor.reserve`.
+        waits: whether it waits for room where there is none: ``wait`` and ``evict`` do, ``partial`` and ``fail`` never.
     """
 
-    __slots__ = ("_shrunk", "block_bytes", "keys", "when_full")
+    __slots__ = ("_shrunk", "block_bytes", "keys", "waits", "when_full")
 
     def __init__(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> None:
         self.keys: Sequence[Key] = keys
         self.block_bytes: int = block_bytes
         self.when_full: WhenFull = when_full
+        self.waits: bool = when_full == "wait" or when_full == "evict"
         self._shrunk: Callable[[], bool] | None = None
 
     def __repr__(self) -> str:
         return f"<request for {len(self.keys)} blocks of {self.block_bytes} bytes, {self.when_full}>"
-
-    @property
-    def waits(self) -> bool:
-        """Whether it waits for room where there is none: ``wait`` and ``evict`` do, ``partial`` and ``fail`` never."""
-        return self.when_full == "wait" or self.when_full == "evict"
 
     def shrink(self, keys: Sequence[Key]) -> bool:
         """Want room for ``keys`` only, a subsequence of :attr:`keys`, from now on at the same place in the queue. Never blocks.

@@ -140,7 +140,7 @@ class Admission:
         try:
             if self.hooks.admission:
                 self.hooks.fire("admission", container)
-            if container.proceeds:
+            if container.phase.proceeds:
                 with scope:
                     answer = await policy.evaluate(container.keys)
         except Exception as exc:
@@ -160,7 +160,7 @@ class Admission:
                 self.settlement.settle(container)
             elif error is not None:
                 self._refuse(container, "error", error)
-            elif scope.cancelled_caught and container.proceeds:
+            elif scope.cancelled_caught and container.phase.proceeds:
                 late = trio.TooSlowError(f"policies took over {self.config.policy_timeout} s")
                 self._refuse(container, "timeout", late)
             elif self._admit(container, answer):
@@ -204,7 +204,7 @@ class Admission:
             self.timeouts += 1
         else:
             self.errors += 1
-        if container.proceeds:
+        if container.phase.proceeds:
             if self.config.on_policy_error == "fail":
                 failure = PolicyFailed(f"{reason}: {error!r}")
                 failure.__cause__ = error

@@ -166,7 +166,7 @@ class Awaiting:
         held = False
         error: BaseException | None = None
         try:
-            if container.proceeds:
+            if container.phase.proceeds:
                 with scope:
                     await precondition.wait()
                     held = True
@@ -180,7 +180,7 @@ class Awaiting:
             # In a finally clause, since code behind the scope is skipped when an outer one is cancelled in the same tick.
             self.waiting -= 1
             container.cancel_scope = None
-            if not container.proceeds:
+            if not container.phase.proceeds:
                 self.settlement.settle(container)
             elif held:
                 self.outbound.send([container])

@@ -153,11 +153,6 @@ class OffloadContainer:
         self.phase = phase = GATE[self.phase][Request.CLAIM]
         return phase is _COMMITTED
 
-    @property
-    def proceeds(self) -> bool:
-        """Whether it may go on: neither cancelled nor failed."""
-        return self.phase.proceeds
-
     def filter(self, reasons: Mapping[Key, str]) -> None:
         """Keep these blocks back."""
         if reasons:

@@ -157,7 +157,7 @@ class Slot:
         batch = self._waiting
         if batch is None or self._reserving is None or self._reserving.cancel_called:
             return
-        left = OffloadBatch([container for container in batch.containers if container.proceeds])
+        left = OffloadBatch([container for container in batch.containers if container.phase.proceeds])
         if left.containers and self._shrink(left.keys):
             batch.keep(left.containers, left.keys)
             self.stage.settlement.settle(container)
@@ -272,7 +272,7 @@ class Slot:
                 reservation = await self._wait_for_room(batch, deadline)
                 if reservation is not None:
                     return await self._yield_to_loads(batch, reservation)
-                if all(container.proceeds for container in batch.containers):
+                if all(container.phase.proceeds for container in batch.containers):
                     self._end(batch, DestinationFull(f"no room within {stage.config.destination_timeout} s"))
             except Exception as error:
                 match unwrap(error):

@@ -302,12 +302,13 @@ class Sized(Late):
 
     becomes: Callable[[Sized], None]
 
-    @property
-    def block_bytes(self) -> int:
-        return 128 if "entered" in self.news else 0
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.block_bytes = 0
 
     async def __aenter__(self) -> Late:
         await super().__aenter__()
+        self.block_bytes = 128
         self.becomes(self)
         return self
 

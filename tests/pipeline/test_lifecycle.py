@@ -98,7 +98,7 @@ def test_the_first_request_to_a_gate_decides(first, then):
     requests[then](later)
     assert one.phase is phase
     assert one.error is (error if first is Request.FAIL else None)
-    assert one.proceeds == (first is Request.CLAIM)
+    assert one.phase.proceeds == (first is Request.CLAIM)
     assert one.claim() == (first is Request.CLAIM)
 
 

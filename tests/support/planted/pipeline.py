@@ -489,7 +489,7 @@ def a_precondition_that_raised_holds(patch):
     fail = Awaiting._fail
 
     def forgiving(self, container, error):
-        if isinstance(error, trio.TooSlowError) or not container.proceeds:
+        if isinstance(error, trio.TooSlowError) or not container.phase.proceeds:
             fail(self, container, error)
         else:
             self.outbound.send([container])
