@@ -127,7 +127,7 @@ class Lease(TierLease["PooledTier[Any]"]):
         if refs:
             self.tier.release(refs)
 
-    async def _let_go(self) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         self.release_nowait()
 
 

@@ -19,7 +19,7 @@ Rule 3. What is loaded is verified. What is not what was stored is :class:`~back
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 import trio
@@ -129,32 +129,31 @@ class TierReservation(ABC, Generic[T]):
         self._used = True
         if not keys:
             return []
+        left = keys
         decided = self._decide(keys)
+        if decided:
+            left, refs = self._drop(decided, keys), [refs[at] for at in _others(decided, keys)]
+        failed = await self._copy(source, left, refs) if left else {}
+        if failed:  # the copy is over: nothing writes into their room any more
+            at_all = _others(decided, keys)
+            decided = {**decided, **{at_all[at]: Failed(error) for at, error in failed.items()}}
+            left = self._drop(failed, left)
+        stored = await self._register(left) if left else ()
         if not decided:
-            return await self._store(source, keys, refs)
-        rest = _others(len(keys), decided)
-        self._keep(rest)
-        stored = await self._store(source, [keys[at] for at in rest], [refs[at] for at in rest]) if rest else ()
-        return _merged(len(keys), decided, stored)
+            return stored
+        rest = iter(stored)
+        return [decided[at] if at in decided else next(rest) for at in range(len(keys))]
 
-    async def _store(self, source: Source, keys: Sequence[Key], refs: Sequence[int]) -> Sequence[Outcome]:
-        failed = await self._copy(source, keys, refs)
-        if not failed:
-            return await self._register(keys)
-        good = _others(len(keys), failed)
-        self._keep(good)  # the copy is over: nothing writes into the others any more
-        stored = await self._register([keys[at] for at in good]) if good else ()
-        return _merged(len(keys), {at: Failed(error) for at, error in failed.items()}, stored)
+    def _drop(self, ended: Mapping[int, object], keys: Sequence[Key]) -> list[Key]:
+        """Give back the room of the keys at these positions; the others."""
+        others = _others(ended, keys)
+        self._keep(others)
+        return [keys[at] for at in others]
 
 
-def _others(n: int, decided: Mapping[int, object]) -> list[int]:
-    return [at for at in range(n) if at not in decided]
-
-
-def _merged(n: int, decided: Mapping[int, Outcome], others: Iterable[Outcome]) -> list[Outcome]:
-    """The outcomes of all positions, from those that are decided and those of the others, in order."""
-    rest = iter(others)
-    return [decided[at] if at in decided else next(rest) for at in range(n)]
+def _others(ended: Mapping[int, object], keys: Sequence[Key]) -> list[int]:
+    """The positions of all keys but these."""
+    return [at for at in range(len(keys)) if at not in ended]
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -187,23 +186,20 @@ class TierLease(ABC, Generic[T]):
     def forget(self, positions: Sequence[int]) -> None:
         """Forget the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
 
-    @abstractmethod
-    async def _let_go(self) -> None:
-        """Let go, and delete what is damaged and was held by this only. Idempotent; cancelled, it has let go.
-
-        No checkpoint where there is nothing to wait for.
-        """
-
     async def release(self) -> None:
         """Release the blocks. Idempotent; they are released even when this is cancelled."""
-        await self._let_go()
+        await self.__aexit__(None, None, None)
         await trio.lowlevel.checkpoint()
 
     async def __aenter__(self: Self) -> Self:
         return self
 
+    @abstractmethod
     async def __aexit__(self, *exc: object) -> None:
-        await self._let_go()
+        """Let go, and delete what is damaged and was held by this only. Idempotent; cancelled, it has let go.
+
+        No checkpoint where there is nothing to wait for.
+        """
 
 
 class TierBase(ABC, Generic[L]):

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 class MaruLease(TierLease["MaruTier"]):
     """A hold on the prefix of some keys. Made by :meth:`MaruTier.pin`."""
 
-    __slots__ = ("_held",)
+    __slots__ = ("held",)
 
     def __init__(self, tier: MaruTier, keys: Sequence[Key], held: HeldBatch) -> None:
         """Not to be called: a tier makes them."""
         super().__init__(tier, keys)
-        self._held = held
+        self.held: HeldBatch = held
+        """The pins, as the client has them."""
 
     @property
     def is_held(self) -> bool:
@@ -39,7 +40,7 @@ class MaruLease(TierLease["MaruTier"]):
     @property
     def expires(self) -> float:
         """When it ends unless the server is heard before, on the monotonic clock (:func:`time.monotonic`)."""
-        return self._held.expires
+        return self.held.expires
 
     def check(self) -> None:
         """Raise unless the views still show what was found. Sends no message; any thread. Call it before and after a use.
@@ -47,7 +48,7 @@ class MaruLease(TierLease["MaruTier"]):
         Raises:
             maru.LeaseLost: released; or the server restarted, or was silent for longer than it holds a pin.
         """
-        self._held.check()
+        self.held.check()
 
     @property
     def views(self) -> Sequence[memoryview]:
@@ -60,17 +61,17 @@ class MaruLease(TierLease["MaruTier"]):
     @property
     def pages(self) -> Pages:
         """Where the blocks lie, as columns, to be read only: writing another owner's page ends the process."""
-        return Pages(self._held.addresses, self.tier.block_bytes, self._held)
+        return Pages(self.held.addresses, self.tier.block_bytes, self.held)
 
     @property
     def checksums(self) -> Sequence[int | None]:
         """The checksum of each block, as its writer computed it."""
-        return self._held.checksums
+        return self.held.checksums
 
     @property
     def generations(self) -> Sequence[int]:
         """The generation of each block: a number that differs for what is stored anew under its key."""
-        return self._held.generations
+        return self.held.generations
 
     def forget(self, positions: Sequence[int]) -> None:
         """Forget the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
@@ -79,10 +80,10 @@ class MaruLease(TierLease["MaruTier"]):
 
     def release_nowait(self) -> None:
         """Release the blocks. Idempotent; the server is told, and its answer is not waited for."""
-        self._held.release()
+        self.held.release()
         self.tier.wake_first()  # what it held may be evicted now
 
-    async def _let_go(self) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         self.release_nowait()
         if self.tier.damaged:
             await self.tier.purge()

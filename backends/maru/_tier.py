@@ -272,12 +272,12 @@ class MaruTier(TierBase[MaruLease]):
     ) -> Mapping[int, Missed | Failed]:
         # Asks nobody. A lease that is lost, by a restart or a silence of the server, is so before or after the copy, and
         # then nothing that was read means anything.
-        expected = lease.checksums
+        held, expected = lease.held, lease.held.checksums
         summed = self.checksums and expected.count(None) < len(expected)
         try:
-            lease.check()
+            held.check()
             sums = await load_pages(lease.pages, destination, there, summed, self.in_place)
-            lease.check()
+            held.check()
         except LeaseLost:
             return dict.fromkeys(range(len(expected)), Missed("lease"))
         return {} if sums is None else dict.fromkeys(unequal(expected, sums), Missed("damaged"))

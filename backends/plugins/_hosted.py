@@ -77,7 +77,7 @@ class HostedLease(TierLease["HostedTier"]):
             self.tier.driver.unlock(self.keys)
             self.tier.registry.unlease(self.keys, refs)
 
-    async def _let_go(self) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         self.release_nowait()
 
 

@@ -98,7 +98,7 @@ class WrappedLease(TierLease["WrappedTier"]):
         """Forget the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
         self.tier.forget(self, positions)
 
-    async def _let_go(self) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.inner.__aexit__(None, None, None)
         await self.tier.purge()
 

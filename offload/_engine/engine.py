@@ -255,7 +255,7 @@ class Engine:
 
     async def release(self, hit: Hit) -> None:
         """Give back what a hit holds. Idempotent; it has given it back even when cancelled."""
-        await hit._release()
+        await hit.__aexit__(None, None, None)
         await trio.lowlevel.checkpoint()
 
     async def delete(self, keys: Sequence[Key], *, within: float = inf) -> list[Deletion]:

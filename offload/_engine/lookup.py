@@ -57,7 +57,7 @@ class Hit:
     An async context manager: leaving it releases, also when cancelled.
     """
 
-    __slots__ = ("_end", "_live", "_loads", "_released", "_segments", "_tenant", "keys", "unavailable")
+    __slots__ = ("_end", "_live", "_loads", "_segments", "_tenant", "keys", "released", "unavailable")
 
     def __init__(
         self,
@@ -74,7 +74,8 @@ class Hit:
         self._tenant = tenant
         self._end = end
         self._loads = 0
-        self._released = False
+        self.released: bool = False
+        """Whether it has been released."""
         self.keys: Sequence[Key] = keys
         """What was found, from the first key asked for to the last before the first that no tier has."""
         self.unavailable: Mapping[str, Exception] = unavailable
@@ -85,27 +86,19 @@ class Hit:
 
     def __repr__(self) -> str:
         where = ", ".join(f"{blocks} in {name}" for name, blocks in self.runs)
-        return f"<Hit of {len(self.keys)} blocks: {where or 'nothing'}{', released' if self._released else ''}>"
+        return f"<Hit of {len(self.keys)} blocks: {where or 'nothing'}{', released' if self.released else ''}>"
 
     @property
     def runs(self) -> list[tuple[str, int]]:
         """Where the prefix lies, in order: the name of a tier, and how many blocks are read from it."""
         return [(segment.name, segment.blocks) for segment in self._segments]
 
-    @property
-    def released(self) -> bool:
-        """Whether it has been released."""
-        return self._released
-
     async def __aenter__(self) -> Hit:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._release()
-
-    async def _release(self) -> None:
         """Give the pins back, or leave that to the last load that still reads through them."""
-        released, self._released = self._released, True
+        released, self.released = self.released, True
         self._live.pop(self, None)
         if not released and not self._loads:
             await self._let_go()
@@ -117,7 +110,7 @@ class Hit:
 
     async def _end_load(self) -> None:
         self._loads -= 1
-        if self._released and not self._loads:
+        if self.released and not self._loads:
             await self._let_go()
 
     async def _let_go(self) -> None:
@@ -147,7 +140,7 @@ async def release_forgotten(live: Mapping[Hit, None]) -> None:
     with trio.CancelScope(shield=True, deadline=trio.current_time() + _LONGEST_RELEASE):
         for hit in forgotten:
             try:
-                await hit._release()
+                await hit.__aexit__(None, None, None)
             except Exception:
                 _log.exception("%r could not be released", hit)
 
