@@ -243,7 +243,7 @@ CANCELLED = [
         "once where it only waits. A batch that is about to be copied finds it at its last sweep.",
     ),
     Step(
-        "offload/_pipeline/transfer.py",
+        "offload/_pipeline/slot.py",
         "Slot._commit",
         "if not flat.keys:",
         "The last sweep has dropped the container. Where nothing is left of its batch, the next line releases the "

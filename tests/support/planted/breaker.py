@@ -13,7 +13,7 @@ from offload import LoadPriority
 from offload._health import attribution, breaker_tier, faults, runner
 from offload._health.breaker import Breaker, HealthState, Verdict
 from offload._pipeline.priority import PriorityReceiver, YieldQueue
-from offload._pipeline.transfer import Slot
+from offload._pipeline.slot import Slot
 
 Patch = pytest.MonkeyPatch
 

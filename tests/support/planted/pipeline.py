@@ -8,7 +8,8 @@ import sys
 
 import trio
 
-import offload._pipeline.transfer as transfer_module
+import offload._pipeline.outcomes as outcomes_module
+import offload._pipeline.slot as slot_module
 from backends.abc import EVICTED, STORED, StrongBlocks
 from backends.blocks import Registry, _HeldKeys
 from backends.pooled import Lease, PooledReservation, PooledTier
@@ -24,7 +25,7 @@ from offload._pipeline.channel import CancellableChannel
 from offload._pipeline.lifecycle import Phase, Status
 from offload._pipeline.marks import PendingMarks
 from offload._pipeline.settlement import Settlement
-from offload._pipeline.transfer import Slot
+from offload._pipeline.slot import Slot
 
 PLANTS = []
 FIRST = {}
@@ -514,7 +515,7 @@ def only_the_first_who_waits_for_an_event_is_told(patch):
 def a_batch_is_taken_inside_the_scope_of_the_flush_timer(patch):
     async def receive(self, owner):
         while True:
-            deadline = self._leaves_at() if self.parked else math.inf
+            deadline = self.accumulator.leaves_at(next(iter(self.parked)).ready_at) if self.parked else math.inf
             batch = None
             with trio.CancelScope(deadline=deadline):
                 while not self._due():
@@ -565,12 +566,14 @@ def the_flush_interval_is_forgotten(patch):
 @_plant("I9")
 def unproven_is_taken_for_failed(patch):
     """Quarantine is not entered, and what the copy touches is free."""
-    patch.setattr(transfer_module, "holds", lambda error, kind: False)
+    for module in (slot_module, outcomes_module):
+        patch.setattr(module, "holds", lambda error, kind: False)
 
 
 @_plant("I9")
 def unproven_in_a_group_is_taken_for_failed(patch):
-    patch.setattr(transfer_module, "holds", isinstance)
+    for module in (slot_module, outcomes_module):
+        patch.setattr(module, "holds", isinstance)
 
 
 @_plant("I9", first=29)
@@ -580,7 +583,7 @@ def a_copy_in_a_nursery_that_overruns_is_taken_for_over(patch):
 
     def over(self, flat, reservation, cause):
         if isinstance(sys.exception(), BaseExceptionGroup):
-            outcomes = transfer_module._all_failed(flat, "the copy was torn down", sys.exception())
+            outcomes = outcomes_module.all_failed(flat, "the copy was torn down", sys.exception())
             self._over(flat, reservation, outcomes)
         else:
             give_up(self, flat, reservation, cause)
@@ -612,14 +615,14 @@ def a_copy_may_take_for_ever(patch):
 
 @_plant("model", first=50)
 def outcomes_are_sorted_out_backwards(patch):
-    sort_out = transfer_module._assign_outcomes
-    patch.setattr(transfer_module, "_assign_outcomes", lambda flat, outcomes: sort_out(flat, list(reversed(outcomes))))
+    sort_out = slot_module.assign_outcomes
+    patch.setattr(slot_module, "assign_outcomes", lambda flat, outcomes: sort_out(flat, list(reversed(outcomes))))
 
 
 @_plant("model")
 def failed_blocks_are_reported_as_stored(patch):
-    sort_out = transfer_module._assign_outcomes
-    patch.setattr(transfer_module, "_assign_outcomes", lambda flat, outcomes: sort_out(flat, [STORED] * len(outcomes)))
+    sort_out = slot_module.assign_outcomes
+    patch.setattr(slot_module, "assign_outcomes", lambda flat, outcomes: sort_out(flat, [STORED] * len(outcomes)))
 
 
 # --- chains -------------------------------------------------------------------------------------------------------
