@@ -20,13 +20,13 @@ import attrs
 import trio
 import zmq
 
+from ._bounded import BoundedWriter
 from ._contract import Message, OnMessages
 from ._frames import EVENTS, IN, OUT, Port, TooManyFrames
 from ._keys import CurveServer
 from ._monitor import LinkEvent
 from ._options import SocketOptions
 from ._peer_tracker import PeerTracker
-from ._unread import Unread
 from ._waiting import Expected, Queued, Waiter, Watch
 from ._zap import Authenticator
 
@@ -113,15 +113,11 @@ class TrioSocket:
         gone = None if on_gone is None else self._forget
         self._tracker = None if on_gone is None and on_link is None else PeerTracker(port, gone, on_link)
         self._read: Callable[[], Message] = port.read
+        self._write: Callable[[Sequence[bytes]], bool] = port.write
+        self._bounded: BoundedWriter | None = None
         if on_gone is not None and self._tracker is not None:
-            self._read = self._tracker.read
-        self._write = port.write
-        self._unread: Unread | None = None
-        if on_gone is not None and self._tracker is not None:
-            self._unread = Unread(
-                options.send_high_water_mark, options.max_unread_bytes, options.max_unread_bytes_together
-            )
-            self._write = self._write_within
+            self._bounded = BoundedWriter(port, self._tracker, options)
+            self._read, self._write = self._tracker.read, self._bounded.write
         self._watch = Watch(port.descriptor, self._drain, self._take, options.busy_poll)
         self._on_messages = on_messages
         self._authenticator: Authenticator | None = None
@@ -131,7 +127,6 @@ class TrioSocket:
         self._senders: deque[_Sender] = deque()
         self._releasing, self._released = False, trio.Event()
         self._sent = self._received = self._batches = self._unreachable = self._dropped = 0
-        self._hung_up = 0
 
     def __repr__(self) -> str:
         state = "closed" if self._watch.closed else ", ".join(self.endpoints) or "open"
@@ -268,6 +263,12 @@ class TrioSocket:
 
     # --- the rest -------------------------------------------------------------------------------------------------
 
+    def _forget(self, peer: bytes) -> None:
+        """This peer is gone."""
+        assert self._bounded is not None and self._on_gone is not None
+        self._bounded.forget(peer)
+        self._on_gone(peer)
+
     def close(self) -> None:
         """Close the socket, synchronously: tasks that wait get :exc:`trio.ClosedResourceError`. :meth:`aclose` is to follow."""
         if not self._watch.closed:
@@ -305,8 +306,8 @@ class TrioSocket:
             peers=0 if tracker is None else len(tracker.peers),
             gone=0 if tracker is None else tracker.gone,
             refused=0 if self._authenticator is None else self._authenticator.refused,
-            unread_bytes=0 if self._unread is None else self._unread.total,
-            hung_up=self._hung_up,
+            unread_bytes=0 if self._bounded is None else self._bounded.unread_bytes,
+            hung_up=0 if self._bounded is None else self._bounded.hung_up,
             sleeps=watch.sleeps,
             kicks=watch.kicks,
             busy_polls=watch.busy_polls,
@@ -421,47 +422,6 @@ class TrioSocket:
             sender.finish()
             left = True
         return left
-
-    # --- a router's bounds ----------------------------------------------------------------------------------------
-
-    def _write_within(self, frames: Sequence[bytes]) -> bool:
-        """Send one message, if so many bytes more may wait for that peer. Raises as ``write`` of the port."""
-        assert self._unread is not None and self._tracker is not None
-        unread = self._unread
-        size = sum(map(len, frames))
-        peer = frames[0]
-        if peer not in self._tracker.peers.known:
-            # It is gone; or ZeroMQ does not say over which connection it came, so nothing could be bounded.
-            return False
-        crowd = unread.crowd_out(peer, size)
-        if crowd:
-            self._make_room(crowd, peer, size)
-        reachable = self._port.write(frames)
-        if reachable:
-            unread.sent(peer, size)
-        else:
-            unread.forget(peer)
-        return reachable
-
-    def _make_room(self, crowd: list[bytes], peer: bytes, size: int) -> None:
-        """Look at these: who has not read all is hung up on. Raises :exc:`zmq.Again` where that is not enough."""
-        unread, tracker = self._unread, self._tracker
-        assert unread is not None and tracker is not None
-        for other in crowd:
-            if tracker.has_read_all(other):
-                unread.forget(other)
-            elif tracker.hang_up(other):
-                self._hung_up += 1
-                unread.forget(other)
-            if not unread.crowd_out(peer, size):
-                return
-        raise zmq.Again  # there are no descriptors left to hang up with
-
-    def _forget(self, peer: bytes) -> None:
-        """This peer is gone."""
-        assert self._unread is not None and self._on_gone is not None
-        self._unread.forget(peer)
-        self._on_gone(peer)
 
     # --- touching the socket while another task sleeps at it ------------------------------------------------------
 

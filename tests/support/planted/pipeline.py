@@ -714,7 +714,7 @@ def what_is_put_back_wakes_nobody(patch):
     def put_back(self, container):
         if container.phase.proceeds:
             CancellableChannel.put_back(self, container)
-            self.accumulator.add(len(container.keys))
+            self.accumulator.blocks += len(container.keys)
         else:
             self._settlement.settle(container)
 
