@@ -34,7 +34,6 @@ from .abc import (
     Failed,
     Key,
     Missed,
-    ReadLease,
     RoomRequest,
     Source,
     TierStatistics,
@@ -201,12 +200,8 @@ class FileTier(PooledTier[FileRegistry]):
     kept_reasons: ClassVar[frozenset[str]] = frozenset({"size"})
 
     def _place_bytes(self, destination: Destination) -> int:
+        self._open_directory()  # once closed, the load says so, and not each of its blocks
         return destination.block_bytes  # a block of another size is missed
-
-    def _held(self, lease: ReadLease) -> Lease:
-        held = super()._held(lease)
-        self._open_directory()
-        return held
 
     async def _load(self, lease: Lease, destination: Destination, there: Pages | None) -> Mapping[int, Missed | Failed]:
         blocks = list(zip(lease.keys, lease.refs, strict=True))

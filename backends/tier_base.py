@@ -182,6 +182,17 @@ class TierLease(ABC, Generic[T]):
     def is_held(self) -> bool:
         """Whether it holds what it says, so that it may be loaded."""
 
+    @classmethod
+    def held_in(cls: type[Self], tier: object, lease: ReadLease) -> Self:
+        """This lease, which is one of this kind, of that tier, and still held.
+
+        Raises:
+            ValueError: it is not.
+        """
+        if not isinstance(lease, cls) or lease.tier is not tier or not lease.is_held:
+            raise ValueError(f"{lease!r} does not hold blocks in {tier!r}")
+        return lease
+
     @abstractmethod
     def forget(self, positions: Sequence[int]) -> None:
         """Forget the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
@@ -213,7 +224,7 @@ class TierBase(ABC, Generic[L]):
     _missed: dict[str, int]
 
     def _place_bytes(self, destination: Destination) -> int:
-        """How large the places of a load must be."""
+        """How large the places of a load must be. May raise where nothing can be loaded from this tier any more."""
         size: int = self.block_bytes  # type: ignore[attr-defined]
         return size
 
@@ -240,7 +251,7 @@ class TierBase(ABC, Generic[L]):
             RepeatedPlaces: two of its places share memory.
             Unproven: the destination says so; or a disk did not answer within :func:`backends.threads.leave_after`.
         """
-        held = self._held(lease)
+        held: L = self.lease_type.held_in(self, lease)  # type: ignore[assignment]
         n = len(held.keys)
         there = places_for(self, n, self._place_bytes(destination), destination)
         await trio.lowlevel.checkpoint()
@@ -259,17 +270,6 @@ class TierBase(ABC, Generic[L]):
                 outcomes[at] = outcome
             self._note_bad(held, bad)
         return outcomes
-
-    def _held(self, lease: ReadLease) -> L:
-        """The lease, which is this tier's and still held.
-
-        Raises:
-            ValueError: it is not.
-        """
-        held: Any = lease
-        if not isinstance(held, self.lease_type) or held.tier is not self or not held.is_held:
-            raise ValueError(f"{lease!r} does not hold blocks in {self!r}")
-        return held  # type: ignore[return-value]
 
     def _note_bad(self, lease: L, bad: Mapping[int, Missed | Failed]) -> None:
         """Count what could not be loaded, and forget what is not what was stored."""

@@ -39,11 +39,12 @@ from ..abc import (
 )
 from ..tier_base import TierLease, TierReservation
 from ._config import HostConfig
+from ._deletions import Deleter
 from ._driver import PluginDriver
 from ._host_state import HostRegistry, HostState, StagingPool
 from ._operations import Plugin
 from ._salts import CacheSalts
-from ._transfers import Deleter, Reader, Writer
+from ._transfers import Reader, Writer
 
 
 class HostedLease(TierLease["HostedTier"]):
@@ -380,11 +381,10 @@ class HostedTier:
             NoAnswer, PluginFault: there was no answer, or it failed as a whole. The destination was not touched.
             Unproven: the destination says so.
         """
-        if not isinstance(lease, HostedLease) or lease.tier is not self or not lease.is_held:
-            raise ValueError(f"{lease!r} does not hold blocks in {self!r}")
-        there = places_for(self, len(lease.keys), self.block_bytes, destination)
+        keys = HostedLease.held_in(self, lease).keys
+        there = places_for(self, len(keys), self.block_bytes, destination)
         await trio.lowlevel.checkpoint()
-        return await self._reader.load(lease.keys, destination, there)
+        return await self._reader.load(keys, destination, there)
 
     # --- deleting -------------------------------------------------------------------------------------------------
 

@@ -312,11 +312,10 @@ class WrappedTier(ForwardingTier):
             RepeatedPlaces: two of its places share memory.
             Unproven: the destination says so.
         """
-        if not isinstance(lease, WrappedLease) or lease.tier is not self:
-            raise ValueError(f"{lease!r} does not hold blocks in {self!r}")
-        there = places_for(self, len(lease.keys), self.block_bytes, destination)
-        decoding = Decoding(self.coder, destination, there, lease.contexts)
-        outcomes = list(await self.inner.load(lease.inner, decoding))
+        held = WrappedLease.held_in(self, lease)
+        there = places_for(self, len(held.keys), self.block_bytes, destination)
+        decoding = Decoding(self.coder, destination, there, held.contexts)
+        outcomes = list(await self.inner.load(held.inner, decoding))
         counters = self.counters
         damaged: list[int] = []
         for at, outcome in enumerate(outcomes):
@@ -336,7 +335,7 @@ class WrappedTier(ForwardingTier):
             else:
                 outcomes[at] = Failed(error)
         if damaged:
-            self.forget(lease, damaged)
+            self.forget(held, damaged)
         return outcomes
 
     def forget(self, lease: WrappedLease, positions: Sequence[int]) -> None:

@@ -284,7 +284,7 @@ async def test_a_host_reads_once_more_what_its_own_checksum_has_condemned() -> N
 
 
 async def test_a_host_reads_a_few_at_a_time_and_deletes_none_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backends.plugins._transfers._AT_A_TIME", 2)
+    monkeypatch.setattr("backends.plugins._deletions._AT_A_TIME", 2)
     async with two_bare_hosts() as (a, _, there):
         await store(a, BLOCKS)
         for key in KEYS:
