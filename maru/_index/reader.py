@@ -1,0 +1,165 @@
+"""A reader of an index, in a process that may not write it. Pure.
+
+    found = reader.find(names)
+    ...                         # copy what it says, from wherever it is mapped
+    changed = reader.changed(found)
+
+Rule 1. What was copied counts if nothing of it has changed *after* the copy: its sequence is the same, and the file is not
+        retired. x86 lets loads be seen in order, so the bytes were loaded before the sequence was looked at again.
+Rule 2. A sequence is loaded before the rest of its entry. So if it is the same in the end, the rest was of it, in whatever
+        order that was loaded: the words of one entry are not loaded at once.
+Rule 3. What has changed is not wrong and not missing. It is to be asked for by message, with a pin.
+Rule 4. What is not found is not stored, if the file was not retired and left nothing out when the search began.
+Rule 5. Whoever relies on this holds a live lease before and after: a server that is gone retires nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from struct import unpack
+from typing import Any, Final, NamedTuple
+
+from .layout import (
+    AT_BUCKETS,
+    AT_EPOCH,
+    AT_LEFT_OUT,
+    AT_MAGIC,
+    AT_RETIRED,
+    AT_SEED,
+    AT_VERSION,
+    BUCKET_BYTES,
+    ENTRY_BYTES,
+    FIELDS,
+    HASH_BYTES,
+    HEADER_BYTES,
+    MAGIC,
+    MIN_BYTES,
+    VERSION,
+    NotAnIndex,
+    entries_at,
+    hash_of,
+    slot_of,
+    words_of,
+)
+
+_ENTRY_PER_HASH: Final = ENTRY_BYTES // HASH_BYTES
+
+
+class Found(NamedTuple):
+    """What a search has found, in columns of equal length."""
+
+    positions: Sequence[int]
+    """Among the names that were looked for."""
+    words: Sequence[int]
+    """Where the sequence of each stands."""
+    generations: Sequence[int]
+    regions: Sequence[int]
+    offsets: Sequence[int]
+    lengths: Sequence[int]
+    checksums: Sequence[int | None]
+    is_definite: bool
+    """Whether what was not found is not stored. With ``prefix``: whether the first that was not found is not."""
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+class IndexReader:
+    """Reads an index.
+
+    Args:
+        memory: a :class:`mmap.mmap` of the file, for reading.
+        hashing: as its writer's.
+
+    Raises:
+        NotAnIndex: it is none, or of another version.
+    """
+
+    def __init__(self, memory: Any, *, hashing: Callable[[bytes, int], bytes] = hash_of) -> None:
+        if len(memory) < MIN_BYTES:
+            raise NotAnIndex(f"an index has at least {MIN_BYTES} bytes, not {len(memory)}")
+        words = words_of(memory)
+        if words[AT_MAGIC] != MAGIC or words[AT_VERSION] != VERSION:
+            raise NotAnIndex("this is no index, or one of another version")
+        buckets = words[AT_BUCKETS]
+        entries = entries_at(buckets)
+        if not buckets or entries + buckets * (BUCKET_BYTES // HASH_BYTES) * ENTRY_BYTES > len(memory):
+            raise NotAnIndex(f"an index of {buckets} buckets does not fit {len(memory)} bytes")
+        self._memory = memory
+        self._words = words
+        self._hash = hashing
+        self._buckets = buckets
+        self._entries = entries
+        self._seed: int = words[AT_SEED]
+        self.epoch: int = words[AT_EPOCH]
+        """Of the server that writes it."""
+
+    def __repr__(self) -> str:
+        return f"<IndexReader of {self._buckets} buckets{' (retired)' if self.is_retired else ''}>"
+
+    @property
+    def is_retired(self) -> bool:
+        """Whether nobody writes it any more. It never comes back; another file may be there."""
+        return self._words[AT_RETIRED] != 0
+
+    def find(self, names: Sequence[str], *, prefix: bool = False) -> Found:
+        """Where these names lie.
+
+        Args:
+            names: as the server knows them.
+            prefix: look for nothing behind the first that is not found.
+        """
+        # The header first (rule 4): a name that is added while this looks may be missed, one that was there may not.
+        words, memory, buckets, seed, hashing = self._words, self._memory, self._buckets, self._seed, self._hash
+        is_definite = not (words[AT_RETIRED] or words[AT_LEFT_OUT])
+        search, fields_of = memory.find, FIELDS.unpack
+        entries = self._entries - HEADER_BYTES * _ENTRY_PER_HASH
+        digests = [hashing(name.encode(), seed) for name in names]
+        halves = unpack(f"={2 * len(digests)}Q", b"".join(digests))
+        positions: list[int] = []
+        places: list[int] = []
+        generations: list[int] = []
+        rows: list[tuple[int, ...]] = []
+        for at, digest in enumerate(digests):
+            first = halves[2 * at]
+            begin = HEADER_BYTES + first % buckets * BUCKET_BYTES
+            spot = search(digest, begin, begin + BUCKET_BYTES)
+            if spot < 0:
+                begin = HEADER_BYTES + halves[2 * at + 1] % buckets * BUCKET_BYTES
+                spot = search(digest, begin, begin + BUCKET_BYTES)
+            if spot & 15:  # not there (-1), or across two hashes
+                slot = -1 if spot < 0 else slot_of(memory, digest, first, halves[2 * at + 1], buckets)
+                if slot < 0:
+                    if prefix:
+                        break
+                    continue
+                spot = HEADER_BYTES + slot * HASH_BYTES
+            where = entries + spot * _ENTRY_PER_HASH
+            generation = words[where >> 3]  # before the rest (rule 2), which may be loaded in any order
+            row = fields_of(memory[where + 8 : where + 8 + FIELDS.size])
+            if generation and row[0] == first:
+                positions.append(at)
+                places.append(where >> 3)
+                generations.append(generation)
+                rows.append(row)
+            elif prefix:  # removed between the two looks, and perhaps given to another name
+                break
+        if not rows:
+            return Found((), (), (), (), (), (), (), is_definite)
+        _, regions, offsets, lengths, checksums, summed = zip(*rows, strict=True)
+        if not all(summed):
+            checksums = tuple([known if has else None for known, has in zip(checksums, summed, strict=True)])
+        return Found(positions, places, tuple(generations), regions, offsets, lengths, checksums, is_definite)
+
+    def changed(self, found: Found) -> Sequence[int]:
+        """Which of these, by their index in the columns, are not what they were when they were found. Call it behind a copy."""
+        where, generations, words = found.words, found.generations, self._words
+        if not where:
+            return ()
+        if words[AT_RETIRED]:
+            return range(len(where))
+        now = itemgetter(*where, AT_EPOCH)(words)  # one more: of a single one it would make no tuple
+        if now[:-1] == generations:
+            return ()
+        return [at for at, (was, is_now) in enumerate(zip(generations, now, strict=False)) if was != is_now]

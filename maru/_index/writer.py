@@ -1,0 +1,237 @@
+"""The writer of an index: one for each file, in the server. Pure.
+
+Rule 1. A name that comes: its entry, then its sequence, then its hash. A reader that finds the hash finds all of the entry.
+Rule 2. A name that goes: its sequence first, then its hash. From the first store on, no copy that is looked at again counts.
+Rule 3. Nothing is read from the file that decides anything but whether a hash is there: which slots are taken is known here.
+Rule 4. A name that has no room is *left out*, and counted where readers see it before any reader can be told of the name.
+Rule 5. Of two names with one hash none is found, and that hash is never used again here. (A name that is nowhere stored and has
+        the hash of one that is would be found: one in 2**128.)
+
+x86 lets other cores see stores in the order in which they were made, which rules 1 and 2 rely on. No lock is taken, no fence is
+needed, and no reader is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+from typing import Any, Final, NamedTuple
+
+import attrs
+
+from .layout import (
+    AT_BUCKETS,
+    AT_EPOCH,
+    AT_LEFT_OUT,
+    AT_MAGIC,
+    AT_RETIRED,
+    AT_SEED,
+    AT_VERSION,
+    BUCKET_SLOTS,
+    ENTRY_BYTES,
+    FIELDS,
+    HALVES,
+    HASH_BYTES,
+    HEADER_BYTES,
+    MAGIC,
+    MIN_BYTES,
+    VERSION,
+    buckets_in,
+    entries_at,
+    hash_of,
+    slot_of,
+    words_of,
+)
+
+_EMPTY: Final = bytes(HASH_BYTES)
+_FULL: Final = (1 << BUCKET_SLOTS) - 1
+_TAKEN: Final = bytes([mask.bit_count() for mask in range(_FULL + 1)])
+"""How many slots of a bucket are taken, by the mask of those."""
+_FREE: Final = bytes([(~mask & mask + 1).bit_length() - 1 for mask in range(_FULL)] + [0])
+"""The first slot that is not."""
+
+
+class Entries(NamedTuple):
+    """Where names lie, in columns of equal length. A number stands for a column of equal ones."""
+
+    names: Sequence[str]
+    regions: int | Sequence[int]
+    offsets: Sequence[int]
+    lengths: int | Sequence[int]
+    checksums: Sequence[int | None] | None
+    generations: Sequence[int]
+
+
+@attrs.frozen
+class IndexStatistics:
+    """A snapshot of a writer."""
+
+    keys: int
+    """Names that can be found."""
+    slots: int
+    """For how many there is a place."""
+    left_out: int
+    """Names that are stored and cannot be found: their buckets were full, or nobody may load them without a pin."""
+    collided: int
+    """Hashes that two names had."""
+
+
+class IndexWriter:
+    """Writes a new index into memory that is all zeros.
+
+    Args:
+        memory: a writable :class:`mmap.mmap` of at least ``MIN_BYTES``, which nobody else writes.
+        epoch: of the server; not 0.
+        seed: 64 random bits.
+        hashing: xxh3-128, but where a test needs hashes that collide.
+    """
+
+    def __init__(self, memory: Any, epoch: int, seed: int, *, hashing: Callable[[bytes, int], bytes] = hash_of) -> None:
+        assert len(memory) >= MIN_BYTES
+        self._memory = memory
+        self._words = words_of(memory)
+        self._seed = seed
+        self._hash = hashing
+        self._buckets = buckets_in(len(memory))
+        self._entries = entries_at(self._buckets)
+        self._taken = bytearray(self._buckets)
+        self._keys = 0
+        self._left_out: set[str] = set()
+        self._collided: set[bytes] = set()
+        self._is_filling = self._had_no_room = False
+        words = self._words
+        words[AT_VERSION], words[AT_EPOCH], words[AT_BUCKETS], words[AT_SEED] = VERSION, epoch, self._buckets, seed
+        words[AT_MAGIC] = MAGIC
+
+    def __len__(self) -> int:
+        return self._keys
+
+    def __repr__(self) -> str:
+        return f"<IndexWriter of {self._keys} keys in {self._buckets * BUCKET_SLOTS} slots>"
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether a larger file is due: four fifths of the slots are taken, or a name had no room."""
+        return self._had_no_room or self._keys * 5 >= self._buckets * BUCKET_SLOTS * 4
+
+    def statistics(self) -> IndexStatistics:
+        """An immutable snapshot."""
+        return IndexStatistics(self._keys, self._buckets * BUCKET_SLOTS, len(self._left_out), len(self._collided))
+
+    # --- names come -----------------------------------------------------------------------------------------------
+
+    def add(self, entries: Entries) -> None:
+        """Let these names be found. One that is there under its generation already is passed over.
+
+        To be called when the registration is in the journal, and before anybody is told of it.
+        """
+        names, regions, offsets, lengths, checksums, generations = entries
+        for name, region, offset, length, checksum, generation in zip(
+            names,
+            repeat(regions) if isinstance(regions, int) else regions,
+            offsets,
+            repeat(lengths) if isinstance(lengths, int) else lengths,
+            repeat(None) if checksums is None else checksums,
+            generations,
+            strict=False,  # some are endless
+        ):
+            self._add(name, generation, region, offset, length, checksum)
+        self._tell_left_out()
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """These names are stored, and are not to be found here."""
+        self._left_out.update(names)
+        self._tell_left_out()
+
+    def _add(self, name: str, generation: int, region: int, offset: int, length: int, checksum: int | None) -> None:
+        if self._left_out and name in self._left_out:
+            return
+        digest = self._hash(name.encode(), self._seed)
+        first, second = HALVES.unpack(digest)
+        if digest in self._collided or digest == _EMPTY:
+            self._left_out.add(name)
+            return
+        slot = slot_of(self._memory, digest, first, second, self._buckets)
+        if slot >= 0:
+            if self._words[self._word_of(slot)] != generation:
+                self._collided.add(digest)
+                self._left_out.add(name)
+                self._tell_left_out()  # before the other name cannot be found
+                self._clear(slot)
+            return
+        taken = self._taken
+        bucket, other = first % self._buckets, second % self._buckets
+        if _TAKEN[taken[other]] < _TAKEN[taken[bucket]]:
+            bucket = other
+        mask = taken[bucket]
+        if mask == _FULL:
+            self._had_no_room = True
+            self._left_out.add(name)
+            return
+        place = _FREE[mask]
+        taken[bucket] = mask | 1 << place
+        slot = bucket * BUCKET_SLOTS + place
+        at = self._entries + slot * ENTRY_BYTES
+        FIELDS.pack_into(self._memory, at + 8, first, region, offset, length, checksum or 0, checksum is not None)
+        # From here on in this order: see rule 1.
+        self._set_sequence(slot, generation)
+        self._set_hash(slot, digest)
+        self._keys += 1
+
+    # --- names go -------------------------------------------------------------------------------------------------
+
+    def remove(self, names: Sequence[str], generations: Sequence[int]) -> None:
+        """Let these registrations be found no more. To be called before anybody is told that they go.
+
+        What is not there, or not under that generation, is passed over.
+        """
+        memory, words, buckets, seed, hashing = self._memory, self._words, self._buckets, self._seed, self._hash
+        for name, generation in zip(names, generations, strict=True):
+            digest = hashing(name.encode(), seed)
+            first, second = HALVES.unpack(digest)
+            slot = slot_of(memory, digest, first, second, buckets)
+            if slot >= 0 and words[self._word_of(slot)] == generation:
+                self._clear(slot)
+        if self._left_out:
+            self._left_out.difference_update(names)
+            self._tell_left_out()
+
+    def _clear(self, slot: int) -> None:
+        self._set_sequence(slot, 0)  # before the hash: see rule 2
+        self._set_hash(slot, _EMPTY)
+        bucket, place = divmod(slot, BUCKET_SLOTS)
+        self._taken[bucket] &= ~(1 << place)
+        self._keys -= 1
+
+    # --- all of it ------------------------------------------------------------------------------------------------
+
+    def begin_filling(self) -> None:
+        """Names that are stored will be added piece by piece: until :meth:`end_filling`, not to find one says nothing."""
+        self._is_filling = True
+        self._tell_left_out()
+
+    def end_filling(self) -> None:
+        """Every name that is stored was added, or left out."""
+        self._is_filling = False
+        self._tell_left_out()
+
+    def retire(self) -> None:
+        """Tell readers that this file says nothing any more. To be called before anything happens that it does not show."""
+        self._words[AT_RETIRED] = 1
+
+    # --- single stores --------------------------------------------------------------------------------------------
+
+    def _word_of(self, slot: int) -> int:
+        return (self._entries + slot * ENTRY_BYTES) // 8
+
+    def _set_sequence(self, slot: int, sequence: int) -> None:
+        # A store into a view of words is one store of the processor: a reader never sees half of it.
+        self._words[self._word_of(slot)] = sequence
+
+    def _set_hash(self, slot: int, digest: bytes) -> None:
+        # May be seen half. Half a hash is nobody's; were it, the entry would tell.
+        at = HEADER_BYTES + slot * HASH_BYTES
+        self._memory[at : at + HASH_BYTES] = digest
+
+    def _tell_left_out(self) -> None:
+        self._words[AT_LEFT_OUT] = len(self._left_out) + len(self._collided) + self._is_filling
