@@ -1,0 +1,27 @@
+"""Pages that are rewritten while other processes load them over the shared index: none is ever taken for another."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+
+from tests.support.index_hammer import FAULTS, hammer
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the index is not used where loads and stores may overtake each other"
+)
+
+
+@pytest.mark.parametrize("rewrites", [100_000, pytest.param(10_000_000, marks=pytest.mark.long)])
+def test_no_page_that_is_rewritten_is_taken_for_what_it_was(rewrites: int) -> None:
+    counted = hammer(rewrites, readers=2)
+    assert not counted["wrong"] and counted["changed"] > 100 and counted["copies"] > 10_000
+    assert counted["rewrites"] > 0.99 * rewrites
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_hammer_finds_each_fault(fault: str) -> None:
+    counted = hammer(2_000_000, readers=2, fault=fault)
+    assert counted["wrong"], "nothing was wrong"
+    assert counted["seconds"] < 30
