@@ -22,6 +22,7 @@ from .configuration import Knobs, as_bytes
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 KeyForm: TypeAlias = Literal["hex", "text"]
 JournalSync: TypeAlias = Literal["never", "second", "each"]
+IndexUse: TypeAlias = Literal["auto", "off"]
 Protocol: TypeAlias = Literal["auto", "own", "published"]
 
 C = TypeVar("C", bound=attrs.AttrsInstance)
@@ -205,6 +206,12 @@ class ServerConfig:
         4 << 30,
         "A journal segment's size; full ones are folded into the snapshot by a process beside. What is in the last one is "
         "replayed at the start: up to 10 ms of batches, 30 ms of single keys.",
+    )
+    index: IndexUse = _knob.choice(
+        "auto",
+        IndexUse,
+        "Whether clients on this host may look keys up in shared memory, without a message. auto: where the machine keeps "
+        "loads and stores in order (x86). A file in pool_path for each tenant that reads: 96 bytes a key, at least 1.5 MiB.",
     )
     # limits
     max_message_bytes: int = _knob.size(

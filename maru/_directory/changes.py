@@ -81,6 +81,9 @@ class Changes:
         first = state.generation + 1
         state.generation += len(columns.keys)
         self.records.append(Registered(self._owner(next(iter(parts))), *source, first, []))
+        if state.location_watcher is not None:
+            generations = range(first, first + len(columns.keys))
+            state.location_watcher.registered(columns, generations, self._readable(columns))
         # The answer needs only the generations, which are given already. The dictionaries, which cost most, can wait until it
         # has left; whatever looks at the state calls `settle` first, so the order of what happens stays as recorded.
         if later:
@@ -101,7 +104,23 @@ class Changes:
         rest = columns.without(skipped)
         self.state.enter(rest)
         self.records.append(Registered(self._owner(next(iter(rest.by_region()))), *source, first, skipped))
+        if self.state.location_watcher is not None:
+            # What gave way to a later entry of the same request is told as removed before it was told as registered.
+            generations = range(first, first + len(rest.keys))
+            kept = [at for at, key in enumerate(rest.keys) if self._generation_of(key) == generations[at]]
+            self.state.location_watcher.registered(
+                rest.at(kept), [generations[at] for at in kept], self._readable(rest)
+            )
         return first
+
+    def _generation_of(self, key: str) -> int:
+        location = self.state.located.get(key)
+        return 0 if location is None else location.generation
+
+    def _readable(self, columns: Columns) -> bool:
+        """Whether bytes in these regions, all of one kind of owner, change only once the owner was told that they may."""
+        region_id = columns.regions if isinstance(columns.regions, int) else columns.regions[0]
+        return not self.state.regions[region_id].published
 
     def _owner(self, region_id: int) -> int:
         session = self.state.regions[region_id].session

@@ -29,7 +29,7 @@ from .eviction_guard import EvictionGuard
 from .evictor import Evictor
 from .image import DirectoryImage
 from .limits import Limits
-from .locations import Columns, GivenBack, Location, Registration
+from .locations import Columns, GivenBack, Location, LocationWatcher, Registration
 from .published import Published
 from .reader import Reader
 from .records import AnyRecord
@@ -115,6 +115,11 @@ class Directory:
     def session_of(self, token: bytes) -> int | None:
         """The number of the living session with this token."""
         return self._state.tokens.get(token)
+
+    def tenant_of(self, token: bytes) -> str | None:
+        """The tenant of the living session with this token."""
+        number = self._state.tokens.get(token)
+        return None if number is None else self._state.sessions[number].tenant
 
     def attach(self, session_id: int, now: float) -> None:
         """It has said our epoch, so it uses nothing any more that it knew from an earlier one. Its lease starts anew."""
@@ -480,6 +485,21 @@ class Directory:
         """Tell ``watcher`` which keys come and go, until the returned function is called. A new start has no watchers."""
         self.settle()
         return self._state.watchers.add(watcher)
+
+    def watch_locations(self, watcher: LocationWatcher) -> None:
+        """Tell ``watcher`` where keys lie, from now on: before anything is answered, and before a page is handed back."""
+        self.settle()
+        self._state.location_watcher = watcher
+
+    def locate(self, keys: Iterable[str]) -> list[tuple[str, Location, bool]]:
+        """Those of these keys that are here, where they lie, and whether they may be read without a pin. No use of them."""
+        self.settle()
+        located, regions = self._located, self._state.regions
+        return [
+            (key, location, not regions[location.region_id].published)
+            for key in keys
+            if (location := located.get(key)) is not None
+        ]
 
     def usage(self) -> list[InstanceUsage]:
         """By instance_id, sorted."""

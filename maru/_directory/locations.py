@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -58,7 +58,7 @@ class Columns(NamedTuple):
         if not skipped:
             return self
         skip = frozenset(skipped)
-        return self._at([at for at in range(len(self.keys)) if at not in skip])
+        return self.at([at for at in range(len(self.keys)) if at not in skip])
 
     def by_region(self) -> dict[int, Columns]:
         """The same registration apart, for each region that is named, each in the order of its entries."""
@@ -72,9 +72,9 @@ class Columns(NamedTuple):
         positions: dict[int, list[int]] = {}
         for at, region_id in enumerate(regions):
             positions.setdefault(region_id, []).append(at)
-        return {region_id: self._at(some) for region_id, some in positions.items()}
+        return {region_id: self.at(some) for region_id, some in positions.items()}
 
-    def _at(self, positions: list[int]) -> Columns:
+    def at(self, positions: Sequence[int]) -> Columns:
         """The entries at these positions."""
         regions, keys, offsets, lengths, checksums, attempt, depths = self
 
@@ -90,6 +90,18 @@ class Columns(NamedTuple):
             attempt,
             None if depths is None else pick(depths),
         )
+
+
+class LocationWatcher(Protocol):
+    """Is told where keys lie: of each registration when it is recorded, of each removal when it takes effect."""
+
+    def registered(self, columns: Columns, generations: Sequence[int], readable: bool) -> None:
+        """These are registered, and not in the journal yet. ``readable``: without a pin, as their owner is one of ours."""
+        ...
+
+    def removed(self, keys: Sequence[str], generations: Sequence[int]) -> None:
+        """These are not registered any more."""
+        ...
 
 
 class Registration(NamedTuple):

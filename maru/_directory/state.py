@@ -18,7 +18,7 @@ from itertools import repeat
 from ..eviction import EvictionPolicy
 from ..kv_events import KeyWatchers
 from .limits import Limits
-from .locations import Columns, Location
+from .locations import Columns, Location, LocationWatcher
 from .regions import Account, Region, RegionState, Usage
 from .sessions import Fences, Session
 
@@ -48,6 +48,8 @@ class State:
         self.allocated_bytes = 0
         self.watchers: KeyWatchers[str] = KeyWatchers()
         """Are told which keys come and go."""
+        self.location_watcher: LocationWatcher | None = None
+        """Is told where they lie."""
         self.dropped: list[int] = []
         """Regions that are no more, until somebody takes them from here."""
 
@@ -150,8 +152,7 @@ class State:
         """Gone, with every key in it; those keys."""
         region = self.regions[region_id]
         keys = list(region.keys_at.values())
-        for key in keys:
-            del self.located[key]
+        self._unlocated(keys, [self.located.pop(key) for key in keys])
         self.used_bytes -= region.used_bytes
         region.charge(-region.used_bytes)
         if region.session is not None:
@@ -310,6 +311,7 @@ class State:
     def _take_out(self, region: Region, keys: Sequence[str]) -> None:
         """These keys, which lie in this region, are no more."""
         locations = list(map(self.located.pop, keys))
+        self._unlocated(keys, locations)
         offsets = [location.offset for location in locations]
         for offset in offsets:
             del region.keys_at[offset]
@@ -333,12 +335,18 @@ class State:
         """What lies at this offset, if anything does, gives way to what its owner has written there."""
         key = region.keys_at.pop(offset, None)
         if key is not None:
-            freed = self.located.pop(key).length
+            location = self.located.pop(key)
+            self._unlocated((key,), (location,))
             self.watchers.removed((key,))
-            region.charge(-freed)
-            self.used_bytes -= freed
+            region.charge(-location.length)
+            self.used_bytes -= location.length
             if region.session is not None:
                 region.session.policy.discard((key,))
+
+    def _unlocated(self, keys: Sequence[str], locations: Sequence[Location]) -> None:
+        """These lie there no more. Told before anybody can be told that a page is free."""
+        if self.location_watcher is not None:
+            self.location_watcher.removed(keys, [location.generation for location in locations])
 
 
 def depths_of(locations: Sequence[Location]) -> list[int | None] | None:

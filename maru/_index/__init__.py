@@ -10,6 +10,7 @@ from .layout import bytes_for as bytes_for
 from .layout import tenant_of as tenant_of
 from .reader import Found as Found
 from .reader import IndexReader as IndexReader
+from .tenants import TenantIndexes as TenantIndexes
 from .writer import Entries as Entries
 from .writer import IndexStatistics as IndexStatistics
 from .writer import IndexWriter as IndexWriter

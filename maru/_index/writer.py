@@ -98,7 +98,9 @@ class IndexWriter:
         self._keys = 0
         self._left_out: set[str] = set()
         self._collided: set[bytes] = set()
-        self._is_filling = self._had_no_room = False
+        self._had_no_room = False
+        self.is_filling = False
+        """Whether names that are stored are still to be added."""
         words = self._words
         words[AT_VERSION], words[AT_EPOCH], words[AT_BUCKETS], words[AT_SEED] = VERSION, epoch, self._buckets, seed
         words[AT_MAGIC] = MAGIC
@@ -207,12 +209,12 @@ class IndexWriter:
 
     def begin_filling(self) -> None:
         """Names that are stored will be added piece by piece: until :meth:`end_filling`, not to find one says nothing."""
-        self._is_filling = True
+        self.is_filling = True
         self._tell_left_out()
 
     def end_filling(self) -> None:
         """Every name that is stored was added, or left out."""
-        self._is_filling = False
+        self.is_filling = False
         self._tell_left_out()
 
     def retire(self) -> None:
@@ -234,4 +236,4 @@ class IndexWriter:
         self._memory[at : at + HASH_BYTES] = digest
 
     def _tell_left_out(self) -> None:
-        self._words[AT_LEFT_OUT] = len(self._left_out) + len(self._collided) + self._is_filling
+        self._words[AT_LEFT_OUT] = len(self._left_out) + len(self._collided) + self.is_filling

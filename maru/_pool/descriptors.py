@@ -1,7 +1,8 @@
 """Region descriptors over a Unix socket: how our own clients get at the memory of a region, and readers only to read it.
 
 A client shows the capability that it got for a span over ZeroMQ, and is handed a descriptor of that region's file: opened
-read-only unless the capability is for writing. Then it can be mapped without its path being known, and a reader cannot
+read-only unless the capability is for writing. In the same way it is handed its tenant's shared index, for which its
+session is enough. Then it can be mapped without its path being known, and a reader cannot
 write by accident, whatever its code does. (A hostile process of the same user can open the file itself. This is no
 protection against that.)
 
@@ -19,7 +20,7 @@ import os
 import socket
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Final, Protocol, TypeVar
 
 import attrs
@@ -44,6 +45,10 @@ _log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=msgspec.Struct)
 _Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+INDEX: Final = 0
+"""In place of a region's id, which none has: the shared index."""
 
 
 class DescriptorRequest(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -111,13 +116,25 @@ class DescriptorServer:
         self,
         pool: Descriptors,
         permits: Callable[[DescriptorRequest], bool],
+        open_index: Callable[[bytes], Awaitable[int]] | None = None,
         *,
         max_connections: int = MAX_CONNECTIONS,
         idle: float = IDLE,
         open_time: float = OPEN_TIME,
     ) -> None:
-        """Hand out what ``permits`` says: whether the request's capability is right, and its session alive."""
+        """Hand out what ``permits`` says: whether the request's capability is right, and its session alive.
+
+        Args:
+            pool: of the regions.
+            permits: see above.
+            open_index: a new descriptor of the index for this session; raises ``CannotMap`` where there is none. ``None``:
+                there never is, and 0 is a region like any other.
+            max_connections: at once.
+            idle: seconds that a connection may be silent.
+            open_time: seconds that opening may take.
+        """
         self._pool = pool
+        self._open_index = open_index
         self._permits = permits
         self._max_connections = max_connections
         self._idle = idle
@@ -187,7 +204,10 @@ class DescriptorServer:
         try:
             try:
                 with trio.fail_after(self._open_time):
-                    fd = await self._pool.open_fd(request.region_id, request.writable)
+                    if request.region_id == INDEX and self._open_index is not None:
+                        fd = await self._open_index(request.session)
+                    else:
+                        fd = await self._pool.open_fd(request.region_id, request.writable)
             except (CannotMap, HandlerClosed) as exc:
                 self._refused += 1
                 await self._send(peer, _Reply(errno.ENOENT, str(exc)[:_MAX_TEXT], 0, 0))
@@ -203,6 +223,8 @@ class DescriptorServer:
         return True
 
     def _judge(self, request: DescriptorRequest) -> _Reply | None:
+        if request.region_id == INDEX and self._open_index is not None:  # whose session it is, opening it asks
+            return _Reply(errno.EACCES, "an index is only read", 0, 0) if request.writable else None
         region = self._pool.find(request.region_id)
         # The right first: who has none learns nothing of what is there.
         if not self._permits(request):
@@ -275,6 +297,15 @@ def fetch_descriptor(path: str, request: DescriptorRequest, timeout: float) -> t
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def fetch_index(path: str, session: bytes, timeout: float) -> int:
+    """Get a descriptor of the shared index, to read: the caller's. Blocking, and raises, as :func:`fetch_descriptor`.
+
+    Raises:
+        NotOwner, ServerRefused: there is none; the text says why.
+    """
+    return fetch_descriptor(path, DescriptorRequest(session, INDEX, 0, 0, False, b""), timeout)[0]
 
 
 # --- both ---------------------------------------------------------------------------------------------------------

@@ -38,12 +38,20 @@ class Committer:
         journal: ``None``: nothing is written down.
         sync: when it is flushed.
         send: takes answers that may leave.
+        publish: called when all that happened is written, before what says so leaves.
     """
 
-    def __init__(self, journal: Journal | None, sync: JournalSync, send: Callable[[Sequence[Answer]], None]) -> None:
+    def __init__(
+        self,
+        journal: Journal | None,
+        sync: JournalSync,
+        send: Callable[[Sequence[Answer]], None],
+        publish: Callable[[], None] = lambda: None,
+    ) -> None:
         self._journal = journal
         self._sync = "never" if journal is None else sync
         self._send = send
+        self._publish = publish
         self._unwritten: list[bytes] = []
         self._kept: list[Answer] = []
         """Until ``_unwritten`` is written."""
@@ -69,6 +77,7 @@ class Committer:
             if not self._write():
                 self._kept += answers
                 return False
+            self._publish()
             if self._kept:
                 answers, self._kept = [*self._kept, *answers], []
             if self._sync == "each":

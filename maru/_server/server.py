@@ -56,6 +56,7 @@ from .endpoints import (
     socket_options,
     unlink_sockets,
 )
+from .indexes import Indexes, IndexesStatistics
 from .relay_supervisor import RelayStatistics, RelaySupervisor
 from .resource_manager import ByClient, ResourceManager, ResourceManagerStatistics
 from .served_time import ServedTime
@@ -88,6 +89,8 @@ class ServerStatistics:
     relay: RelayStatistics | None
     """Of TCP connections without keys; None where there are none."""
     descriptors: DescriptorStatistics
+    indexes: IndexesStatistics
+    """Of what clients on this host look up without a message."""
     socket: SocketStatistics
     channel: ChannelStatistics | None
     """Of the channel for clients on this host; None where there is none."""
@@ -122,7 +125,14 @@ class MaruServer:
             region = storage.pool.find(region_id)
             assert region is not None, "the pool and the directory agree"
             service.place(region_id, region.offset, region.length)
-        self._committer = Committer(storage.journal, config.journal_sync, self._send)
+        self._indexes = Indexes(
+            storage.directory,
+            storage.pool.home,
+            service.epoch,
+            most_keys=config.max_entries,
+            is_on=config.index == "auto",
+        )
+        self._committer = Committer(storage.journal, config.journal_sync, self._send, self._indexes.publish)
         self._most_connections = connections_of(config, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         asks = (config.relayed or config.rm_host) and not config.insecure
         self._find_user = find_user if asks and tells_users() else None
@@ -133,7 +143,7 @@ class MaruServer:
             find_user=self._find_user,
         )
         self._relay: RelaySupervisor | None = None
-        self._descriptors = DescriptorServer(storage.pool, self._permits)
+        self._descriptors = DescriptorServer(storage.pool, self._permits, self._indexes.open_fd)
         self._nursery: trio.Nursery
         self._router: TrioSocket
         self._channel: ChannelServer | None = None
@@ -185,6 +195,7 @@ class MaruServer:
             self._resource_manager.statistics(),
             None if self._relay is None else self._relay.statistics(),
             self._descriptors.statistics(),
+            self._indexes.statistics(),
             self._router.statistics(),
             None if self._channel is None else self._channel.statistics(),
             None if self._events is None else self._events.statistics(),
@@ -250,6 +261,7 @@ class MaruServer:
             nursery.start_soon(self._tick)
             # Now, and in a thread: the first to ask for a description would have the loop stand still for it.
             nursery.start_soon(functools.partial(trio.to_thread.run_sync, _version, abandon_on_cancel=True))
+            nursery.start_soon(self._indexes.run, self._committer)
             if config.kv_events:
                 await nursery.start(self._publish_events, runtime)
             task_status.started()
@@ -485,6 +497,7 @@ class MaruServer:
             },
             "pool": {"kind": pool.kind, "path": pool.path, "home": pool.home, **attrs.asdict(pool.totals())},
         }
+        sections["index"] = self._indexes.facts()
         if self._relay is not None:
             sections["relay"] = attrs.asdict(self._relay.statistics())
         if journal is not None:

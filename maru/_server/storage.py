@@ -21,9 +21,11 @@ from .._directory import Directory
 from .._directory.lazy_order import LazyOrder
 from .._directory.limits import Limits
 from .._directory.records import encode
+from .._errors import PoolUnusable
 from .._journal.journal import Journal
 from .._journal.recovery import Recovered, recover
 from .._journal.segments import current_boot_id
+from .._pool.index_files import retire_left
 from .._pool.pool import Pool, open_pool
 
 _PATIENCE: Final = 0.1
@@ -59,6 +61,11 @@ async def open_storage(config: ServerConfig) -> AsyncIterator[Storage]:
     limits = limits_of(config)
     home = config.pool_path or default_pool_path()
     async with await open_pool(config.dax_path or home, config.capacity_bytes or None, home=home) as pool:
+        try:
+            # Before anything else: from here on it shows nothing of what happens.
+            await trio.to_thread.run_sync(retire_left, pool.home)
+        except OSError as exc:
+            raise PoolUnusable(f"an index that an earlier server has left cannot be retired: {exc}") from exc
         recovered = journal = None
         order = LazyOrder()
         directory = Directory(limits, order.policy)

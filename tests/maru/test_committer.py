@@ -172,3 +172,23 @@ async def test_cancelling_while_a_flush_runs_lets_no_answer_out(autojump_clock):
             committer.commit([b"r1"], answer("a"))
             await committer.wait_idle()
     assert door.frames == [] and not committer.idle
+
+
+async def test_what_happened_is_published_behind_the_journal_and_before_any_answer(autojump_clock):
+    journal, came = FakeJournal(full=True), []
+
+    def note(what):
+        return lambda *_: came.append((what, len(journal.written)))
+
+    committer = Committer(journal, "never", note("sent"), note("published"))
+    assert not committer.commit([b"r1"], answer("a"))
+    assert came == []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(committer.run)
+        await wait_all_tasks_blocked()
+        journal.full = False
+        await committer.wait_idle()
+        nursery.cancel_scope.cancel()
+    assert came == [("published", 1), ("sent", 1)]
+    assert committer.commit([b"r2"], answer("b"))
+    assert came[2:] == [("published", 2), ("sent", 2)]

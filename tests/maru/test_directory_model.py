@@ -6,6 +6,7 @@ directory that was given the records must be the same, and so must one that was 
 """
 
 import copy
+import mmap
 
 import attrs
 import msgspec
@@ -23,6 +24,7 @@ from hypothesis.stateful import (
 
 from maru._directory import Columns, Directory, DropAnswer, GivenBack, Limits, StoreStatus
 from maru._directory.records import decode, encode
+from maru._index import IndexReader, TenantIndexes, bytes_for
 
 PAGE = 16
 KEYS = [*"abcdefghij", "k" * 40]
@@ -615,6 +617,23 @@ rows = st.lists(
 )
 
 
+class SharedIndex:
+    """What a server shows of a directory, and a reader of it."""
+
+    def __init__(self):
+        self.indexes = TenantIndexes()
+
+    def begin(self, directory):
+        """A new file, as at a start and when the one before was too small."""
+        memory = mmap.mmap(-1, bytes_for(64))
+        self.indexes.publish()
+        self.indexes.open("", memory, 1, 1)
+        self.indexes.fill("", directory.locate(directory.list_keys()))
+        self.indexes.end_filling("")
+        self.reader = IndexReader(memory)
+        directory.watch_locations(self.indexes)
+
+
 class DirectoryMachine(RuleBasedStateMachine):
     """Every request, of sessions of ours and of published connections, with time that passes, and restarts."""
 
@@ -626,6 +645,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.model = Model()
         self.directory = Directory(LIMITS)
         self.replayed = Directory(LIMITS)
+        self.shared = SharedIndex()
+        self.shared.begin(self.directory)
 
     # --- whom to ask with
 
@@ -734,6 +755,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.directory = Directory.load(image, LIMITS) if load else self.replayed
         self.replayed = Directory.load(image, LIMITS)
         self.directory.restart(self.now)
+        old, self.shared = self.shared, SharedIndex()
+        self.shared.begin(self.directory)
+        assert old.reader.find(KEYS).generations == self.shared.reader.find(KEYS).generations
         self.model.restart(self.now)
         for session in self.model.sessions:  # the order of use is not kept: take what it is now
             session.order = list(self.directory._state.sessions[session.number].policy._order)
@@ -1009,6 +1033,30 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert loaded.dump() == image
         recounted(loaded)
         assert directory.usage() == loaded.usage() == self.replayed.usage()
+
+    @rule()
+    def the_index_begins_anew(self):
+        before = self.shared.reader
+        self.shared.begin(self.directory)
+        assert before.is_retired
+
+    @invariant()
+    def the_index_shows_what_may_be_read_without_a_pin_and_hides_what_is_gone_at_once(self):
+        there = {entry.key: entry for entry in self.model.entries}
+        before = self.shared.reader.find(KEYS)
+        assert all(
+            KEYS[at] in there and there[KEYS[at]].generation == generation
+            for at, generation in zip(before.positions, before.generations, strict=True)
+        )
+        self.shared.indexes.publish()
+        found = self.shared.reader.find(KEYS)
+        rows = zip(found.positions, *found[2:7], strict=True)
+        assert {KEYS[at]: tuple(row) for at, *row in rows} == {
+            key: (entry.generation, entry.region.id, entry.offset, entry.length, entry.checksum)
+            for key, entry in there.items()
+            if not entry.region.published
+        }
+        assert found.is_definite == all(not entry.region.published for entry in self.model.entries)
 
     @invariant()
     def statistics_are_a_recount(self):

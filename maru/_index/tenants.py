@@ -1,0 +1,158 @@
+"""The indexes of all tenants, kept true to what a directory says of locations. Pure.
+
+Rule 1. What was registered is found when the journal has it: it waits here until :meth:`TenantIndexes.publish`, which comes
+        behind the journal and before the answer. So a client finds what it was told that it stored, and nobody finds what a
+        crash undoes.
+Rule 2. What is removed is not found from that moment on, whether it was published or still waits.
+Rule 3. A name is in the index of the tenant that it names, whoever registered it: so it is found by whom a message would tell.
+Rule 4. A tenant of whom nobody reads has no index, and costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .layout import tenant_of
+from .writer import Entries, IndexStatistics, IndexWriter
+
+if TYPE_CHECKING:
+    from .._directory.locations import Columns, Location
+
+
+class TenantIndexes:
+    """The writers, by tenant; and what waits for the journal."""
+
+    def __init__(self) -> None:
+        self._writers: dict[str, IndexWriter] = {}
+        self._waiting: list[tuple[str, Entries]] = []
+        self._gone: set[int] = set()  # generations of what waits
+
+    def __len__(self) -> int:
+        return len(self._writers)
+
+    def __contains__(self, tenant: object) -> bool:
+        return tenant in self._writers
+
+    def open(self, tenant: str, memory: Any, epoch: int, seed: int) -> None:
+        """Begin a new index for this tenant; one that there was is retired.
+
+        It is empty. What is not found says nothing until :meth:`fill` was called with all names, and then :meth:`end_filling`.
+        """
+        writer = IndexWriter(memory, epoch, seed)
+        writer.begin_filling()
+        before = self._writers.get(tenant)
+        if before is not None:
+            before.retire()
+        self._writers[tenant] = writer
+
+    def fill(self, tenant: str, located: Iterable[tuple[str, Location, bool]]) -> None:
+        """Add names that a directory has; what is another tenant's is passed over.
+
+        Args:
+            tenant: whose index.
+            located: names, where they lie, and whether they may be found. All of them are in the journal.
+        """
+        writer = self._writers[tenant]
+        mine = [one for one in located if tenant_of(one[0]) == tenant]
+        readable = [(name, location) for name, location, is_readable in mine if is_readable]
+        writer.add(
+            Entries(
+                [name for name, _ in readable],
+                [location.region_id for _, location in readable],
+                [location.offset for _, location in readable],
+                [location.length for _, location in readable],
+                [location.checksum for _, location in readable],
+                [location.generation for _, location in readable],
+            )
+        )
+        writer.leave_out([name for name, _, is_readable in mine if not is_readable])
+
+    def end_filling(self, tenant: str) -> None:
+        """All names were handed to :meth:`fill`."""
+        self._writers[tenant].end_filling()
+
+    def is_filling(self, tenant: str) -> bool:
+        """Whether this index has not been filled yet."""
+        return self._writers[tenant].is_filling
+
+    def is_crowded(self, tenant: str) -> bool:
+        """Whether this tenant should have a larger file."""
+        return self._writers[tenant].is_crowded
+
+    def statistics(self) -> dict[str, IndexStatistics]:
+        """A snapshot for each tenant."""
+        return {tenant: writer.statistics() for tenant, writer in self._writers.items()}
+
+    # --- what a directory tells -----------------------------------------------------------------------------------
+
+    def registered(self, columns: Columns, generations: Sequence[int], readable: bool) -> None:
+        """These are registered. Those in regions of published owners, who may write there at any time, are never found."""
+        if not self._writers:
+            return
+        regions, keys, offsets, lengths, checksums, _, _ = columns
+        entries = Entries(keys, regions, offsets, lengths, checksums, generations)
+        for tenant, part in _by_tenant(entries):
+            writer = self._writers.get(tenant)
+            if writer is None:
+                continue
+            if readable:
+                self._waiting.append((tenant, part))
+            else:
+                writer.leave_out(part.names)
+
+    def removed(self, names: Sequence[str], generations: Sequence[int]) -> None:
+        """These are not registered any more."""
+        if not self._writers:
+            return
+        if self._waiting:
+            self._gone.update(generations)
+        for tenant, positions in _positions(names).items():
+            writer = self._writers.get(tenant)
+            if writer is None:
+                continue
+            if positions is None:
+                writer.remove(names, generations)
+            else:
+                writer.remove([names[at] for at in positions], [generations[at] for at in positions])
+
+    def publish(self) -> bool:
+        """The journal has everything that was registered until now: let it be found. Whether there was anything."""
+        waiting, self._waiting = self._waiting, []
+        gone, self._gone = self._gone, set()
+        for tenant, entries in waiting:
+            if gone:
+                entries = _at(entries, [at for at, one in enumerate(entries.generations) if one not in gone])
+            self._writers[tenant].add(entries)
+        return bool(waiting)
+
+
+def _positions(names: Sequence[str]) -> dict[str, Sequence[int] | None]:
+    """Which of these belong to which tenant; ``None``: all. Mostly all belong to one, and begin alike."""
+    if not names:
+        return {}
+    tenant = tenant_of(names[0])
+    head = f"\x1f{len(tenant)}:{tenant}"
+    if names[0].startswith(head):
+        if all([name.startswith(head) for name in names]):
+            return {tenant: None}
+    elif not any([name.startswith("\x1f") for name in names]):
+        return {tenant: None}
+    found: dict[str, list[int]] = {}
+    for at, name in enumerate(names):
+        found.setdefault(tenant_of(name), []).append(at)
+    return {**found}
+
+
+def _by_tenant(entries: Entries) -> Iterable[tuple[str, Entries]]:
+    for tenant, positions in _positions(entries.names).items():
+        yield tenant, entries if positions is None else _at(entries, positions)
+
+
+def _at(entries: Entries, positions: Sequence[int]) -> Entries:
+    """The entries at these positions."""
+
+    def pick(column: Any) -> Any:
+        return column if column is None or isinstance(column, int) else [column[at] for at in positions]
+
+    return Entries(*map(pick, entries))

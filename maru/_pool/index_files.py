@@ -1,0 +1,96 @@
+"""The files of shared indexes, in the directory of what outlives a server. Blocking.
+
+    DIRECTORY/maru.index.N    one for a tenant of whom somebody reads; made anew when it was too small, and at each start
+
+Rule 1. What the server before has left is retired before anything else happens: its readers may still look at it, and it shows
+        nothing of what happens now.
+Rule 2. All of a file is reserved before it is used: a store into it must not meet a full disk, which would be a SIGBUS.
+Rule 3. Readers get a descriptor that was opened to be read. No path is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import stat
+import sys
+from typing import Final
+
+from .._errors import CannotMap
+from .._index.layout import AT_RETIRED, HEADER_BYTES
+
+PREFIX: Final = "maru.index."
+_RETIRED: Final = (1).to_bytes(8, sys.byteorder)
+_OPEN: Final = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+def why_not_here(machine: str = "") -> str:
+    """Why no index can be used on this machine; empty if it can. The order of stores and loads of x86 is relied on."""
+    machine = machine or os.uname().machine
+    if machine not in ("x86_64", "amd64", "i686"):
+        return f"{machine} does not keep loads and stores in order"
+    return ""
+
+
+def make_index_file(home: str, number: int, length: int) -> mmap.mmap:
+    """A new file, of zeros, mapped to be written.
+
+    Raises:
+        OSError: there is no room for it, or none can be made there.
+    """
+    path = os.path.join(home, f"{PREFIX}{number}")
+    fd = os.open(path, _OPEN | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, length)
+        return mmap.mmap(fd, length)
+    except BaseException:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def open_index_file(home: str, number: int) -> int:
+    """A new descriptor, to read."""
+    return os.open(os.path.join(home, f"{PREFIX}{number}"), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def remove_index_file(home: str, number: int) -> None:
+    """Its readers keep it; nobody finds it any more."""
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.join(home, f"{PREFIX}{number}"))
+
+
+def retire_left(home: str) -> int:
+    """Retire and remove what an earlier server has left; how many there were. The directory is locked.
+
+    Raises:
+        OSError: one cannot be retired: then its readers must not be left alone with it.
+    """
+    names = [name for name in os.listdir(home) if name.startswith(PREFIX)]
+    for name in names:
+        path = os.path.join(home, name)
+        fd = os.open(path, _OPEN)
+        try:
+            if os.fstat(fd).st_size >= HEADER_BYTES:
+                os.pwrite(fd, _RETIRED, 8 * AT_RETIRED)
+        finally:
+            os.close(fd)
+        os.unlink(path)
+    return len(names)
+
+
+def map_index(fd: int) -> mmap.mmap:
+    """Map an index to read it, from a descriptor that the server has handed out.
+
+    Raises:
+        CannotMap: it is no file of this user's alone.
+    """
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise CannotMap("what the server handed out as its index is no file that this user has alone")
+    try:
+        return mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as exc:
+        raise CannotMap(f"the index cannot be mapped: {exc}") from exc

@@ -1,0 +1,176 @@
+"""The shared indexes of a server: made when somebody asks for one, filled beside everything else, and made larger in time.
+
+What they show and when is decided in `maru._index`; here are the files, the tasks and who may have a descriptor.
+
+Rule 1. An index is filled piece by piece, between two steps: nobody waits longer for an answer than for a few names.
+Rule 2. What is added is in the journal: a piece is taken from the directory only while nothing waits to be written.
+Rule 3. Without an index everything works, by messages. Whatever goes wrong with a file costs that, and a line in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import Final
+
+import attrs
+import trio
+
+from .._directory import Directory
+from .._errors import CannotMap
+from .._index import IndexStatistics, TenantIndexes, bytes_for
+from .._pool.index_files import make_index_file, open_index_file, remove_index_file, why_not_here
+from .committer import Committer
+
+LEAST_KEYS: Final = 1 << 14
+"""1.5 MiB."""
+GROWTH: Final = 4
+MOST_TENANTS: Final = 64
+"""Whose readers share an index; all others ask by message."""
+_PIECE: Final = 128
+"""Names that are added at once: a quarter of a millisecond."""
+
+_log = logging.getLogger("maru.server")
+
+
+@attrs.define
+class _File:
+    number: int
+    keys: int
+    """For how many it is made."""
+
+
+@attrs.frozen
+class IndexesStatistics:
+    """A snapshot of the indexes of a server."""
+
+    handed_out: int
+    """Descriptors."""
+    grown: int
+    """Files that were replaced by a larger one."""
+    tenants: dict[str, IndexStatistics]
+
+
+class Indexes:
+    """The indexes of one server.
+
+    Args:
+        directory: recovered.
+        home: the directory of what outlives the server; what was left there is retired.
+        epoch: of the server.
+        most_keys: that a file is made for.
+        is_on: whether there are to be any.
+    """
+
+    def __init__(self, directory: Directory, home: str, epoch: int, *, most_keys: int, is_on: bool) -> None:
+        self.why_not = why_not_here() if is_on else "index = off"
+        """Why there are none; empty if there may be."""
+        self._directory = directory
+        self._home = home
+        self._epoch = epoch
+        self._most_keys = max(LEAST_KEYS, most_keys)
+        self._indexes = TenantIndexes()
+        self._files: dict[str, _File] = {}
+        self._numbers = 0
+        self._handed_out = self._grown = 0
+        self._making = trio.Lock()
+        self._due = trio.Event()
+
+    def publish(self) -> None:
+        """The journal has all that was registered: let it be found. To be called before the answers leave."""
+        if self._indexes.publish() and any(map(self._is_too_small, self._files)):
+            self._due.set()
+
+    def statistics(self) -> IndexesStatistics:
+        """An immutable snapshot."""
+        return IndexesStatistics(self._handed_out, self._grown, self._indexes.statistics())
+
+    def facts(self) -> dict[str, bool | int | float | str | None]:
+        """What a description of the server says."""
+        each = self._indexes.statistics().values()
+        return {
+            "used": not self.why_not,
+            "why not": self.why_not,
+            "tenants": len(self._indexes),
+            "handed out": self._handed_out,
+            "grown": self._grown,
+            "keys": sum(one.keys for one in each),
+            "slots": sum(one.slots for one in each),
+            "left out": sum(one.left_out for one in each),
+        }
+
+    async def open_fd(self, session: bytes) -> int:
+        """A descriptor for whoever has this session: of its tenant's index, to read.
+
+        Raises:
+            CannotMap: there is none.
+        """
+        tenant = self._directory.tenant_of(session)
+        if tenant is None or self.why_not:
+            await trio.lowlevel.checkpoint()
+            raise CannotMap(self.why_not or "there is no such session")
+        try:
+            async with self._making:
+                if tenant not in self._files:
+                    if len(self._files) >= MOST_TENANTS:
+                        raise CannotMap(f"{MOST_TENANTS} tenants have an index already")
+                    await self._make(tenant, max(LEAST_KEYS, 2 * len(self._directory)))
+                number = self._files[tenant].number
+                fd = await trio.to_thread.run_sync(open_index_file, self._home, number)
+        except OSError as exc:
+            _log.warning("no index can be made in %s: %s", self._home, exc)
+            raise CannotMap(f"no index can be made: {exc}") from exc
+        self._handed_out += 1
+        return fd
+
+    async def run(self, committer: Committer) -> None:
+        """Fill what was made and make what is too small larger, until cancelled."""
+        while True:
+            await self._due.wait()
+            self._due = trio.Event()
+            for tenant in list(self._files):
+                await self._fill(tenant, committer)
+                await self._grow(tenant, committer)
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _is_too_small(self, tenant: str) -> bool:
+        return self._indexes.is_crowded(tenant) and self._files[tenant].keys < self._most_keys
+
+    async def _make(self, tenant: str, keys: int) -> None:
+        """A new file for this tenant, empty; the one before is retired."""
+        keys = min(keys, self._most_keys)
+        self._numbers += 1
+        number = self._numbers
+        memory = await trio.to_thread.run_sync(make_index_file, self._home, number, bytes_for(keys))
+        before = self._files.get(tenant)
+        self._directory.watch_locations(self._indexes)  # from the first one on; what came earlier is filled in
+        self._indexes.open(tenant, memory, self._epoch, secrets.randbits(64))
+        self._files[tenant] = _File(number, keys)
+        self._due.set()
+        if before is not None:
+            await trio.to_thread.run_sync(remove_index_file, self._home, before.number)
+
+    async def _fill(self, tenant: str, committer: Committer) -> None:
+        if not self._indexes.is_filling(tenant):
+            return
+        names = self._directory.list_keys()
+        for start in range(0, len(names), _PIECE):
+            while not committer.writable:
+                await committer.wait_writable()
+            self._indexes.fill(tenant, self._directory.locate(names[start : start + _PIECE]))
+            await trio.lowlevel.checkpoint()
+        self._indexes.end_filling(tenant)
+
+    async def _grow(self, tenant: str, committer: Committer) -> None:
+        """Replace it by larger ones until it is large enough."""
+        while self._is_too_small(tenant):
+            try:
+                async with self._making:
+                    await self._make(tenant, GROWTH * self._files[tenant].keys)
+            except OSError as exc:
+                _log.warning("the index cannot grow: %s", exc)
+                await trio.sleep(1.0)  # a full disk does not empty itself at once
+                return
+            self._grown += 1
+            await self._fill(tenant, committer)

@@ -1,0 +1,244 @@
+"""The shared index of a server that runs: who gets it, what it shows when, and what becomes of it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from maru import Deleted, MaruConfig, MaruHandler, NotOwner, ServerConfig, ServerRefused, Stored, open_server
+from maru._index import IndexReader
+from maru._pool.descriptors import INDEX, DescriptorRequest, fetch_descriptor, fetch_index
+from tests.support.maru_processes import Server
+from tests.support.published import Ask, PublishedClient
+
+PAGE = 32 << 10
+PAGES = 64
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Path:
+    return tmp_path / "pool"
+
+
+def config(pool: Path, **knobs) -> ServerConfig:
+    return ServerConfig(pool_path=str(pool), capacity_bytes=64 << 20, **knobs)
+
+
+@asynccontextmanager
+async def client(pool: Path, **knobs):
+    url = f"ipc://{pool}/maru.sock"
+    async with MaruHandler(
+        MaruConfig(server_url=url, pool_size=PAGES * PAGE, chunk_size_bytes=PAGE, **knobs)
+    ) as handler:
+        yield handler
+
+
+async def fetch(handler: MaruHandler) -> IndexReader:
+    state = handler._state
+    fd = await trio.to_thread.run_sync(fetch_index, state.descriptors, state.token, 10.0)
+    try:
+        return IndexReader(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
+    finally:
+        os.close(fd)
+
+
+async def filled(handler: MaruHandler) -> IndexReader:
+    """One whose misses say something: what was there has been filled in."""
+    reader = await fetch(handler)
+    await until(lambda: reader.find(["nobody"]).is_definite)
+    return reader
+
+
+async def until(holds) -> None:
+    with trio.fail_after(30):
+        while not holds():  # noqa: ASYNC110 - memory tells nobody that it has changed
+            await trio.sleep(0.001)
+
+
+def names_of(handler: MaruHandler, keys: list[str]) -> list[str]:
+    return handler._state.names(keys)
+
+
+async def put(handler: MaruHandler, keys: list[str]) -> None:
+    answers = await handler.batch_put(keys, [key.encode().ljust(PAGE, b".") for key in keys])
+    assert answers == [Stored.NEW] * len(keys)
+
+
+def bytes_of(handler: MaruHandler, found) -> list[bytes]:
+    spans = handler._state.spans
+    return [
+        bytes(spans[region].view(offset, length))
+        for region, offset, length in zip(found.regions, found.offsets, found.lengths, strict=True)
+    ]
+
+
+# --- what it shows ------------------------------------------------------------------------------------------------
+
+
+async def test_what_was_stored_is_found_when_the_answer_comes_and_what_was_deleted_is_not(pool: Path) -> None:
+    async with open_server(config(pool)), client(pool) as handler:
+        reader = await filled(handler)
+        keys = [f"k{number}" for number in range(8)]
+        for key in keys:
+            await put(handler, [key])
+            assert len(reader.find([key])) == 1
+        found = reader.find(keys)
+        assert bytes_of(handler, found) == [key.encode().ljust(PAGE, b".") for key in keys]
+        assert found.checksums[0] is not None
+        assert await handler.delete("k3") is Deleted.DELETED
+        assert list(reader.changed(found)) == [3]
+        again = reader.find(keys)
+        assert list(again.positions) == [0, 1, 2, 4, 5, 6, 7] and again.is_definite
+
+
+async def test_what_is_evicted_is_gone_before_its_owner_writes_there(pool: Path) -> None:
+    async with open_server(config(pool)), client(pool) as handler:
+        reader = await filled(handler)
+        keys = [f"k{number}" for number in range(4 * PAGES)]
+        for key in keys:
+            before = reader.find(keys)
+            await put(handler, [key])
+            wrong = [
+                at
+                for at, page in enumerate(bytes_of(handler, before))
+                if page != keys[before.positions[at]].encode().ljust(PAGE, b".")
+            ]
+            assert set(wrong) <= set(reader.changed(before))
+        assert len(reader.find(keys)) <= PAGES
+
+
+async def test_what_is_there_already_is_filled_in(pool: Path) -> None:
+    async with open_server(config(pool)) as server, client(pool) as handler:
+        keys = [f"k{number}" for number in range(PAGES)]
+        await put(handler, keys)
+        reader = await filled(handler)
+        assert len(reader.find(keys)) == PAGES
+        assert server.statistics().indexes.tenants[""].keys == PAGES
+
+
+async def test_an_index_grows_into_a_new_file_and_the_old_one_says_so(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("maru._server.indexes.LEAST_KEYS", 16)
+    async with open_server(config(pool)) as server, client(pool) as handler:
+        old = await filled(handler)
+        keys = [f"k{number}" for number in range(PAGES - 4)]
+        for key in keys:
+            await put(handler, [key])
+        await until(lambda: old.is_retired)
+        assert not old.find(["nobody"]).is_definite
+        new = await filled(handler)
+        assert len(new.find(keys)) == len(keys)
+        assert server.statistics().indexes.grown >= 1
+        assert len([name for name in os.listdir(pool) if name.startswith("maru.index.")]) == 1
+
+
+async def test_a_tenant_sees_its_own_names_only(pool: Path) -> None:
+    async with (
+        open_server(config(pool)),
+        client(pool, tenant="one") as one,
+        client(pool, tenant="two", namespace="n") as two,
+    ):
+        first, second = await filled(one), await filled(two)
+        await put(one, ["k"])
+        await put(two, ["k", "l"])
+        assert [len(first.find(names_of(each, ["k", "l"]))) for each in (one, two)] == [1, 0]
+        assert [len(second.find(names_of(each, ["k", "l"]))) for each in (one, two)] == [0, 2]
+
+
+async def test_pages_of_published_owners_are_left_out_and_a_miss_says_so(pool: Path) -> None:
+    async with open_server(config(pool, host="127.0.0.1", port=0)) as server, client(pool) as handler:
+        reader = await filled(handler)
+
+        def publish() -> None:
+            with PublishedClient(server.endpoints[0]) as published:
+                handle = published.ask(Ask.REQUEST_ALLOC, instance_id="theirs", size=1 << 20)["handle"]
+                entry = {"key": "theirs", "region_id": handle["region_id"], "kv_offset": 0, "kv_length": PAGE}
+                assert published.ask(Ask.REGISTER_KV, **entry)["is_new"]
+
+        await trio.to_thread.run_sync(publish)
+        found = reader.find(["theirs"])
+        assert not found and not found.is_definite
+        assert await handler.exists("theirs")
+
+
+# --- who gets it --------------------------------------------------------------------------------------------------
+
+
+async def test_only_a_session_gets_it_and_only_to_read(pool: Path) -> None:
+    async with open_server(config(pool)) as server, client(pool) as handler:
+        state = handler._state
+        fd = await trio.to_thread.run_sync(fetch_index, state.descriptors, state.token, 10.0)
+        with pytest.raises(OSError, match="denied"):
+            mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE)
+        assert stat.S_IMODE(os.fstat(fd).st_mode) == 0o600
+        os.close(fd)
+        with pytest.raises(ServerRefused, match="no such session"):
+            await trio.to_thread.run_sync(fetch_index, state.descriptors, bytes(16), 10.0)
+        asked = DescriptorRequest(state.token, INDEX, 0, 0, True, b"")
+        with pytest.raises(NotOwner, match="only read"):
+            await trio.to_thread.run_sync(fetch_descriptor, state.descriptors, asked, 10.0)
+        assert server.statistics().indexes.handed_out == 1
+
+
+async def test_a_server_that_is_told_so_has_none(pool: Path) -> None:
+    async with open_server(config(pool, index="off")), client(pool) as handler:
+        with pytest.raises(ServerRefused, match="index = off"):
+            await fetch(handler)
+        assert not any(name.startswith("maru.index.") for name in os.listdir(pool))
+
+
+async def test_without_room_for_a_file_there_is_none_and_everything_else_works(
+    pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    async with open_server(config(pool)), client(pool) as handler:
+        monkeypatch.setattr("os.posix_fallocate", full)
+        with pytest.raises(ServerRefused, match="No space left"):
+            await fetch(handler)
+        monkeypatch.undo()
+        await put(handler, ["k"])
+        assert len((await filled(handler)).find(["k"])) == 1
+
+
+# --- restarts -----------------------------------------------------------------------------------------------------
+
+
+async def test_the_next_server_retires_it_and_shows_the_same_keys(pool: Path) -> None:
+    async with client(pool, auto_connect=True) as handler:
+        async with open_server(config(pool)):
+            await put(handler, ["k"])
+            old = await filled(handler)
+            found = old.find(["k"])
+        assert not old.is_retired  # nobody changes anything
+        async with open_server(config(pool)) as server:
+            assert old.is_retired and list(old.changed(found)) == [0]
+            assert await handler.exists("k")
+            await handler.batch_put(["l"], [bytes(PAGE)])  # by now it has said the new epoch
+            new = await filled(handler)
+            assert new.epoch == server.epoch != old.epoch
+            assert len(new.find(["k", "l"])) == 2
+
+
+def test_a_killed_server_leaves_an_index_that_the_next_one_retires_before_it_is_ready(pool: Path) -> None:
+    with Server(pool) as server:
+        left = trio.run(_put_and_fetch, pool)
+        server.kill()
+        assert len(left.find(["k"])) == 1 and not left.is_retired
+        server.start()
+        assert left.is_retired
+        assert not any(name.startswith("maru.index.") for name in os.listdir(pool))
+
+
+async def _put_and_fetch(pool: Path) -> IndexReader:
+    async with client(pool) as handler:
+        await put(handler, ["k"])
+        return await filled(handler)
