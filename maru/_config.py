@@ -387,6 +387,12 @@ class MaruConfig:
         "What is spoken: own, published, or auto: own, and published only over a Unix socket that a process of this user "
         "serves in a directory closed to others. A published server names the files that are mapped and written.",
     )
+    index: IndexUse = _knob.choice(
+        "auto",
+        IndexUse,
+        "Whether keys are looked up and loaded over the server's index in shared memory, without a message. auto: where a "
+        "server of ours on this host offers one.",
+    )
     curve_key_file: str = _knob.text("", "a path", _PATH, "This client's CURVE key pair. Empty: no CURVE.")
     curve_server_key: str = _knob.text(
         "", "40 characters of Z85, or empty", r"([0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40})?", "The server's public key."

@@ -20,7 +20,7 @@ from .._errors import BadMessage, HandlerClosed, MaruError, NoAnswer, ServerLost
 from .._wire import ErrorReply
 from ..transport import BlockingSocket
 from .connections import Connection, ConnectionPool
-from .operations import Alone, Call, ClientState, Effect, Identify, Map, Operation, Work
+from .operations import Alone, Call, ClientState, Effect, Identify, Map, MapIndex, Operation, Work
 from .regions import fetch_region
 from .sockets import identify
 
@@ -76,7 +76,7 @@ class Driver:
                 return self.run(effect.operation())
         if type(effect) is Identify:
             return identify(self.state.config)
-        assert type(effect) is Map
+        assert type(effect) is Map or type(effect) is MapIndex
         s = self.state
         return fetch_region(
             effect,

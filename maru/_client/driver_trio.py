@@ -26,7 +26,7 @@ from ..transport import Message, MessageSocket
 from . import operations as operations
 from .correlation import Correlation
 from .handler_base import CallStatistics, beat_of
-from .operations import Alone, Call, ClientState, Effect, Identify, Map, Operation, Pin, Span, Work
+from .operations import Alone, Call, ClientState, Effect, Identify, Map, MapIndex, Operation, Pin, Work
 from .regions import fetch_region
 from .sockets import identify
 
@@ -125,7 +125,7 @@ class Driver:
                 return await self.run(effect.operation(), is_alone=True)
         if type(effect) is Identify:
             return await self.identify()
-        assert type(effect) is Map
+        assert type(effect) is Map or type(effect) is MapIndex
         return await self.map(effect)
 
     async def identify(self) -> Listener:
@@ -135,8 +135,8 @@ class Driver:
         except RuntimeError as exc:  # there is no thread to be had
             return Listener(unknown=str(exc))
 
-    async def map(self, effect: Map) -> Span:
-        """Map a region, in a thread."""
+    async def map(self, effect: Map | MapIndex) -> Any:
+        """Map a region, or the index, in a thread."""
         s = self.state
         fetch = partial(
             fetch_region,
@@ -151,7 +151,7 @@ class Driver:
         try:
             return await trio.to_thread.run_sync(fetch, abandon_on_cancel=True)
         except RuntimeError as exc:  # there is no thread to be had; this must not end who keeps the lease
-            raise CannotMap(f"region {effect.region_id}: {exc}") from exc
+            raise CannotMap(f"nothing can be mapped now: {exc}") from exc
 
     # --- calls ----------------------------------------------------------------------------------------------------
 

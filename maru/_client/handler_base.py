@@ -47,6 +47,8 @@ class HandlerStatistics:
     """Mapped, its own and others'."""
     shortfall: Shortfall | None = None
     """The last region that the server had not so many bytes for; ``None`` if it had all that was asked for."""
+    why_no_index: str = ""
+    """Why keys are looked up by message and not in the shared index; empty if they are, or nothing was looked up yet."""
 
 
 class HandlerBase:
@@ -171,6 +173,7 @@ class HandlerBase:
                 pinned=len(state.pinned),
                 regions=len(state.spans),
                 shortfall=state.shortfall,
+                why_no_index=state.index.why_not,
             )
 
 

@@ -13,11 +13,13 @@ import time
 from typing import TYPE_CHECKING
 
 from .._errors import BadMessage, CannotMap, NoAnswer, NotOwner, ServerLost, UntrustedServer
+from .._index import IndexReader
 from .._listeners import find_tcp_listener
 from .._memory.mapping import Mapping, map_region
 from .._peers import why_untrusted
 from .._pool.backing import region_file_name
-from .._pool.descriptors import DescriptorRequest, fetch_descriptor
+from .._pool.descriptors import DescriptorRequest, fetch_descriptor, fetch_index
+from .._pool.index_files import map_index
 from .._wire.resource_manager import (
     HEADER_BYTES,
     RmAccessRequest,
@@ -28,19 +30,19 @@ from .._wire.resource_manager import (
     encode_rm,
     read_rm_header,
 )
+from .operations import Map, MapIndex
 
 if TYPE_CHECKING:
     from .._wire import Handle
-    from .operations import Map
 
 
 def fetch_region(
-    wanted: Map, *, session: bytes, descriptors: str, rm_address: str, timeout: float, device: str = ""
-) -> Mapping:
+    wanted: Map | MapIndex, *, session: bytes, descriptors: str, rm_address: str, timeout: float, device: str = ""
+) -> Mapping | IndexReader:
     """Map what an operation wants, if it may be mapped.
 
     Args:
-        wanted: the region, and with what to ask for it.
+        wanted: the region, and with what to ask for it; or the shared index.
         session: the token of the session that has the capability.
         descriptors: the socket of our server's that hands out descriptors.
         rm_address: ``host:port`` of a resource manager, asked where there is no capability.
@@ -49,10 +51,17 @@ def fetch_region(
 
     Raises:
         NotOwner: the region is somebody else's to write.
+        NotAnIndex: what the server hands out as one is none.
         CannotMap: it is gone, there is no memory behind it, or it is no file that may be mapped.
         NoAnswer: nobody answered in time.
         ServerLost: nobody is there to ask.
     """
+    if isinstance(wanted, MapIndex):
+        fd = fetch_index(descriptors, session, timeout)
+        try:
+            return IndexReader(map_index(fd))
+        finally:
+            os.close(fd)
     if wanted.capability is not None:
         request = DescriptorRequest(
             session, wanted.region_id, wanted.offset, wanted.length, wanted.write, wanted.capability

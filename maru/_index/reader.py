@@ -18,7 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from struct import unpack
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeVar
+
+import attrs
 
 from .layout import (
     AT_BUCKETS,
@@ -43,10 +45,13 @@ from .layout import (
     words_of,
 )
 
+V = TypeVar("V")
+
 _ENTRY_PER_HASH: Final = ENTRY_BYTES // HASH_BYTES
 
 
-class Found(NamedTuple):
+@attrs.frozen(eq=False)
+class Found:
     """What a search has found, in columns of equal length."""
 
     positions: Sequence[int]
@@ -63,6 +68,23 @@ class Found(NamedTuple):
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    def pick(self, at: Sequence[int]) -> Found:
+        """What stands at these places of the columns."""
+
+        def pick(column: Sequence[V]) -> tuple[V, ...]:
+            return tuple([column[place] for place in at])
+
+        return Found(
+            pick(self.positions),
+            pick(self.words),
+            pick(self.generations),
+            pick(self.regions),
+            pick(self.offsets),
+            pick(self.lengths),
+            pick(self.checksums),
+            self.is_definite,
+        )
 
 
 class IndexReader:

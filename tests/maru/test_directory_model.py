@@ -1050,7 +1050,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         )
         self.shared.indexes.publish()
         found = self.shared.reader.find(KEYS)
-        rows = zip(found.positions, *found[2:7], strict=True)
+        columns = found.generations, found.regions, found.offsets, found.lengths, found.checksums
+        rows = zip(found.positions, *columns, strict=True)
         assert {KEYS[at]: tuple(row) for at, *row in rows} == {
             key: (entry.generation, entry.region.id, entry.offset, entry.length, entry.checksum)
             for key, entry in there.items()

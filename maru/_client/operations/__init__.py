@@ -16,6 +16,7 @@ from .effects import Call as Call
 from .effects import Effect as Effect
 from .effects import Identify as Identify
 from .effects import Map as Map
+from .effects import MapIndex as MapIndex
 from .effects import Operation as Operation
 from .effects import Span as Span
 from .effects import Work as Work

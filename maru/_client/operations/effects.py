@@ -111,6 +111,12 @@ class Map:
         self.handle = handle
 
 
+class MapIndex:
+    """Map the shared index of our session's tenant: resumed with an :class:`~maru._index.IndexReader`."""
+
+    __slots__ = ()
+
+
 class Identify:
     """Find out who listens at the server's address: resumed with a :class:`~maru._peers.Listener`."""
 
@@ -139,7 +145,7 @@ class Alone:
         self.operation = operation
 
 
-Effect: TypeAlias = Call | Map | Work | Alone | Identify
+Effect: TypeAlias = Call | Map | MapIndex | Work | Alone | Identify
 Operation: TypeAlias = Generator[Effect, Any, T]
 
-__all__ = ["Alone", "Call", "Effect", "Identify", "Map", "Operation", "Reply", "Request", "Span", "Work"]
+__all__ = ["Alone", "Call", "Effect", "Identify", "Map", "MapIndex", "Operation", "Reply", "Request", "Span", "Work"]

@@ -1,7 +1,7 @@
 """Operations: finding, pinning and loading. Pure.
 
-Rule 1. Bytes are looked at under a pin only. Whether that still holds is checked without asking anybody, before and after a
-        copy: the server lets go of nothing before the lease ends.
+Rule 1. Bytes are looked at under a pin (or over the index: see `indexed`). Whether that still holds is checked without asking
+        anybody, before and after a copy: the server lets go of nothing before the lease ends.
 Rule 2. An unanswered FIND may have pinned. Its late answer says what, and that is given back.
 Rule 3. What a cancel or an error leaves pinned is given back with the next call.
 
@@ -10,7 +10,7 @@ A published server pins and finds in two requests: pinning first, so that what i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from ..._wire import (
 from ..answers import Loaded
 from .connecting import remember, settle, span_of, steadily
 from .effects import Call, Operation, Work
+from .indexed import Copy, exist_here, load_here
 from .pinned import Pin, Place
 from .pinning import FENCED, find_call, give_back_pins, portions
 from .state import ClientState
@@ -42,22 +43,31 @@ ATTEMPTS = 4
 
 def exists(s: ClientState, key: str) -> Operation[bool]:
     """Whether this key is there. No use."""
+    name, there = s.salt + key, [False]
+    if not (yield from exist_here(s, [name], there)):
+        return there[0]
     if not s.is_ready():
         yield from settle(s)
-    reply = yield Call(Code.EXISTS_KV, KeyRequest(s.salt + key))
+    reply = yield Call(Code.EXISTS_KV, KeyRequest(name))
     found: bool = reply.exists
     return found
 
 
 def exist(s: ClientState, keys: list[str]) -> Operation[list[bool]]:
     """Which of these keys are there. No use."""
+    names, there = s.names(keys), [False] * len(keys)
+    left = yield from exist_here(s, names, there)
+    if not left:
+        return there
     if not s.is_ready():
         yield from settle(s)
     found: list[bool] = []
-    for some in portions(s.names(keys), s.max_keys):
+    for some in portions([names[at] for at in left], s.max_keys):
         reply: ResultsReply = yield Call(Code.BATCH_EXISTS_KV, KeysRequest(some))
         found += reply.results
-    return found
+    for at, is_there in zip(left, found, strict=True):
+        there[at] = is_there
+    return there
 
 
 # --- pins ---------------------------------------------------------------------------------------------------------
@@ -232,9 +242,9 @@ def load(
     s: ClientState,
     keys: list[str],
     sizes: Sequence[int],
-    copy: Callable[[Sequence[int], Sequence[int], Sequence[int], bool], list[int] | None],
+    copy: Copy,
 ) -> Operation[list[Loaded]]:
-    """Copy what these keys hold to where the caller wants it.
+    """Copy what these keys hold to where the caller wants it: over the index, and under pins what that cannot say.
 
     Args:
         s: the client.
@@ -249,25 +259,26 @@ def load(
     """
     names = s.names(keys)
     answers = [Loaded.MISSING] * len(names)
-    start = 0
-    for some in portions(names, s.max_keys):
-        attempt = partial(_load, s, some, start, sizes, copy, answers)
+    left = yield from load_here(s, names, sizes, copy, answers)
+    for start in range(0, len(left), s.max_keys):
+        some = left[start : start + s.max_keys]
+        attempt = partial(_load, s, [names[at] for at in some], some, sizes, copy, answers)
         try:
             yield from attempt()
         except LeaseLost:
             yield from attempt()
-        start += len(some)
     return answers
 
 
 def _load(
     s: ClientState,
     names: list[str],
-    start: int,
+    of: Sequence[int],
     sizes: Sequence[int],
-    copy: Callable[[Sequence[int], Sequence[int], Sequence[int], bool], list[int] | None],
+    copy: Copy,
     answers: list[Loaded],
 ) -> Operation[None]:
+    """Load these names, whose destinations stand at these positions, under pins."""
     if not s.is_ready():
         yield from settle(s, wait=False)
     places = yield from steadily(s, partial(_find, s, names, False))
@@ -277,7 +288,7 @@ def _load(
     lent = [names[place[0]] for place in places]
     s.pinned.lend(lent, era)
     try:
-        positions = [start + place[0] for place in places]
+        positions = [of[place[0]] for place in places]
         lengths = [place[3] for place in places]
         for at, length in zip(positions, lengths, strict=True):
             if length > sizes[at]:

@@ -21,6 +21,8 @@ import attrs
 
 from ..._config import MaruConfig
 from ..._errors import HandlerClosed, LeaseLost, PoolFull
+from ..._index import IndexReader
+from ..._pool.index_files import why_not_here
 from ..._wire import MAX_KEY_BYTES, OWN_CODES, Code, Handle, HandshakeReply, OwnReply, OwnRequest, Returns
 from ..page_states import PageState
 from ..pages import OwnedPages
@@ -88,6 +90,26 @@ class Counters:
     """Pins that the server held for this client, which did not know of them since an answer was lost. They were let go of."""
     damaged: int = 0
     """Pages whose bytes were not those that were stored."""
+    found_here: int = 0
+    """Keys that were looked up or loaded over the shared index, without a message."""
+    changed_in_copy: int = 0
+    """Pages that went while they were copied without a pin: asked for by message, with one."""
+    asked_anyway: int = 0
+    """Keys that were asked for by message, since the index could not say all about them."""
+
+
+class IndexState:
+    """What a client knows of the shared index of its server."""
+
+    def __init__(self, why_not: str) -> None:
+        self.reader: IndexReader | None = None
+        self.why_not = why_not
+        """Why it is not used; empty if it is."""
+        self.is_wanted = not why_not
+        self.asked_at: tuple[int, float] | None = None
+        """The era in which it was asked for last, and when."""
+        self.used: dict[str, None] = {}
+        """Names that were loaded, and whose use the server does not know yet."""
 
 
 class ClientState:
@@ -140,6 +162,7 @@ class ClientState:
         self.settles_pins = False
         self.beats = 0
         self._attempt = self._request = 0
+        self.index = IndexState("index = off" if config.index == "off" else why_not_here())
         self.counters = Counters()
         self.looked_after = 0  # so many calls without an answer, a published server was asked for our regions
         self.reports: deque[tuple[str, str, int, float]] = deque(maxlen=4_096)
