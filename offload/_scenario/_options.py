@@ -121,7 +121,8 @@ class File:
 @contextmanager
 def usage_errors() -> Iterator[None]:
     """What is wrong with a scenario, a system or a file is told in words; the exit code is 2."""
-    from offload.testing.scenarios._errors import NoSuchSystem, ScenarioError
+    from offload.testing.scenarios._program import ScenarioError
+    from offload.testing.scenarios._systems import NoSuchSystem
 
     try:
         yield

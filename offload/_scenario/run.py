@@ -153,8 +153,7 @@ def _playable(files: Sequence[File], *, real: bool) -> tuple[list[File], list[tu
     Raises:
         BadInput: all of them need ``--real``.
     """
-    from offload.testing.scenarios._errors import NeedsProcesses
-    from offload.testing.scenarios._systems import page_store_of
+    from offload.testing.scenarios._systems import NeedsProcesses, page_store_of
 
     stores = [page_store_of(file.scenario) for file in files]
     if not real and all(stores):

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 if TYPE_CHECKING:
-    from .scenarios._program import Scenario
-    from .scenarios._systems import Factory, Seam
+    from .scenarios._program import Scenario, Seam
+    from .scenarios._systems import Factory
     from .scenarios._trace import Report
 
 _SEAMS: Final = pytest.StashKey["tuple[Seam, ...]"]()
@@ -26,8 +26,8 @@ class ScenarioFile(pytest.File):
 
     def collect(self) -> Iterable[ScenarioItem]:
         """A test for each seed."""
-        from .scenarios._errors import ScenarioError
         from .scenarios._files import read
+        from .scenarios._program import ScenarioError
 
         try:
             scenario = read(self.path, seams_said(self.config))
@@ -80,7 +80,8 @@ class ScenarioItem(pytest.Item):
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """What was wrong, without a traceback through the harness."""
-        from .scenarios._errors import NoSuchSystem, ScenarioError
+        from .scenarios._program import ScenarioError
+        from .scenarios._systems import NoSuchSystem
 
         if isinstance(excinfo.value, ScenarioFailed):
             return str(excinfo.value)
@@ -113,9 +114,8 @@ def seams_said(config: pytest.Config) -> tuple[Seam, ...] | None:
     if not system:
         return None
     if _SEAMS not in config.stash:
-        from .scenarios._errors import NeedsRealTime, NoSuchSystem
         from .scenarios._seams import probe
-        from .scenarios._systems import SEAMS
+        from .scenarios._systems import SEAMS, NeedsRealTime, NoSuchSystem
 
         try:
             config.stash[_SEAMS] = probe(system).seams

@@ -1,5 +1,7 @@
 """What only makes sense together."""
 
+from typing import get_args
+
 import attrs
 import pytest
 
@@ -25,10 +27,11 @@ from offload.testing.scenarios import (
     Window,
     check,
 )
-from offload.testing.scenarios._check import COUNTED, USED_BY_FAULT, demand
-from offload.testing.scenarios._check_program import USED_BY_POLICY
-from offload.testing.scenarios._defaults import FIELD_OF, config_of, keys_of, tiers_of
-from offload.testing.scenarios._systems import SEAMS, SEAMS_OF
+from offload.testing.scenarios._check import COUNTED, demand
+from offload.testing.scenarios._fields import FIELD_OF, config_of
+from offload.testing.scenarios._names import keys_of, tiers_of
+from offload.testing.scenarios._program import FAULT_KINDS, POLICY_KINDS, FaultKind, PolicyKind
+from offload.testing.scenarios._systems import SEAMS
 
 A = Step(store=StoreStep(id="a{0..1}"))
 CHAIN = {"main": PipelineSpec(to="host", chain=["on"]), "on": PipelineSpec(source="host", to="disk")}
@@ -259,11 +262,11 @@ def test_demand_raises_the_first_and_tells_the_others():
 # --- seams --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", SEAMS_OF)
+@pytest.mark.parametrize("kind", FAULT_KINDS)
 def test_a_fault_whose_seam_is_missing_is_refused(kind):
-    who = "a0" if "who" in USED_BY_FAULT[kind] else ""
+    who = "a0" if "who" in FAULT_KINDS[kind].looks_at else ""
     timed, hooked = Fault(do=kind, who=who, at_ms=1), Fault(do=kind, who=who, at_hook="theirs")
-    needed = SEAMS_OF[kind]
+    needed = FAULT_KINDS[kind].needs
     assert check(scenario(fault=[timed]), needed) == []
     assert check(scenario(fault=[hooked]), [*needed, "hook"]) == []
     assert [one.path for one in check(scenario(fault=[timed]), [])] == ["fault[0].do"] * len(needed)
@@ -293,11 +296,11 @@ def test_the_hooks_of_another_system_are_its_own_affair_unless_they_are_known():
 
 
 def test_every_kind_of_fault_and_of_policy_says_what_it_looks_at():
-    assert USED_BY_FAULT.keys() == SEAMS_OF.keys()
+    assert set(FAULT_KINDS) == set(get_args(FaultKind)) and set(POLICY_KINDS) == set(get_args(PolicyKind))
     known = set(Fault.__struct_fields__) - {"do", "at_ms", "at_hook", "of", "visit", "p"}
-    assert {name for used in USED_BY_FAULT.values() for name in used} == known
+    assert {name for kind in FAULT_KINDS.values() for name in kind.looks_at} == known
     known = set(PolicySpec.__struct_fields__) - {"do", "p"}
-    assert {name for used in USED_BY_POLICY.values() for name in used} == known
+    assert {name for kind in POLICY_KINDS.values() for name in kind.looks_at} == known
 
 
 # --- knobs --------------------------------------------------------------------------------------------------------

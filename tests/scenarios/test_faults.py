@@ -17,7 +17,7 @@ from offload.testing.scenarios import (
     play,
 )
 from offload.testing.scenarios._faults import FAULTS
-from offload.testing.scenarios._systems import SEAMS_OF
+from offload.testing.scenarios._program import FAULT_KINDS
 
 
 def store(names, at_ms=0, **options):
@@ -49,7 +49,7 @@ def at(event, ms):
 
 
 def test_every_kind_of_fault_is_known():
-    assert set(FAULTS) == set(SEAMS_OF)
+    assert set(FAULTS) == set(FAULT_KINDS)
 
 
 # --- to a tier ----------------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from functools import cache
 
 from offload.instruments import HOOKS
 from offload.testing.scenarios import check, expand, generate, play
-from offload.testing.scenarios._defaults import keys_of, stores_of
 from offload.testing.scenarios._generate import SPAN
-from offload.testing.scenarios._systems import SEAMS_OF
+from offload.testing.scenarios._names import keys_of, stores_of
+from offload.testing.scenarios._program import FAULT_KINDS
 
 SEEDS = range(400)
 
@@ -50,13 +50,13 @@ def test_about_forty_four_faults_are_planned():
 
 def test_every_kind_of_fault_occurs_at_times_and_at_hooks():
     kinds = Counter([(fault.do, bool(fault.at_hook)) for program in programs() for fault in program.fault])
-    assert {kind for kind, _ in kinds} == SEAMS_OF.keys()
-    assert {kind for kind, at_hook in kinds if at_hook} == SEAMS_OF.keys() - {"abandon"}
+    assert {kind for kind, _ in kinds} == FAULT_KINDS.keys()
+    assert {kind for kind, at_hook in kinds if at_hook} == FAULT_KINDS.keys() - {"abandon"}
     assert {fault.at_hook for program in programs() for fault in program.fault} == {*HOOKS, ""}
 
 
 def test_no_program_has_every_kind_of_fault_for_an_excuse():
-    assert max(len({fault.do for fault in program.fault}) for program in programs()) < len(SEAMS_OF)
+    assert max(len({fault.do for fault in program.fault}) for program in programs()) < len(FAULT_KINDS)
 
 
 def test_every_verb_policy_and_way_of_storing_occurs():

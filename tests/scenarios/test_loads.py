@@ -20,7 +20,7 @@ from offload.testing.scenarios import (
     play,
     unroll,
 )
-from offload.testing.scenarios._defaults import keys_of, stores_of
+from offload.testing.scenarios._names import keys_of, stores_of
 from offload.testing.scenarios._summary import played
 
 

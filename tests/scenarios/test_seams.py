@@ -16,7 +16,6 @@ from offload.testing.scenarios import (
     generate,
     play,
 )
-from offload.testing.scenarios._errors import NoSuchSystem
 from offload.testing.scenarios._promises import Promise, promises
 from offload.testing.scenarios._seams import (
     Fuzzing,
@@ -26,7 +25,7 @@ from offload.testing.scenarios._seams import (
     adapted_to,
     probe_of,
 )
-from offload.testing.scenarios._systems import SEAMS, factory_of
+from offload.testing.scenarios._systems import SEAMS, NoSuchSystem, factory_of
 from tests.support import scenario_caches  # noqa: F401 - named below
 
 

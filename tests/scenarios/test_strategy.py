@@ -5,8 +5,8 @@ from collections import Counter
 from hypothesis import HealthCheck, Phase, find, given, settings
 
 from offload.testing.scenarios import check, play, read_text, to_toml
+from offload.testing.scenarios._program import FAULT_KINDS
 from offload.testing.scenarios._strategy import scenarios
-from offload.testing.scenarios._systems import SEAMS_OF
 
 any_time = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
@@ -33,7 +33,7 @@ def test_it_reaches_every_kind_of_fault():
         seen.update([fault.do for fault in scenario.fault])
 
     look()
-    assert seen.keys() == SEAMS_OF.keys()
+    assert seen.keys() == FAULT_KINDS.keys()
 
 
 def test_what_it_finds_shrinks_to_what_matters():

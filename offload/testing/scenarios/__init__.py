@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from ._files import read_text as read_text
     from ._files import to_toml as to_toml
     from ._check import check as check
-    from ._errors import ScenarioError as ScenarioError
-    from ._errors import Problem as Problem
+    from ._program import ScenarioError as ScenarioError
+    from ._program import Problem as Problem
     from ._schema import schema as schema
     from ._names import expand as expand
     from ._generate import generate as generate
     from ._loads import unroll as unroll
     from ._play import play as play
     from ._real._run import play_real as play_real
-    from ._errors import NotForReal as NotForReal
+    from ._systems import NotForReal as NotForReal
     from ._workers import play_many as play_many
     from ._workers import Playing as Playing
     from ._summary import Played as Played
@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from ._real._asyncio_system import AsyncioWorld as AsyncioWorld
     from ._real._thread_system import from_threads as from_threads
     from ._real._thread_system import ThreadWorld as ThreadWorld
-    from ._errors import NeedsRealTime as NeedsRealTime
-    from ._errors import NeedsProcesses as NeedsProcesses
+    from ._systems import NeedsRealTime as NeedsRealTime
+    from ._systems import NeedsProcesses as NeedsProcesses
     from ._ledger import judged_pipeline as judged_pipeline
     from ._clock import run as run
     from ._clock import deterministic as deterministic
@@ -92,15 +92,15 @@ _HOMES = {
     "read_text": "._files",
     "to_toml": "._files",
     "check": "._check",
-    "ScenarioError": "._errors",
-    "Problem": "._errors",
+    "ScenarioError": "._program",
+    "Problem": "._program",
     "schema": "._schema",
     "expand": "._names",
     "generate": "._generate",
     "unroll": "._loads",
     "play": "._play",
     "play_real": "._real._run",
-    "NotForReal": "._errors",
+    "NotForReal": "._systems",
     "play_many": "._workers",
     "Playing": "._workers",
     "Played": "._summary",
@@ -122,8 +122,8 @@ _HOMES = {
     "AsyncioWorld": "._real._asyncio_system",
     "from_threads": "._real._thread_system",
     "ThreadWorld": "._real._thread_system",
-    "NeedsRealTime": "._errors",
-    "NeedsProcesses": "._errors",
+    "NeedsRealTime": "._systems",
+    "NeedsProcesses": "._systems",
     "judged_pipeline": "._ledger",
     "run": "._clock",
     "deterministic": "._clock",

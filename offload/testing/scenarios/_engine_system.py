@@ -37,7 +37,7 @@ from offload._pipeline.container import OffloadBatch, OffloadContainer
 from offload._pipeline.lifecycle import Status
 from offload.instruments import Every
 
-from ._defaults import config_of
+from ._fields import config_of
 from ._pipeline_system import PipelineSystem
 from ._program import TICK, EngineSpec
 from ._systems import Refused, System, Ticket

@@ -21,8 +21,8 @@ from typing import Any, Final
 import attrs
 import msgspec
 
-from ._defaults import config_of, pipelines_of
-from ._names import expand
+from ._fields import config_of
+from ._names import expand, pipelines_of
 from ._program import (
     TICK,
     Counts,

@@ -14,8 +14,7 @@ import trio
 
 from backends.abc import Key
 
-from ._defaults import first_destination, first_source
-from ._names import expand, shown
+from ._names import expand, first_destination, first_source, shown
 from ._program import (
     TICK,
     Fault,

@@ -22,12 +22,10 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from ._check import check
-from ._defaults import with_defaults
-from ._errors import Problem
-from ._errors import ScenarioError as ScenarioError
-from ._program import Scenario
+from ._fields import with_defaults
+from ._program import Problem, Scenario, Seam
+from ._program import ScenarioError as ScenarioError
 from ._schema import schema_errors
-from ._systems import Seam
 
 TomlPath: TypeAlias = tuple[str | int, ...]
 

@@ -37,7 +37,7 @@ from offload import (
 from offload._pipeline.marks import marks_of
 
 from ._clock import tasks
-from ._defaults import config_of
+from ._fields import config_of
 from ._names import expand
 from ._program import TICK, PipelineSpec
 

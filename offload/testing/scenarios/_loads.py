@@ -28,16 +28,8 @@ import msgspec
 
 from offload._replay.trace import Request, TraceError, read_trace
 
-from ._defaults import (
-    config_of,
-    load_of,
-    mix_labels,
-    pipelines_of,
-    tiers_of,
-    trace_labels,
-)
-from ._errors import ScenarioError
-from ._names import compress
+from ._fields import config_of
+from ._names import compress, load_of, mix_labels, pipelines_of, tiers_of, trace_labels
 from ._program import (
     TICK,
     Expect,
@@ -47,6 +39,7 @@ from ._program import (
     PipelineSpec,
     PolicySpec,
     Scenario,
+    ScenarioError,
     Step,
     StoreStep,
     TierSpec,

@@ -21,7 +21,7 @@ from typing import Final
 
 import attrs
 
-from ._defaults import keys_of, stores_of
+from ._names import keys_of, stores_of
 from ._program import Scenario
 from ._trace import Moment, Report
 

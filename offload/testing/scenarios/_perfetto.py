@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Final, TypeAlias
 
-from ._defaults import keys_of, stores_of
+from ._names import keys_of, stores_of
 from ._paths import (
     ContainerPath,
     Copy,

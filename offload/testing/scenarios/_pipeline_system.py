@@ -26,10 +26,10 @@ from offload._pipeline.container import OffloadBatch, OffloadContainer
 from offload.abc import AsyncPolicy, Policy
 from offload.instruments import Every
 
-from ._defaults import config_of, first_destination
+from ._fields import config_of
 from ._invariants import at_rest
 from ._ledger import Ledger
-from ._names import expand
+from ._names import expand, first_destination
 from ._policies import make_policies
 from ._systems import Refused, System, Ticket
 from ._virtual_tier import VirtualTier

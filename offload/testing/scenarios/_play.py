@@ -27,9 +27,9 @@ from ._clock import (
     run,
     unshield,
 )
-from ._defaults import first_destination
 from ._expectations import FinalState, failed_expectations
 from ._invariants import Causes
+from ._names import first_destination
 from ._policies import ScriptedError
 from ._program import TICK, Scenario
 from ._systems import SEAMS, Factory, System, check_virtual

@@ -1,8 +1,9 @@
 """A scenario as a value: tiers, pipelines, a load, faults on a timeline or at a hook, and what must hold. Pure.
 
-The same classes are what a ``*.scenario.toml`` file is read into, what its JSON schema is made from, and what a program in
-Python builds. What is checked here is a single value at a time; what only makes sense together (a name that is used but
-not defined) is checked by `checking`.
+The same classes are what a ``*.scenario.toml`` file is read into, and what a program in Python builds. They are the table from
+which the rest comes: the JSON schema, the documentation of the fields, the defaults, the checks and the way a program is
+shrunk. The type of a field says what may be in it and, as its *role*, what its names are names of; :data:`KINDS` says what each
+kind of policy and of fault does, and which fields it looks at.
 
 Rule 1. A virtual millisecond is 1/1024 s, exact in floats as are its multiples: what falls together, falls together. All
         times of a scenario, timeouts included, are whole numbers of them.
@@ -12,17 +13,43 @@ Rule 3. A default is what a reader would expect without looking: nothing is ther
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
+import attrs
 from msgspec import Meta, Struct, field
+
+from offload._errors import OffloadError
 
 TICK: Final = 1 / 1024
 """A virtual millisecond, in seconds of the virtual clock."""
 
 Ms: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 40, description="virtual milliseconds, of 1/1024 s each")]
-Names: TypeAlias = Annotated[str, Meta(description="names with ranges: 'a{0..3}, b' is a0, a1, a2, a3, b")]
+At: TypeAlias = Annotated[Ms, Meta(extra={"role": "time"})]
 Share: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0, description="a probability")]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 32)]
+
+# One name, of something that is there.
+Tier: TypeAlias = Annotated[str, Meta(extra={"role": "tier"})]
+Pipeline: TypeAlias = Annotated[str, Meta(extra={"role": "pipeline"})]
+Container: TypeAlias = Annotated[str, Meta(extra={"role": "container"})]
+Hook: TypeAlias = Annotated[str, Meta(extra={"role": "hook"})]
+Event: TypeAlias = Annotated[str, Meta(extra={"role": "event"})]
+Counted: TypeAlias = Annotated[str, Meta(extra={"role": "counted"})]
+
+# One name that is defined here.
+NewName: TypeAlias = Annotated[str, Meta(extra={"role": "new name"})]
+
+# Lists of names.
+Names: TypeAlias = Annotated[str, Meta(description="names with ranges: 'a{0..3}, b' is a0, a1, a2, a3, b")]
+NewContainers: TypeAlias = Annotated[Names, Meta(extra={"role": "new containers"})]
+NewLoad: TypeAlias = Annotated[str, Meta(extra={"role": "new containers"})]
+Containers: TypeAlias = Annotated[Names, Meta(extra={"role": "containers"})]
+Keys: TypeAlias = Annotated[Names, Meta(extra={"role": "keys"})]
+DealtKeys: TypeAlias = Annotated[Names, Meta(extra={"role": "dealt keys"})]
+"""Keys that several containers may have."""
+SomeKeys: TypeAlias = Annotated[Names, Meta(extra={"role": "some keys"})]
+"""Keys that may be there twice: which ones something is about."""
 
 
 class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -43,7 +70,7 @@ class TierSpec(Part, frozen=True, kw_only=True):
     latency_ms: Ms = 0
     """What each copy takes at least."""
     bytes_per_ms: Annotated[int, Meta(ge=0, description="0: bytes take no time")] = 0
-    holds: Names = ""
+    holds: Keys = ""
     """Keys that are there when the run begins."""
     checksums: bool = True
     eviction: Literal["lru", "adaptive"] = "lru"
@@ -54,19 +81,20 @@ class TierSpec(Part, frozen=True, kw_only=True):
     """For how long it may be silent before the server takes back what it holds."""
 
 
+PolicyKind: TypeAlias = Literal["reject", "present", "sleep", "raise", "lock", "cancel", "hang"]
+
+
 class PolicySpec(Part, frozen=True, kw_only=True):
     """One policy of a pipeline. Those of a list are asked in turn, until one has rejected everything."""
 
-    do: Literal["reject", "present", "sleep", "raise", "lock", "cancel", "hang"]
-    """reject: filters ``keys``. present: filters what ``tier`` has. sleep: passes, after ``ms``. raise: raises. lock: takes
-    a lock that the container holds. cancel: asks for the cancel of ``who``, and passes. hang: never answers."""
-    keys: Names = ""
+    do: PolicyKind
+    keys: SomeKeys = ""
     """Which keys it is about: ``reject`` filters only these; the others act where a container has one of these. Empty: all."""
     reason: str = "no"
     """What ``reject`` filters for."""
-    tier: str = ""
+    tier: Tier = ""
     """Which one ``present`` looks into; empty: the destination of the pipeline."""
-    who: Names = ""
+    who: Containers = ""
     ms: Ms = 0
     """How long it waits before it answers; 0: it answers at once (but for ``sleep`` and ``hang``)."""
     p: Share = 1.0
@@ -79,8 +107,8 @@ WhenFull: TypeAlias = Literal["wait", "evict", "partial", "fail"]
 class PipelineSpec(Part, frozen=True, kw_only=True):
     """A pipeline between two tiers. Its knobs are those of ``PipelineConfig``, with their times in ``_ms``."""
 
-    source: str = field(default="device", name="from")
-    to: str
+    source: Tier = field(default="device", name="from")
+    to: Tier
     policies: list[PolicySpec] = []
     chain: list[str] = []
     """The pipelines that take on what this one has stored; they start from its destination."""
@@ -144,14 +172,14 @@ class After(Part, frozen=True, kw_only=True):
 class StoreStep(Part, frozen=True, kw_only=True):
     """Containers to be stored: one for each name in ``id``."""
 
-    id: Names
-    keys: Names = ""
+    id: NewContainers
+    keys: DealtKeys = ""
     """Their keys, dealt out in order; empty: ``per`` keys of each container's own, ``<id>.0``, ``<id>.1``, ..."""
     per: Count = 1
     """Blocks in each container."""
     kind: Literal["weak", "strong", "external"] = "weak"
     """weak: its blocks may be evicted meanwhile. strong: it holds them. external: the engine itself keeps them alive."""
-    pipeline: str = ""
+    pipeline: Pipeline = ""
     """Which one stores it; empty: the first."""
     how: Literal["wait", "now", "many"] = "wait"
     """wait: for room in the budget, one container after the other. now: refused where there is none. many: all containers
@@ -165,9 +193,9 @@ class StoreStep(Part, frozen=True, kw_only=True):
 class LoadStep(Part, frozen=True, kw_only=True):
     """Keys to be loaded. What comes is compared with the payload of the key."""
 
-    id: str = ""
-    keys: Names
-    tier: str = ""
+    id: NewLoad = ""
+    keys: Keys
+    tier: Tier = ""
     """From which; empty: from the destination of the first pipeline."""
     hold_ms: Ms = 0
     """For how long what was found is held then, and read once more: nobody may have taken it away, or written over it."""
@@ -176,9 +204,9 @@ class LoadStep(Part, frozen=True, kw_only=True):
 class KeysStep(Part, frozen=True, kw_only=True):
     """Keys of a tier, for a step that evicts or deletes them."""
 
-    tier: str = ""
+    tier: Tier = ""
     """Empty: the source of the first pipeline for ``evict``, its destination for ``delete``."""
-    keys: Names
+    keys: Keys
     again: bool = False
     """Put them back at once, as a block that is recomputed under the same key is. (For ``evict``.)"""
 
@@ -193,17 +221,17 @@ class CloseStep(Part, frozen=True, kw_only=True):
 class Step(Part, frozen=True, kw_only=True):
     """One thing a user does, at a time. Exactly one of the verbs is there."""
 
-    at_ms: Ms = 0
+    at_ms: At = 0
     store: StoreStep | None = None
     load: LoadStep | None = None
-    fire: str | None = None
+    fire: NewName | None = None
     """Set an event that containers are stored ``after``."""
     evict: KeysStep | None = None
     """Take keys out of a source, as an engine does that needs the room."""
     delete: KeysStep | None = None
-    drain: str | None = None
+    drain: Pipeline | None = None
     """Wait until a pipeline has nothing left."""
-    release: str | None = None
+    release: Pipeline | None = None
     """Release everything that a pipeline has in quarantine, as an operator would."""
     close: CloseStep | None = None
 
@@ -255,49 +283,24 @@ FaultKind: TypeAlias = Literal[
 
 
 class Fault(Part, frozen=True, kw_only=True):
-    """Something that goes wrong, at a time or at a hook.
-
-    What each kind does::
-
-        | do | what happens | on |
-        |---|---|---|
-        | cancel | the container's cancel is asked for, and its confirmation awaited | ``who``, ``times`` |
-        | abandon | who waits in ``store`` for room gives up | ``who`` |
-        | cancel_waiter | who waits for the result, or for the confirmation of a cancel, gives up | ``who`` |
-        | cancel_host | the scope around the whole system is cancelled | |
-        | shut_down | ``close_now`` | |
-        | evict | keys leave a source | ``tier``, ``keys`` |
-        | unproven | copies end without anybody knowing how, and an engine's loads | ``tier``, ``for_ms``, ``grouped`` |
-        | fail | copies raise; with ``keys``: these blocks fail, and only these | ``tier``, ``keys``, ``for_ms``, ``grouped`` |
-        | stall | copies that begin wait until it is over | ``tier``, ``for_ms`` |
-        | drop | the end of a copy is never announced | ``tier``, ``for_ms``, ``grouped`` |
-        | delay | copies take ``ms`` more | ``tier``, ``ms``, ``for_ms`` |
-        | duplicate | the end of a copy is announced twice | ``tier``, ``for_ms`` |
-        | miscount | copies answer for ``by`` blocks too many, or, negative, too few | ``tier``, ``by``, ``for_ms`` |
-        | reorder | copies end in another order than they began in | ``tier``, ``for_ms`` |
-        | torn | half of a block is written, then the copy raises | ``tier``, ``keys``, ``for_ms``, ``grouped`` |
-        | flip | a bit of a stored block is flipped | ``tier``, ``keys`` |
-        | full | nobody is granted room | ``tier``, ``for_ms`` |
-        | peer_death | whatever is asked of the tier raises | ``tier``, ``for_ms`` |
-        | clock | the clock jumps ahead by ``ms``: whatever was due in between is due together | ``ms`` |
-    """
+    """Something that goes wrong, at a time or at a hook."""
 
     do: FaultKind
-    at_ms: Ms | None = None
+    at_ms: At | None = None
     """When. Exactly one of this and ``at_hook`` is there."""
-    at_hook: str = ""
+    at_hook: Hook = ""
     """At which hook."""
-    of: Names = ""
+    of: Containers = ""
     """Only visits about one of these containers count; empty: those about ``who``, or, without, all."""
     visit: Annotated[int, Meta(ge=1)] = 1
     """At which of those visits."""
-    who: Names = ""
+    who: Containers = ""
     """The containers it hits; empty: those whom the hook is about."""
     times: Annotated[int, Meta(ge=1, le=65_536)] = 1
     """How often each of them is hit, one time after the other: so many ask for its cancel."""
-    tier: str = ""
+    tier: Tier = ""
     """Empty: the destination of the first pipeline (``evict``: its source)."""
-    keys: Names = ""
+    keys: Keys = ""
     """Empty: all, or, at a hook, those of the containers it is about."""
     ms: Ms = 1
     """How much, for ``delay`` and ``clock``."""
@@ -330,9 +333,9 @@ class Counts(Part, frozen=True, kw_only=True):
 class Window(Part, frozen=True, kw_only=True):
     """When an event must happen: in virtual milliseconds since the start, or since another event."""
 
-    event: str
+    event: Event
     """``"a0 settled"``"""
-    since: str = ""
+    since: Event = ""
     """Another event; empty: the start."""
     at_least_ms: Ms = 0
     at_most_ms: Ms | None = None
@@ -341,24 +344,24 @@ class Window(Part, frozen=True, kw_only=True):
 class Expect(Part, frozen=True, kw_only=True):
     """What must hold when everything is over, beyond the invariants. Everything in one table must."""
 
-    status: dict[str, Literal["COMPLETE", "CANCELLED", "FAILED", "REFUSED", "ABANDONED"]] | None = None
+    status: dict[Container, Literal["COMPLETE", "CANCELLED", "FAILED", "REFUSED", "ABANDONED"]] | None = None
     """By container. REFUSED: the system did not take it in; ABANDONED: who stored it gave up before."""
-    result: dict[str, Counts] | None = None
+    result: dict[Container, Counts] | None = None
     """By container."""
-    count: dict[str, Count] | None = None
+    count: dict[Counted, Count] | None = None
     """Exactly: ``copied`` blocks, ``batches``, ``loaded`` and ``missed`` blocks, ``fired`` faults, visits of a hook."""
-    at_most: dict[str, Count] | None = None
-    at_least: dict[str, Count] | None = None
-    order: list[str] | None = None
+    at_most: dict[Counted, Count] | None = None
+    at_least: dict[Counted, Count] | None = None
+    order: list[Event] | None = None
     """Events that must happen in this order; others may happen in between: ``["a2 confirmed", "a0 settled"]``."""
     time: list[Window] | None = None
-    found: dict[str, Names] | None = None
+    found: dict[Tier, SomeKeys] | None = None
     """Keys that a tier must have at the end."""
-    missing: dict[str, Names] | None = None
+    missing: dict[Tier, SomeKeys] | None = None
     """Keys that it must not have."""
-    metric: dict[str, dict[str, int | float]] | None = None
+    metric: dict[Pipeline, dict[str, int | float]] | None = None
     """Figures of ``statistics()``, by pipeline."""
-    never: list[str] | None = None
+    never: list[Event] | None = None
     """Events that must not happen: ``"a0 post_claim"``."""
 
 
@@ -379,9 +382,9 @@ class Scenario(Part, frozen=True, kw_only=True):
     """Why it cannot hold on the clock of the wall. Then ``--real`` does not play it, and answers this."""
     limit_ms: Ms = 3_600 * 1024
     """What is not over by then, virtual time, is a lost wake-up."""
-    tier: dict[str, TierSpec] = {}
+    tier: dict[NewName, TierSpec] = {}
     """Tiers by name. ``device`` and ``host`` are there without being named."""
-    pipeline: dict[str, PipelineSpec] = {}
+    pipeline: dict[NewName, PipelineSpec] = {}
     """Pipelines by name; without any: ``main``, from ``device`` to ``host``."""
     engine: EngineSpec | None = None
     """What stores and loads, where it is more than pipelines."""
@@ -393,3 +396,102 @@ class Scenario(Part, frozen=True, kw_only=True):
 
 VERBS: Final = ("store", "load", "fire", "evict", "delete", "drain", "release", "close")
 """The verbs of a step."""
+
+
+# --- what each kind does ------------------------------------------------------------------------------------------
+
+Seam: TypeAlias = Literal[
+    "hook", "reserve", "copy", "policy", "after", "store_many", "close_now", "evict", "delete", "drain", "found", "hold"
+]
+"""A way in which a system under test asks the world for something, or can be asked: see `_systems`."""
+
+
+@attrs.frozen
+class Kind:
+    """A kind of fault or of policy."""
+
+    text: str
+    """What it does."""
+    looks_at: tuple[str, ...] = ()
+    """The fields that it looks at, besides when and how likely."""
+    needs: tuple[Seam, ...] = ()
+    """The seams that a system must have."""
+    page_store: bool = True
+    """Whether it can be done to a page store, if it is done to a tier at all."""
+
+
+_COPY: Final[tuple[Seam, ...]] = ("copy",)
+
+FAULT_KINDS: Final[Mapping[FaultKind, Kind]] = {
+    "cancel": Kind("the container's cancel is asked for, and its confirmation awaited", ("who", "times")),
+    "abandon": Kind("who waits in ``store`` for room gives up", ("who",)),
+    "cancel_waiter": Kind("who waits for the result, or for the confirmation of a cancel, gives up", ("who",)),
+    "cancel_host": Kind("the scope around the whole system is cancelled"),
+    "shut_down": Kind("``close_now``", (), ("close_now",)),
+    "evict": Kind("keys leave a source", ("tier", "keys"), ("evict",)),
+    "unproven": Kind(
+        "copies end without anybody knowing how, and an engine's loads", ("tier", "for_ms", "grouped"), _COPY, False
+    ),
+    "fail": Kind(
+        "copies raise; with ``keys``: these blocks fail, and only these", ("tier", "keys", "for_ms", "grouped"), _COPY
+    ),
+    "stall": Kind("copies that begin wait until it is over", ("tier", "for_ms"), _COPY),
+    "drop": Kind("the end of a copy is never announced", ("tier", "for_ms", "grouped"), _COPY),
+    "delay": Kind("copies take ``ms`` more", ("tier", "ms", "for_ms"), _COPY),
+    "duplicate": Kind("the end of a copy is announced twice", ("tier", "for_ms"), _COPY),
+    "miscount": Kind(
+        "copies answer for ``by`` blocks too many, or, negative, too few", ("tier", "by", "for_ms"), _COPY, False
+    ),
+    "reorder": Kind("copies end in another order than they began in", ("tier", "for_ms"), _COPY, False),
+    "torn": Kind(
+        "half of a block is written, then the copy raises", ("tier", "keys", "for_ms", "grouped"), _COPY, False
+    ),
+    "flip": Kind("a bit of a stored block is flipped", ("tier", "keys"), _COPY),
+    "full": Kind("nobody is granted room", ("tier", "for_ms"), ("reserve",)),
+    "peer_death": Kind("whatever is asked of the tier raises", ("tier", "for_ms"), _COPY),
+    "clock": Kind("the clock jumps ahead by ``ms``: whatever was due in between is due together", ("ms",)),
+}
+
+POLICY_KINDS: Final[Mapping[PolicyKind, Kind]] = {
+    "reject": Kind("filters ``keys``", ("keys", "reason", "ms")),
+    "present": Kind("filters what ``tier`` has", ("keys", "tier", "ms")),
+    "sleep": Kind("passes, after ``ms``", ("keys", "ms")),
+    "raise": Kind("raises", ("keys", "ms")),
+    "lock": Kind("takes a lock that the container holds", ("keys", "ms")),
+    "cancel": Kind("asks for the cancel of ``who``, and passes", ("keys", "who", "ms")),
+    "hang": Kind("never answers", ("keys",)),
+}
+
+KINDS: Final[Mapping[type[Part], Mapping[Any, Kind]]] = {Fault: FAULT_KINDS, PolicySpec: POLICY_KINDS}
+"""Of the parts with a field ``do``: what each of its words means."""
+
+
+# --- why a scenario cannot be played ------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Problem:
+    """Something in a scenario that makes no sense."""
+
+    path: str
+    """Where: ``fault[2].who``, positions counted from 0."""
+    text: str
+    """What is wrong, and what to say instead."""
+
+
+class ScenarioError(OffloadError, ValueError):
+    """A scenario cannot be played: it is no such file, or it makes no sense. The text says where, what, and the way out."""
+
+    def __init__(self, file: str, line: int | None, path: str, text: str, others: Iterable[str] = ()) -> None:
+        place = f"{file}:{line}" if line is not None else file
+        super().__init__(": ".join([part for part in (place, path, text) if part]))
+        self.file = file
+        """Its name; empty for one that was made in Python."""
+        self.line = line
+        """From 1; ``None`` where there is none."""
+        self.path = path
+        """Where in the scenario: ``fault[2].who``."""
+        self.text = text
+        """What is wrong, and the way out."""
+        self.others: tuple[str, ...] = tuple(others)
+        """What else is wrong, a line each."""

@@ -21,12 +21,12 @@ from ._program import (
     PipelineSpec,
     PolicySpec,
     Scenario,
+    Seam,
     Step,
     StoreStep,
     TierSpec,
     Window,
 )
-from ._systems import Seam
 
 TIMES: Final = range(9)
 """Virtual milliseconds at which something is tried, where there is no hook to try it at: from before a copy to behind it."""

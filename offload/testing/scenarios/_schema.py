@@ -22,10 +22,10 @@ from msgspec import inspect as types
 from offload._config import knobs
 
 from . import _program
-from ._check_program import nearest, quoted
-from ._defaults import FIELD_OF
-from ._errors import Problem
+from ._fields import FIELD_OF, nearest, quoted
 from ._program import (
+    FAULT_KINDS,
+    KINDS,
     After,
     CloseStep,
     Counts,
@@ -38,6 +38,7 @@ from ._program import (
     Mix,
     PipelineSpec,
     PolicySpec,
+    Problem,
     Scenario,
     Step,
     StoreStep,
@@ -96,7 +97,7 @@ def described(cls: type[msgspec.Struct]) -> Iterator[FieldDoc]:
     info = types.type_info(cls)
     assert isinstance(info, types.StructType)
     for field in info.fields:
-        text = texts.get(field.name) or _of_fault(cls, field.name) or _of_knob(cls, field.name) or _of_type(field.type)
+        text = texts.get(field.name) or _of_kind(cls, field.name) or _of_knob(cls, field.name) or _of_type(field.type)
         yield FieldDoc(field.encode_name, _kind(field.type), _default(field), field.required, text)
 
 
@@ -122,14 +123,14 @@ def _docstrings() -> Mapping[str, Mapping[str, str]]:
 
 def fault_rows() -> list[tuple[str, str, str]]:
     """The kinds of faults: the word, what happens, and the fields that it looks at."""
-    rows = [line.strip().strip("|").split("|") for line in about(Fault).splitlines() if line.strip().startswith("|")]
-    return [(do.strip(), what.strip(), on.strip()) for do, what, on in rows[2:]]
+    return [(do, kind.text, ", ".join([f"``{field}``" for field in kind.looks_at])) for do, kind in FAULT_KINDS.items()]
 
 
-def _of_fault(cls: type[msgspec.Struct], name: str) -> str:
-    if (cls, name) != (Fault, "do"):
+def _of_kind(cls: Any, name: str) -> str:
+    if name != "do" or cls not in KINDS:
         return ""
-    return "What happens. " + " ".join([f"{do}: {what}." for do, what, _ in fault_rows()])
+    begins = "What happens. " if cls is Fault else ""
+    return begins + " ".join([f"{do}: {kind.text}." for do, kind in KINDS[cls].items()])
 
 
 def _of_knob(cls: type[msgspec.Struct], name: str) -> str:

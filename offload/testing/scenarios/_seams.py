@@ -21,19 +21,12 @@ from ._program import (
     LoadStep,
     PipelineSpec,
     Scenario,
+    Seam,
     Step,
     StoreStep,
 )
 from ._shrink import tidy
-from ._systems import (
-    SEAMS,
-    Factory,
-    Seam,
-    System,
-    Ticket,
-    World,
-    factory_of,
-)
+from ._systems import SEAMS, Factory, System, Ticket, World, factory_of
 from ._trace import Report
 
 ATTRIBUTES: Final[tuple[Seam, ...]] = ("store_many", "close_now", "evict", "delete", "drain", "found", "hold")

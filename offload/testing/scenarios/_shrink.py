@@ -5,6 +5,10 @@ Rule 1. Chance goes first: what happened perhaps is said to happen, and an ordin
 Rule 2. In chunks, then one by one, then what is left is simplified, and again from the start until nothing gives way.
 Rule 3. A candidate counts when a rule that was broken is broken (:func:`same_violation`), however else it went.
 Rule 4. Time is bounded. What is best then is the answer.
+
+What may be shorter or simpler is found in the table of fields (:mod:`_fields`): every list, every list of names, every field
+that is not its default, every number. Only what hangs together is said here: containers and their keys, pipelines and their
+steps, times. A candidate need not be careful: whether it still shows the violation is found out by a run.
 """
 
 from __future__ import annotations
@@ -13,25 +17,17 @@ import contextlib
 import functools
 import itertools
 import string
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Any, Final, TypeAlias
 
 import attrs
 import msgspec
-from msgspec import structs
+from msgspec import NODEFAULT, structs
 
-from ._names import compress, expand
-from ._program import (
-    Fault,
-    Part,
-    PipelineSpec,
-    PolicySpec,
-    Scenario,
-    Step,
-    StoreStep,
-)
-from ._reductions import Lens, lists, put, simpler
+from ._fields import Field, Path, fields_of, mentions, places, value_at, with_value
+from ._names import compress, expand, keys_of
+from ._program import Expect, Fault, LoadStep, Part, PipelineSpec, Scenario, ScenarioError, Step, StoreStep
 from ._trace import Report, Violation, same_violation
 
 Play: TypeAlias = Callable[[Scenario, int], Report]
@@ -140,9 +136,9 @@ class _Shrinker:
         before = None
         while before != self.best:
             before = self.best
-            for lens in lists(self.best):
-                self._shorten(lens)
-            for way in simpler(self.best):
+            for path in lists(self.best):
+                self._shorten(path)
+            for way in SIMPLER:
                 self._simplify(way)
         self._attempt(renamed(self.best))
 
@@ -156,14 +152,13 @@ class _Shrinker:
                     faults = [*self.best.fault[:i], fault, *self.best.fault[i + 1 :]]
                     self._attempt(msgspec.structs.replace(self.best, fault=faults))
 
-    def _shorten(self, lens: Lens) -> None:
+    def _shorten(self, path: Path) -> None:
         """Leave out all of a list, then halves, quarters, and so on down to one."""
-        get, put = lens
-        size = len(get(self.best))
+        size = len(_items(self.best, path))
         while size:
             start = 0
-            while start < len(items := get(self.best)):
-                if not self._attempt(put(self.best, [*items[:start], *items[start + size :]])):
+            while start < len(items := _items(self.best, path)):
+                if not self._attempt(_with_items(self.best, path, [*items[:start], *items[start + size :]])):
                     start += size
             size //= 2
 
@@ -179,8 +174,6 @@ class _Shrinker:
                 tried += 1
 
     def _attempt(self, candidate: Scenario) -> bool:
-        from ._errors import ScenarioError
-
         candidate = tidy(candidate)
         if candidate == self.best:
             return False
@@ -203,13 +196,6 @@ class _Shrinker:
         return True
 
 
-# --- programs in order ------------------------------------------------------------------------------------------------
-
-
-_ALWAYS: Final = ("device", "host")
-"""Tiers that are there without being named."""
-
-
 # --- what hangs together ------------------------------------------------------------------------------------------
 
 
@@ -229,7 +215,7 @@ def tidy(scenario: Scenario) -> Scenario:
     ]
     about = functools.partial(_about, labels=labels)
     faults = [fault for old in scenario.fault if (fault := about(about(old, "who"), "of")) is not None]
-    tiers = {*_ALWAYS, *scenario.tier}
+    tiers = {"device", "host", *scenario.tier}
     faults = [fault for fault in faults if not fault.tier or fault.tier in tiers]
     return structs.replace(scenario, step=steps, fault=faults, pipeline=_tidy_pipelines(scenario, labels))
 
@@ -282,7 +268,7 @@ def certain(scenario: Scenario) -> Iterator[Scenario]:
     for i, fault in enumerate(scenario.fault):
         if fault.p < 1.0:
             for p in (1.0, 0.0):
-                yield structs.replace(scenario, fault=put(scenario.fault, i, structs.replace(fault, p=p)))
+                yield with_value(scenario, ("fault", i, "p"), p)
 
 
 def pinned(scenario: Scenario, report: Report) -> Scenario:
@@ -326,37 +312,20 @@ def renamed(scenario: Scenario) -> Scenario:
         if key.partition(".")[0] not in names
     ]
     keys = {key: f"k{i}" for i, key in enumerate(dict.fromkeys(shared))}
-    new: Scenario = _renamed_part(scenario, names, keys)
-    return new
+    for place in places(scenario):
+        for path, role, said in mentions(place):
+            if role in ("containers", "new containers") and not isinstance(place.part, LoadStep):
+                scenario = with_value(scenario, path, compress([names.get(name, name) for name in expand(said)]))
+            elif role in ("keys", "some keys", "dealt keys") and not isinstance(place.part, Expect):
+                renamed = compress([_renamed_key(key, names, keys) for key in expand(said)])
+                scenario = with_value(scenario, path, renamed)
+    return scenario
 
 
 def _letters(count: int) -> list[str]:
     if count <= len(string.ascii_lowercase):
         return list(string.ascii_lowercase[:count])
     return [f"c{i}" for i in range(count)]
-
-
-_LABELS: Final = frozenset({(StoreStep, "id"), (Fault, "who"), (Fault, "of"), (PolicySpec, "who")})
-_KEYS: Final = frozenset({"keys", "holds"})
-
-
-def _renamed_part(value: Any, names: Mapping[str, str], keys: Mapping[str, str]) -> Any:
-    if isinstance(value, list):
-        return [_renamed_part(item, names, keys) for item in value]
-    if isinstance(value, dict):
-        return {name: _renamed_part(item, names, keys) for name, item in value.items()}
-    if not isinstance(value, Part):
-        return value
-    changed: dict[str, Any] = {}
-    for field in value.__struct_fields__:
-        old = getattr(value, field)
-        if (type(value), field) in _LABELS:
-            changed[field] = compress([names.get(name, name) for name in expand(old)])
-        elif field in _KEYS and isinstance(old, str):
-            changed[field] = compress([_renamed_key(key, names, keys) for key in expand(old)])
-        else:
-            changed[field] = _renamed_part(old, names, keys)
-    return structs.replace(value, **changed)
 
 
 def _renamed_key(key: str, names: Mapping[str, str], keys: Mapping[str, str]) -> str:
@@ -367,3 +336,163 @@ def _renamed_key(key: str, names: Mapping[str, str], keys: Mapping[str, str]) ->
 def count_of(scenario: Scenario) -> tuple[int, int]:
     """How many steps and faults a program has."""
     return len(scenario.step), len(scenario.fault)
+
+
+# --- shorter lists ------------------------------------------------------------------------------------------------
+
+
+_NAMES: Final = frozenset({"containers", "keys", "some keys"})
+_KEPT: Final = frozenset({"format", "name", "about", "upstream", "seed", "not_for_real", "tier", "pipeline"})
+"""What of a scenario says what it is, or is looked at part by part."""
+
+
+def lists(scenario: Scenario) -> list[Path]:
+    """Every list that may be shorter, the ones that matter most first: faults, steps, then lists and lists of names inside."""
+    found: list[Path] = [("fault",), ("step",), ("expect",), ("tier",)]
+    for place in places(scenario)[1:]:
+        if isinstance(place.part, StoreStep):  # its names and its keys hang together
+            found.append((*place.path, "after"))
+            continue
+        for field in fields_of(type(place.part)):
+            value = getattr(place.part, field.name)
+            if isinstance(value, list) or (field.role in _NAMES and len(expand(value)) > 1):
+                found.append((*place.path, field.said))
+    return found
+
+
+def _items(scenario: Scenario, path: Path) -> Sequence[Any]:
+    """The items of a list, of a table, or of a list of names; none, if it has gone meanwhile."""
+    found = value_at(scenario, path)
+    if isinstance(found, str):
+        return expand(found)
+    return list(found.items()) if isinstance(found, dict) else found or ()
+
+
+def _with_items(scenario: Scenario, path: Path, items: Sequence[Any]) -> Scenario:
+    was = value_at(scenario, path)
+    now = compress(items) if isinstance(was, str) else dict(items) if isinstance(was, dict) else list(items)
+    changed: Scenario = with_value(scenario, path, now)
+    return changed
+
+
+# --- simpler parts ------------------------------------------------------------------------------------------------
+
+
+def _fewer_pipelines(scenario: Scenario) -> Iterator[Scenario]:
+    for name in scenario.pipeline:
+        rest = {other: spec for other, spec in scenario.pipeline.items() if other != name}
+        moved = [
+            structs.replace(step, store=structs.replace(step.store, pipeline=""))
+            if step.store is not None and step.store.pipeline == name
+            else step
+            for step in scenario.step
+        ]
+        yield structs.replace(scenario, pipeline=rest, step=moved)
+        kept = [step for step in scenario.step if step.store is None or step.store.pipeline != name]
+        yield structs.replace(scenario, pipeline=rest, step=kept)
+
+
+def _defaults(scenario: Scenario) -> Iterator[Scenario]:
+    """With fields of a part as they are when nothing is said of them: all that may be, each half, each one."""
+    for place in places(scenario):
+        said = [field for field in fields_of(type(place.part)) if _may_be_default(place.part, field)]
+        groups = [said] if len(said) > 1 else []
+        if len(said) > 3:
+            groups += [said[: len(said) // 2], said[len(said) // 2 :]]
+        for group in (*groups, *[[field] for field in said]):
+            part = structs.replace(place.part, **{field.name: field.default for field in group})
+            yield with_value(scenario, place.path, part)
+
+
+def _may_be_default(part: Part, field: Field) -> bool:
+    if field.default is NODEFAULT or getattr(part, field.name) == field.default:
+        return False
+    if isinstance(part, Scenario):
+        return field.name not in _KEPT
+    if isinstance(part, Step):
+        return False  # it would do nothing; its time is made earlier below
+    return (type(part), field.name) not in ((StoreStep, "keys"), (StoreStep, "per"))
+
+
+def _lower(scenario: Scenario) -> Iterator[Scenario]:
+    """With smaller numbers."""
+    for place in places(scenario):
+        if isinstance(place.part, Scenario | PipelineSpec | StoreStep):
+            continue
+        for field in fields_of(type(place.part)):
+            value = getattr(place.part, field.name)
+            if type(value) is int and value > 0 and value != field.default:
+                for lower in dict.fromkeys([0, 1, value // 2, value - 1]):
+                    if lower < value:
+                        yield with_value(scenario, (*place.path, field.said), lower)
+
+
+def _fewer_blocks(scenario: Scenario) -> Iterator[Scenario]:
+    for i, step in enumerate(scenario.step):
+        if step.store is not None:
+            for store in _stores_like(step.store):
+                yield with_value(scenario, ("step", i, "store"), store)
+
+
+def _stores_like(store: StoreStep) -> Iterator[StoreStep]:
+    dealt = keys_of(store)
+    for names in _fewer_names(store.id):
+        keys = compress([key for label in expand(names) for key in dealt[label]]) if store.keys else ""
+        yield structs.replace(store, id=names, keys=keys)
+    if store.keys:
+        blocks = store.per * len(expand(store.id))
+        yield structs.replace(store, keys="")
+        for names in _fewer_names(store.keys):
+            if blocks:
+                yield structs.replace(store, keys=names, per=max(1, len(expand(names)) // len(expand(store.id))))
+    elif store.per > 1:
+        yield structs.replace(store, per=1)
+        yield structs.replace(store, per=store.per - 1)
+
+
+def _fewer_names(names: str) -> Iterator[str]:
+    """Lists with fewer names: half of them, then all but one."""
+    every = expand(names)
+    if len(every) > 1:
+        middle = len(every) // 2
+        yield compress(every[:middle])
+        yield compress(every[middle:])
+        if len(every) > 2:
+            for i in range(len(every)):
+                yield compress([*every[:i], *every[i + 1 :]])
+
+
+def _earlier(scenario: Scenario) -> Iterator[Scenario]:
+    """With times that are 0, or at least small."""
+    timed: Sequence[Step | Fault] = (*scenario.step, *scenario.fault)
+    times = sorted({one.at_ms for one in timed if one.at_ms is not None})
+    for moved in ({}, {at: i for i, at in enumerate(times)}, {at: at // 2 for at in times}):
+        yield _at(scenario, lambda at, moved=moved: moved.get(at, 0))  # type: ignore[misc]
+    for late in reversed(times):
+        for sooner in {0, *[at for at in times if at < late][-1:]}:
+            yield _at(scenario, lambda at, late=late, sooner=sooner: sooner if at == late else at)  # type: ignore[misc]
+
+
+def _at(scenario: Scenario, when: Callable[[int], int]) -> Scenario:
+    steps = sorted([structs.replace(step, at_ms=when(step.at_ms)) for step in scenario.step], key=lambda s: s.at_ms)
+    faults = [
+        fault if fault.at_ms is None else structs.replace(fault, at_ms=when(fault.at_ms)) for fault in scenario.fault
+    ]
+    return structs.replace(scenario, step=steps, fault=faults)
+
+
+def _together(scenario: Scenario) -> Iterator[Scenario]:
+    """With one step for containers that are stored alike, at the same time."""
+    for i, j in itertools.combinations(range(len(scenario.step)), 2):
+        one, other = scenario.step[i], scenario.step[j]
+        if one.store is None or other.store is None or one.at_ms != other.at_ms or one.store.keys:
+            continue
+        if structs.replace(other.store, id=one.store.id) == one.store:
+            both = compress([*expand(one.store.id), *expand(other.store.id)])
+            steps = [*scenario.step[:j], *scenario.step[j + 1 :]]
+            steps[i] = structs.replace(one, store=structs.replace(one.store, id=both))
+            yield structs.replace(scenario, step=steps)
+
+
+SIMPLER: Final = (_fewer_pipelines, _defaults, _fewer_blocks, _lower, _earlier, _together)
+"""Ways to simplify parts of a program; each gives candidates for the program it is called with."""

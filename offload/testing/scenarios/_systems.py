@@ -26,12 +26,7 @@ import attrs
 
 from backends.abc import Key
 
-from ._errors import NeedsProcesses, NeedsRealTime, NoSuchSystem
-from ._program import FaultKind, Scenario, StoreStep
-
-Seam: TypeAlias = Literal[
-    "hook", "reserve", "copy", "policy", "after", "store_many", "close_now", "evict", "delete", "drain", "found", "hold"
-]
+from ._program import Scenario, ScenarioError, Seam, StoreStep
 
 SEAMS: Final[Mapping[Seam, str]] = {
     "hook": "calls world.hook(name, label) where something is about to happen",
@@ -48,14 +43,6 @@ SEAMS: Final[Mapping[Seam, str]] = {
     "hold": "can hold what it has found, and read it again while it does",
 }
 """Every seam, and what a system does that has it."""
-
-SEAMS_OF: Final[Mapping[FaultKind, tuple[Seam, ...]]] = {
-    "cancel": (), "abandon": (), "cancel_waiter": (), "cancel_host": (), "clock": (),
-    "shut_down": ("close_now",), "evict": ("evict",), "full": ("reserve",), "flip": ("copy",), "peer_death": ("copy",),
-    "unproven": ("copy",), "fail": ("copy",), "stall": ("copy",), "drop": ("copy",), "delay": ("copy",),
-    "duplicate": ("copy",), "miscount": ("copy",), "reorder": ("copy",), "torn": ("copy",),
-}  # fmt: skip
-"""The seams that a fault needs; one with ``at_hook`` needs ``hook`` as well."""
 
 Status: TypeAlias = Literal["COMPLETE", "CANCELLED", "FAILED"]
 
@@ -167,6 +154,37 @@ class World(Protocol):
 
 
 Factory: TypeAlias = Callable[[World], AbstractAsyncContextManager[System]]
+
+
+# --- what cannot be played ------------------------------------------------------------------------------------------
+
+
+class NeedsRealTime(ScenarioError):
+    """This system has threads or an event loop of its own, which do not follow virtual time: run it with ``--real``."""
+
+    def __init__(self, colour: str) -> None:
+        text = f"{colour} does not follow virtual time: add --real, or call play_real(...)"
+        super().__init__("", None, "", f"a system of {text}")
+
+
+class NeedsProcesses(ScenarioError):
+    """This scenario has a page store, whose server is a process of its own: run it with ``--real``."""
+
+    def __init__(self, tier: str) -> None:
+        text = "a page store is a process of its own, with sockets, which do not follow virtual time: add --real"
+        super().__init__("", None, f"tier.{tier}.kind", text)
+        self.tier: str = tier
+
+
+class NotForReal(ScenarioError):
+    """A scenario that says itself why it cannot hold on the clock of the wall; ``text`` is what it says."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__("", None, "not_for_real", scenario.not_for_real)
+
+
+class NoSuchSystem(ValueError):
+    """There is no factory of that name; the text says what there is instead."""
 
 
 # --- finding a system by name -----------------------------------------------------------------------------------------

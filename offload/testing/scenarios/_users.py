@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from ._defaults import first_destination, first_source, keys_of
 from ._faults import PlannedFault
-from ._names import expand, shown
+from ._names import expand, first_destination, first_source, keys_of, shown
 from ._policies import ScriptedError
 from ._program import (
     TICK,

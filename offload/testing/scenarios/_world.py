@@ -24,15 +24,9 @@ from backends.testing import payload_of
 from offload.abc import Precondition
 
 from ._clock import wait_all_tasks_blocked
-from ._defaults import (
-    first_destination,
-    keys_of,
-    pipelines_of,
-    stores_of,
-    tiers_of,
-)
 from ._faults import PlannedFault, plan_faults
 from ._ledger import Ledger
+from ._names import first_destination, keys_of, pipelines_of, stores_of, tiers_of
 from ._oracle import Oracle
 from ._policies import Events, WorldPolicies, unwinding, world_policies
 from ._program import (

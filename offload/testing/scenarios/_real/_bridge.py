@@ -27,8 +27,8 @@ import trio
 
 from backends.abc import Key
 
-from .._errors import NeedsRealTime
 from .._program import Scenario, StoreStep
+from .._systems import NeedsRealTime
 
 if TYPE_CHECKING:
     from .._systems import Ticket, World

@@ -27,7 +27,7 @@ import trio
 
 from backends.abc import Key
 
-from .._defaults import first_destination
+from .._names import first_destination
 from .._program import Scenario
 from .._systems import (
     Factory,

@@ -26,9 +26,7 @@ from offload.abc import AsyncPolicy, Policy
 from offload.policies import PresenceFilter
 
 from .._check import demand
-from .._defaults import first_destination
 from .._engine_system import FaultyQueries, running_engine
-from .._errors import NotForReal, ScenarioError
 from .._expectations import (
     FinalState,
     failed_real_expectations,
@@ -36,12 +34,14 @@ from .._expectations import (
     longest_wait_ms,
     rounded,
 )
+from .._names import first_destination
 from .._pipeline_system import PipelineSystem, running_pipelines
 from .._play import report_of, run_world
-from .._program import Scenario
+from .._program import Scenario, ScenarioError
 from .._systems import (
     SEAMS,
     Factory,
+    NotForReal,
     System,
     World,
 )

@@ -25,7 +25,7 @@ from backends.abc import Key
 from backends.threads import run_in_thread
 
 from .._clock import unshield
-from .._defaults import pipelines_of, tiers_of
+from .._names import pipelines_of, tiers_of
 from .._program import Scenario, TierSpec
 from .._trace import Violation
 from .._virtual_tier import Copy, TierModel, Torn
