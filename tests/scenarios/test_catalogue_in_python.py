@@ -87,20 +87,7 @@ async def test_s50_a_full_pipeline_raises_what_trio_raises(autojump_clock):
         world.handles["a"].request_cancel()
 
 
-# --- the source, observers and progress -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("room", ["admission", "awaiting", "batching", "transfer", "pre_claim", "sweep_claim_gap"])
-async def test_s30_evicted_and_registered_again_under_the_same_key(autojump_clock, room):
-    async with open_world() as world:
-
-        def again(subject):
-            world.evict(b"a0")
-            world.source.fill([b"elsewhere", b"a0"])  # in another slot than before
-
-        world.at(room, again)
-        result = await world.stored("a", 2)
-        assert list(result.completed) == [b"a0", b"a1"]
+# --- observers and progress -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hook", ["admission", "batching", "xfer_end", "settled"])

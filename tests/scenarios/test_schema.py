@@ -63,7 +63,7 @@ def test_every_kind_of_fault_has_its_row():
     from offload.testing.scenarios._schema import fault_rows
 
     assert [do for do, _, _ in fault_rows()] == list(get_args(_program.FaultKind))
-    assert ("evict", "keys leave a source", "``tier``, ``keys``") in fault_rows()
+    assert ("evict", "keys leave a source", "``tier``, ``keys``, ``again``") in fault_rows()
     text = next(field.text for field in described(_program.Fault) if field.name == "do")
     assert "stall: copies that begin wait until it is over." in text
 

@@ -175,7 +175,7 @@ def _evict(world: VirtualWorld, planned: PlannedFault, who: Sequence[str], where
     tier = planned.fault.tier or first_source(world.scenario)
     keys = _keys(world, planned, who)
     entry = planned.entry = world.log_fault(planned, (), tier, shown(keys))
-    entry.fired = bool(world.evict(tier, keys, again=False))
+    entry.fired = bool(world.evict(tier, keys, again=planned.fault.again))
 
 
 def _flip(world: VirtualWorld, planned: PlannedFault, who: Sequence[str], where: str) -> None:

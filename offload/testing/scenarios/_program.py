@@ -308,6 +308,8 @@ class Fault(Part, frozen=True, kw_only=True):
     """For how long, for what has a duration."""
     by: Annotated[int, Meta(ge=-65_536, le=65_536)] = 1
     """How many answers too many, or, negative, too few."""
+    again: bool = False
+    """Whether the keys are put back at once, in the places that are free then, as blocks that are computed again are."""
     grouped: bool = False
     """Whether what a copy raises comes in an exception group, as from one that copies in a nursery; of ``drop``, when left."""
     p: Share = 1.0
@@ -428,7 +430,7 @@ FAULT_KINDS: Final[Mapping[FaultKind, Kind]] = {
     "cancel_waiter": Kind("who waits for the result, or for the confirmation of a cancel, gives up", ("who",)),
     "cancel_host": Kind("the scope around the whole system is cancelled"),
     "shut_down": Kind("``close_now``", (), ("close_now",)),
-    "evict": Kind("keys leave a source", ("tier", "keys"), ("evict",)),
+    "evict": Kind("keys leave a source", ("tier", "keys", "again"), ("evict",)),
     "unproven": Kind(
         "copies end without anybody knowing how, and an engine's loads", ("tier", "for_ms", "grouped"), _COPY, False
     ),

@@ -190,7 +190,8 @@ def _of(policy: PolicySpec, draw: st.DrawFn, labels: Sequence[str]) -> PolicySpe
 # --- what goes wrong ----------------------------------------------------------------------------------------------
 
 _FIELDS: Final[dict[str, dict[str, st.SearchStrategy[Any]]]] = {
-    "cancel": {"times": st.sampled_from([1, 1, 2])}, "cancel_waiter": {}, "abandon": {}, "evict": {"keys": _keys},
+    "cancel": {"times": st.sampled_from([1, 1, 2])}, "cancel_waiter": {}, "abandon": {},
+    "evict": {"keys": _keys, "again": st.booleans()},
     "delay": {"ms": st.integers(1, 6), **_fors}, "stall": _fors, "duplicate": _fors, "reorder": _fors, "full": _fors,
     "fail": {"keys": _keys, **_fors}, "torn": {"keys": _keys, **_fors, "grouped": st.booleans()}, "flip": {"keys": _keys},
     "miscount": {"by": st.sampled_from([-1, 1]), **_fors}, "drop": {**_fors, "grouped": st.booleans()},
