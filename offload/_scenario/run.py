@@ -220,7 +220,7 @@ class _RunPlan:
         scenario, base = self.files[file].scenario, self.files[file].base
         if not self.real:
             return Playing(scenario, base, self.system)(seed)
-        from offload.testing.scenarios._real._run import play_real
+        from offload.testing.scenarios._real_run import play_real
         from offload.testing.scenarios._systems import factory_of
 
         return play_real(scenario, seed, factory=factory_of(self.system), base=base, pace=self.pace)

@@ -69,7 +69,7 @@ class ScenarioItem(pytest.Item):
         factory, base = factory_said(self.config), self.path.parent
         repeat = repeated(self.config, self.path, self.seed)
         if page_store_of(self.scenario):
-            from .scenarios._real._run import play_real
+            from .scenarios._real_run import play_real
 
             report = play_real(self.scenario, self.seed, factory=factory, base=base)
             repeat += " --real"

@@ -28,10 +28,10 @@ from offload.testing.scenarios import (
     read_text,
     to_toml,
 )
+from offload.testing.scenarios import _page_store_tier as maru_tiers
 from offload.testing.scenarios._files import SUFFIX
-from offload.testing.scenarios._real import _page_store_tier as maru_tiers
-from offload.testing.scenarios._real._page_store import NoPageStore, PageStore
-from offload.testing.scenarios._real._page_store_tier import PageStoreTier
+from offload.testing.scenarios._page_store import NoPageStore, PageStore
+from offload.testing.scenarios._page_store_tier import PageStoreTier
 
 CATALOGUE = Path(__file__).parent
 

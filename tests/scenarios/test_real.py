@@ -34,10 +34,10 @@ from offload.testing.scenarios import (
     play_real,
 )
 from offload.testing.scenarios import Load as LoadSpec
+from offload.testing.scenarios import _world as disk_module
+from offload.testing.scenarios import _world as world
 from offload.testing.scenarios._expectations import FinalState, failed_real_expectations
-from offload.testing.scenarios._real import _world as disk_module
-from offload.testing.scenarios._real import _world as world
-from offload.testing.scenarios._real._world import NoDisk, SmallDisk
+from offload.testing.scenarios._real_world import NoDisk, SmallDisk
 from tests.support.scenario_plays import unhurried
 
 

@@ -26,8 +26,8 @@ from offload.testing.scenarios import (
     Window,
     play_real,
 )
-from offload.testing.scenarios._real._child import MessageSocket
-from offload.testing.scenarios._real._process import ChildProcess, _RemotePipelines, needs_process
+from offload.testing.scenarios._real_child import MessageSocket
+from offload.testing.scenarios._real_process import ChildProcess, _RemotePipelines, needs_process
 from tests.support.scenario_plays import unhurried
 
 
@@ -134,7 +134,7 @@ def test_a_child_ends_when_nobody_is_there_any_more() -> None:
     program = (
         "import socket, subprocess, sys\n"
         "ours, theirs = socket.socketpair()\n"
-        "program = 'offload.testing.scenarios._real._child'\n"
+        "program = 'offload.testing.scenarios._real_child'\n"
         "child = subprocess.Popen([sys.executable, '-m', program, str(theirs.fileno()), '.'],"
         " pass_fds=[theirs.fileno()], stderr=subprocess.DEVNULL)\n"
         "theirs.close(); ours.close()\n"

@@ -273,7 +273,7 @@ def subject(kind: str, rng: random.Random) -> Iterator[Any]:
                 rng,
             )
     elif kind == "handler":
-        from offload.testing.scenarios._real._page_store import PageStore
+        from offload.testing.scenarios._page_store import PageStore
 
         store = PageStore(32 << 20)
         try:

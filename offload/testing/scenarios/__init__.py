@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ._generate import generate as generate
     from ._loads import unroll as unroll
     from ._play import play as play
-    from ._real._run import play_real as play_real
+    from ._real_run import play_real as play_real
     from ._systems import NotForReal as NotForReal
     from ._workers import play_many as play_many
     from ._workers import Playing as Playing
@@ -58,10 +58,10 @@ if TYPE_CHECKING:
     from ._systems import Refused as Refused
     from ._sync_system import from_sync as from_sync
     from ._sync_system import SyncWorld as SyncWorld
-    from ._real._asyncio_system import from_asyncio as from_asyncio
-    from ._real._asyncio_system import AsyncioWorld as AsyncioWorld
-    from ._real._thread_system import from_threads as from_threads
-    from ._real._thread_system import ThreadWorld as ThreadWorld
+    from ._asyncio_system import from_asyncio as from_asyncio
+    from ._asyncio_system import AsyncioWorld as AsyncioWorld
+    from ._thread_system import from_threads as from_threads
+    from ._thread_system import ThreadWorld as ThreadWorld
     from ._systems import NeedsRealTime as NeedsRealTime
     from ._systems import NeedsProcesses as NeedsProcesses
     from ._ledger import judged_pipeline as judged_pipeline
@@ -99,7 +99,7 @@ _HOMES = {
     "generate": "._generate",
     "unroll": "._loads",
     "play": "._play",
-    "play_real": "._real._run",
+    "play_real": "._real_run",
     "NotForReal": "._systems",
     "play_many": "._workers",
     "Playing": "._workers",
@@ -118,10 +118,10 @@ _HOMES = {
     "Refused": "._systems",
     "from_sync": "._sync_system",
     "SyncWorld": "._sync_system",
-    "from_asyncio": "._real._asyncio_system",
-    "AsyncioWorld": "._real._asyncio_system",
-    "from_threads": "._real._thread_system",
-    "ThreadWorld": "._real._thread_system",
+    "from_asyncio": "._asyncio_system",
+    "AsyncioWorld": "._asyncio_system",
+    "from_threads": "._thread_system",
+    "ThreadWorld": "._thread_system",
     "NeedsRealTime": "._systems",
     "NeedsProcesses": "._systems",
     "judged_pipeline": "._ledger",

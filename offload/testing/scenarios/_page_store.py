@@ -38,9 +38,9 @@ from maru._errors import PoolUnusable
 from maru._pool.placement import find_place
 from maru.testing import Code, Fate, LossyWire
 
-from .._program import FaultKind
-from .._virtual_tier import FaultWindow
-from ._tiers import RealTierModel
+from ._program import FaultKind
+from ._real_tiers import RealTierModel
+from ._virtual_tier import FaultWindow
 
 if TYPE_CHECKING:
     from maru import AllocBatch

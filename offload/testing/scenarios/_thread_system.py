@@ -26,7 +26,6 @@ import trio
 
 from backends.abc import Key
 
-from .._systems import System, World
 from ._bridge import (
     ANSWER_TIMEOUT,
     Bridge,
@@ -36,9 +35,10 @@ from ._bridge import (
     in_real_time,
     result_of,
 )
+from ._systems import System, World
 
 if TYPE_CHECKING:
-    from ._world import RealWorld
+    from ._real_world import RealWorld
 
 
 _THREADS: Final = 1_000

@@ -24,7 +24,6 @@ import trio
 
 from backends.abc import Key
 
-from .._systems import System, World
 from ._bridge import (
     ANSWER_TIMEOUT,
     Bridge,
@@ -33,9 +32,10 @@ from ._bridge import (
     VisibleWorld,
     in_real_time,
 )
+from ._systems import System, World
 
 if TYPE_CHECKING:
-    from ._world import RealWorld
+    from ._real_world import RealWorld
 
 
 class AsyncioWorld(VisibleWorld):

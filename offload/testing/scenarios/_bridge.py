@@ -27,12 +27,12 @@ import trio
 
 from backends.abc import Key
 
-from .._program import Scenario, StoreStep
-from .._systems import NeedsRealTime
+from ._program import Scenario, StoreStep
+from ._systems import NeedsRealTime
 
 if TYPE_CHECKING:
-    from .._systems import Ticket, World
-    from ._world import RealWorld
+    from ._real_world import RealWorld
+    from ._systems import Ticket, World
 
 
 T = TypeVar("T")

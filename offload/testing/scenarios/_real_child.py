@@ -26,17 +26,17 @@ import trio
 
 from offload.preconditions import AsyncCallable
 
-from .._policies import ScriptedError
-from .._program import Scenario
-from .._systems import Refused, Ticket
-from .._trace import outcome_of
-from .._world import Request
-from ._run import RealPipelineSystem
-from ._tiers import WallClock
-from ._world import RealWorld
+from ._policies import ScriptedError
+from ._program import Scenario
+from ._real_run import RealPipelineSystem
+from ._real_tiers import WallClock
+from ._real_world import RealWorld
+from ._systems import Refused, Ticket
+from ._trace import outcome_of
+from ._world import Request
 
 if TYPE_CHECKING:
-    from ._tiers import RealFile, RealMemory
+    from ._real_tiers import RealFile, RealMemory
 
 
 _TIMEOUT: Final = 30.0

@@ -24,14 +24,14 @@ import trio.testing
 from backends.abc import Key
 from backends.threads import run_in_thread
 
-from .._clock import unshield
-from .._names import pipelines_of, tiers_of
-from .._program import Scenario, TierSpec
-from .._trace import Violation
-from .._virtual_tier import Copy, TierModel, Torn
-from .._world import VirtualWorld
+from ._clock import unshield
+from ._names import pipelines_of, tiers_of
 from ._page_store import PageStore
-from ._tiers import RealTierModel, WallClock
+from ._program import Scenario, TierSpec
+from ._real_tiers import RealTierModel, WallClock
+from ._trace import Violation
+from ._virtual_tier import Copy, TierModel, Torn
+from ._world import VirtualWorld
 
 _UNSHIELDED_AFTER: Final = 45.0
 _REST: Final = 1.0

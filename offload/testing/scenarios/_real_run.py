@@ -25,32 +25,32 @@ from maru.exception_groups import holds, raise_unwrapped
 from offload.abc import AsyncPolicy, Policy
 from offload.policies import PresenceFilter
 
-from .._check import demand
-from .._engine_system import FaultyQueries, running_engine
-from .._expectations import (
+from ._check import demand
+from ._engine_system import FaultyQueries, running_engine
+from ._expectations import (
     FinalState,
     failed_real_expectations,
     last_ms,
     longest_wait_ms,
     rounded,
 )
-from .._names import first_destination
-from .._pipeline_system import PipelineSystem, running_pipelines
-from .._play import report_of, run_world
-from .._program import Scenario, ScenarioError
-from .._systems import (
+from ._names import first_destination
+from ._page_store import ON_THE_WIRE, PageStoreModel
+from ._page_store_tier import PageStoreTier
+from ._pipeline_system import PipelineSystem, running_pipelines
+from ._play import report_of, run_world
+from ._program import Scenario, ScenarioError
+from ._real_tiers import RealFile, RealMemory, RealTierModel, WallClock
+from ._real_world import RealWorld
+from ._systems import (
     SEAMS,
     Factory,
     NotForReal,
     System,
     World,
 )
-from .._trace import Report
-from .._virtual_tier import TierModel, VirtualTier
-from ._page_store import ON_THE_WIRE, PageStoreModel
-from ._page_store_tier import PageStoreTier
-from ._tiers import RealFile, RealMemory, RealTierModel, WallClock
-from ._world import RealWorld
+from ._trace import Report
+from ._virtual_tier import TierModel, VirtualTier
 
 GRACE_MS = 60_000
 """How long a run may go on behind the last time in a scenario without ``limit_ms``, and the longest wait that its pipelines
@@ -84,7 +84,7 @@ def play_real(
     demand(scenario, None if factory is None else SEAMS)
     seed = scenario.seed if seed is None else seed
     if scenario.load is not None:
-        from .._loads import unroll
+        from ._loads import unroll
 
         scenario = unroll(scenario, seed, base)
     if scenario.not_for_real:
@@ -222,7 +222,7 @@ async def _live(world: RealWorld, factory: Factory, clock: WallClock) -> FinalSt
 
 
 def _system_for(world: RealWorld, factory: Factory | None, stack: contextlib.ExitStack) -> Factory:
-    from ._process import in_process, needs_process
+    from ._real_process import in_process, needs_process
 
     if factory is None and world.scenario.engine is None and needs_process(world.scenario):
         return in_process(world, stack)

@@ -37,9 +37,9 @@ from backends.pages import Pages, new_pages, pages_of
 from backends.pooled import PooledReservation, PooledTier
 from backends.testing import payload_of
 
-from .._program import TICK
-from .._trace import TraceEntry
-from .._virtual_tier import (
+from ._program import TICK
+from ._trace import TraceEntry
+from ._virtual_tier import (
     Copy,
     FaultWindow,
     TierModel,
@@ -49,7 +49,7 @@ from .._virtual_tier import (
 )
 
 if TYPE_CHECKING:
-    from ._world import SmallDisk
+    from ._real_world import SmallDisk
 
 T = TypeVar("T")
 

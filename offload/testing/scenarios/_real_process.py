@@ -27,18 +27,18 @@ import trio
 
 from backends.abc import Key
 
-from .._names import first_destination
-from .._program import Scenario
-from .._systems import (
+from ._names import first_destination
+from ._program import Scenario
+from ._real_child import MessageSocket
+from ._real_world import RealWorld
+from ._systems import (
     Factory,
     Outcome,
     Refused,
     System,
     World,
 )
-from .._virtual_tier import FaultWindow
-from ._child import MessageSocket
-from ._world import RealWorld
+from ._virtual_tier import FaultWindow
 
 _START: Final = 60.0
 _END: Final = 30.0
@@ -85,7 +85,7 @@ class ChildProcess:
             command = [
                 sys.executable,
                 "-m",
-                "offload.testing.scenarios._real._child",
+                "offload.testing.scenarios._real_child",
                 str(theirs.fileno()),
                 world.workdir,
             ]

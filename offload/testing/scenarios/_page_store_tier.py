@@ -24,9 +24,9 @@ from backends.testing import payload_of
 from maru import MaruError, MaruHandler
 from maru.testing import open_lossy_wire
 
-from .._program import TierSpec
-from .._virtual_tier import Copy
-from ._tiers import GatedSource
+from ._program import TierSpec
+from ._real_tiers import GatedSource
+from ._virtual_tier import Copy
 
 if TYPE_CHECKING:
     from ._page_store import PageStoreModel
