@@ -34,8 +34,8 @@ from offload.testing.scenarios import (
     play_real,
 )
 from offload.testing.scenarios import Load as LoadSpec
-from offload.testing.scenarios import _world as disk_module
-from offload.testing.scenarios import _world as world
+from offload.testing.scenarios import _real_world as disk_module
+from offload.testing.scenarios import _real_world as world
 from offload.testing.scenarios._expectations import FinalState, failed_real_expectations
 from offload.testing.scenarios._real_world import NoDisk, SmallDisk
 from tests.support.scenario_plays import unhurried

@@ -7,12 +7,15 @@ the trace as text. Nothing in it but the style and the script is markup that did
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
+from string import Template
 from typing import Final
 
 import attrs
 
+from ._files import to_toml
 from ._paths import (
     STAGES,
     Axis,
@@ -79,12 +82,11 @@ def rows_of(report: Report, axis: Axis) -> list[Row]:
     return rows
 
 
-def _hit_by(moments: Sequence[Moment]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+def _hit_by(moments: Sequence[Moment]) -> Mapping[str, Sequence[int]]:
+    found: defaultdict[str, list[int]] = defaultdict(list)
     for position, moment in enumerate(moments):
-        if moment.kind == "fault":
-            for label in moment.who:
-                found.setdefault(label, []).append(position)
+        for label in moment.who if moment.kind == "fault" else ():
+            found[label].append(position)
     return found
 
 
@@ -118,6 +120,24 @@ def _container_rows(
         )  # fmt: skip
 
 
+def _mark(look: str, title: str, shape: str) -> str:
+    """A shape that says what it is when it is pointed at."""
+    return f'<g class="{look}"><title>{text_of(title)}</title>{shape}</g>'
+
+
+def _box(left: float, right: float, *words: str) -> str:
+    """A bar, with the first of these words that fits into it."""
+    width = max(2.0, right - left)
+    fits = next((one for one in words if one and width > len(one) * _CHARACTER + 8), "")
+    text = f'<text x="{left + 4:.1f}" y="{ROW / 2 + 3.5}">{text_of(fits)}</text>' if fits else ""
+    return f'<rect x="{left:.1f}" y="{_TOP}" width="{width:.1f}" height="{_BAR}" rx="2"/>{text}'
+
+
+def _took(moments: Sequence[Moment], span: Span, never: str) -> str:
+    begin, end = moments[span.first].at_ms, moments[span.last].at_ms
+    return f"{ms(begin)} to {ms(end)} ms ({ms(end - begin)} ms)" if span.over else f"since {ms(begin)} ms, {never}"
+
+
 def _line_of_life(axis: Axis, lane: Lane) -> str:
     if not lane.spans:
         return ""
@@ -126,20 +146,10 @@ def _line_of_life(axis: Axis, lane: Lane) -> str:
 
 
 def _bar(axis: Axis, moments: Sequence[Moment], label: str, span: Span) -> str:
-    left, right = axis.x(span.first), axis.x(span.last)
-    width = max(1.5, right - left)
-    begin, end = moments[span.first].at_ms, moments[span.last].at_ms
-    took = f"{ms(begin)} to {ms(end)} ms ({ms(end - begin)} ms)" if span.over else f"since {ms(begin)} ms, never left"
-    title = f"{label}: {span.what}\n{took}" + (f"\n{STAGES[span.what]}" if span.what in STAGES else "")
-    look = span.what if span.what in STAGES else "foreign"
-    ended = "" if span.over else " open"
-    words = span.what if width > len(span.what) * _CHARACTER + 8 else ""
-    return (
-        f'<g class="bar {look}{ended}"><title>{text_of(title)}</title>'
-        f'<rect x="{left:.1f}" y="{_TOP}" width="{width:.1f}" height="{_BAR}" rx="2"/>'
-        + (f'<text x="{left + 4:.1f}" y="{ROW / 2 + 3.5}">{text_of(words)}</text>' if words else "")
-        + "</g>"
-    )
+    about = f"\n{STAGES[span.what]}" if span.what in STAGES else ""
+    look = f"bar {span.what if span.what in STAGES else 'foreign'}{'' if span.over else ' open'}"
+    title = f"{label}: {span.what}\n{_took(moments, span, 'never left')}{about}"
+    return _mark(look, title, _box(axis.x(span.first), axis.x(span.last), span.what))
 
 
 def _hook(axis: Axis, moments: Sequence[Moment], position: int) -> str:
@@ -149,28 +159,19 @@ def _hook(axis: Axis, moments: Sequence[Moment], position: int) -> str:
     if commit:
         title += "\nthe commit: from here on a cancel waits for the copy"
     reach = 4 if commit else 0
-    return (
-        f'<g class="hook{" commit" if commit else ""}"><title>{text_of(title)}</title>'
-        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - reach}" y2="{_TOP + _BAR + reach}"/></g>'
-    )
+    line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP - reach}" y2="{_TOP + _BAR + reach}"/>'
+    return _mark("hook commit" if commit else "hook", title, line)
 
 
 def _cancel(axis: Axis, moments: Sequence[Moment], cancel: Cancel) -> str:
-    asked = axis.x(cancel.first)
-    y = ROW - 3
-    begin = moments[cancel.first].at_ms
+    asked, y, begin = axis.x(cancel.first), ROW - 3, moments[cancel.first].at_ms
     if cancel.last is None:
-        title = f"cancel asked at {ms(begin)} ms, and not waited for"
-        return f'<g class="cancel"><title>{text_of(title)}</title>{_diamond(asked, y, "asked")}</g>'
-    answered = axis.x(cancel.last)
-    end = moments[cancel.last].at_ms
+        return _mark("cancel", f"cancel asked at {ms(begin)} ms, and not waited for", _diamond(asked, y, "asked"))
+    answered, end = axis.x(cancel.last), moments[cancel.last].at_ms
     what = "confirmed" if cancel.confirmed else "could not be confirmed"
     title = f"cancel asked at {ms(begin)} ms\n{what} at {ms(end)} ms ({ms(end - begin)} ms later)"
-    return (
-        f'<g class="cancel"><title>{text_of(title)}</title>'
-        f'<line x1="{asked:.1f}" x2="{answered:.1f}" y1="{y}" y2="{y}"/>{_diamond(asked, y, "asked")}'
-        f"{_diamond(answered, y, 'confirmed' if cancel.confirmed else 'unconfirmed')}</g>"
-    )
+    line = f'<line x1="{asked:.1f}" x2="{answered:.1f}" y1="{y}" y2="{y}"/>{_diamond(asked, y, "asked")}'
+    return _mark("cancel", title, line + _diamond(answered, y, "confirmed" if cancel.confirmed else "unconfirmed"))
 
 
 def _diamond(x: float, y: float, look: str) -> str:
@@ -183,26 +184,22 @@ def _diamond(x: float, y: float, look: str) -> str:
 def _event(axis: Axis, moments: Sequence[Moment], position: int) -> str:
     moment, x = moments[position], axis.x(position)
     title = f"{moment.name} at {ms(moment.at_ms)} ms" + (f"\n{moment.note}" if moment.note else "")
-    return f'<g class="event"><title>{text_of(title)}</title><circle cx="{x:.1f}" cy="{_TOP - 1}" r="2.2"/></g>'
+    return _mark("event", title, f'<circle cx="{x:.1f}" cy="{_TOP - 1}" r="2.2"/>')
 
 
 def _struck(axis: Axis, moments: Sequence[Moment], position: int) -> str:
     moment, x = moments[position], axis.x(position)
-    idle = "" if moment.fired else " idle"
-    return (
-        f'<g class="struck{idle}"><title>{text_of(_fault_title(moment))}</title><path d="M{x - 4:.1f} 0h8l-4 7z"/></g>'
+    return _mark(
+        f"struck{'' if moment.fired else ' idle'}", _fault_title(moment), f'<path d="M{x - 4:.1f} 0h8l-4 7z"/>'
     )
 
 
 def _end(axis: Axis, moments: Sequence[Moment], path: ContainerPath) -> str:
     at = path.ended if path.ended is not None else len(moments) - 1
-    x = axis.x(at) + 7
     when = f"at {ms(moments[at].at_ms)} ms" if path.ended is not None else "by the end of the run"
-    title = f"{path.label}: {path.end or 'never ended'} {when}"
-    return (
-        f'<g class="end {path.end.lower() or "never"}"><title>{text_of(title)}</title>'
-        f'<text x="{x:.1f}" y="{ROW / 2 + 4}">{GLYPHS.get(path.end, "•")} {text_of(path.end or "never ended")}</text></g>'
-    )
+    end = path.end or "never ended"
+    text = f'<text x="{axis.x(at) + 7:.1f}" y="{ROW / 2 + 4}">{GLYPHS.get(path.end, "•")} {text_of(end)}</text>'
+    return _mark(f"end {path.end.lower() or 'never'}", f"{path.label}: {end} {when}", text)
 
 
 def _in_words(moments: Sequence[Moment], path: ContainerPath, lane: Lane) -> str:
@@ -265,10 +262,7 @@ def _flag(x: float, y: float, words: str, moment: Moment) -> str:
         look, title, sign = "wrong", f"{moment.name} at {ms(moment.at_ms)} ms\n{moment.note}", "!"
     else:
         look, title, sign = ("fired" if moment.fired else "idle"), _fault_title(moment), "▼" if moment.fired else "▽"
-    return (
-        f'<g class="flag {look}"><title>{text_of(title)}</title>'
-        f'<text x="{x - 4:.1f}" y="{y}">{sign} {text_of(words)}</text></g>'
-    )
+    return _mark(f"flag {look}", title, f'<text x="{x - 4:.1f}" y="{y}">{sign} {text_of(words)}</text>')
 
 
 def overlay_of(report: Report, axis: Axis) -> str:
@@ -300,17 +294,14 @@ def _other_rows(report: Report, axis: Axis, containers: set[str]) -> Iterator[Ro
         parts = []
         for position in positions:
             moment, x = report.moments[position], axis.x(position)
-            title = "\n".join(
-                part for part in (f"{moment.name} at {ms(moment.at_ms)} ms", ", ".join(moment.who), moment.where,
-                                  moment.note) if part
-            )  # fmt: skip
+            said = (f"{moment.name} at {ms(moment.at_ms)} ms", ", ".join(moment.who), moment.where, moment.note)
             look = moment.name if label == "loads" else "done"
             shape = (
                 f'<path d="M{x - 4:.1f} {ROW / 2 - 4}l8 8m0-8l-8 8"/>'
                 if look == "missed"
                 else f'<circle cx="{x:.1f}" cy="{ROW / 2}" r="4"/>'
             )
-            parts.append(f'<g class="step {look}"><title>{text_of(title)}</title>{shape}</g>')
+            parts.append(_mark(f"step {look}", "\n".join(filter(None, said)), shape))
         yield Row(label, str(len(positions)), "".join(parts), kind="steps", said=f"{len(positions)} {label}")
 
 
@@ -320,7 +311,7 @@ def _tier_rows(report: Report, axis: Axis, tier: str, copies: Sequence[Copy]) ->
         here = [copy for copy in copies if copy.lane == lane]
         yield Row(
             label=tier if lane == 0 else "",
-            small=_counted(len(copies), "copy", "copies") if lane == 0 else "",
+            small=f"{len(copies)} {'copy' if len(copies) == 1 else 'copies'}" if lane == 0 else "",
             svg="".join([_copy(axis, moments, copy) for copy in here]),
             kind="tier",
             said=f"copies into {tier}: "
@@ -329,32 +320,17 @@ def _tier_rows(report: Report, axis: Axis, tier: str, copies: Sequence[Copy]) ->
 
 
 def _copy(axis: Axis, moments: Sequence[Moment], copy: Copy) -> str:
-    left, right = axis.x(copy.span.first), axis.x(copy.span.last)
-    width = max(3.0, right - left)
-    begin, end = moments[copy.span.first].at_ms, moments[copy.span.last].at_ms
-    took = f"{ms(begin)} to {ms(end)} ms ({ms(end - begin)} ms)" if copy.span.over else f"since {ms(begin)} ms, no end"
-    keys = f"{_counted(len(copy.keys), 'key', 'keys')}: {' '.join(copy.keys)}"
-    title = f"copy into {copy.tier}\n{took}\n{', '.join(copy.who)}\n{keys}"
-    words = next(
-        (words for words in (_names(copy.who, 99), _names(copy.who), str(len(copy.keys)))
-         if words and width > len(words) * _CHARACTER + 8), ""
-    )  # fmt: skip
-    ended = "" if copy.span.over else " open"
-    return (
-        f'<g class="copy{ended}"><title>{text_of(title)}</title>'
-        f'<rect x="{left:.1f}" y="{_TOP}" width="{width:.1f}" height="{_BAR}" rx="2"/>'
-        + (f'<text x="{left + 4:.1f}" y="{ROW / 2 + 3.5}">{text_of(words)}</text>' if words else "")
-        + "</g>"
+    keys = f"{len(copy.keys)} {'key' if len(copy.keys) == 1 else 'keys'}: {' '.join(copy.keys)}"
+    title = f"copy into {copy.tier}\n{_took(moments, copy.span, 'no end')}\n{', '.join(copy.who)}\n{keys}"
+    box = _box(
+        axis.x(copy.span.first), axis.x(copy.span.last), _names(copy.who, 99), _names(copy.who), str(len(copy.keys))
     )
+    return _mark("copy" if copy.span.over else "copy open", title, box)
 
 
 def _names(labels: Iterable[str], most: int = 2) -> str:
     labels = list(labels)
     return ", ".join(labels[:most]) + (f" +{len(labels) - most}" if len(labels) > most else "")
-
-
-def _counted(n: int, one: str, many: str) -> str:
-    return f"{n} {one if n == 1 else many}"
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -363,17 +339,6 @@ def _counted(n: int, one: str, many: str) -> str:
 MOST_LINES: Final = 20_000
 """Lines of the trace that a page holds, at most: beyond, a browser gets slow."""
 _MOST_NAMES: Final = 12
-
-_MARKS: Final = (
-    ('<g class="hook commit"><line x1="9" x2="9" y1="1" y2="23"/></g>', "commit (post_claim)"),
-    ('<g class="cancel"><path class="asked" d="M9 8l4 4l-4 4l-4-4z"/></g>', "cancel asked"),
-    ('<g class="cancel"><path class="confirmed" d="M9 8l4 4l-4 4l-4-4z"/></g>', "confirmed"),
-    ('<g class="cancel"><path class="unconfirmed" d="M9 8l4 4l-4 4l-4-4z"/>'
-     '<path class="cross" d="M7 10l4 4m0-4l-4 4"/></g>', "not confirmed"),
-    ('<g class="flag fired"><text x="3" y="16">▼</text></g>', "fault that fired"),
-    ('<g class="flag idle"><text x="3" y="16">▽</text></g>', "fault that hit nothing"),
-    ('<g class="event"><circle cx="9" cy="12" r="2.6"/></g>', "other step"),
-)  # fmt: skip
 
 
 def timeline(report: Report, *, repeat: str = "") -> str:
@@ -386,27 +351,33 @@ def timeline(report: Report, *, repeat: str = "") -> str:
     Returns:
         HTML, self-contained.
     """
-    return "".join(_page(report, repeat))
-
-
-def _page(report: Report, repeat: str) -> Iterator[str]:
-    name = text_of(report.scenario.name)
     axis = Axis(report.moments)
-    yield '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">\n'
-    yield (
-        '<meta http-equiv="Content-Security-Policy" '
-        "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
+    scenario, count = report.scenario, len(report.violations)
+    look, verdict = (
+        ("good", "everything held") if report.good else ("bad", f"{count} violation{'s' if count > 1 else ''}")
     )
-    yield '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-    yield '<meta name="color-scheme" content="light dark">\n'
-    yield f"<title>{name}, seed {report.seed}</title>\n<style>\n{_read('timeline.css')}</style></head>\n<body>\n"
-    yield from _header(report, repeat)
-    yield from _violations(report)
-    yield _legend(report)
-    rows = rows_of(report, axis)
-    yield from _plot(report, axis, rows)
-    yield from _tables(report)
-    yield f"<script>\n{_read('timeline.js')}</script>\n</body></html>\n"
+    line = repeat or f"offload scenario run this.scenario.toml --seed {report.seed}"
+    return Template(_read("timeline.html")).substitute(
+        name=text_of(scenario.name),
+        seed=report.seed,
+        style=_read("timeline.css"),
+        verdict=f'<span class="verdict {look}">{verdict}</span>',
+        about=f'<p class="about">{text_of(scenario.about)}</p>\n' if scenario.about else "",
+        facts="".join([f"<div><dt>{term}</dt><dd>{text_of(fact)}</dd></div>" for term, fact in _facts(report)]),
+        hint="" if repeat else ", with the scenario below saved as that file",
+        repeat=text_of(line),
+        violations=_violations(report),
+        stages=_stages(report),
+        ends="".join(
+            [
+                f'<li class="end {end.lower() or "never"}">{glyph} {end or "never ended"}</li>'
+                for end, glyph in GLYPHS.items()
+            ]
+        ),
+        plot="".join(_plot(report, axis, rows_of(report, axis))),
+        tables="".join(_tables(report)),
+        script=_read("timeline.js"),
+    )
 
 
 def _read(name: str) -> str:
@@ -416,62 +387,37 @@ def _read(name: str) -> str:
 # --- above the picture --------------------------------------------------------------------------------------------
 
 
-def _header(report: Report, repeat: str) -> Iterator[str]:
-    count = len(report.violations)
-    look, verdict = (
-        ("good", "everything held") if report.good else ("bad", f"{count} violation{'s' if count > 1 else ''}")
-    )
-    yield f'<header><h1>{text_of(report.scenario.name)} <span class="verdict {look}">{verdict}</span></h1>\n'
-    if report.scenario.about:
-        yield f'<p class="about">{text_of(report.scenario.about)}</p>\n'
-    ends: dict[str, int] = {}
-    for outcome in report.outcomes.values():
-        ends[outcome.status] = ends.get(outcome.status, 0) + 1
-    facts = [
+def _facts(report: Report) -> list[tuple[str, str]]:
+    ends = Counter([outcome.status for outcome in report.outcomes.values()])
+    upstream = report.scenario.upstream
+    return [
         ("seed", str(report.seed)),
         ("virtual time", f"{ms(report.moments[-1].at_ms) if report.moments else 0} ms"),
         ("containers", ", ".join([f"{n} {end}" for end, n in sorted(ends.items())]) or "none"),
         ("faults", f"{sum(report.fired.values())} of {len(report.scenario.fault)} hit something alive"),
         ("trace", f"{len(report.moments)} moments, {report.trace_hash}"),
-        *([("tells again", ", ".join(report.scenario.upstream))] if report.scenario.upstream else []),
+        *([("tells again", ", ".join(upstream))] if upstream else []),
     ]
-    yield "<dl>" + "".join([f"<div><dt>{term}</dt><dd>{text_of(fact)}</dd></div>" for term, fact in facts]) + "</dl>\n"
-    hint = "" if repeat else ", with the scenario below saved as that file"
-    line = repeat or f"offload scenario run this.scenario.toml --seed {report.seed}"
-    yield f'<p class="repeat">Repeat it{hint}: <code id="repeat">{text_of(line)}</code> '
-    yield '<button id="copy" hidden>copy</button></p></header>\n'
 
 
-def _violations(report: Report) -> Iterator[str]:
+def _violations(report: Report) -> str:
     if report.good:
-        return
-    yield '<section class="violations" aria-label="violations"><ul>'
-    for violation in report.violations:
-        yield f"<li><b>{text_of(violation.rule)}</b> <span>{text_of(violation.text)}</span></li>"
-    yield "</ul></section>\n"
+        return ""
+    items = [f"<li><b>{text_of(one.rule)}</b> <span>{text_of(one.text)}</span></li>" for one in report.violations]
+    return f'<section class="violations" aria-label="violations"><ul>{"".join(items)}</ul></section>\n'
 
 
-def _legend(report: Report) -> str:
+def _stages(report: Report) -> str:
+    """The stages of our own pipelines, for the legend; none, where the hooks are those of another system."""
     seen = {moment.name for moment in report.moments if moment.kind == "hook"}
-    foreign = bool(seen) and not seen & {"admission", "post_claim", "settled"}
-    stages = [
-        f'<li title="{text_of(about)}"><svg width="18" height="{ROW}" aria-hidden="true"><g class="bar {stage}">'
-        f'<rect x="1" y="5" width="16" height="14" rx="2"/></g></svg>{stage}</li>'
-        for stage, about in ({} if foreign else STAGES).items()
-    ]
-    marks = [
-        f'<li><svg width="18" height="{ROW}" aria-hidden="true">{shape}</svg>{words}</li>' for shape, words in _MARKS
-    ]
-    ends = [
-        f'<li class="end {end.lower() or "never"}">{glyph} {end or "never ended"}</li>' for end, glyph in GLYPHS.items()
-    ]
-    return (
-        '<section class="legend" aria-label="legend">'
-        f"<ul>{''.join(stages)}</ul><ul>{''.join(marks)}</ul><ul>{''.join(ends)}</ul>"
-        "<p>Each shaded column is one instant of virtual time; what happened in it stands from left to right in the order in "
-        "which it happened. The gaps between columns grow with the logarithm of the time in between.</p>"
-        '<p id="tools" hidden><label>Rows: <input id="filter" type="search" placeholder="name, FAILED, fault, …" '
-        'aria-describedby="shown"></label> <output id="shown"></output></p></section>\n'
+    if seen and not seen & {"admission", "post_claim", "settled"}:
+        return ""
+    return "".join(
+        [
+            f'<li title="{text_of(about)}"><svg width="18" height="{ROW}" aria-hidden="true"><g class="bar {stage}">'
+            f'<rect x="1" y="5" width="16" height="14" rx="2"/></g></svg>{stage}</li>'
+            for stage, about in STAGES.items()
+        ]
     )
 
 
@@ -480,22 +426,19 @@ def _legend(report: Report) -> str:
 
 def _plot(report: Report, axis: Axis, rows: Sequence[Row]) -> Iterator[str]:
     label = f"{report.scenario.name}, seed {report.seed}: containers against virtual time"
+    extent = f"{ms(axis.columns[0].at_ms)} to {ms(axis.columns[-1].at_ms)} ms" if axis.columns else "nothing"
     yield f'<div class="scroll" tabindex="0" role="region" aria-label="{text_of(label)}">\n'
     yield f'<div class="plot" role="table" style="--width:{axis.width}px">\n'
     yield f'<svg class="overlay" width="{axis.width}" aria-hidden="true">{overlay_of(report, axis)}</svg>\n'
     yield (
         '<div class="row axis" role="row"><div class="label" role="rowheader">virtual ms</div><div role="cell">'
         f'<svg width="{axis.width}" height="{ROW}" role="img" aria-label="virtual time from '
-        f'{text_of(_extent(axis))}">{axis_of(axis)}</svg></div></div>\n'
+        f'{text_of(extent)}">{axis_of(axis)}</svg></div></div>\n'
     )
     for row in rows:
         yield _row(row, axis)
     yield "</div></div>\n"
     yield '<p id="detail" aria-live="polite" hidden></p>\n'
-
-
-def _extent(axis: Axis) -> str:
-    return f"{ms(axis.columns[0].at_ms)} to {ms(axis.columns[-1].at_ms)} ms" if axis.columns else "nothing"
 
 
 def _row(row: Row, axis: Axis) -> str:
@@ -540,7 +483,7 @@ def _tables(report: Report) -> Iterator[str]:
     yield f"<details><summary>The trace ({len(report.moments):,} moments{more})</summary><pre>"
     yield text_of("\n".join([moment.line() for moment in shown]))
     yield "</pre></details>\n"
-    yield f"<details><summary>The scenario, as it was run</summary><pre>{text_of(_toml(report))}</pre></details>\n"
+    yield f"<details><summary>The scenario, as it was run</summary><pre>{text_of(to_toml(report.scenario))}</pre></details>\n"
 
 
 def _keys(keys: Iterable[bytes]) -> str:
@@ -551,13 +494,7 @@ def _keys(keys: Iterable[bytes]) -> str:
 
 
 def _reasons(why: Iterable[tuple[bytes, str]]) -> str:
-    by_reason: dict[str, list[bytes]] = {}
+    by_reason: defaultdict[str, list[bytes]] = defaultdict(list)
     for key, reason in why:
-        by_reason.setdefault(reason, []).append(key)
+        by_reason[reason].append(key)
     return "; ".join([f"{_keys(keys)} ({reason})" for reason, keys in by_reason.items()])
-
-
-def _toml(report: Report) -> str:
-    from ._files import to_toml
-
-    return to_toml(report.scenario)
