@@ -9,7 +9,7 @@ Rule 3. What a lookup found stays pinned until each of its keys is unlocked, als
 Rule 4. A load that may still write into the caller's memory has no result: that memory must not be used again.
 
 ``_adapter`` is what LMCache calls, ``_connector`` its face with six methods; both call ``_cache``, which joins the parts that
-decide without LMCache: names of objects, tasks, locks, resident objects, faults. ``_l1`` is the first level. Only ``_lmcache``
+decide without LMCache: names of objects, tasks, locks, resident objects. ``_l1`` is the first level. Only ``_lmcache``
 and ``_lmcache_l1`` import ``lmcache``.
 """
 

@@ -21,7 +21,7 @@ from ..._errors import DrainUnproven
 from ..._pipeline.result import TransferResult
 from ...from_thread import Hit
 from ...preconditions import NO_WAIT
-from ._faults import FaultLog, name_of
+from .._faults import FaultLog, name_of
 from ._locks import LockTable
 from ._memory import MemoryObjects, ObjectPlaces, Span
 from ._names import ObjectKey, rows
@@ -83,7 +83,7 @@ class ObjectCache:
         align_bytes: int = 1,
         timeout: float = 2.0,
     ) -> None:
-        self.faults: FaultLog = FaultLog()
+        self.faults: FaultLog = FaultLog("cache", _log)
         self.unavailable: dict[str, str] = {}
         """Tiers that the last lookup was answered without, and why."""
         self._lazy = lazy

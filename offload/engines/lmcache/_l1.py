@@ -11,6 +11,7 @@ Rule 4. LMCache sees no exception of ours, but codes: what cannot be had does no
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 import warnings
@@ -23,7 +24,7 @@ from backends.abc import Deletion, Duplicate, Key, Stored
 from backends.maru.l1 import BlockingMaruL1, ViewLease, WriteReservation
 from maru import LeaseLost
 
-from ._faults import FaultLog
+from .._faults import FaultLog
 from ._lmcache_l1 import (
     L1BackendType,
     L1Error,
@@ -38,6 +39,8 @@ from ._lmcache_l1 import (
 from ._names import ObjectKey, hashed_key, rows
 
 T = TypeVar("T")
+
+_log = logging.getLogger("offload.engines.lmcache")
 
 Answer: TypeAlias = "tuple[L1Error, TensorMemoryObj | None]"
 """What became of a key, and its object."""
@@ -81,7 +84,7 @@ class MaruL1Manager:
         self._allocated: dict[int, _Staged] = {}
         self._reading: dict[ObjectKey, _Reading] = {}
         self._listeners: list[Any] = []
-        self.faults: FaultLog = FaultLog()
+        self.faults: FaultLog = FaultLog("first level", _log)
 
     def __repr__(self) -> str:
         return f"<MaruL1Manager over {self._l1!r}>"

@@ -15,7 +15,18 @@ import attrs
 from backends.abc import EVICTED, ExternalBlocks, Key
 from backends.pages import Pages
 
-from ._faults import ObjectTooLarge
+from .._faults import AdapterError
+
+
+class ObjectTooLarge(AdapterError):
+    """An object does not fit a page. The text names the knob."""
+
+    fault_name = "object too large"
+
+    def __init__(self, size: int, page_bytes: int) -> None:
+        super().__init__(
+            f"an object of {size} bytes does not fit a page of {page_bytes}: set chunk_size_bytes to the largest object"
+        )
 
 
 @attrs.frozen(eq=False)

@@ -24,7 +24,7 @@ from typing import Final
 import attrs
 
 from ...from_thread import Engine
-from ._faults import PageSizeUnknown
+from .._faults import AdapterError
 from ._memory import MemoryObjects
 
 _FIRST_WAIT: Final = 1.0
@@ -32,6 +32,15 @@ _FIRST_WAIT: Final = 1.0
 _LONGEST_WAIT: Final = 30.0
 
 _log = logging.getLogger("offload.engines.lmcache")
+
+
+class PageSizeUnknown(AdapterError):
+    """Nothing has said yet how large a page is, so nothing can be found either."""
+
+    fault_name = "page size unknown"
+
+    def __init__(self) -> None:
+        super().__init__("the size of a page is not known before an object is stored: set chunk_size_bytes")
 
 
 @attrs.frozen(eq=False)

@@ -6,6 +6,7 @@ All of it is called by vLLM's thread. Lookups are begun when a request arrives, 
 from __future__ import annotations
 
 import contextlib
+import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,10 +16,12 @@ import attrs
 
 from ... import from_thread
 from ..._errors import OffloadError
-from ._counts import Counts
+from .._faults import FaultLog
 from ._naming import ChunkNaming, keys_of_all_ranks
 from ._plans import LoadPlan, StepPlan, StorePlan
 from ._requests import Question, RequestRecord, RequestTable, State
+
+_log = logging.getLogger("vllm.offload")
 
 IDLE_WAIT: Final = 0.005
 """Seconds that a step without a forward pass waits for what is under way. vLLM would turn round at once, and take the
@@ -64,7 +67,7 @@ class SchedulerHalf:
         loads: bool = True,
         tenant: str = "",
     ) -> None:
-        self.counts: Counts = Counts("scheduler")
+        self.counts: FaultLog = FaultLog("scheduler", _log)
         self._engine = engine
         self._ranks = ranks
         self._table = table

@@ -22,8 +22,8 @@ from ..._errors import DrainUnproven, OffloadError
 from ..._pipeline.lifecycle import Status
 from ...abc import PreconditionLike
 from ...preconditions import NO_WAIT
+from .._faults import FaultLog
 from ._chunks import ChunkSource
-from ._counts import Counts
 from ._naming import ChunkNaming
 from ._plans import LoadPlan, StepPlan, StorePlan
 from ._scheduler import IDLE_WAIT
@@ -76,7 +76,7 @@ class WorkerHalf:
         computed: Callable[[], PreconditionLike] = lambda: NO_WAIT,
         tenant: str = "",
     ) -> None:
-        self.counts: Counts = Counts("worker")
+        self.counts: FaultLog = FaultLog("worker", _log)
         self.engine: from_thread.Engine = engine
         self._source = source
         self._naming = naming

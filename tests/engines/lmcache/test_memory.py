@@ -4,8 +4,7 @@ import pytest
 
 from backends.abc import EVICTED
 from backends.pages import new_pages
-from offload.engines.lmcache._faults import ObjectTooLarge
-from offload.engines.lmcache._memory import MemoryObjects, ObjectPlaces, Span
+from offload.engines.lmcache._memory import MemoryObjects, ObjectPlaces, ObjectTooLarge, Span
 
 
 def span(data, size=None, used=None):

@@ -5,9 +5,8 @@ import threading
 import attrs
 import pytest
 
-from offload.engines.lmcache._faults import PageSizeUnknown
 from offload.engines.lmcache._memory import MemoryObjects
-from offload.engines.lmcache._opening import LazyEngine, OpenEngine, Task
+from offload.engines.lmcache._opening import LazyEngine, OpenEngine, PageSizeUnknown, Task
 
 
 class Opening:
