@@ -20,9 +20,9 @@ from maru.blocking import MaruHandler
 from maru.configuration import Knobs
 
 from ... import from_thread
-from ..._config import BatchConfig, BreakerConfig, PipelineConfig
 from ..._engine import EngineConfig
 from ..._errors import ConfigError
+from .._tables import with_defaults
 from ._memory import MemoryObjects
 from ._names import KeyNames
 from ._opening import OpenEngine
@@ -121,10 +121,8 @@ class CacheConfig:
         """
         if isinstance(self.engine, str) and self.engine:
             return EngineConfig.from_toml(Path(self.engine), section="engine")
-        table = dict(self.engine) if isinstance(self.engine, Mapping) else {"tiers": {"maru": self._maru(page_bytes)}}
-        for name, value in self._defaults().items():
-            table.setdefault(name, value)
-        return EngineConfig.from_mapping(table, section="engine")
+        table = self.engine if isinstance(self.engine, Mapping) else {"tiers": {"maru": self._maru(page_bytes)}}
+        return EngineConfig.from_mapping(with_defaults(table, self.timeout), section="engine")
 
     def open(self, page_bytes: int) -> OpenEngine:
         """Open the engine. Waits for its tiers, each until it is there or known to be away.
@@ -175,26 +173,3 @@ class CacheConfig:
             tier["instance_id"] = self.instance_id
         tier["key_names"] = self._tier_names
         return tier
-
-    def _defaults(self) -> dict[str, Any]:
-        """What an engine behind LMCache is unless its table says otherwise."""
-        seconds = self.timeout_ms / 1000
-        return {
-            # A server that is away must not keep LMCache from starting, nor later from finding it again.
-            "on_enter_failure": "miss",
-            "on_load_failure": "retry",
-            "lookup_timeout": seconds * _PATIENCE,
-            "breaker": BreakerConfig(
-                call_timeout=seconds * _PATIENCE, enter_timeout=seconds * _PATIENCE, first_wait=min(1.0, seconds)
-            ),
-            "pipeline": PipelineConfig(
-                # A store of LMCache is a batch already: nothing is gained by waiting for company.
-                batch_config=BatchConfig(max_batch_size=256, min_batch_size=1, flush_interval=0.0),
-                # The presence filter asks the server, which may take as long as any question.
-                policy_timeout=seconds * _PATIENCE,
-                on_destination_full="evict",
-                destination_timeout=seconds * _PATIENCE,
-                # LMCache bounds what it stores at once by the memory of its first level, so that this bound is for errors.
-                budget_blocks=1 << 20,
-            ),
-        }

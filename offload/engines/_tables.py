@@ -1,0 +1,35 @@
+"""The table of an engine behind an inference engine: what it is unless the table says otherwise. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .._config import BatchConfig, BreakerConfig, PipelineConfig
+
+
+def with_defaults(table: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+    """A table of an engine for a cache that is stored to by the batch, and that must not keep its user waiting.
+
+    Args:
+        table: what is said; it wins, name by name.
+        timeout: seconds that a question to a tier may take.
+    """
+    defaults = {
+        # A server that is away must not keep an inference engine from starting, nor later from finding it again.
+        "on_enter_failure": "miss",
+        "on_load_failure": "retry",
+        "lookup_timeout": timeout,
+        "breaker": BreakerConfig(call_timeout=timeout, enter_timeout=timeout, first_wait=min(1.0, timeout)),
+        "pipeline": PipelineConfig(
+            # What is stored comes as a batch already: nothing is gained by waiting for company.
+            batch_config=BatchConfig(max_batch_size=256, min_batch_size=1, flush_interval=0.0),
+            # The presence filter asks the server, which may take as long as any question.
+            policy_timeout=timeout,
+            on_destination_full="evict",
+            destination_timeout=timeout,
+            # The engine bounds what it stores at once by its own memory, so that this bound is for errors.
+            budget_blocks=1 << 20,
+        ),
+    }
+    return {**defaults, **table}

@@ -1,0 +1,247 @@
+"""What SGLang calls. Of SGLang it knows what :mod:`._sglang` has.
+
+In SGLang's configuration it is a ``dynamic`` backend::
+
+    --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
+        "backend_name": "offload", "module_path": "offload.engines.sglang", "class_name": "HiCacheOffload", "interface_v1": 1,
+        "engine": {"tiers": {"maru": {"type": "maru", "pool_size": "4 GiB"}}}}'
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from ... import from_thread
+from ..._errors import ConfigError
+from .._faults import AdapterError, FaultLog
+from ._naming import PageNaming, layout_text
+from ._pages import HostPages, LentPages, WrongPages
+from ._settings import SECTION, Settings
+from ._sglang import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo, HostKVCache
+from ._storage import PageStorage
+
+_log = logging.getLogger("offload.engines.sglang")
+
+
+class NoPool(AdapterError):
+    """SGLang has not said where its pages are, or has closed the backend."""
+
+    fault_name = "no pool"
+
+    def __init__(self) -> None:
+        super().__init__("no pool is registered with the backend")
+
+
+@attrs.frozen(eq=False)
+class _Pool:
+    """SGLang's pool, and the storage behind it."""
+
+    memory: HostKVCache
+    naming: PageNaming
+    storage: PageStorage
+
+    def lend(self, keys: Sequence[str], indices: torch.Tensor) -> LentPages:
+        """Pages of the pool, by the numbers of all their tokens."""
+        if len(indices) != len(keys) * self.memory.page_size:
+            raise WrongPages(f"{len(indices)} tokens are not {len(keys)} pages of {self.memory.page_size}")
+        addresses, sizes = self.memory.get_page_buffer_meta(indices)
+        return LentPages(addresses, sizes, len(keys), self.storage.source.block_bytes, self.memory)
+
+    def lend_tensors(self, tensors: Sequence[torch.Tensor]) -> LentPages:
+        """Flat pages, each in a tensor of its own."""
+        for tensor in tensors:
+            if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                raise WrongPages(
+                    f"a flat page is a tensor in host memory that is contiguous, not {type(tensor).__name__}"
+                )
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return LentPages(addresses, sizes, len(tensors), self.storage.source.block_bytes, tensors)
+
+
+class HiCacheOffload(HiCacheStorage):
+    """SGLang's HiCache in the tiers of an engine. For any thread.
+
+    The engine is opened when SGLang registers its pool, which says how large a page is. It opens although a tier is away, and
+    finds it again later.
+
+    Args:
+        storage_config: which process this is for, and what a user has said.
+        kwargs: what later versions of SGLang hand in, which is not used.
+
+    Raises:
+        ConfigError: an unknown name, or a value that cannot be; the text names it.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object] | None = None) -> None:
+        extra = storage_config.extra_config or {}
+        self.settings: Settings = Settings.read(extra)
+        self.faults: FaultLog = FaultLog("HiCache", _log)
+        self._config = storage_config
+        self._model = self.settings.model_name(storage_config.model_name)
+        self._pool: _Pool | None = None
+        if not extra.get("interface_v1"):
+            _log.warning("interface_v1 is not set in %s: each page is copied once more, through a tensor", SECTION)
+
+    # --- its life -------------------------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
+        """Open the engine for the pages of this pool. Waits for its tiers, each until it is there or known to be away.
+
+        Raises:
+            ConfigError: what was set cannot be for such pages.
+            Exception: as :func:`offload.from_thread.open_engine` raises; not because a tier is away.
+        """
+        super().register_mem_pool_host(mem_pool_host)
+        self.close()
+        _, run_bytes = mem_pool_host.get_page_buffer_meta(torch.arange(mem_pool_host.page_size))
+        naming = PageNaming(
+            model=self._model,
+            dtype=self.settings.dtype_name(mem_pool_host.dtype),
+            layout=layout_text(mem_pool_host, run_bytes),
+            ranks=self._config,
+            tenant=self.settings.tenant,
+        )
+        source = HostPages(sum(run_bytes))
+        config = attrs.evolve(self.settings.engine_config(source.block_bytes), source=source)
+        engine = from_thread.open_engine(config).start()
+        self._pool = _Pool(mem_pool_host, naming, PageStorage(engine, source, self.settings, self.faults))
+
+    def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: str) -> None:
+        """Only pages of KV can be offloaded: the pool that is registered as such is known already.
+
+        Raises:
+            ConfigError: it is another one, such as the states of a hybrid model.
+        """
+        if str(host_pool_name) != "kv":
+            raise ConfigError(
+                "hicache_storage_backend",
+                "dynamic",
+                f"keeps pages of KV, and nothing of SGLang's pool {host_pool_name}",
+            )
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def close(self) -> None:
+        """Close the engine. Calls find nothing from then on, until a pool is registered again."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.storage.close()
+            _log.info("HiCache: %s", self.faults)
+
+    def clear(self) -> None:
+        """Forgetting everything is not supported, since others find what is stored here, too.
+
+        Raises:
+            NotImplementedError: always. SGLang then answers that it has cleared nothing.
+        """
+        raise NotImplementedError("what is in the tiers is others' as well: it is not cleared from here")
+
+    def report_status(self) -> dict[str, Any]:
+        """What was done, what went wrong, and which tiers are away."""
+        if self._pool is None:
+            return {"is_open": False, "counts": self.faults.snapshot(), **self.faults.report()}
+        return {"is_open": True, **self._pool.storage.report()}
+
+    # --- what is there --------------------------------------------------------------------------------------------
+
+    def exists(self, key: str) -> bool:
+        """Whether a page is there."""
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """How many leading pages are there."""
+        pool = self._pool
+        if pool is None:
+            self.faults.note("lookup", NoPool(), len(keys))
+            return 0
+        # SGLang asks for pages and then reads them by the interface that was set, and so are they named.
+        return pool.storage.find(pool.naming.keys(keys, "runs" if self._zero_copy else "flat")) if keys else 0
+
+    # --- pages of the pool ----------------------------------------------------------------------------------------
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Copy pages into the pool; of each, whether it has come. Behind the first that is not there, none does."""
+        try:
+            pool = self._open_pool()
+            return pool.storage.load(pool.naming.keys(keys), pool.lend(keys, host_indices)) if keys else []
+        except Exception as error:
+            self.faults.note("load", error, len(keys))
+            return [False] * len(keys)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Copy pages out of the pool; of each, whether it is stored."""
+        try:
+            pool = self._open_pool()
+            return pool.storage.store(pool.naming.keys(keys), pool.lend(keys, host_indices)) if keys else []
+        except Exception as error:
+            self.faults.note("store", error, len(keys))
+            return [False] * len(keys)
+
+    # --- flat pages -----------------------------------------------------------------------------------------------
+
+    def get(self, key: str, target_location: Any | None = None, target_sizes: Any | None = None) -> torch.Tensor | None:
+        """Copy a page into this tensor, and return that; ``None`` if it is not there."""
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any | None = None, target_sizes: Any | None = None
+    ) -> list[torch.Tensor | None]:
+        """Copy pages into these tensors; of each, the tensor, or ``None`` if it is not there or behind one that is not."""
+        try:
+            tensors = list(target_locations or ())
+            if len(tensors) != len(keys):
+                raise WrongPages(f"{len(tensors)} tensors for {len(keys)} pages")
+            pool = self._open_pool()
+            loaded = pool.storage.load(pool.naming.keys(keys, "flat"), pool.lend_tensors(tensors)) if keys else []
+            return [tensor if has_come else None for tensor, has_come in zip(tensors, loaded, strict=True)]
+        except Exception as error:
+            self.faults.note("load", error, len(keys))
+            return [None] * len(keys)
+
+    def set(
+        self,
+        key: str,
+        value: Any | None = None,
+        target_location: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        """Store what is in this tensor; whether it is there."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any | None = None,
+        target_locations: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        """Store what is in these tensors; whether all of it is there."""
+        try:
+            tensors = list(values or ())
+            if len(tensors) != len(keys):
+                raise WrongPages(f"{len(tensors)} tensors for {len(keys)} pages")
+            pool = self._open_pool()
+            return all(pool.storage.store(pool.naming.keys(keys, "flat"), pool.lend_tensors(tensors))) if keys else True
+        except Exception as error:
+            self.faults.note("store", error, len(keys))
+            return False
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _zero_copy(self) -> bool:
+        return bool((self._config.extra_config or {}).get("interface_v1"))
+
+    def _open_pool(self) -> _Pool:
+        if self._pool is None:
+            raise NoPool
+        return self._pool

@@ -1,0 +1,209 @@
+"""Pages in SGLang's memory as a source and as a destination: columns of runs, which are taken away again.
+
+SGLang gives the memory of a call that has ended to another request. So pages are lent for one call, and revoked at its end: a
+copy that is late, in a thread that nobody could end, finds nothing to read or to write. That is why neither shows where its
+pages lie: whoever knew would copy without asking.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from itertools import accumulate, count
+from types import TracebackType
+from typing import Any, Self
+
+from backends.abc import EVICTED, ExternalBlocks, Key
+from backends.pages import Pages
+
+from .._faults import AdapterError
+
+
+class Revoked(AdapterError):
+    """The call that lent these pages has ended."""
+
+    fault_name = "revoked"
+
+    def __init__(self) -> None:
+        super().__init__("the call that lent these pages has ended")
+
+
+class WrongPages(AdapterError):
+    """What SGLang has handed in is not what its pool has said of its pages."""
+
+    fault_name = "wrong pages"
+
+
+class LentPages:
+    """Pages for one call, as a context: revoked when it is left. Also the destination of a load.
+
+    Args:
+        addresses: where each run starts, page behind page.
+        sizes: of each run, in bytes.
+        n: how many pages.
+        block_bytes: the size of a page, all its runs together.
+        owner: what keeps the memory.
+
+    Raises:
+        WrongPages: they are not so many pages of that size.
+    """
+
+    def __init__(
+        self, addresses: Sequence[int], sizes: Sequence[int], n: int, block_bytes: int, owner: object = None
+    ) -> None:
+        runs = len(addresses) // n if n else 0
+        if len(addresses) != runs * n or len(sizes) != len(addresses):
+            raise WrongPages(f"{len(addresses)} runs of {len(sizes)} sizes are not {n} pages")
+        self._runs: list[list[tuple[int, int, int]]] = []  # of each page: address, offset in the block, size
+        for start in range(0, len(addresses), runs or 1):
+            here = sizes[start : start + runs]
+            if sum(here) != block_bytes:
+                raise WrongPages(f"a page of {sum(here)} bytes, where pages have {block_bytes}")
+            offsets = accumulate(here, initial=0)
+            self._runs.append(list(zip(addresses[start : start + runs], offsets, here, strict=False)))
+        self._block_bytes = block_bytes
+        self._owner = owner
+        self._copies = threading.Condition()
+        self._copying = 0
+        self._revoked = False
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a page, in bytes."""
+        return self._block_bytes
+
+    # --- lending --------------------------------------------------------------------------------------------------
+
+    def revoke(self) -> None:
+        """Nothing is read or written any more when this returns. It waits for the pages that are being copied, one a thread."""
+        with self._copies:
+            self._revoked = True
+            self._copies.wait_for(lambda: not self._copying)
+        self._owner = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.revoke()
+
+    # --- copies, in copy threads ----------------------------------------------------------------------------------
+
+    def read(self, at: int, address: int) -> None:
+        """Copy a page to this address.
+
+        Raises:
+            Revoked: it is not lent any more.
+        """
+        self._begin()
+        try:
+            for run, offset, size in self._runs[at]:
+                ctypes.memmove(address + offset, run, size)
+        finally:
+            self._end()
+
+    def write(self, at: int, address: int) -> None:
+        """Copy what is at this address into a page.
+
+        Raises:
+            Revoked: it is not lent any more.
+        """
+        self._begin()
+        try:
+            for run, offset, size in self._runs[at]:
+                ctypes.memmove(run, address + offset, size)
+        finally:
+            self._end()
+
+    def _begin(self) -> None:
+        with self._copies:
+            if self._revoked:
+                raise Revoked
+            self._copying += 1
+
+    def _end(self) -> None:
+        with self._copies:
+            self._copying -= 1
+            if self._revoked:
+                self._copies.notify_all()
+
+    # --- the contract of a destination ----------------------------------------------------------------------------
+
+    def views(self) -> None:
+        """Nobody is told where they lie."""
+
+    def copy_in(self, start: int, pages: Pages) -> None:
+        """Copy pages into these, from ``start`` on. In a copy thread."""
+        for at, address in enumerate(pages.addresses, start):
+            self.write(at, address)
+
+
+class HostPages:
+    """The source that an engine stores from: pages that are lent for a store.
+
+    It has nothing that is found by key, since SGLang keeps its pages until their store has ended.
+
+    Args:
+        block_bytes: the size of a page.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._refs = count()
+        self._lent: dict[int, tuple[LentPages, int]] = {}
+
+    def __repr__(self) -> str:
+        return f"<HostPages: {len(self._lent)} of {self.block_bytes} bytes are being stored>"
+
+    def __len__(self) -> int:
+        """How many are being stored."""
+        return len(self._lent)
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of a page, in bytes."""
+        return self._block_bytes
+
+    def lend(self, keys: Sequence[Key], pages: LentPages, positions: Sequence[int]) -> ExternalBlocks:
+        """Some of these pages, for one store. In any thread."""
+        # Steps of the counter and of the dict are atomic, so two threads may lend at once.
+        refs = [next(self._refs) for _ in positions]
+        blocks = ExternalBlocks(self, keys, refs)
+        self._lent.update({ref: (pages, at) for ref, at in zip(refs, positions, strict=True)})
+        return blocks
+
+    def take_back(self, blocks: ExternalBlocks, _: Any = None) -> None:
+        """Their store has ended. In any thread."""
+        for ref in blocks.refs or ():
+            self._lent.pop(ref, None)
+
+    # --- the contract of a source ---------------------------------------------------------------------------------
+
+    def upgrade(self, keys: Sequence[Key]) -> list[int]:
+        """Nothing is found by key here."""
+        return [EVICTED] * len(keys)
+
+    def release(self, refs: Sequence[int]) -> None:
+        """Nothing is held by count here."""
+
+    def views(self, refs: Sequence[int]) -> None:
+        """Nobody is told where they lie."""
+
+    def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
+        """Copy each page. In a copy thread.
+
+        Raises:
+            Revoked: the call that lent one of them has ended.
+        """
+        for ref, address in zip(refs, pages.addresses, strict=True):
+            lent = self._lent.get(ref)
+            if lent is None:
+                raise Revoked
+            there, at = lent
+            there.read(at, address)

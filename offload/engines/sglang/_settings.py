@@ -1,0 +1,124 @@
+"""What can be set in ``--hicache-storage-backend-extra-config``, and the engine that this describes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+import attrs
+
+from maru.configuration import Knobs
+
+from ..._engine import EngineConfig
+from ..._errors import ConfigError
+from .._tables import with_defaults
+
+_knob: Final = Knobs("OFFLOAD", ConfigError)
+
+SECTION: Final = "hicache_storage_backend_extra_config"
+"""Where a user has said it."""
+
+_OF_SGLANG: Final = frozenset({"backend_name", "module_path", "class_name", "interface_v1", "file_storage_path"})
+"""Keys that SGLang reads itself, for backends of any type; it leaves them in what it hands on."""
+
+_ANSWER: Final = 0.8
+"""How much of a lookup's time one tier has for its part: the engine is then in time to answer with what the others have."""
+
+_NO_TABLE: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+def _check_table(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError(attribute.name, value, "must be a table")
+
+
+@attrs.frozen
+class Settings:
+    """What can be set on the backend."""
+
+    engine: Mapping[str, Any] = _knob.field(
+        _NO_TABLE,
+        "a table",
+        "The tiers, as in the file of an engine: {'tiers': {'maru': {'type': 'maru', 'pool_size': '4 GiB'}}}.",
+        _check_table,
+    )
+    lookup_timeout: float = _knob.seconds(
+        1.0, 0.001, 60.0, "How long a question for what is cached may take; behind that nothing is."
+    )
+    load_timeout: float = _knob.seconds(
+        30.0, 0.01, 3_600.0, "How long a batch of pages may take to come; what did not is computed."
+    )
+    store_timeout: float = _knob.seconds(
+        30.0, 0.01, 3_600.0, "How long a batch of pages may take to be stored; what was not is not cached."
+    )
+    model: str = _knob.text(
+        "", "a text", r"(?s).*", "What computes the KV, with its revision. Empty: the name that SGLang has for it."
+    )
+    kv_dtype: str = _knob.text(
+        "",
+        "a text",
+        r"(?s).*",
+        "What the KV is, where SGLang's pool says only bytes: fp8_e4m3 and fp8_e5m2 look alike.",
+    )
+    tenant: str = _knob.text(
+        "", "a text", r"(?s).*", "Who may find what is stored here, beside the cache salt of a request."
+    )
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any] | None) -> Settings:
+        """From the configuration that SGLang hands on.
+
+        Raises:
+            ConfigError: an unknown name, a value that cannot be, or no tiers.
+        """
+        said = {name: value for name, value in (extra or {}).items() if name not in _OF_SGLANG}
+        settings = _knob.from_mapping(said, cls, section=SECTION)
+        if not settings.engine.get("tiers"):
+            raise ConfigError(f"{SECTION}.engine", dict(settings.engine), "must name tiers: {'tiers': {...}}")
+        settings.engine_config(1)  # what the table says is checked now, and not when a pool is known
+        return settings
+
+    def engine_config(self, block_bytes: int) -> EngineConfig:
+        """The engine, for blocks of this size.
+
+        A page of the page store is as large as a block, unless its tier says how large, or has wrappers, which make it larger.
+
+        Raises:
+            ConfigError: an unknown name, or a value that cannot be.
+        """
+        table = with_defaults(self.engine, self.lookup_timeout * _ANSWER)
+        tiers = table["tiers"]
+        if isinstance(tiers, Mapping):
+            table["tiers"] = {name: _sized(tier, block_bytes) for name, tier in tiers.items()}
+        return EngineConfig.from_mapping(table, section=f"{SECTION}.engine")
+
+    def model_name(self, told: str | None) -> str:
+        """What computes the KV.
+
+        Raises:
+            ConfigError: nobody says so, and pages of two models would have one name.
+        """
+        name = self.model or told or ""
+        if not name:
+            raise ConfigError(f"{SECTION}.model", name, "must be said, as SGLang has no name for its model")
+        return name
+
+    def dtype_name(self, pool_dtype: object) -> str:
+        """What the KV is.
+
+        Raises:
+            ConfigError: the pool says only bytes, and what they are is not said.
+        """
+        told = str(pool_dtype).removeprefix("torch.")
+        if told in ("uint8", "int8") and not self.kv_dtype:
+            raise ConfigError(
+                f"{SECTION}.kv_dtype", self.kv_dtype, f"must be said, as SGLang's pool is of {told}: fp8_e4m3, say"
+            )
+        return f"{told}/{self.kv_dtype}"
+
+
+def _sized(tier: Any, block_bytes: int) -> Any:
+    if not isinstance(tier, Mapping) or tier.get("type") != "maru" or tier.get("wrappers"):
+        return tier
+    return {"chunk_size_bytes": block_bytes, **tier}

@@ -1,0 +1,164 @@
+"""What a storage backend does: it asks the engine, waits no longer than it may, and answers in truths. Without SGLang.
+
+Called by SGLang's threads for prefetch and backup, which have nothing else to do meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from backends.abc import LOADED, Failed, Key, Missed
+
+from ... import from_thread
+from ..._pipeline.result import TransferResult
+from ...preconditions import NO_WAIT
+from .._faults import FaultLog, name_of
+from ._pages import HostPages, LentPages
+from ._settings import Settings
+
+_log = logging.getLogger("offload.engines.sglang")
+
+_THERE: Final = frozenset({"present", "pending"})
+"""Reasons to keep a block back that mean it is in the tier, or is being stored by somebody who will be told how that ends."""
+
+
+class PageStorage:
+    """Pages in the tiers of one engine. For any thread; no call raises.
+
+    Args:
+        engine: is open, and stores from ``source``.
+        source: SGLang's pages.
+        settings: how long a call may take, and whose pages these are.
+        faults: what went wrong.
+    """
+
+    def __init__(self, engine: from_thread.Engine, source: HostPages, settings: Settings, faults: FaultLog) -> None:
+        self.unavailable: Mapping[str, str] = {}
+        """Tiers that the last lookup was answered without, and why."""
+        self.source: HostPages = source
+        self._engine = engine
+        self._settings = settings
+        self._faults = faults
+
+    # --- what is there --------------------------------------------------------------------------------------------
+
+    def find(self, keys: Sequence[Key]) -> int:
+        """How many leading pages are there. Nothing keeps them there until they are loaded."""
+        try:
+            with self._look(keys) as hit:
+                return len(hit)
+        except Exception as error:
+            self._faults.note("lookup", error, len(keys))
+            return 0
+
+    def _look(self, keys: Sequence[Key]) -> from_thread.Hit:
+        settings = self._settings
+        self._faults.add("pages asked for", len(keys))
+        hit = self._engine.lookup(keys, timeout=settings.lookup_timeout, tenant=settings.tenant)
+        for error in hit.unavailable.values():
+            self._faults.note("lookup", error, len(keys) - len(hit))
+        self.unavailable = {tier: f"{name_of(error)}: {error}" for tier, error in hit.unavailable.items()}
+        self._faults.add("pages found", len(hit))
+        return hit
+
+    # --- back -----------------------------------------------------------------------------------------------------
+
+    def load(self, keys: Sequence[Key], pages: LentPages) -> list[bool]:
+        """Copy the leading pages that are there; of each, whether it has come. The pages are the caller's again behind it.
+
+        What did not come may hold anything, as SGLang takes it for: it computes such a page.
+        """
+        loaded = [False] * len(keys)
+        with pages:
+            try:
+                with self._look(keys) as hit:  # what is being loaded stays pinned
+                    timeout = self._settings.load_timeout
+                    future = self._engine.begin_load(hit, pages, timeout=timeout) if len(hit) else None
+            except Exception as error:
+                self._faults.note("load", error, len(keys))
+                return loaded
+            if future is not None:
+                self._wait_for(future, loaded)
+        return loaded
+
+    def _wait_for(self, future: from_thread.LoadFuture, loaded: list[bool]) -> None:
+        try:
+            # Not for longer, although its end may not be proven yet: what it would write to is revoked.
+            outcomes = future.result(self._settings.load_timeout).outcomes
+        except Exception as error:
+            future.request_cancel()
+            self._faults.note("load", error, len(loaded))
+            return
+        for at, outcome in enumerate(outcomes):
+            if outcome == LOADED:
+                loaded[at] = True
+            elif isinstance(outcome, Failed):
+                self._faults.note("load", outcome.error)
+            elif isinstance(outcome, Missed):
+                self._faults.count("load", outcome.reason)
+        self._faults.add("pages loaded", loaded.count(True))
+
+    # --- down -----------------------------------------------------------------------------------------------------
+
+    def store(self, keys: Sequence[Key], pages: LentPages) -> list[bool]:
+        """Copy pages into the first tier; of each, whether it is there. The pages are the caller's again behind it."""
+        with pages:
+            # A key that is named twice is stored once: blocks of one store have different keys.
+            positions: dict[Key, int] = {}
+            for at, key in enumerate(keys):
+                positions.setdefault(key, at)
+            there = self._store(positions, pages)
+        return [key in there for key in keys]
+
+    def _store(self, positions: Mapping[Key, int], pages: LentPages) -> set[Key]:
+        blocks = self.source.lend(list(positions), pages, list(positions.values()))
+        try:
+            future = self._engine.store(blocks, NO_WAIT, tenant=self._settings.tenant)
+        except Exception as error:
+            self.source.take_back(blocks)
+            self._faults.note("store", error, len(positions))
+            return set()
+        try:
+            future.add_done_callback(partial(self.source.take_back, blocks))
+            result = future.result(self._settings.store_timeout)
+        except Exception as error:
+            future.request_cancel()
+            self._faults.note("store", error, len(positions))
+            return set()
+        return self._noted(result, len(positions))
+
+    def _noted(self, result: TransferResult, n: int) -> set[Key]:
+        there = set(result.completed)
+        self._faults.add("pages stored", len(there))
+        for key, reason in result.filtered.items():
+            if reason in _THERE:
+                there.add(key)
+            else:
+                self._faults.count("store", reason)
+        for error in result.failed.values():
+            self._faults.note("store", error)
+        if result.error is not None:  # of those that have none of their own
+            rest = n - len(result.completed) - len(result.filtered) - len(result.failed)
+            self._faults.note("store", result.error, rest)
+        return there
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        """For a status: what was done, what went wrong, what is away."""
+        return {
+            "counts": self._faults.snapshot(),
+            "unavailable_tiers": dict(self.unavailable),
+            "stores_under_way": len(self.source),
+            **self._faults.report(),
+        }
+
+    def close(self) -> None:
+        """Close the engine. What is under way ends, or is cut off."""
+        try:
+            self._engine.close()
+        except Exception as error:
+            self._faults.note("close", error)
