@@ -4,7 +4,9 @@ from importlib.util import find_spec
 
 from . import gpu_modules, interface
 
-if find_spec("sglang"):
+INSTALLED = find_spec("sglang") is not None
+
+if INSTALLED:
     gpu_modules.stub()
 else:
     interface.install()
