@@ -14,7 +14,7 @@ if TYPE_CHECKING:
         """One truth for each of so many positions."""
 
         def __init__(self, size: int) -> None: ...
-        def set(self, at: int) -> None:
+        def set(self, index: int) -> None:
             """Make one true."""
 
     class ObjectKey:
