@@ -22,9 +22,21 @@ LMCACHE = ("lmcache==0.5.6", "torch==2.13.0", "numpy<=2.2.6")
 SGLANG = ("sglang==0.5.23", "torch==2.13.0", "numpy<=2.2.6")
 """The versions that were run; docs/how-to/sglang.md has the table. SGLang itself pins a torch for CUDA, which is not needed."""
 SGLANG_NEEDS = (
-    # What importing its controller of HiCache needs, of some eighty packages that it names.
+    # What its controller of HiCache imports, of some eighty packages that SGLang names.
     "aiohttp",
     "apache-tvm-ffi==0.1.11",
+    "compressed-tensors",
+    "dill",
+    "fastapi",
+    "gguf",
+    "ipython",
+    "orjson",
+    "pillow",
+    "psutil",
+    "pybase64",
+    "requests",
+    "sentencepiece",
+    "transformers==5.19.0",
 )
 
 

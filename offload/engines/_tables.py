@@ -8,12 +8,13 @@ from typing import Any
 from .._config import BatchConfig, BreakerConfig, PipelineConfig
 
 
-def with_defaults(table: Mapping[str, Any], timeout: float) -> dict[str, Any]:
+def with_defaults(table: Mapping[str, Any], timeout: float, room_timeout: float) -> dict[str, Any]:
     """A table of an engine for a cache that is stored to by the batch, and that must not keep its user waiting.
 
     Args:
         table: what is said; it wins, name by name.
         timeout: seconds that a question to a tier may take.
+        room_timeout: seconds that a store may wait for room in a full tier.
     """
     defaults = {
         # A server that is away must not keep an inference engine from starting, nor later from finding it again.
@@ -27,7 +28,7 @@ def with_defaults(table: Mapping[str, Any], timeout: float) -> dict[str, Any]:
             # The presence filter asks the server, which may take as long as any question.
             policy_timeout=timeout,
             on_destination_full="evict",
-            destination_timeout=timeout,
+            destination_timeout=room_timeout,
             # The engine bounds what it stores at once by its own memory, so that this bound is for errors.
             budget_blocks=1 << 20,
         ),

@@ -23,7 +23,7 @@ _OF_SGLANG: Final = frozenset({"backend_name", "module_path", "class_name", "int
 """Keys that SGLang reads itself, for backends of any type; it leaves them in what it hands on."""
 
 _ANSWER: Final = 0.8
-"""How much of a lookup's time one tier has for its part: the engine is then in time to answer with what the others have."""
+"""How much of a call's time one tier has for its part: the engine is then in time to answer with what the others have."""
 
 _NO_TABLE: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -87,7 +87,7 @@ class Settings:
         Raises:
             ConfigError: an unknown name, or a value that cannot be.
         """
-        table = with_defaults(self.engine, self.lookup_timeout * _ANSWER)
+        table = with_defaults(self.engine, self.lookup_timeout * _ANSWER, self.store_timeout * _ANSWER)
         tiers = table["tiers"]
         if isinstance(tiers, Mapping):
             table["tiers"] = {name: _sized(tier, block_bytes) for name, tier in tiers.items()}

@@ -8,7 +8,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-MODULES = ("triton", "torchao", "torchvision", "sgl_kernel")
+MODULES = ("triton", "torchvision")
 
 
 class _Attributes(type):
