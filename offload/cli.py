@@ -1,4 +1,4 @@
-"""The command line: ``offload demo | replay | scenario | pinned-pool | bench``.
+"""The command line: ``offload demo | replay | scenario | pinned-pool | size | bench``.
 
 What a command needs is imported when it is used, so that ``offload --help`` is quick and does not touch torch. A command
 lives in the module named beside it below, as a click command.
@@ -23,6 +23,10 @@ from maru._commands import Commands as Commands
         "pinned-pool": (
             "backends.pinned_pool._command:command",
             "Keep pinned host memory for many processes, in chunks.",
+        ),
+        "size": (
+            "offload._size.command:command",
+            "Compute the pool for so many tokens of a model.",
         ),
         "bench": ("offload.bench:command", "Measure each figure beside its limit, in one run."),
     },

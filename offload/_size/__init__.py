@@ -1,0 +1,1 @@
+"""``offload size``: how much room the KV cache of so many tokens takes. ``model`` computes it, ``command`` asks and prints."""

@@ -1,0 +1,88 @@
+"""The command ``offload size``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import attrs
+import click
+
+from maru._console import print_json
+from maru._ending import BadInput
+from maru.configuration import as_bytes, as_size
+
+from .model import ITEM_BYTES, ModelShape, PoolSize
+
+
+@click.command(name="size", short_help="Compute the pool for so many tokens of a model.")
+@click.argument("config", type=click.Path(exists=True, path_type=Path))
+@click.option("--tokens", required=True, metavar="N", help="Tokens that shall be there at once: 1000000, 64K, 2M.")
+@click.option(
+    "--dtype",
+    default="auto",
+    type=click.Choice(["auto", *ITEM_BYTES]),
+    help="Of the KV cache; auto: as the configuration says of the model.",
+    show_default=True,
+)
+@click.option(
+    "--block-size", default=16, type=click.IntRange(1), help="Tokens in a block of the engine.", show_default=True
+)
+@click.option("--chunk-tokens", default=256, type=click.IntRange(1), help="Tokens in a chunk.", show_default=True)
+@click.option(
+    "--tensor-parallel", default=1, type=click.IntRange(1), help="Ranks that share the heads.", show_default=True
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(
+    config: Path, tokens: str, dtype: str, block_size: int, chunk_tokens: int, tensor_parallel: int, as_json: bool
+) -> None:
+    """Compute the pool that the KV cache of so many tokens takes.
+
+    CONFIG is the config.json of a model, or the directory that it is in. Each rank of tensor parallelism has a pool of its own.
+    """
+    wanted = as_bytes(tokens)  # K and M of tokens are powers of 1,024, as lengths of contexts are
+    if isinstance(wanted, str) or wanted < 1:
+        raise BadInput(f"--tokens {tokens}: must be a positive number, such as 1000000 or 64K")
+    try:
+        model = ModelShape.from_config(_read(config))
+        item_bytes = ITEM_BYTES[_dtype_of(model, dtype)]
+        size = PoolSize.of(
+            model,
+            wanted,
+            item_bytes=item_bytes,
+            block_size=block_size,
+            chunk_tokens=chunk_tokens,
+            tensor_parallel=tensor_parallel,
+        )
+    except ValueError as error:
+        raise BadInput(f"{config}: {error}") from None
+    if as_json:
+        print_json({"tokens": wanted, **attrs.asdict(size)})
+        return
+    of_each = " of each worker" if size.workers > 1 else ""
+    click.echo(f"{size.bytes_per_token:,} bytes of KV for each token{of_each}, in chunks of {size.chunk_tokens} tokens")
+    click.echo(f"{size.chunks:,} chunks of {size.chunk_bytes:,} bytes")
+    click.echo(f"maru_pool_size: {as_size(size.pool_bytes)}{of_each}")
+    if size.workers > 1:
+        click.echo(f"of all {size.workers} workers: {as_size(size.total_bytes)}")
+
+
+def _read(path: Path) -> dict[str, object]:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError("there is no config.json in it") from None
+    except ValueError as error:
+        raise ValueError(f"is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError("is no table")
+    return config
+
+
+def _dtype_of(model: ModelShape, said: str) -> str:
+    if said != "auto":
+        return said
+    if model.dtype not in ITEM_BYTES:
+        raise ValueError(f"the dtype of the model is {model.dtype or 'not said'}: say that of the cache with --dtype")
+    return model.dtype

@@ -1,0 +1,86 @@
+"""``offload size``: what so many tokens of a model take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from offload._size.model import ModelShape, PoolSize, UnknownModel
+from offload.cli import main
+
+LLAMA_8B = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+DEEPSEEK_V3 = {"num_hidden_layers": 61, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16"}
+
+
+def size(path: Path, config: dict[str, Any], *options: str) -> Result:
+    (path / "config.json").write_text(json.dumps(config))
+    return CliRunner().invoke(main, ["size", str(path), *options])
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "per_token"),
+    [
+        (LLAMA_8B, 1, 32 * 8 * 128 * 2 * 2),
+        (LLAMA_8B, 4, 32 * 2 * 128 * 2 * 2),
+        (LLAMA_8B, 16, 32 * 1 * 128 * 2 * 2),  # a head is on two ranks
+        ({**LLAMA_8B, "head_dim": 64}, 1, 32 * 8 * 64 * 2 * 2),
+        ({"text_config": LLAMA_8B, "vision_config": {}}, 1, 32 * 8 * 128 * 2 * 2),
+        ({"n_layer": 12, "n_head": 12, "n_embd": 768, "torch_dtype": "float16"}, 1, 12 * 12 * 64 * 2 * 2),
+        (DEEPSEEK_V3, 8, 61 * 576 * 2),  # each rank has all of it
+    ],
+)
+def test_bytes_for_each_token_are_those_of_the_model(config: dict[str, Any], ranks: int, per_token: int):
+    assert ModelShape.from_config(config).bytes_per_token(2, ranks) == per_token
+
+
+def test_a_pool_holds_whole_chunks_of_all_tokens(tmp_path: Path):
+    said = size(tmp_path, LLAMA_8B, "--tokens", "100000", "--chunk-tokens", "300", "--json")
+    assert said.exit_code == 0
+    answer = json.loads(said.stdout)
+    assert (answer["chunk_tokens"], answer["chunks"]) == (288, 348)
+    assert answer["chunk_bytes"] == 288 * 131072
+    assert answer["pool_bytes"] % (1 << 20) == 0
+    assert 0 <= answer["pool_bytes"] - answer["chunks"] * answer["chunk_bytes"] < 1 << 20
+
+
+def test_people_read_what_to_set(tmp_path: Path):
+    said = size(tmp_path, LLAMA_8B, "--tokens", "64K", "--tensor-parallel", "2", "--dtype", "fp8")
+    assert said.stdout.splitlines() == [
+        "32,768 bytes of KV for each token of each worker, in chunks of 256 tokens",
+        "256 chunks of 8,388,608 bytes",
+        "maru_pool_size: 2 GiB of each worker",
+        "of all 2 workers: 4 GiB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({}, [], "has no num_hidden_layers"),
+        ({**LLAMA_8B, "torch_dtype": None}, [], "say that of the cache with --dtype"),
+        ({**LLAMA_8B, "layer_types": ["full_attention", "linear_attention"]}, [], "linear_attention"),
+        (LLAMA_8B, ["--tensor-parallel", "3"], "cannot be shared out among 3 ranks"),
+        (LLAMA_8B, ["--tokens", "many"], "must be a positive number"),
+    ],
+)
+def test_what_cannot_be_told_is_said(tmp_path: Path, config: dict[str, Any], options: list[str], message: str):
+    said = size(tmp_path, config, "--tokens", "1000", *options)
+    assert said.exit_code != 0 and message in f"{said.output}{said.exception}"
+
+
+def test_a_model_without_heads_is_none():
+    with pytest.raises(UnknownModel, match="num_attention_heads or n_head"):
+        ModelShape.from_config({"num_hidden_layers": 2})
+    with pytest.raises(ValueError, match="shared out"):
+        shape = ModelShape.from_config(LLAMA_8B)
+        PoolSize.of(shape, 1, item_bytes=2, block_size=16, chunk_tokens=256, tensor_parallel=5)
