@@ -14,11 +14,15 @@ Rule 3. A block is not overwritten while a store reads it: before each forward p
 Rule 4. What was matched stays pinned until it is loaded.
 Rule 5. A block counts as found only if every rank of tensor parallelism has its part.
 
+``OffloadSpec`` puts the tiers behind vLLM's own OffloadingConnector instead: name this package as ``spec_module_path``.
+
 ``_plans`` is what the scheduler's half tells the workers, ``_requests`` what it knows of each request, ``_naming`` what
 blocks are called, ``_settings`` what can be set; all of these are pure. ``_chunks`` are the bytes; ``_scheduler`` and
-``_worker`` the halves, ``_connector`` what vLLM sees of them.
+``_worker`` the halves, ``_connector`` what vLLM sees of them. Of ``OffloadSpec``, ``_rows`` (pure) knows which chunk lies where
+in host memory, ``_arena`` is that memory, ``_manager`` is beside the scheduler and ``_copies`` in a worker, ``_spec`` what vLLM
+sees of them.
 """
 
 from maru._lazy import lazily
 
-lazily(__name__, {"OffloadConnector": "._connector", "MaruKVConnector": "._connector"})
+lazily(__name__, {"OffloadConnector": "._connector", "MaruKVConnector": "._connector", "OffloadSpec": "._spec"})

@@ -87,8 +87,12 @@ class ChunkSource(NoChunks):
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Copy each chunk into the page at the same position."""
-        ids = [block for ref in refs for block in self._chunks[ref]]
-        self._blocks.copy_out(ids, self._parts(pages))
+        self.copy_blocks_out([self._chunks[ref] for ref in refs], pages)
+
+    def copy_blocks_out(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
+        """Copy the blocks at each position into the page there, ``None`` left out."""
+        ids, parts = self._wanted(blocks, pages)
+        self._blocks.copy_out(ids, parts)
 
     # --- back -----------------------------------------------------------------------------------------------------
 
@@ -98,10 +102,17 @@ class ChunkSource(NoChunks):
 
     def copy_in(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
         """Copy each page into the blocks at the same position."""
-        parts = self._parts(pages)
+        ids, parts = self._wanted(blocks, pages)
+        self._blocks.into(ids).copy_in(0, parts)
+
+    def _wanted(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> tuple[list[int], Pages]:
+        """The blocks that are to be copied, and the part of a page for each."""
         ids = [block for chunk in blocks for block in chunk]
+        parts = self._parts(pages)
+        if None not in ids:
+            return ids, parts  # type: ignore[return-value]
         wanted = [at for at, block in enumerate(ids) if block is not None]
-        self._blocks.into([ids[at] for at in wanted]).copy_in(0, parts.at(wanted))  # type: ignore[misc]
+        return [ids[at] for at in wanted], parts.at(wanted)  # type: ignore[misc]
 
     def _parts(self, pages: Pages) -> Pages:
         """The part of each page that one block has."""

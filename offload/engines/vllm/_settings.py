@@ -86,13 +86,8 @@ class Settings:
         return attrs.evolve(settings, chunk_tokens=_aligned(settings.chunk_tokens, block_size, "chunk_tokens"))
 
     def engine_config(self) -> EngineConfig:
-        """The engine that a worker opens. It opens without a tier that cannot be entered, unless told otherwise.
-
-        Raises:
-            ConfigError: an unknown name, or a value that cannot be.
-        """
-        table = {"on_enter_failure": "miss", **self.engine}
-        return EngineConfig.from_mapping(table, section=f"{SECTION}.engine")
+        """The engine that a worker opens; see :func:`opened_config`."""
+        return opened_config(self.engine, f"{SECTION}.engine")
 
     def reader_config(self) -> EngineConfig:
         """The engine that a scheduler opens where its workers are other processes: it only looks up, and takes no region.
@@ -173,6 +168,63 @@ class MaruSettings:
                 f"must hold a page of {page} bytes, a chunk of KV of all layers; fewer maru_kv_chunk_tokens make it smaller",
             )
         return page
+
+
+@attrs.frozen
+class SpecSettings:
+    """What ``OffloadSpec`` needs: a table ``offload`` beside what vLLM itself reads, and vLLM's own size of host memory."""
+
+    cpu_bytes_to_use: int = _knob.size(0, 0, 1 << 44, "Host memory of this instance, of all its workers: 8 GiB.")
+    engine: Mapping[str, Any] = _knob.field(
+        _NO_TABLE,
+        "a table",
+        "The tiers behind host memory, as in the file of an engine: {'tiers': {'maru': {'type': 'maru', 'pool_size': '16G'}}}.",
+        _check_table,
+    )
+    lookup_timeout: float = _knob.seconds(*_LOOKUP_TIMEOUT)
+    load_timeout: float = _knob.seconds(*_LOAD_TIMEOUT)
+    tenant: str = _knob.text(
+        "", "a text", r"(?s).*", "Who may find what is stored here, beside the cache salt of a request."
+    )
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any], row_bytes: int) -> SpecSettings:
+        """Read what concerns us of the whole table; the other names are vLLM's.
+
+        Args:
+            extra: the table.
+            row_bytes: bytes of a chunk, of all workers.
+
+        Raises:
+            ConfigError: an unknown name in ``offload``, a value that cannot be, no tiers, or not one chunk fits.
+        """
+        table = extra.get("offload", _NO_TABLE)
+        if not isinstance(table, Mapping):
+            raise ConfigError(f"{SECTION}.offload", table, "must be a table")
+        said = {**table, **{name: extra[name] for name in ("cpu_bytes_to_use",) if name in extra}}
+        settings = _knob.from_mapping(said, cls, section=f"{SECTION}.offload")
+        if not settings.engine.get("tiers"):
+            raise ConfigError(f"{SECTION}.offload.engine", dict(settings.engine), "must name tiers: {'tiers': {...}}")
+        if settings.cpu_bytes_to_use < row_bytes:
+            raise ConfigError(
+                f"{SECTION}.cpu_bytes_to_use",
+                settings.cpu_bytes_to_use,
+                f"must hold a chunk of {row_bytes} bytes; fewer blocks_per_chunk make it smaller",
+            )
+        return settings
+
+    def engine_config(self) -> EngineConfig:
+        """The engine beside the scheduler; see :func:`opened_config`."""
+        return opened_config(self.engine, f"{SECTION}.offload.engine")
+
+
+def opened_config(engine: Mapping[str, Any], section: str) -> EngineConfig:
+    """What an engine is opened with. It opens without a tier that cannot be entered, unless told otherwise.
+
+    Raises:
+        ConfigError: an unknown name, or a value that cannot be.
+    """
+    return EngineConfig.from_mapping({"on_enter_failure": "miss", **engine}, section=section)
 
 
 def _aligned(chunk_tokens: int, block_size: int, knob: str) -> int:

@@ -75,17 +75,13 @@ def run(said: dict[str, Any]) -> dict[str, Any]:
     for step in said["steps"]:
         answers.append(STEPS[step["do"]](engine, step))
     counts: dict[str, Any] = {"scheduler": {}, "worker": {}}
-    connector = scheduler_connector(engine)
-    if connector is not None:
-        from offload.engines.vllm._connector import _WORKERS
-
-        counts["scheduler"] = dict(connector._scheduler.counts.snapshot())
-        for worker in _WORKERS.values():  # of this process; where workers are other processes, the end waits for them
-            worker.engine.drain(30)
-            counts["worker"] = dict(worker.counts.snapshot())
-            statistics = worker.engine.statistics()
+    settle(engine, {})
+    for half in halves(engine):
+        if hasattr(half, "engine"):
+            statistics = half.engine.statistics()
             counts["unreleased_hits"] = statistics.unreleased_hits
             counts["in_flight_blocks"] = statistics.in_flight_blocks
+        counts[half.counts.half] = dict(half.counts.snapshot())
     metrics = {
         metric.name: metric.value
         for metric in engine.get_metrics()
@@ -96,12 +92,21 @@ def run(said: dict[str, Any]) -> dict[str, Any]:
     return {"answers": answers, "counts": counts, "metrics": metrics, "preemptions": preemptions}
 
 
-def scheduler_connector(engine: Any) -> Any:
-    return core_of(engine).scheduler.connector
-
-
 def core_of(engine: Any) -> Any:
     return engine.llm_engine.engine_core.engine_core
+
+
+def halves(engine: Any) -> list[Any]:
+    """What of ours is in this process: the halves of a connector, or the host memory of a spec."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    connector = core_of(engine).scheduler.connector
+    if connector is None:
+        return []
+    if hasattr(connector, "connector_scheduler"):  # vLLM's own OffloadingConnector
+        return [connector.connector_scheduler.manager.memory]
+    worker = get_kv_transfer_group()._worker if has_kv_transfer_group() else None
+    return [half for half in (connector._scheduler, worker) if half is not None]
 
 
 def parameters(step: dict[str, Any]) -> Any:
@@ -140,10 +145,15 @@ def generate(engine: Any, step: dict[str, Any]) -> Any:
 
 def settle(engine: Any, step: dict[str, Any]) -> Any:
     """Wait until everything that was stored has arrived."""
-    from offload.engines.vllm._connector import _WORKERS
-
-    for worker in _WORKERS.values():
-        worker.engine.drain(60)
+    core = core_of(engine)
+    connector = core.scheduler.connector
+    while connector is not None and connector.has_pending_push_work():  # as a server's loop does
+        core.step_fn()
+    for half in halves(engine):
+        if hasattr(half, "engine"):
+            half.engine.drain(60)
+        if hasattr(half, "planned"):
+            half.planned(())  # takes in what has ended
     return None
 
 

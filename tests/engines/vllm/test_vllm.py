@@ -1,145 +1,14 @@
-"""A real vLLM on a CPU, each engine in a process of its own, with blocks that come and go through a page store.
-
-`nox -s vllm` makes the environment. With ``OFFLOAD_VLLM_PYTHON`` set to the interpreter of one that has vLLM, these run from
-any.
-"""
+"""A real vLLM on a CPU, each engine in a process of its own, with blocks that come and go through a page store."""
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import random
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-PYTHON = os.environ.get("OFFLOAD_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else "")
-PROGRAM = Path(__file__).with_name("program.py")
-ROOT = Path(__file__).parents[3]
-SOON = 600.0
-
-if not PYTHON:
-    pytest.skip("vLLM is not installed: nox -s vllm", allow_module_level=True)
-
-Answer = dict[str, Any]
-
-
-def run(said: dict[str, Any], **environment: str) -> Answer:
-    """Run the program beside this file."""
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", **environment}
-    done = subprocess.run(
-        ["nice", PYTHON, str(PROGRAM)],
-        input=json.dumps(said),
-        capture_output=True,
-        text=True,
-        timeout=SOON,
-        env=environ,
-    )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
-    answer: Answer = json.loads(done.stdout.strip().splitlines()[-1])
-    answer["log"] = done.stdout + done.stderr
-    return answer
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint with random weights."""
-    path = str(tmp_path_factory.mktemp("model") / "llama")
-    run({"checkpoint": path})
-    return path
-
-
-class Server:
-    """A page store."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.url = f"ipc://{directory}/maru.sock"
-        self.start()
-
-    def start(self) -> None:
-        options = ["--pool-path", str(self.directory), "--capacity-bytes", "256MiB"]
-        command = [sys.executable, "-c", "from maru.server_cli import main; main()", *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        assert self.process.stdout is not None
-        assert "ready" in self.process.stdout.readline()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-    def corrupt(self) -> None:
-        """Turn over one byte of every 1,000 in all regions."""
-        for path in self.directory.rglob("*"):
-            if path.is_file() and path.stat().st_size >= 1 << 20:
-                with path.open("r+b") as file:
-                    data = bytearray(file.read())
-                    data[::1000] = bytes(byte ^ 0x40 for byte in data[::1000])
-                    file.seek(0)
-                    file.write(data)
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with tempfile.TemporaryDirectory(prefix="maru") as directory:  # a socket's name is short
-        served = Server(Path(directory) / "pool")
-        yield served
-        served.kill()
-
-
-def maru(server: Server, **more: Any) -> dict[str, Any]:
-    return {
-        "kv_connector": "MaruKVConnector",
-        "kv_connector_module_path": "offload.engines.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "maru_server_url": server.url,
-            "maru_pool_size": "64M",
-            "maru_kv_chunk_tokens": 128,
-            **more,
-        },
-    }
-
-
-def any_tiers(**tiers: Any) -> dict[str, Any]:
-    return {
-        "kv_connector": "OffloadConnector",
-        "kv_connector_module_path": "offload.engines.vllm",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"chunk_tokens": 128, "engine": {"tiers": tiers}},
-    }
-
-
-RNG = random.Random(20)
-SHARED = [RNG.randrange(3, 512) for _ in range(1024)]
-
-
-def prompt(shared: int, own: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return SHARED[:shared] + [rng.randrange(3, 512) for _ in range(own)]
-
-
-def generate(prompts: list[list[int]], **more: Any) -> dict[str, Any]:
-    return {"do": "generate", "prompts": prompts, **more}
-
-
-def external_hits(answer: Answer) -> int:
-    hits: int = answer["metrics"]["vllm:external_prefix_cache_hits"]
-    return hits
-
-
-def nothing_is_left(answer: Answer) -> None:
-    assert (answer["counts"]["unreleased_hits"], answer["counts"]["in_flight_blocks"]) == (0, 0)
+from .instances import SOON, Server, any_tiers, external_hits, generate, maru, nothing_is_left, prompt, run
 
 
 def test_a_second_process_hits_and_gives_the_same_tokens(model: str, server: Server) -> None:

@@ -1,0 +1,136 @@
+"""What a worker of vLLM's own offloading copies: chunks between its cache and the rows that it shares with the scheduler.
+
+The scheduler names a row only where it may be written, or where its bytes are verified and held. So what is copied here is
+memory to memory, and cannot fail for want of a block; what raises all the same is a fault of this host, and vLLM is told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Final
+
+import attrs
+
+from backends.pages import Pages
+
+from ._arena import Arena
+from ._chunks import ChunkSource
+
+IDLE_WAIT: Final = 0.005
+"""Seconds that a step without a forward pass waits for a copy, instead of turning round at once and taking the interpreter."""
+
+Columns = Sequence[tuple[ChunkSource, list[list[int | None]], list[int]]]
+"""Of each group of KV caches: its chunks, their blocks (``None``: not to be copied), and their rows."""
+
+
+@attrs.frozen
+class Copied:
+    """A job that is over."""
+
+    job_id: int
+    error: BaseException | None
+    nbytes: int
+    seconds: float
+
+
+class RowCopies:
+    """One worker's copies. Loads and stores have a thread each, in which they follow each other.
+
+    Args:
+        arena: the rows.
+        offset: where this worker's part of each row starts.
+        groups: of each group of KV caches, the chunks of its blocks.
+        computed: returns what waits until everything that was started on the device has ended; called when a job is begun.
+    """
+
+    def __init__(
+        self, arena: Arena, offset: int, groups: Sequence[ChunkSource], computed: Callable[[], Callable[[], None]]
+    ) -> None:
+        self._arena, self._offset, self._groups, self._computed = arena, offset, groups, computed
+        self._stores = ThreadPoolExecutor(1, "offload-store")
+        self._loads = ThreadPoolExecutor(1, "offload-load")
+        self._jobs: dict[int, Future[Copied]] = {}
+
+    def store(
+        self, job_id: int, blocks: Sequence[int], sizes: Sequence[int], firsts: Sequence[int], rows: Sequence[int]
+    ) -> None:
+        """Begin to copy blocks into rows; see :meth:`columns` for the arguments."""
+        self._begin(self._stores, job_id, self.columns(blocks, sizes, firsts, rows), ChunkSource.copy_blocks_out)
+
+    def load(
+        self, job_id: int, blocks: Sequence[int], sizes: Sequence[int], firsts: Sequence[int], rows: Sequence[int]
+    ) -> None:
+        """Begin to copy rows into blocks."""
+        self._begin(self._loads, job_id, self.columns(blocks, sizes, firsts, rows), ChunkSource.copy_in)
+
+    def columns(
+        self, blocks: Sequence[int], sizes: Sequence[int], firsts: Sequence[int], rows: Sequence[int]
+    ) -> Columns:
+        """The chunks of a job.
+
+        Args:
+            blocks: numbers of the blocks to be copied, group by group.
+            sizes: how many of them each group has.
+            firsts: the position in the sequence of each group's first one: a chunk may begin before it.
+            rows: of the chunks, group by group.
+
+        Raises:
+            ValueError: there are not as many rows as these blocks have chunks.
+        """
+        columns, at, row = [], 0, 0
+        for group, size, first in zip(self._groups, sizes, firsts, strict=True):
+            per_chunk = group.blocks_per_chunk
+            skipped = first % per_chunk if size else 0
+            places: list[int | None] = [*[None] * skipped, *blocks[at : at + size]]
+            places += [None] * (-len(places) % per_chunk)
+            chunks = [places[start : start + per_chunk] for start in range(0, len(places), per_chunk)]
+            columns.append((group, chunks, list(rows[row : row + len(chunks)])))
+            at, row = at + size, row + len(chunks)
+        if (at, row) != (len(blocks), len(rows)):
+            raise ValueError(f"{len(blocks)} blocks of {at} in {len(rows)} rows of {row}")
+        return columns
+
+    def finished(self, *, idle: bool) -> list[Copied]:
+        """The jobs that have ended since the last call. Where the step is ``idle``, it waits a little for the first one."""
+        if idle and self._jobs and not any(job.done() for job in self._jobs.values()):
+            wait(self._jobs.values(), IDLE_WAIT, return_when="FIRST_COMPLETED")
+        return [self._jobs.pop(job_id).result() for job_id in [*self._jobs] if self._jobs[job_id].done()]
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Wait until these have ended; :meth:`finished` tells of them later."""
+        wait([self._jobs[job_id] for job_id in job_ids if job_id in self._jobs])
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._stores.shutdown(cancel_futures=True)
+        self._loads.shutdown(cancel_futures=True)
+
+    def _begin(
+        self,
+        thread: ThreadPoolExecutor,
+        job_id: int,
+        columns: Columns,
+        copy: Callable[[ChunkSource, Sequence[Sequence[int | None]], Pages], None],
+    ) -> None:
+        self._jobs[job_id] = thread.submit(partial(self._copy, job_id, self._computed(), columns, copy))
+
+    def _copy(
+        self,
+        job_id: int,
+        wait_computed: Callable[[], None],
+        columns: Columns,
+        copy: Callable[[ChunkSource, Sequence[Sequence[int | None]], Pages], None],
+    ) -> Copied:
+        began, nbytes, error = time.perf_counter(), 0, None
+        try:
+            wait_computed()
+            for group, chunks, rows in columns:
+                if rows:
+                    copy(group, chunks, self._arena.pages(rows, self._offset, group.block_bytes))
+                    nbytes += group.block_bytes * len(rows)
+        except BaseException as raised:
+            error = raised
+        return Copied(job_id, error, nbytes, time.perf_counter() - began)

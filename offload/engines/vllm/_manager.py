@@ -1,0 +1,288 @@
+"""What vLLM's own offloading asks beside its scheduler: which chunks lie in host memory, and room for others.
+
+A chunk that the tiers have is copied into a row first, and verified there; only then vLLM is told that it is a hit. What vLLM
+has stored lies in a row, where it is a hit at once, and is copied into the tiers behind its back.
+
+All of it is called by vLLM's thread. What ends in the engine's thread is put down there, and taken in by a later call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from backends.abc import ExternalBlocks, Key
+from backends.blocks import BlockPool
+
+from ... import from_thread
+from ..._errors import DrainUnproven, OffloadError
+from ..._pipeline.lifecycle import Status
+from ...preconditions import NO_WAIT
+from .._faults import FaultLog
+from ._arena import Arena
+from ._copies import IDLE_WAIT
+from ._naming import ChunkNaming
+from ._rows import Answer, Fill, Question, RowTable
+from ._settings import SpecSettings
+
+_log = logging.getLogger("vllm.offload")
+
+DRAIN_TIMEOUT: Final = 10.0
+"""Seconds that the end of an instance waits for what is being stored to arrive."""
+STORED_TOGETHER: Final = 256
+"""Chunks in one store: far fewer than the budget of an engine."""
+
+
+def open_host_memory(name: str, row_bytes: int, naming: ChunkNaming, settings: SpecSettings) -> HostMemory:
+    """Make or open the arena of this name, and open the engine over it.
+
+    Raises:
+        ConfigError: an unknown name, or a value that cannot be, in the table of the engine.
+        OSError: the memory cannot be had.
+        ValueError: there is an arena of this name and of another size.
+    """
+    arena = Arena(name, settings.cpu_bytes_to_use // row_bytes, row_bytes)
+    return HostMemory(
+        from_thread.open_engine(arena, settings.engine_config(), when_full="drop").start(),
+        arena,
+        naming,
+        lookup_timeout=settings.lookup_timeout,
+        load_timeout=settings.load_timeout,
+        tenant=settings.tenant,
+    )
+
+
+class HostMemory:
+    """The rows of an instance, and the tiers behind them.
+
+    Args:
+        engine: stores from ``arena``, and drops what there is no room for.
+        arena: the rows.
+        naming: of the chunks, by the keys that vLLM has for them.
+        lookup_timeout: seconds that a lookup may take.
+        load_timeout: seconds that it may take to fill rows from the tiers.
+        tenant: who may find it.
+    """
+
+    def __init__(
+        self,
+        engine: from_thread.Engine,
+        arena: Arena,
+        naming: ChunkNaming,
+        *,
+        lookup_timeout: float,
+        load_timeout: float,
+        tenant: str = "",
+    ) -> None:
+        self.counts: FaultLog = FaultLog("host memory", _log)
+        self.engine: from_thread.Engine = engine
+        self.arena: Arena = arena
+        self.table: RowTable = RowTable(BlockPool(arena.n))
+        self._naming, self._tenant = naming, tenant
+        self._lookup_timeout, self._load_timeout = lookup_timeout, load_timeout
+        self._lookups: dict[str, set[from_thread.LookupFuture]] = {}
+        self._salt = ""
+        self._ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def begin(self, request_id: str) -> None:
+        """A request has come, or was preempted: nothing is known of it."""
+        self._cancel_lookups(request_id)
+        self.table.begin(request_id)
+
+    def end(self, request_id: str) -> None:
+        """A request is over."""
+        self._cancel_lookups(request_id)
+        self.table.end(request_id)
+
+    def where(self, request_id: str, key: Key, position: int) -> Answer:
+        """Where a chunk is. At the end of the step, the tiers are asked for what is not known."""
+        self._take_in()
+        return self.table.where(request_id, key, position)
+
+    def planned(self, preempted: Iterable[str]) -> None:
+        """A step is planned: ask the tiers for what came up in it. Where all requests wait for them, wait a little as well."""
+        for request_id in preempted:
+            self.begin(request_id)
+        self.table.step()
+        for question in self.table.questions():
+            self._look_up(question.request_id, question.keys, partial(self._found, question))
+        self._take_in()
+        if self.table.waits():
+            self._take_in(IDLE_WAIT)
+
+    # --- from the tiers into rows ---------------------------------------------------------------------------------
+
+    def _look_up(self, request_id: str, keys: Sequence[Key], then: Callable[[from_thread.Hit | None], None]) -> None:
+        """Look these up, and take in what was found; ``None`` where there is no answer."""
+        named = self._naming.keys(keys, self._salt)
+        try:
+            lookup = self.engine.begin_lookup(named, tenant=self._tenant, timeout=self._lookup_timeout)
+        except OffloadError as error:
+            self.counts.trouble("lookups not made", error)
+            then(None)
+            return
+        self._lookups.setdefault(request_id, set()).add(lookup)
+        lookup.add_done_callback(self._later(partial(self._looked_up, request_id, then)))
+
+    def _looked_up(
+        self, request_id: str, then: Callable[[from_thread.Hit | None], None], lookup: from_thread.LookupFuture
+    ) -> None:
+        cancelled = lookup not in self._lookups.get(request_id, ())
+        self._lookups.get(request_id, set()).discard(lookup)
+        try:
+            hit = None if cancelled else lookup.result(0)
+        except OffloadError as error:
+            self.counts.trouble("lookups without an answer, not taken for misses", error)
+            hit = None
+        with hit or contextlib.nullcontext():  # what is begun from it keeps it pinned
+            then(hit)
+
+    def _found(self, question: Question, hit: from_thread.Hit | None) -> None:
+        found = 0 if hit is None else len(hit)
+        if hit is not None:
+            for tier, why in hit.unavailable.items():
+                self.counts.trouble(f"lookups without {tier}, which is unavailable", why)
+        refused = self.table.refused
+        fill = self.table.found(question, found)
+        if self.table.refused > refused:
+            held = "all of it is held; see cpu_bytes_to_use"
+            self.counts.trouble("chunks found, for which host memory has no room", held, self.table.refused - refused)
+        self.counts.add("chunks asked for", len(question.keys))
+        self.counts.add("chunks found", found)
+        if fill is None:
+            return
+        if len(fill.keys) == found:
+            self._fill(fill, hit)
+        else:  # some lie in a row by now, or have none, and what is loaded is all of a hit
+            self._look_up(question.request_id, fill.keys, partial(self._fill, fill))
+
+    def _fill(self, fill: Fill, hit: from_thread.Hit | None) -> None:
+        loading = None
+        if hit is not None:
+            try:
+                into = self.arena.into(fill.rows[: len(hit)])
+                loading = self.engine.begin_load(hit, into, timeout=self._load_timeout)
+            except OffloadError as error:
+                self.counts.trouble("loads not begun", error)
+        if loading is None:
+            self._filled(fill, 0)
+        else:
+            loading.add_done_callback(self._later(partial(self._loaded, fill)))
+
+    def _loaded(self, fill: Fill, loading: from_thread.LoadFuture) -> None:
+        try:
+            self._filled(fill, loading.result(0).loaded)
+        except DrainUnproven as error:
+            self.counts.trouble("copies without a proven end, whose rows are not used any more", error)
+            self.table.filled(fill, 0, safe=False)
+        except OffloadError as error:
+            self.counts.trouble("loads that failed", error)
+            self._filled(fill, 0)
+
+    def _filled(self, fill: Fill, loaded: int) -> None:
+        missing = len(fill.keys) - loaded
+        self.counts.add("chunks loaded", loaded)
+        if missing:
+            self.counts.trouble("chunks found, and not loaded", "damaged, or gone", missing)
+        self.table.filled(fill, loaded)
+
+    # --- what vLLM copies -----------------------------------------------------------------------------------------
+
+    def load(self, request_id: str, keys: Sequence[Key]) -> list[int]:
+        """The rows of chunks that vLLM was told to be there, held until :meth:`loaded`."""
+        self.counts.add("chunks hit", len(keys))
+        return self.table.load(request_id, keys)
+
+    def loaded(self, request_id: str, keys: Iterable[Key]) -> None:
+        """The workers have loaded these."""
+        self.table.loaded(request_id, keys)
+
+    def take_for_store(self, keys: Sequence[Key]) -> tuple[list[Key], list[int], list[Key]] | None:
+        """See :meth:`RowTable.take_for_store`; ``None`` where no chunk that is wanted has a row."""
+        self._take_in()
+        refused = self.table.refused
+        taken = self.table.take_for_store(keys)
+        if self.table.refused > refused:
+            why = "all of it is held; see cpu_bytes_to_use"
+            self.counts.trouble("chunks not stored for want of room", why, self.table.refused - refused)
+            if not taken[0]:
+                return None
+        return taken
+
+    def stored(self, keys: Iterable[Key], *, success: bool = True) -> None:
+        """The workers have written these: store them into the tiers."""
+        there, rows = self.table.stored(keys, success)
+        for start in range(0, len(there), STORED_TOGETHER):
+            self._store(there[start : start + STORED_TOGETHER], rows[start : start + STORED_TOGETHER])
+
+    def _store(self, keys: Sequence[Key], rows: Sequence[int]) -> None:
+        named = self._naming.keys(keys, self._salt)
+        try:
+            storing = self.engine.store(ExternalBlocks(self.arena, named, list(rows)), NO_WAIT, tenant=self._tenant)
+        except OffloadError as error:
+            self.counts.trouble("chunks not stored", error, len(keys))
+            self.table.let_go(rows)
+            return
+        self.counts.add("chunks offered", len(keys))
+        storing.add_done_callback(self._later(partial(self._arrived, rows)))
+
+    def _arrived(self, rows: Sequence[int], storing: from_thread.StoreFuture) -> None:
+        result = storing.result(0)
+        self.table.let_go(rows)  # a copy that hangs may read what comes next, into a page that nobody will find
+        self.counts.add("chunks stored", len(result.completed))
+        lost = len(rows) - len(result.completed)
+        if storing.dropped:
+            self.counts.trouble("chunks dropped, since too many are on their way", "see budget_blocks", lost)
+        elif result.status is Status.FAILED:
+            self.counts.trouble("chunks not stored", result.error or next(iter(result.failed.values()), "?"), lost)
+
+    # --- the end --------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Nothing that was stored until now is found any more by this instance."""
+        for request_id in list(self._lookups):
+            self._cancel_lookups(request_id)
+        self.table.reset()
+        self._salt = uuid.uuid4().hex
+
+    def close(self) -> None:
+        """Let what is being stored arrive, for a while, and close the engine."""
+        self.arena.unlink()
+        for request_id in list(self._lookups):
+            self._cancel_lookups(request_id)
+        try:
+            self.engine.drain(DRAIN_TIMEOUT)
+        except OffloadError as error:
+            self.counts.trouble("stores that the end cut off", error)
+        try:
+            self.engine.close()
+        except OffloadError as error:
+            self.counts.trouble("engines that could not be closed", error)
+        self._take_in()
+
+    # --- between the threads --------------------------------------------------------------------------------------
+
+    def _later(self, function: Callable[[Any], None]) -> Callable[[Any], None]:
+        """A callback for the engine's thread: it puts down that a future has ended."""
+        return lambda future: self._ended.put(partial(function, future))
+
+    def _take_in(self, wait: float = 0.0) -> None:
+        """Take in what has ended; where nothing has, wait so long for it."""
+        while True:
+            try:
+                take_in = self._ended.get(timeout=wait) if wait else self._ended.get_nowait()
+            except queue.Empty:
+                return
+            take_in()
+            wait = 0.0
+
+    def _cancel_lookups(self, request_id: str) -> None:
+        for lookup in self._lookups.pop(request_id, ()):
+            lookup.request_cancel()

@@ -1,0 +1,294 @@
+"""Which row of host memory holds which chunk, and for whom it stays there. Pure.
+
+vLLM's own offloading asks for each chunk whether it can be loaded, and cannot be told afterwards that it could not. So a chunk
+is *here* only once all of its bytes lie in a row, verified; until then it is *coming*. A row goes round::
+
+    free --take_for_store--> written by a worker --stored----.
+    free --found-----------> filled from a tier --filled-----+--> here --evicted--> free
+
+Rule 1. What a request was told to be here is held for it until it loads it, or has ended.
+Rule 2. A request asks the tiers for a chunk once. What they did not have it is not asked for again, until it was preempted.
+Rule 3. What does not fit is missing. No request waits for rows that another one holds, or two could wait for each other.
+Rule 4. A row that a worker may be copying when the cache is reset is used again only after ``WITHHELD_STEPS``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import attrs
+
+from backends.abc import EVICTED, Key
+
+if TYPE_CHECKING:
+    from backends.blocks import BlockPool
+
+WITHHELD_STEPS: Final = 16
+"""Steps that a row is withheld after a reset: more than vLLM schedules ahead of its workers, with any depth of a pipeline. The
+workers end what they copy in the first of them."""
+
+
+class Answer(enum.Enum):
+    """Where a chunk is."""
+
+    HERE = "here"
+    """In a row, verified, and held for whoever asked."""
+    COMING = "coming"
+    """On its way into a row."""
+    ASKED = "asked"
+    """Nobody knows yet: the tiers are asked."""
+    MISSING = "missing"
+    """Nowhere, or there is no row for it."""
+
+
+@attrs.define(eq=False)
+class _Request:
+    """What is known of one request."""
+
+    held: dict[Key, int] = attrs.Factory(dict)
+    """Rows that it was told of."""
+    new: list[tuple[int, Key]] = attrs.Factory(list)
+    """Chunks that the tiers are to be asked for, each with its position in the sequence."""
+    asked: set[Key] = attrs.Factory(set)
+    """Chunks that they are being asked for."""
+    missing: set[Key] = attrs.Factory(set)
+    """Chunks that they do not have, or that there was no room for."""
+    fills: int = 0
+    """Fills that are under way for it."""
+    over: bool = False
+    """Whether it has ended, or was preempted."""
+
+
+@attrs.frozen(eq=False)
+class Question:
+    """What the tiers are to be asked for: chunks that follow each other, of which the leading ones are of use."""
+
+    request_id: str
+    request: _Request
+    """Who asks. Another one than that of its id, once that was preempted."""
+    keys: list[Key]
+    """Of the chunks, in order."""
+    generation: int
+    """Of the table, when it was asked."""
+
+
+@attrs.frozen(eq=False)
+class Fill:
+    """Rows to be filled from the tiers."""
+
+    question: Question
+    """For whom."""
+    keys: Sequence[Key]
+    """Of the chunks, in order."""
+    rows: Sequence[int]
+    """One for each."""
+
+
+@attrs.define(eq=False)
+class RowTable:
+    """The rows of one instance's host memory."""
+
+    pool: BlockPool
+    """All rows; those that are here by their keys. The least recently used one makes room."""
+    generation: int = 0
+    """Counts resets."""
+    refused: int = 0
+    """Counts chunks that there was no row for."""
+    _requests: dict[str, _Request] = attrs.Factory(dict)
+    _coming: dict[Key, int] = attrs.Factory(dict)
+    _written: dict[Key, int] = attrs.Factory(dict)
+    _loading: dict[str, dict[Key, int]] = attrs.Factory(dict)
+    _withheld: list[tuple[int, list[int], list[int]]] = attrs.Factory(list)  # until when: staged rows, held rows
+    _steps: int = 0
+
+    # --- what a request can load ----------------------------------------------------------------------------------
+
+    def begin(self, request_id: str) -> None:
+        """A request, new or preempted: nothing is known of it."""
+        self.end(request_id)
+        self._requests[request_id] = _Request()
+
+    def end(self, request_id: str) -> None:
+        """A request is over. What it is loading stays held until that is over, too."""
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            request.over = True
+            self.pool.release(list(request.held.values()))
+
+    def where(self, request_id: str, key: Key, position: int = 0) -> Answer:
+        """Where this chunk is; where that is not known, :meth:`questions` will ask for it.
+
+        ``position`` says where in its sequence it lies.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return Answer.MISSING
+        if key in request.held:
+            return Answer.HERE
+        (row,) = self.pool.upgrade((key,))
+        if row != EVICTED:
+            request.held[key] = row
+            return Answer.HERE
+        if key in self._coming or key in self._written:
+            return Answer.COMING
+        if key in request.missing:
+            return Answer.MISSING
+        if key not in request.asked:
+            request.asked.add(key)
+            request.new.append((position, key))
+        return Answer.ASKED
+
+    def questions(self) -> list[Question]:
+        """What the tiers are to be asked for now.
+
+        A window of a sequence is asked for from its end; then each chunk is a question of its own.
+        """
+        questions: list[Question] = []
+        for request_id, request in self._requests.items():
+            last = None
+            for position, key in request.new:
+                if last is None or position <= last:
+                    questions.append(Question(request_id, request, [], self.generation))
+                questions[-1].keys.append(key)
+                last = position
+            request.new = []
+        return questions
+
+    def found(self, question: Question, found: int) -> Fill | None:
+        """The tiers have so many leading chunks of what they were asked for. Returns what is to be filled, if anything is."""
+        request, keys = question.request, question.keys
+        if request.over:
+            return None
+        request.asked.difference_update(keys)
+        request.missing.update(keys[found:])
+        wanted = [key for key in keys[:found] if not self._known(key)]
+        rows = self._take(wanted)
+        request.missing.update(wanted[len(rows) :])
+        if not rows:
+            return None
+        wanted = wanted[: len(rows)]
+        self._coming.update(zip(wanted, rows, strict=True))
+        request.fills += 1
+        return Fill(question, wanted, rows)
+
+    def filled(self, fill: Fill, loaded: int, *, safe: bool = True) -> None:
+        """A fill is over: so many leading rows hold what they should.
+
+        ``safe``: whether no copy goes on into the others. Where that is not known, these rows are never used again.
+        """
+        request, current = fill.question.request, fill.question.generation == self.generation
+        if not current:
+            loaded = 0
+        held: list[int] = []
+        self.pool.register(fill.keys[:loaded], fill.rows[:loaded], hold=held)
+        if safe:
+            self.pool.give_back(fill.rows[loaded:])
+        if current:
+            for key in fill.keys:
+                self._coming.pop(key, None)
+        request.fills -= 1
+        request.missing.update(fill.keys[loaded:])
+        if not request.over:
+            request.held.update(zip(fill.keys, held, strict=False))
+        else:
+            self.pool.release(held)
+
+    def waits(self) -> bool:
+        """Whether all requests wait for an answer of the tiers, so that nothing else is to be done."""
+        return bool(self._requests) and all(request.asked or request.fills for request in self._requests.values())
+
+    def use(self, keys: Iterable[Key]) -> None:
+        """These are of use, wherever they are loaded from."""
+        self.pool.use(list(self.pool.contains(list(keys))))
+
+    # --- loads ----------------------------------------------------------------------------------------------------
+
+    def load(self, request_id: str, keys: Sequence[Key]) -> list[int]:
+        """The rows of chunks that the request was told to be here. They are held until :meth:`loaded`."""
+        rows = self.pool.upgrade(keys)
+        assert EVICTED not in rows, "a chunk that is not here is to be loaded"
+        self.pool.use(keys)
+        self._loading.setdefault(request_id, {}).update(zip(keys, rows, strict=True))
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.pool.release(list(request.held.values()))
+            request.held.clear()
+        return rows
+
+    def loaded(self, request_id: str, keys: Iterable[Key]) -> None:
+        """A worker has loaded these."""
+        loading = self._loading.get(request_id, {})
+        self.pool.release([loading.pop(key) for key in keys if key in loading])
+        if not loading:
+            self._loading.pop(request_id, None)
+
+    # --- stores ---------------------------------------------------------------------------------------------------
+
+    def take_for_store(self, keys: Sequence[Key]) -> tuple[list[Key], list[int], list[Key]]:
+        """Rows for a worker to write these chunks into.
+
+        Returns:
+            The chunks that have one: those that are not here, nor coming, as far as there is room; their rows; and the chunks
+            that were evicted for them.
+        """
+        wanted = [key for key in dict.fromkeys(keys) if not self._known(key)]
+        evicted: list[Key] = []
+        stop = self.pool.on_evicted(evicted.extend)
+        try:
+            rows = self._take(wanted)
+        finally:
+            stop()
+        self._written.update(zip(wanted, rows, strict=False))
+        return wanted[: len(rows)], rows, evicted
+
+    def stored(self, keys: Iterable[Key], success: bool = True) -> tuple[list[Key], list[int]]:
+        """A worker has written these: they are here. Returns them and their rows, which are held until :meth:`let_go`."""
+        keys = [key for key in keys if key in self._written]
+        rows = [self._written.pop(key) for key in keys]
+        if not success:
+            self.pool.give_back(rows)
+            return [], []
+        held: list[int] = []
+        self.pool.register(keys, rows, hold=held)
+        return keys, held
+
+    def let_go(self, rows: Sequence[int]) -> None:
+        """These have been copied into the tiers, or will not be."""
+        self.pool.release(rows)
+
+    # --- all of it ------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One step of vLLM is planned."""
+        self._steps += 1
+        while self._withheld and self._withheld[0][0] <= self._steps:
+            _, staged, held = self._withheld.pop(0)
+            self.pool.give_back(staged)
+            self.pool.release(held)
+
+    def reset(self) -> None:
+        """Nothing is here any more, and nothing that is coming will be."""
+        self.generation += 1
+        for request_id in list(self._requests):
+            self.begin(request_id)
+        copied = [row for loading in self._loading.values() for row in loading.values()]
+        self._withheld.append((self._steps + WITHHELD_STEPS, list(self._written.values()), copied))
+        self._loading.clear()
+        self._written.clear()
+        self._coming.clear()
+        keys = self.pool.list_keys()
+        self.pool.forget(keys, self.pool.slots(keys))
+
+    def _known(self, key: Key) -> bool:
+        return key in self._coming or key in self._written or bool(self.pool.contains((key,)))
+
+    def _take(self, keys: Sequence[Key]) -> list[int]:
+        """Rows for as many leading ones of these as there is room for."""
+        counted = self.pool.statistics()
+        # Held are also rows that are found no more: then there is room for more than this, and at least for what is free.
+        room = self.pool.free + max(0, counted.registered - counted.held)
+        rows = self.pool.take_evicting(keys[:room]) or []
+        self.refused += len(keys) - len(rows)
+        return rows

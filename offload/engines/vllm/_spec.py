@@ -1,0 +1,239 @@
+"""``OffloadSpec``: our tiers behind vLLM's own OffloadingConnector. Only this module and ``_connector`` import vLLM.
+
+That connector asserts that no transfer fails. So a worker's transfers are copies between its cache and rows of host memory that
+the manager holds: a chunk is a hit only once its bytes lie there, verified. vLLM makes a spec in each of its processes; what
+they share is the arena, which has the name of the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    CanonicalKVCaches,
+    GPULoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadingSpec,
+    OffloadingWorker,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    TransferResult,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from ._arena import Arena
+from ._chunks import ChunkSource
+from ._copies import RowCopies
+from ._manager import HostMemory, open_host_memory
+from ._naming import ChunkNaming
+from ._rows import Answer
+from ._settings import SpecSettings
+
+_log = logging.getLogger("vllm.offload")
+
+_RESULTS: Final = {
+    Answer.HERE: LookupResult.HIT,
+    Answer.COMING: LookupResult.HIT_PENDING,
+    Answer.ASKED: LookupResult.RETRY,
+    Answer.MISSING: LookupResult.MISS,
+}
+
+
+class Rows(BlockIDsLoadStoreSpec):
+    """Rows of host memory, as vLLM carries them from its scheduler to its workers."""
+
+
+class OffloadSpec(OffloadingSpec):
+    """Host memory with any tiers behind it; see docs/how-to/vllm.md."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self._part_bytes: int = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
+        self._row_bytes: int = self._part_bytes * config.parallel.world_size
+        if config.canonical_layout:
+            raise ValueError("OffloadSpec keeps the layout of the workers: canonical_layout must be off")
+        self._settings = SpecSettings.read(config.extra_config, self._row_bytes)
+
+    def get_manager(self) -> OffloadingManager:
+        """What is beside the scheduler."""
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """What is in a worker."""
+        arena = Arena(self.config.engine_id, self._settings.cpu_bytes_to_use // self._row_bytes, self._row_bytes)
+        return RowWorker(arena, self._part_bytes, kv_caches, self.config)
+
+    @cached_property
+    def _manager(self) -> HostManager:
+        memory = open_host_memory(self.config.engine_id, self._row_bytes, self._naming, self._settings)
+        return HostManager(memory, self.config)
+
+    @property
+    def _naming(self) -> ChunkNaming:
+        config, parallel = self.config, self.config.parallel
+        ranks = f"{parallel.tp_size}x{parallel.pp_size}x{parallel.pcp_size}x{parallel.dcp_size}"
+        groups = ";".join(f"{group.tokens_per_block}:{','.join(group.layer_names)}" for group in config.groups)
+        return ChunkNaming(
+            model=config.model.name,
+            dtype=config.model.dtype,
+            layout=f"rows/{config.kv_cache_layout}/{ranks}/{config.cache.blocks_per_chunk}x{self._part_bytes}/{groups}",
+            tenant=self._settings.tenant,
+        )
+
+
+class HostManager(OffloadingManager):
+    """vLLM's manager, over the rows of host memory."""
+
+    def __init__(self, memory: HostMemory, config: OffloadingConfig) -> None:
+        self.memory = memory
+        self._events: list[OffloadingEvent] = []
+        if config.enable_kv_cache_events:
+            memory.table.pool.watch_keys(self)
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """A request has come."""
+        self.memory.begin(req_context.req_id)
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        """A request is over."""
+        self.memory.end(req_context.req_id)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """A step is planned."""
+        self.memory.arena.unlink()  # the workers have opened it
+        self.memory.planned(context.preempted_req_ids)
+
+    # --- what is there --------------------------------------------------------------------------------------------
+
+    def lookup(self, key: Any, req_context: ReqContext) -> LookupResult:
+        """Where a chunk is. A hit stays one until it is loaded, or the request has ended."""
+        position = req_context.get_offload_key_position(key) or 0
+        return _RESULTS[self.memory.where(req_context.req_id, bytes(key), position)]
+
+    def prepare_load(self, keys: Collection[Any], req_context: ReqContext) -> Rows:
+        """The rows of hits."""
+        return Rows(self.memory.load(req_context.req_id, [bytes(key) for key in keys]))
+
+    def complete_load(self, keys: Collection[Any], req_context: ReqContext) -> None:
+        """The workers have loaded these."""
+        self.memory.loaded(req_context.req_id, map(bytes, keys))
+
+    def touch(self, keys: Collection[Any], req_context: ReqContext) -> None:
+        """These are of use."""
+        self.memory.table.use(map(bytes, keys))
+
+    # --- stores ---------------------------------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Collection[Any], req_context: ReqContext) -> PrepareStoreOutput | None:
+        """Rows for chunks that are not there yet, as far as there is room."""
+        taken = self.memory.take_for_store([bytes(key) for key in keys])
+        if taken is None:
+            return None
+        stored, rows, evicted = taken
+        return PrepareStoreOutput(keys_to_store=stored, store_spec=Rows(rows), evicted_keys=evicted)
+
+    def complete_store(self, keys: Collection[Any], req_context: ReqContext, success: bool = True) -> None:
+        """The workers have written these."""
+        self.memory.stored(map(bytes, keys), success=success)
+
+    # --- the rest -------------------------------------------------------------------------------------------------
+
+    def stored(self, keys: Any) -> None:
+        """Of a watcher of keys: these lie in rows from now on."""
+        self._events.append(OffloadingEvent(list(keys), Medium.CPU, removed=False))
+
+    def removed(self, keys: Any) -> None:
+        """Of a watcher of keys: these do not any more."""
+        self._events.append(OffloadingEvent(list(keys), Medium.CPU, removed=True))
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What came into host memory and went since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def reset_cache(self) -> None:
+        """Whatever was stored until now is not found any more by this instance."""
+        self.memory.reset()
+
+    def shutdown(self) -> None:
+        """Let what is being stored arrive, and close what was opened."""
+        self.memory.close()
+        _log.info("offload, host memory: %s", self.memory.counts)
+
+
+class RowWorker(OffloadingWorker):
+    """vLLM's worker, over its part of the rows."""
+
+    def __init__(self, arena: Arena, part_bytes: int, kv_caches: CanonicalKVCaches, config: OffloadingConfig) -> None:
+        groups = [
+            ChunkSource(
+                {str(at): kv_caches.tensors[at].tensor for at in sorted({ref.tensor_idx for ref in refs})},
+                kv_caches.tensors[0].tensor.shape[0],
+                config.cache.blocks_per_chunk,
+            )
+            for refs in kv_caches.group_data_refs
+        ]
+        widest = max(group.block_bytes for group in groups)
+        if widest > part_bytes:
+            raise ValueError(f"a chunk of this worker has {widest} bytes, where the scheduler expects {part_bytes}")
+        on_device = kv_caches.tensors[0].tensor.device.type == "cuda"
+        self._arena = arena
+        offset = config.parallel.rank * part_bytes
+        self._copies = RowCopies(arena, offset, groups, _started_on_device if on_device else lambda: _nothing)
+
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any, **more: Any) -> bool:
+        """Begin to copy blocks into rows."""
+        rows = dst_spec.block_ids.tolist()
+        self._copies.store(job_id, src_spec.block_ids.tolist(), src_spec.group_sizes, src_spec.block_indices, rows)
+        return True
+
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec, **more: Any) -> bool:
+        """Begin to copy rows into blocks."""
+        rows = src_spec.block_ids.tolist()
+        self._copies.load(job_id, dst_spec.block_ids.tolist(), dst_spec.group_sizes, dst_spec.block_indices, rows)
+        return True
+
+    def get_finished(self) -> list[TransferResult]:
+        """The copies that are over."""
+        # Without a forward pass vLLM would turn round at once, and take the interpreter from the threads that copy.
+        idle = is_forward_context_available() and get_forward_context().attn_metadata is None
+        results = []
+        for copied in self._copies.finished(idle=idle):
+            if copied.error is not None:
+                _log.error("copy %d between host memory and the cache has failed: %r", copied.job_id, copied.error)
+            results.append(TransferResult(copied.job_id, copied.error is None, copied.nbytes, copied.seconds))
+        return results
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Wait until these copies are over."""
+        self._copies.wait(job_ids)
+
+    def shutdown(self) -> None:
+        """End what is under way."""
+        self._copies.close()
+        self._arena.unlink()
+
+
+def _started_on_device() -> Callable[[], None]:
+    """Returns what waits until everything that was started on the device until now is over."""
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+    event.record()
+    return lambda: event.synchronize()
+
+
+def _nothing() -> None:
+    """Nothing is to be waited for: on a CPU a forward pass is over when it returns."""

@@ -1,0 +1,210 @@
+"""Host memory with tiers behind it, driven as vLLM's own offloading drives it, without vLLM."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.engines.vllm._manager import HostMemory, open_host_memory
+from offload.engines.vllm._naming import ChunkNaming
+from offload.engines.vllm._rows import Answer
+from offload.engines.vllm._settings import SpecSettings
+
+ROW = 4096
+NAMING = ChunkNaming("model", "float32", "rows")
+KEYS = [f"key-{at}".encode() for at in range(16)]
+SOON = 10.0
+NAMES = iter(range(1_000_000))
+
+
+def disk(path: Path) -> dict[str, Any]:
+    return {"tiers": {"disk": {"type": "file", "directory": str(path / "kv"), "capacity_bytes": "4 MiB"}}}
+
+
+@contextmanager
+def opened(engine: dict[str, Any], rows: int = 8, **more: Any) -> Iterator[HostMemory]:
+    table = {"cpu_bytes_to_use": rows * ROW, "offload": {"engine": engine, **more}}
+    memory = open_host_memory(f"test-{os.getpid()}-{next(NAMES)}", ROW, NAMING, SpecSettings.read(table, ROW))
+    try:
+        yield memory
+    finally:
+        memory.close()
+
+
+def bytes_of(key: bytes) -> bytes:
+    return (key * ROW)[:ROW]
+
+
+def write(memory: HostMemory, keys: list[bytes]) -> None:
+    """As a worker does."""
+    taken = memory.take_for_store(keys)
+    assert taken is not None and taken[0] == keys
+    for key, page in zip(keys, memory.arena.pages(taken[1]), strict=True):
+        page[:] = bytes_of(key)
+    memory.stored(keys)
+    memory.engine.drain(SOON)
+    memory.planned(())
+
+
+def ask(memory: HostMemory, request: str, keys: list[bytes]) -> list[Answer]:
+    """Ask, one step after the other, until all is known."""
+    deadline = time.monotonic() + SOON
+    while time.monotonic() < deadline:
+        answers = [memory.where(request, key, at) for at, key in enumerate(keys)]
+        if {Answer.ASKED, Answer.COMING}.isdisjoint(answers):
+            return answers
+        memory.planned(())
+    raise AssertionError(answers)
+
+
+def load(memory: HostMemory, request: str, keys: list[bytes]) -> list[bytes]:
+    """As a worker does."""
+    got = [bytes(page) for page in memory.arena.pages(memory.load(request, keys))]
+    memory.loaded(request, keys)
+    return got
+
+
+def nothing_is_held(memory: HostMemory) -> bool:
+    memory.planned(())
+    return memory.table.pool.statistics().held == 0 and memory.engine.statistics().unreleased_hits == 0
+
+
+def test_what_one_instance_has_written_another_one_loads(tmp_path: Path):
+    with opened(disk(tmp_path)) as first:
+        first.begin("a")
+        write(first, KEYS[:4])
+        assert first.counts.snapshot()["chunks stored"] == 4
+    with opened(disk(tmp_path)) as second:
+        second.begin("b")
+        assert ask(second, "b", KEYS[:6]) == [Answer.HERE] * 4 + [Answer.MISSING] * 2
+        assert load(second, "b", KEYS[:4]) == list(map(bytes_of, KEYS[:4]))
+        second.end("b")
+        assert nothing_is_held(second)
+
+
+def test_what_was_evicted_from_host_memory_comes_back_from_a_tier(tmp_path: Path):
+    with opened(disk(tmp_path), rows=2) as memory:
+        for at in range(0, 6, 2):
+            write(memory, KEYS[at : at + 2])
+        memory.begin("r")
+        assert ask(memory, "r", KEYS[:2]) == [Answer.HERE] * 2
+        assert load(memory, "r", KEYS[:2]) == list(map(bytes_of, KEYS[:2]))
+
+
+def test_what_does_not_fit_host_memory_is_loaded_as_far_as_it_does(tmp_path: Path):
+    with opened(disk(tmp_path)) as first:
+        write(first, KEYS[:6])
+    with opened(disk(tmp_path), rows=4) as memory:
+        memory.begin("r")
+        assert ask(memory, "r", KEYS[:6]) == [Answer.HERE] * 4 + [Answer.MISSING] * 2
+        assert load(memory, "r", KEYS[:4]) == list(map(bytes_of, KEYS[:4]))
+        assert memory.counts.snapshot()["chunks found, for which host memory has no room"] == 2
+
+
+def test_a_damaged_chunk_is_never_a_hit(tmp_path: Path):
+    with opened(disk(tmp_path)) as first:
+        write(first, KEYS[:4])
+    for path in (tmp_path / "kv").rglob("*"):
+        if path.is_file() and bytes_of(KEYS[2])[:64] in path.read_bytes():
+            path.write_bytes(path.read_bytes().replace(bytes_of(KEYS[2])[:64], bytes(64)))
+    with opened(disk(tmp_path)) as memory:
+        memory.begin("r")
+        assert ask(memory, "r", KEYS[:4]) == [Answer.HERE] * 2 + [Answer.MISSING] * 2
+        assert memory.counts.snapshot()["chunks found, and not loaded"] == 2
+        write(memory, KEYS[2:4])  # vLLM has computed it, and stores it anew
+        assert load(memory, "r", KEYS[:2]) == list(map(bytes_of, KEYS[:2]))
+
+
+def test_a_tier_that_is_not_there_is_named_and_a_miss(tmp_path: Path):
+    away = {"tiers": {"maru": {"type": "maru", "server_url": f"ipc://{tmp_path}/none.sock", "pool_size": "1M"}}}
+    with opened(away, lookup_timeout=0.2) as memory:
+        memory.begin("r")
+        assert ask(memory, "r", KEYS[:2]) == [Answer.MISSING] * 2
+        assert memory.counts.snapshot()["lookups without maru, which is unavailable"] == 1
+
+
+def test_a_request_that_ends_while_it_is_asked_for_leaves_nothing_behind(tmp_path: Path):
+    with opened(disk(tmp_path)) as first:
+        write(first, KEYS[:4])
+    with opened(disk(tmp_path)) as memory:
+        for steps in range(8):
+            memory.begin("r")
+            for _ in range(steps):
+                [memory.where("r", key, at) for at, key in enumerate(KEYS[:4])]
+                memory.planned(("r",) if steps % 3 == 2 else ())
+            memory.end("r")
+        memory.engine.drain(SOON)
+        assert nothing_is_held(memory)
+
+
+def test_a_reset_finds_nothing_that_was_stored_before_and_what_is_stored_then(tmp_path: Path):
+    with opened(disk(tmp_path), rows=32) as memory:
+        write(memory, KEYS[:4])
+        memory.reset()
+        memory.begin("r")
+        assert ask(memory, "r", KEYS[:4]) == [Answer.MISSING] * 4
+        write(memory, KEYS[:2])
+        memory.begin("r")
+        assert ask(memory, "r", KEYS[:2]) == [Answer.HERE] * 2
+    with opened(disk(tmp_path)) as other:
+        other.begin("r")
+        assert ask(other, "r", KEYS[:4]) == [Answer.HERE] * 4, "what others have stored is theirs"
+
+
+def test_an_instance_is_not_stopped_by_an_engine_that_is_closed(tmp_path: Path):
+    with opened(disk(tmp_path)) as memory:
+        memory.engine.close()
+        memory.begin("r")
+        assert ask(memory, "r", KEYS[:2]) == [Answer.MISSING] * 2
+        taken = memory.take_for_store(KEYS[:2])
+        assert taken is not None
+        memory.stored(KEYS[:2])
+        assert memory.counts.snapshot()["chunks not stored"] == 2
+        assert ask(memory, "r", KEYS[:2]) == [Answer.HERE] * 2
+
+
+def test_all_processes_of_an_instance_have_one_arena_and_it_stays_nowhere(tmp_path: Path):
+    with opened(disk(tmp_path)) as memory:
+        name = f"test-{os.getpid()}-{next(NAMES) - 1}"
+        other = type(memory.arena)(name, memory.arena.n, ROW)
+        memory.arena.pages([3])[0][:] = b"\1" * ROW
+        assert bytes(other.pages([3], 8, 16)[0]) == b"\1" * 16
+        with pytest.raises(ValueError, match="has another size"):
+            type(memory.arena)(name, memory.arena.n + 1, ROW)
+        memory.arena.unlink()
+        apart = type(memory.arena)(name, memory.arena.n, ROW)
+        assert bytes(apart.pages([3])[0]) == bytes(ROW)
+        apart.unlink()
+    assert not any(name in str(path) for path in Path(f"/dev/shm/offload-{os.geteuid()}").iterdir())
+
+
+def test_the_link_of_an_instance_that_died_while_it_started_is_not_followed():
+    name = f"test-{os.getpid()}-{next(NAMES)}"
+    with opened({"tiers": {"host": {"type": "memory", "capacity_bytes": "1 MiB"}}}) as memory:
+        kind = type(memory.arena)
+    links = Path(f"/dev/shm/offload-{os.geteuid()}")
+    for target in ("/proc/999999999/fd/3", "/proc/self/fd/0"):
+        (links / name).symlink_to(target)
+        arena = kind(name, 2, ROW)
+        arena.pages([1])[0][:] = b"\1" * ROW
+        arena.unlink()
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"cpu_bytes_to_use": ROW}, "must name tiers"),
+        ({"offload": {"engine": {"tiers": {"a": {"type": "memory"}}}}}, "must hold a chunk of 4096 bytes"),
+        ({"offload": {"chunk_tokens": 3}}, "chunk_tokens"),
+        ({"offload": 3}, "must be a table"),
+    ],
+)
+def test_what_cannot_be_is_said(table: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        SpecSettings.read({"spec_name": "OffloadSpec", "block_size": 64, **table}, ROW)
