@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, TypeVarTup
 import attrs
 
 from backends.abc import Blocks, Deletion, Destination, Key, Source, check_keys
+from maru.kv_events import KeyBook, KeyWatcher
 
 from .._config import BreakerConfig, PipelineConfig
 from .._engine import Chain, EngineConfig, EngineStatistics, LoadResult, OnEnterFailure, OnLoadFailure, Route, TierLike
@@ -368,6 +369,23 @@ class Engine:
         options = {"naming": naming, "others": others, "tenant": tenant, "operator": operator}
         return self._ask(self._explain, what, options, timeout=timeout)
 
+    def watch_keys(self, watcher_of: Callable[[str], KeyWatcher[Key]], timeout: float | None = None) -> list[str]:
+        """Have what the tiers hold told, and every change from now on, by those that keep a book of keys.
+
+        Watchers are called in the engine's thread, until it closes; first each is told what its tier holds.
+
+        Args:
+            watcher_of: makes the watcher of a tier, by its name; see :class:`maru.kv_events.KeyBook`.
+            timeout: how long to wait, in seconds.
+
+        Returns:
+            The names of the tiers that tell.
+
+        Raises:
+            WaitTimeout: it may have begun, or not.
+        """
+        return self.call(self._watch_keys, watcher_of, timeout=timeout)
+
     def call(self, function: Callable[[*Ts], T], *args: *Ts, timeout: float | None = None) -> T:
         """Call a synchronous function in the engine's thread, and return what it returns.
 
@@ -410,6 +428,16 @@ class Engine:
         return worker.wait_for(call, timeout, after_stores=after_stores)
 
     # On the trio thread:
+
+    def _watch_keys(self, watcher_of: Callable[[str], KeyWatcher[Key]]) -> list[str]:
+        watched = []
+        for name, tier in self._worker.engine.tiers.items():
+            if isinstance(tier, KeyBook):
+                watcher = watcher_of(name)
+                watcher.stored(tier.list_keys())
+                tier.watch_keys(watcher)
+                watched.append(name)
+        return watched
 
     async def _explain(self, what: Key | Sequence[Key] | Sequence[int], options: Mapping[str, Any]) -> Explanation:
         return await self._worker.engine.explain(what, **options)

@@ -9,23 +9,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 import torch
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from ... import from_thread
 from ..._errors import OffloadError
 from ...abc import PreconditionLike
 from ...preconditions import NO_WAIT
 from ._chunks import ChunkSource, NoChunks, layout_of_caches
+from ._key_events import KeyEvent, KeyEvents
 from ._naming import ChunkNaming
 from ._plans import StepPlan
 from ._requests import RequestTable
@@ -80,6 +84,7 @@ class OffloadConnector(KVConnectorBase_V1):
         self._reader: from_thread.Engine | None = None
         self._worker: WorkerHalf | None = None
         self._facts: WorkerFacts | None = None
+        self._events: KeyEvents | None = None
         if role is KVConnectorRole.SCHEDULER and self._kv_transfer_config.kv_load_failure_policy != "recompute":
             # A cache that cannot bring a block is a miss. vLLM's default, which suits the hand-over between prefill and decode,
             # would end the request with an error.
@@ -99,6 +104,7 @@ class OffloadConnector(KVConnectorBase_V1):
         source = ChunkSource(kv_caches, n_blocks, self._settings.chunk_tokens // self._block_size)
         naming = self._naming(layout_of_caches(kv_caches, n_blocks, self._settings.chunk_tokens))
         engine = from_thread.open_engine(source, self._settings.engine_config(), when_full="drop").start()
+        events = self._watched(engine)
         on_device = next(iter(kv_caches.values())).device.type == "cuda"
         self._worker = WorkerHalf(
             engine,
@@ -108,10 +114,23 @@ class OffloadConnector(KVConnectorBase_V1):
             load_timeout=self._settings.load_timeout,
             computed=_forward_pass if on_device else lambda: NO_WAIT,
             tenant=self._settings.tenant,
+            events=events,
         )
         name = f"{self._kv_transfer_config.engine_id}/{naming.rank}"
         _WORKERS[name] = self._worker
         self._facts = WorkerFacts(naming, source.block_bytes, os.getpid(), name)
+
+    def _watched(self, engine: from_thread.Engine) -> KeyEvents | None:
+        """What becomes of the keys in the tiers, where vLLM is to tell it."""
+        config = self._vllm_config.kv_events_config
+        if config is None or not config.enable_kv_cache_events:
+            return None
+        events = KeyEvents(threading.Lock())
+        told = engine.watch_keys(events.watcher)
+        untold = sorted(set(self._settings.engine["tiers"]) - set(told))
+        if untold:
+            _log.info("KV events tell of %s; not of %s, which keep no book of keys", told or "no tier", untold)
+        return events
 
     def _naming(self, layout: str) -> ChunkNaming:
         model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
@@ -172,7 +191,7 @@ class OffloadConnector(KVConnectorBase_V1):
         workers = [facts for _, facts in sorted(metadata.items())]
         first = workers[0]
         if first.process == os.getpid():
-            engine = _WORKERS[first.name].engine
+            engine, self._events = _WORKERS[first.name].engine, _WORKERS[first.name].events
         else:
             source: Any = NoChunks(first.chunk_bytes)
             engine = self._reader = from_thread.open_engine(source, self._settings.reader_config()).start()
@@ -228,7 +247,27 @@ class OffloadConnector(KVConnectorBase_V1):
         if self._scheduler is None:
             return False
         self._scheduler.reset()
+        if self._events is not None:
+            self._events.reset()
         return True
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What came into the tiers of the worker in this process, and went, since the last call."""
+        return [] if self._events is None else [self._event(one) for one in self._events.take()]
+
+    def _event(self, event: KeyEvent) -> KVCacheEvent:
+        hashes = [maybe_convert_block_hash(one) for one in event.hashes]
+        if not event.stored:
+            return BlockRemoved(block_hashes=hashes, medium=event.medium)
+        return BlockStored(
+            block_hashes=hashes,
+            parent_block_hash=None,
+            token_ids=[],
+            block_size=self._settings.chunk_tokens,
+            lora_id=None,
+            medium=event.medium,
+            lora_name=None,
+        )
 
     # --- both -----------------------------------------------------------------------------------------------------
 

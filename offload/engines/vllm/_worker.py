@@ -24,6 +24,7 @@ from ...abc import PreconditionLike
 from ...preconditions import NO_WAIT
 from .._faults import FaultLog
 from ._chunks import ChunkSource
+from ._key_events import KeyEvents
 from ._naming import ChunkNaming
 from ._plans import LoadPlan, StepPlan, StorePlan
 from ._scheduler import IDLE_WAIT
@@ -63,6 +64,7 @@ class WorkerHalf:
         computed: gives what must hold before the blocks of a forward pass may be read, once that was started: an event of CUDA.
             By default the pass is over when vLLM says so.
         tenant: who may find it.
+        events: is told which hashes the keys of tiers stand for.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class WorkerHalf:
         load_timeout: float,
         computed: Callable[[], PreconditionLike] = lambda: NO_WAIT,
         tenant: str = "",
+        events: KeyEvents | None = None,
     ) -> None:
         self.counts: FaultLog = FaultLog("worker", _log)
         self.engine: from_thread.Engine = engine
@@ -83,6 +86,7 @@ class WorkerHalf:
         self._lookup_timeout, self._load_timeout = lookup_timeout, load_timeout
         self._computed = computed
         self._tenant = tenant
+        self.events: KeyEvents | None = events
         self._loads: dict[str, _Load] = {}
         self._arrived: queue.SimpleQueue[tuple[str, int]] = (
             queue.SimpleQueue()
@@ -128,6 +132,8 @@ class WorkerHalf:
         for one in plan.loads:
             load = self._loads[one.request_id] = _Load(one)
             keys = self._naming.keys(one.hashes, plan.generation)
+            if self.events is not None:
+                self.events.found(keys, one.hashes)
             try:
                 load.future = self.engine.begin_lookup(keys, tenant=self._tenant, timeout=self._lookup_timeout)
             except OffloadError as error:
@@ -214,11 +220,13 @@ class WorkerHalf:
     def _store(self, plan: StorePlan, computed: PreconditionLike, generation: str) -> None:
         keys = self._naming.keys(plan.hashes, generation)
         chunks = self._source.chunks(keys, plan.blocks, plan.first)
+        if self.events is not None:
+            self.events.storing(keys, plan.hashes)
         token = self._tokens.setdefault(plan.request_id, from_thread.CancellationToken())
         try:
             future = self.engine.store(chunks, computed, tenant=self._tenant, cancel_token=token)
         except OffloadError as error:
-            self._source.forget(chunks.refs or ())
+            self._forget(chunks)
             self.counts.trouble("chunks not stored", error, len(chunks))
             return
         self.counts.add("chunks offered", len(chunks))
@@ -228,7 +236,7 @@ class WorkerHalf:
     def _stored(self, chunks: ExternalBlocks, future: from_thread.StoreFuture) -> None:
         """In the engine's thread, or where it was over at once: a store has ended."""
         result = future.result(0)
-        self._source.forget(chunks.refs or ())
+        self._forget(chunks)
         self._stores.pop(future, None)
         self.counts.add("chunks stored", len(result.completed))
         if future.dropped:
@@ -236,6 +244,11 @@ class WorkerHalf:
         elif result.status is Status.FAILED:
             why = result.error or next(iter(result.failed.values()), "?")
             self.counts.trouble("chunks not stored", why, len(chunks) - len(result.completed))
+
+    def _forget(self, chunks: ExternalBlocks) -> None:
+        self._source.forget(chunks.refs or ())
+        if self.events is not None:
+            self.events.settled(chunks.keys)
 
     def finished(self, finished: frozenset[str]) -> None:
         """These requests are over: nothing more is stored of them. What is under way goes on."""

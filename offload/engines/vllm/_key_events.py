@@ -1,0 +1,133 @@
+"""What routers are told of the tiers of an instance: which of vLLM's blocks came into which tier, and went. Pure.
+
+The keys of a tier say more than vLLM's hashes, and routers know only these. So a key is told where its hash is known: once the
+chunk was stored or loaded by this instance. What a tier held from an earlier run is told when somebody loads it.
+
+Rule 1. A removal is told exactly where the arrival was.
+Rule 2. Nothing is remembered of a key that no tier holds, once its store has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import attrs
+
+from backends.abc import Key
+
+
+@attrs.frozen
+class KeyEvent:
+    """Chunks came into a tier, or went."""
+
+    medium: str
+    """The name of the tier."""
+    hashes: list[bytes]
+    """vLLM's hash of the last block of each chunk, which covers all tokens before it."""
+    stored: bool
+    """Whether they came."""
+
+
+@attrs.define(eq=False)
+class KeyEvents:
+    """What is told of one worker's chunks. Tiers are watched in the engine's thread, the rest is vLLM's."""
+
+    _lock: AbstractContextManager[object]
+    """Held for each call."""
+    _media: dict[Key, set[str]] = attrs.Factory(dict)  # what tiers hold
+    _hashes: dict[Key, bytes] = attrs.Factory(dict)  # of keys that are told, or will be when they arrive
+    _events: list[KeyEvent] = attrs.Factory(list)
+
+    # --- what tiers tell ------------------------------------------------------------------------------------------
+
+    def watcher(self, medium: str) -> TierWatcher:
+        """What a tier of this name tells: a :class:`maru.kv_events.KeyWatcher`."""
+        return TierWatcher(self, medium)
+
+    def came(self, medium: str, keys: Sequence[Key]) -> None:
+        """These can be found there from now on."""
+        with self._lock:
+            for key in keys:
+                self._media.setdefault(key, set()).add(medium)
+            self._tell(medium, keys, stored=True)
+
+    def went(self, medium: str, keys: Sequence[Key]) -> None:
+        """These cannot be found there any more."""
+        with self._lock:
+            self._tell(medium, keys, stored=False)
+            for key in keys:
+                media = self._media.get(key, set())
+                media.discard(medium)
+                if not media:
+                    self._media.pop(key, None)
+                    self._hashes.pop(key, None)
+
+    # --- what vLLM does -------------------------------------------------------------------------------------------
+
+    def storing(self, keys: Sequence[Key], hashes: Sequence[bytes]) -> None:
+        """These are being stored, until :meth:`settled`."""
+        with self._lock:
+            self._name(keys, hashes)
+
+    def settled(self, keys: Sequence[Key]) -> None:
+        """A store has ended."""
+        with self._lock:
+            for key in keys:
+                if key not in self._media:
+                    self._hashes.pop(key, None)
+
+    def found(self, keys: Sequence[Key], hashes: Sequence[bytes]) -> None:
+        """These are being loaded."""
+        with self._lock:
+            there = [at for at, key in enumerate(keys) if key in self._media]
+            self._name([keys[at] for at in there], [hashes[at] for at in there])
+
+    def reset(self) -> None:
+        """This instance finds none of them any more."""
+        with self._lock:
+            for key in list(self._hashes):
+                for medium in sorted(self._media.get(key, ())):
+                    self._tell(medium, [key], stored=False)
+            self._hashes.clear()
+
+    def take(self) -> list[KeyEvent]:
+        """What happened since the last call, in order."""
+        with self._lock:
+            events, self._events = self._events, []
+            return events
+
+    # --- below ----------------------------------------------------------------------------------------------------
+
+    def _name(self, keys: Sequence[Key], hashes: Sequence[bytes]) -> None:
+        for key, one in zip(keys, hashes, strict=True):
+            if key not in self._hashes:
+                self._hashes[key] = one
+                for medium in sorted(self._media.get(key, ())):
+                    self._tell(medium, [key], stored=True)
+
+    def _tell(self, medium: str, keys: Sequence[Key], *, stored: bool) -> None:
+        hashes = [self._hashes[key] for key in keys if key in self._hashes]
+        if not hashes:
+            return
+        last = self._events[-1] if self._events else None
+        if last is not None and (last.medium, last.stored) == (medium, stored):
+            last.hashes.extend(hashes)
+        else:
+            self._events.append(KeyEvent(medium, hashes, stored))
+
+
+@attrs.frozen(eq=False)
+class TierWatcher:
+    """Watches one tier."""
+
+    _events: KeyEvents
+    _medium: str
+
+    def stored(self, keys: Sequence[Key]) -> None:
+        """These can be found from now on."""
+        self._events.came(self._medium, keys)
+
+    def removed(self, keys: Sequence[Key]) -> None:
+        """These cannot be found any more."""
+        self._events.went(self._medium, keys)
