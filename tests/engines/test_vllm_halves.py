@@ -276,6 +276,35 @@ def test_a_forward_pass_waits_for_a_copy_that_reads_its_blocks():
         vllm.worker.engine.drain()
 
 
+def test_before_the_cache_goes_to_sleep_the_copies_that_read_it_are_waited_for():
+    tier = Gated()
+    instrument, copying = began()
+    gate = tier.faults.gate = trio.Event()
+    with instance(tier, instruments=[instrument]) as vllm:
+        vllm.matched("p", 256)
+        vllm.scheduler.allocated("p", blocks_from(0), 0)
+        vllm.compute("p", 256, blocks_from(0))
+        assert copying.wait(SOON)
+        asleep = threading.Event()
+
+        def sleep() -> None:
+            vllm.worker.leave_cache()
+            vllm.cache.zero_()
+            asleep.set()
+
+        thread = threading.Thread(target=sleep)
+        thread.start()
+        assert not asleep.wait(0.1)
+        vllm.worker.engine.call(gate.set)
+        assert asleep.wait(SOON)
+        thread.join(SOON)
+        assert not vllm.worker._stores
+        tier.faults.gate = None
+        stored(vllm, "q", blocks=blocks_from(20))
+        assert vllm.load("q", 256, blocks_from(40), name="awake") == 192
+        vllm.assert_content("q", blocks_from(40), 192)
+
+
 def test_a_store_that_was_not_copied_yet_is_cancelled_where_its_blocks_are_given_out():
     with instance(memory(), computed=from_thread.Event) as vllm:
         vllm.matched("p", 256)

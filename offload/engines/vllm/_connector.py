@@ -72,7 +72,8 @@ class OffloadConnector(KVConnectorBase_V1):
         groups = kv_cache_config.kv_cache_groups
         if len(groups) != 1:
             raise ValueError(
-                f"{type(self).__name__} knows models with one group of KV caches, and this one has {len(groups)}"
+                f"{type(self).__name__} knows models with one group of KV caches, and this one has {len(groups)}: use "
+                "vLLM's OffloadingConnector with OffloadSpec"
             )
         (group,) = groups
         self._block_size: int = group.kv_cache_spec.block_size
@@ -95,6 +96,11 @@ class OffloadConnector(KVConnectorBase_V1):
     def requires_kv_delivery(self) -> bool:
         """A store that is dropped is a later miss."""
         return False
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Yes: before the cache goes, what is being stored of it is ended. Asked from vLLM 0.33 on."""
+        return True
 
     # --- the worker's half ----------------------------------------------------------------------------------------
 
@@ -119,6 +125,14 @@ class OffloadConnector(KVConnectorBase_V1):
         name = f"{self._kv_transfer_config.engine_id}/{naming.rank}"
         _WORKERS[name] = self._worker
         self._facts = WorkerFacts(naming, source.block_bytes, os.getpid(), name)
+
+    def unregister_kv_caches(self) -> None:
+        """Before sleep, from vLLM 0.33 on: nothing reads the cache any more. Idempotent."""
+        if self._worker is not None:
+            self._worker.leave_cache()
+
+    def restore_kv_caches(self) -> None:
+        """Behind sleep: the cache is at the same addresses, and vLLM has forgotten what was in it."""
 
     def _watched(self, engine: from_thread.Engine) -> KeyEvents | None:
         """What becomes of the keys in the tiers, where vLLM is to tell it."""

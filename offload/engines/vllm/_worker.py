@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -105,11 +105,20 @@ class WorkerHalf:
             if token is not None:
                 token.request_cancel()
         touched = [store for store in list(self._stores.values()) if not plan.overwritten.isdisjoint(store.blocks)]
-        for store in touched:
-            store.future.request_cancel()
-        for store in touched:
-            self._wait_for_the_end(store)
+        self._end_stores(touched)
         self.counts.add("stores cancelled, since their blocks are given out anew", len(touched))
+
+    def leave_cache(self) -> None:
+        """See to it that nothing reads vLLM's cache any more: its memory is about to go. Later stores and loads are as ever."""
+        stores = list(self._stores.values())
+        self._end_stores(stores)
+        self.counts.add("stores cancelled, since the cache goes to sleep", len(stores))
+
+    def _end_stores(self, stores: Sequence[_Store]) -> None:
+        for store in stores:
+            store.future.request_cancel()
+        for store in stores:
+            self._wait_for_the_end(store)
 
     def _wait_for_the_end(self, store: _Store) -> None:
         """Wait until nothing reads the blocks. The engine bounds a copy; where its thread hangs, offloading ends here."""

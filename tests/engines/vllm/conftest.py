@@ -27,3 +27,11 @@ def server() -> Iterator[Server]:
         served = Server(Path(directory) / "pool")
         yield served
         served.kill()
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint with two groups of KV caches."""
+    path = str(tmp_path_factory.mktemp("model") / "gemma")
+    run({"checkpoint": path, "hybrid": True})
+    return path

@@ -21,32 +21,39 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def make_checkpoint(path: str, layers: int = 2) -> None:
-    """A small Llama with random weights: enough for outputs that depend on every token, which dummy weights do not give."""
+def make_checkpoint(path: str, *, hybrid: bool = False) -> None:
+    """A small Llama with random weights: enough for outputs that depend on every token, which dummy weights do not give.
+
+    ``hybrid``: a Gemma 3, every other layer of which sees 128 tokens, so that there are two groups of KV caches.
+    """
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=8192,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(path)
+    size: dict[str, Any] = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if hybrid:
+        kinds = ["sliding_attention", "full_attention"] * 2
+        text = Gemma3TextConfig(**size, num_hidden_layers=4, layer_types=kinds, sliding_window=128, head_dim=32)
+        Gemma3ForCausalLM(text).to(torch.float32).save_pretrained(path)
+    else:
+        LlamaForCausalLM(LlamaConfig(**size, num_hidden_layers=2)).to(torch.float32).save_pretrained(path)
 
 
 def main() -> None:
     said = json.loads(sys.stdin.read())
     if "checkpoint" in said:
         if not (Path(said["checkpoint"]) / "config.json").exists():
-            make_checkpoint(said["checkpoint"])
+            make_checkpoint(said["checkpoint"], hybrid=said.get("hybrid", False))
         print(json.dumps({"made": said["checkpoint"]}))
         return
     print(json.dumps(run(said)), flush=True)
@@ -162,6 +169,19 @@ def reset(engine: Any, step: dict[str, Any]) -> Any:
     return engine.reset_prefix_cache(reset_connector=bool(step.get("connector")))
 
 
+def sleep(engine: Any, step: dict[str, Any]) -> Any:
+    """What vLLM 0.33 does around sleep, where the platform refuses it: the cache loses what is in it."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    connector.unregister_kv_caches()
+    for cache in core_of(engine).model_executor.driver_worker.worker.model_runner.kv_caches:
+        cache.zero_()
+    answer = engine.reset_prefix_cache()
+    connector.restore_kv_caches()
+    return answer
+
+
 def wait_for_file(engine: Any, step: dict[str, Any]) -> Any:
     """Say so, and wait until the test has done something to the world."""
     Path(step["tell"]).touch()
@@ -189,7 +209,7 @@ def abort(engine: Any, step: dict[str, Any]) -> Any:
     return ended
 
 
-STEPS = {"generate": generate, "settle": settle, "reset": reset, "wait": wait_for_file, "abort": abort}
+STEPS = {"generate": generate, "settle": settle, "reset": reset, "sleep": sleep, "wait": wait_for_file, "abort": abort}
 
 if __name__ == "__main__":
     main()

@@ -61,3 +61,18 @@ def test_workers_in_other_processes_share_host_memory_with_the_scheduler(model: 
     consumer = run({**storing, "steps": [generate([second])]}, **bound)
     assert consumer["answers"][0]["tokens"] == reference["answers"][0]["tokens"]
     assert (external_hits(producer), external_hits(consumer)) == (0, 1024)
+
+
+def test_a_spec_serves_a_hybrid_model(hybrid: str, server: Server) -> None:
+    """Two groups of KV caches: of one all chunks are loaded, of the other those that its window reaches."""
+    first, second = prompt(1024, 40, 1), prompt(1024, 40, 2)
+    options = {"disable_hybrid_kv_cache_manager": False}
+    asked = [generate([second]), generate([prompt(512, 200, 3), prompt(0, 300, 5)])]
+    reference = run({"model": hybrid, "options": options, "steps": asked})
+    once = {"model": hybrid, "options": options, "transfer": spec(maru=store_of(server))}
+    producer = run({**once, "steps": [generate([first])]})
+    consumer = run({**once, "steps": asked})
+    assert [one["tokens"] for one in consumer["answers"]] == [one["tokens"] for one in reference["answers"]]
+    assert consumer["answers"][0]["cached"] == [1024]
+    assert producer["counts"]["host memory"]["chunks stored"] > 8
+    nothing_is_left(consumer)

@@ -152,6 +152,16 @@ def test_any_tiers_in_one_process_and_a_reset_that_is_honest(model: str, tmp_pat
     nothing_is_left(answer)
 
 
+def test_after_sleep_the_cache_comes_from_the_tiers(model: str, server: Server) -> None:
+    one = generate([prompt(1024, 40, 1)])
+    reference = run({"model": model, "steps": [one]})
+    steps = [one, {"do": "settle"}, one, {"do": "sleep"}, one]
+    answer = run({"model": model, "transfer": maru(server), "steps": steps})
+    assert [answer["answers"][at]["tokens"] for at in (0, 2, 4)] == [reference["answers"][0]["tokens"]] * 3
+    assert (answer["answers"][3], answer["answers"][4]["cached"]) == (True, [1024])
+    nothing_is_left(answer)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_workers_in_other_processes_hit_in_a_second_instance(model: str, server: Server, ranks: int) -> None:
     """The scheduler looks up by a client of its own, and a chunk counts only if each rank has its part of it."""
