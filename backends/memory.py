@@ -11,14 +11,16 @@ import ctypes
 import mmap
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
 from ._errors import PlaceClosed
-from .abc import Key
+from .abc import Key, ReadLease
+from .direct import DirectTier
 from .pages import Pages, copy_pages
+from .pooled import Lease
 from .slots import SlotTier
 
 _MADV_HUGEPAGE = 14
@@ -99,7 +101,7 @@ class _Run:
             self._cuda.cudaHostUnregister(self.address)
 
 
-class MemoryTier(SlotTier):
+class MemoryTier(SlotTier, DirectTier):
     """Blocks in host memory.
 
     Args:
@@ -133,6 +135,35 @@ class MemoryTier(SlotTier):
         n = capacity_bytes // block_bytes
         self._pages = HostPages(n, block_bytes, populate=populate, pin=_wants_pinning(pin_memory))
         super().__init__(n, self._pages, checksums=checksums, eviction=AdaptiveLRFU() if eviction is None else eviction)
+
+    # --- DirectTier -----------------------------------------------------------------------------------------------
+
+    def prepare_pin(self, keys: Sequence[Key]) -> tuple[Lease, Callable[[], None]]:
+        """See :class:`backends.direct.DirectTier`."""
+        pool = self.pool
+        prefix = keys[: pool.prefix(keys)]
+
+        def hold() -> None:
+            pool.use(prefix)
+            pool.upgrade(prefix)
+
+        return Lease(self, prefix, pool.slots(prefix)), hold
+
+    def host_blocks(self, lease: ReadLease) -> tuple[Pages, Sequence[int | None] | None] | None:
+        """See :class:`backends.direct.DirectTier`."""
+        slots = Lease.held_in(self, lease).refs
+        return self._pages.pages(slots), list(map(self._sums.get, slots)) if self.checksums else None
+
+    @property
+    def is_waited_for(self) -> bool:
+        """See :class:`backends.direct.DirectTier`."""
+        return self.pool.is_waited_for
+
+    def note_loaded(self, blocks: int) -> None:
+        """See :class:`backends.direct.DirectTier`."""
+        self._loaded += blocks
+
+    # --- its end --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Give the memory back, once no copy uses it any more. Idempotent.

@@ -122,6 +122,11 @@ class Room(ABC):
 
     # --- room -----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a task waits for room."""
+        return bool(self._waiters.requests)
+
     def reserve_nowait(self, keys: Sequence[Key], when_full: WhenFull, size: int = 1) -> list[int]:
         """A staged slot for each key, or for a prefix of them under ``partial`` and ``fail``.
 

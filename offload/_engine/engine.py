@@ -24,6 +24,7 @@ from .._pipeline.quarantine import Quarantined
 from .._pipeline.spill import Spilling
 from ..abc import PreconditionLike
 from .config import EngineConfig, OnLoadFailure
+from .direct import DirectReads
 from .explain import BlockInspector, Explanation, keys_in_question
 from .history import History
 from .loading import LoadFailed, Loading, LoadResult
@@ -77,6 +78,7 @@ class Engine:
         pipelines: what moves them: the first one leads from the source to the first tier.
         on_load_failure: what a load does about a block that was found and cannot be loaded.
         promote: where a load also writes what comes from slower tiers, unless it says so itself.
+        direct: reads in other threads, for :mod:`offload.from_thread`.
     """
 
     def __init__(self, parts: EngineParts, config: EngineConfig) -> None:
@@ -99,6 +101,9 @@ class Engine:
         self._load_priority = parts.load_priority
         self._counts = parts.counts
         self._live_hits: dict[Hit, None] = {}
+        self.direct: DirectReads = DirectReads(
+            self._places, self._counts, self._live_hits, tagged=self._tags is not None
+        )
 
     def __repr__(self) -> str:
         return f"<Engine: {self.source!r} to {', '.join(self.tiers)}>"
@@ -204,7 +209,9 @@ class Engine:
         counts.hit += found
         for name in unavailable:
             count(counts.lookup_failures, name)
-        return Hit(keys[:found], segments, unavailable or _NOTHING, self._live_hits, tenant, end)
+        hit = Hit(keys[:found], segments, unavailable or _NOTHING, self._live_hits, tenant, end)
+        hit.hold()
+        return hit
 
     async def load(self, hit: Hit, destination: Destination, *, promote: bool | str | None = None) -> LoadResult:
         """Copy the blocks of a hit to ``destination``, position by position, and verify them.

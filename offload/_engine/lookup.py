@@ -70,7 +70,6 @@ class Hit:
     ) -> None:
         self._segments = segments
         self._live = live
-        live[self] = None
         self._tenant = tenant
         self._end = end
         self._loads = 0
@@ -92,6 +91,10 @@ class Hit:
     def runs(self) -> list[tuple[str, int]]:
         """Where the prefix lies, in order: the name of a tier, and how many blocks are read from it."""
         return [(segment.name, segment.blocks) for segment in self._segments]
+
+    def hold(self) -> None:
+        """From now on the engine releases it at its end, if nothing else does."""
+        self._live[self] = None
 
     async def __aenter__(self) -> Hit:
         return self

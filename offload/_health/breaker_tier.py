@@ -38,6 +38,7 @@ from backends.abc import (
     Tier,
     TierStatistics,
 )
+from backends.direct import DirectTier
 from backends.forwarding import ForwardingTier
 from backends.pages import Pages
 from maru.exception_groups import holds
@@ -196,6 +197,24 @@ class BreakerTier(ForwardingTier):
         seconds = min(within, self._config.call_timeout)
         answers: list[Deletion] = await self._runner.run(Call.ASK, seconds, self.inner.delete, keys)
         return answers
+
+    # --- reading in the caller's thread -----------------------------------------------------------------------------
+
+    @property
+    def direct(self) -> DirectTier | None:
+        """The tier, if other threads may read it and every caller may ask: see :mod:`backends.direct`."""
+        inner = self.inner
+        return inner if isinstance(inner, DirectTier) and self._runner.is_closed else None
+
+    def prepare_pin(self, tier: DirectTier, keys: Sequence[Key]) -> tuple[BreakerLease, Callable[[], None]]:
+        """The lease that a pin of ``keys`` would give now, and what makes it hold, in the trio thread."""
+        lease, hold = tier.prepare_pin(keys)
+        return BreakerLease(self._runner, lease), hold
+
+    def note_loaded(self, tier: DirectTier, blocks: int) -> None:
+        """A load in another thread has brought so many blocks. In the trio thread."""
+        tier.note_loaded(blocks)
+        self._runner.release(self._runner.breaker.generation, Call.LOAD, _ANSWERED)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ table of pending calls: that is one step, so a close that ran out of time, and a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -142,21 +143,34 @@ class Hit:
             blocks.
     """
 
-    __slots__ = ("__weakref__", "_pinned", "_worker", "keys", "runs", "unavailable")
+    __slots__ = (
+        "__weakref__",
+        "_let_go_of",
+        "_pinned",
+        "_reads",
+        "_released",
+        "_worker",
+        "keys",
+        "runs",
+        "unavailable",
+    )
 
     def __init__(self, worker: EngineWorker, pinned: PinnedHit) -> None:
         self._worker = worker
-        self._pinned: PinnedHit | None = pinned
+        self._pinned = pinned
+        self._let_go_of = False
+        self._reads: dict[object, None] = {}  # loads that threads make themselves, and have not ended
         self.keys: Sequence[Key] = pinned.keys
         self.runs: list[tuple[str, int]] = pinned.runs
         self.unavailable: Mapping[str, Exception] = pinned.unavailable
+        self._released = False  # last: see `__del__`
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def __repr__(self) -> str:
         where = ", ".join(f"{blocks} in {name}" for name, blocks in self.runs)
-        return f"<Hit of {len(self.keys)} blocks: {where or 'nothing'}{', released' if self._pinned is None else ''}>"
+        return f"<Hit of {len(self.keys)} blocks: {where or 'nothing'}{', released' if self._released else ''}>"
 
     @property
     def pinned(self) -> PinnedHit:
@@ -165,19 +179,42 @@ class Hit:
         Raises:
             ValueError: it was released.
         """
-        pinned = self._pinned
-        if pinned is None:
+        if self._released:
             raise ValueError(f"{self!r} was released")
-        return pinned
+        return self._pinned
+
+    @contextmanager
+    def reading(self) -> Iterator[PinnedHit]:
+        """Keep it pinned for as long as the ``with`` block lasts, also if it is released meanwhile.
+
+        Raises:
+            ValueError: it was released.
+        """
+        read = object()
+        try:
+            self._reads[read] = (
+                None  # before the look at whether it is released: a release looks at this after it says so
+            )
+            yield self.pinned
+        finally:
+            self._reads.pop(read, None)
+            if self._released:
+                self._let_go()
 
     def release(self) -> None:
         """Release the blocks. Idempotent; never blocks, and harmless after the engine's end.
 
         Loads that were begun before read through it to their end.
         """
-        pinned, self._pinned = self._pinned, None
-        if pinned is not None and self._worker.refusal is None:
-            self._worker.mailbox.call(partial(self._worker.release, pinned))
+        self._released = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        # Twice is harmless, and not at all is not: so it is noted as done behind it, and `__del__` is the second attempt of a
+        # thread that a signal has interrupted in here.
+        if not self._reads and not self._let_go_of and self._worker.refusal is None:
+            self._worker.reads.release(self._pinned)
+            self._let_go_of = True
 
     def __enter__(self) -> Hit:
         return self
@@ -186,6 +223,8 @@ class Hit:
         self.release()
 
     def __del__(self) -> None:
-        if self._pinned is not None and self.keys and self._worker.refusal is None:
+        if not hasattr(self, "_released"):  # a signal has struck while it was made: it holds nothing
+            return
+        if not self._released and self.keys and self._worker.refusal is None:
             warnings.warn(f"{self!r} was dropped without being released", ResourceWarning, stacklevel=2, source=self)
         self.release()

@@ -264,12 +264,15 @@ class Engine:
     def lookup(self, keys: Sequence[Key], timeout: float | None = None, *, tenant: str = "") -> Hit:
         """Find the longest prefix of ``keys`` over all tiers and pin it: ``with engine.lookup(keys) as hit``.
 
-        :meth:`begin_lookup`, and a wait for its end.
+        Where all of it is in host memory, this thread finds it itself, unless the engine's thread is at work just then.
+        Otherwise it is :meth:`begin_lookup`, and a wait for its end.
 
         Raises:
             WaitTimeout: the engine's thread itself did not answer, which is no miss. What is found later is let go.
         """
-        return self._worker.wait_for(self._lookup(keys, tenant, timeout, polled=False), timeout)
+        call = self._lookup(keys, tenant, timeout, polled=False)
+        hit = self._worker.reads.lookup(call.keys)
+        return self._worker.wait_for(call, timeout) if hit is None else hit
 
     def begin_lookup(self, keys: Sequence[Key], *, tenant: str = "", timeout: float | None = None) -> LookupFuture:
         """Begin to find the longest prefix of ``keys`` over all tiers, and to pin it. Never blocks; it may be done on return.
@@ -301,8 +304,9 @@ class Engine:
     ) -> LoadResult:
         """Copy the blocks of a hit to ``destination``, position by position, and verify them.
 
-        :meth:`begin_load`, and a wait for its end. However it ends, ``destination`` is the caller's again, but for the one case
-        below: a load that runs out of time, or is interrupted, is ended and waited for.
+        Where all of it is in host memory, and goes there, this thread copies it itself, unless the engine's thread is at work
+        just then. Otherwise it is :meth:`begin_load`, and a wait for its end. However it ends, ``destination`` is the caller's
+        again, but for the one case below: a load that runs out of time, or is interrupted, is ended and waited for.
 
         Raises:
             WaitTimeout: it took too long, and was ended.
@@ -310,7 +314,9 @@ class Engine:
             LoadFailed: a block could not be loaded, and ``on_load_failure`` is ``fail``.
             ValueError: the hit was released or is another engine's, or the destination is too small.
         """
-        return self._worker.wait_for(self._load(hit, destination, promote, timeout, polled=False), timeout)
+        call = self._load(hit, destination, promote, timeout, polled=False)
+        result = None if isinstance(promote, str) else self._worker.reads.load(hit, destination)
+        return self._worker.wait_for(call, timeout) if result is None else result
 
     def begin_load(
         self,

@@ -43,6 +43,7 @@ from ..preconditions import as_precondition
 from ._calls import CallFuture, Hit
 from ._future import Future, StoreFuture
 from ._mailbox import Notifier, ThreadBoundary
+from ._reads import ThreadReads
 
 T = TypeVar("T")
 C = TypeVar("C", bound=CallFuture[Any])
@@ -119,6 +120,7 @@ class EngineWorker(ThreadBoundary):
         self._polling = False
         self._poll_lock = threading.Lock()
         self._notifier: Notifier | None = None
+        self.reads: ThreadReads = ThreadReads(self)
 
     # --- beginning ------------------------------------------------------------------------------------------------
 
@@ -148,7 +150,7 @@ class EngineWorker(ThreadBoundary):
     def _run(self) -> None:
         crash: BaseException | None = None
         try:
-            trio.run(self._main)
+            trio.run(self._main, instruments=[self.reads.resting])
         except BaseException as error:
             crash = error
         self._end(crash)
@@ -415,8 +417,12 @@ class EngineWorker(ThreadBoundary):
         return await self.engine.delete(keys, within=_within(by))
 
     def release(self, hit: PinnedHit) -> None:
-        """On the trio thread: let go of a hit, in a task of its own. At the end, `_main` does it for all."""
-        if self._nursery is not None:
+        """On the trio thread: let go of a hit, at once or in a task. Idempotent. At the end, `_main` does it for all."""
+        if self._nursery is None or hit not in self.hits or hit in self._releasing:
+            return
+        if not self._pending_calls and self.engine.direct.release(hit):
+            self.hits.pop(hit, None)
+        else:
             self._releasing[hit] = trio.Event()
             self._nursery.start_soon(self._release, hit)
 
@@ -436,6 +442,11 @@ class EngineWorker(ThreadBoundary):
         """Wait for the hits that were let go of before: who calls ``delete`` behind them must not find them pinned."""
         for over in list(self._releasing.values()):
             await over.wait()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its hits hold what they say: until it begins to end."""
+        return self._nursery is not None
 
     @property
     def engine(self) -> Engine:
