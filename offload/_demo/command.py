@@ -1,19 +1,19 @@
 """``offload demo``: the main job on real input, with every token verified.
 
-A page store, and three engine processes, one after the other, over one document:
+One page store and three engine processes, one after the other, work on one document:
 
 A  prefills it, stores its KV blocks (from the device straight into pages of shared memory, the end of each forward pass as the
    precondition), and answers questions about it;
-B  finds the prefix in A's pages, and loads it from there instead of computing it: no byte was copied in between. It answers
-   other questions, and what it stores itself lies in pages of its own;
-C  stores it anew somewhere else (device -> host memory -> files) and cancels half of the stores, at once, while they wait, and
-   in the middle of a copy.
+B  finds the prefix in A's pages, and loads it from there instead of computing it, without a copy in between. It answers other
+   questions, and stores new blocks in pages of its own region;
+C  stores the document again, in other tiers (device -> host memory -> files), and cancels half of the stores: at once, while
+   they wait, and in the middle of a copy.
 
 The page store runs in this process, over a pool in /dev/shm that is removed afterwards.
 
-The weights of the model are random, so that its answers are gibberish; but each hangs on every byte before it. B and C also ask
-a model without any cache, and compare tokens and every bit of KV. A difference, a cancellation that is not confirmed or a page
-that leaks is a failure. What an engine process does is in ``engine_process.py``; ``processes.py`` starts them, and this module
+The weights of the model are random, so its answers are gibberish; but each token depends on every byte before it. B and C also
+run the model without any cache, and compare tokens and every bit of KV. A difference, a cancellation that is not confirmed or a
+page that leaks is a failure. ``engine_process.py`` is one engine process, ``processes.py`` starts them, and this module
 verifies.
 """
 
@@ -37,8 +37,8 @@ from .document import document
 from .processes import (
     SHARING,
     Options,
-    books,
     damage,
+    page_counts,
     page_store,
     place_of,
     region_bytes,
@@ -69,7 +69,9 @@ if TYPE_CHECKING:
     help="Flip a bit in N stored blocks before B starts: they must be missed, never used.",
 )
 @click.option(
-    "--checksums/--no-checksums", default=True, help="Verify what is loaded. Without, --damage must fail the demo."
+    "--checksums/--no-checksums",
+    default=True,
+    help="Verify what is loaded. With --no-checksums, --damage fails the demo.",
 )
 @click.option(
     "--keep",
@@ -83,7 +85,7 @@ def command(
 ) -> None:
     """Offload the KV cache of a small model, find it again, and verify every token.
 
-    Exits with 1 if a token, a bit of KV, a confirmation or a page is not what and where it should be.
+    Exits with 1 if a token, a bit of KV, a confirmation or a page is wrong or missing.
     """
     options = Options(document_bytes, answer_tokens, damage, checksums, Path(keep) if keep else None)
     if importlib.util.find_spec("torch") is None:
@@ -99,7 +101,7 @@ def command(
 
 
 async def run(options: Options, sheet: Console) -> dict[str, Any]:
-    """Run the three processes and judge what they say."""
+    """Run the three processes and check their results."""
     start = time.perf_counter()
     with working_directory(options.keep) as directory:
         text, source = document(options.document_bytes)
@@ -111,7 +113,7 @@ async def run(options: Options, sheet: Console) -> dict[str, Any]:
                 a = await run_engine_process("a", directory, server, options, bars)
                 damaged = damage(server, options.damage, a["block_bytes"])
                 b = await run_engine_process("b", directory, server, options, bars)
-                held = books(server)
+                held = page_counts(server)
                 c = await run_engine_process("c", directory, server, options, bars)
         temporaries = len(list(directory.rglob("*.tmp")))
     checks = verify(a, b, c) | verify_pages(a, b, held, damaged) | {"no temporary file is left": not temporaries}
@@ -129,7 +131,7 @@ async def run(options: Options, sheet: Console) -> dict[str, Any]:
 
 
 def verify(a: dict[str, Any], b: dict[str, Any], c: dict[str, Any]) -> dict[str, bool]:
-    """What must hold, by name."""
+    """The checks by name, each with whether it held."""
 
     def same(what: str, engine: dict[str, Any]) -> bool:
         return [answer[what] for answer in engine["answers"]] == [answer[what] for answer in engine["uncached"]]
@@ -150,11 +152,11 @@ def verify(a: dict[str, Any], b: dict[str, Any], c: dict[str, Any]) -> dict[str,
 
 
 def verify_pages(a: dict[str, Any], b: dict[str, Any], held: dict[str, int], damaged: int) -> dict[str, bool]:
-    """What must hold of the pages that A and B share."""
+    """The checks of the pages that A and B share, by name."""
     stored = a["stored_blocks"] + b["stored_blocks"]
     return {
         "B read from A's pages, in place": b["pages"]["regions_of_others"] > 0,
-        # Had B kept a copy of what it loaded, there would be more; what was found damaged is stored anew.
+        # A second copy of a loaded block in B's region would add a page. Blocks found damaged are stored again.
         "each block lies in one page": held["keys"] == stored if not damaged else held["keys"] <= stored,
         "no page is held any more": not held["pinned"],
     }

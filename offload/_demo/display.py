@@ -1,4 +1,4 @@
-"""What the demo shows: progress while it runs, and tables of what came of it."""
+"""Output of the demo: progress bars while it runs, and tables of the results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-_WORTH_A_RATE = 1 << 20  # bytes: what takes less time says more about the clock than about the copy
+_WORTH_A_RATE = 1 << 20  # bytes: for less, the rate would show the resolution of the clock
 
 
 class ProgressBars:
@@ -25,7 +25,7 @@ class ProgressBars:
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, role: str, kind: str, event: dict[str, Any]) -> None:
-        """One line that a process wrote."""
+        """Handle one event that a process wrote."""
         name = role.upper()
         match kind:
             case "ready":

@@ -1,4 +1,4 @@
-"""What the demo's engine reads: the project's own documentation."""
+"""The document that the demo's engine reads: the project's documentation."""
 
 from __future__ import annotations
 

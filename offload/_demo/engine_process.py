@@ -1,9 +1,9 @@
-"""One engine process of the demo: a model in its own thread, its KV cache offloaded from there, and what came of it.
+"""One engine process of the demo: a model in its own thread, whose KV cache is offloaded from that thread.
 
     python -m offload._demo.engine_process '{"role": "a", ...}'
 
-writes one JSON object per line: progress, then the outcome. The model knows nothing of offloading, and offloading nothing of
-the model; :class:`Server` is all that an inference engine has to add, and where to look for how that is done.
+writes one JSON object per line: progress, then the outcome. The model and the offloading do not know each other;
+:class:`Server` is all that an inference engine has to add, and the place to look up how.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from ..testing.reference_engine import ModelConfig, ReferenceEngine
 from ..testing.reference_engine import Sequence as Generation
 
 CHUNK_TOKENS = 256
-"""What a forward pass of a prefill computes."""
-_BLOCKS_IN_A_STORE = 4  # in the run that cancels: small ones, so that there are many
+"""Tokens that one forward pass of a prefill computes."""
+_BLOCKS_IN_A_STORE = 4  # of the process that cancels: small stores, so that there are many
 
 
 @attrs.frozen
 class Job:
-    """What a process is to do."""
+    """The job of an engine process."""
 
     role: str
     """``a``: prefill, store and answer. ``b``: find, load, answer, and compare. ``c``: cancel half of the stores."""
     directory: str
-    """Of C's file tier."""
+    """The directory of C's file tier."""
     store: str
-    """The page store that A and B share: its endpoint."""
+    """The endpoint of the page store that A and B share."""
     document: str
     """The file with the text that every prompt begins with."""
     questions: list[str]
-    """What each prompt ends with."""
+    """Each prompt ends with one of these."""
     answer_tokens: int
     """Tokens to generate."""
     checksums: bool
-    """Whether tiers verify what they load."""
+    """Whether tiers verify the checksums of loads."""
     region_bytes: int
-    """What A and B each take of the page store."""
+    """Bytes of the region that A and B each take from the page store."""
 
 
 @attrs.frozen
 class Answer:
-    """What became of one question."""
+    """The result of one question."""
 
     question: str
     tokens: list[int]
@@ -71,35 +71,35 @@ class Answer:
     blocks: int
     """Full blocks of the prompt."""
     hit_blocks: int
-    """Found."""
+    """Blocks that were found."""
     loaded_blocks: int
-    """Loaded and verified: so much of the prompt was not computed."""
+    """Blocks that were loaded and verified, and so not computed."""
     load: float
-    """Seconds of the load."""
+    """Duration of the load, in seconds."""
     kv: str
-    """A digest of all KV, of the prompt and the answer."""
+    """A digest of all KV of the prompt and the answer."""
 
 
 class CopyClock:
-    """An instrument: how long copies took, by the kind of place they read from."""
+    """An instrument that measures how long copies take, by the kind of their source."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._began: dict[int, float] = {}
 
     def xfer_start(self, batch: OffloadBatch) -> None:
-        """A copy begins."""
+        """Take the time at which a copy begins."""
         self._began[id(batch)] = time.perf_counter()
 
     def xfer_end(self, batch: OffloadBatch) -> None:
-        """It is over."""
+        """Add its duration."""
         source = type(batch.containers[0].blocks.source).__name__
         took = time.perf_counter() - self._began.pop(id(batch))
         self.seconds[source] = self.seconds.get(source, 0.0) + took
 
 
 class Server:
-    """A model whose prefixes outlive it."""
+    """A model with offloading: prefixes are stored, and loaded by later processes."""
 
     def __init__(self, job: Job, config: ModelConfig) -> None:
         self.job = job
@@ -115,7 +115,7 @@ class Server:
         self.stored_blocks = 0
 
     def in_shared_pages(self) -> MaruTier:
-        """Pages of shared memory, which other processes read in place. The engine opens it, in its own thread."""
+        """A tier of pages in shared memory, which other processes read in place. The engine opens it in its own thread."""
         self.handler = MaruHandler(
             server_url=self.job.store,
             chunk_size_bytes=self.model.block_bytes,
@@ -126,7 +126,7 @@ class Server:
         return MaruTier(self.handler)
 
     def in_files(self) -> list[Tier]:
-        """Host memory, and behind it a directory."""
+        """A memory tier, and a file tier behind it."""
         config, size = self.model.config, self.model.block_bytes
         host = MemoryTier(config.num_blocks * size, size, checksums=self.job.checksums)
         disk = FileTier(
@@ -142,7 +142,7 @@ class Server:
 
     def __enter__(self) -> Server:
         self.engine.start()
-        self.engine.fileno()  # from now on, what settles is polled
+        self.engine.fileno()  # from now on the thread polls for settled stores
         self.model.generate(self.model.add_sequence(b"warm-up"), 1)
         return self
 
@@ -161,23 +161,23 @@ class Server:
             loaded = self.engine.load(hit, self.device.into(sequence.block_ids[: len(hit)])).loaded
             load = time.perf_counter() - before
         model.adopt_prefix(sequence, loaded * size)
-        tickets = [ticket for step in self.prefill(sequence, keys) for ticket in step]
+        futures = [future for step in self.prefill(sequence, keys) for future in step]
         tokens = model.generate(sequence, 1)
         first_token = time.perf_counter() - start
         tokens += model.generate(sequence, self.job.answer_tokens - 1)
         kv = model.kv_digest(sequence).hex()
-        for ticket in tickets:
-            ticket.result()
-        model.free(sequence)  # not before: what is in flight is read from these blocks
+        for future in futures:
+            future.result()
+        model.free(sequence)  # only now: stores in flight read from these blocks
         self.tell_progress()
         return Answer(question, tokens, first_token, len(keys), len(hit), loaded, load, kv)
 
     def prefill(
         self, sequence: Generation, keys: Sequence[bytes], blocks_in_a_store: int = CHUNK_TOKENS
     ) -> Iterator[list[from_thread.StoreFuture]]:
-        """Compute what is missing, chunk by chunk; the blocks that each will fill are stored before it begins.
+        """Compute what is missing, chunk by chunk; each chunk's blocks are stored before it is computed.
 
-        Yields twice for each chunk: the tickets before it is computed, and nothing before it is said that it is.
+        Yields twice for each chunk: the futures before it is computed, and an empty list before its event is set.
         """
         size = self.model.config.block_size
         steps = self.model.prefill(sequence, chunk_tokens=CHUNK_TOKENS)
@@ -185,28 +185,28 @@ class Server:
             stop = min(sequence.computed + CHUNK_TOKENS, len(sequence.tokens))
             full = range(sequence.computed // size, stop // size)
             forward_pass = from_thread.Event()
-            tickets = []
+            futures = []
             for at in range(full.start, full.stop, blocks_in_a_store):
                 some = slice(at, min(at + blocks_in_a_store, full.stop))
                 blocks = self.device.external(sequence.block_ids[some], keys[some], depths=range(some.start, some.stop))
-                tickets.append(self.engine.store(blocks, precondition=forward_pass))
-            yield tickets
+                futures.append(self.engine.store(blocks, precondition=forward_pass))
+            yield futures
             next(steps)
             yield []
             forward_pass.set()
             self.tell_progress(sequence)
 
     def tell_progress(self, sequence: Generation | None = None) -> None:
-        """Look what has settled, and tell how far it is."""
-        for ticket in self.engine.poll():
-            assert isinstance(ticket, from_thread.StoreFuture)  # no other call is begun here
-            self.stored_blocks += len(ticket.result(0).completed)
+        """Collect the settled stores, and report progress."""
+        for future in self.engine.poll():
+            assert isinstance(future, from_thread.StoreFuture)  # this process begins no other calls
+            self.stored_blocks += len(future.result(0).completed)
         if sequence is not None:
             tell(event="prefill", computed=sequence.computed, total=len(sequence.tokens))
         tell(event="stored", blocks=self.stored_blocks)
 
     def figures(self) -> dict[str, Any]:
-        """The books, once everything has settled."""
+        """The figures of the outcome, once everything has settled."""
         self.engine.drain()
         self.tell_progress()
         statistics = self.engine.statistics()
@@ -236,7 +236,7 @@ class Server:
         }
 
     def page_figures(self) -> dict[str, Any]:
-        """The books of the shared pages, for A and B."""
+        """The figures of the shared pages, for A and B."""
         statistics = self.engine.call(self.handler.statistics)
         pages = statistics.pages
         return {
@@ -278,7 +278,7 @@ def main(job: Job) -> dict[str, Any]:
 
 
 def without_cache(job: Job, config: ModelConfig, prompts: Sequence[bytes]) -> list[Answer]:
-    """The same questions, asked of a model that has nothing but itself."""
+    """Answer the same questions with a model without any cache."""
     model = ReferenceEngine(config)
     answers = []
     for prompt, question in zip(prompts, job.questions, strict=True):
@@ -296,41 +296,41 @@ def without_cache(job: Job, config: ModelConfig, prompts: Sequence[bytes]) -> li
 
 
 def cancel_half(server: Server, prompt: bytes) -> dict[str, Any]:
-    """Store a prompt in small pieces and cancel every second one, in turn at four points of its way."""
+    """Store a prompt in small pieces and cancel every second one, in turn at four points of the path."""
     model, points = server.model, itertools.cycle(("at once", "waiting", "batching", "xfer_start"))
     sequence = model.add_sequence(prompt)
     keys = model.prefix_keys(sequence.tokens)
-    tickets: list[from_thread.StoreFuture] = []
+    futures: list[from_thread.StoreFuture] = []
     asked: list[from_thread.StoreFuture] = []
     waiting: list[from_thread.StoreFuture] = []
     for step in server.prefill(sequence, keys, _BLOCKS_IN_A_STORE):
-        tickets += step
-        for ticket in step[1::2]:
-            asked.append(ticket)
+        futures += step
+        for future in step[1::2]:
+            asked.append(future)
             match next(points):
                 case "at once":
-                    ticket.request_cancel()
+                    future.request_cancel()
                 case "waiting":
-                    waiting.append(ticket)
+                    waiting.append(future)
                 case hook:
-                    server.canceller.plan[ticket.keys[0]] = (hook, ticket)
-        if not step:  # computed, but it is not said yet: these wait for it
-            for ticket in waiting:
-                ticket.request_cancel()
+                    server.canceller.plan[future.keys[0]] = (hook, future)
+        if not step:  # computed, but the event is not set yet: these wait for it
+            for future in waiting:
+                future.request_cancel()
             waiting.clear()
     confirmed = 0
-    for ticket in asked[::-1]:
-        ticket.cancel()  # returns once it is confirmed
+    for future in asked[::-1]:
+        future.cancel()  # returns once it is confirmed
         confirmed += 1
-    for ticket in tickets:
-        ticket.result()
+    for future in futures:
+        future.result()
     model.free(sequence)
-    statuses = [ticket.status for ticket in asked]
-    gone = [key for ticket in asked if ticket.status is Status.CANCELLED for key in ticket.keys]
-    stored = [key for ticket in tickets for key in ticket.result().completed]
+    statuses = [future.status for future in asked]
+    gone = [key for future in asked if future.status is Status.CANCELLED for key in future.keys]
+    stored = [key for future in futures for key in future.result().completed]
     found = {key for tier in server.local for key in server.engine.call(tier.contains_nowait, keys)}
     return {
-        "stores": len(tickets),
+        "stores": len(futures),
         "asked": len(asked),
         "confirmed": confirmed,
         "cancelled": statuses.count(Status.CANCELLED),
@@ -341,29 +341,29 @@ def cancel_half(server: Server, prompt: bytes) -> dict[str, Any]:
 
 
 class Canceller:
-    """An instrument: cancels chosen stores when they come to a chosen point."""
+    """An instrument that cancels chosen stores at a chosen hook."""
 
     def __init__(self) -> None:
         self.plan: dict[bytes, tuple[str, from_thread.StoreFuture]] = {}
-        """By the first key of a store: at which hook, and what."""
+        """By the first key of a store: the hook, and the store's future."""
 
     def batching(self, container: OffloadContainer) -> None:
-        """It is ready to be copied."""
+        """Cancel stores chosen for the time before the copy."""
         self._look("batching", container)
 
     def xfer_start(self, batch: OffloadBatch) -> None:
-        """It is being copied."""
+        """Cancel stores chosen for the middle of the copy."""
         for container in batch.containers:
             self._look("xfer_start", container)
 
     def _look(self, hook: str, container: OffloadContainer) -> None:
-        wanted, ticket = self.plan.get(container.blocks.keys[0], ("", None))
-        if hook == wanted and ticket is not None:
-            ticket.request_cancel()
+        wanted, future = self.plan.get(container.blocks.keys[0], ("", None))
+        if hook == wanted and future is not None:
+            future.request_cancel()
 
 
 def tell(**event: object) -> None:
-    """A line for whoever started this process."""
+    """Write an event as a JSON line to the standard output, for the parent process."""
     print(json.dumps(event), flush=True)
 
 

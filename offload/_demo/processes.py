@@ -34,26 +34,26 @@ QUESTIONS = {
 }
 
 _BLOCK_TOKENS, _BLOCK_BYTES = 16, 64 << 10
-"""Of the model. Its module imports torch, which takes seconds."""
+"""Tokens and bytes of a block. Repeated here, since the model's module imports torch, which takes seconds."""
 _SPARE = 1.25
-"""So much more memory than blocks: the page store evicts ahead of need from a region that is nearly full."""
+"""Memory for each byte of blocks: the page store evicts ahead of need from a region that is nearly full."""
 _REGION_STEP = 2 << 20
 _POOL_BYTES = 1 << 30
-"""What the page store may take: more than it needs, or it would evict ahead of need. It takes what the regions have."""
+"""Capacity of the page store for each byte of its regions: with less it would evict ahead of need."""
 SHARING = 2
 """Engine processes that have a region each."""
 
 PROCESS_TIMEOUT = 300.0
-"""How long one engine process may take, in seconds. A healthy one takes some ten."""
+"""The longest time of one engine process, in seconds. A healthy one takes about ten."""
 
 
 class DemoFailed(EnvironmentFault):
-    """An engine process did not come to its end."""
+    """An engine process exited without an outcome."""
 
 
 @attrs.frozen
 class Options:
-    """What can be chosen."""
+    """The command's options."""
 
     document_bytes: int = 6000
     answer_tokens: int = 24
@@ -65,7 +65,7 @@ class Options:
 async def run_engine_process(
     role: str, directory: Path, server: MaruServer, options: Options, bars: ProgressBars
 ) -> dict[str, Any]:
-    """Start an engine process, show how far it is, and return its outcome."""
+    """Run an engine process, show its progress, and return its outcome. When cancelled, it kills the process."""
     job = {
         "role": role,
         "directory": str(directory / "files"),
@@ -80,7 +80,7 @@ async def run_engine_process(
     outcome: dict[str, Any] | None = None
     status: int | None = None
     with trio.move_on_after(PROCESS_TIMEOUT) as scope:
-        async with trio.open_nursery() as nursery:  # leaving it, in whatever way, ends the process
+        async with trio.open_nursery() as nursery:  # leaving it in any way kills the process
             process: trio.Process = await nursery.start(
                 partial(trio.run_process, command, stdout=subprocess.PIPE, check=False, process_group=0)
             )
@@ -109,7 +109,7 @@ async def _lines(process: trio.Process) -> AsyncIterator[bytes]:
 
 
 def region_bytes(options: Options) -> int:
-    """Memory for the blocks of one engine process, those of the same prompts computed anew beside them."""
+    """Bytes for the blocks of one engine process, computed and recomputed."""
     longest = max(len(question) for questions in QUESTIONS.values() for question in questions)
     blocks = -(-(options.document_bytes + longest + options.answer_tokens) // _BLOCK_TOKENS)
     nbytes = int(_SPARE * (2 * blocks + 8) * _BLOCK_BYTES)
@@ -117,7 +117,7 @@ def region_bytes(options: Options) -> int:
 
 
 def place_of(pool: Path | None, nbytes: int, sheet: Console) -> str:
-    """The directory for what is temporary. Says so where a pool is not in memory.
+    """The directory for temporary files. Prints a note if a pool in it is not in memory.
 
     Raises:
         DemoFailed: there is no room for a pool anywhere.
@@ -153,11 +153,11 @@ async def page_store(parent: str, pool: Path | None = None) -> AsyncIterator[Mar
 
 
 def damage(server: MaruServer, n: int, page_bytes: int) -> int:
-    """Flip a bit in each of the first ``n`` pages of A's region, behind everybody's back; in how many there were."""
+    """Flip a bit in each of the first ``n`` pages of A's region, past the page store. Returns how many there were."""
     if not n:
         return 0
     [region] = Path(server.config.pool_path).glob("maru_*.dat")
-    n = min(n, books(server)["keys"])
+    n = min(n, page_counts(server)["keys"])
     with region.open("r+b") as file:
         for page in range(n):  # pages are handed out ascending
             file.seek((page + 1) * page_bytes - 1)
@@ -167,8 +167,8 @@ def damage(server: MaruServer, n: int, page_bytes: int) -> int:
     return n
 
 
-def books(server: MaruServer) -> dict[str, int]:
-    """What the page store holds."""
+def page_counts(server: MaruServer) -> dict[str, int]:
+    """What the page store holds: keys, bytes and pins."""
     directory = server.statistics().service.directory
     return {
         "keys": directory.entries,

@@ -1,1 +1,1 @@
-"""``offload replay``: what is asked for, laps, a clock that skips, the playing, what comes of it, the command."""
+"""``offload replay``: trace reader, options, laps, a clock that skips idle time, player, report and command."""

@@ -1,7 +1,7 @@
-"""The limit a replay is measured against: a dictionary, its order, and a copy per block. No promise beyond that.
+"""The limit a replay is measured against: a dictionary in LRU order, and one copy per block.
 
-Nothing is pinned, cancelled, verified, waited for or run beside anything else. The memory is of the kind that the tier
-beside it has: one shared mapping, populated before.
+It neither pins, cancels, verifies nor waits, and nothing else runs beside it. Its memory is of the same kind as that of the
+tier it is compared with: one shared mapping, populated before the first request.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Baseline:
         return found
 
     def store(self, keys: Sequence[Key], at: Sequence[int]) -> None:
-        """Copy the blocks at these addresses, except those that are there already, and in the end the deepest is oldest."""
+        """Copy in the blocks at these addresses that are not yet there, the first block of the prefix as the most recent."""
         address_of, free, size, memmove = self._address_of, self._free, self._size, ctypes.memmove
         new = [(key, source) for key, source in zip(keys, at, strict=True) if key not in address_of]
         while len(free) < len(new):

@@ -1,9 +1,9 @@
 """A line chart as one self-contained SVG: what goes in is numbers, what comes out is text. Pure.
 
-Made by hand, since one kind of picture does not outweigh a plotting library of a hundred megabytes. It has no script, no font
-and no reference to anything outside; it follows the reader's light or dark mode by itself, and each line is told apart by
-its mark as well as by its colour. Its name stands at its end: names that would overlap are moved apart, and a thin line
-leads from each to its own.
+Drawn here, since one kind of picture does not justify a plotting library of a hundred megabytes. The SVG has no script, no
+font and no reference to anything outside; it follows the reader's light or dark mode, and each line can be told from the others
+by its mark as well as by its colour. A line's name stands at its right end. Names that would overlap are moved apart, and a
+thin leader joins each to its line.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _LEFT: Final = 76
 _TOP: Final = 64
 _BOTTOM: Final = 72
 _NAME_GAP: Final = 20
-"""Between the base lines of two names, in pixels: they are 14 high."""
+"""The least distance between the base lines of two names, in pixels: the letters are 14 high."""
 _LEADER: Final = 30
-"""From a line's end to its name."""
+"""Distance from the end of a line to its name, in pixels."""
 _LETTER: Final = 8.6
-"""The mean width of a letter in the widest of common fonts, bold: what a font is nobody here knows."""
+"""Estimated mean width of a bold letter, in pixels: that of the widest common font, since the reader's font is unknown."""
 
-# Light, dark: told apart by those who do not see all colours, too (after Okabe and Ito), and each dark enough on white, and
+# Light, dark: distinguishable for readers with colour blindness (after Okabe and Ito), and each dark enough on white, and
 # light enough on black, to be read as text.
 _COLOURS: Final = (
     ("#c2410c", "#ff9d5c"),
@@ -55,12 +55,12 @@ class Line:
 
 @attrs.frozen
 class Axis:
-    """What an axis shows."""
+    """Label and ticks of an axis."""
 
     label: str
-    """With its unit."""
+    """The text below or beside the axis, with its unit."""
     ticks: Sequence[tuple[float, str]]
-    """Where something is written, and what."""
+    """Positions and their texts."""
 
 
 def line_chart(title: str, subtitle: str, x: Axis, y: Axis, at: Sequence[float], lines: Sequence[Line]) -> str:
@@ -89,7 +89,7 @@ def line_chart(title: str, subtitle: str, x: Axis, y: Axis, at: Sequence[float],
     ]
     ends = [up(line.values[-1]) for line in lines]
     names = spread(ends, _NAME_GAP, _TOP, _HEIGHT - _BOTTOM)
-    others = iter(range(1, len(lines) + 1))  # the first colour is for whom it is all about
+    others = iter(range(1, len(lines) + 1))  # the first colour is reserved for the main line
     for line, end, name_at in zip(lines, ends, names, strict=True):
         colour = 0 if line.kind == "main" else next(others) if line.kind != "limit" else -1
         kind = "limit" if line.kind == "limit" else f"c{colour % len(_COLOURS)}"
@@ -112,10 +112,10 @@ def line_chart(title: str, subtitle: str, x: Axis, y: Axis, at: Sequence[float],
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Places near those that are wanted, at least ``gap`` apart, in the same order, between ``low`` and ``high``.
+    """Move positions apart to at least ``gap``, in the same order, between ``low`` and ``high``.
 
-    Names that would meet form a group around their middle, so that all are moved as little as can be. Where there is not
-    enough room for all, they reach beyond ``high``.
+    Positions that are too near form a group around their middle, so that each is moved as little as possible. Where there is
+    not enough room for all, the last ones lie beyond ``high``.
     """
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
     groups: list[list[int]] = []
@@ -137,7 +137,7 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def round_ticks(highest: float, steps: int = 5) -> list[float]:
-    """From 0 in about so many equal, round steps to the first one that is not below ``highest``."""
+    """Round tick values from 0, in about ``steps`` equal steps, up to the first that is not below ``highest``."""
     if highest <= 0:
         return [0.0, 1.0]
     rough = highest / steps
@@ -195,7 +195,7 @@ def _text(px: float, py: float, text: str, kind: str) -> str:
 
 
 def _style() -> str:
-    """Its rules. No variables: what draws pictures outside of browsers knows none, and would paint all of it black."""
+    """The CSS rules. Without CSS variables: programs other than browsers ignore those, and would draw everything in black."""
     light = _colours("#ffffff", "#1c2127", "#57606a", "#e3e7ec", [light for light, _ in _COLOURS])
     dark = _colours("#14171b", "#e8ebee", "#a3adb8", "#2b3138", [dark for _, dark in _COLOURS])
     return (

@@ -1,7 +1,8 @@
-"""The clock of a replay that has days to play and minutes to do it in.
+"""A clock that skips idle time, for a replay that simulates days in minutes.
 
-While something is done it goes as the clock on the wall does, so that no deadline comes sooner than in life; where nothing is
-to be done until the next request, it is told to skip. So leases, heartbeats and timeouts see the days that pass.
+While a request is processed it runs as fast as the wall clock, so that no deadline expires sooner than it would in production.
+Between two requests :meth:`SkippingClock.skip_to` advances it, so that leases, heartbeats and timeouts see all the time of the
+trace.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Final
 import trio
 
 _STEP: Final = 0.5
-"""Seconds that are skipped at once: less than any patience, since what is under way (a heartbeat) is skipped over, too."""
+"""Seconds that are skipped at once. Less than any timeout, since a heartbeat that is under way does not advance meanwhile."""
 _SETTLED: Final = 0.0005
-"""Seconds of the wall in which nobody had anything to do: then everything that fell due has been done."""
+"""Seconds of wall time without a runnable task, after which everything that fell due counts as done."""
 
 
 class SkippingClock(trio.abc.Clock):
@@ -40,7 +41,7 @@ class SkippingClock(trio.abc.Clock):
         return deadline - self.current_time()
 
     async def skip_to(self, time: float) -> None:
-        """Skip to this time, step by step, and have done what falls due in between. A time that is over is no skip."""
+        """Skip to this time, step by step, and run what falls due in between. Returns at once if the time has passed."""
         from trio.testing import wait_all_tasks_blocked  # which imports pytest, where there is one
 
         await trio.lowlevel.checkpoint()

@@ -57,7 +57,7 @@ _OF_BYTES = (
     multiple=True,
     type=capacity_of,
     metavar="SIZE|unlimited",
-    help="Of each tier, in the same order; of a SPEC its capacity_bytes, where it does not say so itself.  "
+    help="Capacity of each tier, in the order of --tier; for a SPEC it becomes capacity_bytes, unless the SPEC has one.  "
     "[default: unlimited]",
 )
 @click.option("--block-bytes", type=size_of, default="4096", show_default=True, metavar="SIZE", help="Size of a block.")
@@ -66,23 +66,23 @@ _OF_BYTES = (
     default="presence",
     show_default=True,
     metavar="pass-all|presence|frequency:N",
-    help="What may be stored: all that was missed, what is not there, or what was missed more than N times, too.",
+    help="Which blocks are stored: all that missed, those not present, or those that missed more than N times.",
 )
-@click.option("--limit", type=click.IntRange(1, 1 << 40), help="Play only so many requests.")
+@click.option("--limit", type=click.IntRange(1, 1 << 40), help="Play only the first N requests.")
 @click.option(
     "--speed",
     type=speed_of,
     default="max",
     show_default=True,
     metavar="realtime|Nx|max",
-    help="The pace: the trace's own, N times as fast, or as fast as possible.",
+    help="The pace: as in the trace, N times as fast, or as fast as possible.",
 )
 @click.option(
     "--laps",
     type=click.IntRange(1, 1_000_000),
     default=1,
     show_default=True,
-    help="Play it so often, one lap after another.",
+    help="Play the trace N times, one lap after another.",
 )
 @click.option(
     "--rename",
@@ -90,7 +90,7 @@ _OF_BYTES = (
     default=0.8,
     show_default=True,
     metavar="SHARE",
-    help="With --laps: how many of the different blocks have new names in each lap.",
+    help="With --laps: the share of the different blocks that get new names in each lap.",
 )
 @click.option(
     "--skip-idle/--no-skip-idle",
@@ -103,18 +103,18 @@ _OF_BYTES = (
     "--record",
     type=output_file,
     metavar="OUT.scenario.toml",
-    help="Write down what was done as a scenario, for `offload scenario run`.",
+    help="Write what was done to a file, as a scenario for `offload scenario run`.",
 )
 @click.option(
     "--compare-eviction",
     is_flag=True,
-    help="Do not move bytes, but compare the hit rates of all eviction policies over TRACE, and what was possible.",
+    help="Compare the hit rates of all eviction policies over TRACE, and the highest possible one, without moving bytes.",
 )
 @click.option(
     "--capacities",
     "compared",
     metavar="1%,5%,4096",
-    help="Where --compare-eviction does so: shares of the different blocks, or blocks.  [default: 1%,5%,10%,25%,50%]",
+    help="Capacities for --compare-eviction: shares of the different blocks, or blocks.  [default: 1%,5%,10%,25%,50%]",
 )
 @click.option(
     "--chunk",
@@ -127,7 +127,7 @@ _OF_BYTES = (
     "picture_file",
     type=svg_file,
     metavar="OUT.svg",
-    help="Where --compare-eviction draws hit rate against capacity.",
+    help="With --compare-eviction: draw hit rate against capacity into this file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def command(
@@ -156,7 +156,9 @@ def command(
     TRACE has a JSON object per line, as Mooncake publishes them (timestamp, input_length, output_length, hash_ids), and
     may be compressed by gzip. For each request the longest prefix is looked up and loaded, and what is missing is
     stored. Every loaded block is compared with what was stored; a difference ends with exit code 1. So does a block that is
-    held or missing when laps are over. Exit code 3 says that blocks could not be stored, 2 that there was room for none.
+    stored. Every loaded block is compared with what was stored; a difference ends the command with exit code 1, and so does a
+    block that is still held or missing after the laps. Exit code 3: blocks could not be stored. Exit code 2: the first tier had
+    no room for a single block.
     """
     _check_combination(compare_eviction, laps, skip_idle, speed)
     with _refusals():
@@ -199,7 +201,7 @@ def _check_combination(compare_eviction: bool, laps: int, skip_idle: bool | None
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Translate errors into those that end a command: what the caller asked for, or where it runs."""
+    """Translate errors into those that end a command: wrong options, or an unsuitable machine."""
     try:
         yield
     except BackendError as error:
@@ -209,7 +211,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _replay(trace: str, limit: int | None, options: ReplayOptions, record: str | None) -> ReplayReport:
-    """Play the trace, with a progress bar, and write the scenario if one is wanted."""
+    """Play the trace with a progress bar, and write the scenario if ``record`` names a file."""
     requests = read_trace(trace, limit)
     if not requests:
         raise ReplayError(f"{trace}: no request")
@@ -229,10 +231,10 @@ def _replay(trace: str, limit: int | None, options: ReplayOptions, record: str |
 
 
 def _end(report: ReplayReport) -> None:
-    """Say what is wrong, and exit with the code of it.
+    """Print what failed, and exit with the code for it.
 
     Raises:
-        SystemExit: something is.
+        SystemExit: a check failed, or blocks could not be stored.
     """
     if report.wrong:
         click.echo(f"offload replay: {report.wrong} loaded blocks were not what had been stored", err=True)
@@ -246,7 +248,7 @@ def _end(report: ReplayReport) -> None:
         click.echo(
             f"offload replay: nothing was stored: the first tier holds {holds}: give it more --capacity", err=True
         )
-    # A difference is our fault and the gravest, so it decides the code, whatever else is said above.
+    # A wrong block is the gravest failure, so it decides the exit code, whatever else was printed above.
     if report.wrong or report.left_over:
         sys.exit(ExitCode.CHECK_FAILED)
     if report.failures:

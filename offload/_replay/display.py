@@ -1,4 +1,4 @@
-"""A report as tables for people."""
+"""Prints the report of a replay as tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .units import size_text
 
 @contextmanager
 def progressing(steps: int, what: str = "replaying") -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, nothing elsewhere."""
+    """Show a progress bar on a terminal, and nothing elsewhere. Yields the function to call with the number of steps done."""
     if not sys.stderr.isatty():
         yield lambda done: None
         return

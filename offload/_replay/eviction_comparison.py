@@ -1,8 +1,8 @@
-"""All eviction policies over one trace, at several capacities, beside the most hits that were possible.
+"""All eviction policies over one trace, at several capacities, beside the highest hit rate that is possible.
 
-Each pair of policy and capacity is a simulation of its own, by :func:`offload._replay.simulation.simulate`. Where there are
-several processors, as many processes take one after the other: they share nothing but the trace, get it over their standard
-input, and end with that, whoever closes it.
+Each pair of policy and capacity is one simulation, by :func:`offload._replay.simulation.simulate`. On a machine with several
+processors, as many child processes take one simulation after the other. They read the trace from their standard input, and
+exit when it is closed, so none of them outlives the parent.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ POLICIES: Final[Mapping[str, Callable[[], EvictionPolicy[Key]]]] = MappingProxyT
         "W-TinyLFU": WTinyLFU,
     }
 )
-"""What is compared, by the name it is shown under; the default first."""
+"""The policies that are compared, by the name they are shown under; the default first."""
 
 LIMIT: Final = "Belady"
-"""What is shown as the limit."""
+"""The name of the limit in tables and pictures."""
 
 SHARES: Final = (0.01, 0.05, 0.1, 0.25, 0.5)
-"""The capacities, unless others are asked for: of the trace's different blocks."""
+"""The default capacities, as shares of the trace's different blocks."""
 
 
 Task: TypeAlias = tuple[str, int]
-"""One simulation: of which policy, or the limit, and at which capacity."""
+"""One simulation: the name of a policy, or of the limit, and the capacity."""
 
 
 @attrs.frozen
@@ -61,7 +61,7 @@ class Storing:
 
 
 class ComparisonFailed(OffloadError, OSError):
-    """A process that simulated has ended by itself: the system killed it, or it had too little memory."""
+    """A child process that simulated exited by itself: killed by the system, or out of memory."""
 
 
 @attrs.frozen
@@ -73,7 +73,7 @@ class Comparison:
     blocks: int
     """Blocks of their prompts."""
     unique_blocks: int
-    """Different ones of these."""
+    """Different blocks among these."""
     capacities: Sequence[int]
     """In blocks, ascending."""
     hit_rates: Mapping[str, Sequence[float]]
@@ -83,16 +83,16 @@ class Comparison:
 
     @property
     def shares(self) -> list[float]:
-        """The capacities, of the different blocks."""
+        """The capacities, as shares of the different blocks."""
         return [capacity / self.unique_blocks for capacity in self.capacities]
 
     def best(self, at: int) -> list[str]:
-        """The policies with the highest hit rate at this capacity, as it is shown: mostly one."""
+        """The policies with the highest hit rate at this capacity, rounded as it is shown: mostly one."""
         rates = {name: round(rates[at], 4) for name, rates in self.hit_rates.items()}
         return [name for name, rate in rates.items() if rate == max(rates.values())]
 
     def as_json(self) -> dict[str, Any]:
-        """For machines."""
+        """The comparison as JSON values."""
         return attrs.asdict(self) | {"shares": self.shares}
 
 
@@ -107,15 +107,15 @@ def compare(
     """Simulate every policy, and the limit, at each of these capacities.
 
     Args:
-        requests: the keys of each.
+        requests: the keys of each request.
         capacities: in blocks.
         progress: told how many simulations are done, after each; there are ``simulations(capacities)``.
         storing: how the blocks of a request are stored.
         processes: how many to use; as many as there are processors unless given. With 1, none but this one.
 
     Raises:
-        ComparisonFailed: one of them has ended by itself.
-        KeyboardInterrupt: none of them is left.
+        ComparisonFailed: a child process exited by itself.
+        KeyboardInterrupt: the user interrupted; all child processes have exited.
     """
     capacities = sorted(set(capacities))
     tasks = [(name, capacity) for capacity in reversed(capacities) for name in [LIMIT, *POLICIES]]
@@ -160,13 +160,13 @@ def _hits(requests: Sequence[Sequence[Key]], storing: Storing, name: str, capaci
 # --- processes ----------------------------------------------------------------------------------------------------
 
 _LENGTH: Final = 8
-"""Bytes of the number that says how long the trace is."""
+"""Bytes of the length prefix in front of the trace."""
 
 
 async def _share_out(
     trace: bytes, tasks: Sequence[Task], processes: int, progress: Callable[[int], None]
 ) -> dict[Task, int]:
-    """Have every task done by one of so many processes. Cancelled, none of them is left."""
+    """Run every task in one of ``processes`` child processes. When cancelled, it kills them and waits for their exit."""
     hits: dict[Task, int] = {}
     left = deque(tasks)
 
@@ -180,7 +180,7 @@ async def _share_out(
                     stdout=subprocess.PIPE,
                     check=False,
                     deliver_cancel=_kill,
-                    process_group=0,  # an interrupt from the keyboard is for whoever started it
+                    process_group=0,  # an interrupt from the keyboard goes to the parent alone
                 )
             )
             assert process.stdin is not None and process.stdout is not None
@@ -218,7 +218,7 @@ async def _kill(process: trio.Process) -> None:
 
 
 def serve() -> None:
-    """What such a process does, until its standard input ends."""
+    """Run simulations in a child process, until its standard input ends."""
     asked, answers = sys.stdin.buffer, sys.stdout
     nbytes = int.from_bytes(asked.read(_LENGTH))
     requests, storing = msgspec.msgpack.decode(

@@ -23,7 +23,7 @@ from .trace import read_trace
 def print_comparison(
     trace: str, limit: int | None, compared: str | None, storing: Storing, picture_file: str | None, as_json: bool
 ) -> None:
-    """Compare all eviction policies over a trace, and print what came of it.
+    """Compare all eviction policies over a trace, and print the result.
 
     Raises:
         ReplayError: the trace has no block.
@@ -54,14 +54,14 @@ _DEFAULT = AdaptiveLRFU.__name__
 
 
 class CapacityUnclear(OffloadError, ValueError):
-    """What was asked for is no capacity; the text says what would be one."""
+    """The text of ``--capacities`` is not a list of capacities; the message says what would be one."""
 
 
 def capacities_of(text: str | None, unique: int) -> list[int]:
     """Capacities in blocks: ``1%,25%`` of the different blocks, or numbers of blocks such as ``4096``.
 
     Raises:
-        CapacityUnclear: it is something else, or less than one block.
+        CapacityUnclear: a part is neither, or is less than one block.
     """
     if text is None:
         return sorted({max(1, round(share * unique)) for share in SHARES})
@@ -76,7 +76,7 @@ def capacities_of(text: str | None, unique: int) -> list[int]:
             raise CapacityUnclear(
                 f"{part.strip()!r}: a capacity of at least one block, such as 5% (of the different blocks) or 4096 (blocks)"
             )
-        capacities.add(min(blocks, unique))  # nobody holds more
+        capacities.add(min(blocks, unique))  # a cache never holds more than that
     return sorted(capacities)
 
 
@@ -132,7 +132,7 @@ def picture(comparison: Comparison, trace: str) -> str:
 
 
 def _ticks(shares: Sequence[float]) -> list[tuple[float, str]]:
-    """Where the capacities are, without those too near to the one before to be written."""
+    """The ticks of the capacities, without those too near to their neighbour to be readable."""
     ticks: list[tuple[float, str]] = []
     width = shares[-1] / shares[0]
     for share in shares:

@@ -1,12 +1,12 @@
-"""A trace that goes round: the same requests again, under new names but for a share. Pure.
+"""A trace played several times: the same requests, with new block names except for a share. Pure.
 
-A trace of an hour says nothing about a week, and an hour that is simply repeated hits everything from the second lap on. So in
+A trace of an hour says nothing about a week, and a trace that is simply repeated hits everything from the second lap on. So in
 each lap most of the blocks are new, as tomorrow's conversations are, and the others are those of the lap before.
 
-Rule 1. What is kept is closed under prefixes: a hash id names a block with everything before it, so a block keeps its name only
-        if all blocks before it do. Kept are the prompts of requests drawn by lot, whole but for the last one.
-Rule 2. The same trace, the same number of laps and the same share give the same names, in any process.
-Rule 3. A lap is made when it is played, and nothing of it is kept: memory does not grow with laps.
+Rule 1. The kept names are closed under prefixes: a hash id names a block with everything before it, so a block keeps its name
+        only if all blocks before it do. Kept are the prompts of requests drawn at random, without their last block.
+Rule 2. The same trace, number of laps and share give the same names in any process.
+Rule 3. A lap is generated when it is played and then dropped: memory does not grow with the number of laps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Laps:
 
     def __init__(self, requests: Sequence[Request], laps: int = 1, rename: float = 0.0) -> None:
         if laps < 1 or not 0.0 <= rename <= 1.0:
-            raise ValueError(f"{laps} laps of which {rename} is renamed: at least one lap, and a share")
+            raise ValueError(
+                f"{laps} laps of which {rename} is renamed: needs at least one lap, and a share from 0 to 1"
+            )
         self.requests: Sequence[Request] = requests
         self.laps: int = laps
         ids = {hash_id for request in requests for hash_id in request.hash_ids}
@@ -43,7 +45,7 @@ class Laps:
 
     def __iter__(self) -> Iterator[Sequence[Request]]:
         yield self.requests
-        lap_of: dict[int, int] = {}  # the lap in which a block got its name; 0 is not written down
+        lap_of: dict[int, int] = {}  # the lap in which a block got its name; blocks of lap 0 have no entry
         for lap in range(1, self.laps):
             kept = self._kept_in(lap)
             for request in self.requests:
@@ -59,7 +61,7 @@ class Laps:
 
     @property
     def period(self) -> float:
-        """From the beginning of one lap to that of the next, in milliseconds: the trace, and one mean distance."""
+        """Milliseconds from the start of one lap to that of the next: the length of the trace plus one mean distance."""
         requests = self.requests
         if len(requests) < 2:
             return 0.0
@@ -67,7 +69,7 @@ class Laps:
         return length + length / (len(requests) - 1)
 
     def _kept_in(self, lap: int) -> set[int]:
-        """The blocks that are called what they were called in the lap before."""
+        """The blocks that keep the name they had in the lap before."""
         order = list(range(len(self.requests)))
         random.Random(lap).shuffle(order)
         kept: set[int] = set()

@@ -1,8 +1,8 @@
-"""What is left when days of a full pool are over: nothing that somebody holds, and all of the room when all is deleted.
+"""Finds leaks after days of a full pool: pages still held at rest, and pages that do not become free when all is deleted.
 
-A page that nobody gives back is not missed for hours; then a pool is smaller than it was, and some day it is empty. So after
-laps every tier is looked at twice: as it is, when nothing may be held or reserved, and then, but for what is the caller's
-(a directory, or a tier that was specified), with every block deleted that was ever played, when all of it must be free.
+A single leaked page goes unnoticed for hours; then the pool is smaller than it was, and in the end it is empty. So after the
+laps every tier is checked twice: at rest, when nothing may be held or reserved; and, unless the tier belongs to the caller (a
+directory, or a tier given as a SPEC), after every block that was played has been deleted, when all of it must be free.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from .options import ReplayOptions
 from .replayer import TraceKeys
 
 _AT_ONCE: Final = 512
-"""Keys in one delete."""
+"""The number of keys in one delete."""
 
 
 async def left_over(tiers: Mapping[str, ReadableTier], options: ReplayOptions, laps: Laps) -> Mapping[str, int]:
-    """What is held, reserved, or not to be had again, by tier and kind; empty where nothing is.
+    """Blocks that are still held, reserved, or not free after everything was deleted, by tier and kind; empty if none.
 
-    All blocks of tiers of this process are deleted.
+    Deletes all blocks of the tiers that the replay made in this process.
     """
     found: dict[str, int] = {}
     for name, tier in tiers.items():
@@ -45,7 +45,7 @@ async def left_over(tiers: Mapping[str, ReadableTier], options: ReplayOptions, l
 
 
 def _all_keys(laps: Laps) -> Iterator[Sequence[Key]]:
-    """Every key that was played; some of them more than once, so that nobody need remember them all."""
+    """Every key that was played, lap by lap. A key may come up in several laps, so that no set of all keys is kept."""
     for lap in laps:
         names = TraceKeys()
         seen: dict[Key, None] = {}

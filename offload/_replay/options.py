@@ -1,4 +1,4 @@
-"""How to replay: which tiers, what may be stored, at which pace, how many laps."""
+"""Options of a replay: tiers, policy, pace and laps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNLIMITED: Final = math.inf
 
 
 class ReplayError(OffloadError, ValueError):
-    """What was asked for cannot be replayed; the text says what would do."""
+    """Options of a replay that cannot be carried out; the message says which would."""
 
 
 @attrs.frozen
@@ -28,26 +28,26 @@ class TierSpec:
     """A tier to replay against."""
 
     kind: str
-    """``memory``, ``file`` or ``maru``; or the type of what is ``made``."""
+    """``memory``, ``file`` or ``maru``; or the type named in ``made``."""
     directory: str | None
-    """Of a file tier."""
+    """The directory of a file tier."""
     capacity_bytes: float
-    """How much it holds; ``inf`` for all of the trace, or, where it is ``made``, for what it says itself."""
+    """Capacity. ``inf`` has room for all of the trace; for a tier with ``made``, the capacity that its table names."""
     made: str | Mapping[str, Any] | None = None
-    """What :func:`backends.plugins.make_tier` makes it from; ``None`` for one of the three that a replay makes itself."""
+    """The argument for :func:`backends.plugins.make_tier`; ``None`` for the three kinds that a replay makes itself."""
 
     @property
     def name(self) -> str:
-        """The specification, as it was written."""
+        """The specification, as it was given on the command line."""
         return self.kind if self.directory is None else f"{self.kind}:{self.directory}"
 
     @property
     def is_own(self) -> bool:
-        """Whether it is made for the replay alone, and gone when that is over."""
+        """Whether the replay makes the tier for itself, and removes it at the end."""
         return self.made is None and self.directory is None
 
     def blocks(self, block_bytes: int, unique: int, factor: float = 1.0) -> int:
-        """How many blocks of the trace it holds, with so many times its capacity. Unlimited is room for all of them."""
+        """How many blocks of the trace it holds with ``factor`` times its capacity. Unlimited has room for all of them."""
         if self.capacity_bytes == UNLIMITED:
             return int(unique * factor)
         return int(self.capacity_bytes * factor) // block_bytes
@@ -58,11 +58,11 @@ class ReplayOptions:
     """How a trace is to be replayed: its blocks, the tiers, policies and limits."""
 
     tiers: Sequence[TierSpec] = (TierSpec("memory", None, UNLIMITED),)
-    """From the fastest to the slowest; each is fed what the one before it has stored."""
+    """From the fastest to the slowest; what one tier has stored is stored in the next."""
     block_bytes: int = 4096
     """Size of every block."""
     policy: str = "presence"
-    """``pass-all``, ``presence``, or ``frequency:N``: present or seen N times at most stays out."""
+    """``pass-all``, ``presence``, or ``frequency:N``, which keeps out blocks that are present or were seen at most N times."""
     speed: float = math.inf
     """1.0 for the trace's own pace, N for N times as fast, ``inf`` for as fast as possible."""
     skip_idle: bool = False
@@ -72,7 +72,7 @@ class ReplayOptions:
     rename: float = 0.8
     """Share of its different blocks that have new names in each lap after the first."""
     checksums: bool = True
-    """Whether tiers sum what they store and verify it when it is loaded."""
+    """Whether tiers compute a checksum for what they store, and verify it at each load."""
     what_if: Sequence[float] = ()
     """Factors of capacity to give hit rates for."""
 
@@ -86,19 +86,19 @@ class ReplayOptions:
             raise ReplayError(f"policy {self.policy!r}: {error}") from error
 
         if self.what_if and (made := [spec.name for spec in self.tiers if spec.made is not None]):
-            raise ReplayError(f"--what-if: nobody knows how {made[0]} makes room: say memory, maru or file:DIR")
+            raise ReplayError(f"--what-if: the eviction of {made[0]} is not known: use memory, maru or file:DIR")
         if self.laps < 1 or not 0.0 <= self.rename <= 1.0:
             raise ReplayError(
-                f"{self.laps} laps, of which {self.rename:g} is renamed: at least one, and a share of 0 to 1"
+                f"{self.laps} laps, of which {self.rename:g} is renamed: needs at least one lap, and a share from 0 to 1"
             )
         if self.skip_idle and self.speed == math.inf:
-            raise ReplayError("as fast as possible, there is nothing between two requests to skip: say a speed")
+            raise ReplayError("--skip-idle needs a --speed: as fast as possible, there is no idle time to skip")
 
     def policies(self, first: ReadableTier) -> list[Policy | AsyncPolicy]:
         """The policies that the option's name stands for."""
         return [] if self.policy == "pass-all" else [presence_filter(first), *self.further_policies()]
 
     def further_policies(self) -> list[Policy]:
-        """The policies that are asked after the presence filter."""
+        """The policies that decide after the presence filter."""
         _, counted, threshold = self.policy.partition(":")
         return [FrequencyFilter(int(threshold))] if counted else []

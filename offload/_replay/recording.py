@@ -1,4 +1,4 @@
-"""What a replay did, as facts for a recording: :mod:`offload.testing.scenarios._loads` makes a scenario of them."""
+"""What a replay did, as input for :mod:`offload.testing.scenarios._loads`, which makes a scenario of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen
 class Recorded:
-    """A tier of a replay, as far as a recording says it."""
+    """A tier of a replay, described as a scenario file can describe it."""
 
     kind: str
     """``memory`` or ``file``."""
@@ -27,12 +27,12 @@ class Recorded:
 
 
 def not_recordable(kinds: Sequence[str]) -> str:
-    """The kind of tier that a scenario has no word for, if there is one."""
+    """The first kind of tier that a scenario file cannot describe, or an empty string."""
     return next((kind for kind in kinds if kind not in ("memory", "file")), "")
 
 
 def not_empty(tiers: Mapping[str, ReadableTier]) -> str:
-    """The tier that had blocks before the replay began, if there is one: nobody knows how they came there."""
+    """The first tier that had blocks before the replay began, or an empty string: a scenario could not say how they got in."""
     return next((name for name, tier in tiers.items() if tier.statistics().used_bytes), "")
 
 
@@ -48,18 +48,18 @@ def scenario_of(
     checksums: bool,
     presence: bool,
 ) -> Scenario:
-    """A scenario that does what was done.
+    """Make a scenario that repeats what a replay did.
 
     Args:
-        name: of what was replayed.
-        requests: as they were played.
-        keys: of each.
-        played: what each came to.
+        name: name of the scenario.
+        requests: the requests, in the order in which they were played.
+        keys: the keys of each request.
+        played: the result of each request.
         tiers: from the fastest to the slowest.
-        statistics: of each tier, by the name that the engine gave it, in the same order.
-        block_bytes: of every block.
-        checksums: whether blocks were verified.
-        presence: whether what the first tier had was kept from being stored again.
+        statistics: of each tier, by the engine's name for it, in the same order.
+        block_bytes: size of every block.
+        checksums: whether loads were verified.
+        presence: whether a presence filter kept blocks of the first tier from being stored again.
     """
     from ..testing.scenarios._loads import RecordedRequest as Done
     from ..testing.scenarios._loads import RecordedTier, recorded
@@ -101,7 +101,7 @@ def scenario_of(
 
 
 def _within(runs: Sequence[tuple[str, int]], blocks: int) -> list[tuple[str, int]]:
-    """The first so many blocks: where a load broke off, what is behind it was not loaded."""
+    """The first ``blocks`` blocks: a load that broke off did not read the others."""
     found: list[tuple[str, int]] = []
     for name, length in runs:
         if blocks > 0:

@@ -2,8 +2,8 @@
 
     lookup -> load what was found -> [compare it with what was stored] -> [write what is missing] -> store it, settled
 
-What is in brackets is not timed: in life the forward pass is there. A block's content is a function of its key, so that
-every loaded block can be compared in full, whoever stored it and when.
+The steps in brackets are not timed: in production the forward pass takes their place. A block's content is a function of its
+key, so that every loaded block can be compared in full with what was stored.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Buffer:
             ctypes.memmove(address, payload_of(key, size), size)
 
     def count_wrong(self, keys: Sequence[Key]) -> int:
-        """How many of the first places are not the block of their key, compared to the last byte."""
+        """How many of the first places differ from the block of their key; all bytes are compared."""
         size = self.block_bytes
         return sum(
             _memcmp(address, payload_of(key, size), size) != 0
@@ -80,7 +80,7 @@ class Buffer:
 
 @attrs.frozen
 class Played:
-    """What one request came to. Times in seconds, of cache work only."""
+    """The result of one request. Times in seconds, of the cache operations only."""
 
     blocks: int
     """Blocks of its prompt."""
@@ -89,27 +89,27 @@ class Played:
     wrong: int
     """Of these, blocks that are not what was stored."""
     filtered: int
-    """Blocks that a policy kept back."""
+    """Blocks that a policy filtered."""
     dropped: int
     """Blocks that were to be stored and were not: no room, or an error."""
     lookup_time: float
-    """For finding and pinning the prefix."""
+    """Looking up and pinning the prefix."""
     load_time: float
-    """For loading it and letting go; 0.0 where nothing was found."""
+    """Loading it and releasing it; 0.0 if nothing was found."""
     store_time: float
-    """For storing what was missing, until it had settled; 0.0 where nothing was missing."""
+    """Storing the blocks that missed, until the store had settled; 0.0 if none missed."""
     began: float = 0.0
-    """When it came, on the clock that the times are taken by."""
+    """When the request began, on the clock that measures the other times."""
     runs: Sequence[tuple[str, int]] = ()
-    """From which tier how many blocks of its prefix were read, in order."""
+    """The tiers that its prefix was read from, in order, each with the number of blocks."""
     kept_back: Sequence[Key] = ()
-    """Of the blocks that a policy kept back, those that were not there already."""
+    """The filtered blocks that were not present already."""
     failures: Mapping[str, int] = attrs.field(factory=dict)
-    """Blocks that could not be stored since something failed, in any tier, by what that was. No room is no failure."""
+    """Blocks that could not be stored because of an error, in any tier, by cause. A full tier is not an error."""
 
     @property
     def time(self) -> float:
-        """All of it."""
+        """Sum of lookup, load and store."""
         return self.lookup_time + self.load_time + self.store_time
 
 
@@ -178,7 +178,7 @@ class Replayer:
 
 
 def _failures_of(answer: TransferResult, blocks: int) -> Counter[str]:
-    """How many of the blocks failed, here or further down the chain, by what the system said of it."""
+    """How many of the blocks failed, in the first tier or further down the chain, by the message of the operating system."""
     errors = list(answer.failed.values())
     failures: Counter[str] = Counter()
     for route in answer.routes.values():
@@ -196,7 +196,7 @@ def _failures_of(answer: TransferResult, blocks: int) -> Counter[str]:
 
 
 def _said_of(error: BaseException) -> str:
-    """In the words of the system, where it was an error of that; otherwise its kind."""
+    """The operating system's message for an ``OSError``, else the name of the error's class."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

@@ -1,4 +1,4 @@
-"""What a replay came to: counted while it is played, and summed up when it is over. Pure."""
+"""The report of a replay: counters that grow while it is played, and their summary. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .replayer import Played
 
 @attrs.frozen
 class Percentiles:
-    """Percentiles of some times, in seconds; 0.0 where there are none."""
+    """Percentiles of a series of times, in seconds; 0.0 for an empty series."""
 
     p50: float
     p99: float
@@ -42,7 +42,7 @@ class ReplayReport:
     unique_blocks: int
     """Different ones of these."""
     hit_blocks: int
-    """Blocks found and loaded, each as a part of its request's gapless prefix."""
+    """Blocks found and loaded; each belongs to a prefix of its request without a gap."""
     hit_rate: float
     """``hit_blocks / blocks``."""
     wrong: int
@@ -58,19 +58,19 @@ class ReplayReport:
     dropped: int
     """Blocks that were to be stored and were not: no room, or an error."""
     failures: Mapping[str, int]
-    """Blocks that could not be stored since something failed, in any tier, by what that was. Fails the command."""
+    """Blocks that could not be stored because of an error, in any tier, by cause. Fails the command."""
     bytes: int
     """Bytes stored in tiers and loaded from them, in all."""
     lookup: Percentiles
-    """Of each request: finding its prefix."""
+    """Time of a lookup."""
     load: Percentiles
-    """Of each request that hit: loading it."""
+    """Time of a load, over the requests that hit."""
     store: Percentiles
-    """Of each request that missed: storing what it missed, until that had settled in all tiers."""
+    """Time of a store until it had settled in all tiers, over the requests that missed."""
     request: Percentiles
-    """Of each request: all three."""
+    """Time of a request: lookup, load and store."""
     cache_time: float
-    """All of it, in all requests, in seconds."""
+    """Sum over all requests, in seconds."""
     wall_time: float
     """From the first request to the last, with the writing and comparing of blocks and any waiting, in seconds."""
     tiers: Mapping[str, TierStatistics]
@@ -80,7 +80,7 @@ class ReplayReport:
     laps: int = 1
     """How often the trace was played."""
     trace_time: float = 0.0
-    """How long that takes in life: all laps of the trace, in seconds."""
+    """Length of all laps at the trace's own pace, in seconds."""
     resident_bytes: Sequence[int] = ()
     """Memory of the process, shared memory included: before the first lap, and after each."""
     left_over: Mapping[str, int] = attrs.field(factory=dict)
@@ -93,7 +93,7 @@ class ReplayReport:
 
 
 class Tally:
-    """What requests came to, summed up as they are played. Its memory is taken when it is made, and does not grow.
+    """Counters and times of the requests played so far. All memory is allocated at the start.
 
     Args:
         most: requests that can be added.
@@ -112,7 +112,7 @@ class Tally:
         self._loaded = self._stored = 0
 
     def add(self, played: Played) -> None:
-        """One more."""
+        """Count one request."""
         self._lookups[self.requests] = played.lookup_time
         self._all[self.requests] = played.time
         if played.load_time:
@@ -132,20 +132,20 @@ class Tally:
 
     @property
     def lookup(self) -> Percentiles:
-        """Of each request: finding its prefix."""
+        """Time of the lookups."""
         return Percentiles.of(self._lookups[: self.requests])
 
     @property
     def load(self) -> Percentiles:
-        """Of each request that hit: loading it."""
+        """Time of the loads, over the requests that hit."""
         return Percentiles.of(self._loads[: self._loaded])
 
     @property
     def store(self) -> Percentiles:
-        """Of each request that missed: storing what it missed."""
+        """Time of the stores, over the requests that missed."""
         return Percentiles.of(self._stores[: self._stored])
 
     @property
     def request(self) -> Percentiles:
-        """Of each request: all of it."""
+        """Time of the requests: lookup, load and store."""
         return Percentiles.of(self._all[: self.requests])

@@ -1,4 +1,4 @@
-"""Requests, one after another, through an engine over new tiers: as many laps of them as are asked for."""
+"""Plays the requests of a trace, one after another and for several laps, through an engine over new tiers."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ async def replay(
 ) -> ReplayReport:
     """Play requests one after another through an engine over new tiers, and compare every loaded block.
 
-    With ``options.laps`` they are played so often, and when they are over the tiers are audited (:mod:`.leaks`).
+    With ``options.laps`` they are played that many times, and then the tiers are checked for leaks (:mod:`.leaks`).
 
     Args:
         requests: as :func:`read_trace` gives them.
-        options: how.
-        progress: told how many requests are done, after each.
-        record: told what was done, as a scenario (see :mod:`offload.testing.scenarios`).
+        options: tiers, policy, pace and laps.
+        progress: called after each request with the number of requests done.
+        record: called with the scenario that repeats the replay (see :mod:`offload.testing.scenarios`).
         name: of that scenario.
-        clock: that of this trio run, if it can skip: the time between two requests is skipped then.
+        clock: the clock of this trio run if it can skip: then the time between two requests is skipped.
 
     Raises:
-        ReplayError: the options do not go together, or there is too little memory; to be recorded, the tiers must be empty.
+        ReplayError: the options contradict each other, there is too little memory, or a tier to record is not empty.
     """
     laps = Laps(requests, options.laps, options.rename)
     _check_pace(laps, options)
@@ -59,7 +59,7 @@ async def replay(
     _check_recordable(record is not None, options)
     async with open_tiers(options, unique) as tiers:
         if record is not None and (full := not_empty(tiers)):
-            raise ReplayError(f"--record: {full} has blocks already, and nobody knows how they came there: empty it")
+            raise ReplayError(f"--record: {full} has blocks already, which a scenario cannot reproduce: empty it")
         tally = Tally(len(laps))
         recorded: list[Played] | None = [] if record is not None else None
         resident = [resident_bytes()]
@@ -90,7 +90,7 @@ class _Pace:
         self._clock = clock
 
     async def wait_for(self, request: Request) -> None:
-        """Return when it is."""
+        """Return when the request is due; with a clock that can skip, skip to that time."""
         if self._speed == math.inf:
             return
         due = self._began + (request.timestamp - self._first) / 1e3 / self._speed
@@ -101,7 +101,7 @@ class _Pace:
 
 
 _LONGEST: Final = 366 * 86_400
-"""Seconds that a replay may take, or skip, at most: beyond, a timestamp is wrong rather than patience endless."""
+"""The longest replay, in seconds. A longer one points to a wrong timestamp."""
 
 
 def _check_pace(laps: Laps, options: ReplayOptions) -> None:
@@ -109,8 +109,8 @@ def _check_pace(laps: Laps, options: ReplayOptions) -> None:
     if not seconds <= _LONGEST:
         last = max(laps.requests, key=lambda request: request.timestamp)
         raise ReplayError(
-            f"at this speed it takes {seconds / 86_400:,.3g} days, and {_LONGEST / 86_400:g} is the most. Is the timestamp "
-            f"{last.timestamp:g} right, in milliseconds? Otherwise say --speed max"
+            f"at this speed the replay takes {seconds / 86_400:,.3g} days; the limit is {_LONGEST / 86_400:g}. Is timestamp "
+            f"{last.timestamp:g} really in milliseconds? Otherwise use --speed max"
         )
 
 
@@ -137,9 +137,9 @@ def _check_recordable(recorded: bool, options: ReplayOptions) -> None:
         return
     kinds = [spec.kind if spec.made is None else f"{spec.kind}, as specified," for spec in options.tiers]
     if other := not_recordable(kinds):
-        raise ReplayError(f"--record: a tier of {other} cannot be written down as a scenario: say memory or file:DIR")
+        raise ReplayError(f"--record: a scenario cannot describe a tier of {other}: use memory or file:DIR")
     if options.laps > 1:
-        raise ReplayError("--record: laps are made up, and cannot be written down as a scenario: leave out --laps")
+        raise ReplayError("--record: a scenario cannot repeat laps: leave out --laps")
 
 
 def _as_scenario(
@@ -209,8 +209,8 @@ def _report(
 def _what_if(laps: Laps, options: ReplayOptions, factor: float) -> float:
     unique = max(1, laps.unique_blocks)
     presence = options.policy != "pass-all"
-    # No tier holds more than this. Without the presence filter a block that is there already is stored again, and takes a
-    # slot for that moment: with room for all blocks and no more, it would evict one.
+    # No tier holds more than this. Without the presence filter a block that is present is stored again and takes a second
+    # slot for that moment; a tier with room for exactly all blocks would evict one.
     most = unique if presence else unique + max((len(request.hash_ids) for request in laps.requests), default=0)
     capacities = [min(spec.blocks(options.block_bytes, unique, factor), most) for spec in options.tiers]
     if 0 in capacities:

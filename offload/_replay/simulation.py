@@ -1,19 +1,18 @@
-"""Hit rates by simulation, without moving a byte: of policies at any capacity, and the most that any policy could reach. Pure.
+"""Hit rates by simulation, without moving bytes: of any policy at any capacity, and the highest that is possible. Pure.
 
 :func:`simulate` runs the block pools of the tiers, without their bytes. It is exact, not modelled: the same pools and the same
 eviction decide as in a replay over memory, in the same order. A trace of 288,500 blocks takes a tenth of a second for each
 capacity.
 
-:func:`most_hits` is Belady's optimum, for prefixes. Belady's rule, "what is needed last goes first", needs to know the future,
-which a trace has. Three things are as in a place of ours:
+:func:`most_hits` is Belady's optimum, for prefixes. Belady's rule, "evict what is needed last", needs to know the future, which
+a trace has. Three things follow the caches of this project:
 
-- *Prefix-closed*: a block is of no use without those before it. A hash id names a block with all before it, so that a request
-that
-  asks for a block asks for its head as well: a head is needed no later than what hangs on it. Among equals the deepest goes.
-- *Storing may be skipped*: what is needed later than all that is there does not come in. (A policy may reject, too.)
-- What is never needed again is not kept, and takes no room.
+- *Prefix-closed*: a block is of no use without those before it. A hash id names a block with all before it, so a request for a
+  block also requests the blocks before it, and those are needed no later. Of blocks needed at the same time the deepest goes.
+- *Storing may be skipped*: a block that is needed later than all those present is not stored. (A policy may reject, too.)
+- A block that is never needed again is not kept, and takes no room.
 
-No policy that decides when a block is asked for can do better at any capacity, whatever it is told.
+No policy that decides online can do better at any capacity.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def simulate(
 ) -> int:
     """Replay requests against tiers of so many blocks each, and count the blocks that are hit.
 
-    Each request looks up its longest prefix, block by block in the first tier that has it, and stores all that follows:
-    into the first tier what is not there, and what was stored there into the next one, if it is not there.
+    Each request looks up its longest prefix, block by block in the first tier that has it, and stores the rest: in the first
+    tier what is not present there, and what was stored there in the next tier, if it is not present.
 
     Args:
         requests: the keys of each.
@@ -125,7 +124,7 @@ _NEVER: Final = -1
 
 
 def most_hits(requests: Sequence[Sequence[Hashable]], capacity: int) -> int:
-    """How many blocks would have been hit in a place of ``capacity`` blocks that knows what comes."""
+    """How many blocks would hit in a cache of ``capacity`` blocks that knows all future requests."""
     needed = _needed_again(requests)
     kept: dict[Hashable, int] = {}  # and by which request it is needed next
     latest: list[tuple[int, int, int, Hashable]] = []  # needed last, then deepest, first; entries may be out of date

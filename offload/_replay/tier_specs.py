@@ -1,10 +1,10 @@
-"""A tier as it is written on the command line: one that a replay makes for itself, or whatever `make_tier` makes. Pure.
+"""Parses ``--tier``: a tier that the replay makes for itself, or any specification for `make_tier`. Pure.
 
     memory                                 maru                        file:DIR
     NAME                                   module:attribute            maru:URL
     { type = "NAME", parameter = 1 }       {"type": "NAME", "parameter": 1}
 
-What is in the first line is made for the replay and sized by it. What is in the other two is somebody's own.
+The kinds in the first line are made and sized by the replay, and removed with it. Those in the other two are the caller's.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .options import UNLIMITED, ReplayError, TierSpec
 
 
 def specs_of(tiers: Sequence[str], capacities: Sequence[float]) -> list[TierSpec]:
-    """What was written, each with its capacity; one of memory where nothing was.
+    """Parse ``--tier`` and ``--capacity``. One memory tier where none is given.
 
     Raises:
-        ReplayError: as many capacities as there are not tiers, or one of these is none.
+        ReplayError: a specification is wrong, or the numbers of capacities and tiers differ.
     """
     tiers = tiers or ("memory",)
     capacities = capacities or (UNLIMITED,) * len(tiers)
@@ -50,13 +50,13 @@ def _spec_of(tier: str, capacity: float) -> TierSpec:
     if capacity != UNLIMITED:
         knob = "pool_size" if table["type"] == "maru" else "capacity_bytes"
         if knob in table:
-            raise ReplayError(f"tier {tier!r}: its {knob} is said twice: leave out its --capacity, or say unlimited")
+            raise ReplayError(f"tier {tier!r}: {knob} is given twice: leave out its --capacity, or make that unlimited")
         table[knob] = int(capacity)
     return TierSpec(table["type"], None, capacity, table)
 
 
 def _table(text: str) -> dict[str, Any]:
-    """JSON, or an inline table of TOML."""
+    """Parse JSON, or an inline table of TOML."""
     table: Any
     try:
         table = json.loads(text)
@@ -66,5 +66,5 @@ def _table(text: str) -> dict[str, Any]:
         except tomllib.TOMLDecodeError as error:
             raise ReplayError(f"tier {text!r}: neither JSON nor an inline table of TOML: {error}") from None
     if not isinstance(table.get("type"), str) or not table["type"]:
-        raise ReplayError(f"tier {text!r}: must say its type, a name or module:attribute")
+        raise ReplayError(f"tier {text!r}: has no type: a name or module:attribute")
     return dict(table)

@@ -19,12 +19,12 @@ from .options import ReplayError, ReplayOptions, TierSpec
 from .units import size_text
 
 _REGION_STEP: Final = 2 << 20
-"""A page store's regions are whole multiples of it, so that its capacity is rounded up."""
+"""The page size of regions: a page store's capacity is rounded up to it."""
 
 
 @asynccontextmanager
 async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[str, ReadableTier]]:
-    """The tiers asked for, closed afterwards."""
+    """Open the tiers of the options, and close them at the end."""
     tiers: dict[str, ReadableTier] = {}
     async with AsyncExitStack() as stack:
         for spec in options.tiers:
@@ -34,7 +34,7 @@ async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[
             nbytes = max(1, blocks) * options.block_bytes
             tier: ReadableTier
             if spec.made is not None:
-                # What can be entered an engine enters, and leaves; if it comes to that.
+                # The engine enters a tier that has to be entered, and leaves it; so only close() is called here.
                 tier = stack.enter_context(closing(_made(spec, spec.made, options.block_bytes)))
             elif spec.kind == "maru":
                 tier = await stack.enter_async_context(_page_store(nbytes, options))
@@ -56,10 +56,10 @@ async def open_tiers(options: ReplayOptions, unique: int) -> AsyncIterator[dict[
 
 
 def _made(spec: TierSpec, made: str | Mapping[str, Any], block_bytes: int) -> ReadableTier:
-    """Somebody's own tier.
+    """Make a tier from a specification of the caller's.
 
     Raises:
-        ReplayError: there is none, or it cannot be made so. The text says what was looked for, and where.
+        ReplayError: there is no such tier, or it cannot be made. The message says what was looked for, and where.
     """
     from backends.plugins import make_tier
 
@@ -67,13 +67,13 @@ def _made(spec: TierSpec, made: str | Mapping[str, Any], block_bytes: int) -> Re
         return make_tier(made, block_bytes=block_bytes)
     except (BackendError, ValueError, OSError) as error:
         raise ReplayError(f"tier {spec.name}: {error}") from error
-    except Exception as error:  # whatever somebody's class raises
+    except Exception as error:  # the class is the caller's and may raise anything
         raise ReplayError(f"tier {spec.name}: {error!r}") from error
 
 
 @asynccontextmanager
 async def _page_store(nbytes: int, options: ReplayOptions) -> AsyncIterator[ReadableTier]:
-    """A tier over a page store in this process, with one region, of which nothing is evicted ahead of need."""
+    """A tier over a page store in this process, with one region and without eviction ahead of need."""
     import click
 
     from backends.maru import MaruTier
@@ -109,11 +109,11 @@ async def _page_store(nbytes: int, options: ReplayOptions) -> AsyncIterator[Read
 
 
 def _check_memory(spec: TierSpec, nbytes: int) -> None:
-    """Too much memory taken is not an error but an end: the system kills somebody."""
+    """Refuse a tier that does not fit into free memory: Linux overcommits, and kills a process later instead."""
     try:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         available = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, ValueError, KeyError):  # not Linux, or not as we know it
+    except (OSError, ValueError, KeyError):  # not Linux, or another format
         return
     if nbytes > available:
         raise ReplayError(

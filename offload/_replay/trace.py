@@ -1,4 +1,4 @@
-"""A request trace: JSON lines as Mooncake publishes them, gzip or not, read into values. What is wrong is said exactly.
+"""Reads a request trace: JSON lines as Mooncake publishes them, gzip or not. Errors name the line and the field.
 
     {"timestamp": 27, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2, 17]}
 
@@ -31,7 +31,7 @@ class Request(msgspec.Struct, frozen=True):
     """One request of a trace."""
 
     timestamp: _Millis
-    """When it came, in milliseconds from the start of the trace."""
+    """When the request came, in milliseconds from the start of the trace."""
     input_length: _Count
     """Tokens of the prompt."""
     output_length: _Count
@@ -63,10 +63,10 @@ def read_trace(path: str | os.PathLike[str], limit: int | None = None) -> list[R
 
 
 def parse_trace(lines: Iterable[bytes], file: str) -> Iterator[Request]:
-    """Turn lines into requests; ``file`` is what an error calls them.
+    """Parse lines into requests; ``file`` is the name used in errors.
 
     Raises:
-        TraceError: a line is no request, or the lines themselves are broken off.
+        TraceError: a line is no request, or the input is truncated.
     """
     number = 0
     try:
@@ -78,10 +78,10 @@ def parse_trace(lines: Iterable[bytes], file: str) -> Iterator[Request]:
 
 
 def parse_request(line: bytes, file: str, number: int) -> Request:
-    """Turn one line into a request.
+    """Parse one line into a request.
 
     Raises:
-        TraceError: it is not JSON, a field is missing or not what it must be, or a hash id is named twice.
+        TraceError: it is not JSON, a field is missing or out of range, or a hash id occurs twice.
     """
     try:
         request = _DECODER.decode(line)
@@ -103,7 +103,7 @@ _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
 def _explain(message: str) -> tuple[str, str]:
-    """The field that a decoder complains about, and the complaint."""
+    """Split a decoder's message into the field and the complaint."""
     if missing := _MISSING.search(message):
         return missing[1], "missing"
     if at := _AT.search(message):

@@ -1,4 +1,4 @@
-"""Sizes, paces and factors as people write them, and sizes as they read them. Pure."""
+"""Parses sizes, paces and factors of options, and formats sizes. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNITS: Final = {"": 1, "B": 1} | {
 
 
 def size_of(text: str) -> float:
-    """A number of bytes: 4096, 64KiB, 1.5GB."""
+    """Parse a number of bytes: 4096, 64KiB, 1.5GB."""
     number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     unit = _UNITS.get(text.strip()[len(number) :].upper(), 0)
     try:
@@ -32,19 +32,19 @@ def size_of(text: str) -> float:
 
 
 def svg_file(text: str) -> str:
-    """Where a picture goes."""
+    """Check that the name of a picture ends in ``.svg``."""
     if not text.lower().endswith(".svg"):
         raise click.BadParameter(f"{text}: a picture is SVG, so its name must end in .svg")
     return output_file(text)
 
 
 def capacity_of(text: str) -> float:
-    """A size, or ``unlimited``."""
+    """Parse a size, or ``unlimited``."""
     return UNLIMITED if text.strip().lower() == "unlimited" else size_of(text)
 
 
 def speed_of(text: str) -> float:
-    """``realtime``, ``10x`` or ``max``."""
+    """Parse ``realtime``, ``10x`` or ``max``."""
     word = text.strip().lower()
     speed = {"max": math.inf, "realtime": 1.0}.get(word) or _factor(word)
     if speed is None:
@@ -53,7 +53,7 @@ def speed_of(text: str) -> float:
 
 
 def factors_of(text: str) -> list[float]:
-    """Factors of capacity: ``2x,4x``."""
+    """Parse factors of capacity: ``2x,4x``."""
     factors = [_factor(part) for part in text.lower().split(",")]
     if None in factors:
         raise click.BadParameter(f"{text!r}: factors such as 0.5x,2x,4x")
@@ -69,7 +69,7 @@ def _factor(text: str) -> float | None:
 
 
 def size_text(nbytes: float) -> str:
-    """In the largest unit that leaves a number above one."""
+    """Format a size in the largest unit that leaves a number above one."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if nbytes < 1024 or unit == "GiB":
             break

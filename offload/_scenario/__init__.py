@@ -1,1 +1,1 @@
-"""What the commands ``offload scenario ...`` do, one module a command."""
+"""The commands ``offload scenario ...``, one module for each."""

@@ -1,4 +1,4 @@
-"""What is asked for on the command line: seeds, times, files, systems. What cannot be is said, and ends with exit code 2."""
+"""Options of the scenario commands: seeds, times, files, systems. Wrong ones are usage errors, with exit code 2."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SUFFIX = ".scenario.toml"
 
 
 def seed_range(text: str) -> range:
-    """``A..B``, both included."""
+    """Parse ``A..B``, both included."""
     match = re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", text.strip())
     if match is None:
         raise click.BadParameter(f"{text!r} is no range of seeds: say A..B, both included, as in 0..999")
@@ -36,7 +36,7 @@ def seed_range(text: str) -> range:
 
 
 def seconds_of(text: str) -> float:
-    """``60s``, ``5min``, ``1h``, in seconds."""
+    """Parse ``60s``, ``5min`` or ``1h`` into seconds."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*(s|min|m|h|)", text.strip())
     if match is None or not float(match[1]):
         raise click.BadParameter(f"{text!r} is no time: say 60s, 5min or 1h")
@@ -44,7 +44,7 @@ def seconds_of(text: str) -> float:
 
 
 def seeds_text(seeds: range) -> str:
-    """As it is written on a command line."""
+    """Format a range of seeds as on the command line."""
     return f"{seeds[0]}..{seeds[-1]}"
 
 
@@ -61,7 +61,7 @@ processes_option = click.option(
     "--processes",
     type=click.IntRange(1, 1_024),
     metavar="P",
-    help="Worker processes.  [default: one for each core, where it pays]",
+    help="Worker processes.  [default: one for each core; none for a few runs]",
 )
 mix_option = click.option(
     "--mix",
@@ -81,12 +81,12 @@ watchdog_option = click.option(
 
 
 def processes_for(runs: int | None, asked: int | None, *, here_below: int = 0) -> int:
-    """How many workers for so many runs: 0 is none, since starting one takes as long as a few dozen runs.
+    """How many worker processes to use; 0 for none, since starting one takes as long as a few dozen runs.
 
     Args:
-        runs: how many there will be; ``None``: who knows.
-        asked: what was asked for.
-        here_below: fewer runs than that are made in this process.
+        runs: the number of runs, ``None`` if unknown.
+        asked: the value of ``--processes``.
+        here_below: with fewer runs than this, all are made in this process.
     """
     from offload.testing.scenarios._workers import cores
 
@@ -98,7 +98,7 @@ def processes_for(runs: int | None, asked: int | None, *, here_below: int = 0) -
 
 
 def here_below(runs: int) -> int:
-    """Below how many runs they are made in this process: none, where a watchdog was asked for, which can only end another."""
+    """The same number of runs, or 0 with ``--watchdog``, which can only kill a worker process."""
     return 0 if given("watchdog") else runs
 
 
@@ -107,14 +107,14 @@ def here_below(runs: int) -> int:
 
 @attrs.frozen
 class File:
-    """A scenario, and where it was read from."""
+    """A scenario and the file it was read from."""
 
     path: Path
     scenario: Scenario
 
     @property
     def base(self) -> Path:
-        """Where paths in it start from."""
+        """The directory that relative paths in it start from."""
         return self.path.parent
 
 
@@ -131,15 +131,15 @@ def usage_errors() -> Iterator[None]:
 
 
 def files_in(places: Sequence[str], system: str = "", *, real: bool = False) -> list[File]:
-    """The scenarios that are named, and all in the directories that are named.
+    """Read the named scenario files, and all in the named directories.
 
     Args:
         places: files and directories.
-        system: for which they must make sense: a fault needs the seam through which it comes.
-        real: it may be one that runs in real time only, and cannot be watched beforehand.
+        system: the system they will run on, which must have the seam of each of their faults.
+        real: whether scenarios that run in real time only are accepted; they are not checked beforehand.
 
     Raises:
-        BadInput: there is none, or one makes no sense.
+        BadInput: there is no scenario, or one is invalid.
     """
     from offload.testing.scenarios._files import read
     from offload.testing.scenarios._systems import SEAMS
@@ -162,21 +162,21 @@ def files_in(places: Sequence[str], system: str = "", *, real: bool = False) -> 
 
 
 def one_file(place: str, system: str = "") -> File:
-    """The scenario of one file."""
+    """Read the one scenario of a file."""
     files = files_in([place], system)
     if len(files) > 1:
-        raise BadInput(f"{place}: {len(files)} scenarios are in there; name one of them")
+        raise BadInput(f"{place}: holds {len(files)} scenarios; name one file")
     return files[0]
 
 
 def _near(path: Path) -> str:
-    """A way out, for who forgot the end of the name."""
+    """A hint to existing files for a name without its ending, or an empty string."""
     other = path.with_name(path.name + SUFFIX)
     return f"; do you mean {other}?" if other.exists() else ""
 
 
 def check_system(system: str) -> None:
-    """Say at once, and not in each worker, that there is no such system."""
+    """Raise a usage error if the system cannot be imported, before each worker fails by itself."""
     from offload.testing.scenarios._systems import factory_of
 
     with usage_errors():
@@ -185,7 +185,7 @@ def check_system(system: str) -> None:
 
 @functools.cache
 def probed(system: str) -> Probe:
-    """Which seams a system uses."""
+    """Find out which seams a system uses."""
     from offload.testing.scenarios._seams import probe
 
     with usage_errors():
@@ -193,7 +193,7 @@ def probed(system: str) -> Probe:
 
 
 def program_of(seed: int, system: str, mix: Mix = "standard") -> Scenario:
-    """The random program of a seed: for another system as much of it as that can be put through."""
+    """The random program of a seed; for a system of the caller's, without the steps that it cannot run."""
     if system:
         return fuzzing(system).scenario(seed)
     from offload.testing.scenarios._generate import MIXES
@@ -202,13 +202,13 @@ def program_of(seed: int, system: str, mix: Mix = "standard") -> Scenario:
 
 
 def check_mix(mix: Mix, system: str) -> None:
-    """Of another system there are no engines."""
+    """Refuse a mix of engines for a system of the caller's, which has none."""
     if system and mix != "standard":
         raise BadInput(f"--mix {mix} is for our own engines: leave out --system, or --mix")
 
 
 def fuzzing(system: str) -> Fuzzing:
-    """Plays random programs with a system that is not ours."""
+    """Plays random programs with a system of the caller's."""
     from offload.testing.scenarios._seams import Fuzzing
 
     return Fuzzing(system, probed(system).seams, probed(system).hooks)
@@ -218,13 +218,13 @@ def fuzzing(system: str) -> Fuzzing:
 
 
 def line(*words: object, system: str = "", mix: Mix = "standard") -> str:
-    """A command line of ours."""
+    """Format one of our commands as a shell line."""
     rest = ["--system", system] if system else ["--mix", mix] if mix != "standard" else []
     return shlex.join(["offload", "scenario", *[str(word) for word in words], *rest])
 
 
 def repeated(name: str, system: str = "") -> Callable[[int], str]:
-    """Lines that run a file with a seed."""
+    """Returns a function that formats the line which runs a file with a seed."""
     return functools.partial(_run_line, name, system)
 
 

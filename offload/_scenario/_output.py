@@ -1,4 +1,4 @@
-"""How runs are shown to people: tables and lines within the width there is, and what is to be done next."""
+"""Prints runs: tables and lines that fit the width of the terminal, and what to do next."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ _STYLES = {
     "FAILED": "red",
 }
 SHOWN = 10
-"""Runs that went wrong and are shown; more say the same."""
+"""The number of failed runs that are shown."""
 _RULES = 5
-"""Violations of one run that are shown: those behind them are mostly consequences."""
+"""The number of violations shown for each run: later ones are mostly consequences of the first."""
 
 
 def virtual(ms: float) -> str:
-    """A virtual time, to be read."""
+    """Format a virtual time."""
     if ms < 10_000:
         return f"{ms:,.6g} ms virtual"
     return f"{duration(ms / 1_024)} virtual"
 
 
 def counted(counts: Mapping[str, int]) -> str:
-    """``COMPLETE 3, CANCELLED 1``."""
+    """Format counts: ``COMPLETE 3, CANCELLED 1``."""
     return ", ".join([f"{name} {count:,}" for name, count in counts.items()]) or "none"
 
 
 def verdict(good: bool, interrupted: bool = False) -> str:
-    """One word. Nothing is ok that was not looked at to its end."""
+    """The verdict in one word. An interrupted series is never ok."""
     return "WRONG" if not good else "interrupted" if interrupted else "ok"
 
 
 def interruption_as_dict(good: bool, interruption: Interruption) -> dict[str, bool]:
-    """The same for machines."""
+    """The verdict and the interruption as JSON values."""
     return {"good": good and not interruption.came, "interrupted": interruption.came}
 
 
 def styled(word: str) -> Text:
-    """In its colour, if it has one."""
+    """The word in its colour, if it has one."""
     from rich.text import Text
 
     return Text(word, style=_STYLES.get(word, ""))
 
 
 def grid(rows: Iterable[tuple[str, str | Text]], *, indent: int = 0) -> Table:
-    """Names and what is said of them."""
+    """A table without a header: names, and a text for each."""
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2, 0, 0))
@@ -88,7 +88,7 @@ def columns(title: str, *names: str) -> Table:
 
 
 def violation_lines(found_violations: Sequence[FoundViolation], *, indent: int = 0) -> Iterator[RenderableType]:
-    """For each run what was wrong, and the line that repeats it."""
+    """For each run its violations, and the line that repeats it."""
     runs: dict[str, list[FoundViolation]] = {}
     for found_violation in found_violations:
         runs.setdefault(found_violation.repeat, []).append(found_violation)
@@ -106,7 +106,7 @@ _RAISED = re.compile(r"[\s|]*((?:\w+\.)*\w*(?:Error|Exception|Interrupt|Cancelle
 
 
 def in_short(text: str) -> str:
-    """What was wrong in a line; of a traceback, what was raised first, and where."""
+    """A violation on one line; for a traceback, the first exception and where it was raised."""
     lines = text.strip().splitlines()
     places = [line.strip(" |") for line in lines[1:] if line.strip(" |").startswith("File ")]
     raised = [match[1] for line in lines[1:] if (match := _RAISED.fullmatch(line))]
@@ -118,12 +118,12 @@ def in_short(text: str) -> str:
 def progressing(
     total: int | None, *, quiet: bool, seconds: float | None = None
 ) -> Iterator[Callable[[Played], object]]:
-    """A bar on the error stream, where somebody sees it.
+    """Show a progress bar on the error stream if that is a terminal.
 
     Args:
-        total: runs to come, if that is known.
-        quiet: show none.
-        seconds: how long it goes on, where the number of runs is not known.
+        total: the number of runs, ``None`` if unknown.
+        quiet: show no bar.
+        seconds: how long it will run if the number of runs is not known.
     """
     sheet = console(stderr=True)
     if quiet or not sheet.is_terminal:
@@ -155,7 +155,7 @@ def progressing(
 
 
 def totals(summary: Summary, seconds: float, processes: int, *, interrupted: bool = False) -> Iterator[tuple[str, str]]:
-    """Rows of a grid: what many runs came to."""
+    """Rows of a grid: the sums over many runs."""
     many = "none" if summary.first_seed is None else f"{summary.first_seed}..{summary.last_seed} ({summary.seeds:,})"
     yield "seeds", many + (", interrupted" if interrupted else "")
     rate = summary.seeds / max(seconds, 1e-9) * 60

@@ -1,4 +1,4 @@
-"""``offload scenario check``: a verdict on a cache, promise by promise, and what cannot be said without a seam."""
+"""``offload scenario check``: judges a cache, promise by promise, and says what cannot be tested for lack of a seam."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _SAVED = 3
-"""Random programs that are made small and saved: the next ones mostly show the same."""
+"""Random programs that are shrunk and saved: later ones mostly show the same failure."""
 _SHRINKING = 5.0
-"""Seconds for each."""
+"""Seconds to shrink each."""
 
 
 @click.command()
@@ -56,7 +56,7 @@ _SHRINKING = 5.0
     metavar="DIR",
     default="scenario-check",
     show_default=True,
-    help="Where what goes wrong is saved.",
+    help="Save each failing scenario in this directory.",
 )
 @processes_option
 @click.option(
@@ -71,8 +71,8 @@ _SHRINKING = 5.0
 def command(system: str, seconds: float, keep: str, processes: int | None, watchdog: float, as_json: bool) -> None:
     """Judge a cache of your own: a factory of the adapter contract, as in mycache:open_cache.
 
-    Finds out which seams it uses, puts each promise that these allow to the test, and spends the rest of the time on random
-    programs. Each scenario that goes wrong is saved as a file that repeats it. The exit code is 1 when something was wrong.
+    Finds out which seams it uses, tests each promise that these allow, and spends the rest of the time on random programs.
+    Each scenario that fails is saved as a file that repeats it. The exit code is 1 when something failed.
     """
     check_system(system)
     began = perf_counter()
@@ -100,7 +100,7 @@ def command(system: str, seconds: float, keep: str, processes: int | None, watch
 
 @attrs.define
 class _Finding:
-    """What was wrong with one scenario, and the file that repeats it."""
+    """A violation, and the file of the scenario that shows it."""
 
     violation: Violation
     file: str
@@ -109,7 +109,7 @@ class _Finding:
 
 @attrs.define
 class _Verdict:
-    """On one promise."""
+    """The verdict on one promise."""
 
     short: str
     name: str
@@ -140,18 +140,18 @@ class _Judge:
 
     @property
     def opened(self) -> bool:
-        """Whether it does anything at all."""
+        """Whether the system opens and stores anything."""
         return self._probe is not None and bool(self._probe.report.outcomes)
 
     @property
     def good(self) -> bool:
-        """Whether nothing was wrong."""
+        """Whether no promise was broken."""
         return all(one.word != "WRONG" for one in self._verdicts)
 
     # -- judging -------------------------------------------------------------------------------------------------------
 
     def probe(self) -> None:
-        """Find out what it uses, and how what is explored goes without any cancel."""
+        """Find out which seams the system uses, and run the program of the explorations without any cancel."""
         opening = _Verdict("open", "it opens, stores, loads, and closes")
         self._verdicts.append(opening)
         explored = list({trial.name: trial for one in promises() if one.explored for trial in one.trials}.values())
@@ -165,7 +165,7 @@ class _Judge:
         }
 
     def keep_promises(self, progress: Callable[[Played], object]) -> None:
-        """Put each promise to the test, all in one series: workers take a while to start."""
+        """Test each promise, all in one series, since workers take a while to start."""
         assert self._probe is not None
         series: list[tuple[_Verdict, Scenario]] = []
         for promise in promises():
@@ -293,7 +293,7 @@ class _Judge:
         wrong = [one for one in self._verdicts if one.word == "WRONG"]
         kept = sum(one.word == "ok" for one in self._verdicts)
         if not self.opened and not self.interrupted:
-            yield f"WRONG: {self._system} stores nothing; all else would say the same"
+            yield f"WRONG: {self._system} stores nothing; the other promises were not tested"
         yield (
             f"{verdict(not wrong, self.interrupted)}: {self._system}: {plural(kept, 'promise')} kept, "
             f"{len(wrong)} broken, {plural(self._summary.seeds, 'run')} in {duration(seconds)}"
@@ -301,5 +301,5 @@ class _Judge:
 
 
 def _seeded(scenario: Scenario, seed: int) -> Scenario:
-    """With this seed as its own, so that its file needs no --seed."""
+    """The same scenario with this seed in it, so that its file needs no --seed."""
     return msgspec.structs.replace(scenario, seed=seed)

@@ -1,4 +1,4 @@
-"""``offload scenario diff``: the first event where two runs part, with what stood around it."""
+"""``offload scenario diff``: the first event at which two runs differ, with the events around it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @system_option
 @json_option
 def command(files: tuple[str, ...], seeds: tuple[int, ...], system: str, as_json: bool) -> None:
-    """Find the first event where two runs part: one file with two seeds, or two files, of which each may be a saved trace.
+    """Find the first event at which two runs differ: one file with two seeds, or two files; a saved trace counts as a run.
 
     The exit code is 0 when they are the same and 1 when they are not, as with diff.
     """
@@ -109,8 +109,8 @@ def _for_people(left: NamedTrace, right: NamedTrace, parting: Difference) -> lis
         mark = ">" if i == 0 else ""
         table.add_row(f"{mark} {parting.at + i}", _event(one, style), _event(other, style))
     ended = [trace.name for trace, line in zip((left, right), parting.after[0], strict=True) if line is None]
-    how = f"{ended[0]} has ended" if ended else f"they differ in {', '.join(parting.fields)}"
-    return [f"they part at event {parting.at}: {how}", table]
+    how = f"{ended[0]} has ended" if ended else ", ".join(parting.fields)
+    return [f"they differ from event {parting.at} on: {how}", table]
 
 
 def _event(line: str | None, style: str) -> Text:

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 _HERE_BELOW = 100
 _WIDE = 8
-"""Containers that still have a column each."""
+"""The largest number of containers that get a column each."""
 
 
 def _actions_of(text: str) -> tuple[Action, ...]:
@@ -72,7 +72,7 @@ def _actions_of(text: str) -> tuple[Action, ...]:
 
 @click.command()
 @click.argument("file")
-@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Instead of the file's own.")
+@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Replaces the seed of the file.")
 @click.option(
     "--actions",
     type=_actions_of,
@@ -82,8 +82,8 @@ def _actions_of(text: str) -> tuple[Action, ...]:
     help=f"Some of {', '.join(ACTIONS)}.",
 )
 @click.option("--pairs", is_flag=True, help="Every two cancels of different containers as well.")
-@click.option("--only", metavar="SPOT", help="One of them again: ACTION@HOOK:CONTAINER:VISIT, two with + between them.")
-@click.option("--save", type=output_file, metavar="FILE", help="With --only: save it as a scenario file.")
+@click.option("--only", metavar="SPOT", help="Run one spot: ACTION@HOOK:CONTAINER:VISIT, or two with + between them.")
+@click.option("--save", type=output_file, metavar="FILE", help="With --only: save that run as a scenario file.")
 @system_option
 @processes_option
 @watchdog_option
@@ -102,12 +102,12 @@ def command(
 ) -> None:
     """Run a scenario once for every container and every visit of a hook, and cancel it there.
 
-    Nothing is left to chance: what the table shows is all there is. What the file expects of its own run is left out, since a
-    cancel changes it; the invariants stay.
+    The search is exhaustive: the table shows every spot there is. The expectations of the file are left out, since a cancel
+    changes the outcome; the invariants are checked.
     """
     check_system(system)
     if save is not None and only is None:
-        raise click.UsageError("--save is for --only: name one spot")
+        raise click.UsageError("--save needs --only with one spot")
     if only is not None:
         refuse(("actions", "pairs"), "says what to explore, and --only what to explore of that: leave out one of them")
     found = one_file(file, system)
@@ -200,12 +200,12 @@ def _for_people(
 
 
 def _hook_order(hooks: Sequence[str]) -> Callable[[str], int]:
-    """Ours as a container meets them, those of another system as they came."""
+    """Orders hooks: ours as a container meets them, those of another system as they first came."""
     return HOOKS.index if set(hooks) <= set(HOOKS) else hooks.index
 
 
 def _cell(cell: Any) -> str:
-    """How it ended: one word, or, over several visits, each with how often."""
+    """How it ended: one word, or several with counts if several visits ended differently."""
     if not cell:
         return ""
     ends = {name: count for name, count in cell.items() if name != "!"}

@@ -54,16 +54,16 @@ if TYPE_CHECKING:
     from offload.testing.scenarios._generate import Mix
 
 _PLAYED = range(1_000)
-"""Without --seeds and --for."""
+"""The seeds that are played without --seeds and --for."""
 _REACHED = (("hooks reached", "hook"), ("states", "state"), ("ends", "end"), ("filtered for", "filtered"))
 _KEPT = 100
-"""Programs that --keep saves at most: who breaks more has enough to look at."""
+"""The largest number of failing programs that --keep saves."""
 
 
 @click.command()
-@click.option("--seeds", type=seed_range, metavar="A..B", help="Both ends included.  [default: 0..999]")
+@click.option("--seeds", type=seed_range, metavar="A..B", help="A range of seeds, both included.  [default: 0..999]")
 @click.option(
-    "--for", "seconds", type=seconds_of, metavar="TIME", help="Go on from the first seed until this time is over."
+    "--for", "seconds", type=seconds_of, metavar="TIME", help="Keep running from the first seed for this time."
 )
 @mix_option
 @system_option
@@ -73,7 +73,7 @@ _KEPT = 100
     "--keep",
     type=output_directory,
     metavar="DIR",
-    help="Save every program that goes wrong there, as a scenario file.",
+    help="Save every failing program in this directory, as a scenario file.",
 )
 @json_option
 def command(
@@ -88,7 +88,7 @@ def command(
 ) -> None:
     """Run random programs, one for each seed, and judge each by the invariants and by the bytes of every load.
 
-    A seed always is the same program, and always goes the same way. The exit code is 1 when something was wrong.
+    A seed always gives the same program and the same run. The exit code is 1 when something failed.
     """
     check_mix(mix, system)
     check_system(system)
@@ -163,7 +163,7 @@ def _for_people(
     yield grid(
         [
             *[(title, ", ".join(names) or "none") for title, names in rows],
-            ("never reached", ", ".join(never) or "nothing that is known of"),
+            ("never reached", ", ".join(never) or "no hook that is known"),
         ]
     )
     if summary.good:

@@ -1,4 +1,4 @@
-"""``offload scenario list``: which scenarios there are, and what each is about."""
+"""``offload scenario list``: lists scenario files with their subjects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._output import plural, print_json, show
 @click.argument("places", nargs=-1, metavar="[DIR]...")
 @json_option
 def command(places: tuple[str, ...], as_json: bool) -> None:
-    """List the scenario files of a directory, by default of this one, and what each is about."""
+    """List the scenario files of directories, by default of the current one, each with its subject."""
     files = files_in(places or ["."])
     if as_json:
         print_json([_as_dict(file) for file in files])

@@ -1,4 +1,4 @@
-"""``offload scenario run``: files in, verdicts out, and for each that went wrong the line that repeats it."""
+"""``offload scenario run``: runs scenario files and prints verdicts, with the line that repeats each failed run."""
 
 from __future__ import annotations
 
@@ -51,37 +51,40 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _HERE_BELOW = 40
-"""Fewer runs are made in this process: the first worker is ready when these are over."""
+"""With fewer runs than this, all are made in this process: a worker takes as long to start."""
 
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Instead of the file's own.")
-@click.option("--seeds", type=seed_range, metavar="A..B", help="Run each file with all of these, both ends included.")
+@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Replaces the seed of the file.")
+@click.option("--seeds", type=seed_range, metavar="A..B", help="Run each file with each of these seeds, both included.")
 @system_option
 @processes_option
 @watchdog_option
 @click.option(
-    "--timeline", type=output_file, metavar="OUT.html", help="Draw the run: containers against time. Of one run."
+    "--timeline", type=output_file, metavar="OUT.html", help="Draw containers against time. For a single run."
 )
 @click.option(
-    "--trace", type=output_file, metavar="OUT.json", help="Write the run for Perfetto (ui.perfetto.dev). Of one run."
+    "--trace",
+    type=output_file,
+    metavar="OUT.json",
+    help="Write the run for Perfetto (ui.perfetto.dev). For a single run.",
 )
 @click.option(
     "--save-trace",
     type=output_file,
     metavar="OUT.trace",
-    help="Write its trace, for `offload scenario diff`. Of one run.",
+    help="Write the trace for `offload scenario diff`. For a single run.",
 )
-@click.option("--junit", type=output_file, metavar="OUT.xml", help="Write the verdicts as CI systems read them.")
-@click.option("--real", is_flag=True, help="With real components and the clock on the wall, instead of virtual time.")
+@click.option("--junit", type=output_file, metavar="OUT.xml", help="Write the verdicts as JUnit XML.")
+@click.option("--real", is_flag=True, help="Run with real components and in real time instead of virtual time.")
 @click.option(
     "--pace",
     type=click.FloatRange(0.1, 1_000),
     default=1.0,
     show_default=True,
     metavar="X",
-    help="With --real: how many milliseconds of the wall each one of the scenario takes.",
+    help="With --real: milliseconds of real time for each millisecond of the scenario.",
 )
 @json_option
 def command(
@@ -99,23 +102,23 @@ def command(
     pace: float,
     as_json: bool,
 ) -> None:
-    """Run scenario files, or all in a directory, and say whether what must hold did.
+    """Run scenario files, or all in a directory, and check what must hold.
 
-    The exit code is 0 when everything held, 1 when something did not, and 2 when a file makes no sense.
+    The exit code is 0 when everything held, 1 when something did not, and 2 when a file is invalid.
     """
     if seed is not None and seeds is not None:
         raise click.UsageError("--seed and --seeds exclude each other")
     if real:
-        refuse(("processes", "watchdog"), "is for virtual time: with --real, one run follows another in this process")
+        refuse(("processes", "watchdog"), "needs virtual time: with --real, runs follow one another in this process")
     else:
-        refuse(("pace",), "is for --real: virtual time has none")
+        refuse(("pace",), "needs --real")
     check_system(system)
     found, left_out = _playable(files_in(files, system, real=real), real=real)
     plan = _RunPlan(tuple(found), seed if seed is not None else seeds, system, real, pace)
     outputs = {"--timeline": timeline, "--trace": trace, "--save-trace": save_trace}
     pictures = {option: path for option, path in outputs.items() if path is not None}
     if pictures and len(plan) != 1:
-        raise BadInput(f"{next(iter(pictures))} is of one run, and this is {len(plan):,}: name one file and one --seed")
+        raise BadInput(f"{next(iter(pictures))} shows one run, not {len(plan):,}: name one file and one --seed")
     used = 0 if real else processes_for(len(plan), processes, here_below=here_below(_HERE_BELOW))
     runs = _RunResults(plan, left_out, keep_report=bool(pictures))
     with usage_errors():
@@ -148,7 +151,7 @@ def command(
 
 
 def _playable(files: Sequence[File], *, real: bool) -> tuple[list[File], list[tuple[File, str]]]:
-    """Those that can be played so, and the others, each with why not.
+    """Split files into those that can run so, and the others with the reason.
 
     Raises:
         BadInput: all of them need ``--real``.
@@ -187,11 +190,11 @@ def _picture(option: str, report: Report, repeat: str) -> str:
 
 @attrs.frozen
 class _RunPlan:
-    """Every run that was asked for, by number: file by file, seed by seed."""
+    """All runs by number: file by file, and seed by seed for each file."""
 
     files: Sequence[File]
     seeds: int | range | None
-    """``None``: each file's own."""
+    """``None`` for each file's own seed."""
     system: str
     real: bool
     pace: float = 1.0
@@ -206,7 +209,7 @@ class _RunPlan:
         return len(self.files) * (len(self.seeds) if isinstance(self.seeds, range) else 1)
 
     def at(self, number: int) -> tuple[int, int]:
-        """Which file, and which seed."""
+        """The file and the seed of a run."""
         file, seed = divmod(number, len(self) // len(self.files))
         return file, self.seeds_of(self.files[file])[seed]
 
@@ -215,7 +218,7 @@ class _RunPlan:
         Playing(system=self.system).warm()
 
     def __call__(self, number: int) -> Report:
-        """One run."""
+        """Run one."""
         file, seed = self.at(number)
         scenario, base = self.files[file].scenario, self.files[file].base
         if not self.real:
@@ -235,14 +238,14 @@ class _RunPlan:
 
 
 class _RunResults:
-    """The runs so far, summed for each file."""
+    """The sums of the runs so far, for each file."""
 
     def __init__(self, plan: _RunPlan, left_out: Sequence[tuple[File, str]], *, keep_report: bool) -> None:
         self.total = Summary()
         self.by_file = [Summary() for _ in plan.files]
         self.interrupted = False
         self.notes: list[dict[str, None]] = [{} for _ in plan.files]
-        """What a reader must know beside, of each file."""
+        """Notes for the reader, for each file."""
         self.report: Report | None = None
         self._plan = plan
         self._left_out = left_out

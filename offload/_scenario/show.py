@@ -1,4 +1,4 @@
-"""``offload scenario show``: a program in words, in the order in which things happen."""
+"""``offload scenario show``: describes a scenario's program in words, in order of time."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _NOT_KNOBS = {"source", "to", "policies", "chain"}
 
 @click.command("show")
 @click.argument("file")
-@click.option("--steps", is_flag=True, help="With the load written out, as it is run.")
+@click.option("--steps", is_flag=True, help="Write out every step of the load, as it will run.")
 @click.option(
-    "--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Of the load; instead of the file's own."
+    "--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Replaces the seed of the file, for the load."
 )
 @json_option
 def command(file: str, steps: bool, seed: int | None, as_json: bool) -> None:
-    """Show a scenario's program: where blocks live, what is done, what goes wrong, and what must hold."""
+    """Show a scenario's program: its tiers, steps, faults and expectations."""
     if not steps:
-        refuse(("seed",), "is of the load, which --steps writes out")
+        refuse(("seed",), "needs --steps, which writes out the load")
     found = one_file(file)
     scenario = found.scenario
     if steps:

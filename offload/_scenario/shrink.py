@@ -1,4 +1,4 @@
-"""``offload scenario shrink``: a program that goes wrong, made small and saved."""
+"""``offload scenario shrink``: makes a failing program small, and saves it."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("file", required=False)
 @click.option(
-    "--fuzz-seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="The random program of this seed."
+    "--fuzz-seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Shrink the random program of this seed."
 )
 @mix_option
-@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Instead of the file's own.")
+@click.option("--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", help="Replaces the seed of the file.")
 @click.option(
     "--out",
     type=output_file,
     metavar="FILE",
-    help="Where the small program goes.  [default: regression-N.scenario.toml]",
+    help="The file for the small program.  [default: regression-N.scenario.toml]",
 )
 @click.option(
     "--budget",
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     metavar="TIME",
     default=f"{BUDGET:g}s",
     show_default=True,
-    help="Real time to spend at most.",
+    help="The most real time to spend.",
 )
 @click.option(
     "--watchdog",
@@ -87,14 +87,14 @@ def command(
     system: str,
     as_json: bool,
 ) -> None:
-    """Reduce a program that goes wrong to few steps and faults that still break a rule it breaks, and save it.
+    """Reduce a failing program to few steps and faults that still break one of the rules it breaks, and save it.
 
-    Programs are played in another process: one that hangs there, or ends it, is as good as any other.
+    Programs run in a child process, so that one which hangs or crashes can be shrunk too.
     """
     if (file is None) == (fuzz_seed is None):
-        raise click.UsageError("name a FILE, or the program of the fuzz with --fuzz-seed N")
+        raise click.UsageError("name a FILE, or a random program with --fuzz-seed N")
     if file is not None and mix != "standard":
-        raise click.UsageError("--mix says of which mix --fuzz-seed is: leave it out beside a FILE")
+        raise click.UsageError("--mix needs --fuzz-seed: leave it out beside a FILE")
     check_mix(mix, system)
     check_system(system)
     large, used, base = _chosen(file, fuzz_seed, seed, system, mix)
@@ -121,23 +121,23 @@ def command(
 
 @attrs.frozen
 class _Outcome:
-    """A program that was made small."""
+    """The result of shrinking."""
 
     before: Scenario
     small: Scenario
     report: Report
-    """Of the small one."""
+    """The report of the small program."""
     seed: int
     place: str
-    """The file it is saved in."""
+    """The file that it was saved to."""
     repeat: str
-    """The line that plays it."""
+    """The shell line that runs it."""
     seconds: float
-    """What it took."""
+    """How long the shrinking took."""
 
     @property
     def text(self) -> str:
-        """The small one, as it is saved."""
+        """The small program as TOML, as it was saved."""
         from offload.testing.scenarios._files import to_toml
 
         return to_toml(self.small)
@@ -155,7 +155,7 @@ class _Outcome:
         }
 
     def show(self) -> None:
-        """Print it for a person."""
+        """Print the result."""
         from rich.syntax import Syntax
 
         show(Syntax(self.text, "toml", background_color="default", word_wrap=True))
@@ -174,7 +174,7 @@ def _size(program: Scenario) -> str:
 
 
 def playing(system: str, base: Path | None) -> Play:
-    """What runs a program with a seed, in this process."""
+    """Returns a function that runs a program with a seed, in this process."""
     from offload.testing.scenarios._play import play
     from offload.testing.scenarios._systems import factory_of
 
@@ -193,7 +193,7 @@ def _chosen(
 
 @contextmanager
 def _progressing(*, quiet: bool) -> Iterator[Callable[[Progress], object] | None]:
-    """How small it has become, on the error stream, where somebody sees it."""
+    """Show the progress of shrinking on the error stream if that is a terminal."""
     sheet = console(stderr=True)
     if quiet or not sheet.is_terminal:
         yield None

@@ -1,3 +1,3 @@
-"""``offload bench``: each figure of this package beside the limit it is judged by, measured in the same run."""
+"""``offload bench``: measures this package, each figure beside its limit in the same run."""
 
 from ._command import command as command

@@ -1,7 +1,7 @@
 """Goal 1: a burst of containers through a pipeline that has nothing to copy, beside the two limits of :mod:`._straight`.
 
-One thread does everything, in all of them, and waits for nothing. So what is measured is its processor time: that of the
-clock on the wall is longer by what else the machine does. Should that ever hide a wait, the last row would show it.
+All of them run on one thread and never wait, so processor time is measured: wall time grows with whatever else the machine
+does. The last row would show a hidden wait.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Clock: TypeAlias = Callable[[], float]
 
 @attrs.frozen
 class Burst:
-    """So many containers, and where they come from. Each run has a destination of its own, and so finds it empty."""
+    """A number of containers and their source. Each run has a new, empty destination."""
 
     source: MemoryTier
     groups: Sequence[WeakBlocks]

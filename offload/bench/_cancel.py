@@ -1,17 +1,17 @@
-"""``offload bench cancel``: how soon a cancellation is confirmed, wherever the container is parked. Goal 4.
+"""``offload bench cancel``: how long a cancel takes to be confirmed, by the place where the container waits. Goal 4.
 
 What is timed is the caller's whole wait in ``await handle.cancel()``, for containers whose gate is open:
 
-    queue       not looked at yet                         policy    a policy waits on its behalf
+    queue       before the policies                       policy    a policy awaits something
     event       its precondition, an event, is not set    function  its precondition is an async function that waits
     ready       ready for a batch that is not full        room      its batch waits for room at the destination
 
-*Idle*: nothing else runs. *Burst*: many other containers drain through the same pipeline meanwhile. Such a wait is at
-least one turn of trio's loop, so a checkpoint under the same circumstances stands beside each. The trio thread is busy
-from the one end to the other, so it is its processor time that counts; the clock on the wall stands below.
+*Idle*: nothing else runs. *Burst*: many other containers drain through the same pipeline meanwhile. Such a wait takes at
+least one iteration of trio's loop, so a checkpoint under the same circumstances stands beside each. The trio thread is busy
+from start to end, so processor time is what counts; wall time stands below.
 
 *Bulk* is ``handle.request_cancel()`` for many in a row, beside the least that any code has to do: take each out of an
-ordered dictionary, and note that it is over. *Confirmed* is the same until the last of them has settled.
+ordered dictionary, and record that it is over. *Confirmed* is the same until the last of them has settled.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ def _withheld() -> FakeTier:
 
 @attrs.frozen
 class _Place:
-    """How to make containers stay somewhere."""
+    """A place where containers wait, and how to bring them there."""
 
     policy: Callable[[NullExecutor | FakeTier], Policy | AsyncPolicy] = PresenceFilter
     precondition: Callable[[], PreconditionLike] = lambda: NO_WAIT
     destination: Callable[[], NullExecutor | FakeTier] = NullExecutor
     gathers: bool = False
-    """Whether no batch ever is full."""
+    """Whether batches never become full."""
 
     @asynccontextmanager
     async def opened(self, source: MemoryTier, n: int) -> AsyncIterator[Pipeline]:
-        """A pipeline with room for ``n`` containers in every respect."""
+        """Open a pipeline with room for ``n`` containers at every stage."""
         blocks = n * BLOCKS
         gathering = BatchConfig(max_batch_size=65_536, min_batch_size=65_536, flush_interval=60.0)
         config = PipelineConfig(
@@ -172,12 +172,12 @@ async def _amid_a_burst(name: str, work: _Work, n: int) -> Figures:
 
 
 def _fresh(pipeline: Pipeline, groups: Sequence[WeakBlocks]) -> Iterator[TransferHandle]:
-    """Each is in the queue until the next checkpoint."""
+    """Enqueue them one by one; each is in the queue until the next checkpoint."""
     return (pipeline.enqueue_nowait(blocks, precondition=NO_WAIT) for blocks in groups)
 
 
 def _ready(burst: Sequence[TransferHandle]) -> Iterator[TransferHandle | None]:
-    """Those of a burst that no slot has taken yet, when they are asked for; one in eight, so that it goes on."""
+    """Containers of a burst that no slot has taken yet; one in eight, so that the burst goes on."""
     position = 0
     while position < len(burst):
         match burst[position].status:
@@ -197,7 +197,7 @@ async def _timed(
     pause: Callable[[], Awaitable[None]] | None = None,
     until: Callable[[], bool] = lambda: False,
 ) -> Figures:
-    """Cancel them one by one, and pass a checkpoint after each. None stands for one that is not there yet."""
+    """Cancel the containers one by one, with a checkpoint after each. None: no container is in the place yet."""
     cancels, checkpoints = _Times(), _Times()
     for handle in victims:
         if handle is not None:
@@ -214,7 +214,7 @@ async def _timed(
 
 
 class _Times:
-    """Times what is within it, again and again, by two clocks."""
+    """Measures the body of a ``with`` repeatedly, by processor time and by wall time."""
 
     def __init__(self) -> None:
         self._processor: list[float] = []
@@ -229,7 +229,7 @@ class _Times:
         self._wall[-1] += time.perf_counter()
 
     def figures(self, name: str) -> Figures:
-        """What a row shows."""
+        """The figures of a row."""
         return {
             f"{name}.p50": percentile(self._processor, 0.5),
             f"{name}.p99": percentile(self._processor, 0.99),

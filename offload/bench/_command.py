@@ -1,4 +1,4 @@
-"""The command ``offload bench``: chooses the benches. How they are measured and shown is ``maru.bench``'s."""
+"""The command ``offload bench``: chooses the benches. ``maru.bench`` measures and prints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BENCHES: Final[Mapping[str, str]] = {
     "pinned-pool": "Tensors to a server's pinned blocks and back, beside memmove and beside the socket.",
     "wrappers": "Compressed, quantized and encrypted blocks, beside the bare libraries and beside memmove.",
 }
-"""What each measures, by the name of its command. It is in the module of that name."""
+"""What each bench measures, by the name of its command, which is also the name of its module."""
 
 
 @click.group(name="bench", cls=ProgramGroup, short_help="Measure each figure beside its limit.")
@@ -47,7 +47,7 @@ _TRACE: Callable[[Callable[..., None]], Callable[..., None]] = click.option(
 
 
 def _add(name: str, text: str, benches: Sequence[str]) -> None:
-    """A command that runs these benches."""
+    """Add a command that runs these benches."""
 
     def measure(as_json: bool, repeat: int, quick: bool, trace: str | None = None) -> None:
         try:
@@ -71,7 +71,7 @@ _add("all", "All of them, in this order.", list(BENCHES))
 
 
 def _bench(name: str, trace: str | None) -> Bench:
-    """One bench. Imported when it is run, so that the command line knows all of them at the price of none."""
+    """Return one bench. Its module is imported when it runs, so that ``--help`` imports none of them."""
 
     def rows(effort: Effort) -> Iterable[Row]:
         module: Any = importlib.import_module(f"offload.bench._{name.replace('-', '_')}")

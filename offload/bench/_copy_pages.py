@@ -5,8 +5,8 @@ process of its own, with its journal on. The memmove beside it copies as many by
 
 A block of the device is in one piece, or in 64: keys and values of 32 layers, each layer a tensor.
 
-What is there already, the registration says. An engine asks before, too, which spares it copies in vain and costs a message for
-each container: that is measured as *asked*.
+The registration says which blocks are present already. An engine also asks before it copies, which avoids useless copies and
+costs one message for each container: that is measured as *asked*.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ._copy_sources import BATCH, BATCHES, LAYERS, CopySource, from_device
 
 _KIB: Final = 1 << 10
 _SPARE: Final = 1.5
-"""So much more memory than blocks: a server evicts ahead of need from a region that is nearly full."""
+"""Memory for each byte of blocks: a server evicts ahead of need from a region that is nearly full."""
 _CASES: Final = [(transfers, how) for how in ("plain", "checksums", "asked") for transfers in (1, 2)]
-"""Transfers at once, and what is done beside copying and registering."""
+"""Transfers at once, and what is done besides copying and registering."""
 _GOALS: Final = {(64, 1): 0.40, (64, 2): 0.55, (256, 1): 0.70, (256, 2): 0.85, (1024, 1): 0.88, (1024, 2): 0.95}
 """By the KiB of a block and the number of transfers at once: the least share of memmove, without checksums."""
 _NO_TORCH: Final = "torch is not installed, so there is no device tier: pip install 'trio-offload[torch]'"
@@ -90,7 +90,7 @@ def _row(
 
 
 async def _into_pages(source: CopySource, url: str, transfers: int, how: str) -> float:
-    """Bytes per second."""
+    """Bytes per second of one case."""
     from backends.maru import MaruTier
 
     keys = [key for blocks in source.groups for key in blocks.keys]

@@ -1,4 +1,4 @@
-"""Where the bytes of the copy benches come from: blocks scattered over a place, and as many bytes in one run beside them."""
+"""Sources for the copy benches: scattered blocks, and as many bytes in one run for the memmove."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ BATCH: Final = 64
 """Blocks in a container."""
 BATCHES: Final = 4
 LAYERS: Final = 32
-"""Of the cache in pieces: keys and values of each, so 64 of them."""
+"""Layers of the cache in pieces. Each has keys and values, so a block has 64 pieces."""
 
 
 @attrs.frozen
 class CopySource:
-    """Where the blocks of a case come from."""
+    """The source of a case's blocks."""
 
     tier: MemoryTier | DeviceTier
     groups: Sequence[Blocks]
     address: int
-    """Of as many bytes as all groups have, in one run."""
+    """The address of one run with as many bytes as all groups have."""
     owner: object
-    """Keeps them."""
+    """Keeps the run allocated."""
 
     @property
     def nbytes(self) -> int:
-        """Of all groups."""
+        """Bytes of all groups."""
         return sum(len(blocks) for blocks in self.groups) * self.tier.block_bytes
 
 
@@ -51,13 +51,13 @@ def from_memory(block_bytes: int) -> CopySource:
 
 
 def from_device(block_bytes: int, layers: int) -> CopySource:
-    """A KV cache of so many layers, or, of none, a tensor in which a block lies in one piece."""
+    """A KV cache of ``layers`` layers; with 0, a tensor in which each block lies in one piece."""
     import torch
 
     from backends.device import DeviceTier
 
     n = BATCHES * BATCH
-    # Filled: what was never written to is one and the same page of zeros, in the cache for ever.
+    # Filled: pages that were never written to all map to the same page of zeros, which stays in the processor's cache.
     if layers:
         piece = block_bytes // (2 * layers)
         tensors = [torch.full((2, n, piece), layer, dtype=torch.int8) for layer in range(layers)]

@@ -1,9 +1,9 @@
-"""``offload bench enqueue``: what a store costs the thread of an engine that knows no trio. Goal 3.
+"""``offload bench enqueue``: what a store costs the thread of an engine that does not use trio. Goal 3.
 
-One thread, the engine's, stores into :mod:`offload.from_thread` and looks at the clock around each call. In a *burst*
-nobody waits for anything in between; the *first* one comes when everything sleeps, and has to wake the trio thread. Beside
-them stands how a thread calls into trio otherwise, from the same thread into the same run, of a function that does
-nothing: :func:`trio.from_thread.run_sync`, which waits for the answer, and ``TrioToken.run_sync_soon``, which does not.
+The engine's thread stores through :mod:`offload.from_thread` and takes the time of each call. In a *burst* it does not wait
+between the calls; the *first* call comes when all threads sleep, and has to wake the trio thread. Beside them stand trio's two
+ways to call into a run from another thread, with a function that does nothing, from the same thread into the same run:
+:func:`trio.from_thread.run_sync`, which waits for the answer, and ``TrioToken.run_sync_soon``, which does not.
 
 The blocks are made before (``source.weak(keys)``), as they are for every pipeline in these benches.
 """
@@ -29,7 +29,7 @@ from ._work import BLOCK_BYTES, BLOCKS, containers, roomy
 T = TypeVar("T")
 
 _PAUSE = 0.002
-"""Long enough for everything to fall asleep, short enough that the caches stay warm."""
+"""Seconds. Long enough for all threads to fall asleep, short enough that the processor's caches stay warm."""
 
 
 def rows(effort: Effort) -> Iterator[Row]:
@@ -51,7 +51,7 @@ def rows(effort: Effort) -> Iterator[Row]:
 
 
 def _session(source: MemoryTier, groups: Sequence[WeakBlocks], firsts: int) -> Figures:
-    """One engine, from its start to its end, seen from this thread."""
+    """Open an engine, measure its stores on this thread, and close it."""
     destination = MemoryTier(len(groups) * BLOCKS * BLOCK_BYTES, BLOCK_BYTES, checksums=False)
     with open_engine(source, [destination], config=roomy(len(groups) * BLOCKS)) as engine:
         store = partial(engine.store, precondition=NO_WAIT)
@@ -81,7 +81,7 @@ def _session(source: MemoryTier, groups: Sequence[WeakBlocks], firsts: int) -> F
 
 
 def _timed(call: Callable[[T], object], arguments: Sequence[T], pause: float = 0.0) -> list[float]:
-    """How long each call takes, looked at from outside of it. What it returns is kept until the last one, as tickets are."""
+    """How long each call takes. The returned futures are kept until the last call, so that none is collected in between."""
     clock = time.perf_counter
     kept: list[object] = []
     seconds: list[float] = []

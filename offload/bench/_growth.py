@@ -67,14 +67,14 @@ def _queued(effort: Effort) -> Iterator[Row]:
 
 
 def _five_times(subject: Callable[[], float]) -> Callable[[], float]:
-    """A small burst is over before the machine has settled on it: the mean of five."""
+    """The mean of five runs: a single small burst is over before the machine's clock has settled."""
     return lambda: sum(subject() for _ in range(5)) / 5
 
 
 # --- where many are stored ----------------------------------------------------------------------------------------
 
 _UNSEEN = Goal("value", "<=", 1.25)
-"""What counts as no growth: a table of a million keys is larger than the caches, which no code can help."""
+"""The largest ratio that counts as no growth: a table of a million keys is larger than the caches, for any code."""
 
 
 def _stored(effort: Effort) -> Iterator[Row]:
@@ -113,13 +113,13 @@ _Subject: TypeAlias = Callable[[NullExecutor | MemoryTier], float]
 
 
 class _Nothing:
-    """An executor that copies nothing, and was given these keys."""
+    """An executor that copies nothing, and already has these keys."""
 
     def __init__(self, stored: set[Key]) -> None:
         self._stored = stored
 
     def after(self, burst: Burst, subject: _Subject) -> float:
-        """Measure, then forget what was stored."""
+        """Measure, then forget what was stored meanwhile."""
         destination = NullExecutor()
         destination.present = self._stored  # not a copy: a fresh set of a million keys would be measured too
         seconds = subject(destination)
@@ -128,13 +128,13 @@ class _Nothing:
 
 
 class _Memory:
-    """A memory tier in which these keys are stored, with room for a burst."""
+    """A memory tier that already has these keys, with room for a burst."""
 
     def __init__(self, keys: Sequence[Key], spare: Burst) -> None:
         self._tier = filled(keys, spare=len(spare.groups) * BLOCKS)
 
     def after(self, burst: Burst, subject: _Subject) -> float:
-        """Measure, then delete what was stored."""
+        """Measure, then delete what was stored meanwhile."""
         seconds = subject(self._tier)
         trio.run(self._tier.delete, [key for blocks in burst.groups for key in blocks.keys])
         return seconds

@@ -1,8 +1,8 @@
-"""Goal 2: one container through a pipeline in which nothing else is, in units of the cheapest thing that a task can do.
+"""Goal 2: one container through a pipeline that is otherwise empty, in checkpoints of trio.
 
-What is timed is a caller's whole wait: from the call of ``enqueue_nowait`` to the return of ``handle.wait()``. Between two
-containers all tasks of the pipeline go to sleep. The trio thread is busy from the one end to the other, so it is its
-processor time that counts; the clock on the wall stands below.
+Measured is a caller's whole wait, from the call of ``enqueue_nowait`` to the return of ``handle.wait()``. Between two
+containers all tasks of the pipeline go to sleep. The trio thread is busy from start to end, so processor time is what counts;
+wall time stands below.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..preconditions import NO_WAIT
 from ._work import containers, roomy
 
 _CHECKPOINTS = 10
-"""So many are timed together, or the clock would be a part of what is measured."""
+"""Containers that are timed together: reading the clock for each would be a part of the figure."""
 
 
 def rows(effort: Effort) -> Iterator[Row]:

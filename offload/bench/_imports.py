@@ -1,4 +1,4 @@
-"""What it costs to import the package: time and memory of a fresh interpreter, beside those of what it stands on."""
+"""Time and memory of importing the package in a new interpreter, beside those of its dependencies."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""``offload bench pinned-pool``: bytes into a server's blocks and out of them, beside one memmove and beside the socket.
+"""``offload bench pinned-pool``: copies into a server's blocks and out of them, beside one memmove and the socket.
 
-The server is a process of its own, as ``offload pinned-pool`` runs it. One client maps its pool, the other one has been told
-to stream through the socket; both copy the same tensor, in turn. The memmove copies as many bytes from the same tensor into a
-mapping of the same kind (and out of it), on one thread. What a copy writes to was written to before, everywhere: a first touch
-of fresh memory costs more than the copy, and says nothing about it.
+The server is a separate process, as ``offload pinned-pool`` runs it. One client maps its pool, the other is configured to
+stream through the socket; both copy the same tensor, in turn. The memmove copies as many bytes from the same tensor into a
+mapping of the same kind (and out of it), on one thread. All targets were written to before: the first touch of fresh memory
+costs more than the copy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WAYS: Final = ("in", "out")
 _MEMMOVE: Final = Goal("ratio", ">=", 0.85)
 _SOCKET: Final = Goal("ratio", ">=", 3.0)
 _GOALS_FROM: Final = 64
-"""MiB: goals are for blocks that are worth it. What a smaller one costs is shown."""
+"""MiB. The goals are for larger blocks; the figures of smaller ones are shown without a goal."""
 _NO_TORCH: Final = "torch is not installed, so there are no tensors to copy: pip install 'trio-offload[torch]'"
 
 
@@ -118,7 +118,7 @@ def _memmoves(source: torch.Tensor, into: torch.Tensor) -> dict[str, Callable[[]
 
 
 def _rate(nbytes: int, copy: Callable[[], object]) -> float:
-    """Of some copies in a row, so that one turn is some 16 MiB at least."""
+    """Bytes per second over several copies, so that one measurement moves some 16 MiB at least."""
     times = max(1, 16 * _MIB // nbytes)
     begun = time.perf_counter()
     for _ in range(times):
@@ -127,7 +127,7 @@ def _rate(nbytes: int, copy: Callable[[], object]) -> float:
 
 
 def _allocations(pool: MemoryPool, effort: Effort) -> Row:
-    """A block taken and given back: two round trips, beside one."""
+    """Allocate and free a block: two round trips, beside one."""
     import torch
 
     tensor, times = torch.empty(1, dtype=torch.uint8), effort.size(300, 20)
@@ -161,7 +161,7 @@ def _allocations(pool: MemoryPool, effort: Effort) -> Row:
 
 @contextmanager
 def _server() -> Iterator[str]:
-    """A server in a process of its own; says where."""
+    """Start a server in a child process. Yields its address."""
     with tempfile.TemporaryDirectory(prefix=f"pp-{os.getpid()}-") as directory:
         command = ["-m", "offload", "pinned-pool", "--json", "--port", "0", "--pool-memory-size", "512"]
         command += ["--runtime-dir", directory, "--log-level", "error"]

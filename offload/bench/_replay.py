@@ -3,8 +3,8 @@
 Every request is played three times in a row, in changing order: through an engine over a memory tier without checksums,
 through one with them, and through :class:`offload._replay.baseline.Baseline`, a plain dictionary in least recently used
 order over a populated shared mapping of the same size, which copies with memmove. All of them evict in that order, so that
-they find, load and store the same blocks; each has its own memory on both sides. Timed is the cache's work alone: what stands
-in for the forward pass, writing the blocks that were missing, is not.
+they find, load and store the same blocks; each has its own memory on both sides. Only the cache's work is timed, not the
+writing of the missing blocks, which takes the place of the forward pass.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _of_size(kib: int, effort: Effort, requests: Sequence[Sequence[Key]] | None)
             for figure, unit, goal in _figures(kib, tier):
                 yield Row(f"replay.{kib}KiB.{tier}.{figure}", None, unit, _BASELINE, goal=goal, why_not=_NO_TRACE)
         return
-    # Its memory is populated before, and most of the trace is behind the first requests: it warms up by itself.
+    # The memory is populated before, and the trace is long compared with the first requests: no warm-up is needed.
     subject = in_trio(_play, requests, kib << 10, effort.size(_CAPACITY, _CAPACITY >> 4))
     samples = in_turn(f"replay, {kib} KiB", effort, {"trace": subject}, warm_up=False)
     for tier in _TIERS:

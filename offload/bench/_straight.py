@@ -1,12 +1,12 @@
-"""The limits of a pipeline: code that decides the same and is no pipeline, and the pipeline that trio offers.
+"""The two limits of a pipeline: straight-line code that makes the same decisions, and four trio memory channels.
 
-*Straight-line code* is what somebody would write who has all containers at hand, runs them to the end in one loop and
-never has to stop: no queue, no task, no cancellation, nobody to tell. It is written to be fast. It makes every decision
-that ours makes, on the same objects: the room in a budget, the policy, the marks, the gate of each container, its place in a
-batch; per batch the reservation, the sweep, the claims, the upgrade, what was evicted, one deadline around the copy, the
-outcomes; and it leaves a handle with status and result columns per container, and the same counts.
+*Straight-line code* is what one would write with all containers at hand and no need to stop: one loop, without queue, task,
+cancellation or instrument. It is written to be fast. It makes every decision that the pipeline makes, on the same objects: the
+room in a budget, the policy, the marks, the gate of each container, its place in a batch; per batch the reservation, the sweep,
+the claims, the upgrade, what was evicted, one deadline around the copy, the outcomes; and it leaves a handle with status and
+result columns per container, and the same counts.
 
-*The channels* are the idiomatic pipeline: four memory channels, a task behind each, one item at a time. They decide
+*The channels* are trio's idiomatic pipeline: four memory channels, a task behind each, one item at a time. They decide
 nothing and move an integer, so they cost as little as they can.
 """
 
@@ -29,12 +29,12 @@ _QUEUED, _TRANSFERRING, _COMPLETE = Status.QUEUED, Status.TRANSFERRING, Status.C
 
 
 class Handle:
-    """What is left of a container. A column that nothing was put into costs nothing."""
+    """The result of a container. An empty column costs nothing."""
 
     phase = Phase.OPEN
     status = Status.EVALUATING
     completed: Sequence[Key] = ()
-    filtered: Mapping[Key, str] = {}  # never changed in place
+    filtered: Mapping[Key, str] = {}  # shared default: replaced, never changed in place
     failed: Mapping[Key, BaseException] = {}
     evicted: Sequence[Key] = ()
     error: BaseException | None = None
@@ -58,7 +58,7 @@ class StraightLine:
         self.complete = self.blocks_completed = self.blocks_filtered = self.batches = self.copied_bytes = 0
 
     async def run(self, burst: Sequence[WeakBlocks]) -> list[Handle]:
-        """All of them, to the end."""
+        """Run all containers to the end."""
         source, policy, marks = self.source, self.policy, self.marks
         budget, most = self.config.budget_blocks, self.config.batch_config.max_batch_size
         handles: list[Handle] = []
@@ -110,12 +110,12 @@ class StraightLine:
         reservation = self.destination.reserve_nowait(RoomRequest(keys, source.block_bytes, config.on_destination_full))
         for handle in batch:
             if handle.phase is not _OPEN:
-                raise NotImplementedError("nobody can cancel in here")
+                raise NotImplementedError("the straight-line code has no cancellation")
             handle.phase = _COMMITTED
             handle.status = _TRANSFERRING
         refs = source.upgrade(keys)
         if EVICTED in refs or len(reservation.granted) < n:
-            raise NotImplementedError("nothing is evicted in here, and there is room")
+            raise NotImplementedError("the straight-line code has room for all, without eviction")
         self.batches += 1
         outcomes: Sequence[Outcome] = ()
         with trio.CancelScope(deadline=trio.current_time() + config.transfer_timeout, shield=True):
@@ -123,7 +123,7 @@ class StraightLine:
         source.release(refs)
         reservation.release()
         if outcomes.count(STORED) != n:
-            raise NotImplementedError("everything is stored in here")
+            raise NotImplementedError("every copy of the straight-line code succeeds")
         self.marks.difference_update(keys)
         for handle in batch:
             handle.completed = handle.keys

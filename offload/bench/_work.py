@@ -1,4 +1,4 @@
-"""What the pipeline benches move: containers of eight small blocks out of a memory tier, to nowhere."""
+"""The work of the pipeline benches: containers of eight small blocks from a memory tier to an executor that copies nothing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .._keys import block_key
 BLOCKS: Final = 8
 """Blocks in a container."""
 BLOCK_BYTES: Final = 64
-"""Nobody copies them; small ones let a hundred thousand containers fit into memory."""
+"""Small: the blocks are not copied, and a hundred thousand containers have to fit into memory."""
 
 
 def keys_of(n: int, salt: str = "") -> list[Key]:
-    """So many different keys."""
+    """``n`` different keys."""
     return [block_key(number.to_bytes(4, "little"), salt=salt) for number in range(n)]
 
 
@@ -32,14 +32,14 @@ def filled(
 
 
 def containers(n: int) -> tuple[MemoryTier, list[WeakBlocks]]:
-    """A source, and so many containers of its blocks. What was enqueued once may be enqueued again."""
+    """A source and ``n`` containers of its blocks. They may be enqueued more than once."""
     keys = keys_of(n * BLOCKS)
     source = filled(keys)
     return source, [source.weak(keys[start : start + BLOCKS]) for start in range(0, len(keys), BLOCKS)]
 
 
 def roomy(blocks: int, *, flush_interval: float = 0.01, min_batch_size: int = 8) -> PipelineConfig:
-    """The configuration that users have, but for a budget with room for so many blocks at once."""
+    """The default configuration, but with a budget of ``blocks`` blocks."""
     return PipelineConfig(
         batch_config=BatchConfig(flush_interval=flush_interval, min_batch_size=min_batch_size),
         budget_blocks=max(blocks, PipelineConfig().budget_blocks),

@@ -1,13 +1,13 @@
 """``offload bench wrappers``: bytes through a wrapped tier, beside the bare library on one thread, and beside memmove.
 
 A batch of 64 blocks goes into a memory tier and comes back: reservation, copy thread, header, checksums and publication are in
-the figure. The bare library does the same work over the same blocks in one loop, into memory that is there already; whatever
-it can do in fewer calls it does. The memmove copies the same blocks once.
+the figure. The bare library does the same work over the same blocks in one loop, into memory that is allocated already, in as
+few calls as it can. The memmove copies the same blocks once.
 
-What is stored are keys and values as far as they can be made up: 16-bit floats, normally distributed, each channel on a scale
-of its own. Real ones may compress better or worse; see how much yours do.
+The blocks are synthetic keys and values: 16-bit floats, normally distributed, each channel with its own scale. Real ones may
+compress better or worse; measure yours.
 
-Last, what is gained: the bytes that a file tier takes on disk for each plain one.
+Last, the gain: the bytes that a file tier takes on disk for each plain byte.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _gained(chain: str, share: float | None, why: str = "") -> Row:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Torch alone would use all cores, and wait for those that somebody else has."""
+    """Let torch use one thread: with one for each core it would compete with the copy threads."""
     import torch
 
     threads = torch.get_num_threads()
@@ -103,7 +103,7 @@ def _one_thread_each() -> Iterator[None]:
 
 
 class _Blocks:
-    """A batch in a memory tier of its own, and somewhere to load it to."""
+    """A batch in a memory tier, and buffers to load it to."""
 
     def __init__(self, block_bytes: int) -> None:
         import torch
@@ -200,7 +200,7 @@ async def _get(tier: Any, blocks: _Blocks) -> None:
 
 
 class _Bare:
-    """The same work by the libraries alone, in a loop."""
+    """The same work in a loop that calls the libraries directly."""
 
     def __init__(self, blocks: _Blocks, chain: str) -> None:
         self._blocks = blocks
@@ -280,7 +280,7 @@ _STEPS: Final[dict[str, Callable[[int], Step]]] = {"zstd": _bare_zstd, "fp8": _b
 
 
 async def _on_disk(blocks: _Blocks, chain: str) -> float:
-    """Bytes that the files of a batch take, for each plain byte. Headers and what the file system rounds up included."""
+    """Bytes on disk for each plain byte, with headers and the rounding of the file system."""
     wrappers = _wrappers(chain)
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=f"offload-bench-{os.getpid()}-"))

@@ -320,7 +320,7 @@ def test_a_directory_that_cannot_be_is_told(here: Path) -> None:
 @pytest.mark.parametrize("speed", [["--speed", "realtime"], ["--skip-idle"]])
 def test_a_time_without_an_end_is_refused(here: Path, speed: list[str]) -> None:
     (here / "late.jsonl").write_text(TRACE.replace('"timestamp": 3', '"timestamp": 1e14'))
-    assert "Is the timestamp 1e+14 right" in refused("replay", "late.jsonl", *speed)
+    assert "Is timestamp 1e+14 really in milliseconds" in refused("replay", "late.jsonl", *speed)
     (here / "later.jsonl").write_text(TRACE.replace('"timestamp": 3', '"timestamp": 1e300'))
     assert "later.jsonl, line 4: timestamp" in refused("replay", "later.jsonl", *speed)
 
