@@ -56,7 +56,7 @@ def unequal(expected: Sequence[int | None], found: Sequence[int | None]) -> list
     return [at for at, (was, now) in pairs if was is not None and was != now]
 
 
-# --- in ---------------------------------------------------------------------------------------------------------------
+# --- into a tier ------------------------------------------------------------------------------------------------------
 
 
 class StoreCopy:
@@ -158,7 +158,7 @@ class StoreCopy:
             source.forget_damaged([self._keys[at] for at in different], [self.refs[at] for at in different])
         return self.failed
 
-    # --- below ----------------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     def _have_copied(self, positions: Sequence[int], pages: Pages) -> None:
         """Have the source copy these blocks: rule 2."""
@@ -202,7 +202,7 @@ def _known_checksums(source: Source, keys: Sequence[Key], refs: Sequence[int]) -
     return None if expected is None or expected.count(None) == len(expected) else expected
 
 
-# --- out --------------------------------------------------------------------------------------------------------------
+# --- out of a tier ----------------------------------------------------------------------------------------------------
 
 
 def places_for(place: object, n: int, block_bytes: int, destination: Destination) -> Pages | None:

@@ -243,7 +243,7 @@ class FileTier(PooledTier[FileRegistry]):
             deleted=pool.deleted,
         )
 
-    # --- below ----------------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     def _open_directory(self) -> Directory:
         if self._open is None:

@@ -170,7 +170,7 @@ class Room(ABC):
         assert waiter.slots is not None
         return waiter.slots
 
-    # --- below ----------------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     def _try(self, keys: Sequence[Key], size: int, when_full: WhenFull) -> list[int] | None:
         return self.take_evicting(keys, size) if when_full == "evict" else self.take(len(keys), size)

@@ -308,7 +308,7 @@ class SlotTier(PooledTier[BlockPool]):
         """Run a load's copy; cancelled, leave when it is over."""
         return await run_in_thread_to_the_end(fn, *args)
 
-    # --- below ----------------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     async def write(
         self, source: Source, refs: Sequence[int], keys: Sequence[Key], slots: list[int]

@@ -333,7 +333,7 @@ def _check_callable(function: object) -> None:
         raise TypeError(f"{function!r} is not an async function")
 
 
-# --- several ------------------------------------------------------------------------------------------------------
+# --- combined preconditions ---------------------------------------------------------------------------------------
 
 
 def all_of(*preconditions: PreconditionLike) -> Precondition:

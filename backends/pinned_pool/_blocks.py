@@ -72,7 +72,7 @@ class MemoryBlock:
         state = " (freed)" if self._hold.freed else ""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, id={self.allocation_id}){state}"
 
-    # --- what it is -------------------------------------------------------------------------------------------------
+    # --- properties -------------------------------------------------------------------------------------------------
 
     @property
     def shape(self) -> torch.Size:
@@ -243,7 +243,7 @@ class MemoryBlock:
         memory.keeps = (self._hold, reach.owner)  # frombuffer keeps the buffer, and nothing else
         return torch.frombuffer(memory, dtype=torch.uint8).view(self.dtype).view(self.shape)
 
-    # --- below ------------------------------------------------------------------------------------------------------
+    # --- helpers ----------------------------------------------------------------------------------------------------
 
     def _reach(self) -> Place | Stream:
         """Where the pool is mapped, or the way to it.

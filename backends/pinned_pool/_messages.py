@@ -154,7 +154,7 @@ class Refused(_Message, tag=38, frozen=True):
 
 Answer: TypeAlias = Welcome | PoolAllocated | Allocated | PoolFull | Done | UsageInfo | Refused
 
-# --- both ---------------------------------------------------------------------------------------------------------
+# --- encoding and decoding ----------------------------------------------------------------------------------------
 
 _requests: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
 _answers: Final[msgspec.msgpack.Decoder[Answer]] = msgspec.msgpack.Decoder(Answer)

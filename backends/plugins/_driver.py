@@ -158,7 +158,7 @@ class PluginDriver:
         """Whether it has begun, or was closed without: there is no second time."""
         return self._was_open
 
-    # --- its life -------------------------------------------------------------------------------------------------
+    # --- opening and closing --------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[None]:

@@ -241,7 +241,7 @@ class HostedTier:
         """Size of every block, in bytes."""
         return self._state.block_bytes
 
-    # --- its life -------------------------------------------------------------------------------------------------
+    # --- opening and closing --------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> HostedTier:
         """Listen to the plugin.
@@ -400,7 +400,7 @@ class HostedTier:
         await trio.lowlevel.checkpoint()
         return await self._deleter.delete(keys)
 
-    # --- watching -------------------------------------------------------------------------------------------------
+    # --- statistics -----------------------------------------------------------------------------------------------
 
     def statistics(self) -> TierStatistics:
         """An immutable snapshot: of what went through this host; of everything else the plugin knows more.
@@ -445,7 +445,7 @@ class HostedTier:
             failed_unlocks=counts.failed_unlocks,
         )
 
-    # --- below ----------------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     def _apply_news(self) -> None:
         """What the plugin has told meanwhile, from whatever thread."""

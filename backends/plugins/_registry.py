@@ -343,7 +343,7 @@ def known_tiers() -> list[str]:
     return sorted({*BUILTIN, *_registered, *_modules, *(point.name for point in entry_points(group=ENTRY_POINTS))})
 
 
-# --- below --------------------------------------------------------------------------------------------------------
+# --- helpers ------------------------------------------------------------------------------------------------------
 
 
 def _check_name(name: str) -> None:

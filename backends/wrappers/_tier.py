@@ -401,7 +401,7 @@ class WrappedTier(ForwardingTier):
         if self._source is not None:
             self._source.handle_undecodable()
 
-    # --- watching -------------------------------------------------------------------------------------------------
+    # --- statistics -----------------------------------------------------------------------------------------------
 
     def statistics(self) -> TierStatistics:
         """An immutable snapshot: room and blocks as the tier below counts them, so bytes in slots of its size."""

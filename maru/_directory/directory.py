@@ -474,7 +474,7 @@ class Directory:
             return None
         return outbox.pending(resend, self._limits.max_returns)
 
-    # --- watching -------------------------------------------------------------------------------------------------
+    # --- statistics -----------------------------------------------------------------------------------------------
 
     def list_keys(self) -> list[str]:
         """All keys, in the order in which they came."""
@@ -516,7 +516,7 @@ class Directory:
         connections, pinned = len(self._published.connections), len(self._guard.pinned)
         return statistics_of(self._state, self._counters, connections=connections, pinned=pinned)
 
-    # --- below ----------------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     def _session(self, by: int) -> Session | None:
         """The session of ours that asks; ``None`` for a published connection, and for the server itself."""

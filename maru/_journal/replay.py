@@ -140,7 +140,7 @@ class _Replay:
         done.pool_id = self._pool_id
         return done
 
-    # --- below ----------------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     def _begin(self, unreadable: list[tuple[int, str]]) -> Replayed:
         """The newest snapshot that can be read, or nothing."""

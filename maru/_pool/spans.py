@@ -75,7 +75,7 @@ class Spans:
             self._offsets.insert(at, offset)
             self._lengths.insert(at, length)
 
-    # --- below ----------------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     def _check(self, offset: int, length: int) -> None:
         if length <= 0 or offset < 0 or offset % self.align or length % self.align:

@@ -144,7 +144,7 @@ class StateDirectory:
                 os.close(fd)
         self._lock = self.fd = -1
 
-    # --- below ----------------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     def _read_identity(self) -> _Identity:
         identity = _read(self.fd, self.path, _POOL, _Identity)

@@ -140,7 +140,7 @@ class Workers:
         """An immutable snapshot."""
         return WorkersStatistics(self._pending, self._limiter.statistics().tasks_waiting, self._given_up)
 
-    # --- below ----------------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     def _start(self, job: _Job[Any]) -> None:
         if not self._pending:

@@ -116,7 +116,7 @@ class Committer:
             elif self._sync == "second":
                 nursery.start_soon(self._flush_now_and_then)
 
-    # --- below ----------------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     def _write(self) -> bool:
         """Have the journal take what is unwritten; whether it did."""

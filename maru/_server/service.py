@@ -251,7 +251,7 @@ class Service:
         self.note(WARNING, f"a frame that cannot be read, from {peer.identity.hex()}: {exc}")
         return error_reply(0, 0, str(exc), Word.MALFORMED, self.epoch)
 
-    # --- who speaks -----------------------------------------------------------------------------------------------
+    # --- peers ----------------------------------------------------------------------------------------------------
 
     def speaker(self, peer: Peer) -> int:
         """The number of whoever sends version 1 over this connection."""

@@ -105,7 +105,7 @@ class QueuePolicy(ABC, Generic[K, P]):
     def _forget(self, key: K) -> None:
         """Take a key out of the queues, if it is there."""
 
-    # --- below --------------------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         """Room is wanted: as many keys as there are now must be about what the owner holds."""

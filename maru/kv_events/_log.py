@@ -52,7 +52,7 @@ class EventLog:
         """The last sequence number given; -1 before the first."""
         return self._last
 
-    # --- what happens ---------------------------------------------------------------------------------------------
+    # --- recording ------------------------------------------------------------------------------------------------
 
     def stored(self, medium: str, hashes: Sequence[BlockHash]) -> None:
         """These can be found in this medium from now on."""
@@ -72,7 +72,7 @@ class EventLog:
         else:
             self._collected.append((kind, medium, list(hashes)))
 
-    # --- what is told ---------------------------------------------------------------------------------------------
+    # --- publishing -----------------------------------------------------------------------------------------------
 
     def take(self, now: float) -> list[EventMessage]:
         """Number what was collected. Each message must be sent, in order."""
@@ -112,7 +112,7 @@ class EventLog:
                 part += 1
         yield Answer(None, self._pack(now, [], last), part)
 
-    # --- below ----------------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     def _event(self, kind: type[BlockStored | BlockRemoved], medium: str, hashes: Sequence[BlockHash]) -> Event:
         if kind is BlockStored:

@@ -84,7 +84,7 @@ class Mirror:
         self._to_send: Request | None = None
         self._applied = self._repeated = self._gaps = self._replays = self._snapshots = 0
 
-    # --- what it holds --------------------------------------------------------------------------------------------
+    # --- queries --------------------------------------------------------------------------------------------------
 
     def is_current(self, now: float) -> bool:
         """Whether this was all the publisher held, at most ``stale_after`` and a round trip ago."""
@@ -137,7 +137,7 @@ class Mirror:
         request, self._to_send = self._to_send, None
         return request
 
-    # --- what comes -----------------------------------------------------------------------------------------------
+    # --- receiving ------------------------------------------------------------------------------------------------
 
     def receive(self, message: EventMessage, now: float) -> None:
         """An event message has come, whether published or replayed.
@@ -191,7 +191,7 @@ class Mirror:
         if len(self._parts) == self._parts_wanted:
             self._begin(batch, now)
 
-    # --- below ----------------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     def _take(self, number: int, batch: Batch, now: float) -> None:
         """A message of this epoch, with no snapshot under way."""

@@ -110,7 +110,7 @@ class EventPublisher:
                 nursery.start_soon(self._publish)
                 nursery.start_soon(self._answer_requests)
 
-    # --- telling --------------------------------------------------------------------------------------------------
+    # --- publishing -----------------------------------------------------------------------------------------------
 
     async def _publish(self) -> None:
         while True:

@@ -83,7 +83,7 @@ class BlockingDealer:
     ) -> None:
         self.close()
 
-    # --- out ------------------------------------------------------------------------------------------------------
+    # --- sending --------------------------------------------------------------------------------------------------
 
     def send(self, frames: Sequence[bytes], timeout: float | None = None) -> bool:
         """Send one message, waiting for room in the queue.
@@ -113,7 +113,7 @@ class BlockingDealer:
             if not self._get(EVENTS) & OUT and not self._wait.sleep(deadline):
                 return False
 
-    # --- in -------------------------------------------------------------------------------------------------------
+    # --- receiving ------------------------------------------------------------------------------------------------
 
     def receive(self, timeout: float | None = None) -> Message | None:
         """Wait for the next message; ``None`` if there is none in that time.
@@ -142,7 +142,7 @@ class BlockingDealer:
                 return message
             return None
 
-    # --- the rest -------------------------------------------------------------------------------------------------
+    # --- closing --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Close the socket; takes ``linger`` at most. No thread may be waiting in it."""

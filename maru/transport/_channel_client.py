@@ -67,7 +67,7 @@ class ChannelClient:
         """Whether there is a server at the other end, as far as is known."""
         return self._connection is not None
 
-    # --- out ------------------------------------------------------------------------------------------------------
+    # --- sending --------------------------------------------------------------------------------------------------
 
     def send_nowait(self, frames: Sequence[bytes]) -> bool:
         """Send one frame: the last of these; those before it are ZeroMQ's envelope, which nothing needs here.
@@ -108,7 +108,7 @@ class ChannelClient:
                 await trio.lowlevel.cancel_shielded_checkpoint()
                 return sent
 
-    # --- in -------------------------------------------------------------------------------------------------------
+    # --- receiving ------------------------------------------------------------------------------------------------
 
     def expect(self) -> Expected:
         """An :class:`Expected` that ``on_messages`` will deliver, for one task to wait for."""

@@ -142,7 +142,7 @@ class ChannelServer:
         """Accept clients until cancelled."""
         await self._listener.run(self._accept, self._turn_away)
 
-    # --- in -------------------------------------------------------------------------------------------------------
+    # --- receiving ------------------------------------------------------------------------------------------------
 
     async def receive_batch(self, most: int = _BATCH) -> list[list[bytes]]:
         """Wait for frames, and take up to ``most`` of those that are there: each as [identity, frame].
@@ -218,7 +218,7 @@ class ChannelServer:
             ready.sort(key=lambda connection: connection.share.start)
         return ready
 
-    # --- out ------------------------------------------------------------------------------------------------------
+    # --- sending --------------------------------------------------------------------------------------------------
 
     def send(self, identity: bytes, frame: bytes) -> bool:
         """Send one frame, now or as soon as its peer reads. Never waits; returns whether there is such a peer."""

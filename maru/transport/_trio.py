@@ -137,7 +137,7 @@ class TrioSocket:
         """The addresses it is bound to, with the port that was chosen for ``tcp://host:*``."""
         return self._port.endpoints
 
-    # --- out ------------------------------------------------------------------------------------------------------
+    # --- sending --------------------------------------------------------------------------------------------------
 
     def send_nowait(self, frames: Sequence[bytes]) -> bool:
         """Send one message; synchronous.
@@ -194,7 +194,7 @@ class TrioSocket:
             raise
         return sender.reachable
 
-    # --- in -------------------------------------------------------------------------------------------------------
+    # --- receiving ------------------------------------------------------------------------------------------------
 
     def receive_nowait(self) -> Message:
         """The next message; synchronous.
@@ -261,7 +261,7 @@ class TrioSocket:
         """
         await self._watch.until(Waiter(self._watch))
 
-    # --- the rest -------------------------------------------------------------------------------------------------
+    # --- closing --------------------------------------------------------------------------------------------------
 
     def _forget(self, peer: bytes) -> None:
         """This peer is gone."""

@@ -108,7 +108,7 @@ class Engine:
     def __repr__(self) -> str:
         return f"<Engine: {self.source!r} to {', '.join(self.tiers)}>"
 
-    # --- down -----------------------------------------------------------------------------------------------------
+    # --- storing --------------------------------------------------------------------------------------------------
 
     async def store(
         self,
@@ -174,7 +174,7 @@ class Engine:
             await pipeline.drain()
         await self._promoter.drain()
 
-    # --- back -----------------------------------------------------------------------------------------------------
+    # --- loading --------------------------------------------------------------------------------------------------
 
     async def lookup(self, keys: Sequence[Key], *, tenant: str = "", within: float = inf) -> Hit:
         """Find the longest prefix of ``keys`` over all tiers, each block in the fastest tier that has it, and pin it.
@@ -303,7 +303,7 @@ class Engine:
             answers = [max(pair, key=_WEIGHT.__getitem__) for pair in zip(answers, told, strict=True)]
         return answers
 
-    # --- what there is --------------------------------------------------------------------------------------------------
+    # --- queries --------------------------------------------------------------------------------------------------------
 
     async def explain(
         self,
@@ -366,7 +366,7 @@ class Engine:
             quarantined=len(self.quarantine),
         )
 
-    # --- below ----------------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _tag(tags: TenantTags, blocks: Blocks, tenant: str) -> Callable[[], None]:

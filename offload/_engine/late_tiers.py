@@ -182,7 +182,7 @@ async def keep(keeper: Reconnector) -> AsyncIterator[None]:
             raise keeper.failure
 
 
-# --- what stands for it -----------------------------------------------------------------------------------------------
+# --- the placeholder --------------------------------------------------------------------------------------------------
 
 
 class PlaceholderTier(ForwardingTier):

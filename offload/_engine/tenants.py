@@ -115,7 +115,7 @@ class TenantTags:
         if name in self._indexes:
             self._indexes[name].forget(keys)
 
-    # --- until when -------------------------------------------------------------------------------------------------
+    # --- lifetimes --------------------------------------------------------------------------------------------------
 
     def until_settled(self, handle: TransferHandle, end: Callable[[], None]) -> TransferHandle:
         """Call ``end`` once this handle has settled, which may be now."""

@@ -1,4 +1,4 @@
-"""Whether a tier works: what counts as its fault, and the circuit breaker that keeps a broken one from being asked."""
+"""The health of tiers: which errors are a tier's fault, and the circuit breaker that stops calls to a broken tier."""
 
 from .breaker import Health as Health
 from .breaker import HealthState as HealthState

@@ -1,8 +1,8 @@
-"""Whose fault an error in a copy is: a copy has two ends, and an error of the other end is not the tier's fault.
+"""Decides whether an error in a copy is the tier's fault: a copy has two ends, and the error may come from the other one.
 
-A tier's copy calls its source or its destination, and lets their errors through as its own. So a tier behind a breaker is given
-a stand-in for the other end, which records what that raises. The stand-in passes on everything else that the real one has,
-checksums above all (:class:`backends.abc.ChecksummedSource`), and passes ``isinstance`` checks for it by its ``__class__``.
+A tier's copy calls its source or its destination, and passes on their errors as its own. So a tier behind a breaker gets a
+proxy of the other end, which records the errors that this raises. The proxy has all other attributes of the real one, above all
+its checksums (:class:`backends.abc.ChecksummedSource`), and ``isinstance`` sees its class, by ``__class__``.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ T = TypeVar("T")
 
 
 class ErrorAttribution:
-    """Judges the end of one copy by the errors that were the tier's own."""
+    """Judges one copy by its errors, without those of the other end."""
 
     def __init__(self) -> None:
-        self._errors: list[BaseException] = []  # several, where a tier copies in several tasks
+        self._errors: list[BaseException] = []  # several if a tier copies in several tasks
 
     def observe(self, other_end: T) -> T:
-        """A stand-in for the source or the destination of the copy, which records its errors."""
+        """A proxy for the source or the destination of the copy, which records its errors."""
         observed: Any = _Observed(other_end, self._errors)
         return observed  # type: ignore[no-any-return]
 
     def is_of_other_end(self, error: BaseException) -> bool:
-        """Whether this error, or what led to it, is the other end's. Of a group, whether all that is in it is."""
+        """Whether this error, or one that caused it, came from the other end; of a group, whether all of its errors did."""
         return bool(self._errors) and all([self._has_led_to(leaf) for leaf in leaves(error)])
 
     def judge_exception(self, error: BaseException) -> tuple[Verdict, str]:
-        """What an exception of the copy says about the tier, and the fault in words."""
+        """The verdict that an exception of the copy gives on the tier, and a description of the fault."""
         if self.is_of_other_end(error):
             return Verdict.SILENT, ""
         return judge_exception(error), describe(error)
 
     def judge_outcomes(self, outcomes: Sequence[Outcome]) -> tuple[Verdict, str]:
-        """What the outcomes of the copy say about the tier, and the fault in words."""
+        """The verdict that the outcomes of the copy give on the tier, and a description of the fault."""
         if not self._errors:
             return judge_outcomes(outcomes)
         return judge_outcomes(
@@ -50,7 +50,7 @@ class ErrorAttribution:
         )
 
     def _has_led_to(self, error: BaseException) -> bool:
-        # A tier may raise an error of its own from the other end's: so the whole chain of causes is searched.
+        # A tier may wrap an error of the other end in one of its own, so the whole chain of causes is searched.
         recorded = [leaf for one in self._errors for leaf in leaves(one)]
         link: BaseException | None = error
         while link is not None:

@@ -1,4 +1,4 @@
-"""The circuit breaker of one tier: may the tier be asked now? Pure: permits, verdicts and the time go in, a decision comes out.
+"""The circuit breaker of one tier: decides whether calls may go to it. Pure: permits, verdicts and times in, decisions out.
 
     CLOSED --max_faults in a row--> OPEN --its wait is over--> HALF_OPEN --the probe is answered--> CLOSED
                                       ^                            |
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 
 class HealthState(enum.Enum):
-    """What a breaker lets through."""
+    """The states of a breaker."""
 
     CLOSED = "closed"
-    """Every call: the tier works."""
+    """Every call passes: the tier works."""
     OPEN = "open"
-    """No call: the tier is broken, and is not asked for a while."""
+    """No call passes: the tier is broken, and is left alone for a while."""
     HALF_OPEN = "half-open"
-    """One call, the probe, which is under way."""
+    """Only the probe passes, which is under way."""
 
 
 _CLOSED, _OPEN, _HALF_OPEN = HealthState
@@ -56,22 +56,22 @@ class Call(enum.Enum):
     ASK = "ask"
     """A question: contains, pin, delete."""
     LOAD = "load"
-    """Bytes out of it."""
+    """Reads bytes: load."""
     STORE = "store"
-    """Room in it, and bytes into it."""
+    """Takes room and writes bytes: reserve and transfer."""
     ENTER = "enter"
-    """To be entered: see :mod:`offload._health.availability`."""
+    """An attempt to enter the tier: see :mod:`offload._health.availability`."""
 
 
 class Verdict(enum.Enum):
-    """What a call said about the tier. :mod:`offload._health.faults` decides which."""
+    """What a call proved about the tier. :mod:`offload._health.faults` decides which."""
 
     ANSWERED = "answered"
-    """The tier works, whatever its answer was."""
+    """The tier works, whatever the answer was."""
     FAULT = "fault"
     """The tier did not answer, or could not be reached."""
     SILENT = "silent"
-    """Nothing: the call was cancelled, or was the caller's own mistake."""
+    """Nothing: the call was cancelled, or the caller made a mistake."""
 
 
 @attrs.frozen
@@ -79,42 +79,41 @@ class Health:
     """The state of a tier's breaker at one moment. Times are on trio's clock, in seconds."""
 
     state: HealthState
-    """Whether the tier is asked."""
+    """The breaker's state."""
     since: float
-    """When the tier broke or, where the breaker is closed, since when the tier has worked."""
+    """When the tier broke or, with a closed breaker, since when it has worked."""
     faults: int
-    """Faults in a row, the last one included."""
+    """Faults in a row, including the last one."""
     cause: str
-    """The last fault; empty where there never was one."""
+    """A description of the last fault; empty before the first."""
     next_probe: float | None
-    """When the tier is tried again; ``None`` where the breaker is closed, or a probe is under way; ``inf`` where it is not
-    tried again."""
+    """When the tier is tried again; ``None`` with a closed breaker or a probe under way; ``inf`` if it is not tried again."""
     entered: bool = True
-    """Whether the tier has been entered: only with ``on_enter_failure = "miss"`` an engine goes on without one that has not."""
+    """Whether the tier has been entered. An engine with ``on_enter_failure = "miss"`` runs without tiers that are not."""
 
 
 @attrs.define(eq=False)
 class Breaker:
-    """Decides whether a tier may be asked."""
+    """Decides whether calls may go to a tier."""
 
     config: BreakerConfig
     since: float
-    """When the tier last broke or worked again; at first, when this breaker was made."""
+    """When the tier last broke or recovered; at first, when this breaker was made."""
     state: HealthState = _CLOSED
     generation: int = 0
     """Counts the changes of state."""
     cause: str = ""
     """The last fault."""
     _until: float = 0.0
-    """OPEN: when a probe may go. HALF_OPEN: when the probe under way is given up."""
+    """In state OPEN: when a probe may go. In state HALF_OPEN: when the probe under way counts as lost."""
     _wait: float = 0.0
-    """How long the breaker was open the last time; 0 once no kind of call is suspect any more."""
+    """How long the breaker was open the last time; 0 once no kind of call is suspect."""
     _in_a_row: int = 0
-    """Faults since any call was answered."""
+    """Faults since the last answered call of any kind."""
     _of_kind: dict[Call, int] = attrs.Factory(lambda: dict.fromkeys(Call, 0))
-    """Faults since a call of this kind was answered."""
+    """Faults since the last answered call of this kind."""
     _suspect: set[Call] = attrs.Factory(set)
-    """Kinds of call that have faulted, and have not been answered since."""
+    """Kinds of call that have faulted and were not answered since."""
 
     @property
     def faults(self) -> int:
@@ -128,13 +127,13 @@ class Breaker:
         return Health(self.state, self.since, self.faults, self.cause, next_probe)
 
     def acquire(self, now: float) -> int | None:
-        """A permit to ask the tier, or ``None``: it is not to be asked now. Each permit is released once."""
+        """Return a permit to call the tier, or ``None`` if it must not be called now. Each permit is released once."""
         if self.state is _CLOSED:
             return self.generation
         if now < self._until:
             return None
         if self.state is _HALF_OPEN:
-            # Rule 4: nothing else would ever end this state, since only the probe's permit is of this generation.
+            # Rule 4: nothing else would end this state, since only the probe's permit is of this generation.
             self._open(now, "a probe never came back")
             return None
         self._move(_HALF_OPEN)
@@ -142,14 +141,14 @@ class Breaker:
         return self.generation
 
     def release(self, permit: int, call: Call, verdict: Verdict, now: float, cause: str = "") -> None:
-        """Take a permit back, with what the call said about the tier.
+        """Take a permit back with the verdict on the call.
 
         Args:
-            permit: what :meth:`acquire` gave; one of an earlier generation is ignored (rule 2).
-            call: what was asked for.
-            verdict: what came of it.
+            permit: from :meth:`acquire`; one of an earlier generation is ignored (rule 2).
+            call: the kind of the call.
+            verdict: what the call proved about the tier.
             now: the time.
-            cause: of a fault, in words.
+            cause: a description of the fault, if it was one.
         """
         if permit != self.generation:
             return
@@ -169,7 +168,7 @@ class Breaker:
             self._until = now
 
     def trip(self, now: float, cause: str) -> None:
-        """Open at once, since the tier is absent: rule 6. Permits that are out say nothing about what comes."""
+        """Open at once, since the tier is absent: rule 6. Verdicts of earlier permits are ignored from now on."""
         self._in_a_row += 1
         self._of_kind[Call.ENTER] += 1
         self._suspect.add(Call.ENTER)
@@ -188,8 +187,8 @@ class Breaker:
         if self.state is _HALF_OPEN:
             self._move(_CLOSED)
             self.since = now
-            # Probation, rule 5: an answered question does not prove that the disk behind it reads again. One more fault of a
-            # kind that broke the tier is enough then.
+            # Probation, rule 5: an answered question does not prove that the disk behind it can be read again. One more fault
+            # of a kind that broke the tier opens the breaker again.
             for other, faults in self._of_kind.items():
                 self._of_kind[other] = min(faults, self.config.max_faults - 1)
 

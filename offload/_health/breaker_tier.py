@@ -1,18 +1,18 @@
-"""A tier behind a circuit breaker: the same contract, but a broken tier says so at once, without a timeout for each caller.
+"""A tier behind a circuit breaker: the same contract, but calls to a broken tier fail at once, without a timeout for each.
 
     BreakerTier(tier, "maru") -> pin, contains, load, delete, reserve -> the tier, or TierUnavailable
 
-Rule 1. Every call that asks the tier acquires a permit of the :mod:`~offload._health.breaker`, and releases it on every path;
-        :mod:`~offload._health.faults` says what came of it. ``contains_nowait`` proves nothing: it needs none.
+Rule 1. Every call that reaches the tier acquires a permit of the :mod:`~offload._health.breaker`, and releases it on every
+        path; :mod:`~offload._health.faults` gives the verdict. ``contains_nowait`` proves nothing and needs no permit.
 Rule 2. No call waits for ever. A question has ``call_timeout``, a load ``load_timeout``; then it is cancelled, which by the
-        contract of a place leaves nothing behind (a load leaves when its copy is over), and that is a fault. Waiting for room
-        is not a question: the caller bounds it, and it ends when the tier breaks.
-Rule 3. A store is one call, from its reservation to the end of its transfer: taking room often asks nothing. Only the caller
-        cancels a transfer, to bound it (:meth:`backends.abc.Reservation.transfer`), so that is a timeout, a fault.
-Rule 4. Releasing a lease never fails because the tier is broken: what a lease cannot give back, the tier has to.
-Rule 5. A tier that is absent is broken, and its probe is an attempt to enter it, which the engine makes
+        tier's contract leaves nothing behind (a load returns when its copy is over), and counts as a fault. Waiting for room is
+        bounded by the caller alone, and ends when the tier breaks.
+Rule 3. A store is one call, from its reservation to the end of its transfer: taking room often asks the tier nothing. Only a
+        timeout of the caller cancels a transfer (:meth:`backends.abc.Reservation.transfer`), so that is a fault.
+Rule 4. Releasing a lease never fails because the tier is broken: what a lease cannot release, the tier releases by itself.
+Rule 5. An absent tier counts as broken, and its probe is an attempt to enter it, which the engine makes
         (:mod:`offload._engine.late_tiers`).
-Rule 6. All else is the tier's own, and goes through: its blocks as a source, its statistics, what it has beyond the contract.
+Rule 6. All other attributes are the tier's own: its blocks as a source, its statistics, what it has beyond the contract.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ _log = logging.getLogger("offload.health")
 
 
 def with_breaker(tier: ReadableTier, name: str, *, breaker: BreakerConfig = _DEFAULTS) -> BreakerTier:
-    """Put a circuit breaker in front of a tier: a broken tier is not asked, and says so at once.
+    """Put a circuit breaker in front of a tier, so that calls to a broken tier fail at once.
 
-    What is returned keeps the contract that the tier keeps: it is a :class:`~backends.abc.Tier` and a
-    :class:`~backends.abc.Source` where the tier is one, entering it enters the tier, and what the tier has beyond the contract
-    is found on it. :func:`backends.testing.check_tier` holds for it.
+    The result keeps the contract of the tier: it is a :class:`~backends.abc.Tier` and a :class:`~backends.abc.Source` if the
+    tier is one, entering it enters the tier, and its other attributes are the tier's.
+    :func:`backends.testing.check_tier` holds for it.
 
     Args:
-        tier: of whatever kind. One that has a breaker keeps it, with its name and its knobs: it is returned as it is.
-        name: what errors, logs and statistics call it.
-        breaker: when it counts as broken, how it is tried again, and how long a call may take.
+        tier: a tier of any kind. One that has a breaker already is returned unchanged, with its name and its settings.
+        name: the tier's name in errors, logs and statistics.
+        breaker: when the tier counts as broken, how it is tried again, and how long a call may take.
     """
-    # Of two breakers in a row each would hide the other's probes.
+    # With two breakers in a row each would hide the other's probes.
     return tier if isinstance(tier, BreakerTier) else BreakerTier(tier, name, breaker)
 
 
@@ -77,54 +77,54 @@ class BreakerTier(ForwardingTier):
     """A tier behind a circuit breaker. Made by :func:`with_breaker`.
 
     Attributes:
-        name: what errors, logs and statistics call the tier.
+        name: the tier's name in errors, logs and statistics.
         inner: the tier itself.
     """
 
-    # Only where the tier is a Tier, which knows at once what it contains:
+    # Present only if the tier is a Tier:
     contains_nowait: Callable[[Sequence[Key]], AbstractSet[Key]]
-    # Only where the tier is a Source, each the tier's own method:
+    # Present only if the tier is a Source, where each is the tier's own method:
     upgrade: Callable[[Sequence[Key]], list[int]]
     release: Callable[[Sequence[int]], None]
     views: Callable[[Sequence[int]], Pages | None]
     copy_out: Callable[[Sequence[int], Pages], None]
 
     def __init__(self, tier: ReadableTier, name: str, breaker: BreakerConfig) -> None:
-        """Not to be called: :func:`with_breaker` knows a tier that has a breaker already."""
+        """Use :func:`with_breaker` instead, which keeps the breaker of a tier that has one."""
         super().__init__(tier)
         self.name: str = name
         self._config = breaker
         self._runner = BreakerRunner(name, breaker)
         if isinstance(tier, Tier):
             self.contains_nowait = self._contains_nowait
-        # Copies out of a source say nothing about the tier's answers (a lease's load does), so its methods need no permit.
+        # Copies out of a source prove nothing about the tier (a lease's load does), so its methods need no permit.
         self._forward_optional()
 
     def __repr__(self) -> str:
         return f"<{self.name}, {self.health.state.value}: {self.inner!r}>"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "inner":  # `copy.copy` asks before `__init__` has run
+        if name.startswith("__") or name == "inner":  # `copy.copy` looks these up before `__init__` has run
             raise AttributeError(name)
         return getattr(self.inner, name)
 
     @property
     def health(self) -> Health:
-        """The state of the breaker, as calls have left it."""
+        """The state of the breaker after the last call."""
         return self._runner.health
 
     def statistics(self) -> TierStatistics:
-        """The tier's own statistics; zeros where the tier is absent."""
+        """The tier's own statistics; zeros while the tier is absent."""
         return super().statistics() if self._runner.is_available else _NOTHING
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
     async def contains(self, keys: Sequence[Key], *, within: float = inf) -> AbstractSet[Key]:
-        """Those of ``keys`` that could be found when the tier was asked.
+        """Those of ``keys`` that the tier had when it was asked.
 
         Args:
-            keys: what is asked for.
-            within: seconds that lower ``call_timeout`` for this call.
+            keys: any number of keys.
+            within: seconds; lowers ``call_timeout`` for this call.
 
         Raises:
             TierUnavailable: the tier is broken.
@@ -135,7 +135,7 @@ class BreakerTier(ForwardingTier):
         return found
 
     def _contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that can be found right now. Never blocks, so it neither probes the tier nor proves that it works.
+        """Those of ``keys`` that are known to be there. Never blocks, so it neither probes the tier nor proves that it works.
 
         Raises:
             TierUnavailable: the tier is broken.
@@ -151,11 +151,11 @@ class BreakerTier(ForwardingTier):
         return found
 
     async def pin(self, keys: Sequence[Key], *, within: float = inf) -> ReadLease:
-        """Hold the longest prefix of ``keys`` that is there. Cancelled, it holds nothing.
+        """Pin the longest prefix of ``keys`` that is there. Cancelled, it pins nothing.
 
         Args:
-            keys: what is wanted, in order.
-            within: seconds that lower ``call_timeout`` for this call.
+            keys: the keys, in order.
+            within: seconds; lowers ``call_timeout`` for this call.
 
         Raises:
             TierUnavailable: the tier is broken.
@@ -165,11 +165,11 @@ class BreakerTier(ForwardingTier):
         return BreakerLease(self._runner, await self._runner.run(Call.ASK, seconds, self.inner.pin, keys))
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Copy the leased blocks to ``destination``. Cancelled, it leaves only when the copy is over.
+        """Copy the leased blocks to ``destination``. Cancelled, it returns only when the copy is over.
 
         Raises:
             TierUnavailable: the tier is broken; ``destination`` was not touched.
-            TierTooSlow: not over within ``load_timeout``. It is over now: the destination is the caller's again.
+            TierTooSlow: not over within ``load_timeout``. It is over now: ``destination`` may be used.
             Unproven: a copy may still be going on.
         """
         attribution = ErrorAttribution()
@@ -184,11 +184,11 @@ class BreakerTier(ForwardingTier):
         return outcomes
 
     async def delete(self, keys: Sequence[Key], *, within: float = inf) -> list[Deletion]:
-        """Delete these keys; a held one stays.
+        """Delete these keys, except pinned ones. Returns one answer per key.
 
         Args:
-            keys: what is to be deleted.
-            within: seconds that lower ``call_timeout`` for this call.
+            keys: the keys to delete.
+            within: seconds; lowers ``call_timeout`` for this call.
 
         Raises:
             TierUnavailable: the tier is broken; nothing was deleted.
@@ -219,17 +219,17 @@ class BreakerTier(ForwardingTier):
     # --- writing ----------------------------------------------------------------------------------------------------
 
     async def reserve(self, request: RoomRequest) -> Reservation:
-        """Take room for the blocks of a request. Cancelled, or cut off because the tier breaks, it holds nothing.
+        """Take room for the blocks of a request. If it is cancelled, or the tier breaks meanwhile, it holds nothing.
 
         Raises:
             TierUnavailable: the tier is broken, or broke while this waited for room.
-            TierTooSlow: ``partial`` and ``fail`` never wait for room, and had no answer within ``call_timeout``.
+            TierTooSlow: ``partial`` or ``fail``, which never wait for room, had no answer within ``call_timeout``.
         """
         runner = self._runner
         permit = await runner.acquire()
         if request.waits and runner.is_probing:
-            # The probe's permit must not be held for as long as others hold the room: no other probe could go meanwhile. A
-            # request that never waits tells at once whether the tier answers; that it is full is an answer, too.
+            # The probe's permit must not be held while others hold the room, or no other probe could go. So the probe is a
+            # request that never waits: it shows at once whether the tier answers, and "full" is an answer too.
             at_once = await self._reserve(permit, RoomRequest(request.keys, request.block_bytes, "partial"))
             if len(at_once.granted) == len(request.keys):
                 return at_once
@@ -262,7 +262,7 @@ class BreakerTier(ForwardingTier):
 
 
 class _Forwarding:
-    """A lease or a reservation of a tier behind a breaker. What it has beyond its contract is found on it as well."""
+    """A lease or a reservation of a tier behind a breaker. Other attributes are those of the wrapped object."""
 
     __slots__ = ("_runner", "inner")
 
@@ -274,24 +274,24 @@ class _Forwarding:
         return f"<{self._runner.name}: {self.inner!r}>"
 
     def __getattr__(self, name: str) -> Any:
-        if name in _Forwarding.__slots__:  # `copy.copy` asks before `__init__` has run
+        if name in _Forwarding.__slots__:  # `copy.copy` looks these up before `__init__` has run
             raise AttributeError(name)
         return getattr(self.inner, name)
 
 
 class BreakerLease(_Forwarding):
-    """A hold on blocks of a tier behind a breaker: rule 4."""
+    """A lease on blocks of a tier behind a breaker: rule 4."""
 
     __slots__ = ()
 
     @property
     def keys(self) -> Sequence[Key]:
-        """What is held."""
+        """The pinned keys."""
         keys: Sequence[Key] = self.inner.keys
         return keys
 
     async def release(self) -> None:
-        """Release the blocks. Idempotent; they are released even when this is cancelled."""
+        """Release the blocks. Idempotent; a cancel does not keep it from releasing them."""
         await self._release(self.inner.release)
 
     async def __aenter__(self) -> BreakerLease:
@@ -301,7 +301,7 @@ class BreakerLease(_Forwarding):
         await self._release(self.inner.__aexit__, *exc)
 
     async def _release(self, release: Callable[[*Ts], Awaitable[None]], *args: *Ts) -> None:
-        """Let go whatever the tier's health, and without a permit: a release must not be refused, and must not be the probe."""
+        """Release without a permit, whatever the tier's health: a release must neither be refused nor be the probe."""
         runner = self._runner
         try:
             await runner.run_within(runner.config.call_timeout, release, *args)
@@ -314,7 +314,7 @@ class BreakerLease(_Forwarding):
 
 
 class BreakerReservation(_Forwarding):
-    """Room in a tier behind a breaker. Its permit ends with the transfer or, where there is none, with the release: rule 3."""
+    """Room in a tier behind a breaker. Its permit ends with the transfer, or with the release if there is none: rule 3."""
 
     __slots__ = ("_permit",)
 
@@ -342,7 +342,7 @@ class BreakerReservation(_Forwarding):
         runner, permit = self._runner, self._permit
         self._permit = None
         outcomes: Sequence[Outcome]
-        if permit is None:  # a second call, which the tier refuses
+        if permit is None:  # a second call, which the tier itself refuses
             outcomes = await self.inner.transfer(source, refs)
             return outcomes
         if permit != runner.breaker.generation and not runner.is_closed:
@@ -357,17 +357,17 @@ class BreakerReservation(_Forwarding):
             verdict, cause = attribution.judge_exception(error)
             raise
         except BaseException as error:
-            if holds(error, trio.Cancelled):  # alone, or in a group where the tier copies in a nursery
+            if holds(error, trio.Cancelled):  # alone, or in a group if the tier copies in a nursery
                 verdict, cause = _FAULT, "no end of a copy within its time"
             raise
         finally:
             runner.release(permit, Call.STORE, verdict, cause)
 
     def release(self, verdict: Verdict = _SILENT) -> None:
-        """Give back the room of what was not published. Idempotent.
+        """Give back the room that was not published. Idempotent.
 
         Args:
-            verdict: what room that was not used says about the tier.
+            verdict: what unused room proves about the tier.
         """
         permit, self._permit = self._permit, None
         self.inner.release()

@@ -1,12 +1,11 @@
-"""What counts as a fault of a tier: one table of exceptions, one of outcomes. No state, no clock, no I/O.
+"""Which exceptions and outcomes are a fault of a tier: one table for each. No state, no clock, no I/O.
 
-A fault is a tier that did not answer or could not be reached: a timeout, a transport that broke, a copy without a proven end.
-An answer is not a fault, however unwelcome: full, duplicate, missing, damaged, refused. Neither is what says nothing about
-the
-tier: a call that was cancelled, or that the caller got wrong.
+A fault is a tier that did not answer or could not be reached: a timeout, a broken transport, a copy without a proven end. An
+answer is not a fault, even if it is full, duplicate, missing, damaged or refused. Neither is a call that says nothing about the
+tier: one that was cancelled, or in which the caller made a mistake.
 
-Exceptions that no table names are faults. A tier answers by values (:mod:`backends.abc`): what it raises is a promise broken,
-and the errors of foreign transports seldom are an ``OSError``.
+Exceptions that are not in a table are faults. A tier answers by values (:mod:`backends.abc`): an exception breaks its contract,
+and the errors of third-party transports seldom are an ``OSError``.
 """
 
 from __future__ import annotations
@@ -28,34 +27,34 @@ from .breaker import Verdict
 _ANSWERED, _FAULT, _SILENT = Verdict
 
 EXCEPTIONS: Final[Sequence[tuple[type[BaseException], Verdict]]] = (
-    # In this order: the first that fits decides.
-    (TierUnavailable, _SILENT),  # of a breaker within the tier: nothing was asked
+    # The first match decides.
+    (TierUnavailable, _SILENT),  # of a breaker within the tier: the tier was not called
     (TierTooSlow, _FAULT),
     (Unproven, _FAULT),
-    (trio.WouldBlock, _SILENT),  # room without waiting: nothing was asked
+    (trio.WouldBlock, _SILENT),  # room without waiting: the tier was not called
     (DamagedBlock, _ANSWERED),
     (Damaged, _ANSWERED),
-    (LeaseLost, _ANSWERED),  # found out without asking, and then a miss
+    (LeaseLost, _ANSWERED),  # found out without a call, and then a miss
     (ServerRefused, _ANSWERED),
     (PoolFull, _ANSWERED),
-    (OSError, _FAULT),  # NoAnswer, ServerLost, ConnectionError, TimeoutError: all of them are; but for _FULL
-    (ValueError, _SILENT),  # the caller's: a size, a key, a lease of another tier
+    (OSError, _FAULT),  # NoAnswer, ServerLost, ConnectionError, TimeoutError and others; except _FULL
+    (ValueError, _SILENT),  # a mistake of the caller: a size, a key, a lease of another tier
     (TypeError, _SILENT),
-    (Exception, _FAULT),  # trio.TooSlowError, trio.BrokenResourceError, whatever a foreign library raises
+    (Exception, _FAULT),  # trio.TooSlowError, trio.BrokenResourceError, anything a third-party library raises
     (BaseException, _SILENT),  # Cancelled, KeyboardInterrupt
 )
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""How an operating system says that a place is full."""
+"""Error numbers of a full disk or quota."""
 
 
 ABSENCES: Final[Sequence[tuple[type[BaseException], bool]]] = (
-    # In this order: the first that fits decides.
-    (StrayPath, True),  # a ValueError, but of a path that cannot be used now
+    # The first match decides.
+    (StrayPath, True),  # a ValueError, but of a path that may become usable
     (OSError, True),  # NoAnswer, ServerLost, ConnectionError, a disk that is not mounted
-    (ServerRefused, False),  # there is a server, which refuses this client
-    (UntrustedServer, False),  # there is a server, which this client does not trust: a knob has to be set
-    (PlaceClosed, False),  # a place that is opened once, as a plugin, does not come back
+    (ServerRefused, False),  # the server refuses this client
+    (UntrustedServer, False),  # this client does not trust the server: a knob has to be set
+    (PlaceClosed, False),  # a tier that can be opened once, such as a plugin, does not come back
     (ValueError, False),  # ConfigError, BlockSizeError
     (TypeError, False),
     (LookupError, False),  # no such kind of tier, no such parameter
@@ -66,22 +65,22 @@ ABSENCES: Final[Sequence[tuple[type[BaseException], bool]]] = (
     (NotImplementedError, False),
     (SyntaxError, False),
     (MemoryError, False),
-    (Exception, True),  # trio.TooSlowError, PlaceInUse, PoolFull, whatever a foreign library raises
+    (Exception, True),  # trio.TooSlowError, PlaceInUse, PoolFull, anything a third-party library raises
     (BaseException, False),
 )
-"""Whether an exception of entering a tier says that the tier is absent. Otherwise it is a mistake, which trying again cannot
-mend."""
+"""Whether an exception of entering a tier says that the tier is absent. Otherwise it is a wrong configuration, which no further
+attempt can mend."""
 
 
 def is_absence(error: BaseException) -> bool:
-    """Whether this error of making or entering a tier may be gone the next time. Of a group, whether every one in it may."""
+    """Whether this error of making or entering a tier may go away; of a group, whether all of its errors may."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_absence, error.exceptions))
     return next(absent for kind, absent in ABSENCES if isinstance(error, kind))
 
 
 def judge_exception(error: BaseException) -> Verdict:
-    """What an exception of a tier says about it. Of a group, the worst of what is in it."""
+    """The verdict that an exception of a tier gives; of a group, the worst of its errors'."""
     if isinstance(error, BaseExceptionGroup):
         verdicts = {judge_exception(one) for one in error.exceptions}
         return next(verdict for verdict in (_FAULT, _SILENT, _ANSWERED) if verdict in verdicts)
@@ -91,10 +90,10 @@ def judge_exception(error: BaseException) -> Verdict:
 
 
 def judge_outcomes(outcomes: Sequence[Outcome]) -> tuple[Verdict, str]:
-    """What the outcomes of a load or a store say about the tier, and the fault in words.
+    """The verdict that the outcomes of a load or a store give on the tier, and a description of the fault.
 
-    One block that did not fail proves that the tier works: stored, duplicate, loaded, missed, rejected, they all are answers.
-    No outcomes, no verdict.
+    One block that did not fail proves that the tier works: stored, duplicate, loaded, missed and rejected are all answers.
+    Without outcomes the verdict is SILENT.
     """
     cause = ""
     verdict = _SILENT
@@ -110,7 +109,7 @@ def judge_outcomes(outcomes: Sequence[Outcome]) -> tuple[Verdict, str]:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line, which keeps nothing alive. Of a group with one in it, that one."""
+    """Describe an exception in one line of text, which keeps no frame alive. A group with one error as that error."""
     error = unwrap(error)
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

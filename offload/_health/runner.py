@@ -1,8 +1,7 @@
-"""Runs calls to one tier behind its breaker: each with a permit, under a deadline, and judged by what came of it.
+"""Runs calls to one tier behind its breaker: each with a permit, under a deadline, and with a verdict.
 
-The :mod:`breaker <offload._health.breaker>` decides; here are trio's clock, the cancel scopes, and the lines in the log. A
-permit that was acquired is released on every path: :meth:`BreakerRunner.run` does both; a reservation keeps its permit until
-it ends.
+The :mod:`breaker <offload._health.breaker>` decides; this module has trio's clock, the cancel scopes and the log. A permit that
+was acquired is released on every path: :meth:`BreakerRunner.run` does both; a reservation keeps its permit until it ends.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ _log = logging.getLogger("offload.health")
 
 @attrs.define(eq=False)
 class BreakerRunner:
-    """The breaker of one tier, for the tasks that call it."""
+    """The breaker of one tier, for the tasks that call the tier."""
 
     name: str
-    """What errors and logs call the tier."""
+    """The tier's name in errors and logs."""
     config: BreakerConfig
     breaker: Breaker = attrs.field(init=False)
     availability: Availability = attrs.field(init=False)
     _waiting: dict[trio.CancelScope, None] = attrs.field(init=False, factory=dict)
-    """Calls that wait for room, in order: a set's order would differ from run to run."""
+    """Calls that wait for room, in order: the order of a set would differ between runs."""
 
     def __attrs_post_init__(self) -> None:
         self.breaker = Breaker(self.config, since=trio.current_time() if trio.lowlevel.in_trio_run() else 0.0)
@@ -48,17 +47,17 @@ class BreakerRunner:
 
     @property
     def health(self) -> Health:
-        """The state of the breaker, and whether the tier has been entered."""
+        """The state of the breaker and whether the tier has been entered."""
         return self.availability.health
 
     @property
     def is_closed(self) -> bool:
-        """Whether every caller may ask."""
+        """Whether all calls may pass."""
         return self.breaker.state is _CLOSED
 
     @property
     def is_available(self) -> bool:
-        """Whether there is a tier to ask."""
+        """Whether the tier has been entered."""
         return self.availability.state is State.AVAILABLE
 
     @property
@@ -69,7 +68,7 @@ class BreakerRunner:
     # --- permits ----------------------------------------------------------------------------------------------------
 
     def acquire_nowait(self) -> int:
-        """A permit.
+        """Acquire a permit.
 
         Raises:
             TierUnavailable: the tier is broken.
@@ -77,14 +76,14 @@ class BreakerRunner:
         breaker = self.breaker
         if breaker.state is _CLOSED:
             return breaker.generation
-        # The probe of a tier that is absent is an attempt to enter it, so no call may take that permit away.
+        # The probe of an absent tier is an attempt to enter it, so no call may take that permit.
         permit = breaker.acquire(trio.current_time()) if self.is_available else None
         if permit is None:
             self.raise_unavailable()
         return permit
 
     async def acquire(self) -> int:
-        """Like :meth:`acquire_nowait`, but a refusal is a checkpoint, so that asking again and again is no busy loop."""
+        """Like :meth:`acquire_nowait`, but a refusal is a checkpoint, so that a caller that retries is no busy loop."""
         try:
             return self.acquire_nowait()
         except TierUnavailable:
@@ -92,12 +91,12 @@ class BreakerRunner:
             raise
 
     def raise_unavailable(self) -> NoReturn:
-        """Raise :class:`TierUnavailable`, with what is known of the tier."""
+        """Raise :class:`TierUnavailable` with the cause and the time of the next probe."""
         health, now = self.health, trio.current_time()
         raise TierUnavailable(self.name, since=health.since, cause=health.cause, next_probe=health.next_probe, now=now)
 
     def release(self, permit: int, call: Call, verdict: Verdict, cause: str = "") -> None:
-        """Give a permit back, with what came of the call."""
+        """Release a permit with the verdict on the call."""
         breaker = self.breaker
         was = breaker.state
         breaker.release(permit, call, verdict, trio.current_time(), cause)
@@ -105,7 +104,7 @@ class BreakerRunner:
             self._announce(was)
 
     def release_with(self, permit: int, call: Call, error: BaseException) -> None:
-        """Give a permit back, with the exception that came of the call."""
+        """Release a permit with the exception of the call."""
         verdict = judge_exception(error)
         self.release(permit, call, verdict, describe(error) if verdict is _FAULT else "")
 
@@ -119,21 +118,21 @@ class BreakerRunner:
         *args: *Ts,
         attribution: ErrorAttribution | None = None,
     ) -> T:
-        """Acquire a permit, call the tier under a deadline, and release the permit with what came of it.
+        """Acquire a permit, call the tier under a deadline, and release the permit with the verdict.
 
         Args:
             call: the kind of call.
-            seconds: the deadline, from now; it bounds the call as far as the tier lets itself be cancelled.
+            seconds: the deadline, from now. The call is cancelled then, and may take longer if it shields itself.
             ask: a method of the tier.
             args: its arguments.
-            attribution: of a copy, whose answer is a sequence of outcomes. Any other answer says that the tier works.
+            attribution: for a copy, which returns outcomes. Any other answer means that the tier works.
 
         Raises:
             TierUnavailable: the tier is broken. Always after a checkpoint.
             TierTooSlow: no answer by the deadline.
         """
         permit = await self.acquire()
-        verdict, cause = _SILENT, ""  # of a call that is cancelled: nothing below runs then but the `finally`
+        verdict, cause = _SILENT, ""  # for a call that is cancelled: then only the `finally` below runs
         try:
             answer = await self.run_within(seconds, ask, *args)
             outcomes: Any = answer
@@ -162,7 +161,7 @@ class BreakerRunner:
         raise TierTooSlow(f"{self.name} did not answer {what} within {seconds:g} s")
 
     async def run_until_broken(self, ask: Callable[[*Ts], Awaitable[T]], *args: *Ts) -> T:
-        """Call the tier for what may take long, without a permit, and cancel the call when the tier breaks.
+        """Make a call that may take long, without a permit, and cancel it when the tier breaks.
 
         Raises:
             TierUnavailable: the tier broke.
@@ -179,19 +178,19 @@ class BreakerRunner:
     # --- availability -----------------------------------------------------------------------------------------------
 
     def note_entered(self) -> None:
-        """An attempt to enter the tier has succeeded."""
+        """Record that an attempt to enter the tier has succeeded."""
         self.availability.succeed(trio.current_time())
         if self.availability.attempts > 1:
             _log.info("%s has been entered, and is well now", self.name)
 
     def note_not_entered(self, error: BaseException, *, for_good: bool) -> None:
-        """An attempt to enter the tier has failed; ``for_good`` where it is not tried again."""
+        """Record that an attempt to enter the tier has failed; ``for_good`` if it is not tried again."""
         availability, now = self.availability, trio.current_time()
         availability.fail(now, f"it could not be entered: {describe(error)}", for_good=for_good)
         if for_good:
             _log.error("%s is refused, and not tried again: %s", self.name, self.breaker.cause)
         else:
-            # A warning for the first failure only: the same absence is not reported again with each attempt.
+            # A warning for the first failure only: further attempts would report the same absence again and again.
             level = logging.WARNING if availability.attempts == 1 else logging.DEBUG
             again = availability.delay(now)
             _log.log(
@@ -199,7 +198,7 @@ class BreakerRunner:
             )
 
     def note_ended(self, why: str) -> None:
-        """The tier was available, and has ended by itself. Calls that wait for room in it are cancelled."""
+        """Record that an available tier has ended by itself. Calls that wait for room in it are cancelled."""
         self.availability.end(trio.current_time(), f"it has ended: {why}")
         _log.error("%s counts as broken: %s", self.name, self.breaker.cause)
         self._cancel_waiting()

@@ -173,7 +173,7 @@ class Spilling:
         under_way = self._under_way + len(self._lingering)
         return SpillStatistics(under_way, self._spilled, self._stayed, dict(self._dropped))
 
-    # --- its life -------------------------------------------------------------------------------------------------
+    # --- opening and closing --------------------------------------------------------------------------------------
 
     async def _run(self, *, task_status: trio.TaskStatus[None]) -> None:
         """Be the parent of those who carry. Shielded, as the pipelines are that they need and that need them."""

@@ -146,7 +146,7 @@ def round_ticks(highest: float, steps: int = 5) -> list[float]:
     return [step * n for n in range(math.ceil(highest / step - 1e-9) + 1)]
 
 
-# --- below --------------------------------------------------------------------------------------------------------
+# --- helpers ------------------------------------------------------------------------------------------------------
 
 
 def _across(value: float, at: Sequence[float], right: float) -> float:

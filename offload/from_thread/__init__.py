@@ -1,19 +1,19 @@
-"""Drive an engine from a thread that knows no trio: the embedding face, for an inference engine's own threads.
+"""Drive an engine from threads that do not run trio, as those of an inference engine.
 
 :func:`open_engine` starts a thread that runs trio, and in it the engine of :func:`offload.open_engine`. Everything here may be
 used in any thread but that one, by several threads at once, and keeps four rules:
 
-Rule 1. What an inference engine calls in its step never blocks: ``store``, ``begin_lookup``, ``begin_load``, ``poll``,
-        ``request_cancel``, ``release``, and whatever has no ``timeout`` and is not ``start``. The others wait, and each of them
-        has a bound. A call that waits is one that is begun, and then waited for.
+Rule 1. Calls of an inference engine's step never block: ``store``, ``begin_lookup``, ``begin_load``, ``poll``,
+        ``request_cancel``, ``release``, and every call without a ``timeout`` except ``start``. All other calls wait for a
+        bounded time. A call that waits begins the operation, and then waits for its future.
 Rule 2. A wait that runs out raises :class:`WaitTimeout`. It is never an answer: not a miss, not a failure.
-Rule 3. Every future ends, and no thread waits for ever: when the trio side crashes, all futures are done, and every later call
-        raises.
-Rule 4. An engine belongs to the process that started it. In a forked child every call raises :class:`EngineForked`, and
-        nothing of the engine is touched.
+Rule 3. Every future ends, and no thread waits for ever: when the trio thread crashes, all futures are done, and every later
+        call raises.
+Rule 4. An engine belongs to the process that started it. In a forked child every call raises :class:`EngineForked` and leaves
+        the engine as it is.
 
-``_engine`` is what a thread calls, ``_future`` and ``_calls`` what it gets back, ``_mailbox`` how messages cross between the
-threads without a wait, ``_worker`` the thread that runs trio.
+``_engine`` is what a thread calls, ``_future`` and ``_calls`` are what it gets back, ``_mailbox`` passes messages between the
+threads without a wait, ``_worker`` is the thread that runs trio.
 """
 
 from typing import TypeAlias

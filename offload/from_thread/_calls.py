@@ -1,7 +1,8 @@
-"""Calls that the engine's thread answers: lookups and loads that are begun, and whatever a thread asks and waits for.
+"""Calls that the engine's thread answers: lookups and loads that were begun, and calls that a thread waits for.
 
-A call is a task in the engine's thread, in a cancel scope of its own. Who may answer it is decided by who takes it out of the
-table of pending calls: that is one step, so a close that ran out of time, and answers all that is left, answers none twice.
+A call is a task in the engine's thread, in its own cancel scope. Only the thread that removes it from the table of pending
+calls may answer it. The removal is one step, so a ``close`` that ran out of time and answers all pending calls answers none
+twice.
 """
 
 from __future__ import annotations
@@ -27,15 +28,26 @@ T = TypeVar("T")
 
 
 class CallFuture(Future[T]):
-    """The answer of one call. Cancelled, or out of time, the call is ended, and what it has brought is given back."""
+    """The answer of one call. A cancellation or a timeout ends the call, and what it has obtained is released."""
 
-    __slots__ = ("_error", "_value", "begun", "by", "dispose", "function", "polled", "scope", "stop", "to_the_end")
+    __slots__ = (
+        "_error",
+        "_value",
+        "begun",
+        "deadline",
+        "dispose",
+        "function",
+        "polled",
+        "scope",
+        "stop",
+        "to_the_end",
+    )
 
     def __init__(
         self,
         worker: EngineWorker,
         function: Callable[[], Awaitable[T]],
-        by: float,
+        deadline: float,
         *,
         dispose: Callable[[T], None] | None = None,
         to_the_end: bool = False,
@@ -43,19 +55,19 @@ class CallFuture(Future[T]):
     ) -> None:
         super().__init__(worker, 0)
         self.function: Callable[[], Awaitable[T]] = function
-        self.by: float = by
-        """When it is ended unless it has ended before, on the clock of ``time.monotonic``."""
+        self.deadline: float = deadline
+        """When the call is ended if it has not ended by itself, on the clock of ``time.monotonic``."""
         self.dispose: Callable[[T], None] | None = dispose
-        """Gives the answer back where no thread wants it any more."""
+        """Releases the answer of a call that was cancelled or timed out."""
         self.to_the_end: bool = to_the_end
-        """Whether it may touch memory of the caller, so that its end matters, however it ends."""
+        """Whether the call may write to memory of the caller, so that its end must be known even after a cancel."""
         self.polled: bool = polled
-        """Whether it was begun, and so is returned by a poll. What waits for its own call has it by itself."""
+        """Whether a poll returns it: true for calls that were begun, false for those that a thread waits for."""
         self.begun: bool = False
-        """Whether the engine's thread owes an answer."""
+        """Whether the engine's thread has to answer it."""
         self.scope: trio.CancelScope = trio.CancelScope()
         self.stop: trio.Event = trio.Event()
-        """Set when it was cancelled."""
+        """Set by a cancellation."""
         self._value: T | None = None
         self._error: BaseException | None = None
 
@@ -82,7 +94,7 @@ class CallFuture(Future[T]):
             self.dispose(self._value)
 
     def end(self, value: T | None, error: BaseException | None, note: Callable[[Future[Any]], None]) -> None:
-        """Answer it. Only by the thread that took it out of the pending calls."""
+        """Set the answer. Only for the thread that removed the call from the pending calls."""
         self._value, self._error = value, error
         self._finish(note if self.polled else None)
 
@@ -90,26 +102,28 @@ class CallFuture(Future[T]):
 class LookupFuture(CallFuture["Hit"]):
     """A lookup that was begun by :meth:`Engine.begin_lookup`. Its :meth:`result` is the :class:`Hit`, pinned until released.
 
-    Cancelled, nothing of it stays pinned: also where it had found something already. What was cancelled before it had an
-    answer raises :class:`CallCancelled` as its result.
+    A cancelled lookup leaves nothing pinned, also when it had found something already. If it had no answer yet, its
+    :meth:`result` raises :class:`CallCancelled`.
     """
 
     __slots__ = ("keys", "tenant")
 
-    def __init__(self, worker: EngineWorker, keys: list[Key], tenant: str, by: float, *, polled: bool) -> None:
-        super().__init__(worker, partial(worker.lookup, keys, tenant, by), by, dispose=Hit.release, polled=polled)
+    def __init__(self, worker: EngineWorker, keys: list[Key], tenant: str, deadline: float, *, polled: bool) -> None:
+        super().__init__(
+            worker, partial(worker.lookup, keys, tenant, deadline), deadline, dispose=Hit.release, polled=polled
+        )
         self.keys: Sequence[Key] = keys
-        """What was asked for, in order."""
+        """The keys that were looked up, in order."""
         self.tenant: str = tenant
-        """Whose they are, for tiers that must know."""
+        """The tenant, for tiers that need it."""
 
 
 class LoadFuture(CallFuture[LoadResult]):
-    """A load that was begun by :meth:`Engine.begin_load`. Until it is done, its destination is the engine's.
+    """A load that was begun by :meth:`Engine.begin_load`. Until it is done, the engine writes to its destination.
 
-    Cancelled, or out of time, it is ended, and done when no copy into ``destination`` is under way any more; where that cannot
-    be had, its result raises :class:`offload.DrainUnproven`, and ``destination`` must not be used again. What was cancelled
-    before it had an answer raises :class:`CallCancelled`: the destination may be used, its bytes are unknown.
+    After a cancellation or a timeout it is done once no copy into ``destination`` is under way. If that cannot be proven,
+    :meth:`result` raises :class:`offload.DrainUnproven`, and ``destination`` must not be used again. A load that was cancelled
+    before it had an answer raises :class:`CallCancelled`: the destination may be used, its bytes are undefined.
     """
 
     __slots__ = ("destination", "hit")
@@ -120,26 +134,26 @@ class LoadFuture(CallFuture[LoadResult]):
         hit: Hit,
         destination: Destination,
         promote: bool | str | None,
-        by: float,
+        deadline: float,
         *,
         polled: bool,
     ) -> None:
-        # What is pinned is taken from the hit here and now: it may be released by its holder as soon as the load is begun.
+        # The pinned prefix is taken from the hit here: the caller may release the hit as soon as the load has begun.
         load = partial(worker.load, hit.pinned, destination, promote)
-        super().__init__(worker, load, by, to_the_end=True, polled=polled)
+        super().__init__(worker, load, deadline, to_the_end=True, polled=polled)
         self.hit: Hit = hit
-        """What is loaded."""
+        """The hit whose blocks are loaded."""
         self.destination: Destination = destination
-        """Where to."""
+        """Where they are copied to."""
 
 
 class Hit:
     """The longest prefix that was found, pinned where it lies: a context manager. Made by a lookup only.
 
     Attributes:
-        keys: what was found, from the first key asked for to the last before the first that no tier has.
-        runs: where it lies, in order: the name of a tier, and how many blocks are read from it.
-        unavailable: tiers that were left out because they raised or were silent, by name. Not a miss: they may well have the
+        keys: the keys that were found: from the first one requested to the last before the first that no tier has.
+        runs: where they are, in order: the name of a tier, and how many blocks are read from it.
+        unavailable: the tiers that raised or did not answer, by name, with the error. Not a miss: they may have more of the
             blocks.
     """
 
@@ -174,7 +188,7 @@ class Hit:
 
     @property
     def pinned(self) -> PinnedHit:
-        """What the engine's thread knows it by.
+        """The engine's object for this hit.
 
         Raises:
             ValueError: it was released.
@@ -202,9 +216,9 @@ class Hit:
                 self._let_go()
 
     def release(self) -> None:
-        """Release the blocks. Idempotent; never blocks, and harmless after the engine's end.
+        """Release the blocks. Idempotent; never blocks, and does nothing after the engine's end.
 
-        Loads that were begun before read through it to their end.
+        Loads that were begun before keep their blocks pinned until they end.
         """
         self._released = True
         self._let_go()

@@ -1,7 +1,8 @@
-"""CancellationToken of the thread face: cancels any number of stores together.
+"""CancellationToken for threads: cancels any number of stores together.
 
-No lock is needed, by the order of two steps: a store joins first and looks at the flag second, a cancellation sets the flag
-first and looks at the stores second. So one of the two sees the other; both may, and a second request changes nothing.
+It needs no lock, because of the order of two steps: a store adds itself first and reads the flag second; a cancellation sets
+the flag first and reads the set of stores second. So at least one of the two sees the other, and a second request changes
+nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 class CancellationToken:
     """Cancels any number of stores together: hand it in at ``engine.store(..., cancel_token=token)``, as often as you like.
 
-    What an inference engine calls when a request is aborted. For any thread, and any number of engines. A store leaves the
-    token when it has ended. One whose token was cancelled before is done as CANCELLED: no policy is asked, no room is needed.
+    For an inference engine that aborts a request. For any thread, and for stores of any number of engines. A store leaves the
+    token when it has ended. A store with a token that was cancelled before is CANCELLED at once, without policies or room.
     """
 
     __slots__ = ("_called", "_futures")
@@ -33,31 +34,33 @@ class CancellationToken:
 
     @property
     def cancel_called(self) -> bool:
-        """Whether a cancellation was asked for."""
+        """Whether a cancellation was requested."""
         return self._called
 
     def request_cancel(self) -> None:
-        """Ask for the cancellation of all stores that have it. Never blocks; harmless when repeated."""
+        """Request the cancellation of all stores that have the token. Never blocks; idempotent."""
         self._called = True
         for future in list(self._futures):
             future.request_cancel()
 
     def cancel(self, timeout: float | None = None) -> None:
-        """Ask for the cancellation of all stores that have it, and wait until each is confirmed.
+        """Request the cancellation of all stores that have the token, and wait until each is confirmed.
 
         Args:
-            timeout: how long to wait for all of them together, in seconds; by default as long for each as its engine was told.
+            timeout: how long to wait for all of them together, in seconds; by default the engine's timeout for each.
 
         Raises:
-            WaitTimeout: one is not confirmed yet; the request stands.
-            DrainUnproven: the end of one copy cannot be proven, and what it touched is quarantined.
-            ExceptionGroup: of DrainUnproven, where there are several.
-            EngineForked: they never will be, in this process.
+            WaitTimeout: one is not confirmed yet; the request stays in effect.
+            DrainUnproven: the end of one copy cannot be proven; its blocks and its destination are quarantined.
+            ExceptionGroup: of DrainUnproven, if there are several.
+            EngineForked: this is a forked child, in which no store ends.
         """
         futures = list(self._futures)
         self.request_cancel()
-        by = None if timeout is None else monotonic() + timeout
-        errors = [future.result(None if by is None else max(0.0, by - monotonic())).error for future in futures]
+        deadline = None if timeout is None else monotonic() + timeout
+        errors = [
+            future.result(None if deadline is None else max(0.0, deadline - monotonic())).error for future in futures
+        ]
         unproven = [DrainUnproven(*error.args) for error in errors if isinstance(error, DrainUnproven)]
         if len(unproven) == 1:
             raise unproven[0]

@@ -1,4 +1,4 @@
-"""What a thread calls: an engine in a thread of its own. The package has the rules."""
+"""The engine as threads call it. The rules are in the package's docstring."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 AnyFuture: TypeAlias = StoreFuture | LookupFuture | LoadFuture
-"""What :meth:`Engine.poll` returns."""
+"""Everything that :meth:`Engine.poll` returns."""
 
 WhenFull: TypeAlias = Literal["raise", "drop"]
 """What a store does in a full engine: raise :class:`offload.PipelineFull`, or drop the blocks and count them."""
 
 DEFAULT_TIMEOUT: Final = 60.0
-"""How long a call waits unless told otherwise, in seconds: longer than a healthy copy, shorter than an operator's patience."""
+"""The default timeout of a call, in seconds: longer than a healthy copy, shorter than an operator's patience."""
 
 
 def open_engine(
@@ -58,16 +58,16 @@ def open_engine(
     timeout: float = DEFAULT_TIMEOUT,
     start_timeout: float = DEFAULT_TIMEOUT,
 ) -> Engine:
-    """An engine in a thread of its own: ``with offload.from_thread.open_engine(host, [disk]) as engine``.
+    """Open an engine in a new thread: ``with offload.from_thread.open_engine(host, [disk]) as engine``.
 
-    While it is open, that thread alone uses the source and the tiers, but for what :meth:`Engine.store` names. Policies and
-    instruments are called there, and must not wait for the engine.
+    While it is open, only that thread may use the source and the tiers, except as :meth:`Engine.store` allows. Policies and
+    instruments are called in that thread, and must not wait for the engine.
 
     Args:
-        source: as for :func:`offload.open_engine`, and so is what is not said otherwise below.
-        tiers: see there; a config says all but the instruments and what is particular to a thread.
+        source: as for :func:`offload.open_engine`, like all arguments without a description here.
+        tiers: see there; an ``EngineConfig`` replaces all but the instruments and the last three arguments.
         policies: see there.
-        config: see there; its ``budget_blocks`` (of the route to the first tier) bounds what :meth:`Engine.store` lets in.
+        config: see there; its ``budget_blocks`` (of the route to the first tier) is the limit for :meth:`Engine.store`.
         chain: see there.
         instruments: see there.
         on_load_failure: see there.
@@ -75,13 +75,13 @@ def open_engine(
         promote: see there.
         breaker: see there.
         on_enter_failure: see there.
-        when_full: what a store does when there is no room.
-        timeout: how long a call waits unless told otherwise, in seconds.
-        start_timeout: how long :meth:`Engine.start` waits, in seconds.
+        when_full: whether a store without room raises or drops its blocks.
+        timeout: the default timeout of calls, in seconds.
+        start_timeout: the timeout of :meth:`Engine.start`, in seconds.
 
     Raises:
-        ValueError: as :func:`offload.open_engine`; or ``when_full`` or a timeout is not what it can be.
-        TypeError: as there; or a config only names the source.
+        ValueError: as :func:`offload.open_engine`; or ``when_full`` or a timeout is out of range.
+        TypeError: as there; or a config names its source instead of holding it.
     """
     if when_full not in ("raise", "drop"):
         raise ValueError(f"when_full = {when_full!r}: must be raise or drop")
@@ -93,21 +93,23 @@ def open_engine(
     )
     place: Any = whole.source
     if isinstance(place, str | Mapping):
-        raise TypeError(f"source = {place!r}: must be the place itself, since any thread's store is compared with it")
+        raise TypeError(
+            f"source = {place!r}: must be the source itself, since the blocks of each store are checked against it"
+        )
     worker = EngineWorker(
         place,
         _open_engine(whole, instruments=instruments),
         budget_blocks=whole.first_pipeline.budget_blocks,
         drops=when_full == "drop",
         timeout=timeout,
-        # Pipelines end one after the other: those that lead down, up, and away from what is full.
+        # The pipelines drain one after the other: those to slower tiers, the promotions, and those of spills.
         close_timeout=whole.first_pipeline.drain_timeout * 3 * len(whole.tiers) + 2 * LEAVE_TIMEOUT,
     )
     return Engine(worker, start_timeout)
 
 
 class Engine:
-    """An engine in a thread of its own. Made by :func:`open_engine`; a context manager, which starts and closes it."""
+    """An engine in its own thread. Made by :func:`open_engine`; a context manager, which starts and closes it."""
 
     def __init__(self, worker: EngineWorker, start_timeout: float) -> None:
         self._worker = worker
@@ -120,36 +122,36 @@ class Engine:
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} cannot go to another process: open one there")
 
-    # --- its life -------------------------------------------------------------------------------------------------
+    # --- opening and closing --------------------------------------------------------------------------------------
 
     def start(self) -> Engine:
         """Start the thread and wait until the engine is open.
 
         Raises:
-            WaitTimeout: it did not open within ``start_timeout``; it closes as soon as it has.
+            WaitTimeout: it did not open within ``start_timeout``; it will close as soon as it has opened.
             RuntimeError: it was started before.
-            Exception: whatever opening it raises.
+            Exception: opening the engine raised it.
         """
         worker = self._worker
         worker.start(self._start_timeout)
-        # In this order. At exit, what was registered last is called first: the engine closes before any finalizer runs, and
-        # before whatever else was registered until now; the tiers and their directories are still there.
+        # In this order: at exit, what was registered last is called first. So the engine closes before any finalizer runs and
+        # before everything that was registered earlier, while the tiers and their directories are still there.
         weakref.finalize(self, worker.drop).atexit = False
         atexit.register(worker.close_at_exit)
         return self
 
     def close(self, timeout: float | None = None) -> None:
-        """Close the engine and join its thread; every future is done then. Idempotent; in any thread.
+        """Close the engine and join its thread; every future is done then. Idempotent; for any thread.
 
-        What is not committed ends FAILED, copies under way drain, as at the end of :func:`offload.open_engine`'s block. To have
-        everything arrive, :meth:`drain` first. In a forked child it does nothing.
+        Stores that are not committed end as FAILED, copies under way drain, as at the end of :func:`offload.open_engine`'s
+        block. Call :meth:`drain` first to have everything stored. In a forked child it does nothing.
 
         Args:
-            timeout: how long to wait; by default a little longer than all pipelines may take to drain.
+            timeout: in seconds; by default a little longer than all pipelines may take to drain.
 
         Raises:
-            WaitTimeout: the thread has not ended. Its futures are done, as FAILED by :class:`offload.DrainUnproven`: what they
-                name may still be read.
+            WaitTimeout: the thread has not ended. Its futures are done, as FAILED by :class:`offload.DrainUnproven`: their
+                blocks may still be read.
             EngineCrashed: the thread had ended with an error. Raised once.
         """
         self._worker.close(timeout)
@@ -161,10 +163,10 @@ class Engine:
         try:
             self.close()
         except EngineCrashed:
-            if error is None:  # else that has a story of its own, most often this one
+            if error is None:  # otherwise keep the body's own error, of which the crash is mostly the cause
                 raise
 
-    # --- down -----------------------------------------------------------------------------------------------------
+    # --- storing --------------------------------------------------------------------------------------------------
 
     def store(
         self,
@@ -174,28 +176,28 @@ class Engine:
         tenant: str = "",
         cancel_token: CancellationToken | None = None,
     ) -> StoreFuture:
-        """Take in blocks of the source. Never blocks; what becomes of them is decided in the engine's thread.
+        """Store blocks of the source. Never blocks; the stages run in the engine's thread.
 
-        Whether there is room is decided here and now, by the engine's own count: the blocks of all futures that are not done
-        (and, once :meth:`poll` or :meth:`fileno` is in use, not polled) may be ``budget_blocks`` together. Nothing else
-        feeds the first pipeline, so that what is let in here is let in there.
+        Whether there is room is decided in this call, by the engine's own count: all futures that are not done (and, once
+        :meth:`poll` or :meth:`fileno` is in use, not polled) may have ``budget_blocks`` blocks together. Only this method feeds
+        the first pipeline, so a store that passes here has room there.
 
         Strong blocks belong to the engine from this call on, also when it raises. ``source.weak`` and ``source.external`` may
-        be called in any thread; what touches the source's books (``strong``, ``put``, ``stage``) goes through :meth:`call`.
-        Not for signal handlers, which may interrupt a store of their own thread.
+        be called in any thread; methods that change the source (``strong``, ``put``, ``stage``) must go through :meth:`call`.
+        Not for signal handlers, which may interrupt a store in their own thread.
 
         Args:
             blocks: from the engine's source.
-            precondition: what must hold before the bytes may be read: most often an :class:`Event` that some thread sets
-                behind the forward pass, or an event of CUDA.
-            tenant: whose they are, for tiers that must know.
-            cancel_token: what cancels this store together with others: one for each request of the engine, say.
+            precondition: what must hold before the bytes may be read: an :class:`Event` that a thread sets after the forward
+                pass, or a CUDA event, for example.
+            tenant: the tenant, for tiers that need it.
+            cancel_token: cancels this store together with others, for example all stores of one request.
 
         Raises:
             PipelineFull: there is no room. (With ``when_full="drop"``, the future is :attr:`~StoreFuture.dropped` instead.)
-            PipelineClosed: the engine is closed, crashed, or another process's.
-            ValueError: the blocks are another source's, or more than the budget.
-            TypeError: ``precondition`` is none.
+            PipelineClosed: the engine is closed, crashed, or belongs to the parent of a fork.
+            ValueError: the blocks are of another source, or exceed the budget.
+            TypeError: ``precondition`` is not a precondition.
         """
         worker = self._worker
         if precondition is not NO_WAIT and type(precondition) is not Event:
@@ -224,34 +226,34 @@ class Engine:
         return future
 
     def drain(self, timeout: float | None = None) -> None:
-        """Wait until everything stored before has settled, in every tier it was meant for.
+        """Wait until everything stored before has settled in all of its tiers. A timeout cancels nothing.
 
         Raises:
-            WaitTimeout: not yet; nothing is cancelled.
+            WaitTimeout: not everything has settled.
         """
         self._ask(self._worker.drain, timeout=timeout, after_stores=True)
 
-    # --- news -----------------------------------------------------------------------------------------------------
+    # --- ended futures --------------------------------------------------------------------------------------------
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when something has settled, for ``select`` and its kin; then :meth:`poll`.
+        """A file descriptor that becomes readable when a future has ended, for ``select`` or ``epoll``; then call :meth:`poll`.
 
-        Now and then it is readable with nothing to find. Closing the engine closes it.
+        It may be readable although there is nothing to poll. Closing the engine closes it.
 
         Raises:
-            PipelineClosed: the engine is closed, crashed, or another process's.
+            PipelineClosed: the engine is closed, crashed, or belongs to the parent of a fork.
         """
         return self._worker.listen()
 
     def poll(self) -> list[AnyFuture]:
         """The futures that ended since the last poll, oldest first. Never blocks.
 
-        It begins with the first call of this or of :meth:`fileno`. From then on every future of a store, a begun lookup or a
-        begun load is returned by exactly one poll when it has ended, those that were done on return too; and a store's takes
-        its room until then.
+        Collecting begins with the first call of this or of :meth:`fileno`. From then on exactly one poll returns each future of
+        a store, a begun lookup or a begun load that has ended, including those that were done on return. A store takes up room
+        until then.
 
         Raises:
-            PipelineClosed: the engine is closed, crashed, or another process's, and there is nothing left to return.
+            PipelineClosed: the engine is closed, crashed, or belongs to the parent of a fork, and all futures were returned.
         """
         return self._worker.poll()
 
@@ -259,7 +261,7 @@ class Engine:
         """An immutable snapshot, taken in the engine's thread."""
         return self._ask(self._statistics, timeout=timeout)
 
-    # --- back -----------------------------------------------------------------------------------------------------
+    # --- loading --------------------------------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[Key], timeout: float | None = None, *, tenant: str = "") -> Hit:
         """Find the longest prefix of ``keys`` over all tiers and pin it: ``with engine.lookup(keys) as hit``.
@@ -268,28 +270,28 @@ class Engine:
         Otherwise it is :meth:`begin_lookup`, and a wait for its end.
 
         Raises:
-            WaitTimeout: the engine's thread itself did not answer, which is no miss. What is found later is let go.
+            WaitTimeout: the engine's thread itself did not answer, which is no miss. A prefix that is found later is released.
         """
         call = self._lookup(keys, tenant, timeout, polled=False)
         hit = self._worker.reads.lookup(call.keys)
         return self._worker.wait_for(call, timeout) if hit is None else hit
 
     def begin_lookup(self, keys: Sequence[Key], *, tenant: str = "", timeout: float | None = None) -> LookupFuture:
-        """Begin to find the longest prefix of ``keys`` over all tiers, and to pin it. Never blocks; it may be done on return.
+        """Begin to look up the longest prefix of ``keys`` over all tiers, and pin it. Never blocks; may be done on return.
 
-        Each tier has ``lookup_timeout`` for its part, and all of them together a little less than ``timeout``. One that is
-        silent is named in :attr:`Hit.unavailable`, and its breaker counts a fault: what the others have is the answer. Whoever
-        begins it releases the hit, or cancels the future, which lets go of what it has pinned at whatever time.
+        Each tier has ``lookup_timeout`` for its part, and all of them together a little less than ``timeout``. A tier that does
+        not answer is named in :attr:`Hit.unavailable`, its breaker counts a fault, and the result is what the others have. The
+        caller releases the hit, or cancels the future, which releases what it has pinned or will pin.
 
         Args:
-            keys: what is wanted, in order.
-            tenant: whose they are, for tiers that must know.
-            timeout: how long it may take, in seconds; by default as long as the engine was told when it was opened. Behind that
-                it is ended, and its result raises :class:`WaitTimeout`.
+            keys: the keys in order.
+            tenant: the tenant, for tiers that need it.
+            timeout: in seconds; by default the engine's. After it the lookup is ended, and its result raises
+                :class:`WaitTimeout`.
 
         Raises:
-            PipelineFull: so many calls are begun that there is no room for another one.
-            PipelineClosed: the engine is closed, crashed, or another process's.
+            PipelineFull: too many calls have begun and not ended, or wait to be polled.
+            PipelineClosed: the engine is closed, crashed, or belongs to the parent of a fork.
             TypeError: a key is not ``bytes``, or this is one key and not a sequence.
         """
         return self._worker.begin(self._lookup(keys, tenant, timeout, polled=True))
@@ -312,7 +314,7 @@ class Engine:
             WaitTimeout: it took too long, and was ended.
             DrainUnproven: it took too long, and its copy may still be going on: ``destination`` must not be used.
             LoadFailed: a block could not be loaded, and ``on_load_failure`` is ``fail``.
-            ValueError: the hit was released or is another engine's, or the destination is too small.
+            ValueError: the hit was released or belongs to another engine, or the destination is too small.
         """
         call = self._load(hit, destination, promote, timeout, polled=False)
         result = None if isinstance(promote, str) else self._worker.reads.load(hit, destination)
@@ -326,36 +328,35 @@ class Engine:
         promote: bool | str | None = None,
         timeout: float | None = None,
     ) -> LoadFuture:
-        """Begin to copy the blocks of a hit to ``destination``. Never blocks; it may be done on return.
+        """Begin to copy the blocks of a hit to ``destination``. Never blocks; may be done on return.
 
-        The hit may be released as soon as this returns: what is read stays pinned until the load is over. The destination is
-        the engine's until the future is done.
+        The hit may be released as soon as this returns: its blocks stay pinned until the load has ended. The engine writes to
+        the destination until the future is done.
 
         Args:
-            hit: what was found.
-            destination: where to; of whatever memory, numpy arrays and torch tensors alike.
-            promote: as for :meth:`offload.Engine.load`; it costs this load nothing.
-            timeout: how long it may take, in seconds; by default as long as the engine was told when it was opened. Behind that
-                it is ended, and its result raises :class:`WaitTimeout`, or :class:`offload.DrainUnproven` where a copy may
-                still be going on.
+            hit: the result of a lookup.
+            destination: addresses, numpy arrays or torch tensors, one for each block.
+            promote: as for :meth:`offload.Engine.load`; it does not make this load slower.
+            timeout: in seconds; by default the engine's. After it the load is ended, and its result raises
+                :class:`WaitTimeout`, or :class:`offload.DrainUnproven` if a copy may still be going on.
 
         Raises:
-            PipelineFull: so many calls are begun that there is no room for another one.
-            PipelineClosed: the engine is closed, crashed, or another process's.
-            ValueError: the hit was released, or is another engine's.
+            PipelineFull: too many calls have begun and not ended, or wait to be polled.
+            PipelineClosed: the engine is closed, crashed, or belongs to the parent of a fork.
+            ValueError: the hit was released, or belongs to another engine.
         """
         return self._worker.begin(self._load(hit, destination, promote, timeout, polled=True))
 
     def delete(self, keys: Sequence[Key], timeout: float | None = None) -> list[Deletion]:
-        """Forget these keys in all tiers; one answer per key, as from :meth:`offload.Engine.delete`.
+        """Delete these keys in all tiers. Returns one answer per key, as :meth:`offload.Engine.delete` does.
 
-        All tiers together have a little less than ``timeout``; one that is silent answers ``UNAVAILABLE``.
+        All tiers together have a little less than ``timeout``; one that does not answer gives ``UNAVAILABLE``.
 
         Raises:
-            WaitTimeout: the engine's thread itself did not answer. Some tiers may have forgotten.
+            WaitTimeout: the engine's thread itself did not answer. Some tiers may have deleted keys.
         """
         check_keys(keys)
-        return self._ask(self._worker.delete, list(keys), self._worker.by(timeout), timeout=timeout)
+        return self._ask(self._worker.delete, list(keys), self._worker.deadline(timeout), timeout=timeout)
 
     def explain(
         self,
@@ -367,10 +368,10 @@ class Engine:
         tenant: str = "",
         operator: bool = False,
     ) -> Explanation:
-        """Why blocks are, or are not, there; see :meth:`offload.Engine.explain`.
+        """Explain why blocks are, or are not, in the tiers; see :meth:`offload.Engine.explain`.
 
         Raises:
-            WaitTimeout: no answer yet.
+            WaitTimeout: there is no answer yet.
         """
         options = {"naming": naming, "others": others, "tenant": tenant, "operator": operator}
         return self._ask(self._explain, what, options, timeout=timeout)
@@ -393,13 +394,13 @@ class Engine:
         return self.call(self._watch_keys, watcher_of, timeout=timeout)
 
     def call(self, function: Callable[[*Ts], T], *args: *Ts, timeout: float | None = None) -> T:
-        """Call a synchronous function in the engine's thread, and return what it returns.
+        """Call a synchronous function in the engine's thread, and return its result.
 
-        For what only that thread may do: ``engine.call(host.put, key, data)``.
+        For methods that only that thread may call: ``engine.call(host.put, key, data)``.
 
         Raises:
-            WaitTimeout: it has not returned. It may have been called, or not be called any more.
-            Exception: whatever it raises.
+            WaitTimeout: it has not returned. It may have been called, or may never be.
+            Exception: the function raised it.
         """
 
         async def call() -> T:
@@ -407,20 +408,20 @@ class Engine:
 
         return self._ask(call, timeout=timeout)
 
-    # --- below ----------------------------------------------------------------------------------------------------
+    # --- helpers --------------------------------------------------------------------------------------------------
 
     def _lookup(self, keys: Sequence[Key], tenant: str, timeout: float | None, *, polled: bool) -> LookupFuture:
         check_keys(keys)
         worker = self._worker
-        return LookupFuture(worker, list(keys), tenant, worker.by(timeout), polled=polled)
+        return LookupFuture(worker, list(keys), tenant, worker.deadline(timeout), polled=polled)
 
     def _load(
         self, hit: Hit, destination: Destination, promote: bool | str | None, timeout: float | None, *, polled: bool
     ) -> LoadFuture:
         worker = self._worker
         if hit._worker is not worker:
-            raise ValueError(f"{hit!r} is another engine's")
-        return LoadFuture(worker, hit, destination, promote, worker.by(timeout), polled=polled)
+            raise ValueError(f"{hit!r} belongs to another engine")
+        return LoadFuture(worker, hit, destination, promote, worker.deadline(timeout), polled=polled)
 
     def _ask(
         self,
@@ -430,7 +431,7 @@ class Engine:
         after_stores: bool = False,
     ) -> T:
         worker = self._worker
-        call = CallFuture(worker, partial(function, *args), worker.by(timeout))
+        call = CallFuture(worker, partial(function, *args), worker.deadline(timeout))
         return worker.wait_for(call, timeout, after_stores=after_stores)
 
     # On the trio thread:
@@ -465,18 +466,18 @@ class Engine:
 
 @attrs.frozen
 class Statistics:
-    """A snapshot of an engine, as threads see it. Counters count from its start."""
+    """A snapshot of an engine with the counts of its thread interface. Counters count from its start."""
 
     engine: EngineStatistics
-    """The engine's own."""
+    """The statistics of the engine itself."""
     budget_blocks: int
     """Blocks that may be in flight at once."""
     in_flight_blocks: int
-    """Blocks of futures that are not done or, where :meth:`Engine.poll` is in use, not polled: what room is decided by."""
+    """Blocks of futures that are not done or, where :meth:`Engine.poll` is in use, not polled. The limit applies to these."""
     refused_stores: int
     """Stores that raised :class:`offload.PipelineFull`."""
     dropped_stores: int
-    """Stores that were dropped, as there was no room."""
+    """Stores that were dropped for lack of room."""
     dropped_blocks: int
     """Their blocks."""
     unpolled_futures: int

@@ -1,8 +1,8 @@
-"""Futures: what the engine's thread owes other threads, and the one of a store.
+"""Futures: results that the engine's thread will deliver to other threads, and the future of a store.
 
-Waking a waiter of a future needs no lock, by the argument of ``offload.preconditions.ThreadEvent``: a waiter registers
-first and looks second; the trio thread finishes first and runs callbacks second; so one of the two sees the other. Both may:
-then the callback is run by the one that takes it out of the list.
+Waking a waiter needs no lock, as in ``offload.preconditions.ThreadEvent``: a waiter registers its callback first and reads the
+state second; the trio thread sets the state first and runs the callbacks second; so at least one of the two sees the other. If
+both do, the one that removes the callback from the list runs it.
 """
 
 from __future__ import annotations
@@ -33,57 +33,57 @@ _log = logging.getLogger("offload.from_thread")
 
 
 class Future(Generic[T_co]):
-    """What a thread gets at once for something that ends later, in the engine's thread. Made by an engine only; for any thread.
+    """The result of an operation that ends later, in the engine's thread. Made by an engine only; for any thread.
 
-    In asyncio, ``await future`` is :meth:`result` without a timeout (``asyncio.timeout`` bounds it; leaving it changes nothing
-    for what was begun).
+    In asyncio, ``await future`` is :meth:`result` without a timeout. ``asyncio.timeout`` bounds the wait; leaving it does not
+    end the operation.
     """
 
     __slots__ = ("__weakref__", "_boundary", "_callbacks", "_cancelled", "_done", "_room")
 
     def __init__(self, boundary: ThreadBoundary, room: int) -> None:
         self._boundary = boundary
-        self._room = room  # blocks of the engine's budget that it takes until it has ended, or was polled
-        self._cancelled = False  # whether that was asked for
+        self._room = room  # blocks of the engine's budget, until it has ended or was polled
+        self._cancelled = False  # whether a cancellation was requested
         self._done = False
         self._callbacks: list[Callable[[], None]] | None = None  # called when it is done; made when a thread waits
 
     # --- asking ---------------------------------------------------------------------------------------------------
 
     def done(self) -> bool:
-        """Whether it has ended, and nothing of it is referenced or in flight any more.
+        """Whether the operation has ended, and none of its blocks is referenced or in flight.
 
-        (Where that cannot be proven, the error is :class:`offload.DrainUnproven`.)
+        (If that cannot be proven, the error is :class:`offload.DrainUnproven`.)
 
         Raises:
-            EngineForked: it never will be, in this process.
+            EngineForked: this is a forked child, in which it never ends.
         """
         if not self._done:
             self._boundary.check_process()
         return self._done
 
     def result(self, timeout: float | None = None) -> T_co:
-        """Wait for the end and return what it brought.
+        """Wait for the end and return the result.
 
         Args:
-            timeout: how long to wait, in seconds; by default as long as the engine was told when it was opened.
+            timeout: in seconds; by default the engine's.
 
         Raises:
-            WaitTimeout: it is not done yet; what was begun goes on.
-            EngineForked: it never will be, in this process.
+            WaitTimeout: it is not done yet; the operation goes on.
+            EngineForked: this is a forked child, in which it never ends.
         """
         if not self._done:
             self._wait(timeout)
         return self._answer()
 
     def add_done_callback(self, function: Callable[[Self], object]) -> None:
-        """Have ``function(future)`` called once when it has ended: as for :class:`concurrent.futures.Future`.
+        """Call ``function(future)`` once when it has ended, as :class:`concurrent.futures.Future` does.
 
-        It is called in the engine's thread, in the order of adding, and so must neither wait for the engine nor take long.
-        Where the future is done already, it is called now, in this thread. What it raises is logged, and goes no further.
+        The callback runs in the engine's thread, in the order of adding, and so must neither wait for the engine nor take long.
+        If the future is done already, it runs now, in this thread. An exception of it is logged and dropped.
 
         Raises:
-            EngineForked: it never will end, in this process.
+            EngineForked: this is a forked child, in which it never ends.
         """
         if not self._done:
             self._boundary.check_process()
@@ -92,20 +92,20 @@ class Future(Generic[T_co]):
     # --- ending ---------------------------------------------------------------------------------------------------
 
     def request_cancel(self) -> None:
-        """Ask for a cancellation and do not wait for it. Harmless when repeated, and after the end of the engine."""
-        # The flag first, for a trio thread that takes it out of the mailbox later; then the call, for one that has done so
-        # before.
+        """Request a cancellation without waiting for it. Idempotent, and allowed after the end of the engine."""
+        # The flag covers a trio thread that takes the store out of the mailbox later, the call one that has taken it already.
+        # In this order, so that between the two no store slips through.
         self._cancelled = True
         if self._boundary.refusal is None:
             self._boundary.mailbox.call(self._cancel)
 
     def cancel(self, timeout: float | None = None) -> None:
-        """Ask for a cancellation and wait until nothing of it is referenced, reserved or in flight any more.
+        """Request a cancellation and wait until no block is referenced, reserved or in flight any more.
 
         Raises:
-            WaitTimeout: that is not confirmed yet; the request stands.
-            DrainUnproven: the end of its copy cannot be proven, and what it touched must not be used.
-            EngineForked: it never will be, in this process.
+            WaitTimeout: the cancellation is not confirmed yet; the request stays in effect.
+            DrainUnproven: the end of the copy cannot be proven; the memory it reads and writes must not be used.
+            EngineForked: this is a forked child, in which it never ends.
         """
         self.request_cancel()
         if not self._done:
@@ -135,7 +135,7 @@ class Future(Generic[T_co]):
                 future.set_result(None)
 
         def call() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: no task waits there any more
+            with contextlib.suppress(RuntimeError):  # the loop was closed, so no task waits in it
                 loop.call_soon_threadsafe(end)
 
         self._add_callback(call)
@@ -162,10 +162,10 @@ class Future(Generic[T_co]):
             self._remove_callback(waiter.release)
 
     def _add_callback(self, call: Callable[[], None]) -> None:
-        """Have this called once the future is over, or now."""
+        """Call this once the future is done, or now if it is."""
         if self._callbacks is None:
             calls: list[Callable[[], None]] = []
-            with self._boundary.lock:  # of two threads, one brings the list
+            with self._boundary.lock:  # two threads may wait for the first time at once
                 if self._callbacks is None:
                     self._callbacks = calls
         self._callbacks.append(call)
@@ -174,14 +174,14 @@ class Future(Generic[T_co]):
 
     def _remove_callback(self, call: Callable[[], None]) -> None:
         assert self._callbacks is not None
-        with contextlib.suppress(ValueError):  # it was called
+        with contextlib.suppress(ValueError):  # it was called already
             self._callbacks.remove(call)
 
     def _run_callbacks(self, calls: list[Callable[[], None]]) -> None:
         while calls:
             try:
                 call = calls.pop(0)  # in the order of adding
-            except IndexError:  # the other side was faster
+            except IndexError:  # another thread took the last one
                 return
             call()
 
@@ -189,21 +189,21 @@ class Future(Generic[T_co]):
 
     @abstractmethod
     def _answer(self) -> T_co:
-        """Once it is done: what it brought, or raise why not."""
+        """The result of a future that is done, or raise its error."""
         raise NotImplementedError
 
     @abstractmethod
     def _failure(self) -> BaseException | None:
-        """Once it is done: why it brought nothing."""
+        """The error of a future that is done, or ``None``."""
         raise NotImplementedError
 
     @abstractmethod
     def _cancel(self) -> None:
-        """On the trio thread: end what was begun, if it has not ended."""
+        """On the trio thread: end the operation if it has not ended."""
         raise NotImplementedError
 
     def _finish(self, note: Callable[[Future[Any]], None] | None = None) -> None:
-        """On the trio thread: mark it done. ``note`` comes first: a callback that polls finds it among the ended."""
+        """On the trio thread: mark it done. ``note`` runs first, so that a callback that polls finds this future."""
         self._done = True
         if note is not None:
             note(self)
@@ -212,11 +212,11 @@ class Future(Generic[T_co]):
             self._run_callbacks(self._callbacks)
 
     def _leave_token(self) -> None:
-        """Leave what cancels it together with others. After it is done: a token waits for all that are in it."""
+        """Leave the cancellation token, if there is one. Called once it is done: a token waits for its members."""
 
 
 def _call_and_report(function: Callable[[Any], object], future: Future[Any]) -> None:
-    """Call what a user has added. Its error is its own: it must not end the engine's thread, which calls it."""
+    """Call a user's callback. An exception must not end the engine's thread, so it is logged."""
     try:
         function(future)
     except Exception:
@@ -224,7 +224,7 @@ def _call_and_report(function: Callable[[Any], object], future: Future[Any]) -> 
 
 
 class StoreFuture(Future[TransferResult]):
-    """What became, or will become, of the blocks of one ``store``. They must stay as they are until it is done.
+    """The future of a store. Its blocks must stay unchanged until it is done.
 
     :meth:`result` returns how it ended; failures are in it, not raised. A cancellation before the commit ends it CANCELLED,
     one after the commit lets it end by its result.
@@ -242,15 +242,15 @@ class StoreFuture(Future[TransferResult]):
     ) -> None:
         super().__init__(boundary, len(blocks.keys))
         self.blocks: Blocks = blocks
-        """What was stored."""
+        """The blocks of the store."""
         self.precondition: PreconditionLike = precondition
-        """What it waits for."""
+        """The precondition that it waits for."""
         self.tenant: str = tenant
-        """Whose they are, for tiers that must know."""
-        self._outcome: TransferHandle | TransferResult | None = None  # once taken in; or how it ended without that
+        """The tenant, for tiers that need it."""
+        self._outcome: TransferHandle | TransferResult | None = None  # its handle once admitted; else its result
         self._cancel_token = cancel_token
         if cancel_token is not None:
-            cancel_token._join(self)  # last, since a token that was cancelled asks for the cancellation of this at once
+            cancel_token._join(self)  # last: a token that is cancelled already cancels this store at once
 
     def __repr__(self) -> str:
         return f"<StoreFuture for {len(self.blocks)} blocks, {self.status.value}>"
@@ -262,7 +262,7 @@ class StoreFuture(Future[TransferResult]):
 
     @property
     def status(self) -> Status:
-        """Where the blocks are, a moment ago. COMPLETE, CANCELLED and FAILED show once it is done."""
+        """The stage of the blocks as last seen. COMPLETE, CANCELLED and FAILED show once the future is done."""
         what = self._outcome
         if what is None:
             return Status.EVALUATING
@@ -271,7 +271,7 @@ class StoreFuture(Future[TransferResult]):
 
     @property
     def progress(self) -> Progress:
-        """How many blocks are where, a moment ago; constant size. Its counts may be of neighbouring moments."""
+        """Counts of blocks by stage as last seen; constant size. The counts may be of slightly different moments."""
         what = self._outcome
         if isinstance(what, TransferHandle):
             return what.progress
@@ -299,7 +299,7 @@ class StoreFuture(Future[TransferResult]):
             self._outcome.request_cancel()
 
     def _admitted(self, handle: TransferHandle) -> None:
-        """It is in the pipeline from now on."""
+        """Called when the pipeline has admitted the store."""
         self._outcome = handle
 
     def _leave_token(self) -> None:
@@ -313,6 +313,6 @@ class StoreFuture(Future[TransferResult]):
         filtered: Mapping[Key, str] | None = None,
         note: Callable[[Future[Any]], None] | None = None,
     ) -> None:
-        """It is over without its handle."""
+        """End the future of a store without a handle."""
         self._outcome = TransferResult(status, (), filtered or {}, {}, (), error, _NO_ROUTES)
         self._finish(note)

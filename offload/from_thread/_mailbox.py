@@ -1,7 +1,7 @@
-"""How messages get from any thread to the trio thread, and news back, without a wait on either side.
+"""Passes messages from any thread to the trio thread, and ended futures back, without a wait on either side.
 
-Two meetings, each of a side that puts something down and a side that picks it up, each with a flag that saves the costly
-wake-up while one is on its way already. A flag that is cleared at the wrong moment loses a wake-up, so here is the argument.
+There are two exchanges. In each, one side adds an item and the other removes it, and a flag saves the costly wake-up while one
+is under way already. A flag that is cleared at the wrong moment loses a wake-up, hence the following argument.
 
 **A message for the trio thread.** Waking trio costs some microseconds, and a burst must not pay for it every time:
 
@@ -12,9 +12,9 @@ wake-up while one is on its way already. A flag that is cleared at the wrong mom
 
 A message would be lost if its writer returned at D2 and no D5 found it. At D2 it saw wake_pending, so the D4 that clears it was
 yet to come (every wake-up is followed by one D4, and only D4 clears). D1 comes before D2, that D4 before its D5; so that D5
-finds the message. Clearing *after* the mailbox was emptied, as one writes without thinking, loses the messages put down in
-between. Two threads may both wake: a call too many, which finds nothing. D5 takes a bounded number and, if there is more, wakes
-trio itself.
+finds the message. Clearing *after* the mailbox was emptied, which looks more natural, loses the messages that are added in
+between. Two threads may both wake trio: one call too many, which finds nothing. D5 takes a bounded number and, if there is
+more, wakes trio itself.
 
 A KeyboardInterrupt may strike the waking thread between D3's two halves. Then no wake-up is under way, but the flag would say
 so for ever; hence the ``except`` in :meth:`Mailbox.wake`. What is in the mailbox then waits for the next message, and every
@@ -49,17 +49,17 @@ import trio
 
 from .._errors import EngineClosed, EngineForked, PipelineClosed
 
-# What a tick of the trio thread takes out of the box: a cancel, or a copy that ends, waits for no burst.
+# Messages that one tick of the trio thread handles, so that a burst does not delay cancellations and copies that end.
 _PER_TICK = 16
 
 _ONE = (1).to_bytes(8, sys.byteorder)
 
 
 class Mailbox:
-    """For the trio thread: ``messages`` in order and a few per tick, ``urgent`` calls, which must not raise, before them.
+    """Messages for the trio thread, and urgent calls that run before them.
 
-    Sending is ``mailbox.messages.append(message)``, then ``if not mailbox.wake_pending: mailbox.wake()``; spelled out where it
-    must be fast.
+    Messages run in order, a few per tick. Urgent calls must not raise. To send a message:
+    ``mailbox.messages.append(message)``, then ``if not mailbox.wake_pending: mailbox.wake()``; the fast path writes these out.
     """
 
     __slots__ = ("_open", "_token", "messages", "urgent", "wake_pending")
@@ -67,27 +67,27 @@ class Mailbox:
     def __init__(self, handle: Callable[[Any], None]) -> None:
         self.messages: deque[Any] = deque()
         self.urgent: deque[Callable[[], None]] = deque()
-        self.wake_pending: bool = True  # until a trio run is attached: a wake-up would go nowhere
+        self.wake_pending: bool = True  # until a trio run is attached, which alone can be woken
         self._open = handle
         self._token: trio.lowlevel.TrioToken | None = None
 
     def attach(self) -> None:
-        """Called once on the trio thread: from now on the messages are opened here."""
+        """Handle messages in this trio run from now on. Called once, on the trio thread."""
         self._token = trio.lowlevel.current_trio_token()
         self.wake()
 
     def detach(self) -> None:
-        """Wake no run any more: this is another process."""
+        """Stop waking the run: this is a forked child."""
         self._token = None
 
     def call(self, function: Callable[[], None]) -> None:
-        """Have the trio thread call a function that does not raise, soon and before all messages. In any thread."""
+        """Have the trio thread call a function that does not raise, before all messages. For any thread."""
         self.urgent.append(function)
         if not self.wake_pending:
             self.wake()
 
     def wake(self) -> None:
-        """Wake the trio thread, whatever the flag says. In vain before :meth:`attach`, and after the end of its run."""
+        """Wake the trio thread, whatever the flag says. No effect before :meth:`attach` and after the end of its run."""
         token = self._token
         if token is None:
             return
@@ -95,7 +95,7 @@ class Mailbox:
             self.wake_pending = True
             token.run_sync_soon(self._empty)
         except trio.RunFinishedError:
-            pass  # the end of the run goes through the mailbox once more
+            pass  # the run has ended; its end settles everything in the mailbox
         except BaseException:
             self.wake_pending = False
             raise
@@ -112,7 +112,7 @@ class Mailbox:
 
 
 class Notifier:
-    """A descriptor that a select loop waits for."""
+    """A file descriptor that a select loop waits for."""
 
     __slots__ = ("_signalled", "_write_fd", "fd")
 
@@ -127,20 +127,20 @@ class Notifier:
             os.set_blocking(self._write_fd, False)
 
     def signal(self) -> None:
-        """Make it readable, unless it is."""
+        """Make it readable, unless it is already."""
         if not self._signalled:
             self._signalled = True
-            with contextlib.suppress(OSError):  # the caller has closed it: it listens no more
+            with contextlib.suppress(OSError):  # the caller has closed the descriptor
                 os.write(self._write_fd, _ONE)
 
     def reset(self) -> None:
-        """Make it unreadable. The news is taken out after this, never before."""
+        """Make it unreadable. Take out the futures after this, never before (U4 to U6)."""
         with contextlib.suppress(OSError):  # it was not readable
             os.read(self.fd, 8)
         self._signalled = False
 
     def close(self) -> None:
-        """Close it. Only when no thread can signal any more: the number may be another file's by then."""
+        """Close it. Only when no thread can signal any more: its number may then belong to another file."""
         with contextlib.suppress(OSError):
             os.close(self.fd)
             if self._write_fd != self.fd:  # pragma: no cover
@@ -148,27 +148,27 @@ class Notifier:
 
 
 class ThreadBoundary:
-    """What the threads of an engine's users and the engine's own thread have in common."""
+    """The state that an engine's thread shares with its callers' threads."""
 
     def __init__(self, handle: Callable[[Any], None], timeout: float) -> None:
         self.mailbox: Mailbox = Mailbox(handle)
         self.lock: threading.Lock = threading.Lock()
-        """Held for some bytecodes at a time. The trio thread takes it when an engine opens and ends, and never in between."""
+        """Held for a few bytecodes. The trio thread takes it when an engine opens and ends, never in between."""
         self.refusal: Callable[[], PipelineClosed] | None = lambda: EngineClosed("the engine was not started")
         """Makes the error that calls raise; ``None`` while the engine is open."""
         self.thread: threading.Thread | None = None
-        """Where trio runs."""
+        """The thread that runs trio."""
         self._timeout = timeout
 
     def refuse_with(self, refusal: Callable[[], PipelineClosed] | None) -> None:
-        """Whether calls raise from now on, and what. Under the lock."""
+        """Set or clear the error that calls raise. Call it with the lock held."""
         self.refusal = refusal
 
     def seconds(self, timeout: float | None) -> float:
-        """How long to wait, as a lock wants to be told.
+        """A timeout as ``Lock.acquire`` takes it; the default for ``None``.
 
         Raises:
-            ValueError: that is not a number.
+            ValueError: it is not a number.
         """
         if timeout is None:
             return self._timeout
@@ -178,15 +178,15 @@ class ThreadBoundary:
 
     @property
     def forked(self) -> bool:
-        """Whether the engine is another process's."""
+        """Whether this is a forked child of the engine's process."""
         return self.refusal is not None and isinstance(self.refusal(), EngineForked)
 
     def check_process(self) -> None:
-        """Raise :class:`EngineForked` where this is another process: nothing ever ends in it."""
+        """Raise :class:`EngineForked` in a forked child, where no future ends."""
         if self.refusal is not None and self.forked:
             raise self.refusal()
 
     def check_thread(self) -> None:
-        """Raise RuntimeError where waiting would be for oneself."""
+        """Raise RuntimeError in the engine's own thread, where a wait would be a deadlock."""
         if threading.current_thread() is self.thread:
             raise RuntimeError("a policy or an instrument of an engine must not wait for that engine")

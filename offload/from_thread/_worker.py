@@ -1,7 +1,7 @@
-"""The worker: the thread an engine runs in. It handles messages and pending calls; when it ends, every one of them has ended.
+"""The worker: the thread that runs an engine. It handles messages and calls; when it ends, every one of them has ended.
 
-One task waits for the end of it all; every call that waits is a child of its nursery. A store needs no task: an instrument of
-the first pipeline reports when its container has settled.
+Its main task waits for the end; every call is a child of its nursery. A store needs no task: an instrument of the first
+pipeline reports when its container has settled.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ _OUT_OF_TIME = "it took too long, and was ended"
 _UNPROVEN = "a load was ended and has not come to its end: its destination may still be written to"
 
 _TIERS_SHARE = 0.9
-"""How much of the time that a thread waits for an answer of the tiers is theirs. The rest is for the way back to the thread."""
+"""The tiers' share of a call's timeout. The rest is for the way between the threads."""
 
 LEAVE_TIMEOUT = 10.0
-"""How long what ran out of time is waited for once more, in seconds, where its end matters."""
+"""How long to wait for the end of a call that timed out, in seconds, where its end matters."""
 
 MAX_CALLS = 4096
-"""Calls that may be begun and not ended, and futures that may wait to be polled, together: more than an engine has requests. A
-program that begins and never looks must run into an error, and not out of memory."""
+"""The most calls that have not ended, and ended futures that wait to be polled, together: more than an engine has requests. A
+program that never polls gets an error, instead of running out of memory."""
 
 
 class _SettlementWatch:
-    """The instrument: which future a container is."""
+    """An instrument that ends the future of each container that settles."""
 
     def __init__(self, futures: dict[OffloadContainer, StoreFuture], settle: Callable[[StoreFuture], None]) -> None:
         self._futures = futures
@@ -78,7 +78,7 @@ class _SettlementWatch:
 
 
 class EngineWorker(ThreadBoundary):
-    """An engine's thread, from both sides. It is not the public engine: that one may be dropped, and shall be noticed."""
+    """The thread of an engine and its state. Separate from the public engine, so that dropping that one can be noticed."""
 
     def __init__(
         self,
@@ -94,9 +94,9 @@ class EngineWorker(ThreadBoundary):
         self.source: Source = source
         self.budget_blocks: int = budget_blocks
         self.entered: int = 0
-        """Blocks let in, less those that were polled. Changes under the lock."""
+        """Blocks admitted, less those of polled futures. Changes under the lock."""
         self.left: int = 0
-        """Blocks of futures that settled and are not for polling. Changes on the trio thread."""
+        """Blocks of settled futures that are not for polling. Changes on the trio thread."""
         self.refused_stores: int = 0
         self.dropped_stores: int = 0
         self.dropped_blocks: int = 0
@@ -113,10 +113,10 @@ class EngineWorker(ThreadBoundary):
         self._futures: dict[OffloadContainer, StoreFuture] = {}
         self._pending_calls: dict[CallFuture[Any], None] = {}
         self.hits: dict[PinnedHit, None] = {}
-        """Those that were found and not released."""
+        """Hits that were not released."""
         self._releasing: dict[PinnedHit, trio.Event] = {}
         self.unpolled: deque[Future[Any]] = deque()
-        """Futures that ended and were not polled."""
+        """Ended futures for the next poll."""
         self._polling = False
         self._poll_lock = threading.Lock()
         self._notifier: Notifier | None = None
@@ -125,10 +125,10 @@ class EngineWorker(ThreadBoundary):
     # --- beginning ------------------------------------------------------------------------------------------------
 
     def start(self, timeout: float) -> None:
-        """Start the thread and wait until the engine is open; raise what opening it raises."""
+        """Start the thread and wait until the engine is open. Raises what opening it raises."""
         if self.thread is not None:
             raise RuntimeError("an engine is started once; open another one")
-        # A daemon: the interpreter joins the others before it calls what was registered with atexit, where ours is closed.
+        # A daemon: at exit the interpreter joins all other threads first, and only then calls the atexit hook that closes ours.
         self.thread = threading.Thread(target=self._run, name="offload engine", daemon=True)
         try:
             self.thread.start()
@@ -165,16 +165,19 @@ class EngineWorker(ThreadBoundary):
                     try:
                         await self._live()
                     finally:
-                        self._nursery = None  # now: a nursery that ends takes no task in
+                        self._nursery = None  # before the cancel: a cancelled nursery starts no further call
                         nursery.cancel_scope.cancel()
             finally:
+                # Pins outlive the calls: a hit that a thread still holds is released here, with the engine open and shielded
+                # from a cancellation, since a pin that stays would keep its pages from eviction for ever.
                 with trio.move_on_after(LEAVE_TIMEOUT, shield=True):
                     for hit in list(self.hits):
                         await engine.release(hit)
 
     async def _live(self) -> None:
-        """Be open until it is time to leave. What happens meanwhile, messages and questions begin."""
+        """Run until the engine is closed. Messages and calls start tasks of the nursery meanwhile."""
         self.mailbox.attach()
+        # The flag and the refusal change under one lock: a close before this line wins, and the engine never opens.
         with self.lock:
             if not self._leaving:
                 self.refuse_with(None)
@@ -209,7 +212,7 @@ class EngineWorker(ThreadBoundary):
             future._end(status, error, note=self._note)
 
     def _note(self, future: Future[Any]) -> None:
-        """A future is over: put it into the news, or give its room back."""
+        """Put an ended future into the queue for the next poll or, without polling, give its room back."""
         if self._polling:
             self.unpolled.append(future)
             if self._notifier is not None:
@@ -218,7 +221,7 @@ class EngineWorker(ThreadBoundary):
             self.left += future._room
 
     def checked(self, blocks: Blocks, precondition: PreconditionLike) -> Precondition:
-        """The precondition, if it is one."""
+        """Return the precondition. Releases the blocks and raises if it is none."""
         try:
             return as_precondition(precondition)
         except BaseException:
@@ -226,12 +229,12 @@ class EngineWorker(ThreadBoundary):
             raise
 
     def _give_back(self, blocks: Blocks) -> None:
-        """Strong blocks that were not let in: drop their refs, where these live."""
+        """Release the refs of strong blocks that were not admitted, in the engine's thread."""
         if blocks.refs and self.refusal is None:
             self.mailbox.call(blocks.release)
 
     def refuse(self, future: StoreFuture) -> None:
-        """Say why a future was not let in, or drop its blocks."""
+        """Raise the reason for which a store was not admitted, or drop its blocks."""
         blocks = future.blocks
         self._give_back(blocks)
         if self.refusal is not None:
@@ -241,7 +244,7 @@ class EngineWorker(ThreadBoundary):
         size = len(blocks.keys)
         if size > self.budget_blocks:
             raise ValueError(f"{size} blocks at once are more than budget_blocks = {self.budget_blocks}")
-        if future._cancelled:  # its token was: it needs no room
+        if future._cancelled:  # by its token: it needs no room
             future._room = 0
             future._end(Status.CANCELLED, note=self._note_refused)
             return
@@ -258,34 +261,36 @@ class EngineWorker(ThreadBoundary):
         future._end(Status.COMPLETE, filtered=dict.fromkeys(blocks.keys, "overflow"), note=self._note_refused)
 
     def _note_refused(self, future: Future[Any]) -> None:
-        """A future ended before it was let in, in the thread that wanted to store: it is news like any other, and has no room.
+        """End a future in the thread that called ``store``: it is queued for polling like any other, and takes up no room.
 
-        The lock keeps the notifier from being closed meanwhile: a close refuses everything under this lock first, so who finds
-        the engine open here signals before the close goes on.
+        The lock keeps the notifier open meanwhile: a close first makes all calls refuse, under this lock. A thread that finds
+        the engine open here has signalled before the close goes on.
         """
         with self.lock:
             if self.refusal is None:
                 self._note(future)
 
-    # --- news -----------------------------------------------------------------------------------------------------
+    # --- ended futures --------------------------------------------------------------------------------------------
 
     def listen(self) -> int:
-        """The notifier's descriptor; the notifier is made when it is first asked for."""
+        """The notifier's file descriptor. The first call makes the notifier."""
         with self._poll_lock:
             if self.refusal is not None:
                 raise self.refusal()
             self._polling = True
             if self._notifier is None:
                 self._notifier = Notifier()
-                if self.unpolled:  # settled between a first poll and this
+                if self.unpolled:  # settled between the first poll and this call
                     self._notifier.signal()
             return self._notifier.fd
 
     def poll(self) -> list[Any]:
-        """Take out the news, in the order of steps that the essay in _mailbox asks for."""
+        """Return the ended futures and give back their room."""
         self.check_process()
         self._polling = True
         with self._poll_lock:  # never taken by the trio thread, nor by a store
+            # The descriptor is reset before the futures are taken out; see U4 to U6 in _mailbox. The other way round a future
+            # that ends in between would have no signal.
             if self._notifier is not None:
                 self._notifier.reset()
             futures = [self.unpolled.popleft() for _ in range(len(self.unpolled))]
@@ -298,12 +303,14 @@ class EngineWorker(ThreadBoundary):
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
-    def by(self, timeout: float | None) -> float:
-        """When a call that begins now is ended, on the clock of ``time.monotonic``."""
+    def deadline(self, timeout: float | None) -> float:
+        """The deadline of a call that begins now, on the clock of ``time.monotonic``."""
         return time.monotonic() + self.seconds(timeout)
 
     def begin(self, call: C, *, after_stores: bool = False) -> C:
-        """Have the trio side answer, and do not wait for it."""
+        """Start a call in the engine's thread without waiting for it."""
+        # Refusal and table change under one lock: `_end` settles all calls in the table after it has refused new ones, so no
+        # call can be added that is never answered.
         with self.lock:
             if self.refusal is not None:
                 raise self.refusal()
@@ -320,10 +327,10 @@ class EngineWorker(ThreadBoundary):
         return call
 
     def wait_for(self, call: CallFuture[T], timeout: float | None, *, after_stores: bool = False) -> T:
-        """Begin a call and wait for its end. Out of time, or interrupted, it is ended; where its end matters, waited for."""
-        self.check_thread()  # before it begins: a wait that is refused must leave nothing under way
+        """Begin a call and wait for its end. A timeout or an interrupt ends it and, where its end matters, waits for that."""
+        self.check_thread()  # before the call begins: a wait that is refused must leave nothing under way
         try:
-            # Begun in here: a KeyboardInterrupt may strike as soon as it is begun, and what is begun must be ended.
+            # Inside the `try`: a KeyboardInterrupt may come as soon as the call has begun, which then must be ended.
             self.begin(call, after_stores=after_stores)
             call._wait(timeout)
         except BaseException as interruption:
@@ -339,11 +346,11 @@ class EngineWorker(ThreadBoundary):
                 raise DrainUnproven(_UNPROVEN) from None
         try:
             return call._answer()
-        except CallCancelled:  # by the lines above: no other part of the program knows of this call
+        except CallCancelled:  # by the lines above: no other code can cancel this call
             raise WaitTimeout(_OUT_OF_TIME) from None
 
     def _has_ended(self, call: CallFuture[Any]) -> bool:
-        """Wait once more for what was ended."""
+        """Wait a bounded time for the end of a call that was told to end."""
         try:
             call._wait(LEAVE_TIMEOUT)
         except WaitTimeout:
@@ -351,14 +358,14 @@ class EngineWorker(ThreadBoundary):
         return True
 
     def _start_call(self, call: CallFuture[Any]) -> None:
-        if self._nursery is not None:  # else it is on its way out, and answers all that is left there
+        if self._nursery is not None:  # otherwise the run is ending, and answers all pending calls there
             self._nursery.start_soon(self._answer_to_the_end if call.to_the_end else self._answer, call)
 
     async def _answer(self, call: CallFuture[Any]) -> None:
         value: Any = None
         error: BaseException | None = None
         if not call.to_the_end:
-            call.scope.deadline = trio.current_time() + max(0.0, call.by - time.monotonic())
+            call.scope.deadline = trio.current_time() + max(0.0, call.deadline - time.monotonic())
         try:
             with call.scope:
                 value = await call.function()
@@ -370,40 +377,40 @@ class EngineWorker(ThreadBoundary):
             call.dispose(value)
 
     def _end_call(self, call: CallFuture[Any], value: Any, error: BaseException | None) -> bool:
-        """Answer, unless it was answered; whether this one did."""
-        # Taking it out is one step, and gives the right to answer: a close that ran out of time may answer all that is left.
+        """Answer a call unless it was answered. Returns whether this call of the function did."""
+        # The removal is one step and gives the right to answer: a close that ran out of time may answer all pending calls.
         mine = self._pending_calls.pop(call, self) is None
         if mine:
             call.end(value, error, self._note)
         return mine
 
     async def _answer_to_the_end(self, call: CallFuture[Any]) -> None:
-        """Answer what touches memory of the caller, who must learn in bounded time whether that is over."""
+        """Answer a call that writes to the caller's memory. The caller learns within bounded time whether that has ended."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._bound_end, call)
             await self._answer(call)
             nursery.cancel_scope.cancel()
 
     async def _bound_end(self, call: CallFuture[Any]) -> None:
-        """End it when its time is over or it is cancelled; if it does not end then, say that its end is unproven."""
-        with trio.move_on_after(max(0.0, call.by - time.monotonic())):
+        """End the call at its deadline or when it is cancelled; answer DrainUnproven if it does not end then."""
+        with trio.move_on_after(max(0.0, call.deadline - time.monotonic())):
             await call.stop.wait()
         call.scope.cancel()
         await trio.sleep(LEAVE_TIMEOUT)
         self._end_call(call, None, DrainUnproven(_UNPROVEN))
 
     async def drain(self) -> None:
-        """Wait for the end of what was taken in."""
+        """Wait until every store has settled."""
         await self.engine.drain()
 
-    async def lookup(self, keys: list[bytes], tenant: str, by: float) -> Hit:
-        """Look up, and remember what is pinned. The answer comes before ``by`` (`time.monotonic`), when the thread gives up."""
-        pinned = await self.engine.lookup(keys, tenant=tenant, within=_within(by))
+    async def lookup(self, keys: list[bytes], tenant: str, deadline: float) -> Hit:
+        """Look up and pin. Answers before ``deadline`` (`time.monotonic`), when the calling thread gives up."""
+        pinned = await self.engine.lookup(keys, tenant=tenant, within=_within(deadline))
         self.hits[pinned] = None
         return Hit(self, pinned)
 
     async def load(self, pinned: PinnedHit, destination: Destination, promote: bool | str | None) -> LoadResult:
-        """Load. A tier that cannot prove the end of its copy is told of in this package's word."""
+        """Load. Turns a tier's ``Unproven`` into ``DrainUnproven``."""
         try:
             return await self.engine.load(pinned, destination, promote=promote)
         except Exception as error:
@@ -411,10 +418,10 @@ class EngineWorker(ThreadBoundary):
                 raise DrainUnproven(_UNPROVEN) from error
             raise
 
-    async def delete(self, keys: list[bytes], by: float) -> list[Deletion]:
-        """Delete, behind the hits that were let go of before; the answer comes before ``by``."""
+    async def delete(self, keys: list[bytes], deadline: float) -> list[Deletion]:
+        """Delete, after all hits released before are unpinned. Answers before ``deadline``."""
         await self.released()
-        return await self.engine.delete(keys, within=_within(by))
+        return await self.engine.delete(keys, within=_within(deadline))
 
     def release(self, hit: PinnedHit) -> None:
         """On the trio thread: let go of a hit, at once or in a task. Idempotent. At the end, `_main` does it for all."""
@@ -428,8 +435,8 @@ class EngineWorker(ThreadBoundary):
 
     async def _release(self, hit: PinnedHit) -> None:
         try:
-            # Loads of this hit that were begun before are tasks that were started before, but trio runs the tasks of one tick
-            # in any order. One checkpoint later each has had its first step, and keeps the pins until it is over.
+            # Loads of this hit that were begun before have tasks already, but trio runs the tasks of one tick in any order.
+            # After one checkpoint each has taken its first step, in which it adds its own pins.
             await trio.lowlevel.checkpoint()
             await self.engine.release(hit)
             self.hits.pop(hit, None)
@@ -439,7 +446,7 @@ class EngineWorker(ThreadBoundary):
             self._releasing.pop(hit).set()
 
     async def released(self) -> None:
-        """Wait for the hits that were let go of before: who calls ``delete`` behind them must not find them pinned."""
+        """Wait for the hits that were released before, since a ``delete`` after them must not find them pinned."""
         for over in list(self._releasing.values()):
             await over.wait()
 
@@ -450,14 +457,14 @@ class EngineWorker(ThreadBoundary):
 
     @property
     def engine(self) -> Engine:
-        """On the trio thread: the engine."""
+        """The engine. On the trio thread only."""
         assert self._engine is not None
         return self._engine
 
     # --- end ------------------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Let nothing more in and have the thread end, without waiting for it."""
+        """Refuse new calls and let the thread end, without waiting for it."""
         with self.lock:
             self._leaving = True
             if not self._ended and not self.forked:
@@ -466,13 +473,13 @@ class EngineWorker(ThreadBoundary):
         self.mailbox.wake()
 
     def drop(self) -> None:
-        """The public engine was dropped. As any thread's finalizer: it takes no lock, which the thread may hold already."""
+        """Close without waiting when the public engine is dropped. A finalizer, so it takes no lock: the thread may hold it."""
         if self.refusal is None:
             self.mailbox.call(self.leave)
             warnings.warn("an engine was dropped without being closed", ResourceWarning, stacklevel=2)
 
     def close(self, timeout: float | None = None) -> None:
-        """Leave, and join the thread."""
+        """Leave, and join the thread. Settles all futures with DrainUnproven if the thread does not end in time."""
         thread = self.thread
         if thread is None or self.forked:
             return
@@ -483,6 +490,7 @@ class EngineWorker(ThreadBoundary):
         if thread.is_alive():
             self._settle_all(DrainUnproven("the engine's thread has not ended: what it copies may still be read"))
             raise WaitTimeout(f"the engine's thread has not ended within {seconds:g} s")
+        # Only now: while the thread runs it may signal, and the number of a closed descriptor may belong to another file.
         with self._poll_lock:
             notifier, self._notifier = self._notifier, None
         if notifier is not None:
@@ -492,21 +500,21 @@ class EngineWorker(ThreadBoundary):
             raise _crashed(crash)
 
     def close_at_exit(self) -> None:
-        """Close; where that fails, the log is the only one left to tell."""
+        """Close at the interpreter's exit. An error is logged, since there is no caller to raise it to."""
         try:
             self.close()
         except Exception:
             _log.exception("an engine that was open at exit could not be closed")
 
     def _after_fork(self) -> None:
-        """In a forked child: the threads are gone, they may hold locks for ever, and what can be rung rings in the parent."""
+        """In a forked child: its threads are gone with their locks held, and a wake-up would go to the parent."""
         self.lock: threading.Lock = threading.Lock()
         self._poll_lock = threading.Lock()
         self.mailbox.detach()
         self.refuse_with(partial(EngineForked, belongs_to(self.pid, "the engine")))
 
     def _end(self, crash: BaseException | None) -> None:
-        """The run is over. Nothing is let in from here on, so that all calls and stores inside can be ended at last."""
+        """After the run: refuse new calls first, then settle all calls and stores, so that none is left behind."""
         with self.lock:
             self._ended = True
             if crash is not None:
@@ -520,7 +528,7 @@ class EngineWorker(ThreadBoundary):
         atexit.unregister(self.close_at_exit)
 
     def _settle_all(self, error: OffloadError) -> None:
-        """Settle whatever is left. Taking it out of its box gives the right to; another thread may come by at its end."""
+        """Settle all futures. Removing one gives the right to end it; two threads may do this at the same time."""
         for message in _emptied(self.mailbox.messages.popleft):
             if isinstance(message, StoreFuture):
                 if threading.current_thread() is self.thread:
@@ -533,7 +541,7 @@ class EngineWorker(ThreadBoundary):
 
 
 def _emptied(take: Callable[[], T]) -> Iterator[T]:
-    """What is taken out of a box until it is empty, while another thread may do the same."""
+    """Items removed one by one until the container is empty, while another thread may remove some."""
     while True:
         try:
             taken = take()
@@ -542,9 +550,9 @@ def _emptied(take: Callable[[], T]) -> Iterator[T]:
         yield taken
 
 
-def _within(by: float) -> float:
-    """Seconds that the tiers have, where a thread waits until then on its own clock."""
-    return max(0.0, by - time.monotonic()) * _TIERS_SHARE
+def _within(deadline: float) -> float:
+    """Seconds for the tiers, of a call that the calling thread waits for until ``deadline``."""
+    return max(0.0, deadline - time.monotonic()) * _TIERS_SHARE
 
 
 def _crashed(crash: BaseException) -> EngineCrashed:
