@@ -1,21 +1,22 @@
-"""The engine: tiers joined by pipelines. What an inference engine calls.
+"""The engine: stores, looks up and loads blocks over several tiers, which it joins by pipelines.
 
     source --pipeline--> tiers[0] --pipeline--> tiers[1] ...        store: from each tier to the next slower one
                             ^------ promotion -----'                after a load: back into a faster tier
     destination <------- load ------- hit <------- lookup           read: each tier, the fastest first
 
-It decides one thing: which tier a block of a prefix is read from. All else it composes: pipelines move blocks, tiers hold them.
+It decides one thing: which tier each block of a prefix is read from. Pipelines move blocks, and tiers hold them.
 
-Rule 1. A hit holds what it found: until it is released none of its blocks is evicted or deleted, wherever they lie. It ends
-        with its engine at the latest: one that was forgotten is released then, and logged.
-Rule 2. Only a gapless prefix is of use. What is missing or damaged at position p makes everything behind p unusable,
+Rule 1. A hit pins what it found: until it is released none of its blocks is evicted or deleted, in any tier. The end of the
+        engine releases hits that are still held, and logs them.
+Rule 2. Only a prefix without gaps is of use. A missing or damaged block at position p makes everything behind p unusable,
         unless a slower tier has it, and a load says so in one number.
-Rule 3. What is pinned is given back on every path, also when the caller is cancelled at any await in here.
-Rule 4. A tier that fails is never an error of the engine: a lookup names it, a load ends before its blocks, a delete answers
+Rule 3. Pins are released on every path, also when the caller is cancelled at any await in this package.
+Rule 4. A failing tier is never an error of the engine: a lookup names it, a load ends before its blocks, a delete answers
+        ``UNAVAILABLE``.
         ``UNAVAILABLE``.
 
-To read it: ``config`` says what can be set, ``opening`` puts an engine together (``factories`` and ``places`` for its tiers,
-``routes`` for its pipelines), ``engine`` is what is called, ``lookup``, ``loading`` and ``promotion`` are how blocks come back.
+To read it: ``config`` has the settings, ``opening`` builds an engine (``factories`` and ``places`` make its tiers, ``routes``
+plans its pipelines), ``engine`` is the public class, ``lookup``, ``loading`` and ``promotion`` bring blocks back.
 """
 
 from .opening import open_engine as open_engine

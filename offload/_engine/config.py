@@ -1,7 +1,7 @@
-"""Every knob of an engine, and what it joins: tiers by name, and the routes between them.
+"""The configuration of an engine: its settings, its tiers by name, and the routes between them.
 
-In a file an engine is one table. Its tiers stand in it from the fastest to the slowest, each in a table of its own, and a
-route is a table of a list::
+In a file an engine is one table. Each tier is a table in it, from the fastest to the slowest, and each route is a table of a
+list::
 
     [engine]                                      [engine.tiers.host]
     on_load_failure = "retry"                     type = "memory"
@@ -29,40 +29,40 @@ from .._errors import ConfigError
 from ..abc import AsyncPolicy, Policy
 
 OnLoadFailure: TypeAlias = Literal["miss", "fail", "retry"]
-"""What a load does about a block that was found and cannot be loaded: end the usable prefix there, raise, or look for it once
-more in the tiers behind (and end the prefix where that is in vain)."""
+"""What a load does about a block that was found and cannot be loaded: end the usable prefix there, raise, or look it up again
+in the slower tiers (and end the prefix there if they do not have it)."""
 
 OnEnterFailure: TypeAlias = Literal["fail", "miss"]
-"""What an engine does about a tier that cannot be entered: fail itself; or go on with the tier as a broken one, whose lookups
-are misses, until it can be entered."""
+"""What an engine does about a tier that cannot be entered: fail to open; or open with the tier counting as broken, so that
+lookups miss there, until it can be entered."""
 
 Chain: TypeAlias = Literal["none", "on_store", "on_evict"]
-"""What feeds one tier from another: nothing, what is stored in the one before it, or what that one evicts."""
+"""What is stored in the next tier: nothing, what is stored in the one before it, or what that one evicts."""
 
 TierLike: TypeAlias = "ReadableTier | str | Mapping[str, Any]"
-"""A tier; or how to make one: see :func:`backends.plugins.make_tier`. A table may name ``wrappers``, too: ``zstd``, ``fp8``, a
-``module:attribute`` that is or makes one, tables of these with parameters."""
+"""A tier; or how to make one: see :func:`backends.plugins.make_tier`. A table may also have ``wrappers``: names such as
+``zstd`` and ``fp8``, a ``module:attribute`` that is or makes a wrapper, or tables of these with parameters."""
 
 PolicyLike: TypeAlias = "Policy | AsyncPolicy | str | Mapping[str, Any]"
 """A policy; or how to make one: a name (``pass_all``, ``presence``, ``frequency``), a ``module:attribute`` that is one, or a
 table whose ``type`` is such a name, or a ``module:attribute`` that makes one of the other entries."""
 
 SOURCE: Final = "source"
-"""What a route calls the place that an engine stores from."""
+"""The name of the engine's source in routes."""
 
 _knob: Final = Knobs("OFFLOAD", ConfigError)
 _NO_TABLES: Final[Mapping[str, Any]] = {}
 
 
 class TierTable(dict[str, Any]):
-    """How to make a tier, as a file says it; knows where, for errors of making it."""
+    """A table that describes a tier in a file, with its position for error messages."""
 
     def __init__(self, table: Mapping[str, Any], document: Document, section: str) -> None:
         super().__init__(table)
         self.document: Document = document
-        """The file it stands in."""
+        """The file."""
         self.section: str = section
-        """Its path in there: ``engine.tiers.disk``."""
+        """The table's path in the file: ``engine.tiers.disk``."""
 
 
 # --- routes -------------------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def _check_name(instance: object, attribute: attrs.Attribute[Any], value: object
 def _check_policies(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     for policy in value if isinstance(value, tuple) else ():
         if isinstance(policy, Mapping) and not isinstance(policy.get("type"), str):
-            raise ConfigError(attribute.name, policy, "must say its type: a name, or module:attribute")
+            raise ConfigError(attribute.name, policy, "has no type: a name, or module:attribute")
         if not (isinstance(policy, str | Mapping | AsyncPolicy) or callable(policy)):
             raise ConfigError(attribute.name, policy, "must be a policy, a name, module:attribute, or a table")
 
@@ -105,7 +105,7 @@ def _is_flag(instance: object, attribute: attrs.Attribute[Any], value: object) -
 
 @attrs.frozen
 class Route:
-    """How blocks get into a tier from a place above it. What an engine's routes do not say is as by default."""
+    """A route by which blocks get into a tier. Routes that are not configured have the defaults."""
 
     to: str = attrs.field(validator=_check_name)
     """The tier that it leads to, by name."""
@@ -113,11 +113,11 @@ class Route:
     """Where it starts: a faster tier by name, or ``source`` for the engine's. By default the tier before ``to`` if that can be
     read as a source, else the engine's source."""
     policies: Sequence[PolicyLike] | None = attrs.field(default=None, converter=_as_tuple, validator=_check_policies)
-    """What may take it, asked in order; by default what the tier does not have yet."""
+    """Decide in this order which blocks may take it; by default those that the tier does not have yet."""
     auto_chain: bool = attrs.field(default=True, validator=_is_flag)
-    """Whether what it has stored is fed to the routes that start there."""
+    """Whether what it has stored is passed on to the routes that start at ``to``."""
     pipeline: PipelineConfig | None = attrs.field(default=None, converter=_as_pipeline, validator=_check_pipeline)
-    """The knobs of its pipeline, all of them; by default those of the engine's ``pipeline``."""
+    """All settings of its pipeline; by default those of the engine's ``pipeline``."""
 
 
 def _as_routes(value: Any) -> Any:
@@ -144,14 +144,12 @@ def _check_routes(instance: object, attribute: attrs.Attribute[Any], value: obje
 
 def _check_tiers(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     if not isinstance(value, Mapping):
-        raise ConfigError("tiers", value, "must be a table: how to make each tier, by its name, the fastest first")
+        raise ConfigError("tiers", value, "must be a table of tiers by name, the fastest first")
     for name, tier in value.items():
         if not isinstance(name, str) or not name:
             raise ConfigError("tiers", name, "must be a name")
         if name == SOURCE:
-            raise ConfigError(
-                "tiers", name, "must be another name: routes call the place so that an engine stores from"
-            )
+            raise ConfigError("tiers", name, "must be another name: routes use it for the engine's source")
         _check_place(f"tiers.{name}", tier, "pin")
 
 
@@ -180,15 +178,17 @@ def _check_chain(instance: object, attribute: attrs.Attribute[Any], value: objec
 
 def _check_enter_failure(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     words = get_args(OnEnterFailure)
-    said = value if isinstance(value, Mapping) else {"": value}
-    for name, word in said.items():
+    actions = value if isinstance(value, Mapping) else {"": value}
+    for name, word in actions.items():
         if word not in words:
             knob = f"{attribute.name}.{name}" if name else attribute.name
-            raise ConfigError(knob, word, f"must be one of {', '.join(words)}, or that by the name of each tier")
+            raise ConfigError(
+                knob, word, f"must be one of {', '.join(words)}, or a table of these by the names of tiers"
+            )
 
 
 def _as_enter_failure(value: Any) -> Any:
-    """A text such as ``maru=miss,disk=miss`` as a table, for where there are none."""
+    """Parse a text such as ``maru=miss,disk=miss`` into a table, for environment variables."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, str) and "=" in value:
@@ -203,78 +203,78 @@ def _as_chain(value: Any) -> Any:
 
 @attrs.frozen
 class EngineConfig:
-    """Everything that can be set on an engine. The reason for each bound and default is in :func:`engine_knobs`."""
+    """The settings of an engine. The reason for each bound and default is in :func:`engine_knobs`."""
 
     source: Source | str | Mapping[str, Any] | None = _knob.field(
         None,
-        "a place, or how to make one",
-        "Where blocks are stored from. Most often an object: the tensors of an engine are not to be named in a file.",
+        "a source, or how to make one",
+        "The place that blocks are stored from. Mostly an object, since a file cannot name an engine's tensors.",
         _check_source,
     )
     block_bytes: int = _knob.size(
         0,
         0,
         1 << 40,
-        "Size of every block, needed only where the source is made from its name; else it tells. 0: it does.",
+        "Size of every block, only needed if the source is made from its name. 0: the source tells.",
     )
     tiers: Mapping[str, TierLike] = _knob.field(
         _NO_TABLES,
         "a table for each tier",
-        "What is joined, by name, from the fastest to the slowest.",
+        "The tiers by name, from the fastest to the slowest.",
         _check_tiers,
         converter=lambda tiers: dict(tiers) if isinstance(tiers, Mapping) else tiers,
     )
     routes: tuple[Route, ...] = _knob.field(
         (),
         "a list of tables",
-        "Routes that are not as by default, or not there by default.",
+        "Routes besides the default ones, or with other settings.",
         _check_routes,
         converter=_as_routes,
     )
     chain: Chain = _knob.field(
         "on_store",
         f"one of {', '.join(get_args(Chain))}",
-        "What feeds one tier from another. true is on_store, false is none.",
+        "What is stored in the next tier. true is on_store, false is none.",
         _check_chain,
         converter=_as_chain,
     )
     on_load_failure: OnLoadFailure = _knob.choice(
         "miss",
         OnLoadFailure,
-        "What a load does about a block that was found and does not come: end the prefix, raise, or look behind.",
+        "What a load does about a block that was found and cannot be loaded: end the prefix, raise, or look it up again.",
     )
     on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = _knob.field(
         "fail",
-        f"one of {', '.join(get_args(OnEnterFailure))}, or that by the name of each tier: a table, or maru=miss,disk=fail",
-        "What to do about a tier that cannot be made or entered, since it is absent: fail, or count it as broken and go on. "
-        "A tier that is not named fails. What is configured wrongly always fails.",
+        f"one of {', '.join(get_args(OnEnterFailure))}, or a table of these by the names of tiers, or maru=miss,disk=fail",
+        "What to do about an absent tier, which cannot be made or entered: fail, or open with the tier counting as broken. "
+        "A tier that is not named fails. A wrong configuration always fails.",
         _check_enter_failure,
         converter=_as_enter_failure,
     )
     promote: bool | str = _knob.field(
         False,
         "true, false, or the name of a tier",
-        "Whether what is loaded from a slower tier is written into a faster one as well: the fastest, or that one.",
+        "Whether a load also writes what comes from a slower tier into a faster one: the fastest, or the one named.",
         _check_promote,
     )
     promotion_blocks: int = _knob.integer(
-        256, 1, 65_536, "Blocks on their way up at once. Each takes a block of host memory until it has arrived."
+        256, 1, 65_536, "Blocks that are promoted at once. Each takes a block of host memory until it is written."
     )
     lookup_timeout: float = _knob.timeout(
         3.0,
         0.001,
         86_400.0,
-        "How long a tier may take for its part of a lookup before it goes on without, and that is a fault of the tier. Longer "
-        "than the page store's client waits for an answer, so that it says itself what is wrong. inf: as long as call_timeout.",
+        "How long a tier may take for its part of a lookup; after that the lookup goes on without it, and the tier has a "
+        "fault. Longer than the timeout of the page store's client, so that its error names the cause. inf: as call_timeout.",
     )
     store_patience: float = _knob.seconds(
         1.0,
         0.0,
         3_600.0,
-        "How long a store yields to loads that are under way before one batch goes all the same.",
+        "How long a store yields to loads that are under way before one batch is copied all the same.",
     )
     breaker: BreakerConfig = _knob.table(BreakerConfig(), "When a tier counts as broken, and how it is tried again.")
-    pipeline: PipelineConfig = _knob.table(PipelineConfig(), "The knobs of every route that has none of its own.")
+    pipeline: PipelineConfig = _knob.table(PipelineConfig(), "The settings of every route that has none of its own.")
 
     def __attrs_post_init__(self) -> None:
         if isinstance(self.promote, str) and self.tiers and self.promote not in self.tiers:
@@ -292,25 +292,25 @@ class EngineConfig:
 
     @property
     def first_pipeline(self) -> PipelineConfig:
-        """The knobs of the route into the first tier: what bounds a store."""
+        """The settings of the route into the first tier, which limit ``store``."""
         first = next(iter(self.tiers), None)
         return next((route.pipeline for route in self.routes if route.to == first), None) or self.pipeline
 
     def opens_without(self, tier: str) -> bool:
-        """Whether the engine opens although this tier cannot be entered."""
-        said = self.on_enter_failure
-        return (said.get(tier, "fail") if isinstance(said, Mapping) else said) == "miss"
+        """Whether the engine opens although this tier is absent."""
+        actions = self.on_enter_failure
+        return (actions.get(tier, "fail") if isinstance(actions, Mapping) else actions) == "miss"
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, section: str = "") -> EngineConfig:
-        """An engine from nested mappings, as a TOML or JSON parser gives them. What is not named keeps its default.
+        """Load from nested mappings, as a TOML or JSON parser gives them. Missing names keep their defaults.
 
         Args:
             mapping: the fields of this class by name.
             section: the path of this mapping in its file, put before names in errors.
 
         Raises:
-            ConfigError: an unknown name, or a value that cannot be.
+            ConfigError: an unknown name, or a value out of range.
         """
         return _knob.from_mapping(mapping, cls, section=section)
 
@@ -323,16 +323,16 @@ class EngineConfig:
         others: Collection[str] = (),
         environ: Mapping[str, str] | None = None,
     ) -> EngineConfig:
-        """An engine from a TOML file and the environment, which wins: ``OFFLOAD_ENGINE__PROMOTE=true``.
+        """Load from a TOML file and the environment, which takes precedence: ``OFFLOAD_ENGINE__PROMOTE=true``.
 
         Args:
             source: a path (``pathlib.Path``), or TOML as a text.
-            section: the table to read; it need not be there.
-            others: tables of the file that are read elsewhere. Any further one is an error.
+            section: the table to read; may be missing.
+            others: tables of the file that are allowed and not read here. Any other table is an error.
             environ: the environment; by default that of this process.
 
         Raises:
-            ConfigError: not TOML, an unknown name, or a value that cannot be; with file and line, or the variable.
+            ConfigError: not TOML, an unknown name, or a value out of range; with file and line, or the variable.
             OSError: the file cannot be read.
         """
         document = _knob.read(source)
@@ -346,5 +346,5 @@ class EngineConfig:
 
 
 def engine_knobs() -> tuple[Knob, ...]:
-    """Every knob of an engine and of its pipelines, in the order in which they are declared."""
+    """Every setting of an engine and of its pipelines, in the order of declaration."""
     return tuple(_knob.of(EngineConfig, "engine"))

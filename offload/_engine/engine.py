@@ -1,4 +1,4 @@
-"""The engine that is called: store, lookup, load, delete, explain. It checks arguments, counts, and calls its parts."""
+"""The public engine: store, lookup, load, delete, explain. It checks arguments, counts, and calls the other modules."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _log = logging.getLogger("offload.engine")
 
 @attrs.frozen(eq=False)
 class OpenRoute:
-    """A route of an engine, and the pipeline that carries along it."""
+    """A route of an engine with its open pipeline."""
 
     plan: PlannedRoute
     pipeline: Pipeline
@@ -51,17 +51,17 @@ class OpenRoute:
 
 @attrs.frozen(eq=False)
 class EngineParts:
-    """What an engine is put together from, by :mod:`offload._engine.opening`."""
+    """The parts of an engine, made by :mod:`offload._engine.opening`."""
 
     source: Source
     tiers: Mapping[str, ReadableTier]
-    """The tiers themselves, the fastest first."""
+    """The tiers, the fastest first."""
     breaker_tiers: Mapping[str, BreakerTier]
-    """The same, as they are asked."""
+    """The same tiers behind their breakers."""
     routes: Sequence[OpenRoute]
     """Upstream first."""
     spills: Mapping[str, Spilling]
-    """Of a chain on eviction: what carries victims along a route, by its name."""
+    """With a chain on eviction: what moves the victims along each route, by the route's name."""
     history: History
     tenant_tags: TenantTags
     promoter: Promoter
@@ -75,14 +75,14 @@ class Engine:
     Attributes:
         source: where blocks are stored from.
         tiers: where they are stored, by name, from the fastest to the slowest.
-        pipelines: what moves them: the first one leads from the source to the first tier.
+        pipelines: between the source and the tiers; the first one leads from the source to the first tier.
         on_load_failure: what a load does about a block that was found and cannot be loaded.
         promote: where a load also writes what comes from slower tiers, unless it says so itself.
         direct: reads in other threads, for :mod:`offload.from_thread`.
     """
 
     def __init__(self, parts: EngineParts, config: EngineConfig) -> None:
-        """Not to be called: see :func:`open_engine`."""
+        """Use :func:`open_engine` instead."""
         self.source: Source = parts.source
         self.tiers: Mapping[str, ReadableTier] = parts.tiers
         self.pipelines: Sequence[Pipeline] = [route.pipeline for route in parts.routes]
@@ -95,7 +95,7 @@ class Engine:
         self._spills = parts.spills
         ways = [(route.plan.to, route.pipeline) for route in parts.routes] + parts.promoter.pipelines
         self._inspector = BlockInspector(self._places, ways, parts.history)
-        # None where no tier must know tenants, which is most often: then a store or a lookup has nothing to tag.
+        # None if no tier needs tenants, which is most often: then stores and lookups skip the tags.
         self._tags: TenantTags | None = parts.tenant_tags or None
         self._promoter = parts.promoter
         self._load_priority = parts.load_priority
@@ -119,19 +119,19 @@ class Engine:
         to: str | None = None,
         cancel_token: CancellationToken | None = None,
     ) -> TransferHandle:
-        """Take in blocks, waiting for room; see :meth:`offload.Pipeline.enqueue`.
+        """Store blocks, after waiting for room; see :meth:`offload.Pipeline.enqueue`.
 
         The handle settles when they are in the first tier and, with a chain, in the tiers behind it.
 
         Args:
             blocks: of the source; with ``to``, of the place where the route there starts.
             precondition: what must hold before the bytes may be read.
-            tenant: whose they are, for tiers that must know (it is in the keys already).
-            to: the tier that they go to, by another route than that to the first tier.
-            cancel_token: what cancels this store together with others, of this engine or of another one.
+            tenant: the tenant, for tiers that need it (the keys are salted with it already).
+            to: the tier to store in, if it is not the first.
+            cancel_token: cancels this store together with others, of this engine or of another one.
 
         Raises:
-            ValueError: no route leads from where the blocks are to that tier.
+            ValueError: no route leads from the source of the blocks to that tier.
         """
         pipeline = self.pipelines[0] if to is None else self._pipeline_to(to, blocks)
         if self._tags is None:
@@ -153,7 +153,7 @@ class Engine:
         to: str | None = None,
         cancel_token: CancellationToken | None = None,
     ) -> TransferHandle:
-        """Take in blocks as :meth:`store` does, or raise :class:`offload.PipelineFull`."""
+        """Store blocks as :meth:`store` does, or raise :class:`offload.PipelineFull` if there is no room."""
         pipeline = self.pipelines[0] if to is None else self._pipeline_to(to, blocks)
         if self._tags is None:
             return pipeline.enqueue_nowait(blocks, precondition, cancel_token=cancel_token)
@@ -166,11 +166,13 @@ class Engine:
         return self._tags.until_settled(handle, end)
 
     async def drain(self) -> None:
-        """The end of input: return when everything stored until now has settled, in every tier it was meant for.
+        """Wait until everything stored before this call has settled in all of its tiers, and promotions under way have ended.
 
-        What is on its way up by then is waited for, too.
+        Cancelled, it cancels nothing.
         """
-        for pipeline in self.pipelines:  # the first one waits for its chain; the others may have been fed directly
+        for (
+            pipeline
+        ) in self.pipelines:  # the first one waits for its chain; the others may have had stores of their own
             await pipeline.drain()
         await self._promoter.drain()
 
@@ -180,19 +182,19 @@ class Engine:
         """Find the longest prefix of ``keys`` over all tiers, each block in the fastest tier that has it, and pin it.
 
         The prefix may change between tiers any number of times. A tier that raises, or does not answer within
-        ``lookup_timeout``, is left out and named in :attr:`Hit.unavailable`: the prefix that was found without it is the
-        answer, and its breaker counts a fault. Cancelled, nothing is pinned, and nothing is said of any tier. The caller
-        releases the hit: ``async with await engine.lookup(keys) as hit``.
+        ``lookup_timeout``, is left out and named in :attr:`Hit.unavailable`: the result is the prefix that was found without
+        it, and its breaker counts a fault. Cancelled, nothing is pinned, and no breaker counts anything. The caller releases
+        the hit: ``async with await engine.lookup(keys) as hit``.
 
         Args:
-            keys: what is wanted, in order.
-            tenant: whose they are, for tiers that must know, until the hit is released.
+            keys: the keys, in order.
+            tenant: the tenant, for tiers that need it, until the hit is released.
             within: seconds for all tiers together; they share it, so it lowers ``lookup_timeout`` for each. Unlike a cancel
-                scope around the call it ends in an answer.
+                scope around the call, it ends with a result.
 
         Raises:
             TypeError: a key is not ``bytes``, or this is one key and not a sequence.
-            ValueError: ``within`` is negative, or no number; or a key is longer than any tier takes.
+            ValueError: ``within`` is negative or not a number; or a key is longer than any tier accepts.
         """
         check_keys(keys)
         within = _checked(within)
@@ -216,21 +218,21 @@ class Engine:
     async def load(self, hit: Hit, destination: Destination, *, promote: bool | str | None = None) -> LoadResult:
         """Copy the blocks of a hit to ``destination``, position by position, and verify them.
 
-        Segment by run, and no further than the first block that cannot be loaded; with ``on_load_failure = "retry"`` that is
-        looked for once more in the slower tiers. Cancelled, it leaves only when no copy into ``destination`` is under way
-        any more. A hit that is released meanwhile stays pinned until this is over.
+        The blocks are loaded segment by segment, up to the first block that cannot be loaded; with ``on_load_failure =
+        "retry"`` that block is looked up once more in the slower tiers. Cancelled, it returns only when no copy into
+        ``destination`` is under way any more. A hit that is released meanwhile stays pinned until then.
 
         Args:
-            hit: what was found.
-            destination: where to.
-            promote: whether what comes from a slower tier is written into a faster one as well, behind this load's back:
-                into the fastest, or the one named. By default as the engine was opened.
+            hit: the result of a lookup.
+            destination: addresses, numpy arrays or torch tensors, one for each block.
+            promote: whether blocks from a slower tier are also written into a faster one, after the load has returned: into
+                the fastest, or the one named. By default the engine's ``promote``.
 
         Raises:
             LoadFailed: a block could not be loaded, and ``on_load_failure`` is ``fail``.
-            BlockSizeError: the destination has places of another size.
+            BlockSizeError: the blocks of the destination have another size.
             ValueError: the hit was released, the destination is too small, or no tier has the name in ``promote``.
-            RepeatedPlaces: two of its places share memory.
+            RepeatedPlaces: two blocks of the destination share memory.
             Unproven: a copy may still be going on: ``destination`` must not be used again.
         """
         wanted = len(hit.keys)
@@ -240,7 +242,7 @@ class Engine:
             raise ValueError(f"{wanted} blocks do not fit into {len(destination)} places")
         if wanted and destination.block_bytes != self.source.block_bytes:
             raise BlockSizeError(self, self.source.block_bytes, destination.block_bytes)
-        check_apart(destination.views())  # each tier sees only its own places of it
+        check_apart(destination.views())  # here, since each tier sees only its own part of it
         up = self.promote if promote is None else promote
         if isinstance(up, str):
             self._promoter.check(up)
@@ -266,21 +268,21 @@ class Engine:
         await trio.lowlevel.checkpoint()
 
     async def delete(self, keys: Sequence[Key], *, within: float = inf) -> list[Deletion]:
-        """Forget these keys in all tiers, the fastest first.
+        """Delete these keys in all tiers, the fastest first.
 
-        Each answer speaks for all tiers: ``PINNED`` where one of them holds the block (it stays there, and has gone
-        from the others), else ``UNAVAILABLE`` where one could not be asked, or deletes nothing, and so may have it still,
-        else ``DELETED`` where one had it, else ``MISSING``. A tier that raises is logged, and the others go on. Cancelled,
-        some tiers may have forgotten. What is on its way to a tier is not there yet, and so arrives.
+        Returns one answer per key, for all tiers together: ``PINNED`` if one of them has the block pinned (it stays there, and
+        is deleted in the others), else ``UNAVAILABLE`` if one could not be asked, or cannot delete, and so may still have it,
+        else ``DELETED`` if one had it, else ``MISSING``. A tier that raises is logged, and the others go on. Cancelled, some
+        tiers may have deleted keys. A block that is on its way to a tier is not deleted, and will arrive.
 
         Args:
-            keys: what is to be forgotten.
-            within: seconds for all tiers together, which share it. One that is silent for its share is at fault, and its answer
-                is ``UNAVAILABLE``.
+            keys: the keys to delete.
+            within: seconds for all tiers together, which share it. A tier that does not answer within its share has a fault,
+                and its answer is ``UNAVAILABLE``.
 
         Raises:
             TypeError: a key is not ``bytes``, or this is one key and not a sequence.
-            ValueError: ``within`` is negative, or no number; or a key is longer than any tier takes.
+            ValueError: ``within`` is negative or not a number; or a key is longer than any tier accepts.
         """
         check_keys(keys)
         time = TimeShares(inf, trio.current_time() + _checked(within), len(self._places))
@@ -314,35 +316,35 @@ class Engine:
         tenant: str = "",
         operator: bool = False,
     ) -> Explanation:
-        """Why blocks are, or are not, there: in which tiers, on their way, evicted or kept back when and why.
+        """Explain why blocks are, or are not, in the tiers: where they are, on their way, or when and why they were lost.
 
-        Holds nothing and is no use of anything. It looks at everything that is inside the engine and remembered of it, which
+        Pins nothing, and does not count as a use of the blocks. It inspects everything inside the engine and its history, which
         takes milliseconds: for people and tests, not for each request.
 
         Args:
-            what: a key, several, or the tokens of a prompt. Of a key it can only be said what happened to it; of tokens also
-                whether they are there under another key.
-            naming: how the blocks of these tokens are named.
-            others: which other namings (other layouts, ranks, tenants) of the same tokens to try. Those of other tenants are
-                left out, unless an operator asks.
-            tenant: who asks.
-            operator: whether the caller may know of all tenants.
+            what: a key, several keys, or the tokens of a prompt. For tokens it also says whether they are stored under another
+                key.
+            naming: how keys are made of these tokens.
+            others: other namings (layouts, ranks, tenants) of the same tokens to try. Those of other tenants are left out,
+                unless ``operator`` is true.
+            tenant: the tenant of the caller.
+            operator: whether the caller may see the blocks of all tenants.
 
         Raises:
             TypeError: tokens without a naming.
-            PermissionError: the naming is another tenant's.
+            PermissionError: the naming belongs to another tenant.
         """
         keys, made = keys_in_question(what, naming, others, tenant, operator=operator)
         return await self._inspector.explain(keys, made)
 
     @property
     def quarantine(self) -> Sequence[Quarantined]:
-        """Copies, down or up, whose end could not be proven: see :attr:`offload.Pipeline.quarantine`."""
+        """Copies of stores, loads and promotions without a proven end: see :attr:`offload.Pipeline.quarantine`."""
         ways = [*self.pipelines, *[pipeline for _, pipeline in self._promoter.pipelines]]
         return [entry for pipeline in ways for entry in pipeline.quarantine]
 
     def statistics(self) -> EngineStatistics:
-        """An immutable snapshot."""
+        """An immutable snapshot of counters, tiers and pipelines."""
         counts = self._counts
         return EngineStatistics(
             pipelines={pipeline.name: pipeline.statistics() for pipeline in self.pipelines},
@@ -370,7 +372,7 @@ class Engine:
 
     @staticmethod
     def _tag(tags: TenantTags, blocks: Blocks, tenant: str) -> Callable[[], None]:
-        """Tag these with their tenant; returns what ends that."""
+        """Tag blocks with their tenant. Returns a function that removes the tags."""
         try:
             return tags.bring(blocks.keys, tenant)
         except BaseException:
@@ -378,7 +380,7 @@ class Engine:
             raise
 
     def _pipeline_to(self, to: str, blocks: Blocks) -> Pipeline:
-        """The pipeline of the route from where these are to that tier."""
+        """The pipeline of the route from the source of the blocks to that tier."""
         for route in self._routes:
             if to in (route.plan.to, route.plan.name) and place_of(route.pipeline.source) is place_of(blocks.source):
                 return route.pipeline
@@ -391,7 +393,7 @@ class Engine:
 
 
 def _drop(blocks: Blocks) -> None:
-    """Give back blocks that were not taken in: strong ones are the engine's from the call on, also when it raises."""
+    """Release strong blocks that were not stored: they belong to the engine from the call on, also when it raises."""
     blocks.hand_over()
     blocks.release()
 
@@ -404,4 +406,4 @@ def _checked(within: float) -> float:
 
 _DELETED = Deletion.DELETED
 _WEIGHT = {Deletion.MISSING: 0, Deletion.DELETED: 1, Deletion.UNAVAILABLE: 2, Deletion.PINNED: 3}
-"""Of two tiers' answers the heavier one speaks for both."""
+"""Of the answers of two tiers, the one that counts for both."""

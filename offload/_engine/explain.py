@@ -1,16 +1,16 @@
-"""Why a block is, or is not, where it was looked for.
+"""Explains why a block is, or is not, in the tiers.
 
-First part, pure: facts go in, an explanation comes out. Second part: the facts are collected. What there is now is asked of the
-tiers and pipelines at the time of the question; what was is noted when it happens (:mod:`offload._engine.history`). So blocks
+First part, pure: facts go in, an explanation comes out. Second part: collects the facts. The present state is read from the
+tiers and pipelines at the time of the question; the past is recorded as it happens (:mod:`offload._engine.history`). So blocks
 that are stored and found cost nothing, and the caller of an explanation pays for it.
 
-What explains a block, the first of these that is true:
+The explanation of a block is the first of these that is true:
 
-1. It is in a tier.                              5. It was evicted from a tier, or dropped on its way below, or
-2. It is on its way.                                deleted, kept back from a store, or its store failed: whatever came last.
-3. A tier that may have it does not answer.      6. Nothing is known of it: never stored, or forgotten here.
-4. It is there under another key: the same
-   tokens in another layout, or under another salt.
+1. It is in a tier.                              5. It was evicted from a tier, or dropped before the next one, or deleted,
+2. It is on its way.                                filtered from a store, or its store failed: the latest of these.
+3. A tier that may have it does not answer.      6. Nothing is known of it: never stored, or no longer recorded.
+4. It is stored under another key: the same
+   tokens in another layout, or with another salt.
 """
 
 from __future__ import annotations
@@ -42,74 +42,74 @@ Differs: TypeAlias = Literal["nothing", "layout", "salt"]
 
 @attrs.frozen
 class KeyMaker:
-    """A way to make keys of tokens: one layout, one salt."""
+    """A way to make keys of tokens: one layout and one salt."""
 
     name: str
-    """What it stands for, as the explanation says it: ``llama-3-8b bfloat16 rank 1``."""
+    """The name in explanations: ``llama-3-8b bfloat16 rank 1``."""
     make: Callable[[Sequence[int]], Sequence[Key]]
-    """The keys of all full blocks of these tokens."""
+    """Makes the keys of all full blocks of these tokens."""
     differs: Differs = "nothing"
-    """What is different from the keys that a lookup asks for."""
+    """How its keys differ from those of the lookup."""
     tenant: str = ""
-    """Whose keys it makes: only he, or an operator, may have it tried."""
+    """The tenant of its keys: only this tenant or an operator may have it tried."""
 
 
 def allowed(makers: Sequence[KeyMaker], tenant: str, *, operator: bool) -> list[KeyMaker]:
-    """The ways that this caller may have tried: the tenant's own, and those of no tenant."""
+    """The key makers that this caller may use: the tenant's own, and those without a tenant."""
     return [maker for maker in makers if operator or maker.tenant in ("", tenant)]
 
 
 @attrs.frozen
 class Elsewhere:
-    """A block of the same tokens that is there under another key."""
+    """A block of the same tokens that is stored under another key."""
 
     name: str
-    """What that key stands for."""
+    """The name of the key maker."""
     differs: Differs
-    """From the key that was asked for."""
+    """How its key differs from the one in question."""
     tiers: Sequence[str]
-    """Where it is."""
+    """The tiers that have it."""
 
 
 @attrs.frozen
 class InFlight:
-    """A pipeline that has a block."""
+    """A pipeline that has a block in flight."""
 
     pipeline: str
-    """Where it leads."""
+    """The tier that the pipeline leads to."""
     stage: str
     """The stage it is in."""
 
 
 @attrs.frozen
 class Facts:
-    """What is known of one block."""
+    """Everything that is known about one block."""
 
     key: Key
-    """Its name."""
+    """Its key."""
     tiers: Sequence[str] = ()
-    """Where it is found, the fastest first."""
+    """The tiers that have it, the fastest first."""
     in_flight: Sequence[InFlight] = ()
-    """Who is bringing it where."""
+    """The pipelines that have it in flight."""
     unavailable: Mapping[str, str] = attrs.field(factory=dict)
     """Tiers that did not say whether they have it, with the error."""
     elsewhere: Sequence[Elsewhere] = ()
-    """Under which other keys it is there."""
+    """The same tokens under other keys."""
     evicted: Sequence[Event] = ()
-    """When it went, and from where; the latest first."""
+    """Its evictions, the latest first."""
     deleted: Sequence[Event] = ()
-    """When it was deleted, and from where; the latest first."""
+    """Its deletions, the latest first."""
     refused: Sequence[Event] = ()
-    """When it was kept back from a store, and by whom; the latest first."""
+    """Stores that filtered it, the latest first."""
     failed: Sequence[Event] = ()
-    """When it could not be stored, where, and why; the latest first."""
+    """Stores of it that failed, the latest first."""
 
 
 # --- the explanation --------------------------------------------------------------------------------------------------
 
 
 class Cause(enum.Enum):
-    """What explains a block, in a word."""
+    """The explanation in a word."""
 
     FOUND = "found"
     IN_FLIGHT = "in flight"
@@ -125,26 +125,26 @@ class Cause(enum.Enum):
 
 @attrs.frozen
 class BlockExplanation:
-    """Why one block is, or is not, there."""
+    """The explanation for one block."""
 
     cause: Cause
     """In a word."""
     text: str
     """In a sentence."""
     facts: Facts
-    """All that is known."""
+    """Everything that is known about it."""
 
 
 @attrs.frozen
 class Explanation:
-    """Why blocks are, or are not, there. ``str()`` of it is for people, :meth:`as_json` for programs."""
+    """Why blocks are, or are not, in the tiers. ``str()`` of it is for people, :meth:`as_json` for programs."""
 
     blocks: Sequence[BlockExplanation]
-    """One for each key, in the order of the prompt."""
+    """One for each key, in order."""
 
     @property
     def usable(self) -> int:
-        """How many leading blocks are found: what a lookup would give."""
+        """How many leading blocks a lookup would find."""
         return next((at for at, block in enumerate(self.blocks) if block.cause is not Cause.FOUND), len(self.blocks))
 
     def __str__(self) -> str:
@@ -157,12 +157,12 @@ class Explanation:
         return "\n".join(lines)
 
     def as_json(self) -> str:
-        """All facts; keys as hexadecimal digits."""
+        """All facts as JSON; keys as hexadecimal digits."""
         return json.dumps({"usable": self.usable, "blocks": list(map(_plain, self.blocks))})
 
 
 def explain(facts: Sequence[Facts], now: float) -> Explanation:
-    """What explains each of these blocks: see the top of this module. ``now`` is on the clock of the events."""
+    """Explain each of these blocks; see the top of this module. ``now`` is on the clock of the events."""
     return Explanation([_explain(block, now) for block in facts])
 
 
@@ -191,11 +191,11 @@ def _judge(facts: Facts, now: float) -> tuple[Cause, str]:
         return cause, f"there under another {other.differs}: {other.name}, in {_and(other.tiers)}"
     if history:
         return history[0]
-    return Cause.UNKNOWN, "no trace of it: never stored, or gone before all that is remembered"
+    return Cause.UNKNOWN, "no record of it: never stored, or gone for longer than the records reach"
 
 
 def _history(facts: Facts, now: float) -> list[tuple[Cause, str]]:
-    """What came last, as a cause and in words; nothing if nothing is remembered."""
+    """The latest event of a block, as a cause and in words; empty without a record."""
     told = {
         Cause.EVICTED: facts.evicted,
         Cause.DELETED: facts.deleted,
@@ -211,7 +211,7 @@ def _history(facts: Facts, now: float) -> list[tuple[Cause, str]]:
     how = "kept back" if last is Cause.FILTERED else last.value
     events = told[last][:1] if last is Cause.FILTERED else told[last]
     text = f"{how} {_and([_one(event, now) for event in events])}"
-    # Why it was nowhere else when it went.
+    # An evicted block that is in no other tier may have failed to get there.
     return [(last, "; ".join([text, *failed] if last is Cause.EVICTED else [text]))]
 
 
@@ -241,7 +241,7 @@ def _spelt(value: Any) -> Any:
 
 @attrs.frozen(eq=False)
 class BlockInspector:
-    """All that can be asked about a block."""
+    """Collects the facts about blocks."""
 
     places: Sequence[Place]
     """The tiers, the fastest first."""
@@ -250,10 +250,10 @@ class BlockInspector:
     history: History
 
     async def explain(self, keys: Sequence[Key], others: Sequence[tuple[KeyMaker, Sequence[Key]]] = ()) -> Explanation:
-        """Why these blocks are, or are not, there.
+        """Explain these blocks.
 
         Args:
-            keys: what was looked for.
+            keys: the keys in question.
             others: the same blocks under other keys, position by position.
         """
         there, unavailable = await self._where(keys)
@@ -282,7 +282,7 @@ class BlockInspector:
         return explain(facts, trio.current_time())
 
     async def _where(self, keys: Sequence[Key]) -> tuple[dict[Key, list[str]], dict[str, str]]:
-        """Which tiers have which of these, and which do not say."""
+        """Which tiers have which of these keys, and which tiers did not answer."""
         there: dict[Key, list[str]] = {}
         unavailable: dict[str, str] = {}
         await trio.lowlevel.checkpoint()
@@ -300,7 +300,7 @@ class BlockInspector:
     async def _elsewhere(
         self, missing: Sequence[int], others: Iterable[tuple[KeyMaker, Sequence[Key]]]
     ) -> dict[int, list[Elsewhere]]:
-        """Under which other keys the missing ones are there, by position."""
+        """The other keys under which the missing blocks are stored, by position."""
         found: dict[int, list[Elsewhere]] = {}
         for maker, keys in others:
             there, _ = await self._where([keys[at] for at in missing if at < len(keys)])
@@ -310,7 +310,7 @@ class BlockInspector:
         return found
 
     def _in_flight(self, keys: Sequence[Key]) -> dict[Key, list[InFlight]]:
-        """Who is bringing which of these where: looks at all that is inside, of which there is a bound."""
+        """The pipelines that have these keys in flight. Looks at all containers, whose number is bounded."""
         wanted = set(keys)
         found: dict[Key, list[InFlight]] = {}
         for name, pipeline in self.ways:
@@ -321,7 +321,7 @@ class BlockInspector:
 
 
 def _stage_of(pipeline: Pipeline, container: OffloadContainer) -> str:
-    """Where in a pipeline a container is."""
+    """The stage of a container."""
     if container.status is Status.EVALUATING:
         return "admission"
     if container.status is Status.TRANSFERRING:
@@ -342,11 +342,11 @@ def keys_in_question(
     *,
     operator: bool,
 ) -> tuple[Sequence[Key], list[tuple[KeyMaker, Sequence[Key]]]]:
-    """The keys that are asked about; of tokens also those that other namings, which this caller may use, give them.
+    """The keys in question; for tokens also the keys of those other namings that this caller may use.
 
     Raises:
         TypeError: tokens without a naming.
-        PermissionError: the naming is another tenant's.
+        PermissionError: the naming belongs to another tenant.
     """
     if isinstance(what, bytes):
         return [what], []
@@ -355,7 +355,7 @@ def keys_in_question(
         return keys, []
     tokens = [token for token in what if not isinstance(token, bytes)]
     if naming is None or keys:
-        raise TypeError("what is a key, keys, or tokens with a naming=, which says how their blocks are named")
+        raise TypeError("what is a key, keys, or tokens with a naming=, which makes their keys")
     if not operator and naming.tenant not in ("", tenant):
         raise PermissionError(f"tenant {tenant!r} may not ask for the blocks of {naming.tenant!r}: operators only")
     makers = [_maker(other, naming) for other in others if other != naming]
@@ -363,14 +363,14 @@ def keys_in_question(
 
 
 def _aligned(other: BlockKey, naming: BlockKey, tokens: Sequence[int]) -> list[Key]:
-    """The other keys, position by position: of blocks of another size the one in which ours ends."""
+    """The other keys, position by position; with another block size, the key of the block in which ours ends."""
     keys = other.keys(tokens)
     ends = range(naming.block_size, len(tokens) + 1, naming.block_size)
     return [keys[at] for at in [(end - 1) // other.block_size for end in ends] if at < len(keys)]
 
 
 def _maker(other: BlockKey, naming: BlockKey) -> KeyMaker:
-    """Another naming, and what is different: whatever the bytes of a block depend on is its layout."""
+    """A key maker of another naming, and how it differs: everything that the bytes of a block depend on is its layout."""
     fields = [field.name for field in attrs.fields(BlockKey)]
     different = [name for name in fields if getattr(other, name) != getattr(naming, name)]
     name = ", ".join(f"{field} {getattr(other, field)!r}" for field in different)

@@ -1,6 +1,6 @@
-"""Factories of what a configuration only names: tiers and their wrappers, the policies of routes.
+"""Makes what a configuration only names: tiers and their wrappers, and the policies of routes.
 
-Modules are imported here only.
+Only these functions import the named modules.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _POLICIES: Final[Mapping[str, Any]] = {"presence": PresenceFilter, "pass_all": P
 
 
 def make_source(config: EngineConfig) -> Source:
-    """The place that an engine stores from.
+    """Make or return the source of an engine.
 
     Raises:
-        ConfigError: it is only named, and block_bytes is not set, or it cannot be read.
-        Exception: whatever making it raises, with a note that says of what.
+        ConfigError: it is named without block_bytes, or what was made cannot be read as a source.
+        Exception: making it raised; a note names what was being made.
     """
     source: Any = config.source
     if not isinstance(source, str | Mapping):
@@ -41,11 +41,11 @@ def make_source(config: EngineConfig) -> Source:
 
 
 def make_tier(name: str, tier: TierLike, block_bytes: int) -> ReadableTier:
-    """A tier that is only named, made; any other as it is.
+    """Make a tier that is only named; return any other unchanged.
 
     Raises:
-        ConfigError: it is of a file, and what is said of it there cannot be.
-        Exception: whatever making it raises, with a note that says of what.
+        ConfigError: its table is of a file, and has a wrong value.
+        Exception: making it raised; a note names what was being made.
     """
     if not isinstance(tier, str | Mapping):
         return tier
@@ -63,7 +63,7 @@ def make_tier(name: str, tier: TierLike, block_bytes: int) -> ReadableTier:
 
 
 def _misfit(name: str, table: TierTable, error: Exception) -> ConfigError | None:
-    """An error of making a tier of what a file says, as one that says where. ``None`` where that is not to blame."""
+    """An error of making a tier from a file, with its position in the file; ``None`` if the file is not the cause."""
     from backends.plugins import TierParameterError, UnknownTier
 
     knob, value, why = "", table.get("type"), str(error)
@@ -73,21 +73,21 @@ def _misfit(name: str, table: TierTable, error: Exception) -> ConfigError | None
         knob, value, why = error.knob.removeprefix(f"{name}."), error.value, error.bound
     elif isinstance(error, UnknownTier):
         knob = "type"
-    elif type(error) not in (ValueError, TypeError):  # a more particular error says more than we could
+    elif type(error) not in (ValueError, TypeError):  # a subclass says more than ConfigError could
         return None
     path = ".".join(filter(None, (table.section, knob)))
     return ConfigError(path, value, f"{why} {table.document.place(path)}")
 
 
 def _wrapped(name: str, tier: dict[str, Any], block_bytes: int, make: Callable[..., ReadableTier]) -> ReadableTier:
-    """A tier whose blocks pass through wrappers; its slots are as large as what these make of a block."""
+    """Make a tier whose blocks pass through wrappers. Its slots have the size that the wrappers make of a block."""
     from backends.wrappers import slot_bytes, wrap
 
-    said = tier.pop("wrappers")
+    specs = tier.pop("wrappers")
     knob = f"{name}.wrappers"
-    if not isinstance(said, list | tuple):
-        said = [said]
-    wrappers = [_wrapper(wrapper, knob) for wrapper in said]
+    if not isinstance(specs, list | tuple):
+        specs = [specs]
+    wrappers = [_wrapper(wrapper, knob) for wrapper in specs]
     inner = make(tier, block_bytes=slot_bytes(block_bytes, *wrappers))
     try:
         return wrap(inner, *wrappers, block_bytes=block_bytes)
@@ -97,16 +97,16 @@ def _wrapped(name: str, tier: dict[str, Any], block_bytes: int, make: Callable[.
 
 
 def needs_tenants(name: str, tier: TierLike) -> bool:
-    """Whether a tier that is only named must know whose its blocks are: it tells its plugin, or its wrappers encrypt."""
+    """Whether a tier that is only named needs tenants: it passes them to its plugin, or its wrappers encrypt."""
     if isinstance(tier, Mapping) and tier.get("cache_salts"):
         return True
-    said = tier.get("wrappers", ()) if isinstance(tier, Mapping) else ()
-    wrappers = said if isinstance(said, list | tuple) else [said]
+    specs = tier.get("wrappers", ()) if isinstance(tier, Mapping) else ()
+    wrappers = specs if isinstance(specs, list | tuple) else [specs]
     return any(getattr(_wrapper(wrapper, f"{name}.wrappers"), "seals", False) for wrapper in wrappers)
 
 
 def _wrapper(wrapper: Any, knob: str) -> Any:
-    """A wrapper; or what makes one: a name, ``module:attribute``, or a table with its parameters."""
+    """A wrapper, or its factory: a name, ``module:attribute``, or a table with parameters."""
     if not isinstance(wrapper, str | Mapping):
         return wrapper
     from backends import wrappers
@@ -120,17 +120,17 @@ def _wrapper(wrapper: Any, knob: str) -> Any:
 
 
 def is_source(place: object) -> bool:
-    """Whether a pipeline can read from it what its keys name."""
+    """Whether a pipeline can read blocks from it by key."""
     return isinstance(place, Source) and hasattr(place, "weak")
 
 
 def make_policies(policies: Sequence[PolicyLike] | None, tier: ReadableTier, route: str) -> list[Policy | AsyncPolicy]:
-    """The policies of a route into this tier; by default what it has already stays out of it.
+    """Make the policies of a route into this tier; by default a filter for what it has already.
 
     Raises:
-        ConfigError: a name that is none, or a parameter that the policy does not have.
-        ImportError, AttributeError: there is no such module, or nothing of that name in it.
-        TypeError: what was found is no policy.
+        ConfigError: an unknown name, or a parameter that the policy does not have.
+        ImportError, AttributeError: no such module, or no such name in it.
+        TypeError: the object is not a policy.
     """
     if policies is None:
         return [presence_filter(tier)]
@@ -159,7 +159,7 @@ def _policy(policy: PolicyLike, tier: ReadableTier, knob: str) -> Policy | Async
 
 
 def _check_parameters(what: str, knob: str, maker: Any, parameters: Mapping[str, Any]) -> None:
-    """Raise unless all that a table says is a parameter of what makes it."""
+    """Raise ConfigError unless every entry of a table is a parameter of the factory."""
     from backends.plugins import TierParameterError
     from backends.plugins.finding import check_names, parameters_of
 
@@ -181,5 +181,5 @@ def _found(name: str, knob: str, ready_made: Mapping[str, Any], what: str) -> An
 
 
 def presence_filter(tier: ReadableTier) -> Policy | AsyncPolicy:
-    """What a tier has already stays out of it."""
+    """The filter for blocks that a tier has already."""
     return PresenceFilter(tier)

@@ -1,8 +1,8 @@
-"""What has happened to blocks: the last that were evicted, deleted, kept back from a store, or whose store failed.
+"""Records of what happened to blocks: the latest that were evicted, deleted, filtered from a store, or whose store failed.
 
-What there is now can be asked for; what was cannot. So four records are kept, each of the last 65,536 blocks. Keeping them
-costs one note for a whole batch, whatever is in it; only an explanation reads them (:mod:`offload._engine.explain`). Nothing is
-noted for a block that is stored and arrives. An eviction is one note; a container of which something was kept back is one note.
+The present state can be read at any time, the past cannot. So four records are kept, each of the last 65,536 blocks. Recording
+costs one entry per batch, whatever its size; only an explanation reads them (:mod:`offload._engine.explain`). A block that is
+stored and arrives is not recorded. An eviction is one entry; so is a container with filtered blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .._health.faults import describe
 from .._pipeline.pipeline import Pipeline
 
 MOST_REMEMBERED: Final = 65_536
-"""Blocks that each record remembers: some minutes of a busy engine, and about 10 MB."""
+"""Blocks in each record: some minutes of a busy engine, and about 10 MB."""
 
 
 # --- what is remembered -----------------------------------------------------------------------------------------------
@@ -34,11 +34,11 @@ class Event:
     """Something that happened to a block."""
 
     where: str
-    """The tier that it went from, or the pipeline that did not take it."""
+    """The tier that lost it, or the pipeline that did not take it."""
     when: float
     """On trio's clock, in seconds."""
     why: str
-    """In a word or two."""
+    """The reason in a word or two."""
 
 
 @attrs.define(eq=False)
@@ -46,9 +46,9 @@ class _Entry:
     when: float
     where: str
     why: str
-    """Of all, or in front of each one's own."""
+    """The common reason, put before each block's own."""
     keys: Collection[Key]
-    """With their own reasons, where it is a mapping."""
+    """With a mapping, each block's own reason."""
     skipped: int = 0
 
     def __iter__(self) -> Iterator[Key]:
@@ -60,7 +60,7 @@ class _Entry:
 
 
 class Record:
-    """The last blocks that something happened to. Bounded in blocks; adding many costs as much as adding one."""
+    """The latest blocks that something happened to. Bounded in blocks; adding many costs as much as adding one."""
 
     __slots__ = ("_entries", "_most", "_total")
 
@@ -76,7 +76,7 @@ class Record:
         return f"<{type(self).__name__} of {self._total} blocks>"
 
     def note(self, where: str, keys: Collection[Key], when: float, why: str = "") -> None:
-        """It happened to these. The collection is kept, not copied; a mapping has each one's own reason."""
+        """Add an entry for these blocks. The collection is kept, not copied; a mapping has each block's own reason."""
         self._entries.append(_Entry(when, where, why, keys))
         self._total += len(keys)
         while self._total > self._most:
@@ -89,7 +89,7 @@ class Record:
             self._total -= min(there, excess)
 
     def of(self, keys: Collection[Key]) -> dict[Key, list[Event]]:
-        """What happened to these, the latest first, and once for each place. Reads all there is."""
+        """The events of these blocks, the latest first, and one for each place. Reads the whole record."""
         wanted = set(keys)
         found: dict[Key, dict[str, Event]] = {}
         for entry in reversed(self._entries):
@@ -112,7 +112,7 @@ class Deletions(Record):
 
 
 class Refusals(Record):
-    """The last blocks that were kept back from a store: by a policy, a pending mark, or an overflow."""
+    """The last blocks that were filtered from a store: by a policy, a pending mark, or an overflow."""
 
     __slots__ = ()
 
@@ -124,7 +124,7 @@ class Failures(Record):
 
 
 class History:
-    """What has happened to blocks: the last that were evicted, deleted, kept back from a store, or whose store failed."""
+    """The four records of an engine."""
 
     def __init__(self) -> None:
         self.tombstones: Tombstones = Tombstones()
@@ -133,23 +133,23 @@ class History:
         self.failures: Failures = Failures()
 
     def watch_tier(self, name: str, tier: object) -> Callable[[], None]:
-        """Note what this place evicts, where it tells; returns what ends that."""
+        """Record what this tier evicts, if it reports evictions. Returns a function that ends this."""
         if isinstance(tier, SpillingTier):
             return tier.on_evicted(partial(self._evicted, name))
         return lambda: None
 
     def watch_pipeline(self, name: str, pipeline: Pipeline) -> None:
-        """Note what is kept back from this pipeline, and what fails in it."""
+        """Record what is filtered from this pipeline, and what fails in it."""
         pipeline._settlement.refused = partial(self._refused, name)
 
     def dropped(self, name: str, to: str) -> Callable[[Sequence[Key], str], None]:
-        """What to tell of blocks that went from a tier without a copy in the next one."""
+        """Returns a function that records blocks which left a tier without a copy in the next one."""
         return lambda keys, reason: self.tombstones.note(
             name, keys, trio.current_time(), f"not copied to {to}: {reason}"
         )
 
     def deleted(self, name: str, keys: Sequence[Key]) -> None:
-        """Note that these were deleted from a tier."""
+        """Record that these blocks were deleted from a tier."""
         if keys:
             self.deletions.note(name, keys, trio.current_time())
 

@@ -1,4 +1,4 @@
-"""Tiers that may be absent when an engine opens: a task enters each when it can; a placeholder stands for one not made yet.
+"""Tiers that may be absent when an engine opens: a task enters each when it can; a placeholder replaces one not made yet.
 
 A :class:`Reconnector` keeps one tier entered:
 
@@ -6,23 +6,25 @@ A :class:`Reconnector` keeps one tier entered:
       ^            | absent                                                                  |
       `------------+-------------------------------------------------------------------------'
 
-When it is tried, and what a failed attempt means, :mod:`offload._health.availability` decides. Here is the time, and the task.
+:mod:`offload._health.availability` decides when it is tried, and what a failed attempt means; this module has the clock and
+task.
 
-Rule 1. The task that enters a tier leaves it, too: the tier may open a nursery. So one task has it for as long as it is there.
+Rule 1. The task that enters a tier also leaves it, since the tier may open a nursery. So one task runs as long as it is
+        entered.
 Rule 2. One attempt at a time, cancelled after ``enter_timeout`` and at the end of the engine. Only the opening of the engine
         waits for an attempt, the first.
-Rule 3. The tier outlives a cancel around the engine, as its pipelines do that still drain into it. It is left when they are
-        closed, in its place among the others; and if the closing is cancelled, so is the leaving.
-Rule 4. A tier that ends by itself is broken, and tried again: no error of the engine. What goes wrong while it is left is one,
-        as for any other place.
+Rule 3. A cancel around the engine does not end the tier, since pipelines still drain into it. It is left when they are closed,
+        in its order among the tiers; a cancel of the closing then cancels the leaving.
+Rule 4. A tier that ends by itself counts as broken and is tried again: no error of the engine. An error while it is left is
+        raised, as for any other tier.
 
-A :class:`PlaceholderTier` takes the place of a tier that could not be made, and keeps it for good: pipelines know a place by
-its identity.
+A :class:`PlaceholderTier` takes the place of a tier that could not be made, and stays when it has been: pipelines identify a
+tier by its object.
 
-Rule 5. It is asked as a :class:`~backends.abc.ReadableTier`, whatever it becomes: that is what can be said of any tier.
-Rule 6. It is no :class:`~backends.abc.Source`. What is read from, or spilled out of, must be there when the engine opens.
-Rule 7. The tier is made in a thread of its own, one at a time: a disk that hangs blocks no other call. What comes too late is
-        closed.
+Rule 5. It is asked as a :class:`~backends.abc.ReadableTier`, which holds for every tier, whatever it will be.
+Rule 6. It is no :class:`~backends.abc.Source`. A tier that is read from, or spilled from, must be there when the engine opens.
+Rule 7. The tier is made in a thread, one at a time, so that a disk which hangs blocks no other call. A tier that is made too
+        late is closed.
 """
 
 from __future__ import annotations
@@ -47,12 +49,12 @@ from .._health.runner import BreakerRunner
 
 
 class Reconnector:
-    """Keeps one tier. Made and run by :func:`keep`.
+    """Keeps one tier entered. Made and run by :func:`run_reconnector`.
 
     Args:
         runner: the breaker of the tier.
-        enter: what an attempt enters; called anew for each.
-        check_entered: called when the tier is there. One that raises has the tier left and refused for good.
+        enter: returns the context manager that an attempt enters; called for each attempt.
+        check_entered: called when the tier is entered. If it raises, the tier is left, and not tried again.
     """
 
     def __init__(
@@ -62,11 +64,11 @@ class Reconnector:
         check_entered: Callable[[], None],
     ) -> None:
         self.tried: trio.Event = trio.Event()
-        """The first attempt is over."""
+        """Set when the first attempt is over."""
         self.mistake: Exception | None = None
-        """What it came to, if that was no absence."""
+        """The error of the first attempt, if it was no absence."""
         self.failure: Exception | None = None
-        """What went wrong while the tier was left at the end."""
+        """The error of leaving the tier at the end."""
         self._runner = runner
         self._enter = enter
         self._welcome = check_entered
@@ -76,12 +78,12 @@ class Reconnector:
         self._closed = trio.Event()
 
     async def run(self) -> None:
-        """Enter it, and again, until closed or refused."""
+        """Enter the tier, and again if it ends, until closed or refused."""
         availability = self._runner.availability
         try:
             with self._scope:
-                while (patience := availability.delay(trio.current_time())) < math.inf:
-                    with trio.move_on_after(patience):
+                while (delay := availability.delay(trio.current_time())) < math.inf:
+                    with trio.move_on_after(delay):
                         await self._closing.wait()
                     if self._closing.is_set():
                         break
@@ -92,7 +94,7 @@ class Reconnector:
             self._closed.set()
 
     async def close(self) -> None:
-        """Leave the tier, or give up entering it. Cancelled, it leaves no later than the tier lets itself be cancelled."""
+        """Leave the tier, or stop trying to enter it. Cancelled, it cancels the leaving too, and waits for the tier to obey."""
         self._closing.set()
         if not self._runner.is_available:
             self._attempt.cancel()
@@ -106,14 +108,14 @@ class Reconnector:
                 await self._closed.wait()
 
     async def _try(self) -> None:
-        """One attempt, and all the time that the tier is there if it succeeds."""
+        """Make one attempt, and stay for as long as the tier is entered if it succeeds."""
         runner, there = self._runner, False
         error: Exception | None = None
         refusal: Exception | None = None
         runner.availability.begin(trio.current_time())
-        # Around all of it: a scope within which a nursery was opened must not be left before that.
-        patience = runner.config.enter_timeout
-        self._attempt = trio.CancelScope(deadline=trio.current_time() + patience)
+        # Around everything: a scope must not be left before a nursery that was opened within it.
+        timeout = runner.config.enter_timeout
+        self._attempt = trio.CancelScope(deadline=trio.current_time() + timeout)
         try:
             with self._attempt as scope:
                 async with self._enter():
@@ -121,7 +123,9 @@ class Reconnector:
                         scope.deadline = math.inf
                         try:
                             self._welcome()
-                        except Exception as exc:  # raised outside, where no nursery of the tier wraps it
+                        except (
+                            Exception
+                        ) as exc:  # raised again below, outside of a nursery of the tier that would wrap it
                             refusal = exc
                         else:
                             there = True
@@ -136,9 +140,7 @@ class Reconnector:
         if there:
             self._ended(error)
         elif not self._closing.is_set():
-            self._failed(
-                refusal or error or TierTooSlow(f"it was not there within {patience:g} s"), refusal is not None
-            )
+            self._failed(refusal or error or TierTooSlow(f"it was not there within {timeout:g} s"), refusal is not None)
 
     def _failed(self, error: Exception, refused: bool) -> None:
         for_good = refused or not is_absence(error)
@@ -154,61 +156,61 @@ class Reconnector:
 
 
 @asynccontextmanager
-async def keep(keeper: Reconnector) -> AsyncIterator[None]:
-    """Have a tier kept, for the length of an ``async with`` block, which begins after the first attempt.
+async def run_reconnector(reconnector: Reconnector) -> AsyncIterator[None]:
+    """Run a reconnector for the length of an ``async with`` block, which begins after the first attempt.
 
     Raises:
-        Exception: what is configured wrongly, if the first attempt shows that; or what went wrong while the tier was left.
+        Exception: the first attempt showed a wrong configuration; or leaving the tier at the end failed.
     """
     came: BaseException | None = None
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(keeper.run)
+        nursery.start_soon(reconnector.run)
         try:
             try:
-                await keeper.tried.wait()
-                if keeper.mistake is not None:
-                    raise keeper.mistake
+                await reconnector.tried.wait()
+                if reconnector.mistake is not None:
+                    raise reconnector.mistake
                 yield
             finally:
-                await keeper.close()
-        except BaseException as error:  # the body's own: it leaves as it came, not in a group
+                await reconnector.close()
+        except BaseException as error:  # the body's error leaves as it is, not in a group
             came = error
     try:
         if came is not None:
             raise came
     finally:
-        del came  # its traceback holds this frame
-        if keeper.failure is not None:
-            raise keeper.failure
+        del came  # break the cycle: its traceback holds this frame
+        if reconnector.failure is not None:
+            raise reconnector.failure
 
 
 # --- the placeholder --------------------------------------------------------------------------------------------------
 
 
 class PlaceholderTier(ForwardingTier):
-    """Stands for a tier that is only named, and could not be made: forwards to it once it is there.
+    """Takes the place of a tier that could not be made: forwards to the tier once there is one.
 
     Args:
-        make: makes it; called in a thread.
+        make: makes the tier; called in a thread.
         block_bytes: size of every block.
-        error: what the first attempt to make it came to.
-        seals: whether its wrappers encrypt, so that it must know whose its blocks are.
+        error: the error of the first attempt to make it.
+        seals: whether its wrappers encrypt, so that it needs the tenants of its blocks.
     """
 
     carry: Callable[[Sequence[Key], str], Callable[[], None]]
-    """Only where a wrapper encrypts; see :class:`backends.abc.TenantTier`."""
+    """Present only if a wrapper encrypts; see :class:`backends.abc.TenantTier`."""
 
     def __init__(self, make: Callable[[], Any], block_bytes: int, error: Exception, *, seals: bool) -> None:
-        # `ForwardingTier.__init__` is not called: what it would set is decided anew for each call, see `inner`.
+        # `ForwardingTier.__init__` is not called: what it would set is decided at each call, see `inner`.
         self.why: str = describe(error)
-        """What the first attempt to make it came to."""
+        """The error of the first attempt to make the tier."""
         self.made: Any = None
-        """The tier, once it is there."""
+        """The tier once it is made."""
         self._make = make
         self._block_bytes = block_bytes
         self._error: Exception | None = error
         self._limiter = trio.CapacityLimiter(1)
-        self._claims: dict[_Claim, None] = {}
+        self._tags: dict[_PendingTag, None] = {}
         if seals:
             self.carry = self._carry
 
@@ -217,7 +219,7 @@ class PlaceholderTier(ForwardingTier):
 
     @asynccontextmanager
     async def enter(self) -> AsyncIterator[None]:
-        """Make it, enter it where it can be entered, and leave or close it. The first time this tells what is known already."""
+        """Make the tier, enter it if it can be entered, and leave or close it. The first call raises the known error."""
         error, self._error = self._error, None
         if error is not None:
             await trio.lowlevel.checkpoint()
@@ -225,20 +227,20 @@ class PlaceholderTier(ForwardingTier):
         made = await _made_in_thread(self._make, self._limiter)
         with closing(made):
             async with made if hasattr(type(made), "__aenter__") else nullcontext():
-                with self._being(made):
+                with self._forwarding_to(made):
                     yield
 
     @contextmanager
-    def _being(self, made: Any) -> Iterator[None]:
-        """As long as this lasts, it is what the stand-in stands for."""
+    def _forwarding_to(self, made: Any) -> Iterator[None]:
+        """Forward calls to this tier for the length of a ``with`` block."""
         self.made = made
         try:
-            for claim in self._claims:
-                claim.pass_on(made)
+            for tag in self._tags:
+                tag.pass_on(made)
             yield
         finally:
-            for claim in self._claims:
-                claim.take_back()
+            for tag in self._tags:
+                tag.take_back()
             self.made = None
 
     # --- the contract -----------------------------------------------------------------------------------------------
@@ -261,27 +263,27 @@ class PlaceholderTier(ForwardingTier):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the tier; all of them as long as it is absent."""
+        """The tier's; all of them while it is absent."""
         return getattr(self.made, "capabilities", Capabilities())
 
     # --- whose its blocks are ---------------------------------------------------------------------------------------
 
     def _carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """Kept until the tier is there, and then passed on."""
-        claim = _Claim(keys, tenant)
+        """Keep the tags until the tier is there, and then pass them on."""
+        tag = _PendingTag(keys, tenant)
         if self.made is not None:
-            claim.pass_on(self.made)
-        self._claims[claim] = None
+            tag.pass_on(self.made)
+        self._tags[tag] = None
 
         def end() -> None:
-            self._claims.pop(claim, None)
-            claim.take_back()
+            self._tags.pop(tag, None)
+            tag.take_back()
 
         return end
 
 
-class _Claim:
-    """Whose some keys are, and what ends that where it was passed on."""
+class _PendingTag:
+    """The tenant tag of some keys, and the function that removes it from the tier, if it was passed on."""
 
     def __init__(self, keys: Sequence[Key], tenant: str) -> None:
         self._keys = keys
@@ -299,7 +301,7 @@ class _Claim:
 
 
 async def _made_in_thread(make: Callable[[], Any], limiter: trio.CapacityLimiter) -> Any:
-    """Make it in a thread, where it may block. Cancelled, it leaves at once, and what is made nonetheless is closed."""
+    """Make a tier in a thread. Cancelled, it returns at once, and the tier is closed if it is made later."""
     made: list[Any] = []
     lock, left = threading.Lock(), False
 

@@ -1,7 +1,7 @@
-"""Loading: the segments of a hit into a destination, one after the other, up to the first block that does not come. Rule 2.
+"""Loading: copies the segments of a hit to a destination, in order, up to the first block that fails. Rule 2.
 
-With ``retry``, a block that does not come is looked for once more, within the same load, in the tiers behind the one it did not
-come from, and the prefix goes on. A search only ever moves to slower tiers, so each is asked for a block at most once.
+With ``retry``, a block that fails is looked up once more, within the same load, in the tiers behind the one that failed, and
+the prefix goes on from there. A search only moves to slower tiers, so each is asked for a block at most once.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ from .lookup import Place, Segment, find, release_segments
 from .statistics import Counts, count
 
 BEHIND_A_GAP: Final = Missed("behind a gap")
-"""The block was not tried: one before it could not be loaded."""
+"""Marks a block that was not tried: an earlier one could not be loaded."""
 
 
 class LoadFailed(OffloadError):
-    """A block that was found could not be loaded, and ``on_load_failure`` is ``fail``; the cause is the first error."""
+    """A block that was found could not be loaded, and ``on_load_failure`` is ``fail``. The cause is the first error."""
 
     def __init__(self, result: LoadResult) -> None:
         super().__init__(f"{result.loaded} of {len(result.outcomes)} blocks loaded: {result.outcomes[result.loaded]!r}")
         self.result = result
-        """How far it came: the first ``result.loaded`` blocks are at the destination."""
+        """The result: the first ``result.loaded`` blocks are at the destination."""
 
 
 @attrs.frozen
 class LoadResult:
-    """What a load has brought."""
+    """The result of a load."""
 
     loaded: int
-    """So many leading blocks are at the destination, and verified where the tier keeps checksums. Use exactly these."""
+    """The number of leading blocks at the destination, verified if the tier keeps checksums. Use no others."""
     outcomes: Sequence[Outcome]
-    """One per key of the hit. What a load did not try is :class:`~backends.abc.Missed`, ``behind a gap``."""
+    """One per key of the hit. A block that was not tried is :class:`~backends.abc.Missed`, ``behind a gap``."""
 
 
 @attrs.define(eq=False)
 class Loading:
-    """One load, as far as it has come."""
+    """The state of one load."""
 
     keys: Sequence[Key]
-    """What is to be loaded, one key per place."""
+    """The keys to load, one for each block of the destination."""
     destination: Destination
     places: Sequence[Place]
     """The tiers, the fastest first."""
     counts: Counts
     retry: bool
     lookup_timeout: float
-    """How long each tier may take where what does not come is looked for once more."""
+    """How long each tier may take when blocks are looked up again."""
     outcomes: list[Outcome] = attrs.Factory(list)
     """One for each block that was tried."""
     origins: list[int] = attrs.Factory(list)
     """The position of the tier that each of them came from, or was last expected from by the hit."""
 
     async def load(self, segments: Sequence[Segment]) -> None:
-        """Load segment after segment, each into the places behind the one before; stop at the first that does not come whole.
+        """Load segment after segment, each behind the one before; stop at the first that is not loaded completely.
 
-        Cancelled, no copy is under way any more, and nothing is pinned but what was before.
+        Cancelled, it returns when no copy is under way any more, and has released its own pins.
         """
         if not segments:
             await trio.lowlevel.checkpoint()
@@ -73,12 +73,12 @@ class Loading:
             self.outcomes += answers
             self.origins += origins
             if self.retry:
-                self.counts.recovered += sum([origin != segment.speed for origin in origins])
+                self.counts.recovered += sum([origin != segment.rank for origin in origins])
             if answers.count(LOADED) < segment.blocks:
                 break
 
     def conclude(self) -> LoadResult:
-        """What is usable of it, counted: what lies before the first block that did not come."""
+        """The result so far: the blocks before the first gap count as loaded."""
         outcomes, wanted, counts = self.outcomes, len(self.keys), self.counts
         loaded = wanted if outcomes.count(LOADED) == wanted else _leading(outcomes)
         counts.loads += 1
@@ -89,18 +89,18 @@ class Loading:
         return LoadResult(loaded, outcomes)
 
     async def _read(self, segment: Segment, start: int) -> tuple[list[Outcome], list[int]]:
-        """Load one segment into the places from ``start`` on; then, with ``retry``, mend what did not come."""
+        """Load one segment from position ``start`` on; with ``retry``, fill its gaps from slower tiers."""
         answers = await self._load(segment, start)
-        origins = [segment.speed] * segment.blocks
+        origins = [segment.rank] * segment.blocks
         bad = segment.blocks - answers.count(LOADED)
         if bad:
             count(self.counts.load_faults, segment.name, bad)
             if self.retry:
-                await self._mend(segment.speed + 1, start, answers, origins)
+                await self._mend(segment.rank + 1, start, answers, origins)
         return answers, origins
 
     async def _load(self, segment: Segment, start: int) -> list[Outcome]:
-        """An ordinary error of the tier is every block's outcome."""
+        """Load one segment. An ``Exception`` of the tier becomes the outcome of every block."""
         whole = start == 0 and segment.blocks == len(self.destination)
         destination = self.destination if whole else _Part(self.destination, start, segment.blocks)
         try:
@@ -110,13 +110,13 @@ class Loading:
             if answers.count(LOADED) < segment.blocks:
                 _raise_unproven(answers)
         except Exception as error:
-            if holds(error, Unproven):  # a copy may still write into these places: no other bytes may be put there
+            if holds(error, Unproven):  # a copy may still write to these addresses, so nothing else may be loaded there
                 raise
             return [Failed(error)] * segment.blocks
         return answers
 
     async def _mend(self, behind: int, start: int, answers: list[Outcome], origins: list[int]) -> None:
-        """Fill the gaps of a segment, one after the other, up to the first that stays."""
+        """Fill the gaps of a segment in order, up to the first that remains."""
         for gap in _gaps(answers):
             found, origin = await self._search(behind, start + gap.start, start + gap.stop)
             mended = next((at for at, outcome in enumerate(found) if outcome != LOADED), len(found))
@@ -126,7 +126,7 @@ class Loading:
                 return
 
     async def _search(self, behind: int, start: int, stop: int) -> tuple[list[Outcome], list[int]]:
-        """Look for some neighbouring blocks in the slower tiers, and load as many as come into their places."""
+        """Look up neighbouring blocks in the slower tiers, and load as many as are found."""
         self.counts.retried += stop - start
         segments, unavailable = await find(
             self.places, self.keys[start:stop], behind, lookup_timeout=self.lookup_timeout
@@ -148,14 +148,14 @@ class Loading:
 
 
 def _raise_unproven(answers: Sequence[Outcome]) -> None:
-    """Raise what says that the copy of a block may still be going on, also where a tier answers that for one block alone."""
+    """Raise Unproven if the copy of a block may still be going on; a tier may say so in the outcome of a single block."""
     for answer in answers:
         if isinstance(answer, Failed) and holds(answer.error, Unproven):
             raise answer.error
 
 
 def _gaps(answers: Sequence[Outcome]) -> list[range]:
-    """Where neighbouring blocks did not come, in order."""
+    """Ranges of neighbouring blocks that failed, in order."""
     gaps: list[range] = []
     for at, outcome in enumerate(answers):
         if outcome != LOADED:
@@ -180,7 +180,7 @@ def _count_failures(outcomes: Sequence[Outcome], failures: dict[str, int]) -> No
 
 
 class _Part:
-    """Some neighbouring places of a destination."""
+    """A range of a destination."""
 
     __slots__ = ("_n", "_start", "_whole")
 

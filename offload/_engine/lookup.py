@@ -1,17 +1,17 @@
-"""Lookup: the longest prefix over all tiers, each block in the fastest tier that has it, pinned there until it is released.
+"""Lookup: finds the longest prefix over all tiers, each block in the fastest tier that has it, and pins it.
 
 A segment ends where its tier has no more, or where a faster tier has the next block; then every tier is asked again from that
-block on. It is over when all is found, or when every tier was asked for the same block in vain.
+block on. The lookup ends when everything is found, or when every tier was asked for the same block without success.
 
-Each tier has a share of the lookup's time (:class:`TimeShares`), and its breaker cancels a call that overruns it: so silence is
-a fault of that tier, and no end of the lookup. Rules 1 and 3 of the package are kept here.
+Each tier has a share of the lookup's time (:class:`TimeShares`), and its breaker cancels a call that exceeds it. So a tier that
+does not answer has a fault, and does not end the lookup. Rules 1 and 3 of the package are kept here.
 
 Times of a lookup:
 
-Rule 1. All questions of one lookup to one tier are its part. A part has ``lookup_timeout``: a tier that is silent costs a
-        lookup that much, and not what the tiers behind it have.
-Rule 2. Where the lookup itself has less time, what is left of it is shared evenly by the tiers that have not been asked yet.
-        One that answers at once leaves its share to those behind.
+Rule 1. All questions of one lookup to one tier are its part. A part has ``lookup_timeout``: a tier that does not answer costs a
+        lookup that much, and not the time of the tiers behind it.
+Rule 2. If the lookup has less time, the rest of it is shared evenly by the tiers that have not been asked yet. A tier that
+        answers at once leaves its share to those behind.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from .._health import BreakerTier
 
 
 _LONGEST_RELEASE = 10.0
-"""Seconds that the end of an engine waits for tiers that are slow to let go of forgotten hits."""
+"""Seconds that the end of an engine waits for slow tiers to release hits that the caller did not."""
 _log = logging.getLogger("offload.engine")
 
 
 @attrs.frozen
 class Segment:
-    """Neighbouring blocks of a hit that lie in one tier."""
+    """Neighbouring blocks of a hit that are in one tier."""
 
-    speed: int
+    rank: int
     """The position of the tier among those of the engine: 0 is the fastest."""
     name: str
     tier: ReadableTier
@@ -52,7 +52,7 @@ class Segment:
 
 
 class Hit:
-    """The longest prefix that was found, pinned where it lies. Made by :meth:`Engine.lookup` only.
+    """The longest prefix that was found, pinned in its tiers. Made by :meth:`Engine.lookup` only.
 
     An async context manager: leaving it releases, also when cancelled.
     """
@@ -76,9 +76,9 @@ class Hit:
         self.released: bool = False
         """Whether it has been released."""
         self.keys: Sequence[Key] = keys
-        """What was found, from the first key asked for to the last before the first that no tier has."""
+        """The keys that were found: from the first one requested to the last before the first that no tier has."""
         self.unavailable: Mapping[str, Exception] = unavailable
-        """Tiers that were left out because they raised or were silent, by name. Not a miss: they may well have the blocks."""
+        """The tiers that raised or did not answer, by name. Not a miss: they may have more of the blocks."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -89,7 +89,7 @@ class Hit:
 
     @property
     def runs(self) -> list[tuple[str, int]]:
-        """Where the prefix lies, in order: the name of a tier, and how many blocks are read from it."""
+        """The tiers of the prefix, in order: the name of a tier, and how many blocks are read from it."""
         return [(segment.name, segment.blocks) for segment in self._segments]
 
     def hold(self) -> None:
@@ -107,7 +107,7 @@ class Hit:
             await self._let_go()
 
     def _begin_load(self) -> list[Segment]:
-        """Keep the pins until :meth:`_end_load`, also if the hit is released meanwhile."""
+        """Keep the pins until :meth:`_end_load`, also if the hit is released in between."""
         self._loads += 1
         return self._segments
 
@@ -125,7 +125,7 @@ class Hit:
 
 
 async def release_segments(segments: Sequence[Segment]) -> None:
-    """Release all leases, whatever one of them raises. Leaving a lease releases it by contract, also when cancelled."""
+    """Release all leases, even if some raise. Leaving a lease releases it by contract, also when cancelled."""
     for at, segment in enumerate(segments):
         try:
             await segment.lease.__aexit__(None, None, None)
@@ -136,7 +136,7 @@ async def release_segments(segments: Sequence[Segment]) -> None:
 
 
 async def release_forgotten(live: Mapping[Hit, None]) -> None:
-    """The end of an engine is the end of its hits. Shielded, and bounded."""
+    """Release the hits that are still held at the end of an engine. Shielded, and bounded in time."""
     forgotten = list(live)
     if forgotten:
         _log.warning("%d hits were never released, among them %r", len(forgotten), forgotten[0])
@@ -152,7 +152,7 @@ async def release_forgotten(live: Mapping[Hit, None]) -> None:
 
 
 Place: TypeAlias = tuple[str, BreakerTier]
-"""A tier, as it is asked, and its name."""
+"""The name of a tier, and the tier behind its breaker."""
 
 
 async def find(
@@ -163,14 +163,14 @@ async def find(
     lookup_timeout: float = inf,
     within: float = inf,
 ) -> tuple[list[Segment], dict[str, Exception]]:
-    """Pin the longest prefix of ``keys`` over those of ``places`` that stand at ``behind`` or later. The fastest is the first.
+    """Pin the longest prefix of ``keys`` over the tiers at position ``behind`` or later.
 
     Args:
-        places: the tiers.
-        keys: what is wanted, in order.
+        places: the tiers, the fastest first.
+        keys: the keys, in order.
         behind: the position of the first tier that is asked.
         lookup_timeout: how long each tier may take for its part, in seconds.
-        within: how long all of them may take together.
+        within: how long all of them may take together, in seconds.
 
     Returns:
         The segments, in order; and the tiers that were left out because they raised or were too slow, by name. Cancelled,
@@ -181,14 +181,14 @@ async def find(
     unavailable = asking.unavailable
     segments: list[Segment] = []
     found, wanted = 0, len(keys)
-    asked_in_vain = 0  # tiers that were asked for the block at `found` and do not have it
+    asked_in_vain = 0  # tiers that do not have the block at `found`
     try:
         if not wanted:
             await trio.lowlevel.checkpoint()
-        for speed, (name, tier) in cycle(enumerate(places)):
+        for rank, (name, tier) in cycle(enumerate(places)):
             if found == wanted or asked_in_vain == len(places):
                 break
-            end = await _end_of_segment(places[:speed], keys, found, asking) if speed else wanted
+            end = await _end_of_segment(places[:rank], keys, found, asking) if rank else wanted
             if end == found:
                 continue  # a faster one has it
             asked_in_vain += 1
@@ -196,10 +196,10 @@ async def find(
             if lease is None:
                 continue
             blocks = len(lease.keys)
-            segments.append(Segment(behind + speed, name, tier, lease, blocks))
+            segments.append(Segment(behind + rank, name, tier, lease, blocks))
             found += blocks
-            # Cut short by this tier: it has no more, so it counts as asked in vain for the next block. Cut short by a faster
-            # tier: every tier is asked anew from the next block on.
+            # Ended by this tier: it has no more, so it counts as asked for the next block. Ended by a faster tier: every tier
+            # is asked again from the next block on.
             asked_in_vain = 0 if found == end else 1
     except BaseException:
         await release_segments(segments)
@@ -208,7 +208,7 @@ async def find(
 
 
 async def _end_of_segment(faster: Sequence[Place], keys: Sequence[Key], found: int, asking: _TimedQueries) -> int:
-    """Where a segment ends at the latest: at the first block from ``found`` on that a faster tier has."""
+    """The last possible end of a segment: the first block from ``found`` on that a faster tier has."""
     rest = keys[found:]
     there: set[Key] = set()
     for name, tier in faster:
@@ -218,14 +218,14 @@ async def _end_of_segment(faster: Sequence[Place], keys: Sequence[Key], found: i
 
 @attrs.define(eq=False)
 class _TimedQueries:
-    """The tiers of one lookup, as they are asked, each within what is left of its part."""
+    """Asks the tiers of one lookup, each within the rest of its part."""
 
     time: TimeShares
     unavailable: dict[str, Exception] = attrs.Factory(dict)
-    """Those that raised or were too slow. They are not asked again."""
+    """Tiers that raised or were too slow. They are not asked again."""
 
     async def pin(self, name: str, tier: BreakerTier, keys: Sequence[Key]) -> ReadLease | None:
-        """Hold the prefix of these that is there; nothing where there is none, or no answer."""
+        """Pin the prefix of these keys that the tier has; ``None`` if it has none, or did not answer."""
         began, seconds = self._begin(name)
         if name in self.unavailable:
             return None
@@ -233,7 +233,7 @@ class _TimedQueries:
             lease = await tier.pin(keys, within=seconds)
             if len(lease.keys):
                 return lease
-            with trio.CancelScope(deadline=began + seconds):  # a lease has let go also when it is cut off
+            with trio.CancelScope(deadline=began + seconds):  # a release that is cancelled still releases
                 await lease.__aexit__(None, None, None)
         except Exception as error:
             self.unavailable[name] = error
@@ -242,7 +242,7 @@ class _TimedQueries:
         return None
 
     async def contained(self, name: str, tier: BreakerTier, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """What a faster tier has of these."""
+        """Those of these keys that a faster tier has."""
         began, seconds = self._begin(name)
         if name in self.unavailable:
             return frozenset()
@@ -257,7 +257,7 @@ class _TimedQueries:
             self.time.spend(name, trio.current_time() - began)
 
     def _begin(self, name: str) -> tuple[float, float]:
-        """When a question begins, and how long it may take. A tier whose part is over is not asked, so it is at no fault."""
+        """The start of a question, and its time limit. A tier whose part is used up is not asked, and so has no fault."""
         now = trio.current_time()
         seconds = self.time.left(name, now)
         if not seconds and name not in self.unavailable:
@@ -272,23 +272,23 @@ class _TimedQueries:
 
 @attrs.define(eq=False)
 class TimeShares:
-    """The time of one lookup, or of one delete. Times are on the caller's clock, in seconds."""
+    """Shares the time of one lookup or delete among tiers. Times are on the caller's clock, in seconds."""
 
     each: float
     """The longest part."""
     ends: float
-    """When all of it is over."""
+    """The end of the whole time."""
     tiers: int
-    """How many will be asked."""
+    """How many tiers will be asked."""
     _left: dict[str, float] = attrs.Factory(dict)
 
     def left(self, tier: str, now: float) -> float:
-        """What is left of a tier's part; the first time, the part is measured out."""
+        """The rest of a tier's part. The first call fixes the part."""
         if tier not in self._left:
             share = max(0.0, self.ends - now) / (self.tiers - len(self._left))
             self._left[tier] = min(self.each, share)
         return self._left[tier]
 
     def spend(self, tier: str, seconds: float) -> None:
-        """A question to this tier has taken so long."""
+        """Subtract the duration of a question from the tier's part."""
         self._left[tier] = max(0.0, self._left[tier] - seconds)

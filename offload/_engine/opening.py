@@ -1,9 +1,8 @@
 """Opening an engine: its arguments become one configuration, its places are entered, and pipelines lead from one to the next.
 
-First in, last out: the places are entered first, then the routes between them, the last one first, since a route is opened
-before what feeds it, then the routes of promotions. At the end the hits are released before the pipelines close, and these
-before the places they are of. A tier that cannot be entered yet has its turn in that order all the same: its Reconnector stands
-there.
+First in, last out: the tiers are entered first, then the routes between them are opened, the last one first, since a route
+opens before the one that feeds it, then the routes of promotions. At the end the hits are released before the pipelines close,
+and the pipelines close before the tiers. The Reconnector of a tier that may be absent takes the tier's position in this order.
 """
 
 from __future__ import annotations
@@ -77,38 +76,39 @@ def open_engine(
 ) -> AbstractAsyncContextManager[Engine]:
     """Join tiers by pipelines, for the length of an ``async with`` block.
 
-    ``open_engine(source, [host, disk])`` joins two; ``open_engine(source, config)`` and ``open_engine(config)`` join what an
-    :class:`EngineConfig` says, which then says all but the instruments.
+    ``open_engine(source, [host, disk])`` joins two tiers; ``open_engine(source, config)`` and ``open_engine(config)`` take an
+    :class:`EngineConfig`, which then replaces all other arguments except the instruments.
 
-    A pipeline leads from the source to the first tier and, with a chain, from each tier that can be read from as a
-    :class:`~backends.abc.Source` to the next one, which is fed everything that is stored before it. A tier that no
-    pipeline leads to is only read. Leaving the block closes all of them, the first one first, as
-    :func:`offload.open_pipeline` says; to have everything arrive, ``await engine.drain()`` before.
+    A pipeline leads from the source to the first tier and, with a chain, from each tier that can be read as a
+    :class:`~backends.abc.Source` to the next one, which stores everything that is stored in the tier before it. A tier that no
+    pipeline leads to is only read. Leaving the block closes all pipelines, the first one first, as
+    :func:`offload.open_pipeline` does; ``await engine.drain()`` before that has everything stored.
 
     Args:
-        source: where the blocks are that an inference engine's forward pass writes.
-        tiers: from the fastest to the slowest; all of the source's block size. One that is only named
+        source: where blocks are stored from, such as the device tier that an engine's forward pass writes.
+        tiers: from the fastest to the slowest; all with the source's block size. A tier that is only named
             (:func:`backends.plugins.make_tier`) is made when the block is entered, and closed when it is left; one that is an
             async context manager, as :class:`backends.maru.MaruTier`, is entered for as long.
-        policies: what may leave the source for the first tier; by default what that does not have yet. Behind it, a tier is
-            offered what it does not have.
-        config: the knobs of every pipeline.
-        chain: feed what one tier has stored to the next (``on_store``, or true), or only what it evicts, before it goes
-            (``on_evict``; then ``on_destination_full`` is ``evict`` unless a config is given), or nothing (``none``, or false).
+        policies: decide which blocks of the source go into the first tier; by default those it does not have yet. Tiers behind
+            it get what they do not have.
+        config: the settings of every pipeline.
+        chain: what is stored in the next tier: what one tier has stored (``on_store``, or true), or only what it evicts, before
+            it is dropped (``on_evict``; then ``on_destination_full`` is ``evict`` unless a config is given), or nothing
+            (``none``, or false).
         instruments: observers of every pipeline between the source and the tiers.
         on_load_failure: what a load does about a block that was found and cannot be loaded.
-        routes: those that are not as by default, or not there by default.
-        promote: whether a load writes what comes from a slower tier into the fastest as well, or into the one named.
+        routes: routes besides the default ones, or with other settings.
+        promote: whether a load also writes what comes from a slower tier into the fastest one, or into the one named.
         breaker: when a tier counts as broken, and is left alone for a while.
-        on_enter_failure: what to do about a tier that cannot be entered, since it is absent: ``fail``, or ``miss``: go on,
-            with the tier as a broken one until it can be; or that by the names of tiers. One that is not named fails.
+        on_enter_failure: what to do about an absent tier, which cannot be entered: ``fail``, or ``miss``: open with the tier
+            counting as broken until it can be entered; or a table of these by the names of tiers. One that is not named fails.
 
     Raises:
         TierNotEntered: a tier cannot be entered; see ``on_enter_failure``.
-        ValueError: no tier, one twice, the source as a tier, or a knob that is set to what it cannot be (then
+        ValueError: no tier, a tier given twice, the source as a tier, or a setting out of range (then
             :class:`offload.ConfigError`).
-        BlockSizeError: a tier holds blocks of another size than the source.
-        TypeError: something is said beside a config that says all.
+        BlockSizeError: a tier has another block size than the source.
+        TypeError: an argument that the config replaces was given too.
     """
     whole = configuration_of(
         source, tiers, policies, config, chain, on_load_failure, routes, promote, breaker, on_enter_failure
@@ -127,14 +127,14 @@ async def _open(config: EngineConfig, instruments: Sequence[Instrument | object]
             list(builder.breaker_tiers.items()), await builder.enter_promotion_routes(routes), builder.tenant_tags
         )
         engine = Engine(builder.parts(routes, spills, promoter), config)
-        # Called first, and also when the block is cancelled.
+        # Runs first at the end, also when the block is cancelled: pins must be released while pipelines and tiers are open.
         stack.push_async_callback(partial(release_forgotten, engine._live_hits))
         yield engine
 
 
 @attrs.define(eq=False)
 class _EngineBuilder:
-    """What is shared by all that is opened for one engine."""
+    """The state shared by the steps of opening one engine."""
 
     stack: AsyncExitStack
     config: EngineConfig
@@ -152,7 +152,7 @@ class _EngineBuilder:
         self.load_priority = LoadPriority(patience=self.config.store_patience)
 
     async def enter_routes(self) -> tuple[list[OpenRoute], dict[str, Spilling]]:
-        """Open the routes, each before what feeds it, and what carries the victims of their tiers."""
+        """Open the routes, each before the one that feeds it, and the spilling of their tiers."""
         config, tiers = self.config, self.tiers
         for name, place in [(SOURCE, self.source), *tiers.items()]:
             self.stack.callback(self.history.watch_tier(name, place))
@@ -165,9 +165,9 @@ class _EngineBuilder:
         pipelines: dict[str, Pipeline] = {}
         spills: dict[str, Spilling] = {}
         for route in reversed(planned):
-            # The place itself: its breaker is for those who ask it, and what is copied out of it tells nothing about it.
+            # Without the breaker: that is for calls to the tier, and copies out of it prove nothing about its answers.
             above: Any = self.source if route.above == SOURCE else tiers[route.above]
-            leaving = below.get(route.name)  # where the route carries what its tier evicts
+            leaving = below.get(route.name)  # set if this route stores what its tier evicts
             fed = [pipelines[name] for name in route.feeds]
             pipeline = await self.stack.enter_async_context(self._route(route, above, fed, leaving))
             pipelines[route.name] = pipeline
@@ -183,14 +183,12 @@ class _EngineBuilder:
     def _route(
         self, route: PlannedRoute, above: Any, feeds: Sequence[Pipeline], leaving: PipelineConfig | None
     ) -> AbstractAsyncContextManager[Pipeline]:
-        said, tier = route.route, self.breaker_tiers[route.to]
-        knobs = leaving or said.pipeline or self.config.pipeline
-        if (
-            route.above != SOURCE and said.policies is None
-        ):  # a tier that does not say what it has in time keeps nothing back
+        configured, tier = route.route, self.breaker_tiers[route.to]
+        knobs = leaving or configured.pipeline or self.config.pipeline
+        if route.above != SOURCE and configured.policies is None:  # a tier that does not answer in time filters nothing
             policies = [what_is_new(tier, knobs)]
         else:
-            policies = make_policies(said.policies, tier, route.name)
+            policies = make_policies(configured.policies, tier, route.name)
         return open_pipeline(
             above,
             tier,
@@ -203,7 +201,7 @@ class _EngineBuilder:
         )
 
     async def enter_promotion_routes(self, routes: Sequence[OpenRoute]) -> dict[str, PromotionRoute]:
-        """Open the ways up, into all tiers but the slowest."""
+        """Open the routes of promotions, into all tiers but the slowest."""
         routes_up: dict[str, PromotionRoute] = {}
         for name in list(self.tiers)[:-1]:
             down = next((route.plan.route.pipeline for route in routes if route.plan.to == name), None)
@@ -216,7 +214,7 @@ class _EngineBuilder:
         return routes_up
 
     def parts(self, routes: Sequence[OpenRoute], spills: Mapping[str, Spilling], promoter: Promoter) -> EngineParts:
-        """All of it, for the engine."""
+        """Collect the parts of the engine."""
         return EngineParts(
             source=self.source,
             tiers=self.tiers,
@@ -246,18 +244,18 @@ def configuration_of(
     breaker: BreakerConfig | None,
     on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = "fail",
 ) -> EngineConfig:
-    """The arguments of :func:`open_engine`, but for the instruments, as one configuration with a source.
+    """The arguments of :func:`open_engine`, without the instruments, as one configuration with a source.
 
     Raises:
         ValueError: as :func:`open_engine`.
-        TypeError: something is said beside a config that says all.
+        TypeError: an argument that the config replaces was given too.
     """
-    said = (policies, config, chain, on_load_failure, tuple(routes), promote, breaker, on_enter_failure)
+    arguments = (policies, config, chain, on_load_failure, tuple(routes), promote, breaker, on_enter_failure)
     if isinstance(source, EngineConfig) or isinstance(tiers, EngineConfig):
         whole = source if isinstance(source, EngineConfig) else tiers
-        if said != (None, None, True, "miss", (), False, None, "fail") or (whole is source and tiers != ()):
+        if arguments != (None, None, True, "miss", (), False, None, "fail") or (whole is source and tiers != ()):
             raise TypeError(
-                "an EngineConfig says all but the instruments: attrs.evolve(config, ...) changes what it says"
+                "an EngineConfig replaces all arguments but the instruments: use attrs.evolve(config, ...) to change it"
             )
         assert isinstance(whole, EngineConfig)
         if not isinstance(source, EngineConfig):
@@ -278,29 +276,29 @@ def configuration_of(
             pipeline=config or PipelineConfig(on_destination_full="evict" if chain == "on_evict" else "wait"),
         )
     if whole.source is None:
-        raise ConfigError("source", None, "must be a place: open_engine(source, config), or name one in the config")
+        raise ConfigError("source", None, "must be a source: open_engine(source, config), or name one in the config")
     check_places(whole.source, whole.tiers)
     return whole
 
 
 def _with_source(config: EngineConfig, source: Source) -> EngineConfig:
     if config.source is not None:
-        raise TypeError(f"the config names a source already: {config.source!r}")
+        raise TypeError(f"the config has a source already: {config.source!r}")
     return attrs.evolve(config, source=source)
 
 
 def _first_route(
     tiers: Mapping[str, object], routes: Sequence[Route], policies: Sequence[Policy | AsyncPolicy]
 ) -> list[Route]:
-    """``policies`` are those of the route to the first tier."""
+    """The routes with ``policies`` on the one to the first tier."""
     first = next(iter(tiers), "")
     if any(route.to == first for route in routes):
-        raise TypeError(f"policies = {policies!r}: the route to {first} has its own; say them there")
+        raise TypeError(f"policies = {policies!r}: the route to {first} has its own; give them there")
     return [Route(first, policies=tuple(policies)), *routes]
 
 
 def _named(tiers: Sequence[TierLike]) -> dict[str, TierLike]:
-    """A name of its own for each tier: the one it has, or its type's."""
+    """A distinct name for each tier: its ``name``, or its type's."""
     named: dict[str, TierLike] = {}
     for tier in tiers:
         name = stem = _name_of(tier)

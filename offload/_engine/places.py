@@ -1,12 +1,12 @@
-"""The places of an engine, entered: what was only named is made, what can be entered is entered, what is absent may come later.
+"""Makes and enters the source and the tiers of an engine. An absent tier may come later.
 
-Rule 1. A tier that an engine may open without (``on_enter_failure``) is entered by a task of its own (:mod:`.late_tiers`),
-        whether it is there at first or not; the others are entered by the task that opens the engine.
-Rule 2. How a tier is asked is decided before it is there: whether it must be awaited, can be read from, tells of its evictions,
-        must know the tenant of its blocks. Routes are made by that. One that turns out to be of another kind once it is
-        entered, or to hold blocks of another size, is refused.
-Rule 3. A tier that could not even be made has a placeholder, which nothing can be read from as a source.
-Rule 4. What was made here is closed here, last of all, whether it was entered or not.
+Rule 1. A tier that the engine may open without (``on_enter_failure``) is entered by its own task (:mod:`.late_tiers`), whether
+        it is there at first or not; the task that opens the engine enters the others.
+Rule 2. The properties of a tier that routes depend on are decided before it is entered: whether it must be awaited, can be read
+        as a source, reports its evictions, needs tenants. A tier that has other properties once it is entered, or another block
+        size, is refused.
+Rule 3. A tier that could not be made has a placeholder, which cannot be read as a source.
+Rule 4. A tier that was made here is closed here, last of all, whether it was entered or not.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from .._health.faults import describe, is_absence
 from .config import EngineConfig, TierLike
 from .factories import is_source, make_source, make_tier, needs_tenants
 from .history import History
-from .late_tiers import PlaceholderTier, Reconnector, keep
+from .late_tiers import PlaceholderTier, Reconnector, run_reconnector
 
 
 @attrs.frozen(eq=False)
 class Places:
-    """All of an engine's."""
+    """The tiers of an engine."""
 
     source: Source
     tiers: Mapping[str, ReadableTier]
     """By name, the fastest first."""
     breaker_tiers: Mapping[str, BreakerTier]
-    """The same, as they are asked."""
+    """The same tiers behind their breakers."""
 
 
 async def enter_places(stack: AsyncExitStack, config: EngineConfig, history: History) -> Places:
-    """The source and the tiers of an engine, entered in their order, to be left when ``stack`` is closed.
+    """Enter the source and the tiers of an engine in order; closing ``stack`` leaves them.
 
     Raises:
         TierNotEntered: a tier is absent, and the engine does not open without it.
-        Exception: whatever making and entering them raises.
+        Exception: making or entering a tier raised it.
     """
     source = make_source(config)
     if source is not config.source:
@@ -55,15 +55,15 @@ async def enter_places(stack: AsyncExitStack, config: EngineConfig, history: His
         await _enter(stack, source)
     tiers: dict[str, ReadableTier] = {}
     breaker_tiers: dict[str, BreakerTier] = {}
-    for name, said in config.tiers.items():
-        tier = tiers[name] = _made(name, said, source.block_bytes, config)
-        if tier is not said:
-            stack.enter_context(closing(tier))  # whatever comes next, and after it was left
+    for name, configured in config.tiers.items():
+        tier = tiers[name] = _made(name, configured, source.block_bytes, config)
+        if tier is not configured:
+            stack.enter_context(closing(tier))  # first in, so it is closed after it was left, also if entering fails
         if config.opens_without(name) and (isinstance(tier, PlaceholderTier) or _can_be_entered(tier)):
-            breaker_tiers[name] = await _keep(stack, name, tier, source, config, history)
+            breaker_tiers[name] = await _enter_by_reconnector(stack, name, tier, source, config, history)
         else:
             breaker_tiers[name] = _breaker_tier(name, tier, config)
-            await _enter_or_say(stack, name, tier)
+            await _enter_or_raise(stack, name, tier)
     there = {name: tier for name, tier in tiers.items() if breaker_tiers[name].health.entered}
     if there:
         check_places(source, there)
@@ -71,7 +71,7 @@ async def enter_places(stack: AsyncExitStack, config: EngineConfig, history: His
 
 
 def check_places(source: object, tiers: Mapping[str, object]) -> None:
-    """Whether these can be joined, as far as they are there yet."""
+    """Raise unless these places can be joined. An absent tier is checked when it is entered."""
     if not tiers:
         raise ValueError("an engine needs at least one tier")
     there = [place for place in (source, *tiers.values()) if place is not None and not isinstance(place, str | Mapping)]
@@ -79,16 +79,16 @@ def check_places(source: object, tiers: Mapping[str, object]) -> None:
         raise ValueError(f"the source and the tiers must be different places: {source!r}, {list(tiers.values())!r}")
     wanted: int = getattr(source, "block_bytes", 0)
     for tier in tiers.values():
-        size: int = getattr(tier, "block_bytes", 0)  # 0: any, so far
+        size: int = getattr(tier, "block_bytes", 0)  # 0: not known yet
         if wanted and size and size != wanted:
             raise BlockSizeError(tier, size, wanted)
 
 
 def check_placeholders(tiers: Mapping[str, object], config: EngineConfig) -> None:
-    """Whether no route starts at a tier that could not be made.
+    """Raise if a route starts at a tier that could not be made.
 
     Raises:
-        ConfigError: one does, or would if the tier could be read from.
+        ConfigError: one does, or would if the tier can be read from.
     """
     names = list(tiers)
     for at, (name, tier) in enumerate(tiers.items()):
@@ -98,15 +98,15 @@ def check_placeholders(tiers: Mapping[str, object], config: EngineConfig) -> Non
             raise ConfigError(
                 f"on_enter_failure.{name}",
                 "miss",
-                f"{name} could not be made, so it is unknown whether it can be read from, as a route that leads on from "
-                f"there needs: put it last, or say chain = 'none' and no route from it ({tier.why})",
+                f"{name} could not be made, so it is unknown whether it can be read from, which a route that starts there "
+                f"needs: put it last, or set chain = 'none' and no route from it ({tier.why})",
             )
 
 
-def _made(name: str, said: TierLike, block_bytes: int, config: EngineConfig) -> ReadableTier:
-    """A tier; or its placeholder, if it is absent and may be."""
+def _made(name: str, configured: TierLike, block_bytes: int, config: EngineConfig) -> ReadableTier:
+    """Make a tier; or its placeholder, if it is absent and may be."""
     knob = f"tiers.{name}"
-    make = partial(make_tier, knob, said, block_bytes)
+    make = partial(make_tier, knob, configured, block_bytes)
     try:
         return make()
     except Exception as error:
@@ -114,13 +114,13 @@ def _made(name: str, said: TierLike, block_bytes: int, config: EngineConfig) -> 
             raise
         if not config.opens_without(name):
             raise TierNotEntered(name, describe(error)) from error
-        return PlaceholderTier(make, block_bytes, error, seals=needs_tenants(knob, said))
+        return PlaceholderTier(make, block_bytes, error, seals=needs_tenants(knob, configured))
 
 
-async def _keep(
+async def _enter_by_reconnector(
     stack: AsyncExitStack, name: str, tier: Any, source: Source, config: EngineConfig, history: History
 ) -> BreakerTier:
-    """Have a tier kept, and begin with its first attempt. The tier behind its breaker."""
+    """Start the reconnector of a tier, and wait for its first attempt. Returns the tier behind its breaker."""
     kind = _kind_of(name, tier)
     breaker_tier = _breaker_tier(name, tier, config)
     runner = breaker_tier._runner
@@ -129,10 +129,10 @@ async def _keep(
     def check_entered() -> None:
         if isinstance(tier, PlaceholderTier):
             if isinstance(tier.made, TenantTier) and not isinstance(tier, TenantTier):
-                raise TypeError("it must know whose its blocks are, which could not be known before it was made")
+                raise TypeError("it needs tenants, which could not be known before it was made")
             history.watch_tier(
                 name, tier.made
-            )  # while it is made: it is entered by no other place, so its listener ends with it
+            )  # as soon as it is made; its evictions can be watched before it is entered
         elif (now := _kind_of(name, tier)) != kind:
             raise TypeError(f"it is of another kind than before it was entered: {now}, not {kind}")
         size: int = getattr(tier.made if isinstance(tier, PlaceholderTier) else tier, "block_bytes", 0)
@@ -140,14 +140,16 @@ async def _keep(
             raise BlockSizeError(tier, size, source.block_bytes)
 
     await stack.enter_async_context(
-        keep(Reconnector(runner, tier.enter if isinstance(tier, PlaceholderTier) else lambda: tier, check_entered))
+        run_reconnector(
+            Reconnector(runner, tier.enter if isinstance(tier, PlaceholderTier) else lambda: tier, check_entered)
+        )
     )
     return breaker_tier
 
 
 @attrs.frozen
 class _Kind:
-    """How a tier is asked, and what routes are made by."""
+    """The properties of a tier that routes depend on."""
 
     remote: bool
     source: bool
@@ -167,17 +169,17 @@ def _kind_of(name: str, tier: Any) -> _Kind:
         raise ConfigError(
             f"on_enter_failure.{name}",
             "miss",
-            f"{tier!r} does not say what kind of tier it is before it is entered: {error!r}",
+            f"{tier!r} does not tell its kind of tier before it is entered: {error!r}",
         ) from error
 
 
 def _breaker_tier(name: str, tier: ReadableTier, config: EngineConfig) -> BreakerTier:
-    """A breaker before this tier; one that has its own already keeps it."""
+    """Put a breaker in front of this tier; a tier that has one keeps it."""
     return with_breaker(tier, name, breaker=config.breaker)
 
 
-async def _enter_or_say(stack: AsyncExitStack, name: str, tier: object) -> None:
-    """Have a tier that the engine does not open without.
+async def _enter_or_raise(stack: AsyncExitStack, name: str, tier: object) -> None:
+    """Enter a tier that the engine does not open without.
 
     Raises:
         TierNotEntered: it is absent.
@@ -191,7 +193,7 @@ async def _enter_or_say(stack: AsyncExitStack, name: str, tier: object) -> None:
 
 
 async def _enter(stack: AsyncExitStack, place: Any) -> None:
-    """Have a place for as long, if it can be entered."""
+    """Enter a place until the stack is closed, if it can be entered."""
     if _can_be_entered(place):
         await stack.enter_async_context(place)
 

@@ -1,18 +1,18 @@
-"""Promotion: what was loaded from a slower tier is written into a faster one as well, after the load has answered.
+"""Promotion: writes blocks that were loaded from a slower tier into a faster one, after the load has returned.
 
     load -------------------------------> answer
       '--> faster tier's own pipeline: is it there already? --> read it again, verified, into host memory --> copy in
 
-A promotion is a store whose precondition is that its bytes have been read. So all that a store promises holds for it: what is
-there is filtered, what another pipeline brings is not brought twice, its reading can be cancelled and its copy drains, and the
-end of the engine waits for it no longer than for any other store.
+A promotion is a store whose precondition is that its bytes have been read. So every promise of a store holds for it: blocks
+that are present are filtered, blocks that another pipeline brings are not copied twice, its reading can be cancelled and its
+copy drains, and the end of the engine waits for it no longer than for any other store.
 
-Rule 1. A load's answer never waits for it, and the caller's cancel does not reach it: it is begun once the answer is known, by
+Rule 1. A load never waits for it, and the caller's cancel does not reach it: it begins once the result of the load is known, by
         a call that does not wait, and runs in a pipeline of the engine.
-Rule 2. It takes nothing from the caller: the places of a load are the caller's again once it is over, so the bytes are read
-        from the slower tier once more, under a lease of their own, and only what that tier has verified is written.
-Rule 3. It never waits for room, unless everything in the faster tier is held: that tier evicts where its route does, and else
-        what does not fit is refused, and counted.
+Rule 2. It uses no memory of the caller, who may reuse the destination once the load is over. So the bytes are read from the
+        slower tier once more, under their own lease, and only bytes that this tier has verified are written.
+Rule 3. It waits for room only if everything in the faster tier is pinned: that tier evicts if its route does; otherwise blocks
+        that do not fit are refused, and counted.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from .statistics import Counts, count
 from .tenants import TenantTags, nothing
 
 _LONGEST_WAIT = 1.0
-"""Seconds that a promotion waits for room where everything is held: long enough for a load to release its hit."""
+"""Seconds that a promotion waits for room if everything is pinned: long enough for a load to release its hit."""
 _log = logging.getLogger("offload.engine")
 
 
 def promotion_config(config: PipelineConfig, blocks: int) -> PipelineConfig:
-    """The knobs of the pipeline that promotes into a tier, from those of the route there, for so many blocks at once."""
+    """The settings of the pipeline that promotes into a tier, from those of the tier's route, for a budget of ``blocks``."""
     batches = config.batch_config
     most = min(batches.max_batch_size, blocks)
     return attrs.evolve(
         config,
         batch_config=BatchConfig(
             most, min(batches.min_batch_size, most), 0.0
-        ),  # it takes memory while it waits for company
+        ),  # do not wait for a fuller batch: each block takes memory meanwhile
         max_concurrent_transfers=1,
         on_destination_full="evict" if config.on_destination_full == "evict" else "partial",
         destination_timeout=min(config.destination_timeout, _LONGEST_WAIT),
@@ -63,7 +63,7 @@ def promotion_config(config: PipelineConfig, blocks: int) -> PipelineConfig:
 
 
 class StagingBuffer:
-    """Fresh host memory to read blocks into: a destination that sums up what arrives, in the thread that copies it."""
+    """New host memory to read blocks into. Checksums are computed as blocks arrive, in the copy thread."""
 
     def __init__(self, n: int, block_bytes: int) -> None:
         self._pages = new_pages(n, block_bytes)
@@ -81,28 +81,28 @@ class StagingBuffer:
         return self._pages.page_bytes
 
     def views(self) -> None:
-        """Not given: so the reader copies in what it has read, and it is summed up on the way."""
+        """Not given, so that the tier calls :meth:`copy_in`, which computes checksums."""
         return
 
     def copy_in(self, start: int, pages: Pages) -> None:
-        """Copy pages into the places from ``start`` on."""
+        """Copy pages to the blocks from ``start`` on."""
         stop = start + len(pages)
         self._sums[start:stop] = copy_and_sum(self._pages.part(start, stop), pages)
 
 
 @attrs.frozen
 class StagedBlock:
-    """A block that has been read."""
+    """A block that has been read, and its checksum."""
 
     page: Pages
     checksum: int
-    """The xxh3-64 of what has arrived there."""
+    """xxh3-64 of the bytes as they arrived."""
 
 
 class Staging:
-    """Host memory with blocks that have been read and wait to be written: a source. What is not there was gone.
+    """Host memory with blocks that have been read and wait to be written, as a source. A missing block was gone.
 
-    A :class:`~backends.abc.ChecksummedSource`: what changes while it waits is not written.
+    A :class:`~backends.abc.ChecksummedSource`: a block that changes while it waits is not written.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -120,11 +120,11 @@ class Staging:
         return self._block_bytes
 
     def put(self, key: Key, block: StagedBlock) -> None:
-        """This block has been read."""
+        """Add a block that has been read."""
         self._there[key] = block
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """These have been written, or will not be. What a copy still reads stays until that lets go of it."""
+        """Remove blocks that were written, or will not be. Memory that a copy still reads is kept until the copy ends."""
         for key in keys:
             self._there.pop(key, None)
 
@@ -133,7 +133,7 @@ class Staging:
         return WeakBlocks(self, keys, None, depths)
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """A ref for each block that has been read."""
+        """Take a ref for each block that has been read."""
         refs: list[int] = []
         for key in keys:
             block = self._there.get(key)
@@ -146,12 +146,12 @@ class Staging:
         return refs
 
     def release(self, refs: Sequence[int]) -> None:
-        """Let go of what these refs hold."""
+        """Release these refs."""
         for ref in refs:
             self._held.pop(ref, None)
 
     def views(self, refs: Sequence[int]) -> Pages:
-        """Where these blocks lie."""
+        """The memory of these blocks."""
         pages = [self._held[ref].page for ref in refs]
         return Pages([page.addresses[0] for page in pages], self._block_bytes, pages)
 
@@ -160,27 +160,27 @@ class Staging:
         copy_pages(pages, self.views(refs))
 
     def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> list[int | None]:
-        """What each of these blocks summed up to when it had been read."""
+        """The checksum of each block from when it was read."""
         return [self._held[ref].checksum for ref in refs]
 
     def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """These have changed since they were read."""
+        """Remove blocks that have changed since they were read."""
         self.forget(keys)
 
 
 @attrs.define(eq=False)
 class PromotionRoute:
-    """The way up into one tier. An instrument of its pipeline, which tells what has become of each promotion."""
+    """The route of promotions into one tier. As an instrument of its pipeline it counts what becomes of each."""
 
     pipeline: Pipeline
     staging: Staging
     counts: Counts
     turns: trio.Semaphore = attrs.Factory(lambda: trio.Semaphore(1))
-    """One promotion reads at a time: loads go first, and they need the slower tiers, too."""
+    """One promotion reads at a time, since loads take precedence and use the slower tiers too."""
     _ends: dict[OffloadContainer, Callable[[], None]] = attrs.Factory(dict)
 
     def begin(self, tier: ReadableTier, keys: Sequence[Key], end: Callable[[], None]) -> None:
-        """Promote these, as many as there is room for on the way; ``end`` is called when that is over. Never waits."""
+        """Promote as many of these blocks as there is room for; ``end`` is called when that is over. Never waits."""
         statistics = self.pipeline.statistics()
         room = max(0, statistics.budget_blocks - statistics.used_blocks)
         if len(keys) > room:
@@ -200,7 +200,7 @@ class PromotionRoute:
             self._ends[reading.handle._container] = end
 
     def settled(self, container: OffloadContainer) -> None:
-        """The hook: one promotion is over. Count it, and give its memory back."""
+        """The hook of an instrument: a promotion has settled. Counts it, and frees its memory."""
         keys = container.blocks.keys
         self.staging.forget([key for key in keys if key not in container.filtered])
         self.counts.promoted += len(container.completed)
@@ -232,7 +232,7 @@ def _depths_of(tier: ReadableTier, keys: Sequence[Key]) -> Sequence[int | None] 
 
 
 def _word(error: BaseException | None) -> str:
-    """Why blocks did not arrive."""
+    """The reason for which blocks did not arrive, in a word."""
     if isinstance(error, PreconditionFailed):
         error = error.__cause__
     words: tuple[tuple[type[Exception], str], ...] = (
@@ -252,7 +252,7 @@ async def open_promotion_route(
     counts: Counts,
     load_priority: LoadPriority,
 ) -> AsyncIterator[PromotionRoute]:
-    """The way up into this tier, for the length of an ``async with`` block."""
+    """Open the route of promotions into this tier, for the length of an ``async with`` block."""
     staging = Staging(block_bytes)
     async with open_pipeline(
         staging,
@@ -269,16 +269,16 @@ async def open_promotion_route(
 
 @attrs.define(eq=False)
 class _ReadFromSlowerTier:
-    """The precondition of a promotion: that its bytes have been read and verified."""
+    """The precondition of a promotion: its bytes have been read and verified."""
 
     route_up: PromotionRoute
     tier: ReadableTier
     handle: TransferHandle | None = None
 
     async def __call__(self) -> None:
-        """Read what is wanted into host memory. Cancelled, nothing is pinned, and no copy is under way any more.
+        """Read the blocks into host memory. Cancelled, nothing is pinned, and no copy is under way any more.
 
-        But for one of a disk that hangs: that is left ``drain_timeout`` later, and the memory it reads into is kept.
+        Except for a copy from a disk that hangs: this returns after ``drain_timeout``, and the memory it reads into is kept.
         """
         assert self.handle is not None
         keys, staging = self.handle.passed_blocks, self.route_up.staging
@@ -293,28 +293,28 @@ class _ReadFromSlowerTier:
 
 @attrs.define(eq=False)
 class Promoter:
-    """Decides what goes up, and from where."""
+    """Decides which blocks are promoted into which tier."""
 
     places: Sequence[Place]
     """The tiers, the fastest first."""
     routes_up: dict[str, PromotionRoute]
-    """The ways up, by the tier that they lead to."""
+    """The routes of promotions, by the tier that they lead to."""
     tenant_tags: TenantTags
 
     def check(self, promote: bool | str) -> None:
-        """Raise :class:`ValueError` where no tier has this name."""
+        """Raise :class:`ValueError` if no tier has this name."""
         if isinstance(promote, str) and promote not in dict(self.places):
             names = ", ".join(name for name, _ in self.places)
             raise ValueError(f"promote = {promote!r}: must be true, false, or one of {names}")
 
     def promote(self, keys: Sequence[Key], origins: Sequence[int], to: bool | str, tenant: str) -> None:
-        """Begin to write these blocks into the fastest tier, or the one named, as far as they come from slower ones.
+        """Begin to write these blocks into the fastest tier, or the one named, if they come from slower ones.
 
         Args:
             keys: blocks that were loaded.
             origins: the position of the tier that each of them came from.
-            to: where to; False is nowhere.
-            tenant: whose they are.
+            to: the name of a tier; True is the fastest, False none.
+            tenant: the tenant of the blocks.
         """
         target = next((at for at, (name, _) in enumerate(self.places) if to is True or to == name), None)
         if not to or target is None:
@@ -341,15 +341,15 @@ class Promoter:
 
     @property
     def pipelines(self) -> list[tuple[str, Pipeline]]:
-        """The ways up, each with the tier that it leads to."""
+        """The pipelines of promotions, each with the tier that it leads to."""
         return [(name, route_up.pipeline) for name, route_up in self.routes_up.items()]
 
     async def drain(self) -> None:
-        """Return when everything on its way up has arrived, or will not."""
+        """Wait until every promotion has ended."""
         for route_up in self.routes_up.values():
             await route_up.pipeline.drain()
 
     @property
     def in_flight(self) -> int:
-        """Blocks on their way up."""
+        """Blocks that are being promoted."""
         return sum([route_up.pipeline.statistics().used_blocks for route_up in self.routes_up.values()])

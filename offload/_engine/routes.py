@@ -1,15 +1,15 @@
-"""Which routes there are between the places of an engine, what feeds each, and which carry what a tier evicts. Pure.
+"""Plans the routes between the tiers of an engine, which route feeds which, and which store evicted blocks. Pure.
 
-Rule 1. A route leads down: from the source, or from a tier to a slower one. So there is no cycle, and routes in the order of
-        where they lead stand upstream first.
+Rule 1. A route leads down: from the source, or from a tier to a slower one. So there is no cycle, and routes sorted by their
+        destination are upstream first.
 Rule 2. The first route leads from the source to the first tier, whatever else is configured.
-Rule 3. With a chain there is a route from each tier to the next, as far as one tier after the other can be read as a source.
-Rule 4. With ``chain = "on_evict"`` each route that starts at a tier carries what that tier evicts, and nothing else by
-        itself. So one route leads on from a tier, and the tier tells of its evictions.
-Rule 5. What is to be evicted must be evicted: a way into such a tier has ``on_destination_full = "evict"``. Where there are
-        several, the one that waits the shortest sets the pace.
-Rule 6. A tier that must know the tenant of its blocks may stand below, or above: then the tenants are indexed in every tier
-        whose victims come there, by whatever way, so that victims keep theirs.
+Rule 3. With a chain there is a route from each tier to the next, as long as each tier can be read as a source.
+Rule 4. With ``chain = "on_evict"`` a route that starts at a tier stores what that tier evicts, and nothing else by itself. So
+        only one route may start at a tier, and the tier must report its evictions.
+Rule 5. A tier that feeds others by eviction must evict: the routes into it have ``on_destination_full = "evict"``. If there are
+        several, the one with the shortest wait sets the pace.
+Rule 6. A tier that needs the tenants of its blocks may be below or above: then the tenants are indexed in every tier whose
+        victims come there, directly or not, so that victims keep theirs.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ class PlannedRoute:
     """One route of an engine."""
 
     name: str
-    """What its pipeline is called: the tier that it leads to, if it starts where a route there starts by default."""
+    """The name of its pipeline: the tier that it leads to, if it starts where a route there starts by default."""
     to: str
     """The tier that it leads to."""
     above: str
     """The tier that it starts at, or ``source``."""
     route: Route
-    """What was said about it."""
+    """Its configuration."""
     feeds: tuple[str, ...]
-    """The routes, by name, that are fed what it has stored."""
+    """The names of the routes that go on from what it has stored."""
 
 
 def plan(tiers: Sequence[str], sources: Collection[str], routes: Sequence[Route], chain: Chain) -> list[PlannedRoute]:
-    """The routes of an engine, upstream first.
+    """Plan the routes of an engine, upstream first.
 
     Args:
         tiers: the names, from the fastest to the slowest; at least one.
         sources: those of them that can be read as a source.
-        routes: what was said, by tiers that there are.
-        chain: what feeds one tier from another.
+        routes: the configured routes; their tiers exist.
+        chain: what is stored in the next tier.
 
     Raises:
-        ConfigError: a route leads up, starts where nothing can be read from, is named twice, or is called as a tier is.
+        ConfigError: a route leads up, starts at a tier that cannot be read from, is given twice, or has the name of a tier.
     """
-    said = _by_ends(tiers, sources, routes)
+    configured = _by_ends(tiers, sources, routes)
     wanted = {(SOURCE, tiers[0]): Route(tiers[0])}
     if chain != "none":
         for above, to in pairwise(tiers):
             if above not in sources:
                 break
             wanted[above, to] = Route(to)
-    wanted.update(said)
+    wanted.update(configured)
     order = {name: at for at, name in enumerate([SOURCE, *tiers])}
     ends = sorted(wanted, key=lambda ends: (order[ends[1]], order[ends[0]]))
     names = {end: end[1] if end[0] == _above(tiers, sources, end[1]) else f"{end[0]}-{end[1]}" for end in ends}
@@ -72,13 +72,13 @@ def plan(tiers: Sequence[str], sources: Collection[str], routes: Sequence[Route]
 
 
 def _check_distinct(names: Mapping[tuple[str, str], str]) -> None:
-    """A route that does not start where one does by default is called by both of its ends: no tier may be called so."""
+    """A route that does not start at its default is named after both ends; raise if a tier has that name."""
     called: dict[str, tuple[str, str]] = {}
     for end, name in names.items():
         other = called.setdefault(name, end)
         if other != end:
             above, to = max(end, other, key=lambda one: one[1] != name)
-            raise ConfigError("tiers", name, f"must be another name: the route from {above} to {to} is called so")
+            raise ConfigError("tiers", name, f"must be another name: the route from {above} to {to} has this one")
 
 
 def _fed(end: tuple[str, str], route: Route, names: Mapping[tuple[str, str], str], chain: Chain) -> tuple[str, ...]:
@@ -88,8 +88,8 @@ def _fed(end: tuple[str, str], route: Route, names: Mapping[tuple[str, str], str
 
 
 def _by_ends(tiers: Sequence[str], sources: Collection[str], routes: Sequence[Route]) -> dict[tuple[str, str], Route]:
-    """What was said, by where it starts and leads to."""
-    said: dict[tuple[str, str], Route] = {}
+    """The configured routes, by start and destination."""
+    configured: dict[tuple[str, str], Route] = {}
     for at, route in enumerate(routes):
         above = route.source or _above(tiers, sources, route.to)
         if above != SOURCE:
@@ -99,10 +99,10 @@ def _by_ends(tiers: Sequence[str], sources: Collection[str], routes: Sequence[Ro
                 raise ConfigError(
                     f"routes[{at}].source", above, "cannot be read as a source; say 'source' to start at the engine's"
                 )
-        if (above, route.to) in said:
+        if (above, route.to) in configured:
             raise ConfigError(f"routes[{at}]", route.to, f"there is another route from {above} to {route.to}")
-        said[above, route.to] = route
-    return said
+        configured[above, route.to] = route
+    return configured
 
 
 def _above(tiers: Sequence[str], sources: Collection[str], to: str) -> str:
@@ -117,15 +117,15 @@ def _above(tiers: Sequence[str], sources: Collection[str], to: str) -> str:
 def spill_configs(
     planned: Sequence[PlannedRoute], tiers: Mapping[str, Any], config: EngineConfig
 ) -> dict[str, PipelineConfig]:
-    """The routes that carry what their tier evicts, by name, each with the knobs of its pipeline. None but with ``on_evict``.
+    """The routes that store what their tier evicts, by name, each with its pipeline's settings; only with ``on_evict``.
 
     Args:
         planned: all routes, upstream first.
-        tiers: the places, by name.
-        config: what was said.
+        tiers: the tiers, by name.
+        config: the engine's configuration.
 
     Raises:
-        ConfigError: against one of the rules above.
+        ConfigError: one of the rules above is broken.
     """
     knobs: dict[str, PipelineConfig] = {}
     if config.chain != "on_evict":
@@ -133,11 +133,13 @@ def spill_configs(
     carried: set[str] = set()
     for route in planned:
         ways = [way for way in planned if way.to == route.above and way.route.auto_chain]
-        if not ways:  # from the source; or no route that feeds the tier is chained
+        if not ways:  # the route starts at the source, or no chained route feeds the tier
             continue
         if route.above in carried:
             raise ConfigError(
-                "routes", route.name, f"with chain = 'on_evict' one route leads on from a tier: {route.above} has one"
+                "routes",
+                route.name,
+                f"with chain = 'on_evict' one route starts at a tier: {route.above} has one already",
             )
         carried.add(route.above)
         _check(route, tiers)
@@ -152,16 +154,16 @@ def spill_configs(
 
 def _check(route: PlannedRoute, tiers: Mapping[str, Any]) -> None:
     if not isinstance(tiers[route.above], SpillingTier):
-        raise ConfigError("chain", "on_evict", f"{route.above} tells nobody of what it evicts: {tiers[route.above]!r}")
+        raise ConfigError("chain", "on_evict", f"{route.above} does not report its evictions: {tiers[route.above]!r}")
 
 
 def tiers_to_index(planned: Sequence[PlannedRoute], spilling: Collection[str], of_tenants: Collection[str]) -> set[str]:
-    """The tiers of which must be known whose their blocks are: their victims come into a tier that must know, or from one.
+    """The tiers whose blocks' tenants must be indexed: their victims go to a tier that needs tenants, or come from one.
 
     Args:
         planned: all routes, upstream first.
-        spilling: those that carry what their tier evicts, by name.
-        of_tenants: the tiers that must know.
+        spilling: the routes that store evicted blocks, by name.
+        of_tenants: the tiers that need tenants.
     """
     found: set[str] = set()
     for route in reversed(planned):

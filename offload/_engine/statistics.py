@@ -1,4 +1,4 @@
-"""What an engine looks like from outside, at one moment; and what it counts meanwhile."""
+"""Statistics of an engine: an immutable snapshot, and the counters behind it."""
 
 from __future__ import annotations
 
@@ -18,45 +18,46 @@ class EngineStatistics:
     """A snapshot of an engine. Counters count from its start."""
 
     pipelines: Mapping[str, PipelineStatistics]
-    """Each pipeline, by the name of where it leads."""
+    """The statistics of each pipeline, by the name of its route."""
     tiers: Mapping[str, TierStatistics]
-    """Each tier, by name, from the fastest to the slowest."""
+    """The statistics of each tier, by name, from the fastest to the slowest."""
     health: Mapping[str, Health]
-    """How each tier is, as far as calls have told: one that has broken is left alone for a while."""
+    """The state of each tier's breaker: a tier that has broken is left alone for a while."""
     lookups: int
-    """Lookups that ended with an answer."""
+    """Lookups that returned."""
     asked_blocks: int
-    """Keys they asked for."""
+    """Keys that they were called with."""
     hit_blocks: int
-    """Keys they found: the lengths of the prefixes."""
+    """Keys that they found: the sum of the prefixes' lengths."""
     loads: int
-    """Loads that ended with an answer."""
+    """Loads that returned."""
     loaded_blocks: int
-    """Blocks they brought, counted where the prefix has no gap before them."""
+    """Blocks that they loaded, up to the first gap of each."""
     load_failures: Mapping[str, int]
     """Blocks that were found and could not be loaded, by reason; those behind them are not counted."""
     lookup_failures: Mapping[str, int]
     """Lookups that had to leave out a tier because it raised, by its name; those of a retry included."""
     load_faults: Mapping[str, int]
-    """Blocks that a tier had, as it said, and did not deliver, by its name; also where a retry brought them after all."""
+    """Blocks that a tier had found and did not deliver, by its name; also those that a retry recovered."""
     retried_blocks: int
-    """Blocks that were looked for once more, in the tiers behind the one that failed."""
+    """Blocks that were looked up once more, in the tiers behind the one that failed."""
     recovered_blocks: int
-    """Blocks that were brought by that."""
+    """Blocks of these that were loaded."""
     promoted_blocks: int
-    """Blocks that were loaded from a slower tier and have been written into a faster one since."""
+    """Blocks that were loaded from a slower tier and then written into a faster one."""
     promotions_refused: Mapping[str, int]
-    """Blocks that were to be and were not, by reason: ``duplicate`` (there already, or on the way), ``full`` (no room there),
-    ``busy`` (``promotion_blocks`` were on their way), ``gone`` (the slower tier had lost them by then), ``failed``,
+    """Blocks that were not promoted, by reason: ``duplicate`` (present already, or on the way), ``full`` (no room there),
+    ``busy`` (``promotion_blocks`` were being promoted), ``gone`` (the slower tier had lost them by then), ``failed``,
     ``closed`` (the engine ended)."""
     promoting_blocks: int
-    """Blocks on their way up now."""
+    """Blocks that are being promoted now."""
     spills: Mapping[str, SpillStatistics]
-    """What became of what a tier evicted, by the name of the route that carries it; empty but with ``chain = "on_evict"``."""
+    """What became of blocks that a tier evicted, by the name of the route that stores them; empty but with ``chain =
+    "on_evict"``."""
     open_hits: int
-    """Hits that have not been released yet: what they found stays pinned."""
+    """Hits that have not been released; their blocks are pinned."""
     quarantined: int
-    """Copies without a proven end, promotions included: what they touched stays taken (``engine.quarantine``)."""
+    """Copies without a proven end, promotions included; their memory stays taken (``engine.quarantine``)."""
 
 
 @attrs.define(eq=False)
@@ -78,5 +79,5 @@ class Counts:
 
 
 def count(counts: dict[str, int], what: str, n: int = 1) -> None:
-    """Add to what is counted by name."""
+    """Add to one of several counts."""
     counts[what] = counts.get(what, 0) + n

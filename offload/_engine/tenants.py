@@ -1,20 +1,21 @@
-"""Which tenant blocks belong to, for tiers that must know: tags while blocks move, an index while they lie in a tier. Pure.
+"""The tenants of blocks, for tiers that need them: tags while blocks move, an index while they are in a tier. Pure.
 
-Keys do not tell a tenant: they are opaque. So a tenant is tagged onto keys (:meth:`backends.abc.TenantTier.carry`) from a store
-until its handle has settled, from a lookup until its hit is released, with a promotion until that is over, and with what a tier
-evicts until it is in the tier below (:class:`TenantTags`).
+A tenant cannot be read from a key. So keys are tagged with a tenant (:meth:`backends.abc.TenantTier.carry`) from a store until
+its handle has settled, from a lookup until its hit is released, during a promotion, and from an eviction until the block is in
+the tier below (:class:`TenantTags`).
 
-What a tier evicts was stored long ago. Where victims move into a tier that must know, or out of one, a :class:`TenantIndex`
-remembers the tenant of each block of the tier above, for as long as it has it. The one that brings a block knows:
+An evicted block was stored long ago. If victims move into a tier that needs tenants, or out of one, a :class:`TenantIndex`
+remembers the tenant of each block of the tier above, as long as the block is there. It learns it from the stores:
 
     on its way --arrived--> a tenant's --evicted, deleted--> forgotten
 
-Rule 1. What was brought by one tenant is that tenant's. The first one wins, as its bytes do: a later one changes nothing.
-Rule 2. What several tenants bring at the same time has no tenant, as everywhere: it is unknown whose bytes arrived.
-Rule 3. Nor has what lies there and was brought without a tag. The empty tenant is one like all others: its blocks must not pass
-        for untagged ones, so they are remembered, too.
-Rule 4. Nothing is remembered of what the tier does not have, or is not on its way there. It tells of its evictions; what went
-        in another way is found out before there is as much of that again.
+Rule 1. A block that one tenant brought belongs to that tenant. The first one wins, as its bytes do: a later one changes
+        nothing.
+Rule 2. A block that several tenants bring at the same time has no tenant, since it is unknown whose bytes arrived.
+Rule 3. Neither has a block that was brought without a tag. The empty tenant is a tenant like all others: its blocks must not
+        count as untagged, so they are remembered too.
+Rule 4. Blocks that are neither in the tier nor on their way there are forgotten. The tier reports its evictions; other losses
+        are found by asking the tier before the index has grown to twice its size.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
 
 
 def nothing() -> None:
-    """The end of no tag."""
+    """The end function of no tag: does nothing."""
 
 
 class TenantTags:
-    """Tags tenants onto keys in all tiers of an engine that must know them. An instrument of every pipeline into a tier."""
+    """Tags keys with their tenants in all tiers that need them. An instrument of every pipeline into a tier."""
 
     def __init__(self, tiers: Iterable[object]) -> None:
         self._tiers = [tier for tier in tiers if isinstance(tier, TenantTier)]
@@ -48,9 +49,9 @@ class TenantTags:
         return bool(self._tiers)
 
     def remember(self, name: str, tier: SpillingTier) -> Callable[[], None]:
-        """Remember the tenants of this tier's blocks; returns what ends that.
+        """Keep an index of the tenants of this tier's blocks. Returns a function that ends this.
 
-        The tier is asked without its breaker: a broken tier, too, says what it has.
+        The tier is asked without its breaker: a broken tier, too, knows what it has.
         """
         place: Any = tier
         index = self._indexes[name] = TenantIndex(place.contains_nowait)
@@ -59,31 +60,31 @@ class TenantTags:
     # --- tags of blocks that move ------------------------------------------------------------------------------------------
 
     def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """Tag these keys with their tenant until the returned function is called: in all tiers or, where it raises, in none.
+        """Tag these keys with their tenant until the returned function is called: in all tiers or, if one raises, in none.
 
-        The empty tenant is tagged as any other: it must not pass for another tenant that has the same keys under way. Calling
-        the function again does nothing.
+        The empty tenant is tagged like any other: it must not be taken for another tenant with the same keys under way.
+        Calling the returned function again does nothing.
         """
         if not self._tiers:
             return nothing
         return _all([(tier.carry, keys, tenant) for tier in self._tiers])
 
     def bring(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """The same for blocks that are about to arrive in a tier, also in the indexes."""
+        """Like :meth:`carry`, for blocks that are about to arrive in a tier: the indexes record them too."""
         if not self._indexes:
             return self.carry(keys, tenant)
         carriers = [self.carry, *[index.bring for index in self._indexes.values()]]
         return _all([(carry, keys, tenant) for carry in carriers])
 
     def bring_up(self, keys: Sequence[Key], tenant: str, name: str, *, verified: bool) -> Callable[[], None]:
-        """The same for blocks that this tenant has loaded from a tier, to be promoted.
+        """Like :meth:`bring`, for blocks that this tenant has loaded from a tier and that are promoted.
 
         Args:
             keys: the blocks.
             tenant: the tenant that loaded them.
             name: the tier they were loaded from.
-            verified: whether that tier knows tenants itself, and so has verified this one. Otherwise a block that the index has
-                as another tenant's, or as untagged, is promoted as untagged.
+            verified: whether that tier uses tenants itself, and so has verified this one. Otherwise a block that the index has
+                under another tenant, or as untagged, is promoted as untagged.
         """
         index = self._indexes.get(name)
         if index is None or verified:
@@ -94,7 +95,7 @@ class TenantTags:
     def victims(
         self, name: str, to: object
     ) -> Callable[[Sequence[Key]], tuple[Collection[Key], Callable[[], None]]] | None:
-        """How victims of a tier keep their tenant on their way to another one (:mod:`offload._pipeline.spill`)."""
+        """Returns a function that tags victims of a tier on their way to another one (:mod:`offload._pipeline.spill`)."""
         index = self._indexes.get(name)
         if index is None:
             return None
@@ -137,7 +138,7 @@ _Carry: TypeAlias = Callable[[Sequence[Key], str], Callable[[], None]]
 
 
 def _all(many: Iterable[tuple[_Carry, Sequence[Key], str]]) -> Callable[[], None]:
-    """Tag in all of them or, where one raises, in none; returns what ends it, once."""
+    """Tag in all of them or, if one raises, in none. Returns a function that ends it once."""
     ends: list[Callable[[], None]] = []
 
     def end() -> None:
@@ -153,11 +154,11 @@ def _all(many: Iterable[tuple[_Carry, Sequence[Key], str]]) -> Callable[[], None
     return end
 
 
-# --- whose the blocks of one tier are ---------------------------------------------------------------------------------
+# --- the tenants of one tier ------------------------------------------------------------------------------------------
 
 
-_FEW: Final = 64
-"""So many blocks are remembered before it is looked whether they are still there."""
+_FIRST_CHECK: Final = 64
+"""The size at which the index asks the tier for the first time which of its blocks are still there."""
 _log = logging.getLogger("offload.engine")
 
 
@@ -165,26 +166,26 @@ class TenantIndex:
     """The tenants of one tier's blocks.
 
     Args:
-        contains: says which of some keys are there.
+        contains: returns those of some keys that are there.
     """
 
     def __init__(self, contains: Callable[[Sequence[Key]], AbstractSet[Key]]) -> None:
         self._contains = contains
         self._there: dict[Key, str | None] = {}  # None: untagged
-        self._coming: dict[Key, list[str]] = {}  # who brings it, once for each time
-        self._most = _FEW
+        self._coming: dict[Key, list[str]] = {}  # the tenants that bring it, one entry for each store
+        self._most = _FIRST_CHECK
 
     def __len__(self) -> int:
         return len(self._there) + len(self._coming)
 
     def of(self, key: Key) -> str | None:
-        """The tenant of a block; ``None`` if it is untagged, or nothing is known of it."""
+        """The tenant of a block; ``None`` if it is untagged or unknown."""
         if key in self._there:
             return self._there[key]
         return _only(self._coming.get(key, ()))
 
     def bring(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """Note that this tenant brings these until the returned function is called: what is there then is its. Idempotent."""
+        """Record that this tenant brings these blocks, until the returned function is called. That one is idempotent."""
         there = self._ask(keys, otherwise=keys)
         for key in keys:
             if key in there and key not in self._coming:
@@ -218,10 +219,10 @@ class TenantIndex:
         if len(self._there) > self._most:
             still = self._ask(list(self._there), otherwise=self._there)
             self.forget([key for key in self._there if key not in still])
-            self._most = max(_FEW, 2 * len(self._there))
+            self._most = max(_FIRST_CHECK, 2 * len(self._there))
 
     def _ask(self, keys: Sequence[Key], otherwise: Collection[Key]) -> Collection[Key]:
-        """What the tier has of these; a tier that fails is no error of the store or the promotion."""
+        """Those of these keys that the tier has; ``otherwise`` if it fails, which is no error of the store or the promotion."""
         try:
             return self._contains(keys)
         except Exception as error:
@@ -230,5 +231,5 @@ class TenantIndex:
 
 
 def _only(tenants: Sequence[str]) -> str | None:
-    """The one tenant of these, if there is one."""
+    """The tenant, if these are all the same."""
     return tenants[0] if tenants and tenants.count(tenants[0]) == len(tenants) else None

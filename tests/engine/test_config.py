@@ -145,7 +145,7 @@ def test_every_knob_is_listed_with_its_bound_and_its_reason() -> None:
         ("[[engine.routes]]\nto = 'x'\npolicies = [3]", r"engine.routes\[0\].policies = 3: must be a policy"),
         (
             "[[engine.routes]]\nto = 'x'\npolicies = {threshold = 3}",
-            r"engine.routes\[0\].policies = .*: must say its type",
+            r"engine.routes\[0\].policies = .*: has no type",
         ),
         ("[[engine.routes]]\nto = 'x'\npipeline = 3", r"engine.routes\[0\].pipeline = 3: must be a PipelineConfig"),
         (
@@ -331,22 +331,22 @@ async def test_a_source_that_is_only_named_needs_the_size_of_a_block() -> None:
             (EngineConfig(tiers={"host": MEMORY}),),
             {},
             ConfigError,
-            "source = None: must be a place: open_engine.source, config",
+            "source = None: must be a source: open_engine.source, config",
         ),
         ((FakeTier(), EngineConfig()), {}, ValueError, "at least one tier"),
-        ((FakeTier(), EngineConfig(source=FakeTier(), tiers={"h": MEMORY})), {}, TypeError, "names a source already"),
+        ((FakeTier(), EngineConfig(source=FakeTier(), tiers={"h": MEMORY})), {}, TypeError, "has a source already"),
         (
             (EngineConfig(source=FakeTier(), tiers={"h": MEMORY}), [MEMORY]),
             {},
             TypeError,
-            "says all but the instruments",
+            "replaces all arguments but the instruments",
         ),
         ((FakeTier(), EngineConfig(tiers={"h": MEMORY})), {"promote": True}, TypeError, "attrs.evolve"),
         (
             (FakeTier(), [FakeTier()]),
             {"policies": [], "routes": [Route("faketier")]},
             TypeError,
-            "has its own; say them there",
+            "has its own; give them there",
         ),
         ((FakeTier(), [FakeTier()]), {"on_load_failure": "again"}, ConfigError, "on_load_failure = 'again'"),
         ((FakeTier(), [FakeTier()]), {"chain": "up"}, ConfigError, "chain = 'up'"),
@@ -451,7 +451,7 @@ async def test_a_tier_that_calls_itself_source_gets_a_number() -> None:
     ("names", "route", "clash"),
     [
         (["a", "b", "source-b"], Route("b", source="source"), "'source-b': .* the route from source to b is"),
-        (["a", "b", "a-c", "c"], Route("c", source="a"), "'a-c': .* the route from a to c is called so"),
+        (["a", "b", "a-c", "c"], Route("c", source="a"), "'a-c': .* the route from a to c has this one"),
     ],
 )
 async def test_no_tier_is_called_as_a_route_is(names: list[str], route: Route, clash: str) -> None:

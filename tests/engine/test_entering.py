@@ -350,7 +350,7 @@ async def test_a_tier_that_does_not_say_what_it_is_cannot_be_late() -> None:
                 raise RuntimeError("not connected")
             raise AttributeError(name)
 
-    with pytest.raises(ConfigError, match="does not say what kind of tier it is before it is entered") as raised:
+    with pytest.raises(ConfigError, match="does not tell its kind of tier before it is entered") as raised:
         async with opened(FakeTier(64, SIZE), {"late": Bare()}):
             raise AssertionError("it opened")
     assert "on_enter_failure.late" in str(raised.value)
@@ -676,7 +676,7 @@ async def test_a_tier_that_encrypts_is_told_whose_its_blocks_are_also_of_those_t
                     outcomes = list(await late.load(lease, PagesDestination.over(buffers)))
                 end()
                 assert (outcomes == [LOADED]) == (tenant == "ann"), (key, tenant)
-        assert not late.made._tags._claims and not late._claims
+        assert not late.made._tags._claims and not late._tags
 
 
 async def test_what_is_made_too_late_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,7 @@ FULL = Facts(
         (
             ["tiers", "in_flight", "unavailable", "elsewhere", "evicted", "refused"],
             Cause.UNKNOWN,
-            "no trace of it: never stored, or gone before all that is remembered",
+            "no record of it: never stored, or gone for longer than the records reach",
         ),
     ],
     ids=lambda value: value.value.replace(" ", "-") if isinstance(value, Cause) else None,
@@ -189,7 +189,7 @@ def test_a_prompt_is_told_in_runs():
     assert str(explanation).splitlines() == [
         "2 of 4 blocks can be used",
         "  0-1: in host",
-        "  2: no trace of it: never stored, or gone before all that is remembered",
+        "  2: no record of it: never stored, or gone for longer than the records reach",
         "  3: in host",
     ]
 
@@ -306,7 +306,7 @@ async def test_what_a_policy_kept_back(autojump_clock):
         await trio.sleep(4)
         assert await told(engine, [b"a", b"x"]) == [
             ("filtered", "kept back from host 4 s ago (infrequent)"),
-            ("unknown", "no trace of it: never stored, or gone before all that is remembered"),
+            ("unknown", "no record of it: never stored, or gone for longer than the records reach"),
         ]
         await store(engine, [b"a"])
         assert await told(engine, b"a") == [("found", "in host")]
@@ -354,7 +354,7 @@ async def test_tokens_that_are_there_in_another_layout_or_under_another_salt(aut
         assert await told(engine, TOKENS, naming=OURS, others=others, tenant="ours") == [
             ("other layout", "there under another layout: dtype 'fp8', in host"),
             ("other salt", "there under another salt: tenant '', in host"),
-            ("unknown", "no trace of it: never stored, or gone before all that is remembered"),
+            ("unknown", "no record of it: never stored, or gone for longer than the records reach"),
         ]
         await store(engine, OURS.keys(TOKENS))
         assert (await engine.explain(TOKENS, naming=OURS, others=others, tenant="ours")).usable == 3

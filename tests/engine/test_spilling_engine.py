@@ -253,7 +253,7 @@ async def test_a_tier_that_evicts_nothing_is_refused(mode):
 
 async def test_two_routes_from_one_tier_are_refused():
     tiers = {"host": FakeTier(), "disk": FakeTier(), "far": FakeTier()}
-    with pytest.raises(ConfigError, match="one route leads on from a tier: host has one"):
+    with pytest.raises(ConfigError, match="one route starts at a tier: host has one already"):
         async with on_evict(FakeTier(), tiers, routes=[Route("far", source="host")]):
             raise AssertionError("it must not open")
 
@@ -262,7 +262,7 @@ async def test_a_tier_that_tells_nobody_of_its_evictions_is_refused():
     class Silent(FakeTier):
         on_evicted = None  # type: ignore[assignment]
 
-    with pytest.raises(ConfigError, match="tells nobody"):
+    with pytest.raises(ConfigError, match="does not report its evictions"):
         async with on_evict(FakeTier(), [Silent(), FakeTier()]):
             raise AssertionError("it must not open")
 
