@@ -1,7 +1,7 @@
 """trio-offload: move KV-cache blocks between memory tiers, and never lose, leak or corrupt one.
 
-Names stand here in the order in which a user meets them. Each is imported when it is first used: pytest imports this
-package in every run of whoever has it installed (our plugin is in it), and ``offload --help`` needs none of it.
+Names are listed in the order in which a user meets them. Each is imported at its first use: pytest imports this package in
+every run where it is installed (our plugin is in it), and ``offload --help`` needs none of it.
 """
 
 from typing import TYPE_CHECKING

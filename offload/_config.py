@@ -1,12 +1,12 @@
-"""Every knob of a pipeline: its default, its bound, and the reason for both. Pure, but for the reading of a file.
+"""Every setting of a pipeline: its default, its bound, and the reason for both. Pure, except for reading a file.
 
-Rule 1. A knob is checked when its class is made, wherever the value came from: what exists is valid.
-Rule 2. What is wrong is said as a :class:`~offload._errors.ConfigError`: the knob, the value, the bound, and where it
-was set.
+Rule 1. A setting is checked when its class is made, wherever the value came from: a configuration that exists is valid.
+Rule 2. An error is a :class:`~offload._errors.ConfigError`: it names the setting, the value, the bound, and where it was
+        set.
 Rule 3. An unknown name is an error that names the nearest known one. Nothing is ignored.
 
-In a file, a pipeline is one table (``[pipeline]``), and what is nested here is nested there. The environment wins over
-the file: ``OFFLOAD_``, then the same path in capitals, with two underscores for each dot::
+In a file, a pipeline is one table (``[pipeline]``), and nested classes are nested tables. The environment takes precedence:
+``OFFLOAD_``, then the same path in capitals, with two underscores for each dot::
 
     [pipeline]                                    OFFLOAD_PIPELINE__POLICY_TIMEOUT=0.5
     policy_timeout = 0.1
@@ -48,7 +48,7 @@ _knob: Final = Knobs("OFFLOAD", ConfigError)
 
 @attrs.frozen
 class BatchConfig:
-    """When a batch is full, and when it is late. The reason for each bound and default is in :func:`knobs`."""
+    """When a batch is full, and when it leaves although it is not. :func:`knobs` has the reason for each bound and default."""
 
     max_batch_size: int = _knob.integer(
         64,
@@ -57,13 +57,13 @@ class BatchConfig:
         "Blocks in a batch: enough to pay for one copy call, few enough that a cancel rarely comes too late.",
     )
     min_batch_size: int = _knob.integer(
-        8, 1, 65_536, "Blocks that are worth a copy at once; fewer wait for company. At most max_batch_size."
+        8, 1, 65_536, "Blocks that are copied at once; with fewer the batch waits for more. At most max_batch_size."
     )
     flush_interval: float = _knob.seconds(
         0.01,
         0.0,
         60.0,
-        "How long fewer may wait for company. 0: leave once a slot is free. Below 1 ms no timer is real.",
+        "How long fewer blocks wait for more. 0: leave once a slot is free. Timers below 1 ms are not exact.",
     )
 
     def __attrs_post_init__(self) -> None:
@@ -75,58 +75,61 @@ class BatchConfig:
 
 @attrs.frozen
 class PipelineConfig:
-    """Everything that can be set on a pipeline. The reason for each bound and default is in :func:`knobs`."""
+    """The settings of a pipeline. The reason for each bound and default is in :func:`knobs`."""
 
     batch_config: BatchConfig = _knob.table(BatchConfig(), "When a batch leaves.")
     policy_timeout: float = _knob.seconds(
         0.1,
         0.001,
         3_600.0,
-        "How long policies that wait may take over one container; one that holds the loop for longer is counted.",
+        "How long async policies may take over one container; a plain one that blocks the loop for longer is counted.",
     )
     on_policy_error: OnPolicyError = _knob.choice(
         "filter",
         OnPolicyError,
-        "What a policy that raises or overruns does to a container: keeps its blocks back, or fails it.",
+        "What happens to a container whose policy raises or overruns: its blocks are filtered, or it fails.",
     )
     max_waiting_policies: int = _knob.integer(
-        64, 1, 4_096, "Containers whose policies wait at once, so that a slow one holds back no other; each is a task."
+        64, 1, 4_096, "Containers whose policies wait at once, so that a slow policy delays no other; each is a task."
     )
     precondition_timeout: float = _knob.seconds(
-        300.0, 0.001, _DAY, "How long a forward pass may take. Never for ever: what waits holds blocks."
+        300.0, 0.001, _DAY, "How long a forward pass may take. Finite, since a waiting container holds blocks."
     )
     sweep_interval: float = _knob.seconds(
-        0.01, 0.001, 60.0, "How often a safety net looks for cancelled containers. It should find none, and counts."
+        0.01,
+        0.001,
+        60.0,
+        "How often a safety net looks for cancelled containers. It counts those it finds, of which there should be none.",
     )
     max_concurrent_transfers: int = _knob.integer(
         1, 1, 64, "Batches copied at once. Each takes a thread; two nearly fill a memory bus."
     )
     on_destination_full: WhenFull = _knob.choice(
-        "wait", WhenFull, "What a full destination means: wait for room, evict, store the part that fits, or fail."
+        "wait", WhenFull, "What to do if the destination is full: wait for room, evict, store what fits, or fail."
     )
     destination_timeout: float = _knob.seconds(
         30.0,
         0.001,
         _DAY,
-        "How long to wait for room there. A waiting reservation holds a transfer slot and nothing else.",
+        "How long to wait for room there. A waiting reservation holds only a transfer slot.",
     )
     transfer_timeout: float = _knob.seconds(
         60.0,
         0.001,
         _DAY,
-        "How long a copy may take before its end counts as unproven and what it touches is quarantined.",
+        "How long a copy may take. After that its end counts as unproven, and its blocks are quarantined.",
     )
     drain_timeout: float = _knob.seconds(
         10.0,
         0.0,
         _DAY,
-        "How long shutdown waits for copies under way. Where it is shorter than transfer_timeout, it wins.",
+        "How long shutdown waits for copies under way. If it is shorter than transfer_timeout, it takes precedence.",
     )
     budget_blocks: int = _knob.integer(
         4_096,
         1,
         _MOST_BLOCKS,
-        "Blocks between enqueue and settled, the only bound of the queues inside. At least max_batch_size.",
+        "Blocks between enqueue and settled, which bounds all queues inside. At least max_batch_size.",
     )
     on_overflow: OnOverflow = _knob.choice(
         "wait",
@@ -157,20 +160,20 @@ class BreakerConfig:
         30.0,
         0.001,
         _DAY,
-        "What the wait doubles up to, and how long a probe may take. At least first_wait.",
+        "The longest wait, and how long a probe may take. At least first_wait.",
     )
     call_timeout: float = _knob.timeout(
         5.0,
         0.001,
         _DAY,
         "How long a tier may take to answer a question (contains, pin, delete, room) before that is a fault; longer than its "
-        "own patience, so that it says itself what is wrong. inf: as long as the tier itself allows.",
+        "own timeouts, so that its own error is seen. inf: as long as the tier itself allows.",
     )
     load_timeout: float = _knob.timeout(
         60.0,
         0.001,
         _DAY,
-        "How long it may take to load the blocks of a run. As long as a store's copy. inf: as above.",
+        "How long loading the blocks of a segment may take. As long as a store's copy. inf: as above.",
     )
     enter_timeout: float = _knob.timeout(
         30.0,
@@ -186,12 +189,12 @@ class BreakerConfig:
 
 
 def knobs(cls: type[attrs.AttrsInstance] = PipelineConfig, *, section: str = "pipeline") -> tuple[Knob, ...]:
-    """Every knob of a configuration class and of the classes nested in it, in the order in which they are declared."""
+    """Every setting of a configuration class and of the classes nested in it, in the order of declaration."""
     return tuple(_knob.of(cls, section))
 
 
 def from_mapping(mapping: Mapping[str, Any], cls: type[C] = PipelineConfig, *, section: str = "") -> C:  # type: ignore[assignment]
-    """A configuration from nested mappings, as a TOML or JSON parser gives them. What is not named keeps its default.
+    """Load a configuration from nested mappings, as a TOML or JSON parser gives them. Missing names keep their defaults.
 
     Args:
         mapping: knobs by name.
@@ -211,12 +214,12 @@ def config_from_toml(
     others: Collection[str] = (),
     environ: Mapping[str, str] | None = None,
 ) -> PipelineConfig:
-    """A configuration from a TOML file and the environment, which wins.
+    """Load a configuration from a TOML file and the environment, which takes precedence.
 
     Args:
         source: a path (``pathlib.Path``), or TOML as a text.
-        section: the table to read; it need not be there.
-        others: tables of the file that are read elsewhere. Any further one is an error.
+        section: the table to read; may be missing.
+        others: tables of the file that are allowed and not read here. Any other table is an error.
         environ: the environment; by default that of this process.
 
     Raises:

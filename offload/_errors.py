@@ -1,4 +1,4 @@
-"""Everything this package raises on its own account, and who must act."""
+"""The exceptions of this package, each saying what the caller can do about it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class OffloadError(Exception):
 
 
 class ConfigError(OffloadError, KnobError):
-    """The caller set a knob to what it cannot be; the text names the knob, the value, and the bound."""
+    """The caller set a knob to a value out of range; the text names the knob, the value, and the bound."""
 
 
 class PipelineFull(OffloadError, trio.WouldBlock):
@@ -38,9 +38,9 @@ class DestinationFull(OffloadError):
 
 
 class TierUnavailable(OffloadError):
-    """A tier has broken, and is not asked now: the caller goes on without it. Nothing was done.
+    """A tier has broken and is not called now: the caller goes on without it. Nothing was done.
 
-    A lookup leaves it out, and names it; a store's blocks are rejected. An operator reads who, since when, why.
+    A lookup leaves the tier out and names it; the blocks of a store are rejected. The attributes are for an operator.
     """
 
     def __init__(self, tier: str, *, since: float, cause: str, next_probe: float | None, now: float) -> None:
@@ -52,13 +52,13 @@ class TierUnavailable(OffloadError):
             again = f"is tried again in {max(0.0, next_probe - now):.3g} s"
         super().__init__(f"{tier} has been unavailable for {now - since:.3g} s ({cause}); it {again}")
         self.tier = tier
-        """Its name."""
+        """The tier's name."""
         self.since = since
         """When it broke, on trio's clock."""
         self.cause = cause
-        """What its last fault was."""
+        """Its last fault."""
         self.next_probe = next_probe
-        """When it is tried again, on trio's clock; ``None`` while it is, ``inf`` where it is not."""
+        """When it is tried again, on trio's clock; ``None`` while a probe is under way, ``inf`` if it is not tried again."""
 
 
 class TierTooSlow(OffloadError, trio.TooSlowError):
@@ -66,9 +66,9 @@ class TierTooSlow(OffloadError, trio.TooSlowError):
 
 
 class TierNotEntered(OffloadError, OSError):
-    """A tier could not be entered when its engine was to open: what it connects to did not answer. Its operator must act.
+    """A tier could not be entered when its engine opened: what it connects to did not answer. An operator must act.
 
-    Or nobody: with ``on_enter_failure = "miss"`` an engine opens without the tier, and enters it when that can be.
+    With ``on_enter_failure = "miss"`` an engine opens without the tier, and enters it later.
     """
 
     def __init__(self, tier: str, why: str) -> None:
@@ -77,11 +77,11 @@ class TierNotEntered(OffloadError, OSError):
             "broken one until it can be entered"
         )
         self.tier: str = tier
-        """Its name."""
+        """The tier's name."""
 
 
 class TransferFailed(OffloadError):
-    """The executor failed the whole batch, or broke its contract; its cause is what it raised. The copy is over."""
+    """The executor failed the whole batch, or broke its contract; the cause is its exception. The copy is over."""
 
 
 class TransferCancelled(OffloadError):
@@ -89,18 +89,18 @@ class TransferCancelled(OffloadError):
 
 
 class DrainUnproven(OffloadError):
-    """The end of a copy could not be proven in time: what it touches is quarantined, named, and not reused.
+    """The end of a copy could not be proven in time: the memory it uses is quarantined, named, and not reused.
 
-    It is the error of the handle, and what ``await handle.cancel()`` raises: quiescence was not reached.
+    It is the error of the handle, and ``await handle.cancel()`` raises it.
     """
 
 
 class WaitTimeout(OffloadError, TimeoutError):
-    """A call waited as long as it was told to. Nothing is known of what it waited for: never read it as an answer."""
+    """A call timed out. What it waited for may still happen or not: never take this for an answer."""
 
 
 class CallCancelled(OffloadError):
-    """The caller cancelled a lookup or a load before it had an answer. Nothing of it is pinned, or written to, any more."""
+    """The caller cancelled a lookup or a load before it had an answer. It pins nothing and writes nothing any more."""
 
 
 class EngineClosed(PipelineClosed):

@@ -1,9 +1,9 @@
-"""Calling the hooks: cheap when nobody watches, safe when a watcher breaks.
+"""Calls the hooks of instruments: cheap without instruments, and safe if one raises.
 
-Rule 1. A hook nobody uses is an empty tuple, so that the hot path pays an attribute and a truth test:
+Rule 1. A hook without instruments is an empty tuple, so that the hot path pays an attribute and a truth test:
 ``if hooks.settled: hooks.fire("settled", container)``.
 Rule 2. An instrument that raises is removed, from all of its hooks, and logged; the pipeline and the others go on.
-Rule 3. Only an ``Exception`` is the instrument's own affair; a KeyboardInterrupt goes through.
+Rule 3. Only an ``Exception`` removes an instrument; a KeyboardInterrupt is raised.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Hooks:
         self._arrange()
 
     def fire(self, name: str, *args: object) -> None:
-        """Call this hook of every instrument that has it. Returns whatever they do; see the rules above.
+        """Call this hook of every instrument that has it. An instrument that raises is removed; see the rules above.
 
         An instrument added meanwhile is not called for this event; one removed meanwhile may still be.
         """
@@ -86,7 +86,7 @@ class Hooks:
                 del self._instruments[position]
                 self._arrange()
                 return instrument
-        return call  # it was removed meanwhile, by itself for one; its hook still says whose it was
+        return call  # it was removed meanwhile, perhaps by itself
 
     def _find(self, instrument: object) -> int | None:
         for position, (known, _) in enumerate(self._instruments):
@@ -101,7 +101,7 @@ class Hooks:
 
 def _used_hooks(instrument: object) -> dict[str, Callable[..., Any]]:
     if isinstance(instrument, type):
-        raise TypeError(f"an instrument is an object, not a class: say {instrument.__name__}()")
+        raise TypeError(f"an instrument is an object, not a class: use {instrument.__name__}()")
     used: dict[str, Callable[..., Any]] = {}
     for name in HOOKS:
         call = getattr(instrument, name, None)

@@ -1,10 +1,10 @@
-"""Names for blocks: content hashes, chained where the content continues something, salted by tenant.
+"""Keys of blocks: content hashes, chained if the content continues other content, salted by tenant.
 
 Equal content, parent and salt give equal keys in every process and on every machine, since nothing here depends on
 Python's own randomised ``hash()``. A key is opaque from here on: no other module looks inside one.
 
-From the bottom: :func:`block_key` names one block, :func:`prefix_keys` chains it over a prompt, and a :class:`BlockKey` is the
-salt of both, spelt out, so that nobody forgets what a block of KV depends on besides its tokens.
+From the bottom: :func:`block_key` makes one key, :func:`prefix_keys` chains keys over a prompt, and a :class:`BlockKey` has a
+field for everything besides the tokens that a block of KV depends on, and makes the salt of it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ KEY_BYTES = 32
 """Length of a key: 256 bits, so that an accidental or a made-up collision is out of reach."""
 
 Algorithm: TypeAlias = Literal["blake2b", "sha256"]
-"""What content is hashed with. Both have 256 bits; blake2b is the default, SHA-256 is for whoever must use it."""
+"""The hash function. Both have 256 bits; blake2b is the default, SHA-256 is for environments that require it."""
 
-_PERSON = b"offload.block/1"  # a change of the encoding below gets a new number: old keys then miss, they never lie
+_PERSON = b"offload.block/1"  # a change of the encoding below gets a new number, so that old keys miss
 _LENGTH = 8
 _TOKEN = "q"  # a token is hashed as a signed 64-bit integer
 
@@ -124,26 +124,26 @@ def _is_algorithm(instance: object, attribute: attrs.Attribute[Any], value: obje
 
 @attrs.frozen
 class BlockKey:
-    """How the blocks of one model, layout, rank and tenant are named: a value, the same in every process.
+    """Makes the keys of one model, layout, rank and tenant: a value, the same in every process.
 
-    Two of these that differ in any field have no key in common; two that are equal name the same tokens alike. Where something
-    makes no difference to the bytes of a block, say it nowhere.
+    Two of these that differ in any field have no key in common; two equal ones give the same tokens the same keys. Leave out
+    what makes no difference to the bytes of a block.
     """
 
     block_size: int = attrs.field(validator=_at_least(1))
     """Tokens in a block."""
     model: str = attrs.field(default="", validator=_is_text, kw_only=True)
-    """What computed it: a name with its revision, or a digest of the weights."""
+    """The model that computed it: a name with its revision, or a digest of the weights."""
     dtype: str = attrs.field(default="", validator=_is_text, kw_only=True)
-    """Of the stored KV."""
+    """The type of the stored KV."""
     layout: str = attrs.field(default="", validator=_is_text, kw_only=True)
     """How the bytes of a block are arranged: a fingerprint, as :attr:`backends.device.DeviceTier.fingerprint`."""
     rank: int = attrs.field(default=0, validator=_at_least(0), kw_only=True)
-    """Which part of the heads or layers, where several processes share one model."""
+    """Which part of the heads or layers, if several processes share one model."""
     tenant: str = attrs.field(default="", validator=_is_text, kw_only=True)
-    """Who may find it."""
+    """The tenant that may find it."""
     algorithm: Algorithm = attrs.field(default="blake2b", validator=_is_algorithm, kw_only=True)
-    """What is hashed with."""
+    """The hash function."""
 
     @property
     def salt(self) -> bytes:
@@ -156,7 +156,7 @@ class BlockKey:
         return prefix_keys(tokens, self.block_size, salt=self.salt, algorithm=self.algorithm)
 
     def prefix(self, tokens: Iterable[int] = ()) -> KeyPrefix:
-        """A sequence that grows, from these tokens on: what was hashed once is not hashed again."""
+        """A sequence that grows, starting with these tokens. Tokens that were hashed are not hashed again."""
         prefix = KeyPrefix(self)
         prefix.append(tokens)
         return prefix
@@ -166,7 +166,7 @@ class KeyPrefix:
     """The keys of a sequence that grows. Made by :meth:`BlockKey.prefix`.
 
     Attributes:
-        naming: how blocks are named.
+        naming: makes the keys.
         keys: one for every full block so far.
     """
 
@@ -186,13 +186,13 @@ class KeyPrefix:
         return f"<{len(self)} tokens, {len(self.keys)} full blocks>"
 
     def append(self, tokens: Iterable[int]) -> list[Key]:
-        """The keys of the blocks that these tokens fill. Costs what they are, however long the sequence is.
+        """Append tokens, and return the keys of the blocks that they fill. The cost does not depend on the sequence's length.
 
         Raises:
             TypeError: a token is not an integer; nothing was appended.
             OverflowError: a token does not fit into 64 bits; nothing was appended.
         """
-        # Through an iterator: given bytes, array() would take them for its own encoding instead of for a token each.
+        # Through an iterator: array() would read bytes as its own encoding, instead of one token for each byte.
         tokens = self._rest + array(_TOKEN, iter(tokens))
         naming = self.naming
         parent = self.keys[-1] if self.keys else b""
@@ -214,7 +214,7 @@ class _Hash(Protocol):
 
 
 def _begin(salt: str | bytes, algorithm: Algorithm) -> _Hash:
-    """A hash that has seen what is in front of the parent."""
+    """A hash of everything in front of the parent."""
     if algorithm == "blake2b":
         return blake2b(_header(salt), digest_size=KEY_BYTES, person=_PERSON)
     if algorithm == "sha256":
@@ -228,7 +228,7 @@ def _header(salt: str | bytes) -> bytes:
 
 
 def _encode(tokens: Iterable[int]) -> array[int]:
-    # Through an iterator: given bytes, array() would take them for its own encoding instead of for a token each.
+    # Through an iterator: array() would read bytes as its own encoding, instead of one token for each byte.
     encoded = array(_TOKEN, iter(tokens))
     if sys.byteorder == "big":
         encoded.byteswap()

@@ -1,8 +1,8 @@
-"""A policy that blocks, asked in a thread: the loop goes on meanwhile, and ``policy_timeout`` holds for it.
+"""A policy that blocks, called in a thread, so that the loop goes on and ``policy_timeout`` applies.
 
-One call at a time, as on the trio thread, so that a policy need not be thread-safe. A call that is out of time is left: its
-thread ends by itself, what it locked by then is given back, and the policy is not asked again before that. So a policy that
-hangs costs one thread.
+There is one call at a time, as on the trio thread, so a policy need not be thread-safe. A call that times out is abandoned: its
+thread ends by itself, a lock that the policy takes until then is released, and the policy is not called again before that. So a
+policy that hangs costs one thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _log = logging.getLogger("offload.pipeline")
 
 
 class ThreadedPolicy(AsyncPolicy):
-    """A policy that is asked in a thread. Made by :func:`offload.in_thread`."""
+    """A policy that is called in a thread. Made by :func:`offload.in_thread`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -33,7 +33,7 @@ class ThreadedPolicy(AsyncPolicy):
         return f"in_thread({self._policy!r})"
 
     async def evaluate(self, keys: Sequence[Key]) -> Reasons | Leased:
-        """What the policy answers. Cancelled, it leaves at once; a lock that the policy takes all the same is given back."""
+        """Return the policy's answer. Cancelled, it returns at once; a lock that the policy takes afterwards is released."""
         await self._permit.acquire()
         call = _Call(self._policy, keys, self._permit)
         try:
@@ -50,7 +50,7 @@ class _State(enum.Enum):
 
 
 class _Call:
-    """One question, from both sides."""
+    """One call of the policy, with the states that the trio thread and the policy's thread share."""
 
     def __init__(self, policy: Policy, keys: Sequence[Key], permit: trio.Semaphore) -> None:
         self._policy = policy
@@ -63,7 +63,7 @@ class _Call:
         self._answer: Reasons | Leased | None = None
 
     def run(self) -> Reasons | Leased:
-        """In the thread: ask. A call that was left cleans up after itself, on the trio thread."""
+        """In the thread: call the policy. An abandoned call releases its lock, on the trio thread."""
         if self._move(_State.RUNNING):
             return {}
         try:
@@ -73,18 +73,18 @@ class _Call:
             if self._move(_State.OVER):
                 try:
                     self._token.run_sync_soon(self._clean_up)
-                except trio.RunFinishedError:  # the run is over: no call waits for the permit
+                except trio.RunFinishedError:  # the run is over: no other call waits for this one
                     self._give_back()
 
     def _move(self, state: _State) -> bool:
-        """In the thread: go on to this state. Whether the call has been left."""
+        """In the thread: move to this state. Returns whether the call has been abandoned."""
         with self._lock:
             if not self._left or state is _State.OVER:
                 self._state = state
             return self._left
 
     def leave(self) -> None:
-        """On the trio thread: stop waiting for the answer."""
+        """On the trio thread: abandon the call."""
         with self._lock:
             self._left = True
             running = self._state is _State.RUNNING
@@ -101,4 +101,4 @@ class _Call:
             try:
                 answer.release()
             except Exception:
-                _log.exception("what %r has locked could not be given back", self._policy)
+                _log.exception("the lock of %r could not be released", self._policy)

@@ -1,7 +1,7 @@
-"""What users of a pipeline implement: a policy, a precondition, an instrument.
+"""The interfaces that users of a pipeline implement: policy, precondition, instrument.
 
-A *policy* answers: may these blocks leave? Called once per container with all its keys, it names the rejected ones only.
-A *precondition* answers: is the data there yet? An *instrument* watches. Places are implemented against
+A *policy* decides which blocks may leave. It is called once per container with all its keys, and names the rejected ones only.
+A *precondition* says when the data is there. An *instrument* observes. Tiers are implemented against
 :mod:`backends.abc`.
 """
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from ._pipeline.container import OffloadBatch, OffloadContainer
 
 Reasons: TypeAlias = Mapping[Key, str]
-"""Why blocks are filtered: the rejected keys only, each with a word."""
+"""A policy's answer: the rejected keys only, each with the reason in a word."""
 
 
 @attrs.frozen
 class Leased:
-    """A policy's answer that comes with a lock it took.
+    """A policy's answer together with a lock that it took.
 
-    The container owns the lease from then on and gives it back when it settles, on every path.
+    The container owns the lock from then on and releases it when it settles, on every path.
     """
 
     reasons: Reasons
-    """The rejected keys, as a plain answer."""
+    """The rejected keys, each with the reason."""
     release: Callable[[], None]
-    """Gives the lock back. Called once, on the trio thread; must not block."""
+    """Releases the lock. Called once, on the trio thread; must not block."""
 
 
 Policy: TypeAlias = Callable[[Sequence[Key]], "Reasons | Leased"]
@@ -42,18 +42,18 @@ Policy: TypeAlias = Callable[[Sequence[Key]], "Reasons | Leased"]
 
 
 class AsyncPolicy(ABC):
-    """A policy that waits (asks a remote place, takes a lock).
+    """A policy that waits, because it asks a server or takes a lock, for example.
 
-    Bounded by ``policy_timeout`` for the whole container; cancelled there, it must have taken no lock or given it back.
+    ``policy_timeout`` bounds it for the whole container; cancelled there, it must not hold a lock.
     """
 
     @abstractmethod
     async def evaluate(self, keys: Sequence[Key]) -> Reasons | Leased:
-        """The rejected ones of ``keys``, each with its reason."""
+        """Return the rejected ones of ``keys``, each with its reason."""
 
 
 class Precondition(ABC):
-    """Something that must hold before a container's bytes may be read: the forward pass that writes them is over.
+    """A condition for reading a container's bytes: mostly that the forward pass which writes them is over.
 
     Hashable (as any object is): where waiting is ``passive``, containers whose preconditions are equal wait in one task.
     """
@@ -64,22 +64,22 @@ class Precondition(ABC):
 
     @abstractmethod
     async def wait(self) -> None:
-        """Return once it holds; raise if it never will. Leaves nothing behind when cancelled."""
+        """Return once it holds; raise if it never will. When cancelled, leave nothing behind."""
 
     @property
     def passive(self) -> bool:
-        """Whether waiting runs no code of the caller's, so that a cancelled container need not wait for it to unwind."""
+        """Whether waiting runs no code of the caller's, so that a cancelled container need not wait for that to end."""
         return False
 
 
 class DeviceEvent(Protocol):
-    """An event of a device, such as a ``torch.cuda.Event``: recognised by these methods."""
+    """An event of a device, such as a ``torch.cuda.Event``: any object with these methods."""
 
     def query(self) -> bool:
-        """Whether it has happened. Never blocks."""
+        """Whether the event has happened. Never blocks."""
 
     def synchronize(self) -> object:
-        """Block until it has happened. Never called here: having the method is how a device event is recognised."""
+        """Block until it has happened. Never called here: the method identifies a device event."""
 
 
 PreconditionLike: TypeAlias = "Precondition | trio.Event | DeviceEvent | Callable[[], Awaitable[object]]"

@@ -1,7 +1,7 @@
 """The command line: ``offload demo | replay | scenario | pinned-pool | size | bench``.
 
-What a command needs is imported when it is used, so that ``offload --help`` is quick and does not touch torch. A command
-lives in the module named beside it below, as a click command.
+The modules of a command are imported when it is used, so that ``offload --help`` is quick and does not import torch. The table
+below names the module of each command, which has a click command.
 """
 
 from __future__ import annotations

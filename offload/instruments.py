@@ -1,4 +1,4 @@
-"""Ready-made instruments: count what happens, log it, or keep a trace of it.
+"""Ready-made instruments: count events, log them, or keep a trace.
 
 An instrument is any object that defines some of the hooks of :class:`offload.abc.Instrument`.
 """
@@ -18,18 +18,18 @@ from ._pipeline.container import OffloadBatch, OffloadContainer
 from .abc import HOOKS as HOOKS
 
 Subject: TypeAlias = OffloadContainer | OffloadBatch | Sequence[OffloadContainer]
-"""What a hook is called with."""
+"""The argument of a hook."""
 
 
 class Every:
-    """Sends every hook to one method, :meth:`saw`. To derive from: such an instrument uses all hooks."""
+    """Base class of instruments that handle every hook in one method, :meth:`saw`."""
 
     def saw(self, hook: str, subject: Subject) -> None:
-        """Called for each event."""
+        """Handle one event. ``subject`` is the container, batch or containers of the hook."""
         raise NotImplementedError
 
     def admission(self, container: OffloadContainer) -> None:
-        """Send :meth:`offload.abc.Instrument.admission` to :meth:`saw`; so do all below."""
+        """Pass :meth:`offload.abc.Instrument.admission` to :meth:`saw`; so do all hooks below."""
         self.saw("admission", container)
 
     def awaiting(self, container: OffloadContainer) -> None:
@@ -99,18 +99,18 @@ class Log(Every):
 
 @attrs.frozen
 class Event:
-    """One line of a trace."""
+    """One event of a trace."""
 
     time: float
-    """When, in seconds on the clock of the trace."""
+    """When it happened, in seconds on the clock of the trace."""
     hook: str
-    """What happened."""
+    """The hook that was called."""
     numbers: tuple[int, ...]
-    """To which containers: their numbers, in order."""
+    """The numbers of its containers, in order."""
 
 
 class Trace(Every):
-    """Keeps what happened, when, and to which containers, for tests and for pictures; the latest ``limit`` events."""
+    """Keeps the latest ``limit`` events, with their times and containers, for tests and pictures."""
 
     def __init__(self, *, limit: int = 100_000, clock: Callable[[], float] = trio.current_time) -> None:
         if limit < 1:
@@ -128,12 +128,12 @@ class Trace(Every):
         return list(self._events)
 
     def of(self, number: int) -> list[str]:
-        """The path of one container: the hooks that were called about it, in order."""
+        """The path of one container: the hooks that were called for it, in order."""
         return [event.hook for event in self._events if number in event.numbers]
 
 
 def numbers_of(subject: Subject) -> tuple[int, ...]:
-    """The numbers of the containers a hook was called about, for instruments of one's own."""
+    """The numbers of the containers in a hook's argument, for your own instruments."""
     if isinstance(subject, OffloadContainer):
         return (subject.number,)
     containers = subject.containers if isinstance(subject, OffloadBatch) else subject

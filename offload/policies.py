@@ -1,8 +1,8 @@
-"""Ready-made policies: may these blocks leave?
+"""Ready-made policies: they decide which blocks may leave.
 
 A policy is any callable ``(keys) -> Reasons | Leased``, called once for all blocks of a container; it names the
-rejected keys only. One that must wait derives from :class:`offload.abc.AsyncPolicy` instead. Policies are put together
-with :func:`AllOf` and :func:`AnyOf`; an async member makes the whole async.
+rejected keys only. A policy that must wait derives from :class:`offload.abc.AsyncPolicy` instead. :func:`AllOf` and
+:func:`AnyOf` combine policies; an async member makes the combination async.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ._policy_thread import ThreadedPolicy
 from .abc import AsyncPolicy, Key, Leased, Policy, Reasons
 
 AnyPolicy: TypeAlias = "Policy | AsyncPolicy"
-"""What ``policies=`` takes."""
+"""The items of ``policies=``."""
 
 NOTHING_REJECTED: Final[Reasons] = MappingProxyType({})
-"""The answer that rejects nothing, shared, for policies that want to answer at no cost."""
+"""The answer that rejects nothing; shared, so that policies need not make one."""
 
 
 class PassAll:
@@ -41,7 +41,7 @@ class PassAll:
         return "PassAll()"
 
     def __call__(self, keys: Sequence[Key]) -> Reasons:
-        """Nothing."""
+        """Return no rejected key."""
         return NOTHING_REJECTED
 
 
@@ -58,19 +58,19 @@ def PresenceFilter(tier: _KnowsAtOnce) -> Policy: ...
 @overload
 def PresenceFilter(tier: ReadableTier) -> Policy | AsyncPolicy: ...
 def PresenceFilter(tier: Any) -> Policy | AsyncPolicy:
-    """Rejects what a tier has already, with the reason ``present``.
+    """Rejects blocks that a tier has already, with the reason ``present``.
 
-    What a broken tier has is not known, and nothing is rejected: it answers when it is asked for room.
+    For a broken tier nothing is known and nothing is rejected: the tier decides when it is asked for room.
 
     Args:
-        tier: any; of one that knows at once what it contains (:class:`backends.abc.Tier`) this never waits, and any other is
-            asked, as an :class:`~offload.abc.AsyncPolicy`.
+        tier: a tier of any kind. With ``contains_nowait`` (:class:`backends.abc.Tier`) the filter never waits; any other tier
+            is asked, by an :class:`~offload.abc.AsyncPolicy`.
     """
     return _PresentNow(tier) if isinstance(tier, _KnowsAtOnce) else _PresentWhenAsked(tier)
 
 
 class _PresentNow:
-    """The presence filter of a tier that knows at once what it contains."""
+    """The presence filter of a tier that has ``contains_nowait``."""
 
     __slots__ = ("_contains", "_tier")
 
@@ -90,7 +90,7 @@ class _PresentNow:
 
 
 class _PresentWhenAsked(AsyncPolicy):
-    """The presence filter of a tier that must be asked what it contains."""
+    """The presence filter of a tier that must be awaited."""
 
     def __init__(self, tier: ReadableTier) -> None:
         self._tier = tier
@@ -99,7 +99,7 @@ class _PresentWhenAsked(AsyncPolicy):
         return f"PresenceFilter({self._tier!r})"
 
     async def evaluate(self, keys: Sequence[Key]) -> Reasons:
-        """Those the tier contained when it was asked."""
+        """Return the keys that the tier had when it was asked."""
         try:
             found = await self._tier.contains(keys)
         except TierUnavailable:
@@ -114,7 +114,7 @@ _HALF = bytes(count // 2 for count in range(_CEILING + 1))
 
 
 class FrequencyFilter:
-    """Rejects what was not seen more than ``threshold`` times, with the reason ``infrequent``.
+    """Rejects blocks that were not requested more than ``threshold`` times, with the reason ``infrequent``.
 
     Every call counts as one sight of each of its keys, the present one included. Behind other policies in
     :func:`AllOf` it sees, and so counts, only what these let through.
@@ -161,7 +161,7 @@ class FrequencyFilter:
         return f"FrequencyFilter({self.threshold}, window={self.window})"
 
     def __call__(self, keys: Sequence[Key]) -> Reasons:
-        """Count one sight of each key; those not seen often enough by now."""
+        """Count each key once, and return those below the threshold."""
         mask, threshold, digest = self._mask, self.threshold, xxh3_64_intdigest
         row0, row1, row2 = self._rows
         rejected: list[Key] = []
@@ -205,7 +205,7 @@ class FrequencyFilter:
 class PriorityPrefixFilter:
     """Keeps the leading blocks whose priority is at least ``at_least``; rejects the rest with the reason ``priority``.
 
-    The first block below cuts off all that follow: a cached prefix is of use up to its first hole only.
+    The first block below cuts off all that follow, since only a prefix without gaps is of use.
     """
 
     __slots__ = ("_at_least", "_priority_of")
@@ -218,7 +218,7 @@ class PriorityPrefixFilter:
         return f"PriorityPrefixFilter({self._priority_of!r}, {self._at_least!r})"
 
     def __call__(self, keys: Sequence[Key]) -> Reasons:
-        """All from the first block on whose priority is too low (or is no number)."""
+        """Return all keys from the first one on whose priority is too low (or not a number)."""
         priority_of, at_least = self._priority_of, self._at_least
         for position, key in enumerate(keys):
             if not priority_of(key) >= at_least:
@@ -234,12 +234,12 @@ def AllOf(*policies: Policy) -> Policy: ...
 @overload
 def AllOf(*policies: AnyPolicy) -> AnyPolicy: ...
 def AllOf(*policies: AnyPolicy) -> AnyPolicy:
-    """A block may leave if every policy lets it: asked in order, each about what those before it let through.
+    """A policy that lets a block leave if every member does. Members are called in order, for the blocks that remain.
 
-    A rejected block has the reason of the policy that rejected it. Once all are rejected, no further policy is asked.
+    A rejected block has the reason of the member that rejected it. Once all are rejected, no further member is called.
 
-    Leases of members become one. Where a later member raises or is cancelled, those taken so far are given back before
-    the exception goes on.
+    The leases of members become one. If a later member raises or is cancelled, those taken so far are released before the
+    exception goes on.
 
     Returns:
         An :class:`offload.abc.AsyncPolicy` if a member is one, else a plain policy.
@@ -256,41 +256,41 @@ def AnyOf(*policies: Policy) -> Policy: ...
 @overload
 def AnyOf(*policies: AnyPolicy) -> AnyPolicy: ...
 def AnyOf(*policies: AnyPolicy) -> AnyPolicy:
-    """A block may leave if one policy lets it: asked in order, each about what all before it rejected.
+    """A policy that lets a block leave if one member does. Members are called in order, for the blocks rejected so far.
 
-    A block that all of them reject has the reason of the first one. Once all are let through, no further policy is asked.
+    A block that all members reject has the reason of the first one. Once all may leave, no further member is called.
     Leases, result and errors are those of :func:`AllOf`.
     """
     return _joined("AnyOf", _Rejects, policies)
 
 
 def in_thread(policy: Policy) -> AsyncPolicy:
-    """This policy, asked in a thread of its own: for one that blocks (a file, a database, a lock held elsewhere).
+    """Call this policy in a thread: for one that blocks on a file, a database or a lock, for example.
 
-    The loop goes on meanwhile, and ``policy_timeout`` holds for it as for any policy that waits. One call at a time. A call
-    that is out of time is left: the policy is not asked again before it has returned, and what it locked is given back.
+    The loop goes on meanwhile, and ``policy_timeout`` applies as to any async policy. One call at a time. A call that times out
+    is abandoned: the policy is not called again before it has returned, and a lock that it takes until then is released.
 
     Args:
-        policy: a plain one that may be called in any thread. Not one that asks a tier, which is the trio thread's.
+        policy: a plain policy that may be called in any thread. Not one that uses a tier, which only the trio thread may.
 
     Raises:
         TypeError: it is no plain policy.
     """
     plain = as_policy(policy)
     if isinstance(plain, AsyncPolicy):
-        raise TypeError(f"{policy!r} waits by itself: in_thread takes a plain policy")
+        raise TypeError(f"{policy!r} is async already: in_thread takes a plain policy")
     return ThreadedPolicy(plain)
 
 
 def timed(policy: AnyPolicy, limit: float, blocked: Callable[[Policy, float], None]) -> AnyPolicy:
-    """Wrap a policy: each plain one in it that blocks the loop for over ``limit`` seconds tells ``blocked`` how long."""
+    """Wrap a policy: when a plain one in it blocks the loop for over ``limit`` seconds, call ``blocked`` with the time."""
     if isinstance(policy, _Joined | _AsyncJoined):
         return policy.of_members(lambda member: timed(member, limit, blocked))
     return policy if isinstance(policy, AsyncPolicy) else _Timed(policy, limit, blocked)
 
 
 class _Timed:
-    """A plain policy, and how long it takes: by the clock of the world, since one in virtual time does not see who blocks."""
+    """Measures how long a plain policy takes, in real time, since virtual time does not pass while code runs."""
 
     __slots__ = ("_blocked", "_limit", "_policy")
 
@@ -313,7 +313,7 @@ class _Timed:
 
 
 def as_policy(policy: object) -> AnyPolicy:
-    """The argument, if it can be a policy.
+    """Return the argument if it can be a policy.
 
     Raises:
         TypeError: it is neither a plain callable nor an AsyncPolicy, but an async function, say, or a class.
@@ -321,7 +321,7 @@ def as_policy(policy: object) -> AnyPolicy:
     if isinstance(policy, AsyncPolicy):
         return policy
     if isinstance(policy, type):
-        raise TypeError(f"a policy is an object, not a class: say {policy.__name__}(...)")
+        raise TypeError(f"a policy is an object, not a class: use {policy.__name__}(...)")
     if not callable(policy):
         raise TypeError(f"a policy is a callable or an AsyncPolicy, not {policy!r}")
     if inspect.iscoroutinefunction(policy) or inspect.iscoroutinefunction(type(policy).__call__):
@@ -330,10 +330,10 @@ def as_policy(policy: object) -> AnyPolicy:
 
 
 def read_answer(answer: object) -> tuple[Reasons, Callable[[], None] | None]:
-    """A policy's answer, taken apart: the rejected keys, and what gives its lease back.
+    """Split a policy's answer into the rejected keys and the function that releases its lock.
 
     Raises:
-        TypeError: it is no answer. A lease that came with it has been given back.
+        TypeError: it is not an answer of a policy. A lock that came with it has been released.
     """
     release: Callable[[], None] | None = None
     if isinstance(answer, Leased):
@@ -346,11 +346,11 @@ def read_answer(answer: object) -> tuple[Reasons, Callable[[], None] | None]:
     if inspect.iscoroutine(answer):
         answer.close()
         raise TypeError("a policy returned a coroutine: one that waits must derive from offload.abc.AsyncPolicy")
-    raise TypeError(f"a policy answers with a mapping from rejected keys to reasons, not with {answer!r}")
+    raise TypeError(f"a policy returns a mapping from rejected keys to reasons, not {answer!r}")
 
 
 class _Fold(ABC):
-    """The pure half of AllOf and AnyOf: takes the answers one by one, and knows whom the next policy is asked about."""
+    """The pure part of AllOf and AnyOf: takes the answers one by one, and knows the keys for the next member."""
 
     __slots__ = ("_leases", "_reasons", "rest")
 
@@ -360,7 +360,7 @@ class _Fold(ABC):
         self._leases: list[Callable[[], None]] = []
 
     def take(self, answer: object) -> None:
-        """The next policy's answer about ``rest``."""
+        """Add the next member's answer about ``rest``."""
         if answer is NOTHING_REJECTED:
             self._narrow(NOTHING_REJECTED)
             return
@@ -371,21 +371,21 @@ class _Fold(ABC):
 
     @abstractmethod
     def _narrow(self, reasons: Reasons) -> None:
-        """These of ``rest`` were rejected: who is left to be asked about, and what is said of the others."""
+        """Update ``rest`` and the result, given the rejected ones of ``rest``."""
 
     def give_back(self) -> None:
-        """Give back all leases, the latest first, each once; an error in one does not spare the others."""
+        """Release all locks, the latest first, each once; an error in one does not keep the others locked."""
         with ExitStack() as stack:
             while self._leases:
                 stack.callback(self._leases.pop(0))
 
     def answer(self) -> Reasons | Leased:
-        """What the members say together."""
+        """The combined answer."""
         return Leased(self._reasons, self.give_back) if self._leases else self._reasons
 
 
 class _Survivors(_Fold):
-    """AllOf: the next one is asked about what is left."""
+    """AllOf: the next member is called for the blocks that were not rejected."""
 
     __slots__ = ()
 
@@ -396,7 +396,7 @@ class _Survivors(_Fold):
 
 
 class _Rejects(_Fold):
-    """AnyOf: the next one is asked about what was rejected so far."""
+    """AnyOf: the next member is called for the blocks that were rejected."""
 
     __slots__ = ("_asked",)
 
@@ -412,7 +412,7 @@ class _Rejects(_Fold):
 
 
 class _Joined:
-    """A plain policy made of plain policies."""
+    """A combination of plain policies."""
 
     __slots__ = ("_fold", "_name", "_policies")
 
@@ -422,7 +422,7 @@ class _Joined:
         self._policies = policies
 
     def of_members(self, change: Callable[[AnyPolicy], AnyPolicy]) -> AnyPolicy:
-        """The same of other members."""
+        """The same combination with other members."""
         return _joined(self._name, self._fold, [change(policy) for policy in self._policies])
 
     def __repr__(self) -> str:
@@ -442,7 +442,7 @@ class _Joined:
 
 
 class _AsyncJoined(AsyncPolicy):
-    """An async policy made of policies of both kinds."""
+    """A combination of plain and async policies."""
 
     def __init__(self, name: str, fold: type[_Fold], policies: Sequence[AnyPolicy]) -> None:
         self._name = name
@@ -452,7 +452,7 @@ class _AsyncJoined(AsyncPolicy):
     __repr__ = _Joined.__repr__
 
     def of_members(self, change: Callable[[AnyPolicy], AnyPolicy]) -> AnyPolicy:
-        """The same of other members."""
+        """The same combination with other members."""
         return _joined(self._name, self._fold, [change(policy) for policy in self._policies])
 
     async def evaluate(self, keys: Sequence[Key]) -> Reasons | Leased:

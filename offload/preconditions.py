@@ -1,7 +1,7 @@
-"""Ready-made preconditions: is the data there yet?
+"""Ready-made preconditions: they say when the data is there.
 
-Every one here holds for good once it holds. Those that are ``passive`` run no code of the caller's while they wait, so
-that a container that is cancelled meanwhile settles in the same tick.
+A precondition that holds never stops holding. Those that are ``passive`` run no code of the caller's while they wait, so that a
+container which is cancelled meanwhile settles in the same tick.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class _NoWait(Precondition):
 
 
 NO_WAIT: Final = _NoWait()
-"""The bytes may be read now. It must be said, since forgetting the forward pass corrupts data without an error."""
+"""The bytes may be read now. Explicit, since forgetting the forward pass corrupts data without an error."""
 
 
 def as_precondition(value: object) -> Precondition:
-    """What ``precondition=`` takes, as a :class:`~offload.abc.Precondition`.
+    """Convert the argument of ``precondition=`` to a :class:`~offload.abc.Precondition`.
 
     Raises:
-        TypeError: it is nothing that can be waited for and cancelled meanwhile; the text says what is.
+        TypeError: it cannot be awaited and cancelled; the text says what can.
     """
     if isinstance(value, Precondition):
         return value
@@ -69,14 +69,14 @@ def _is_async_callable(value: object) -> TypeGuard[Callable[[], Awaitable[object
 
 def _hint(value: object) -> str:
     if value is None:
-        return ": say offload.NO_WAIT if the bytes may be read now"
+        return ": use offload.NO_WAIT if the bytes may be read now"
     if isinstance(value, threading.Event):
         return ": waiting for a threading.Event cannot be cancelled; offload.from_thread.Event is set the same way"
     if inspect.iscoroutine(value):
         value.close()  # or Python warns that it was never awaited, on top of the error
         return ": pass the async function itself, without calling it"
     if callable(value) and not isinstance(value, type):
-        return ": if calling it gives something to await, say offload.preconditions.AsyncCallable(...)"
+        return ": if calling it gives something to await, use offload.preconditions.AsyncCallable(...)"
     return ""
 
 
@@ -95,7 +95,7 @@ class TrioEvent(Precondition):
         return self._event.is_set()
 
     def __eq__(self, other: object) -> bool:
-        """Two are equal that hold with the same event: containers that wait for equal ones wait together."""
+        """Two preconditions of the same event are equal: their containers share one wait."""
         return isinstance(other, TrioEvent) and other._event is self._event
 
     def __hash__(self) -> int:
@@ -135,9 +135,9 @@ class TrioEvent(Precondition):
 
 @final
 class ThreadEvent(Precondition):
-    """An event that any thread may set, whether it knows trio or not, and that any number of trio runs may wait for.
+    """An event that any thread may set, and that any number of trio runs may wait for.
 
-    What ``offload.from_thread.Event`` is. Like a :class:`trio.Event`, it cannot be cleared: use a new one each time.
+    Public as ``offload.from_thread.Event``. Like a :class:`trio.Event`, it cannot be cleared: use a new one each time.
     """
 
     def __init__(self) -> None:
@@ -148,18 +148,18 @@ class ThreadEvent(Precondition):
         return f"<offload.from_thread.Event {'set' if self._flag else 'not set'}>"
 
     def set(self) -> None:
-        """Set it, and wake all tasks that wait. In any thread, in a signal handler too. Never blocks; again does nothing."""
+        """Set it, and wake all tasks that wait. For any thread, also in a signal handler. Never blocks; idempotent."""
         self._flag = True
         while self._runs:
             try:
                 token, event = self._runs.popitem()
-            except KeyError:  # the last waiter has just left, or another thread sets it as well
+            except KeyError:  # the last waiter has just left, or another thread is setting the event too
                 return
-            with contextlib.suppress(trio.RunFinishedError):  # then its tasks are gone, and none was waiting
+            with contextlib.suppress(trio.RunFinishedError):  # the run is over, so no task waits in it
                 token.run_sync_soon(event.set)
 
     def is_set(self) -> bool:
-        """Whether it was set, by whatever thread."""
+        """Whether it was set, by any thread."""
         return self._flag
 
     async def wait(self) -> None:
@@ -201,7 +201,7 @@ class Query(Protocol):
 class CudaEvent(Precondition):
     """Holds once the work recorded before a ``torch.cuda.Event`` is done. Never imports torch.
 
-    CUDA cannot call back cheaply, so one thread looks at all events that are waited for; it ends when there is none.
+    CUDA has no cheap callback, so one thread queries all events that are waited for; it ends when there are none.
 
     Raises:
         ValueError: the event was never recorded. CUDA would say that it is done.
@@ -209,7 +209,7 @@ class CudaEvent(Precondition):
 
     def __init__(self, event: Query) -> None:
         if getattr(event, "cuda_event", None) == 0:
-            raise ValueError(f"{event!r} was never recorded: record it behind the forward pass, then enqueue")
+            raise ValueError(f"{event!r} was never recorded: record it after the forward pass, then enqueue")
         self._event = event
         self._over = ThreadEvent()
         self._error: BaseException | None = None
@@ -218,7 +218,7 @@ class CudaEvent(Precondition):
         return f"CudaEvent({self._event!r})"
 
     def is_set(self) -> bool:
-        """Whether the work is done, by one query, as long as it is not. An error of the device is for :meth:`wait`."""
+        """Whether the work is done, by one query. :meth:`wait` raises errors of the device."""
         return self.look() and self._error is None
 
     async def wait(self) -> None:
@@ -238,19 +238,19 @@ class CudaEvent(Precondition):
         return True
 
     def look(self) -> bool:
-        """Query the event, in any thread. Whether it is over: the work is done, or has failed."""
+        """Query the event, in any thread. Returns whether the work is done, or has failed."""
         if not self._over.is_set():
             try:
                 if not self._event.query():
                     return False
-            except BaseException as error:  # in the watcher's thread it would be lost, and the wait never end
+            except BaseException as error:  # in the watcher's thread it would be lost, and the wait would never end
                 self._error = error
             self._over.set()
         return True
 
 
 class _Watcher:
-    """The thread that looks at all events, while there are any."""
+    """The thread that queries all events while there are any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -259,7 +259,7 @@ class _Watcher:
         self._pause = _FIRST_PAUSE
 
     def add(self, event: CudaEvent) -> None:
-        """Look at it too, until it is over or discarded as often as it was added."""
+        """Query this event too, until it is over or was discarded as often as it was added."""
         with self._lock:
             self._waits[event] = self._waits.get(event, 0) + 1
             self._pause = _FIRST_PAUSE
@@ -269,7 +269,7 @@ class _Watcher:
                 self._thread = thread
 
     def discard(self, event: CudaEvent) -> None:
-        """One wait less."""
+        """End one wait for this event."""
         with self._lock:
             left = self._waits.pop(event, 0) - 1
             if left > 0:
@@ -302,7 +302,7 @@ _watcher = _Watcher()
 
 @final
 class AsyncCallable(Precondition):
-    """Holds once an async function has returned. It is called when a container waits, and cancelled with that."""
+    """Holds once an async function has returned. It is called when a container waits, and cancelled with the container."""
 
     def __init__(self, function: Callable[[], Awaitable[object]]) -> None:
         _check_callable(function)
@@ -341,7 +341,7 @@ def all_of(*preconditions: PreconditionLike) -> Precondition:
 
     Raises:
         TypeError: one of them is no precondition (see :func:`as_precondition`).
-        ValueError: there is none. To wait for nothing, say ``offload.NO_WAIT``.
+        ValueError: there is none. Use ``offload.NO_WAIT`` to wait for nothing.
     """
     return _AllOf(_members("all_of", preconditions))
 
@@ -358,7 +358,7 @@ def any_of(*preconditions: PreconditionLike) -> Precondition:
 
 def _members(name: str, values: Sequence[PreconditionLike]) -> tuple[Precondition, ...]:
     if not values:
-        raise ValueError(f"{name} needs at least one precondition; to wait for nothing, say offload.NO_WAIT")
+        raise ValueError(f"{name} needs at least one precondition; to wait for nothing, use offload.NO_WAIT")
     return tuple([as_precondition(value) for value in values])
 
 
@@ -394,7 +394,7 @@ class _AnyOf(_Several):
 
 
 async def _wait_for(members: Sequence[Precondition], *, one_is_enough: bool) -> None:
-    """Wait for all members, or for the first; for none, a checkpoint. An error ends it, as itself: not in a group."""
+    """Wait for all members, or for the first; with none, a checkpoint. An error is raised as it is, not in a group."""
     if not members:
         await trio.lowlevel.checkpoint()
         return

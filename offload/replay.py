@@ -2,7 +2,7 @@
 
     trace -> laps -> requests -> [lookup, load, compare, store] each -> a table, or JSON
 
-The times are those of the cache alone; ``offload bench replay`` sets them beside a plain dictionary with the same copies.
+The times are of the cache alone; ``offload bench replay`` compares them with a plain dictionary that makes the same copies.
 """
 
 from ._replay.clock import SkippingClock as SkippingClock

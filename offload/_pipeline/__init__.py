@@ -1,1 +1,1 @@
-"""The pipeline: four stages in the order of a block's way (admission, awaiting, batching, transfer), and what links them."""
+"""The pipeline: four stages in the order of a block's path (admission, awaiting, batching, transfer), linked by channels."""

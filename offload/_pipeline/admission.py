@@ -1,8 +1,8 @@
-"""PolicyEvaluator: may these blocks leave?
+"""The first stage, admission: the policies decide which blocks may leave.
 
-Takes containers off the queue, a few per tick so that a cancel need not wait for a burst, asks the policies once for all of
-a container's blocks, and marks what passed as pending at the destination, all of it in one step. Only a policy that waits
-gets a task and a deadline; so many of them may wait at once, and what waits behind them stays cancellable in the queue.
+It takes containers off the queue, a few per tick so that a cancel need not wait for a burst, calls the policies once for all of
+a container's blocks, and marks those that passed as pending at the destination, all in one step. Only an async policy gets a
+task and a deadline. The number of such tasks is limited, and containers behind them stay cancellable in the queue.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _NOTHING = NOTHING_REJECTED
 _QUEUED = Status.QUEUED
 _log = logging.getLogger("offload.pipeline")
 _PER_TICK = 32
-"""Containers let through in one tick: the scheduler costs some 5 us a tick, and others wait while a tick lasts."""
+"""Containers admitted in one tick: the scheduler costs some 5 us a tick, and other tasks wait while a tick lasts."""
 _PER_HURRIED_TICK = 2
-"""The same while a task waits for a cancellation to be confirmed: 32 a tick would keep it waiting for 200 us."""
+"""The same while a task waits for the confirmation of a cancellation: 32 a tick would delay it by 200 us."""
 
 
 @attrs.define(eq=False)
@@ -71,7 +71,7 @@ class Admission:
             self._policy = policy
 
     def _held_the_loop(self, policy: Policy, seconds: float) -> None:
-        """A plain policy has answered, and nothing ran meanwhile: no cancel, no deadline, no other pipeline."""
+        """Count an answer of a plain policy that blocked the loop: no cancel, deadline or other pipeline ran meanwhile."""
         self.blocking = repr(policy)
         # Once: a policy that blocks does so for each container.
         level = logging.DEBUG if self.blocked else logging.WARNING
@@ -86,7 +86,7 @@ class Admission:
         )
 
     async def run(self) -> None:
-        """Take what comes in, for ever."""
+        """Admit containers until cancelled."""
         if self._async_policy is not None:
             await self._run_waiting(self._async_policy)
         inbound = self.inbound
@@ -151,7 +151,7 @@ class Admission:
             if leaving is not None:
                 raise leaving from leaving.__cause__
         finally:
-            # In a finally clause, since code behind the scope is skipped when an outer one is cancelled in the same tick.
+            # In a finally clause: code behind the scope is skipped when an outer scope is cancelled in the same tick.
             self.waiting -= 1
             permits.release()
             container.cancel_scope = None
@@ -169,7 +169,7 @@ class Admission:
     # -- the decision ----------------------------------------------------------------------------------------------
 
     def _admit(self, container: OffloadContainer, answer: Reasons | Leased) -> bool:
-        """Act on the policies' answer; whether the container goes on. Otherwise it has settled."""
+        """Act on the policies' answer. Returns whether the container goes on; otherwise it has settled."""
         reasons: Reasons = _NOTHING
         if answer is not _NOTHING:
             try:
@@ -199,7 +199,7 @@ class Admission:
         return True
 
     def _refuse(self, container: OffloadContainer, reason: str, error: BaseException) -> None:
-        """A policy broke: keep all blocks back for that reason, or fail the container, as configured."""
+        """Handle a policy that failed: filter all blocks with that reason, or fail the container, as configured."""
         if reason == "timeout":
             self.timeouts += 1
         else:

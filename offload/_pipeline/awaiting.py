@@ -1,4 +1,4 @@
-"""PreconditionAwaiter: is the forward pass done?
+"""The second stage, awaiting: containers wait for their preconditions, mostly for the end of a forward pass.
 
 P6: a precondition is waited for together with a cancellation, whichever comes first; the gate decides when both come in
 the same tick. Waiting takes no transfer slot. A precondition that holds already costs a call. One that does not gets a
@@ -55,7 +55,7 @@ class Awaiting:
     _nursery: trio.Nursery | None = attrs.field(init=False, default=None)
 
     async def run(self) -> None:
-        """Receive what was admitted, and be the parent of the tasks that wait, for ever."""
+        """Receive admitted containers, and be the parent of the tasks that wait, until cancelled."""
         async with trio.open_nursery() as self._nursery:
             with self.inbound.stepped_by(self.step):
                 await trio.sleep_forever()
@@ -112,7 +112,7 @@ class Awaiting:
             wait.scope.cancel()
 
     def _close(self, wait: SharedWait) -> None:
-        """No container joins it any more. The next one that waits for the same gets a new task."""
+        """Let no further container join it. The next one with the same precondition gets a new task."""
         if self._shared.get(wait.precondition) is wait:
             del self._shared[wait.precondition]
 
@@ -152,7 +152,7 @@ class Awaiting:
                     self._fail(container, error or self._too_slow())
 
     def _expire(self, wait: SharedWait) -> None:
-        """Fail those whose time is over. An observer of one may cancel another, or enqueue one that joins."""
+        """Fail the containers whose time is over. An observer of one may cancel another, or enqueue one that joins."""
         now = trio.current_time()
         parked = wait.channel.parked
         while parked and next(iter(parked)).deadline <= now:

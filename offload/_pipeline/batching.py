@@ -1,4 +1,4 @@
-"""Batcher: gather until full or late, and have a free transfer slot take the batch.
+"""The third stage, batching: gathers ready containers until a batch is full or late, and a free transfer slot takes it.
 
 A slot pulls: it asks :class:`ReadyChannel`, batching's receiving end, and from then until the claim it owns what it got. A
 batch is put together in that moment. Until then each container stays parked and cancellable alone; pushing ready batches to
@@ -74,7 +74,7 @@ class ReadyChannel(CancellableChannel):
         self.schedule(trio.current_time())
 
     def flush(self, flushing: bool) -> None:
-        """Whether the end of input was announced: what is ready leaves now then, without waiting for more."""
+        """Set whether the end of input was announced: then all ready containers leave now, without waiting for more."""
         self.accumulator.flushing = flushing
         self.schedule(trio.current_time())
 

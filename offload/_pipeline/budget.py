@@ -1,4 +1,4 @@
-"""The budget: how many blocks may be inside a pipeline at once. Backpressure is here and nowhere else.
+"""The budget: how many blocks may be inside a pipeline at once. All backpressure comes from here.
 
 Waiting tasks are served in order, so that a large container is not starved by small ones; a call that does not wait does not
 overtake those that do. Room that was granted to a task in the tick in which that task is cancelled is used or given back by
@@ -58,7 +58,7 @@ class Budget:
         await trio.lowlevel.wait_task_rescheduled(abort)
 
     def give_back(self, blocks: int) -> None:
-        """Give room back; wakes those who fit now, in order."""
+        """Give room back. Wakes the waiting tasks that fit now, in order."""
         self.used -= blocks
         if self._waiting:
             self._serve()

@@ -34,16 +34,16 @@ class _Settlement(Protocol):
 
 @attrs.define(eq=False)
 class Confirmation:
-    """What one call of ``cancel()`` waits for."""
+    """The wait of one call of ``cancel()``."""
 
     remaining: set[_Member]
     """Members that have not left yet."""
     unproven: list[DrainUnproven] = attrs.Factory(list)
-    """Of those that have: copies whose end could not be proven."""
+    """Errors of members that have left, if the end of their copy could not be proven."""
     over: trio.Event = attrs.Factory(trio.Event)
 
     def note(self, member: _Member, error: BaseException | None) -> None:
-        """A member has left, with this error, if any."""
+        """Record that a member has left, with this error, if any."""
         if member in self.remaining:
             self.remaining.discard(member)
             if isinstance(error, DrainUnproven):
@@ -53,9 +53,9 @@ class Confirmation:
 
 
 class CancellationToken:
-    """Cancels any number of containers together: hand it in at ``enqueue(..., cancel_token=token)``, as often as you like.
+    """Cancels any number of containers together: pass it to ``enqueue(..., cancel_token=token)``, any number of times.
 
-    For one trio run. A thread that knows no trio uses :class:`offload.from_thread.CancellationToken`.
+    For one trio run. A thread without trio uses :class:`offload.from_thread.CancellationToken`.
     """
 
     __slots__ = ("_called", "_confirmations", "_members")
@@ -79,11 +79,11 @@ class CancellationToken:
 
     @property
     def cancel_called(self) -> bool:
-        """Whether a cancellation was asked for."""
+        """Whether a cancellation was requested."""
         return self._called
 
     def request_cancel(self) -> None:
-        """Ask for the cancellation of all containers that have it, without waiting. Harmless when repeated.
+        """Request the cancellation of all containers that have the token, without waiting. Idempotent.
 
         Those that are not committed end as CANCELLED; the copies of the others drain.
         """
@@ -94,14 +94,14 @@ class CancellationToken:
                 member.cancel()
 
     async def cancel(self) -> None:
-        """Ask for the cancellation of all containers that have it, and wait until each is confirmed.
+        """Request the cancellation of all containers that have the token, and wait until each is confirmed.
 
-        When it returns, nothing of any of them is referenced, reserved or in flight any more. Any number of callers may
-        wait; one that is itself cancelled leaves the request standing. Always a checkpoint.
+        When it returns, no block of any of them is referenced, reserved or in flight any more. Any number of callers may
+        wait; a caller that is itself cancelled leaves the request in effect. Always a checkpoint.
 
         Raises:
-            DrainUnproven: the end of one copy could not be proven in time; what it touched is quarantined.
-            ExceptionGroup: of DrainUnproven, one for each such container, where there are several.
+            DrainUnproven: the end of one copy could not be proven in time; its blocks and memory are quarantined.
+            ExceptionGroup: of DrainUnproven, one for each such container, if there are several.
         """
         # Before the request, which makes some of them leave at once: theirs is a confirmation, too.
         settlements = {settlement for settlement in self._members.values() if settlement is not None}
@@ -128,13 +128,13 @@ class CancellationToken:
     # -- for the pipeline ----------------------------------------------------------------------------------------------
 
     def join(self, member: _Member, settlement: _Settlement | None) -> None:
-        """Have a container (with its settlement) or a scope cancelled with the token; at once, if that was asked for."""
+        """Add a container (with its settlement) or a scope; cancels it at once if the token is cancelled."""
         self._members[member] = settlement
         if self._called:
             member.cancel()
 
     def leave(self, member: _Member, error: BaseException | None) -> None:
-        """Take out what has ended, with its error, if any. Called once everything it held is released."""
+        """Remove a member that has ended, with its error, if any. Called once everything it held is released."""
         if member in self._members:
             del self._members[member]
             for confirmation in list(self._confirmations):
@@ -142,7 +142,7 @@ class CancellationToken:
 
     @contextmanager
     def scope(self) -> Iterator[trio.CancelScope]:
-        """A scope that is cancelled with the token, for a wait before there is a container."""
+        """A scope that is cancelled with the token, for a wait that has no container yet."""
         with trio.CancelScope() as scope:
             self.join(scope, None)
             try:
@@ -152,7 +152,7 @@ class CancellationToken:
 
 
 def _again(error: DrainUnproven) -> DrainUnproven:
-    """The same to be raised here: an exception that is raised in several tasks collects the frames of all of them."""
+    """A copy of the error: one exception that is raised in several tasks collects the frames of all of them."""
     again = DrainUnproven(*error.args)
     again.__cause__ = error
     return again

@@ -92,7 +92,7 @@ class Chain:
         return StrongBlocks(place, keys, refs, list(map(depths.get, keys)) if depths else None)
 
     def follow(self, containers: list[OffloadContainer]) -> None:
-        """Settle those of these containers that have nothing to pass on; the others when all their routes have ended."""
+        """Settle those of these containers that have nothing to pass on, and the others when all their routes have ended."""
         for container in containers:
             if container.completed and not self._scope.cancel_called:
                 # The first copy is over, and each route has its own hold on what was stored: the caller's blocks are not needed
@@ -104,7 +104,7 @@ class Chain:
                 self._settle(container, {})
 
     def cut_off(self) -> None:
-        """Settle as FAILED what is still followed. The routes themselves go on to their own end."""
+        """Settle as FAILED all containers that are still followed. The routes go on to their own end."""
         self._scope.cancel()
 
     async def _follow(self, container: OffloadContainer) -> None:
@@ -157,7 +157,7 @@ _NONE: Mapping[str, TransferResult] = MappingProxyType({})
 
 
 def _worst(failed: Sequence[TransferResult]) -> BaseException | None:
-    """The error that stands for all routes, if one failed: one that leaves the end of a copy unproven before all others."""
+    """The error to report for all routes, if one failed: an unproven end of a copy before all others."""
     errors = [result.error or next(iter(result.failed.values()), None) for result in failed]
     return min(errors, key=lambda error: not isinstance(error, DrainUnproven), default=None)
 

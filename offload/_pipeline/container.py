@@ -46,7 +46,7 @@ class Holder(Protocol):
     """What holds a container: a channel it is parked in, or a slot that owns its batch."""
 
     def withdraw(self, container: OffloadContainer) -> None:
-        """The container's gate has just closed (cancelled, or failed): see to it that it settles. Synchronous."""
+        """Settle the container, whose gate has just closed (cancelled, or failed). Synchronous."""
 
 
 @attrs.define(eq=False, repr=False)
@@ -56,21 +56,21 @@ class OffloadContainer:
     number: int
     """Counts up within a pipeline, from 1."""
     blocks: Blocks
-    """What was enqueued."""
+    """The blocks as enqueued."""
     precondition: Precondition | None
-    """What must hold before the bytes may be read; ``None`` says that they may be read now."""
+    """What must hold before the bytes may be read; ``None``: they may be read now."""
     keys: Sequence[Key]
-    """What is still to go: all, then those that passed, then those that were still there at the upgrade."""
+    """The keys still to transfer: first all, then those that passed the policies, then those that were upgraded."""
     phase: Phase = _OPEN
     """The commit gate. See :mod:`offload._pipeline.lifecycle`."""
     status: Status = Status.EVALUATING
-    """What the handle shows."""
+    """The status that the handle shows."""
     holder: Holder | None = None
     """The channel or slot that takes it out when the gate closes."""
     cancel_scope: trio.CancelScope | None = None
-    """What the task is in that waits on its behalf, if one does: a fresh one each time, as a scope can be entered once only."""
+    """The scope of the task that waits for it, if one does. A new one for each wait, since a scope can be entered once only."""
     deadline: float = 0.0
-    """When a wait that it shares with others is over for it, on trio's clock, in seconds."""
+    """When its part in a shared wait ends, on trio's clock, in seconds."""
     ready_at: float = 0.0
     """When it became ready for a batch, on trio's clock, in seconds."""
     evaluated: bool = False
@@ -80,7 +80,7 @@ class OffloadContainer:
     marked: bool = False
     """Whether ``keys`` are marked as pending at the destination on its behalf."""
     filtered: Mapping[Key, str] = _NOTHING
-    """Blocks that a policy, a pending mark or an overflow kept back, with the reason."""
+    """Blocks that a policy, a pending mark or an overflow filtered, with the reason."""
     completed: Sequence[Key] = ()
     """Blocks that are in the destination now."""
     failed: Mapping[Key, BaseException] = _NO_FAILURES
@@ -90,17 +90,17 @@ class OffloadContainer:
     error: BaseException | None = None
     """Why the whole container failed."""
     lease: Callable[[], None] | None = None
-    """What a policy locked on its behalf: gives it back."""
+    """Releases what a policy locked for it."""
     onward: Sequence[StrongBlocks] = ()
     """What arrived, held at the destination once for each route of the chain; empty once the routes have them."""
     routes: Mapping[str, TransferResult] | None = None
-    """What became of the blocks further down the chain, by pipeline."""
+    """The results of the chain's routes, by pipeline."""
     cancel_token: CancellationToken | None = None
-    """What cancels it together with others, if it was enqueued with one; it leaves that when it settles."""
+    """The token it was enqueued with, if any. It leaves the token when it settles."""
     confirmed: trio.Event | None = None
     """Set once it has settled; made when a task waits."""
     watch: AsyncValue[Status] | None = None
-    """The status as something that can be waited on; made when it is asked for."""
+    """The status as a value that tasks can wait on; made when it is first used."""
 
     def __repr__(self) -> str:
         return f"<OffloadContainer {self.number}: {len(self.blocks)} blocks, {self.status.value}>"
@@ -121,17 +121,17 @@ class OffloadContainer:
                 _log.exception("a predicate on the status of %r raised", self)
 
     def cancel(self) -> None:
-        """Ask the gate for a cancellation; where it is still open, the container ends CANCELLED."""
+        """Request a cancellation of the gate. If it is open, the container ends as CANCELLED."""
         self._close(_IF_CANCELLED)
 
     def fail(self, error: BaseException) -> None:
-        """Ask the gate for a failure; where it is still open, the container ends FAILED with this error."""
+        """Request a failure of the gate. If it is open, the container ends as FAILED with this error."""
         if self.phase is _OPEN:
             self.error = error
         self._close(_IF_FAILED)
 
     def abandon(self, error: BaseException) -> None:
-        """Fail it, committed or not: what it still had to copy has failed. One that was cancelled stays cancelled."""
+        """Fail it, committed or not: the blocks still to copy have failed. A cancelled container stays cancelled."""
         self.fail(error)
         if self.phase is _COMMITTED:  # after the upgrade, or a route of a chain, which never was open
             self.error = error
@@ -149,12 +149,12 @@ class OffloadContainer:
             self.holder.withdraw(self)
 
     def claim(self) -> bool:
-        """Ask the gate for the commit: True from then on, False where it was cancelled or failed before."""
+        """Request the commit of the gate. Returns True if it is committed, False if it was cancelled or failed before."""
         self.phase = phase = GATE[self.phase][Request.CLAIM]
         return phase is _COMMITTED
 
     def filter(self, reasons: Mapping[Key, str]) -> None:
-        """Keep these blocks back."""
+        """Filter these blocks, each with its reason."""
         if reasons:
             self.keys = [key for key in self.keys if key not in reasons]
             self.filtered = {**self.filtered, **reasons}
@@ -172,7 +172,7 @@ class OffloadContainer:
 
 @attrs.define(eq=False)
 class FlatBlocks:
-    """What a batch is behind the upgrade: columns of blocks, in which each container owns the next ``sizes[i]``."""
+    """The blocks of a batch after the upgrade: columns in which each container owns the next ``sizes[i]`` rows."""
 
     containers: list[OffloadContainer]
     """Those with at least one block to transfer."""
@@ -198,7 +198,7 @@ class OffloadBatch:
     """The keys of all containers, in order."""
 
     def keep(self, containers: list[OffloadContainer], keys: list[Key] | None = None) -> None:
-        """Go on with these containers only; ``keys`` are theirs, where that was worked out already."""
+        """Reduce the batch to these containers; ``keys`` are theirs, if the caller has them already."""
         self.containers = containers
         self.keys = _keys_of(containers) if keys is None else keys
 

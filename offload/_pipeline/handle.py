@@ -1,4 +1,4 @@
-"""TransferHandle: what enqueue returns. A view of one container, with the power to cancel it."""
+"""TransferHandle: the result of enqueue. A view of one container, which can be cancelled through it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class _Settlement(Protocol):
 
 
 class TransferHandle:
-    """What became, or will become, of the blocks of one enqueue. Made by a pipeline only.
+    """The state and the result of one enqueue. Made by a pipeline only.
 
-    Nothing depends on a handle being kept: a dropped one changes nothing.
+    The pipeline does not depend on it: a handle may be dropped.
     """
 
     __slots__ = ("_container", "_settlement")
@@ -45,7 +45,7 @@ class TransferHandle:
 
     @property
     def status(self) -> Status:
-        """Where the container is: EVALUATING, QUEUED, TRANSFERRING, then COMPLETE, CANCELLED or FAILED."""
+        """The status of the container: EVALUATING, QUEUED, TRANSFERRING, then COMPLETE, CANCELLED or FAILED."""
         return self._container.status
 
     @property
@@ -61,18 +61,18 @@ class TransferHandle:
 
     @property
     def passed_blocks(self) -> Sequence[Key]:
-        """The blocks the policies let through; empty until they have run."""
+        """The blocks that passed the policies; empty until they have run."""
         container = self._container
         return [key for key in container.blocks.keys if key not in container.filtered] if container.evaluated else ()
 
     @property
     def filtered_blocks(self) -> Mapping[Key, str]:
-        """The blocks kept back, each with the reason."""
+        """The filtered blocks, each with the reason."""
         return self._container.filtered
 
     @property
     def completed_blocks(self) -> Sequence[Key]:
-        """The blocks that are in the destination."""
+        """The blocks that are at the destination."""
         return self._container.completed
 
     @property
@@ -87,14 +87,14 @@ class TransferHandle:
 
     @property
     def remaining_blocks(self) -> Sequence[Key]:
-        """The blocks of which nothing is known yet, or ever will be, where the container was cancelled or failed whole."""
+        """The blocks without an outcome; for a container that was cancelled or failed as a whole, those that never get one."""
         container = self._container
         known = {*container.filtered, *container.completed, *container.failed, *container.evicted}
         return [key for key in container.blocks.keys if key not in known]
 
     @property
     def progress(self) -> Progress:
-        """How many blocks are where: constant size, cheap to poll."""
+        """Counts of blocks by state: constant size, cheap to poll."""
         container = self._container
         return Progress(
             total=len(container.blocks),
@@ -109,7 +109,7 @@ class TransferHandle:
 
     @property
     def result(self) -> TransferResult | None:
-        """The result, or None while there is none."""
+        """The result, or None before the end."""
         container = self._container
         if not container.status.terminal:
             return None
@@ -124,9 +124,9 @@ class TransferHandle:
         )
 
     async def wait(self) -> TransferResult:
-        """Wait for the end and return the result, whatever it is; failures are in it, not raised.
+        """Wait for the end and return the result; failures are in it, not raised.
 
-        Cancelling the waiter changes nothing for the container.
+        Cancelling this wait changes nothing for the container.
         """
         await self._settled()
         result = self.result
@@ -134,7 +134,7 @@ class TransferHandle:
         return result
 
     def request_cancel(self) -> None:
-        """Ask for a cancellation without waiting. Synchronous, in constant time, harmless after the end.
+        """Request a cancellation without waiting. Synchronous, in constant time, harmless after the end.
 
         Before the commit the container ends CANCELLED with nothing copied; after it, the copy drains and the container
         ends by its result.
@@ -142,14 +142,14 @@ class TransferHandle:
         self._container.cancel()
 
     async def cancel(self) -> None:
-        """Ask for a cancellation and wait until it is confirmed.
+        """Request a cancellation and wait until it is confirmed.
 
-        When it returns, nothing of the container is referenced, reserved or in flight any more, whether it was
-        cancelled in time, or had ended, or drained. Any number of callers may wait; a waiter that is itself cancelled
-        leaves the request standing.
+        When it returns, no block of the container is referenced, reserved or in flight any more, whether it was
+        cancelled in time, had ended, or drained. Any number of callers may wait; a caller that is itself cancelled
+        leaves the request in effect.
 
         Raises:
-            DrainUnproven: the end of its copy could not be proven in time; what it touched is quarantined.
+            DrainUnproven: the end of its copy could not be proven in time; its blocks and memory are quarantined.
         """
         self._container.cancel()
         self._settlement.awaited_confirmations += 1
@@ -171,5 +171,5 @@ class TransferHandle:
 
     @property
     def committed(self) -> bool:
-        """Whether the point of no return is behind it: it will end by its result, not CANCELLED."""
+        """Whether it has been committed: it will end by its result, not as CANCELLED."""
         return self._container.phase is Phase.COMMITTED

@@ -15,7 +15,7 @@ from typing import Final
 
 
 class Status(enum.Enum):
-    """What a handle says of its container. It never goes back, and is terminal exactly once."""
+    """The status of a container. It moves forward only, and becomes terminal exactly once."""
 
     next: tuple[Status, ...]
     """The row of ``MOVES``: where this status may move. A tuple is searched by identity, without hashing."""
@@ -68,7 +68,7 @@ class Phase(enum.Enum):
 
 
 class Request(enum.Enum):
-    """What is asked of the gate."""
+    """A request to the gate."""
 
     CLAIM = "claim"
     CANCEL = "cancel"
@@ -102,5 +102,5 @@ def check_move(old: Status, new: Status) -> None:
 
 
 def ask(phase: Phase, what: Request) -> Phase:
-    """The phase after ``what`` was asked of a gate in ``phase``."""
+    """The phase of a gate after a request."""
     return GATE[phase][what]

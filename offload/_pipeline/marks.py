@@ -1,4 +1,4 @@
-"""Pending marks: which keys are on their way to a destination. Shared by all pipelines into it (I7).
+"""Pending marks: the keys on their way to a destination. Shared by all pipelines into it (I7).
 
 A mark is taken after the policies, in one step for a whole container, and stays until the copy is physically over. The
 marks of a quarantined copy stay until an operator releases it.
@@ -29,7 +29,7 @@ class PendingMarks:
         return len(self._pending)
 
     def mark(self, keys: Sequence[Key]) -> Collection[Key]:
-        """Mark those keys that are not marked yet; return the others, which another container has on its way."""
+        """Mark the unmarked ones of these keys. Returns the others, which another container has on its way."""
         pending = self._pending
         if pending.isdisjoint(keys):
             pending.update(keys)
@@ -39,7 +39,7 @@ class PendingMarks:
         return lost
 
     def release(self, keys: Collection[Key]) -> None:
-        """Take the marks of these keys off; they must have been marked on behalf of the same container."""
+        """Remove the marks of these keys; they must have been marked for the same container."""
         self._pending.difference_update(keys)
 
 

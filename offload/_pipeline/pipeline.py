@@ -3,8 +3,8 @@
     enqueue -> admission -> awaiting -> batching -> transfer -> settled
                (policies)   (preconditions)         (sweep, claim, upgrade, copy)
 
-Each stage is a task, ``run()``, and knows the next one only by its channel; they may start in any order. A container that a
-stage need not wait for passes straight through (see :class:`offload._pipeline.channel.CancellableChannel`); the tasks are there
+Each stage is a task, ``run()``, and knows the next one only by its channel; they may start in any order. A container that need
+not wait in a stage passes straight through (see :class:`offload._pipeline.channel.CancellableChannel`); the tasks are there
 for what must wait.
 
 The stages run in one shielded child of the pipeline's nursery: cancelling the scope around ``async with`` never tears a copy
@@ -57,7 +57,7 @@ class _Stage(Protocol):
 
 
 class Pipeline:
-    """Moves blocks from one place to another. Made by :func:`open_pipeline` only."""
+    """Moves blocks from a source to a destination. Made by :func:`open_pipeline` only."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Pipeline:
     def enqueue_nowait(
         self, blocks: Blocks, precondition: PreconditionLike, *, cancel_token: CancellationToken | None = None
     ) -> TransferHandle:
-        """Take in blocks, or raise. Synchronous; nothing has been decided about them when it returns.
+        """Store blocks, or raise if there is no room. Synchronous: no stage has run when it returns.
 
         Strong blocks belong to the pipeline from this call on, also when it raises.
 
@@ -127,14 +127,14 @@ class Pipeline:
             blocks: from the pipeline's source: its ``weak(keys)``, ``strong(keys)`` or ``external(ids, keys)``.
             precondition: what must hold before the bytes may be read: :data:`offload.NO_WAIT`, an event of trio, of a
                 thread or of CUDA, an async callable, or several (:func:`offload.all_of`, :func:`offload.any_of`).
-            cancel_token: what cancels these blocks together with others. One that was cancelled before needs no room: the
-                handle is CANCELLED at once, and no policy is asked.
+            cancel_token: cancels these blocks together with others. With a token that was cancelled before, the handle is
+                CANCELLED at once, without room or policies.
 
         Raises:
             PipelineFull: there is no room in the budget (unless ``on_overflow`` is ``drop``).
             PipelineClosed: the pipeline is shutting down.
-            ValueError: the blocks are another source's, more than the budget, or strong and given away before.
-            TypeError: ``precondition`` is none.
+            ValueError: the blocks are of another source, exceed the budget, or are strong and were given away before.
+            TypeError: ``precondition`` is not a precondition.
         """
         if blocks.refs is not None:
             blocks.hand_over()
@@ -151,7 +151,7 @@ class Pipeline:
     def enqueue_many(
         self, many: Iterable[Blocks], precondition: PreconditionLike, *, cancel_token: CancellationToken | None = None
     ) -> list[TransferHandle]:
-        """Take in several sets of blocks, one container each: all of them or, when it raises, none. For bursts."""
+        """Store several sets of blocks, one container each: all of them or, if it raises, none. For bursts."""
         many = list(many)
         handed: list[Blocks] = []
         try:
@@ -175,15 +175,15 @@ class Pipeline:
     async def enqueue(
         self, blocks: Blocks, precondition: PreconditionLike, *, cancel_token: CancellationToken | None = None
     ) -> TransferHandle:
-        """Take in blocks, waiting for room in the budget if there is none; otherwise like :meth:`enqueue_nowait`.
+        """Store blocks, after waiting for room in the budget; otherwise like :meth:`enqueue_nowait`.
 
-        Waiting calls are served in order. Cancelled while it waits, it leaves nothing behind: strong blocks are released. Where
-        its ``cancel_token`` is cancelled meanwhile, it returns a handle that is CANCELLED.
+        Waiting calls are served in order. Cancelled while it waits, it stores nothing and releases strong blocks. If its
+        ``cancel_token`` is cancelled meanwhile, it returns a handle that is CANCELLED.
         """
         return await self._enqueue(blocks, precondition, cancel_token, Phase.OPEN)
 
     async def enqueue_committed(self, blocks: Blocks) -> TransferHandle:
-        """Take in blocks of a chain: like :meth:`enqueue`, but their gate is committed from the start."""
+        """Store blocks of a chain: like :meth:`enqueue`, but their gate is committed from the start."""
         return await self._enqueue(blocks, NO_WAIT, None, Phase.COMMITTED)
 
     @trio.lowlevel.enable_ki_protection
@@ -282,15 +282,15 @@ class Pipeline:
 
     @property
     def quarantine(self) -> Sequence[Quarantined]:
-        """The copies whose end is unknown; an operator who knows better calls ``release()`` on one."""
+        """The copies whose end is unknown. An operator who knows that one is over calls its ``release()``."""
         return list(self._transfer.quarantine)
 
     def add_instrument(self, instrument: Instrument | object) -> None:
-        """Let an observer watch from now on."""
+        """Call the hooks of an instrument from now on."""
         self.hooks.add(instrument)
 
     def remove_instrument(self, instrument: Instrument | object) -> None:
-        """Let an observer go; KeyError if it does not watch (one that raised was removed)."""
+        """Stop calling an instrument; KeyError if it was not added (one that raised was removed)."""
         self.hooks.remove(instrument)
 
     def statistics(self) -> PipelineStatistics:
@@ -330,9 +330,9 @@ class Pipeline:
     # -- out ---------------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """The end of input: what is ready leaves without waiting for more, and everything inside now settles.
+        """Wait until every container inside has settled. Meanwhile batches leave without waiting for more.
 
-        More may be enqueued meanwhile and afterwards. Cancelled, it stops waiting; nothing inside is cancelled.
+        Blocks may be enqueued meanwhile and afterwards. Cancelled, it stops waiting; no container is cancelled.
         """
         self._draining += 1
         self._ready.flush(True)
@@ -343,9 +343,9 @@ class Pipeline:
             self._ready.flush(bool(self._draining))
 
     async def aclose(self) -> None:
-        """Shut down: settle what is not committed as FAILED, drain what is, for ``drain_timeout`` at most.
+        """Shut down: settle what is not committed as FAILED, and drain what is, for ``drain_timeout`` at most.
 
-        Copies still running then are quarantined. Not to be cancelled; harmless when repeated. Leaving ``async with``
+        Copies that still run then are quarantined. Must not be cancelled; idempotent. Leaving ``async with``
         calls it.
         """
         deadline = trio.current_time() + self.config.drain_timeout
@@ -363,7 +363,7 @@ class Pipeline:
                 await self._settlement.wait_settled()
 
     def _stop_intake(self) -> None:
-        """From here on nothing enters and nothing more commits: every open gate is asked to fail, in one step."""
+        """Refuse new blocks, and ask every open gate to fail, in one step: nothing commits any more."""
         self._closed = True
         self._budget.close()
         error = PipelineClosed(f"{self!r} closed before the commit")
@@ -371,7 +371,7 @@ class Pipeline:
             container.fail(error)
 
     def _cut_off(self) -> None:
-        """The time to drain is over: end what is still parked. Copies have deadlines of their own by now."""
+        """End what is still parked when the time to drain is over. Copies have their own deadlines."""
         if self._chain is not None:
             self._chain.cut_off()
         # A list: what settles may run an observer that cancels another one that is parked.
@@ -398,11 +398,11 @@ class Pipeline:
             self._finish_all()
 
     def stop(self) -> None:
-        """End the stages; the last thing done to a pipeline."""
+        """End the stages. No method may be called afterwards."""
         self._scope.cancel()
 
     def _finish_all(self) -> None:
-        """No stage runs any more. After a clean end nothing is left inside; after a crash those who wait must not hang."""
+        """After the stages have ended: settle what is left, so that waiting tasks end. After a clean end nothing is left."""
         if self._priority is not None:
             self._priority.close()
         self._stop_intake()
@@ -488,21 +488,21 @@ def open_pipeline(
     name: str = "",
     load_priority: LoadPriority | None = None,
 ) -> AbstractAsyncContextManager[Pipeline]:
-    """A pipeline from one place to another, for as long as the ``async with`` block lasts.
+    """Open a pipeline from a source to a destination, for the length of an ``async with`` block.
 
     Leaving the block closes it (see :meth:`Pipeline.aclose`): what is not committed ends as FAILED, copies under way
-    drain, and no task, thread or room is left. To have everything arrive first, ``await pipeline.drain()``. Cancelling the
-    scope around the block does the same, within ``drain_timeout``.
+    drain, and no task, thread or reservation is left. ``await pipeline.drain()`` before that has everything stored.
+    Cancelling the scope around the block does the same, within ``drain_timeout``.
 
     Args:
         source: where blocks are read from.
         destination: where they are written to.
-        policies: asked in order, once per container; all must let a block pass.
-        config: the knobs; the defaults are those of :class:`offload.PipelineConfig`.
-        chain: pipelines out of ``destination`` that everything stored there is fed to; opened before, closed after.
+        policies: called in order, once per container; all must let a block pass.
+        config: the settings; the defaults are those of :class:`offload.PipelineConfig`.
+        chain: pipelines out of ``destination`` that copy on everything stored there; opened before, closed after.
         instruments: observers; see :class:`offload.abc.Instrument`.
-        name: what statistics, logs and the results of a chain call it; by default the destination's.
-        load_priority: which loads go before its copies; shared by all pipelines whose copies are in the way of the same loads.
+        name: its name in statistics, logs and the results of a chain; by default the destination's.
+        load_priority: loads that go before its copies; shared by all pipelines that compete with the same loads.
 
     Raises:
         ValueError: a pipeline of ``chain`` does not start at ``destination``, or two of them have one name.

@@ -1,4 +1,4 @@
-"""LoadPriority: loads go before stores. What a load announces, and how the transfer slots of pipelines yield to it.
+"""LoadPriority: loads go before stores. How a load is announced, and how the transfer slots of pipelines yield to it.
 
 Rule 1. A load never waits. What it may find in its way are the store batches that were copying when it began.
 Rule 2. While a load is under way no other batch starts: it *yields*, in the order in which it came.
@@ -51,11 +51,11 @@ class YieldQueue:
     """Those that yield, longest first."""
 
     def join(self, store: YieldingStore) -> None:
-        """Yield, behind all others."""
+        """Add a store that yields, behind all others."""
         self.waiting[store] = None
 
     def may_go(self, store: YieldingStore, now: float) -> bool:
-        """Whether this one may start now. If so, it has left the queue, and :meth:`over` is called when its copy is over."""
+        """Whether this store may start now. If so, it has left the queue; call :meth:`over` when its copy is over."""
         if self.loads:
             if self.exception is not None or self.first is not store or now < store.since + self.patience:
                 return False
@@ -64,20 +64,20 @@ class YieldQueue:
         return True
 
     def looks_again(self, store: YieldingStore) -> float | None:
-        """When this one may go by the passing of time alone; ``None``: only when something else happens."""
+        """When this store may start by the passing of time alone; ``None`` if only another event can let it start."""
         return store.since + self.patience if self.exception is None and self.first is store else None
 
     @property
     def first(self) -> YieldingStore | None:
-        """The one that has yielded for longest."""
+        """The store that has yielded for longest."""
         return next(iter(self.waiting), None)
 
     def leave(self, store: YieldingStore) -> None:
-        """It does not want to start any more."""
+        """Remove a store that does not want to start any more."""
         self.waiting.pop(store, None)
 
     def over(self, store: YieldingStore) -> None:
-        """Its copy is over, or never began. Idempotent."""
+        """Record that the copy of this store is over, or will not begin. Idempotent."""
         if self.exception is store:
             self.exception = None
 
@@ -92,11 +92,11 @@ class LoadPriorityStatistics:
     loads: int
     """Loads under way."""
     yielding: int
-    """Stores that wait for them."""
+    """Stores that wait for them now."""
     yielded: int
-    """Stores that ever did."""
+    """Stores that have waited for loads."""
     went_first: int
-    """Those of them that went before loads that were under way, since they had yielded for long enough."""
+    """Stores of these that started while loads were under way, since they had yielded for long enough."""
 
 
 class CopyPermit:
@@ -109,15 +109,15 @@ class CopyPermit:
         self._store = store
 
     def release(self) -> None:
-        """Its copy is over. Idempotent; must be called, since the next store may wait for it."""
+        """Release the permit: the copy is over. Idempotent; must be called, since the next store may wait for it."""
         self._priority._over(self._store)
 
 
 class LoadPriority:
-    """Puts loads before stores, for everything that copies between the same places.
+    """Lets loads go before stores, for all copies between the same tiers.
 
     Args:
-        patience: how long a store yields to loads before it goes all the same, in seconds.
+        patience: seconds that a store yields to loads; after that it starts all the same.
 
     Raises:
         ValueError: ``patience`` is negative, or no number.
@@ -136,7 +136,7 @@ class LoadPriority:
 
     @property
     def is_clear(self) -> bool:
-        """Whether no load is under way: a store may start now."""
+        """Whether a store may start now, since no load is under way."""
         return not self._queue.loads
 
     def loading(self) -> AbstractContextManager[None]:
@@ -179,7 +179,7 @@ class LoadPriority:
             self._wake_first()
 
     def _wake_first(self) -> None:
-        """Another one may be the first in the queue now, or the one exception is over: it decides anew."""
+        """Have the first store in the queue decide again: it may have changed, or the one exception may be over."""
         first = self._queue.first
         if first is not None:
             self._wake_ups[first].set()

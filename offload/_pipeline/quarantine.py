@@ -1,4 +1,4 @@
-"""Quarantine: what a copy touched whose end could not be proven. Listed, counted, released by an operator only.
+"""Quarantine: the resources of copies whose end could not be proven. Listed, counted, released by an operator only.
 
 Until then its source refs, marks, locks and room at the destination stay taken: nothing it may still read or write is
 reused. The containers have settled as FAILED with :class:`DrainUnproven`; the promise is broken loudly, never silently.
@@ -35,7 +35,7 @@ class Quarantined:
         return f"<Quarantined {self.number}: {len(self.keys)} blocks, {self.reason}>"
 
     def release(self) -> None:
-        """An operator knows that the copy is over: give everything back. Idempotent, on the trio thread."""
+        """Release everything that the copy held, when an operator knows that it is over. Idempotent, on the trio thread."""
         if self._home.pop(self.number, None) is not None:
             self._give_back()
 
@@ -55,7 +55,7 @@ class Quarantine:
         return iter(list(self._entries.values()))
 
     def add(self, keys: Sequence[Key], reason: str, since: float, give_back: Callable[[], None]) -> Quarantined:
-        """Take in a copy; ``give_back`` releases all that it holds."""
+        """Add a copy; ``give_back`` releases all that it holds."""
         self.total += 1
         entry = Quarantined(self.total, list(keys), reason, since, give_back, self._entries)
         self._entries[entry.number] = entry

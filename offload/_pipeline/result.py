@@ -1,4 +1,4 @@
-"""What a handle's waiter gets, and how far a container has come: plain values."""
+"""The result of a handle, and the progress of a container: plain values."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .lifecycle import Status
 
 @attrs.frozen
 class Progress:
-    """How many blocks of one container are where; constant size. Counts only grow, except ``remaining``."""
+    """Counts of one container's blocks by state; constant size. Counts only grow, except ``remaining``."""
 
     total: int
     """Blocks enqueued."""
     passed: int
-    """Blocks the policies let through (known once they have run)."""
+    """Blocks that passed the policies (known once they have run)."""
     filtered: int
-    """Blocks kept back by a policy, a pending mark or an overflow."""
+    """Blocks that a policy, a pending mark or an overflow filtered."""
     completed: int
-    """Blocks that are in the destination."""
+    """Blocks that are at the destination."""
     failed: int
     """Blocks whose transfer failed or was rejected."""
     evicted: int
@@ -31,20 +31,20 @@ class Progress:
 
     @property
     def remaining(self) -> int:
-        """Blocks of which nothing is known yet."""
+        """Blocks without an outcome yet."""
         return self.total - self.filtered - self.completed - self.failed - self.evicted
 
 
 @attrs.frozen
 class TransferResult:
-    """How one container ended."""
+    """The result of one container."""
 
     status: Status
     """COMPLETE, CANCELLED or FAILED (any of its blocks failed, here or on a route of the chain)."""
     completed: Sequence[Key]
-    """Blocks that are in the destination now, those that were there before included."""
+    """Blocks that are at the destination now, including those that were there before."""
     filtered: Mapping[Key, str]
-    """Blocks kept back, each with the reason: ``present``, ``pending``, ``timeout``, ``overflow``, a policy's own word."""
+    """Filtered blocks, each with the reason: ``present``, ``pending``, ``timeout``, ``overflow``, or a policy's own word."""
     failed: Mapping[Key, BaseException]
     """Blocks whose transfer failed or was rejected, each with the error."""
     evicted: Sequence[Key]
@@ -52,15 +52,15 @@ class TransferResult:
     error: BaseException | None
     """Why the container as a whole failed, if it did."""
     routes: Mapping[str, TransferResult]
-    """How the completed blocks fared further down the chain, by the name of the pipeline; empty without a chain."""
+    """The results of the completed blocks further down the chain, by the name of the pipeline; empty without a chain."""
 
     def raise_for_status(self) -> TransferResult:
-        """The result itself where it is COMPLETE (blocks that were filtered or evicted included), else an exception.
+        """Return the result if it is COMPLETE (with or without filtered and evicted blocks), else raise.
 
         Raises:
             TransferCancelled: it was cancelled: nothing was copied.
-            OffloadError: why the container as a whole failed: PreconditionFailed, PolicyFailed, PipelineClosed, DrainUnproven.
-            TransferFailed: some of its blocks failed; the cause is why, a group where there are several reasons.
+            OffloadError: the container as a whole failed: PreconditionFailed, PolicyFailed, PipelineClosed or DrainUnproven.
+            TransferFailed: some of its blocks failed; the cause is their error, a group if there are several.
         """
         if self.status is Status.CANCELLED:
             raise TransferCancelled("the transfer was cancelled before its commit: nothing was copied")

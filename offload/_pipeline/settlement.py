@@ -1,4 +1,4 @@
-"""Settling: the one way out of a pipeline. Every container passes here exactly once, whatever became of it.
+"""Settling: the only way out of a pipeline. Every container is settled exactly once, whatever its end.
 
 The order is the promise of ``await handle.cancel()``: first everything the container holds is released (source refs, marks,
 locks, room in the budget; its room at the destination was given back before by its slot), then the terminal status is
@@ -35,7 +35,7 @@ class _Drain:
 
 @attrs.define(eq=False)
 class Settlement:
-    """Knows every container that is inside, and lets it out."""
+    """Knows every container inside the pipeline, and settles it."""
 
     marks: PendingMarks
     budget: Budget
@@ -56,12 +56,12 @@ class Settlement:
     """Tasks that wait for a cancellation to be confirmed. While there are any, the stages do less in a tick: the scheduler
     must come round to them (those that wait for a copy under way are among them, and cost the same)."""
     refused: Callable[[Mapping[Key, str], Mapping[Key, BaseException]], None] | None = None
-    """Is told what of a container was kept back, and what failed, with the reasons, by who wants to explain it later. Must not
-    raise."""
+    """Called with the filtered and the failed blocks of a container, each with its reason, so that they can be explained later.
+    Must not raise."""
     _drains: list[_Drain] = attrs.Factory(list)
 
     def settle(self, container: OffloadContainer) -> None:
-        """End a container: by its gate where that was closed, by its blocks otherwise."""
+        """End a container: as its gate says if that was closed, by its blocks otherwise."""
         if container.marked or container.lease is not None or container.blocks.refs is not None:
             self.release(container)
         self.settle_unproven(container)
@@ -72,7 +72,7 @@ class Settlement:
             self.settle(container)
 
     def settle_unproven(self, container: OffloadContainer) -> None:
-        """End a container without releasing: its copy may still be going on, and the quarantine holds what it held."""
+        """End a container without releasing anything: its copy may still be going on, so the quarantine holds its resources."""
         size = len(container.blocks.keys)
         if container.completed is container.blocks.keys and container.error is None:
             status = _COMPLETE
@@ -100,7 +100,7 @@ class Settlement:
                     drain.over.set()
 
     def release(self, container: OffloadContainer) -> None:
-        """Give back what it holds, before the end (a chain has more to do) or at it. Idempotent."""
+        """Release everything that it holds, before its end (if a chain goes on) or at its end. Idempotent."""
         blocks = container.blocks
         if blocks.refs is not None:
             give_back(blocks.release)
@@ -112,7 +112,7 @@ class Settlement:
             give_back(lease)
 
     def _end_of(self, container: OffloadContainer, size: int) -> Status:
-        """How it ended, where that is not simply well; counts its blocks."""
+        """The terminal status of a container that did not simply complete; counts its blocks."""
         if container.phase is _CANCELLED and not container.filtered:
             self.cancelled += 1
             self.blocks["returned"] += size

@@ -1,4 +1,4 @@
-"""What one pipeline looks like from outside, at one moment: a plain value, for people and for charts."""
+"""A snapshot of one pipeline: a plain value, for people and for charts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PipelineStatistics:
     inside: int
     """Containers that have not settled."""
     in_admission: int
-    """Containers whose policies have not run to the end."""
+    """Containers whose policies have not finished."""
     in_awaiting: int
     """Containers whose precondition does not hold yet."""
     in_batching: int
@@ -40,7 +40,7 @@ class PipelineStatistics:
     blocks_completed: int
     """Blocks stored, or found stored."""
     blocks_filtered: int
-    """Blocks kept back."""
+    """Blocks that were filtered."""
     blocks_failed: int
     """Blocks whose transfer failed or was rejected."""
     blocks_evicted: int
@@ -58,7 +58,7 @@ class PipelineStatistics:
     policies_blocked: int
     """Times that a plain policy held the loop for longer than ``policy_timeout``: see :func:`offload.in_thread`."""
     blocking_policy: str
-    """The one that did so last; empty where none did."""
+    """The last policy that did so; empty if none has."""
     swept_late: int
     """Cancelled containers that the safety net found; anything but 0 is a bug."""
     quarantined: int

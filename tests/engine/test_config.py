@@ -450,7 +450,7 @@ async def test_a_tier_that_calls_itself_source_gets_a_number() -> None:
 @pytest.mark.parametrize(
     ("names", "route", "clash"),
     [
-        (["a", "b", "source-b"], Route("b", source="source"), "'source-b': .* the route from source to b is"),
+        (["a", "b", "source-b"], Route("b", source="source"), "'source-b': .* the route from source to b has"),
         (["a", "b", "a-c", "c"], Route("c", source="a"), "'a-c': .* the route from a to c has this one"),
     ],
 )

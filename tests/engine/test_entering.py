@@ -712,7 +712,7 @@ async def test_nothing_leads_on_from_a_tier_that_could_not_be_made(routes: dict[
     ) as told:
         async with opened(FakeTier(64, SIZE), tiers, **routes):
             raise AssertionError("it opened")
-    for said in ("on_enter_failure.disk = 'miss'", "put it last, or say chain = 'none'", "StrayPath: ", str(path)):
+    for said in ("on_enter_failure.disk = 'miss'", "put it last, or set chain = 'none'", "StrayPath: ", str(path)):
         assert said in str(told.value)
     async with opened(FakeTier(64, SIZE), tiers, chain=False) as engine:
         assert len(engine.pipelines) == 1
@@ -770,7 +770,7 @@ async def test_a_tier_that_encrypts_must_say_so_before_it_is_made() -> None:
         with trio.move_on_after(60):
             while engine.statistics().health["late"].next_probe != float("inf"):  # noqa: ASYNC110 - a thread makes it
                 await trio.sleep(0.005)
-        assert "must know whose its blocks are" in engine.statistics().health["late"].cause
+        assert "needs tenants" in engine.statistics().health["late"].cause
 
 
 # --- for real ---------------------------------------------------------------------------------------------------------
@@ -885,5 +885,5 @@ def test_an_engine_in_a_thread_takes_it_too() -> None:
     late = Late(99)
     with from_thread.open_engine(FakeTier(64, SIZE), {"late": late}, on_enter_failure="miss") as engine:
         assert not engine.statistics().engine.health["late"].entered
-    with pytest.raises(TypeError, match="says all"):
+    with pytest.raises(TypeError, match="replaces all"):
         offload.open_engine(FakeTier(), EngineConfig(tiers={"a": FakeTier()}), on_enter_failure="miss")  # type: ignore[call-overload]

@@ -417,8 +417,8 @@ class _AsyncCall:
     [
         (None, "callable"),
         ({}, "callable"),
-        (PassAll, r"say PassAll\(\.\.\.\)"),
-        (Waiting, r"say Waiting\(\.\.\.\)"),
+        (PassAll, r"use PassAll\(\.\.\.\)"),
+        (Waiting, r"use Waiting\(\.\.\.\)"),
         (_async_function, "AsyncPolicy"),
         (_AsyncCall(), "AsyncPolicy"),
     ],

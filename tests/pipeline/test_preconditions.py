@@ -138,7 +138,7 @@ def test_what_can_be_waited_for_and_cancelled_is_taken(value, kind):
 @pytest.mark.parametrize(
     ("bad", "hint"),
     [
-        (None, r"say offload\.NO_WAIT"),
+        (None, r"use offload\.NO_WAIT"),
         (True, ""),
         (3, ""),
         ("event", ""),
