@@ -1,7 +1,7 @@
-"""Places a block of KV cache can live: one module for each place.
+"""The tiers that blocks of KV cache can be in: one module for each.
 
-``backends.MemoryTier``, ``FileTier``, ``DeviceTier`` and ``MaruTier`` are imported when they are asked for, and torch only
-when a :class:`~backends.device.DeviceTier` is made. ``make_tier`` makes any tier from a specification, those of plugins too.
+``backends.MemoryTier``, ``FileTier``, ``DeviceTier`` and ``MaruTier`` are imported when they are first used, and torch only
+when a :class:`~backends.device.DeviceTier` is made. ``make_tier`` makes any tier from a specification, also those of plugins.
 """
 
 from typing import TYPE_CHECKING

@@ -4,13 +4,13 @@
     DIRECTORY/3f/KEY.NUMBER.kv          a block: a header of 512 bytes, then the payload
     DIRECTORY/3f/KEY.NUMBER.kv.tmp      a block that is being written
 
-KEY is the key in hexadecimal, NUMBER one that is never used again, so that a block that was evicted and stored anew is
-another file, and nothing that is still to be removed can hit it. The directory is this user's alone.
+KEY is the key in hexadecimal. NUMBER is never used again, so that a block that was evicted and stored anew is another file, and
+a removal that is still to come cannot hit it. The directory belongs to this user alone.
 
 Rule 1. A name that ends in ``.kv`` is given only to a file that is complete, by a rename. (Without ``fsync`` a crash of
         the machine may still leave one with holes; the checksums find that.)
-Rule 2. Nothing that is read is trusted. A header that does not fit the file is *torn*, a payload that does not fit its
-        checksum is *damaged*, another layout fingerprint or key is *foreign*, another format is a *version*.
+Rule 2. No file is trusted. A header that does not fit the file is *torn*, a payload that does not fit its checksum is
+        *damaged*, another layout fingerprint or key is *foreign*, another format is a *version*.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from .abc import MAX_KEY_BYTES, Key
 
 FORMAT_VERSION = 1
 HEADER_BYTES = 512
-"""What fits into a header. A key longer than ``_MAX_NAMED_BYTES`` is not spelled out in the file's name."""
+"""The longest key in a header. A key longer than ``_MAX_NAMED_BYTES`` is not written out in the file's name."""
 
 _MAGIC = b"\x8bkvblk\n\x1a"
 # magic, version, flags, key length, depth + 1 (0: not known), size, sum, layout, key
 _HEADER = struct.Struct(f"<8sHHHHQQ32s{MAX_KEY_BYTES}s")
-_MAX_DEPTH = (1 << 16) - 2  # what its field holds; deeper blocks are not told apart
+_MAX_DEPTH = (1 << 16) - 2  # the largest value of its field; deeper blocks have this depth
 _SUM = struct.Struct("<Q")  # xxh3-64 of all before it
 _SUMMED = 1  # flag: the payload has a checksum
 assert _HEADER.size + _SUM.size == HEADER_BYTES
@@ -53,12 +53,12 @@ _SHARD = re.compile(r"[0-9a-f]{2}")
 NAME = re.compile(r"([0-9a-f]*|long-[0-9a-f]{64})\.([0-9a-f]{1,15})\.kv(\.tmp)?")
 """Of a number so long that no tier has given it, a file is not ours."""
 MAX_FOUND_NUMBER = 1 << 56
-"""New files are numbered on from the largest that was found up to here. One beyond is a block all the same, but what comes
-behind it could become too long for a name: 2**56 stores are more than there will be."""
+"""New files get the number after the largest that was found below this. A file with a larger number is a block too, but the
+numbers after it could become too long for a name: 2**56 stores are more than there will be."""
 
 
 class Refused(Exception):
-    """A file is not the block that was expected; the reason is a word of rule 2."""
+    """A file is not the block that was expected; the reason is one of the words of rule 2."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -73,7 +73,7 @@ class Header(NamedTuple):
 
 
 def layout_digest(fingerprint: str) -> bytes:
-    """What a header says of the layout: 32 bytes."""
+    """The digest of a layout in a header: 32 bytes."""
     return hashlib.blake2b(fingerprint.encode(), digest_size=32).digest()
 
 
@@ -88,7 +88,7 @@ def pack_header(
 
 
 def unpack_header(head: bytes | bytearray, file_bytes: int, layout: bytes) -> Header:
-    """Read a header, of which as much is given as there is in the file."""
+    """Read a header from the first bytes of a file."""
     if len(head) < HEADER_BYTES or head[: len(_MAGIC)] != _MAGIC:
         raise Refused("torn")
     _, version, flags, key_bytes, known, payload_bytes, digest, found_layout, key = _HEADER.unpack_from(head)
@@ -114,9 +114,9 @@ def name_of(key: Key, number: int) -> str:
 
 
 class Directory:
-    """An open, locked directory. Entered by each thread that works in it, so that it is not closed under one.
+    """An open, locked directory. Threads that work in it enter it, so that it is not closed meanwhile.
 
-    It is this process's: a forked child has it closed.
+    It belongs to this process: in a forked child it is closed.
     """
 
     def __init__(self, path: str) -> None:
@@ -142,7 +142,7 @@ class Directory:
 
     @property
     def is_inherited(self) -> bool:
-        """Whether it is another process's, which this one was forked from."""
+        """Whether it belongs to the process that this one was forked from."""
         return os.getpid() != self._pid
 
     def __enter__(self) -> None:
@@ -158,14 +158,14 @@ class Directory:
                 self._close()
 
     def close(self) -> None:
-        """Let go of the directory, or have the last thread that still works in it do so. Idempotent."""
+        """Close the directory, or let the last thread that works in it do so. Idempotent."""
         with self._mutex:
             self._closing = True
             if not self._users:
                 self._close()
 
     def _after_fork(self) -> None:
-        """In a forked child: close it. The lock is the parent's alone, and its files are not written by two."""
+        """In a forked child: close it. The lock stays with the parent, so that only one process writes the files."""
         self._mutex = threading.Lock()
         self._why_closed = belongs_to(self._pid, f"the directory {self.path!r}")
         self._closing = True
@@ -200,7 +200,7 @@ class Directory:
                 os.close(fd)
 
     def head(self, name: str) -> bytes:
-        """The header of one file, or what there is of it."""
+        """The header of one file, or the whole file if it is shorter."""
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self.root)
         try:
             return os.pread(fd, HEADER_BYTES, 0)
@@ -210,9 +210,9 @@ class Directory:
     def write(
         self, name: str, head: bytes, payload: memoryview, mtime_ns: int, fsync: bool, used_bytes: int | None = None
     ) -> None:
-        """Write one block and publish it. After an error nothing is left of it.
+        """Write one block and publish it. After an error no file is left.
 
-        Behind ``used_bytes`` the payload is known to be zero: a hole in the file reads the same.
+        After ``used_bytes`` the payload must be zero: a hole in the file reads the same.
         """
         temporary = name + ".tmp"
         fd = self._create(temporary)
@@ -251,12 +251,12 @@ class Directory:
             raise Refused("damaged")
 
     def remove(self, name: str) -> None:
-        """Remove one file. That it is gone already, or cannot be removed, is found again at the next start."""
+        """Remove one file. Errors are ignored: a file that is left is found at the next start."""
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=self.root)
 
     def sync(self, names: Sequence[str]) -> None:
-        """Make renames durable, and the shards that they are in."""
+        """Make renames durable, and the directories that they are in."""
         shards = {name[:2] for name in names}
         for shard in shards:
             fd = os.open(shard, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.root)

@@ -1,14 +1,14 @@
-"""Copies between a source, the pages of a place, and a destination; every tier copies with what is here.
+"""Copies between a source, the pages of a tier, and a destination; every tier uses them.
 
-A place sums up what has arrived, and believes it from then on. So what arrives is compared with what its source knows of it,
-before it can be found: else damage would be copied on, and verify for ever.
+A tier computes a checksum of what has arrived, and trusts it from then on. So what arrives is compared with the checksum of its
+source before it can be found: otherwise damage would be copied on, with a checksum that fits.
 
-Rule 1. What a source knows (:class:`backends.abc.ChecksummedSource`) is asked on the trio thread before the copy, compared
-        where the copy is made, and what was found is told to the source on the trio thread, when the copy is over.
-Rule 2. A damaged block fails alone. Where the source finds it itself, and raises for all that it was to copy, it is asked for
-        the others once more, one by one.
-Rule 3. Compared is what has arrived, not what lay there: a bit that flips on the way is found as well.
-Rule 4. Memory that a copy passes through, and whose end is not proven, stays: see :mod:`backends._unproven`.
+Rule 1. The source (:class:`backends.abc.ChecksummedSource`) is asked for checksums on the trio thread before the copy; they are
+        compared where the copy is made; and damaged blocks are reported to the source on the trio thread, after the copy.
+Rule 2. A damaged block fails alone. If the source finds it itself, and raises for the whole copy, the other blocks are copied
+        once more, one by one.
+Rule 3. The bytes that arrived are compared, not those in the source, so that a bit that flips on the way is found as well.
+Rule 4. Memory that a copy passes through is kept if the end of the copy is not proven: see :mod:`backends._unproven`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from .pages import Pages, check_apart, checksums, copy_and_sum, copy_pages, new_
 from .threads import run_in_thread, run_in_thread_to_the_end
 
 BOUNCE_BYTES: Final = 8 << 20
-"""Blocks that are not in host memory, or not to go there, pass through so much of it at a time; one that is larger, alone."""
+"""Bytes of blocks outside of host memory that are staged at a time; a larger block is staged alone."""
 
 RunInThread: TypeAlias = Callable[..., Awaitable[Any]]
-"""``await run(fn, *args)``: how a tier has work done in a copy thread."""
+"""``await run(fn, *args)``: runs the work of a tier in a copy thread."""
 
 
 class Bounce:
-    """Host memory that blocks pass through, a few at a time. Used by one thread at a time; made when it is first needed."""
+    """A buffer in host memory that blocks pass through, a few at a time. For one thread at a time; allocated when needed."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
         self._most_bytes = BOUNCE_BYTES if most_bytes is None else most_bytes
         self._portions: dict[int, Pages] = {}
 
     def portion(self, n: int, page_bytes: int) -> Pages:
-        """Pages of this size, as many of ``n`` as are to be staged at once."""
+        """Pages of this size for as many of ``n`` blocks as are staged at once."""
         n = min(n, max(1, self._most_bytes // max(1, page_bytes)))
         pages = self._portions.get(page_bytes)
         if pages is None or len(pages) < n:
@@ -49,7 +49,7 @@ class Bounce:
 
 
 def unequal(expected: Sequence[int | None], found: Sequence[int | None]) -> list[int]:
-    """The positions at which a checksum is known, and another one was found."""
+    """The positions at which a checksum is known and differs."""
     if expected == found:
         return []
     pairs = enumerate(zip(expected, found, strict=True))
@@ -60,13 +60,13 @@ def unequal(expected: Sequence[int | None], found: Sequence[int | None]) -> list
 
 
 class StoreCopy:
-    """Blocks of a source on their way into a place. Made on the trio thread, for one transfer.
+    """The copy of blocks from a source into a tier. Made on the trio thread, for one transfer.
 
     Args:
-        source: where they are.
-        keys: what they are called.
-        refs: what the source holds them by.
-        summed: whether the place keeps checksums of its own. What the source knows is compared in either case.
+        source: the place that has the blocks.
+        keys: their keys.
+        refs: the source's refs to them.
+        summed: whether the tier keeps checksums. Those of the source are compared in any case.
     """
 
     __slots__ = ("_different", "_expected", "_keys", "_summed", "failed", "refs", "source", "sums", "views")
@@ -75,15 +75,15 @@ class StoreCopy:
         self.source: Source = source
         self.refs: Sequence[int] = refs
         self.views: Pages | None = source.views(refs)
-        """Where the blocks lie, if in host memory."""
+        """The addresses of the blocks, if they are in host memory."""
         self.sums: list[int] = []
-        """The xxh3-64 of each block that has arrived, by position, once the copy is over. Empty where nobody wanted any."""
+        """The xxh3-64 of each block that has arrived, by position, after the copy. Empty if no checksums were needed."""
         self.failed: dict[int, Exception] = {}
-        """Blocks that must not be stored, by position, each with its error; grows while the copy is made."""
+        """The errors of blocks that must not be stored, by position; grows during the copy."""
         self._keys = keys
         self._expected = _known_checksums(source, keys, refs)
         self._summed = summed or self._expected is not None
-        self._different: list[int] = []  # of these, the ones that the source does not know of
+        self._different: list[int] = []  # damaged blocks that the source must be told of
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -97,10 +97,10 @@ class StoreCopy:
         run: RunInThread = run_in_thread,
         inline_bytes: int = INLINE_BYTES,
     ) -> dict[int, Exception]:
-        """Copy all blocks into pages, in place or in a thread. Cancelled, it leaves at once, whatever a thread does.
+        """Copy all blocks into pages, in place or in a thread. Cancelled, it returns at once, even if a thread still copies.
 
         Returns:
-            What must not be stored; the source has forgotten it.
+            The errors of blocks that must not be stored; the source has dropped those.
         """
         views = self.views
         if views is not None and in_place.takes(len(pages), pages.page_bytes, inline_bytes):
@@ -123,9 +123,9 @@ class StoreCopy:
     def portions(
         self, positions: Sequence[int] | None = None, bounce: Bounce | None = None
     ) -> Iterator[tuple[Sequence[int], Pages]]:
-        """The blocks at these positions in host memory: as they lie there, or a few at a time. In a copy thread.
+        """The blocks at these positions in host memory: where they are, or a few at a time in a buffer. In a copy thread.
 
-        Not verified yet. Whoever takes them has each verified before he publishes it, and leaves out what is in :attr:`failed`.
+        Not verified yet: the caller calls :meth:`verify` before it publishes them, and leaves out those in :attr:`failed`.
         """
         wanted = range(len(self._keys)) if positions is None else positions
         if self.views is not None:
@@ -140,28 +140,28 @@ class StoreCopy:
             start += len(portion)
 
     def verify(self, positions: Sequence[int], pages: Pages) -> None:
-        """Compare what has arrived of these blocks with what their source knows. Where it was copied."""
+        """Compare what has arrived of these blocks with the checksums of their source. Runs where the copy was made."""
         if self._summed:
             self._compare(positions, checksums(pages))
 
     # --- the end of it --------------------------------------------------------------------------------------------
 
     def settle(self) -> dict[int, Exception]:
-        """The copy is over: have the source forget what was found damaged. On the trio thread; a second time it does nothing.
+        """After the copy, on the trio thread: report damaged blocks to the source. Idempotent.
 
         Returns:
-            What must not be stored, by position, each with its error.
+            The errors of blocks that must not be stored, by position.
         """
         different, self._different = self._different, []
         if different:
-            source: Any = self.source  # it has told what they sum up to
+            source: Any = self.source  # a ChecksummedSource, since checksums differ
             source.forget_damaged([self._keys[at] for at in different], [self.refs[at] for at in different])
         return self.failed
 
     # --- helpers --------------------------------------------------------------------------------------------------
 
     def _have_copied(self, positions: Sequence[int], pages: Pages) -> None:
-        """Have the source copy these blocks: rule 2."""
+        """Let the source copy these blocks: rule 2."""
         try:
             with kept_if_unproven(pages):
                 self.source.copy_out([self.refs[at] for at in positions], pages)
@@ -195,8 +195,8 @@ class StoreCopy:
 
 
 def _known_checksums(source: Source, keys: Sequence[Key], refs: Sequence[int]) -> Sequence[int | None] | None:
-    """What a :class:`~backends.abc.ChecksummedSource` knows of these blocks; ``None`` if that is nothing."""
-    # Told by having the method: `isinstance` of a protocol costs as much as the copy of a small batch.
+    """The checksums that a :class:`~backends.abc.ChecksummedSource` knows of these blocks; ``None`` if it knows none."""
+    # Recognised by the method: `isinstance` of a protocol costs as much as the copy of a small batch.
     ask: Callable[..., Sequence[int | None]] | None = getattr(source, "checksums_of", None)
     expected = None if ask is None else ask(keys, refs)
     return None if expected is None or expected.count(None) == len(expected) else expected
@@ -206,10 +206,10 @@ def _known_checksums(source: Source, keys: Sequence[Key], refs: Sequence[int]) -
 
 
 def places_for(place: object, n: int, block_bytes: int, destination: Destination) -> Pages | None:
-    """The first ``n`` places of a destination, if they are host memory. Checked before a byte is copied.
+    """The addresses of the first ``n`` places of a destination, if they are host memory. Call it before the copy.
 
     Raises:
-        BlockSizeError: they are of another size than this place's blocks.
+        BlockSizeError: they have another size than this tier's blocks.
         ValueError: there are fewer.
         RepeatedPlaces: two of them share memory.
     """
@@ -235,9 +235,9 @@ async def load_pages(
     run: RunInThread = run_in_thread_to_the_end,
     inline_bytes: int = INLINE_BYTES,
 ) -> list[int] | None:
-    """Copy pages of a place into ``there``, or have the destination copy them into its places from ``start`` on.
+    """Copy pages of a tier into ``there``, or let the destination copy them into its places from ``start`` on.
 
-    In place or in a thread. Cancelled, it leaves when the copy is over.
+    In place or in a thread. Cancelled, it returns when the copy is over.
 
     Returns:
         The xxh3-64 of each block, if wanted.
@@ -249,7 +249,7 @@ async def load_pages(
 
 
 def deliver(pages: Pages, destination: Destination, start: int, there: Pages | None, summed: bool) -> list[int] | None:
-    """Copy pages into ``there``, or have the destination copy them. In a copy thread. Returns their sums, if wanted."""
+    """Copy pages into ``there``, or let the destination copy them. Runs in a copy thread. Returns checksums if ``summed``."""
     if there is not None:
         return _copied(there, pages, summed)
     sums = checksums(pages) if summed else None

@@ -1,4 +1,4 @@
-"""What can go wrong at a place, and who must act."""
+"""The exceptions of this package. Each says who must act: the caller, or an operator."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 
 class BackendError(Exception):
-    """Base of everything this package raises on its own account."""
+    """Base of all exceptions of this package."""
 
 
 class Unproven(BackendError):
     """The end of a copy cannot be proven: it may still read its source or write its destination.
 
-    Nobody may reuse either.
+    Neither may be reused.
     """
 
 
 class BlockSizeError(BackendError, ValueError):
-    """The caller's block is not of the size that this place holds."""
+    """The caller's blocks do not have the size of this tier's."""
 
     def __init__(self, place: object, expected_bytes: int, got_bytes: int) -> None:
         super().__init__(f"{place!r} holds blocks of {expected_bytes} bytes, not of {got_bytes}")
@@ -26,19 +26,19 @@ class BlockSizeError(BackendError, ValueError):
 
 
 class CapacityError(BackendError, ValueError):
-    """The caller asks for more than this place could hold even if it were empty, or it is full of held blocks."""
+    """The caller asks for more than the empty tier could hold, or the tier is full of held blocks."""
 
 
 class DuplicateKeys(BackendError, ValueError):
-    """The caller named a key twice in one set of blocks."""
+    """The caller gave a key twice in one set of blocks."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
-        super().__init__(f"keys named more than once: {', '.join(key.hex() for key in keys[:4])}")
+        super().__init__(f"keys given more than once: {', '.join(key.hex() for key in keys[:4])}")
         self.keys: list[bytes] = list(keys)
 
 
 class RepeatedPlaces(BackendError, ValueError):
-    """The caller wants to load into places that share memory: one block would be written over another."""
+    """The caller's destination has blocks that share memory: one would overwrite another."""
 
     def __init__(self, one: int, other: int) -> None:
         super().__init__(f"places {one} and {other} share memory: each block is loaded into a place of its own")
@@ -57,15 +57,15 @@ class MissingKeys(BackendError, KeyError):
 
 
 class PlaceClosed(BackendError):
-    """The caller uses a place after closing it."""
+    """The caller uses a tier after closing it."""
 
 
 class PlaceInUse(BackendError):
-    """The caller wants a directory that another tier owns, here or in another process."""
+    """The caller's directory is in use by another tier, here or in another process."""
 
 
 class DamagedBlock(BackendError):
-    """What a place holds under a key is not what was stored there."""
+    """The bytes of a block are not those that were stored under its key."""
 
     def __init__(self, place: object, key: bytes, reason: str) -> None:
         super().__init__(f"the block {key.hex()} of {place!r} is {reason}")
@@ -74,4 +74,4 @@ class DamagedBlock(BackendError):
 
 
 class StrayPath(BackendError, ValueError):
-    """The directory or file given to a place is not one that it may use."""
+    """The given directory or file cannot be used by this tier."""

@@ -1,4 +1,4 @@
-"""What :class:`~backends.file.FileTier` has done in a copy thread: writing, reading, and removing files. Nothing of trio."""
+"""The work of :class:`~backends.file.FileTier` in a copy thread: writing, reading, and removing files. Without trio."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .pages import Pages
 
 @attrs.define(eq=False)
 class Writing:
-    """One transfer's work, and whether anybody still waits for it."""
+    """The work of one transfer, and whether a task still waits for it."""
 
     directory: Directory
     layout: bytes
@@ -24,11 +24,11 @@ class Writing:
     fsync: bool
     litter: list[str]
     depths: Sequence[int | None]
-    """Of each block in its prefix, where it is known."""
+    """The depth of each block in its prefix, if known."""
     abandoned: bool = False
 
     def run(self, copy: StoreCopy, keys: Sequence[Key], names: Sequence[str]) -> None:
-        """Write the blocks one by one. What is damaged or cannot be written fails alone; what cannot be read fails all."""
+        """Write the blocks one by one. A block that is damaged or cannot be written fails alone; a failed read fails all."""
         with self.directory:
             self._run(copy, keys, names)
 
@@ -57,17 +57,17 @@ class Writing:
 
 @attrs.define(eq=False)
 class Reading:
-    """One load's work."""
+    """The work of one load."""
 
     directory: Directory
     layout: bytes
     checksums: bool
     blocks: list[tuple[Key, int]]
     bad: dict[int, Missed | Failed]
-    """What is known to be bad, by position; grows."""
+    """Blocks that are known to be bad, by position; grows."""
 
     def run(self, destination: Destination, views: Pages | None) -> None:
-        """Read all blocks that are good to their places."""
+        """Read all other blocks to their places."""
         with self.directory:
             self._run(destination, views)
 

@@ -1,4 +1,4 @@
-"""Which blocks are in a directory, and what they take: the registry of :class:`~backends.file.FileTier`. No I/O."""
+"""The blocks of a directory and their sizes: the registry of :class:`~backends.file.FileTier`. No I/O."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class FileRegistry(Registry):
         self.slot_depths: dict[int, int] = {}
         """The depths of slots that are about to be written."""
         self.strangers: deque[tuple[str, int]] = deque()
-        """Files that are not ours and their bytes; the oldest first."""
+        """Files of other layouts and their bytes; the oldest first."""
         self.stranger_bytes: int = 0
         self.litter: list[str] = []
-        """Files nobody wants any more."""
+        """Files to be removed."""
         self.next_number: int = 1
         self._unregistered: set[int] = set()
 
@@ -37,15 +37,15 @@ class FileRegistry(Registry):
         return f"<FileRegistry {len(self)} blocks in {self.used_bytes} of {self.capacity_bytes} bytes>"
 
     def could_hold(self, n: int, size: int = 1) -> bool:
-        """Whether the place has so many bytes."""
+        """Whether the capacity is that large."""
         return n * size <= self.capacity_bytes
 
     def fitting(self, n: int, size: int = 1) -> int:
-        """How many fit into the bytes that are free, those of strangers included."""
+        """How many fit into the free bytes, including those of strangers."""
         return min(n, (self.capacity_bytes - self.used_bytes) // size)
 
     def take(self, n: int, size: int = 1) -> list[int] | None:
-        """Numbers for ``n`` files. Strangers make room."""
+        """Stage numbers for ``n`` files. Strangers are removed for room."""
         if self.used_bytes + n * size > self.capacity_bytes:
             return None
         self.used_bytes += n * size
@@ -61,7 +61,7 @@ class FileRegistry(Registry):
         return slots
 
     def take_evicting(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
-        """Numbers for these files, making room for what is missing."""
+        """Stage numbers for these files, evicting as much as needed."""
         refused: set[Key] = set()
         if not self._evict_bytes(keys, size, refused):
             return None
@@ -72,7 +72,7 @@ class FileRegistry(Registry):
         return [EVICTED if key in refused else next(ascending) for key in keys]
 
     def find(self, key: Key, number: int, size: int, depth: int | None) -> None:
-        """A file that was there at the start. The last one found is the most recent."""
+        """Register a file that was found at the start. The last one found is the most recently used."""
         self.used_bytes += size
         self.keys[number] = key
         self.sizes[number] = size
@@ -85,7 +85,7 @@ class FileRegistry(Registry):
             self._policy.use((key,), (depth,))
 
     def shrink(self) -> None:
-        """Evict what is too much for the capacity."""
+        """Evict until the blocks fit into the capacity."""
         while self.used_bytes > self.capacity_bytes and self._slot_of:
             self._evict((), 1)
         self.take(0)
@@ -97,12 +97,12 @@ class FileRegistry(Registry):
         hold: list[int] | None = None,
         depths: Sequence[int | None] | None = None,
     ) -> list[int]:
-        """Written files become blocks."""
+        """Register written files."""
         self._unregistered.difference_update(slots)
         return super().register(keys, slots, hold, depths)
 
     def _evict_bytes(self, keys: Sequence[Key], size: int, refused: set[Key]) -> bool:
-        """Evict until those of ``keys`` fit that the policy does not refuse, or will when what leaves has gone."""
+        """Evict until all ``keys`` fit that the policy does not reject, now or when leaving blocks have gone."""
         if self.used_bytes + len(keys) * size <= self.capacity_bytes:
             return True
         sizes = self.sizes.__getitem__
@@ -119,7 +119,7 @@ class FileRegistry(Registry):
         return True
 
     def _missing(self, n: int, size: int) -> int:
-        """How many bytes more must go for ``n`` such blocks, besides those that are coming."""
+        """The bytes that must still be evicted for ``n`` such blocks, without those that are coming."""
         return self.used_bytes + n * size - self.capacity_bytes - sum(map(self.sizes.__getitem__, self._coming))
 
     def _free_slots(self, slots: Sequence[int]) -> None:

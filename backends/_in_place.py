@@ -1,7 +1,7 @@
-"""Copies on the trio thread: where waking a thread and being woken by it costs more than the copy.
+"""Copies on the trio thread, for small copies: waking a thread and being woken by it costs more than the copy.
 
-Between host pages, one at a time, in portions with a checkpoint between: whoever waits is held up for one portion, and a
-cancellation takes effect between two, where no copy is under way.
+They run between host pages, one at a time, in portions with a checkpoint between: other tasks wait for one portion at most, and
+a cancellation takes effect between two portions, when no copy is under way.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ woken, find a core, and wake the trio thread again. Beyond, beside another copy,
 second core is worth that."""
 
 PORTION_BYTES = 512 * 1024
-"""Of a copy in place, so much at once, then a checkpoint: at the 7 GB/s measured here, some 70 us for whoever waits."""
+"""Bytes that are copied in place between two checkpoints: at the 7 GB/s measured here, other tasks wait some 70 us."""
 
 
 class CopiesInPlace:
-    """The copies that one tier makes on the trio thread."""
+    """The copies of one tier on the trio thread."""
 
     def __init__(self) -> None:
         self._busy = False

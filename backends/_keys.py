@@ -1,4 +1,4 @@
-"""What a block may be called: bytes, of a length that every tier takes. One check, for every way in."""
+"""The check of keys: bytes, of a length that every tier accepts. Every public entry point uses it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Final
 from ._errors import DuplicateKeys
 
 MAX_KEY_BYTES: Final = 440
-"""What fits into the header of a block's file, the smallest place that a key has in any tier."""
+"""The longest key: the size of its field in the header of a block's file, the smallest of all tiers."""
 
 
 def check_keys(keys: Sequence[bytes]) -> None:
-    """Raise where these are no keys.
+    """Raise unless these are keys.
 
     Raises:
         TypeError: one of them is not ``bytes``; or this is one key and not a sequence of keys.
         ValueError: one of them is longer than ``MAX_KEY_BYTES``.
     """
     if isinstance(keys, bytes | bytearray | memoryview | str):
-        raise TypeError(f"keys = {_shown(keys)} is one key: a sequence of keys is wanted, as in [key]")
+        raise TypeError(f"keys = {_shown(keys)} is one key: pass a sequence of keys, as in [key]")
     if not {*map(type, keys)} <= {bytes}:  # a subclass is one as well, and rare
         for key in keys:
             if not isinstance(key, bytes):
@@ -34,10 +34,10 @@ def check_keys(keys: Sequence[bytes]) -> None:
 
 
 def distinct_keys(keys: Sequence[bytes]) -> tuple[bytes, ...]:
-    """These keys, checked.
+    """The keys as a tuple, checked.
 
     Raises:
-        DuplicateKeys: one of them is named twice.
+        DuplicateKeys: a key is given twice.
         TypeError, ValueError: see :func:`check_keys`.
     """
     check_keys(keys)

@@ -1,4 +1,4 @@
-"""What a copy without a proven end may still read or write: it stays as it is, and is nobody's, while the process lives."""
+"""Memory of copies without a proven end, which may still read or write it: it is kept until the process ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _kept: list[object] = []
 
 @contextmanager
 def kept_if_unproven(memory: object) -> Iterator[None]:
-    """Around a copy that passes through ``memory``, which otherwise is given back with the last reference to it."""
+    """Keep ``memory`` for ever if the body raises Unproven; otherwise it is freed with the last reference to it."""
     try:
         yield
     except BaseException as error:

@@ -1,8 +1,8 @@
-"""Who is inside of a place that is opened and closed by one and the same task, as everything with a nursery is.
+"""Counts the tasks that have entered a place, which one of them opens and closes, since a nursery needs one task.
 
-Rule 1. Whoever enters first opens it, and closes it: he is the last to leave. Where he has nothing to tell, he waits for the
-        others; with an exception he does not, since it may be what the others are to end by.
-Rule 2. What the others find then is closed, and says so.
+Rule 1. The task that enters first opens the place, and closes it: it is the last to leave. It waits for the others, unless it
+        leaves with an exception, since that may be what the others are to end by.
+Rule 2. The others then find the place closed, which is an error of its methods.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import trio
 
 
 class Visits:
-    """Those who are inside of one place. May be entered several times by one task."""
+    """The tasks that are inside of one place. One task may enter several times."""
 
     def __init__(self) -> None:
         self._opener: trio.lowlevel.Task | None = None
@@ -20,7 +20,7 @@ class Visits:
         self._empty = trio.Event()
 
     def enter(self) -> bool:
-        """Be inside. Whether nobody was: then the caller is to open it."""
+        """Enter. Returns True for the first task, which must open the place."""
         task, first = trio.lowlevel.current_task(), self._opener is None
         if first:
             self._opener = task
@@ -31,12 +31,12 @@ class Visits:
         return first
 
     async def leave(self, *, wait: bool = True) -> bool:
-        """Be inside no more. Whether the caller is to close it.
+        """Leave. Returns True for the task that must close the place.
 
-        Whoever has opened it leaves when all others have. Cancelled meanwhile, he is to close it all the same.
+        The task that opened it waits until all others have left. Cancelled meanwhile, it must close the place all the same.
 
         Args:
-            wait: false, where he must not wait for them.
+            wait: False if it must not wait for the others.
         """
         if trio.lowlevel.current_task() is not self._opener:
             self._others -= 1

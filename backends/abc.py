@@ -1,18 +1,18 @@
-"""The contracts of a place where blocks live, and the values that cross them.
+"""The contracts of a tier, and the values that cross them.
 
 Four contracts, each with one to five methods:
 
-* :class:`Source`: a pipeline reads blocks from it, in columns. A :class:`ChecksummedSource` knows what they sum up to.
+* :class:`Source`: a pipeline reads blocks from it, in columns. A :class:`ChecksummedSource` also knows their checksums.
 * :class:`TransferExecutor` and its :class:`Reservation`: a pipeline writes blocks into it.
-* :class:`ReadableTier`: an executor that can be read back: looked up, pinned, loaded, deleted from. A :class:`Tier` is one
-  that knows at once what it contains; any other has to ask, over a wire say.
-* :class:`Destination`: where a load puts the bytes.
+* :class:`ReadableTier`: an executor that can be read back: looked up, pinned, loaded, deleted from. A :class:`Tier` knows
+  without waiting what it contains; any other tier has to ask, a server for example.
+* :class:`Destination`: the memory that a load writes to.
 
-Everything here speaks of *many* blocks at once. A block is a position in parallel columns (its key, its ref, its
-outcome), never an object of its own: one object per block costs more than every decision about it.
+All methods take *many* blocks at once. A block is a position in parallel columns (its key, its ref, its outcome), never an
+object: one object per block costs more than every decision about it.
 
 An answer is a value, never an exception: a duplicate, a miss, a full tier, a pinned key. An exception from any of these
-methods is a broken promise; :class:`Unproven` is the one that says that not even the end of a copy is certain.
+methods breaks the contract; :class:`Unproven` says that not even the end of a copy is certain.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from ._keys import distinct_keys
 from .pages import Pages
 
 Key: TypeAlias = bytes
-"""A block's name: an opaque content hash with the tenant's salt already in it (see :func:`offload.block_key`).
+"""The key of a block: an opaque content hash with the tenant's salt already in it (see :func:`offload.block_key`).
 
-At most ``MAX_KEY_BYTES`` long. Whoever takes keys from outside checks them, by :func:`check_keys`."""
+At most ``MAX_KEY_BYTES`` long. Public entry points check keys by :func:`check_keys`."""
 
 EVICTED = -1
 """The ref of a block that was no longer there when it was upgraded."""
 
 WhenFull: TypeAlias = Literal["wait", "evict", "partial", "fail"]
-"""What a reservation does in a full place: see :meth:`TransferExecutor.reserve`."""
+"""What a reservation does if the place is full: see :meth:`TransferExecutor.reserve`."""
 
 
 # --- blocks, as columns -------------------------------------------------------------------------------------------
 
 
 class Blocks:
-    """Blocks of one source that are enqueued together: one value for many blocks. Made by the source, not by hand.
+    """Blocks of one source that are enqueued together: one value for many blocks. Made by the source.
 
     Attributes:
-        source: where the bytes are.
+        source: the place that has the bytes.
         keys: one key per block, all different.
-        refs: what the source needs to find each block's bytes, or ``None`` where that is decided at the upgrade.
+        refs: what the source needs to find each block's bytes, or ``None`` if that is decided at the upgrade.
     """
 
     __slots__ = ("__weakref__", "depths", "keys", "refs", "source")
@@ -64,19 +64,19 @@ class Blocks:
     def __init__(
         self, source: Source, keys: Sequence[Key], refs: list[int] | None, depths: Sequence[int | None] | None = None
     ) -> None:
-        """Take the columns.
+        """Make blocks from columns.
 
         Args:
-            source: where the blocks are.
-            keys: of their content.
-            refs: how they are held, or where they are; ``None`` where they are not held.
-            depths: the index of each in the prefix that it belongs to, where that is known: it does not follow from the keys. A
-                place that is full gives up the deepest of what is next to go. Without it, the order of the keys stands for it.
+            source: the place that has the blocks.
+            keys: one per block.
+            refs: the source's reference to each block; ``None`` for weak blocks.
+            depths: the index of each block in its prefix, if known; it does not follow from the keys. A full tier evicts the
+                deepest among equally old blocks. Without it, the order of the keys is used.
 
         Raises:
             DuplicateKeys: the keys are not all different.
             TypeError: one of them is not ``bytes``, or this is one key and not a sequence.
-            ValueError: one of them is longer than any tier takes; or there is not one ref or one depth for each.
+            ValueError: one of them is longer than any tier accepts; or ``refs`` or ``depths`` has another length.
         """
         self.source: Source = source
         self.keys: tuple[Key, ...] = distinct_keys(keys)
@@ -94,14 +94,14 @@ class Blocks:
         return f"<{type(self).__name__} of {len(self.keys)} blocks in {self.source!r}>"
 
     def hand_over(self) -> None:
-        """Hand this value over to a pipeline. One that holds refs can be handed over once."""
+        """Pass ownership of this value to a pipeline. Blocks that hold refs can be passed on once."""
 
     def release(self) -> None:
-        """Give back what this value holds in the source. Idempotent; nothing to do unless it holds refs."""
+        """Release the refs that this value holds in its source, if any. Idempotent."""
 
 
 class ExternalBlocks(Blocks):
-    """Blocks that the engine itself keeps alive until the handle has settled: block ids and keys."""
+    """Blocks that the engine keeps alive until the handle has settled: block ids and keys."""
 
     __slots__ = ()
 
@@ -118,22 +118,22 @@ class StrongBlocks(Blocks):
     def __init__(
         self, source: Source, keys: Sequence[Key], refs: list[int] | None, depths: Sequence[int | None] | None = None
     ) -> None:
-        """Take the columns; see :class:`Blocks`."""
+        """Make blocks from columns; see :class:`Blocks`."""
         super().__init__(source, keys, refs, depths)
         self._given = False
 
     def hand_over(self) -> None:
-        """Hand the refs over to a pipeline, which releases them.
+        """Pass ownership of the refs to a pipeline, which releases them.
 
         Raises:
-            ValueError: another one has them, or they were released.
+            ValueError: they were passed on already, or released.
         """
         if self._given or (self.keys and not self.refs):
             raise ValueError(f"{self!r} was given to a pipeline before, or released: its refs are not to be had twice")
         self._given = True
 
     def release(self) -> None:
-        """Drop the refs. Idempotent; with the last ref of a block it may be evicted again."""
+        """Release the refs. Idempotent; a block without refs may be evicted."""
         refs = self.refs
         self.refs: list[int] | None = []
         if refs:
@@ -141,7 +141,7 @@ class StrongBlocks(Blocks):
 
 
 class WeakBlocks(Blocks):
-    """Keys without a hold: what is still there at the upgrade is transferred, what is not was *evicted*."""
+    """Keys without refs: blocks that are present at the upgrade are transferred, the others count as *evicted*."""
 
     __slots__ = ()
 
@@ -156,28 +156,28 @@ class Source(Protocol):
         ...
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Weak to strong: one counted ref per key that is there, ``EVICTED`` for each that is not. Never blocks."""
+        """Take one counted ref for each key that is present; ``EVICTED`` for each that is not. Never blocks."""
         ...
 
     def release(self, refs: Sequence[int]) -> None:
-        """Drop one count of each ref; ``EVICTED`` is ignored. Never blocks, never raises."""
+        """Release one count of each ref; ``EVICTED`` is ignored. Never blocks, never raises."""
         ...
 
     def views(self, refs: Sequence[int]) -> Pages | None:
-        """Where these blocks lie in host memory, or ``None`` if a block is not one run of host memory."""
+        """The addresses of these blocks, or ``None`` if a block is not one run of host memory."""
         ...
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Copy each block into the page at the same position. Called in a worker thread; returns when it is over.
 
-        One that finds a block damaged while it copies raises :class:`DamagedBlock`; whoever copies then asks for the others,
-        one by one.
+        If it finds a block damaged while it copies, it raises :class:`DamagedBlock`; the caller then copies the others one by
+        one.
         """
         ...
 
 
 class Destination(Protocol):
-    """Where a load puts blocks: a column of places, as many as there are blocks to load."""
+    """The memory that a load writes blocks to: one place for each block."""
 
     @property
     def block_bytes(self) -> int:
@@ -187,7 +187,7 @@ class Destination(Protocol):
     def __len__(self) -> int: ...
 
     def views(self) -> Pages | None:
-        """The places in host memory, writable, or ``None`` if a place is not one run of host memory."""
+        """The addresses of the places, writable, or ``None`` if a place is not one run of host memory."""
         ...
 
     def copy_in(self, start: int, pages: Pages) -> None:
@@ -199,14 +199,14 @@ class Destination(Protocol):
 
 
 class Outcome:
-    """What became of one block: one of the subclasses below."""
+    """The result for one block: one of the subclasses below."""
 
     __slots__ = ()
 
 
 @attrs.frozen
 class Stored(Outcome):
-    """The block is in the place now and can be found by its key."""
+    """The block is in the tier now and can be found by its key."""
 
 
 @attrs.frozen
@@ -216,7 +216,7 @@ class Duplicate(Outcome):
 
 @attrs.frozen
 class Loaded(Outcome):
-    """The block's bytes are at the destination, verified where the place keeps checksums."""
+    """The block's bytes are at the destination, verified if the tier keeps checksums."""
 
 
 @attrs.frozen
@@ -224,23 +224,23 @@ class Failed(Outcome):
     """The copy failed and left nothing behind."""
 
     error: BaseException
-    """Why."""
+    """The reason."""
 
 
 @attrs.frozen
 class Rejected(Outcome):
-    """The place did not take the block; trying again later may work."""
+    """The tier did not take the block; trying again later may work."""
 
     reason: str
-    """Why, in a word: ``full``, ``too large``."""
+    """The reason in a word: ``full``, ``too large``."""
 
 
 @attrs.frozen
 class Missed(Outcome):
-    """The block could not be loaded: it is not there (any more), or what was there was not what was stored."""
+    """The block could not be loaded: it is not there (any more), or its bytes are not those that were stored."""
 
     reason: str
-    """Why, in a word: ``gone``, ``torn``, ``damaged``, ``foreign``, ``version``."""
+    """The reason in a word: ``gone``, ``torn``, ``damaged``, ``foreign``, ``version``."""
 
 
 STORED = Stored()
@@ -249,24 +249,24 @@ LOADED = Loaded()
 
 
 class Deletion(enum.Enum):
-    """What a delete did with one key."""
+    """The answer of a delete for one key."""
 
     DELETED = "deleted"
     MISSING = "missing"
     PINNED = "pinned"
     UNAVAILABLE = "unavailable"
-    """Nobody knows whether it is still there: who may have it could not be asked, or deletes nothing."""
+    """It is unknown whether the block is still there: the tier could not be asked, or cannot delete."""
 
 
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
 class Reservation(Protocol):
-    """Room for some blocks in a place. Ends with exactly one of :meth:`transfer` or :meth:`release`, or both."""
+    """Room for some blocks in a tier. Ends with :meth:`transfer`, :meth:`release`, or both."""
 
     @property
     def granted(self) -> Sequence[Key]:
-        """The keys there is room for: a prefix of those asked for (all of them under ``wait`` and ``evict``)."""
+        """The keys that have room: a prefix of those requested (all of them under ``wait`` and ``evict``)."""
         ...
 
     def keep(self, keys: Sequence[Key]) -> None:
@@ -277,11 +277,10 @@ class Reservation(Protocol):
         """Copy the kept blocks (``refs`` in their order) and publish them. Called at most once, after the commit.
 
         Returns one outcome per block, in order; an ordinary exception means that all of them failed and that the copy
-        is over. A block is found by its key only once all of its bytes are there. One that its source knows to be damaged
-        (:class:`ChecksummedSource`) is not stored: it has :class:`Failed` alone, with :class:`DamagedBlock`, and the source
-        forgets it. Where nothing is to be waited for, it
-        may pass no checkpoint. The caller shields and bounds it: when it is cancelled all the same, it leaves at once,
-        even with a copy still under way, and the caller quarantines it.
+        is over. A block is found by its key only once all of its bytes are there. A block that its source knows to be damaged
+        (:class:`ChecksummedSource`) is not stored: it is :class:`Failed` with :class:`DamagedBlock`, the others go on, and the
+        source forgets it. It may pass no checkpoint if it need not wait. The caller shields and bounds it: if it is cancelled
+        all the same, it returns at once, even with a copy still under way, and the caller quarantines it.
 
         Raises:
             Unproven: the copy may still be going on.
@@ -289,30 +288,30 @@ class Reservation(Protocol):
         ...
 
     def release(self) -> None:
-        """Give back the room of what was not published. Idempotent; never blocks, never raises."""
+        """Give back the room that was not published. Idempotent; never blocks, never raises."""
         ...
 
 
 @runtime_checkable
 class HoldingReservation(Protocol):
-    """A reservation that can hold what it stores, until that is copied on. Optional; of a tier that is a :class:`Source`."""
+    """A reservation that can hold what it stores until that is copied on. Optional; of a tier that is a :class:`Source`."""
 
     def hold(self) -> None:
         """Before the transfer: hold each block that it stores, or finds stored, until :meth:`Reservation.release`.
 
-        What has just been stored may be evicted at once, for somebody who waits for room. Held, it is still there when the
-        transfer has returned, so that whoever called it can take refs of his own (:meth:`Source.upgrade`).
+        A block that has just been stored may be evicted at once for a waiting request. Held, it is still there when the
+        transfer has returned, so that the caller can take its own refs (:meth:`Source.upgrade`).
         """
         ...
 
 
 class RoomRequest:
-    """Room wanted for some blocks: an object that can shrink while it waits, and keeps its place in the queue.
+    """A request for room for some blocks. It can shrink while it waits, and keeps its place in the queue.
 
     One request is given to one :meth:`TransferExecutor.reserve` at a time. Used on one thread.
 
     Attributes:
-        keys: what room is wanted for; fewer after a :meth:`shrink`.
+        keys: the blocks; fewer after a :meth:`shrink`.
         block_bytes: size of every block.
         when_full: what to do where there is not room for all, see :meth:`TransferExecutor.reserve`.
         waits: whether it waits for room where there is none: ``wait`` and ``evict`` do, ``partial`` and ``fail`` never.
@@ -331,13 +330,13 @@ class RoomRequest:
         return f"<request for {len(self.keys)} blocks of {self.block_bytes} bytes, {self.when_full}>"
 
     def shrink(self, keys: Sequence[Key]) -> bool:
-        """Want room for ``keys`` only, a subsequence of :attr:`keys`, from now on at the same place in the queue. Never blocks.
+        """Reduce the request to ``keys``, a subsequence of :attr:`keys`, at the same place in the queue. Never blocks.
 
-        What is left of a batch must not queue behind requests that came later because one of it was cancelled.
+        So a batch keeps its place when one of its containers is cancelled.
 
         Returns:
             Whether it waits for ``keys`` now (and may have been granted them). False: nothing was changed, since it does not
-            wait (any more), or waits in a place that cannot do this; the caller then cancels and asks again.
+            wait (any more), or the place does not support this; the caller then cancels and asks again.
         """
         if self._shrunk is None:
             return False
@@ -352,12 +351,12 @@ class RoomRequest:
 
     @contextmanager
     def waiting(self, shrunk: Callable[[], bool]) -> Iterator[None]:
-        """Have :meth:`shrink` call ``shrunk`` once :attr:`keys` are fewer, while inside: used by a place around its wait.
+        """Let :meth:`shrink` call ``shrunk`` while the block lasts. A place puts its wait into this block.
 
-        A place that does not use this cannot be asked for less, and need not know how.
+        A place that does not use this cannot be asked for less, and need not support it.
 
         Args:
-            shrunk: looks at :attr:`keys` again and may grant them; false where it no longer waits for them.
+            shrunk: looks at :attr:`keys` again and may grant them; returns False if it no longer waits for them.
         """
         self._shrunk = shrunk
         try:
@@ -368,7 +367,7 @@ class RoomRequest:
 
 @runtime_checkable
 class DepthReservation(Protocol):
-    """A reservation that takes the depths of its blocks along. Optional; recognised by the method."""
+    """A reservation that stores the depths of its blocks. Optional; recognised by the method."""
 
     def note_depths(self, depths: Mapping[Key, int]) -> None:
         """Note the depth of each block (its index in its prefix, where known) for the eviction policy. Before the transfer."""
@@ -385,14 +384,14 @@ class DepthTier(Protocol):
 
 
 class TransferExecutor(Protocol):
-    """A place blocks can be written to. All of it is called on the trio thread."""
+    """A place that blocks can be written to. All methods are called on the trio thread."""
 
     async def reserve(self, request: RoomRequest) -> Reservation:
-        """Take room for the blocks of a request, as it is when it is granted: it may shrink while this waits.
+        """Take room for the blocks of a request, which may shrink while this waits.
 
-        ``wait`` waits until there is room for all; ``evict`` makes room by evicting what is not held, and waits only
-        where everything is held; ``partial`` and ``fail`` never wait and grant the prefix that fits (the caller knows
-        what to do with the rest). Waiting requests are served in order. Cancelled while waiting, it holds nothing.
+        ``wait`` waits until there is room for all; ``evict`` makes room by evicting blocks that are not held, and waits only
+        if everything is held; ``partial`` and ``fail`` never wait and grant the prefix that fits (the caller decides about the
+        rest). Waiting requests are served in order. Cancelled while waiting, it holds nothing.
 
         Raises:
             BlockSizeError: this place holds blocks of another size.
@@ -409,11 +408,11 @@ class TransferExecutor(Protocol):
 
 
 class ReadLease(Protocol):
-    """A hold on the contiguous prefix of some keys: none of them is evicted or deleted until it is released."""
+    """A hold on a prefix of some keys: none of its blocks is evicted or deleted until it is released."""
 
     @property
     def keys(self) -> Sequence[Key]:
-        """What is held: the longest prefix of the keys asked for that is there."""
+        """The held keys: the longest prefix of those requested that is there."""
         ...
 
     async def release(self) -> None:
@@ -428,34 +427,34 @@ class ReadLease(Protocol):
 
 
 class ForgettingLease(ReadLease, Protocol):
-    """A lease that can be told that what was read is not what was stored: by a tier that decodes what it reads.
+    """A lease that can drop damaged blocks: for a tier that decodes what it reads, and finds the damage only then.
 
-    Whoever has only keys could merely delete them later, and with that what was stored anew under them in between.
+    A delete by key could hit a new block that was stored under the key in between.
     """
 
     def forget(self, positions: Sequence[int]) -> None:
-        """Forget the damaged blocks at these positions: no longer found, and dropped when they are no longer held.
+        """Drop the damaged blocks at these positions: no longer found, and freed when they are no longer held.
 
-        These, and not what lies under their keys by then. Not counted as deleted. Never blocks; before the lease is released.
+        A new block under the same key stays. Not counted as deleted. Never blocks; call it before the lease is released.
         """
         ...
 
 
 @attrs.frozen
 class Capabilities:
-    """How much of the contract a tier keeps: all of it, unless it declares less, as its attribute ``capabilities``.
+    """The optional parts of the contract that a tier keeps, as its attribute ``capabilities``. All of them by default.
 
-    What a tier cannot do is answered, never guessed. :func:`backends.testing.check_tier` tests what is declared.
+    :func:`backends.testing.check_tier` tests what is declared.
     """
 
     pins: bool = True
     """A leased block stays until the lease ends. Without it, a hit is a hint: the block may be gone when it is loaded, and
     then is :class:`Missed`. A lease still keeps this process from evicting and deleting it."""
     deletes: bool = True
-    """Blocks can be deleted, and so evicted. Without it, what is stored stays: :meth:`ReadableTier.delete` answers
-    ``UNAVAILABLE``, and ``wait`` and ``evict`` raise :class:`CapacityError` where only an eviction could make room."""
+    """Blocks can be deleted, and so evicted. Without it, stored blocks stay: :meth:`ReadableTier.delete` answers
+    ``UNAVAILABLE``, and ``wait`` and ``evict`` raise :class:`CapacityError` if only an eviction could make room."""
     per_key_outcomes: bool = True
-    """A block that cannot be stored fails alone. Without it, it fails all blocks that were copied with it."""
+    """A block that cannot be stored fails alone. Without it, all blocks that were copied with it fail too."""
 
 
 @attrs.frozen
@@ -463,57 +462,57 @@ class TierStatistics:
     """A snapshot of one tier; counters count blocks since it was made."""
 
     capacity_bytes: int
-    """What it may hold."""
+    """Its capacity."""
     used_bytes: int
-    """What it holds, reservations included."""
+    """Bytes of its blocks and reservations."""
     blocks: int
     """Keys that can be found."""
     held_blocks: int
-    """Of these, held by refs or leases."""
+    """Blocks of these that are held by refs or leases."""
     reserved_blocks: int
-    """Places reserved and not yet published or given back."""
+    """Blocks reserved and not yet published or given back."""
     stored: int
-    """Published."""
+    """Blocks that were published."""
     duplicates: int
-    """Not written, as the key was there."""
+    """Blocks that were not written, since the key was there."""
     evicted: int
-    """Made room."""
+    """Blocks that were evicted."""
     loaded: int
-    """Copied out and, with checksums, verified."""
+    """Blocks that were loaded and, with checksums, verified."""
     missed: Mapping[str, int]
-    """Could not be loaded, by reason."""
+    """Blocks that could not be loaded, by reason."""
     deleted: int
-    """Deleted by request."""
+    """Blocks that were deleted by request."""
 
 
 @runtime_checkable
 class ReadableTier(TransferExecutor, Protocol):
     """A :class:`TransferExecutor` that can also be read.
 
-    One that is not a :class:`Tier` must ask, and others change it, too. Under ``partial`` and ``fail`` as well, its
-    :meth:`~TransferExecutor.reserve_nowait` raises :class:`trio.WouldBlock` where it would have to ask;
-    :meth:`~TransferExecutor.reserve` asks, and then grants what fits.
+    One that is not a :class:`Tier` must ask a server, which has other clients too. Its
+    :meth:`~TransferExecutor.reserve_nowait` raises :class:`trio.WouldBlock` if it would have to ask, also under ``partial``
+    and ``fail``; :meth:`~TransferExecutor.reserve` asks, and then grants what fits.
     """
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that could be found when it was asked. Does not count as a use. An exception is not a miss."""
+        """Those of ``keys`` that the tier had when it was asked. Does not count as a use. An exception is not a miss."""
         ...
 
     async def pin(self, keys: Sequence[Key]) -> ReadLease:
-        """Hold the longest prefix of ``keys`` that is there (possibly none)."""
+        """Pin the longest prefix of ``keys`` that is there (possibly none). Cancelled, it pins nothing."""
         ...
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
         """Copy the leased blocks to ``destination``, position by position, and verify them.
 
-        One outcome per key of the lease: ``LOADED``, :class:`Missed` or :class:`Failed`. A block that is damaged is
-        missed, counted, and no longer found. Cancelled, it leaves only when the copy is over: the destination
-        is the caller's again when it returns, in whatever way.
+        One outcome per key of the lease: ``LOADED``, :class:`Missed` or :class:`Failed`. A damaged block is missed, counted,
+        and no longer found. Cancelled, it returns only when the copy is over: however it ends, the caller may use the
+        destination again.
         """
         ...
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Forget these keys; a held one is ``PINNED`` and stays."""
+        """Delete these keys; a held one is ``PINNED`` and stays. Returns one answer per key."""
         ...
 
     def statistics(self) -> TierStatistics:
@@ -523,10 +522,10 @@ class ReadableTier(TransferExecutor, Protocol):
 
 @runtime_checkable
 class Tier(ReadableTier, Protocol):
-    """A :class:`ReadableTier` of this process: it knows at once what it contains. ``isinstance`` tells it from any other."""
+    """A :class:`ReadableTier` that knows without waiting what it contains. ``isinstance`` tells it from any other."""
 
     def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that can be found right now. Never blocks."""
+        """Those of ``keys`` that are there now. Never blocks."""
         ...
 
 
@@ -535,37 +534,37 @@ class Tier(ReadableTier, Protocol):
 
 @runtime_checkable
 class TenantTier(Protocol):
-    """A tier that must know to which tenant blocks belong, such as one that encrypts. Optional; recognised by the method."""
+    """A tier that needs the tenants of its blocks, such as one that encrypts. Optional; recognised by the method."""
 
     def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """Note that these keys are this tenant's, until the returned function is called. Calling that again does nothing.
+        """Tag these keys with their tenant until the returned function is called. Calling that again does nothing.
 
-        Whoever stores calls this before, and ends it when the copy is over; whoever reads, before the pin, and ends it when the
-        lease is released. Where two tenants claim one key at the same time it is nobody's: a store fails, a load misses.
+        A store calls this before the copy and ends it after; a read calls it before the pin, and ends it when the lease is
+        released. If two tenants tag one key at the same time it has no tenant: a store of it fails, a load misses.
         """
         ...
 
 
 @runtime_checkable
 class ChecksummedSource(Source, Protocol):
-    """A source that knows what its blocks sum up to. Optional; recognised by the methods.
+    """A source that knows the checksums of its blocks. Optional; recognised by the methods.
 
-    Whoever copies its blocks compares what has arrived, and stores nothing that is damaged: with a checksum of its own it would
-    be believed from then on. So whatever stands between such a source and a place passes both methods on. A source that
-    verifies its blocks itself while :meth:`copy_out` runs, and raises :class:`DamagedBlock` there, needs neither.
+    A copy out of it compares what has arrived, and stores no damaged block: under a new checksum the damage would count as
+    correct from then on. So every wrapper of such a source must forward both methods. A source that verifies its blocks itself
+    in :meth:`copy_out`, and raises :class:`DamagedBlock` there, needs neither.
     """
 
     def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> Sequence[int | None]:
-        """The xxh3-64 of each of these blocks as it was stored, ``None`` where that is not known. Never blocks.
+        """The xxh3-64 of each block as it was stored, ``None`` if it is not known. Never blocks.
 
-        One that no bytes have, as ``-1``, where a block is known to be damaged.
+        For a block that is known to be damaged a value that no checksum has, such as ``-1``.
         """
         ...
 
     def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """Forget blocks that a copy has found damaged: count them, and find them no more.
+        """Drop blocks that a copy has found damaged: count them, and do not find them any more.
 
-        What lies under a key by then in another slot stays. Never blocks; before the refs are released.
+        A new block under the same key in another slot stays. Never blocks; call it before the refs are released.
         """
         ...
 
@@ -574,9 +573,9 @@ class ChecksummedSource(Source, Protocol):
 class PaddedSource(Source, Protocol):
     """A source whose blocks mostly need less than ``block_bytes``. Optional; recognised by the method.
 
-    A place that writes somewhere else may leave out what is not used, and read zeros there.
+    A destination may leave out the unused bytes, and read zeros there.
     """
 
     def used_bytes(self, page: memoryview) -> int:
-        """How many leading bytes of a page that :meth:`copy_out` has filled are used; all others are zero. Any thread."""
+        """How many leading bytes of a page filled by :meth:`copy_out` are used; the others are zero. For any thread."""
         ...

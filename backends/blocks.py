@@ -1,18 +1,18 @@
-"""The block pool: which slot holds which key, who holds it, and who waits for room. No bytes, no I/O.
+"""The block pool: which slot holds which key, which slots are held, and which requests wait for room. No bytes, no I/O.
 
-A slot is *reset* (free), *staged* (somebody writes it) or *registered* (found by its key), and goes round:
+A slot is *reset* (free), *staged* (being written) or *registered* (found by its key), in a cycle:
 
     reset --take--> staged --register--> registered --evict, delete, forget--> reset
                        `-----give_back-----> reset
 
-Where somebody copies victims elsewhere before they go, there is one state more: :mod:`backends.leaving`.
+If victims are copied elsewhere before they go, there is one more state: :mod:`backends.leaving`.
 
 Rule 1. A registered block may be held by counted refs. Held, it is neither evicted nor deleted. Dropping the last
         ref makes it *inactive*: still found by its key, and evictable. It is not lost.
 Rule 2. A ref is the number of the slot. Every operation takes and gives whole columns, and runs in C where the common
         case allows it: a block costs some tens of nanoseconds here, and an object per block would cost ten times that.
-Rule 3. Room is granted in the order in which it was asked for (`backends/room.py`), except for an engine's own `put` and
-        `stage`, which must not wait.
+Rule 3. Room is granted in the order of the requests (`backends/room.py`), except for an engine's own `put` and `stage`,
+        which must not wait.
 Rule 4. Free slots are handed out ascending, and as neighbours where possible, so that a copy can merge them into runs.
 
 :class:`Registry` keeps rules 1 to 3, whatever a slot is; :class:`BlockPool` has a fixed number of equal slots.
@@ -41,7 +41,7 @@ _NO_SLOTS: frozenset[int] = frozenset()
 
 
 class _HeldKeys:
-    """The held slots, as an eviction policy asks for them: by key."""
+    """The held slots by key, as an eviction policy looks them up."""
 
     __slots__ = ("_held", "_slot_of")
 
@@ -66,21 +66,21 @@ class RegistryStatistics:
     waiting: int
     """Callers that wait for room."""
     stored: int
-    """Registered, in all."""
+    """Blocks registered so far."""
     duplicates: int
-    """Not registered, as the key was there."""
+    """Blocks not registered, since the key was there."""
     evicted: int
-    """Made room."""
+    """Blocks evicted."""
     deleted: int
-    """Deleted by request."""
+    """Blocks deleted by request."""
     leaving: int
-    """Registered and held, and gone with their last ref: victims that are copied elsewhere."""
+    """Slots registered and held that are freed with their last ref: victims that are being copied elsewhere."""
 
 
 class Registry(Room):
-    """Slots found by key: holding, eviction and waiting for room. What a slot is, a subclass says.
+    """Slots found by key, with refs, eviction and a queue for room. A subclass defines what a slot is.
 
-    ``size`` is what one block takes of the room, in the unit of the subclass.
+    ``size`` is the room that one block takes, in the unit of the subclass.
     """
 
     def __init__(self, eviction: EvictionPolicy[Key] | None = None) -> None:
@@ -95,7 +95,7 @@ class Registry(Room):
         self._watchers: KeyWatchers[Key] = KeyWatchers()
         self._evictions = Evictions()
         self._leaving = self._evictions.key_of  # slot -> key; looked at on hot paths
-        self._coming: AbstractSet[int] = _NO_SLOTS  # what will be free without anything further being evicted
+        self._coming: AbstractSet[int] = _NO_SLOTS  # slots that will be free without a further eviction
         self._staged = self._stored = self._duplicates = self._evicted = self._deleted = 0
 
     def __len__(self) -> int:
@@ -105,7 +105,7 @@ class Registry(Room):
 
     @abstractmethod
     def _free_slots(self, slots: Sequence[int]) -> None:
-        """These slots hold nothing any more."""
+        """Free these slots, which hold nothing any more."""
 
     # --- finding --------------------------------------------------------------------------------------------------
 
@@ -115,11 +115,11 @@ class Registry(Room):
         return _NONE if found.isdisjoint(keys) else found & keys
 
     def slots(self, keys: Sequence[Key]) -> list[int]:
-        """The slot of each key, ``EVICTED`` where it is not registered. Holds nothing."""
+        """The slot of each key, ``EVICTED`` if it is not registered. Takes no ref."""
         return list(map(self._slot_of.get, keys, repeat(EVICTED)))
 
     def is_doomed(self, slot: int) -> bool:
-        """Whether what this slot holds is known to be damaged, and is still held."""
+        """Whether this slot is known to be damaged, and is still held."""
         return slot in self._doomed
 
     def prefix(self, keys: Sequence[Key]) -> int:
@@ -131,7 +131,7 @@ class Registry(Room):
         return len(keys)
 
     def use(self, keys: Sequence[Key]) -> None:
-        """Tell the eviction policy that these registered keys were hit, deepest first."""
+        """Record a use of these registered keys in the eviction policy, deepest first."""
         if self._leaving:
             self._evictions.stay(self.slots(keys))
             depths = self.depths(keys)
@@ -141,7 +141,7 @@ class Registry(Room):
         self._policy.use(keys[::-1])
 
     def depths(self, keys: Sequence[Key]) -> list[int | None] | None:
-        """The depth of each key that is registered, where it was said; ``None`` where none was."""
+        """The depth of each registered key, as far as known; ``None`` if no depth is known."""
         found = list(map(self._depths.get, keys)) if self._depths else []
         return found if found.count(None) < len(found) else None
 
@@ -156,7 +156,7 @@ class Registry(Room):
     # --- holding --------------------------------------------------------------------------------------------------
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Take one more ref for each key that is registered, ``EVICTED`` for each that is not. Not a use."""
+        """Take one more ref for each registered key, ``EVICTED`` for each other one. Does not count as a use."""
         held = self._held
         try:
             slots = list(map(self._slot_of.__getitem__, keys))
@@ -180,7 +180,7 @@ class Registry(Room):
         return slots
 
     def release(self, refs: Sequence[int]) -> None:
-        """Drop one ref of each. ``EVICTED``, and a slot that is not held, are ignored."""
+        """Release one ref of each. ``EVICTED``, and a slot without refs, are ignored."""
         if self._more:
             held, more = self._held, self._more
             for slot in refs:
@@ -205,11 +205,11 @@ class Registry(Room):
     # --- eviction -------------------------------------------------------------------------------------------------
 
     def on_evicted(self, listener: Listener) -> Callable[[], None]:
-        """Tell ``listener`` of every eviction, until the returned function is called."""
+        """Call ``listener`` at every eviction, until the returned function is called."""
         return self._evictions.listen(listener)
 
     def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
-        """Give ``spiller`` all victims, until the returned function is called; see :class:`~backends.leaving.SpillingTier`.
+        """Call ``spiller`` with all victims, until the returned function is called; see :class:`backends.leaving.SpillingTier`.
 
         Raises:
             ValueError: there is a spiller.
@@ -225,7 +225,7 @@ class Registry(Room):
         return end
 
     def take_at_once(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
-        """Like :meth:`take_evicting`, for a caller that must not wait: victims go at once, without being copied elsewhere."""
+        """Like :meth:`take_evicting`, for a caller that must not wait: victims go at once, without a copy elsewhere."""
         spiller = self._evictions.spiller
         if spiller is None:
             return self.take_evicting(keys, size)
@@ -263,11 +263,11 @@ class Registry(Room):
         """Register staged slots under their keys, which counts as a use. First writer wins.
 
         Args:
-            keys: what they hold.
-            slots: one per key.
-            hold: grows by one ref for each key, where given. It is taken before whoever waits for room is served: what has
-                just been registered may be evicted for him at once.
-            depths: the index of each block in its prefix, where that is known.
+            keys: one key per slot.
+            slots: staged slots.
+            hold: if given, one ref for each key is appended. It is taken before waiting requests are served, which may evict
+                what has just been registered.
+            depths: the index of each block in its prefix, if known.
 
         Returns:
             The positions of keys that were registered already: their slots are free again. Mostly empty.
@@ -296,11 +296,11 @@ class Registry(Room):
         return duplicates
 
     def note_duplicates(self, n: int) -> None:
-        """Count blocks that needed no write, as their keys were registered."""
+        """Count blocks that were not written, since their keys were registered."""
         self._duplicates += n
 
     def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Forget these keys; held ones stay."""
+        """Delete these keys, except held ones. Returns one answer per key."""
         answers: list[Deletion] = []
         gone: list[Key] = []
         for key in keys:
@@ -320,9 +320,9 @@ class Registry(Room):
         return answers
 
     def forget(self, keys: Sequence[Key], slots: Sequence[int]) -> None:
-        """Forget damaged blocks: no longer found, and their slots are free once they are no longer held.
+        """Drop damaged blocks: no longer found, and their slots are free once they are no longer held.
 
-        A key that lies in another slot by now is left alone.
+        A key that is in another slot by now stays.
         """
         for key, slot in zip(keys, slots, strict=True):
             if self._slot_of.get(key) == slot:
@@ -355,13 +355,13 @@ class Registry(Room):
     # --- helpers --------------------------------------------------------------------------------------------------
 
     def _inactive(self) -> int:
-        """How many registered blocks nobody holds."""
+        """The number of registered blocks without refs."""
         return len(self._slot_of) + len(self._doomed) - len(self._held)
 
     def _evict(self, incoming: Sequence[Key], n: int) -> list[Key]:
-        """Make room in ``n`` places, of which at least so many are not held. Returns the keys that are rejected.
+        """Make room for ``n`` blocks, of which there are enough without refs. Returns the keys that the policy rejects.
 
-        With a spiller, the room is there when its copies have settled: until then it is *coming*.
+        With a spiller, the room is free when its copies have settled: until then it is *coming*.
         """
         victims, rejected = self._policy.make_room(incoming, n, self._held_keys if self._held else ())
         spiller = self._evictions.spiller
@@ -382,20 +382,20 @@ class Registry(Room):
             spill.over()
 
     def _over(self, slots: Sequence[int]) -> list[Key]:
-        """A spill lets go of its blocks: which of them leave."""
+        """End a spill of these slots. Returns the keys that leave."""
         leaving = self._evictions.count_no_more(slots)
         self.release(slots)
         return leaving
 
     def _go(self, victims: list[Key]) -> None:
-        """These are evicted now. The caller serves the waiters."""
+        """Evict these victims. The caller serves the waiting requests."""
         self._reset(victims)
         self._evicted += len(victims)
         if victims and self._evictions.listeners:
             self._evictions.tell(victims)
 
     def _reset(self, keys: Iterable[Key]) -> None:
-        """Registered, unheld slots become free. The caller serves the waiters."""
+        """Free registered slots without refs. The caller serves the waiting requests."""
         if self._depths or self._watchers.all:
             keys = list(keys)
             for key in keys:
@@ -424,7 +424,7 @@ class BlockPool(Registry):
 
     Args:
         capacity: how many slots there are.
-        eviction: decides who makes room; one of its own per pool. LRU unless given.
+        eviction: chooses the victims; an own instance for each pool. LRU by default.
         first: the number of the first slot.
     """
 
@@ -441,7 +441,7 @@ class BlockPool(Registry):
 
     @property
     def free(self) -> int:
-        """How many slots are reset."""
+        """The number of free slots."""
         return len(self._free)
 
     def could_hold(self, n: int, size: int = 1) -> bool:
@@ -453,7 +453,7 @@ class BlockPool(Registry):
         return min(n, len(self._free))
 
     def take(self, n: int, size: int = 1) -> list[int] | None:
-        """``n`` free slots, ascending, which are staged from now on; ``None`` if there are not so many."""
+        """Stage ``n`` free slots, ascending; ``None`` if there are not so many."""
         free = self._free
         if n > len(free):
             return None
@@ -466,7 +466,7 @@ class BlockPool(Registry):
         return slots
 
     def take_evicting(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
-        """A staged slot for each key, making room for what is missing; ``None`` if too many are held."""
+        """Stage a slot for each key, evicting as many as needed; ``None`` if too many are held."""
         missing = len(keys) - len(self._free)
         if missing <= 0:
             return self.take(len(keys))

@@ -1,8 +1,8 @@
-"""How a place is closed by the code that made it, whether it was entered or not.
+"""Closes a place that was made here, whether it was entered or not.
 
-A place may have something from when it was made on: a directory, memory, the threads of a plugin. Entering it may fail, or
-never come about. So what was made is closed in the end, after it was left where it was entered, by its ``close`` if it has one.
-Therefore that is idempotent, and has nothing to do where leaving has done it. One that is to be awaited is left to the exit.
+A place may own something from its construction on: a directory, memory, the threads of a plugin. It may never be entered, or
+entering may fail. So it is closed at the end, after it was left, by its ``close`` if it has one. Therefore ``close`` is
+idempotent and does nothing after leaving. An async ``close`` is left to ``__aexit__``.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 @contextmanager
 def closing(place: T) -> Iterator[T]:
-    """A context manager that gives the place, and closes it at the end.
+    """A context manager that yields the place, and closes it at the end.
 
     Raises:
-        Exception: whatever its ``close`` raises; if the block raises, that is noted there.
+        Exception: its ``close`` raised; after an exception of the block it becomes a note on that.
     """
     try:
         yield place
@@ -31,7 +31,7 @@ def closing(place: T) -> Iterator[T]:
 
 
 def close_beside(error: BaseException, place: object) -> None:
-    """Close a place because of this error. What goes wrong while closing is noted on the error."""
+    """Close a place because of this error. An exception while closing becomes a note on the error."""
     try:
         close(place)
     except Exception as failure:
@@ -39,7 +39,7 @@ def close_beside(error: BaseException, place: object) -> None:
 
 
 def close(place: object) -> None:
-    """Close a place, if it has something to close."""
+    """Close a place, if it has a ``close`` that is not async."""
     method = None if isinstance(place, type) else getattr(place, "close", None)
     if callable(method) and not iscoroutinefunction(method):
         method()

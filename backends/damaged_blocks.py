@@ -1,12 +1,12 @@
-"""Damaged blocks of a tier that cannot drop them at once: what is not what was stored, until it is deleted. No bytes.
+"""Damaged blocks of a tier that cannot drop them at once: remembered until they are deleted. No bytes.
 
-A tier of this process drops a damaged block the moment its last holder lets go. Where the blocks are somebody else's to delete,
-in a page store, a plugin or a tier below, only a request to delete remains, later, and what lies under the key may have been
-deleted and stored anew by then. So each key is kept with what tells the damaged block from that: see ``B`` below.
+A tier of this process drops a damaged block when its last holder releases it. In a page store, a plugin or a tier below, a
+later delete is all that can be done, and by then the block under the key may be a new one. So each key is kept with something
+that identifies the damaged block: see ``B`` below.
 
-Rule 1. A damaged block is no longer found, and is deleted once nobody holds it any more.
-Rule 2. That very block is meant. What is stored anew under its key is found, and is not deleted as far as the tier can tell.
-Rule 3. Each is claimed by one caller at a time: a second deletion on the way would delete what was stored anew behind the
+Rule 1. A damaged block is no longer found, and is deleted once it is not held any more.
+Rule 2. Only that block is meant. A block that is stored anew under its key is found, and not deleted if the tier can tell.
+Rule 3. Each is claimed by one caller at a time: a second delete on the way could hit a block that was stored anew after the
         first.
 """
 
@@ -20,14 +20,14 @@ from typing import Final, Generic, Protocol, TypeVar
 from .abc import DUPLICATE, STORED, Deletion, Key, Outcome, Rejected
 
 DAMAGED: Final = Rejected("damaged")
-"""Why a block is not stored anew yet: what was found damaged under its key is still held."""
+"""Reason for which a block is not stored anew: a damaged block under its key is still held."""
 
 MOST_DAMAGED: Final = 65_536
-"""How many keys are remembered, since a tier may refuse to delete them. Beyond it the oldest is found again."""
+"""The most damaged blocks that are remembered, since a tier may refuse to delete them. Beyond it the oldest is found again."""
 
 
 class Damaged(Protocol):
-    """What identifies a damaged block: its key, and whatever tells it from a block stored anew under that key."""
+    """Identifies a damaged block: its key, and what tells it from a new block under that key."""
 
     @property
     def key(self) -> Key:
@@ -48,7 +48,7 @@ class DamagedBlocks(Generic[B]):
     def __init__(self, most: int = MOST_DAMAGED) -> None:
         self._most = most
         self._blocks: dict[Key, B] = {}
-        self._claimed: set[Key] = set()  # on their way to be deleted
+        self._claimed: set[Key] = set()  # being deleted
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -71,7 +71,7 @@ class DamagedBlocks(Generic[B]):
 
     @contextmanager
     def claim(self, most: int = MOST_DAMAGED) -> Iterator[list[B]]:
-        """Claim at most so many damaged blocks for the caller alone: those that were added, or claimed, the longest ago."""
+        """Claim up to ``most`` damaged blocks for the caller alone: those that were added, or claimed, the longest ago."""
         free = (block for key, block in self._blocks.items() if key not in self._claimed)
         some = list(islice(free, most))
         self._claimed.update(block.key for block in some)
@@ -81,14 +81,14 @@ class DamagedBlocks(Generic[B]):
             self._claimed.difference_update(block.key for block in some)
 
     def clear(self, blocks: Iterable[B]) -> None:
-        """Forget these damaged blocks: something else is stored under their keys now."""
+        """Forget these damaged blocks, since new ones are stored under their keys."""
         for block in blocks:
             # By identity: meanwhile another block may have been found damaged under the same key, and that one stays.
             if self._blocks.get(block.key) is block:
                 del self._blocks[block.key]
 
     def note_purged(self, blocks: Sequence[B], answers: Sequence[Deletion]) -> None:
-        """Note what the deletion of these came to. What stays goes behind the others, so that all are tried in turn."""
+        """Record the answers to their deletion. Blocks that stay go to the end of the queue, so that all are tried in turn."""
         for block, answer in zip(blocks, answers, strict=True):
             if self._blocks.get(block.key) is block:
                 del self._blocks[block.key]
@@ -96,16 +96,16 @@ class DamagedBlocks(Generic[B]):
                     self._blocks[block.key] = block
 
     def note_deleted(self, keys: Sequence[Key], answers: Sequence[Deletion]) -> None:
-        """Note that these blocks were deleted by request."""
+        """Record that these keys were deleted by request."""
         for key, answer in zip(keys, answers, strict=True):
             if answer in (Deletion.DELETED, Deletion.MISSING):
                 self._blocks.pop(key, None)
 
     def note_stored(self, keys: Sequence[Key], outcomes: list[Outcome]) -> int:
-        """Note what was stored anew, and is not damaged. A duplicate of a damaged block does not count as stored.
+        """Record new blocks, which are not damaged. A duplicate of a damaged block does not count as stored.
 
         Returns:
-            How many duplicates are none; ``outcomes`` says :data:`DAMAGED` of them.
+            How many duplicates were of damaged blocks; ``outcomes`` has :data:`DAMAGED` for them.
         """
         if not self._blocks:
             return 0

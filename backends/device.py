@@ -1,7 +1,7 @@
-"""The paged KV cache of an engine as a tier: torch tensors, of any layout that shape and strides can say.
+"""The paged KV cache of an engine as a tier: torch tensors of any layout that shape and strides can describe.
 
-A block is its slice in every tensor: what lies at its number on the axis that counts blocks. Its bytes are taken in memory
-order, tensor by tensor, so one block is some *pieces*, runs of bytes, typically two for each layer.
+A block is its slice in every tensor, at its number on the axis that counts blocks. Its bytes are taken in memory order, tensor
+by tensor, so one block consists of *pieces*, runs of bytes, typically two for each layer.
 
 In host memory, all pieces of a batch are gathered, or scattered, by one torch call that lets go of the GIL once: over one
 flat tensor that spans all layers, as rows as long as the pieces' distances allow. On a CUDA device, the batch is gathered
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 _PORTION_BYTES = 16 << 20
-"""So much of a batch is gathered by one call: it bounds the index, which for tiny pieces is as large as the data."""
+"""Bytes of a batch that one call gathers: this bounds the index, which for tiny pieces is as large as the data."""
 
 
 # --- layout: pure ---------------------------------------------------------------------------------------------------
@@ -46,16 +46,16 @@ class Plane:
     """One piece of every block: block ``i`` has ``run_bytes`` bytes at ``offset + i * stride_bytes``."""
 
     offset: int
-    """Of block 0, in bytes from the start of its tensor."""
+    """Offset of block 0 from the start of its tensor, in bytes."""
     stride_bytes: int
-    """From one block to the next."""
+    """Bytes from one block to the next."""
     run_bytes: int
-    """Bytes without a gap."""
+    """Contiguous bytes of each block."""
 
 
 @attrs.frozen
 class Layout:
-    """What one tensor contributes to a block."""
+    """The part of a block that one tensor holds."""
 
     n: int
     """How many blocks there are."""
@@ -71,7 +71,7 @@ class Layout:
 
 
 def layout_of(shape: Sequence[int], strides: Sequence[int], item_bytes: int, block_axis: int) -> Layout:
-    """How blocks lie in a tensor.
+    """Compute the positions of blocks in a tensor.
 
     Args:
         shape: sizes of the axes.
@@ -128,8 +128,8 @@ class _HostTensors:
         self._row = row
         item_bytes = next(size for size in (8, 4, 2, 1) if row % size == 0 and start % size == 0)
         self._item = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[item_bytes]
-        # One flat tensor from the first byte of all layers to the last. What lies between them may not even be mapped:
-        # only rows of blocks are ever touched, and whoever computes an index must have checked the block's number.
+        # One flat tensor from the first byte of all layers to the last. The memory between them may not even be mapped, so only
+        # rows of blocks may be touched: the caller of an index must have checked the block's number.
         flat = _over(start, (stop - start) // row * row, self._item)
         self._rows = flat.view(-1, row // item_bytes)
         offsets = [(address - start) // row + at for address, plane in pieces for at in range(plane.run_bytes // row)]
@@ -146,7 +146,7 @@ class _HostTensors:
             self._wide_strides = torch.tensor([plane.stride_bytes // row for _, plane in pieces])
 
     def pages(self, slots: Sequence[int]) -> Pages | None:
-        """Where these blocks lie, if each is one piece."""
+        """The addresses of these blocks, if each is one piece."""
         if self._whole is None:
             return None
         address, plane = self._whole
@@ -170,7 +170,7 @@ class _HostTensors:
 
 
 def _over(address: int, nbytes: int, item: torch.dtype) -> torch.Tensor:
-    """A flat tensor over memory that somebody else keeps."""
+    """A flat tensor over memory that its caller keeps allocated."""
     import torch
 
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=item)
@@ -209,8 +209,8 @@ class _CudaTensors:
 
     A batch is gathered into a run on the device, tensor by tensor, and crosses in one transfer: by DMA where the pages are
     registered with CUDA (:class:`~backends.memory.MemoryTier` registers its own), through the driver's buffers where not.
-    The copy thread waits for its event, so what a copy touched is its owner's again when it returns. That the data is there
-    before, the precondition of its container says.
+    The copy thread waits for its event, so the memory of a copy may be reused when it returns. The precondition of its
+    container says that the data is there before.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor], layouts: Sequence[Layout], axes: Sequence[int]) -> None:
@@ -226,7 +226,7 @@ class _CudaTensors:
         self._local = threading.local()  # a stream for each copy thread, so that two transfers overlap
 
     def pages(self, slots: Sequence[int]) -> None:
-        """No block lies in host memory."""
+        """``None``: blocks are not in host memory."""
         return
 
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
@@ -276,16 +276,16 @@ class _CudaTensors:
 class DeviceTier(SlotTier):
     """Blocks in the tensors of a paged KV cache.
 
-    The engine owns the tensors and, of their blocks, all that are not in ``pool``. It offloads its own blocks as
+    The engine owns the tensors and all of their blocks that are not in ``pool``. It offloads its own blocks as
     :meth:`external` ones and loads into them by :meth:`into`. The blocks in ``pool`` belong to the tier: the engine gets
-    them by :meth:`stage`, registers what it wrote there, and finds them by key again as long as they are not evicted.
+    them by :meth:`stage`, registers what it wrote there, and finds them by key again until they are evicted.
 
     Args:
         layers: tensors of any dtype, at least one; all on one device, which is the host or a CUDA device.
-        block_axis: the axis that counts blocks, of all tensors or of each. All count as many.
-        pool: the numbers of the blocks that belong to the tier. None, unless given.
+        block_axis: the axis that counts blocks, of all tensors or of each. Its size must be the same in all.
+        pool: the numbers of the blocks that belong to the tier; by default none.
         checksums: keep an xxh3-64 of each block that passed through host memory, and verify it when it is loaded.
-        eviction: decides which blocks of the pool make room; LRU unless given.
+        eviction: chooses the victims of the pool; LRU by default.
 
     Raises:
         TypeError: ``layers`` is one tensor, or holds what is no tensor; the axis or the pool is of another type.
@@ -315,24 +315,24 @@ class DeviceTier(SlotTier):
         if len({layer.device for layer in layers}) > 1:
             raise ValueError(f"the tensors are on several devices: {sorted({str(layer.device) for layer in layers})}")
         self.n: int = layouts[0].n
-        """How many blocks the tensors have, whoever owns them."""
+        """The number of blocks in the tensors, those of the engine and of the tier together."""
         if not isinstance(pool, range):
             raise TypeError(f"pool is {pool!r}, but must be a range of block numbers, as range(64, 128)")
         if pool.step != 1 or (pool and not 0 <= pool.start < pool.stop <= self.n):
             raise ValueError(f"pool is {pool}, but must be a range within the {self.n} blocks")
         self.fingerprint: str = _fingerprint(layers, layouts, axes)
-        """Says what the bytes of a block mean: dtypes, and shapes as they lie in memory. For a tier that outlives this."""
+        """Identifies the layout of a block's bytes: dtypes, and shapes in memory order. For tiers that outlive the process."""
         storage: Storage = (
             _CudaTensors(layers, layouts, axes) if layers[0].device.type == "cuda" else _HostTensors(layers, layouts)
         )
         super().__init__(len(pool), storage, first=pool.start, checksums=checksums, eviction=eviction)
 
     def into(self, ids: Sequence[int]) -> Destination:
-        """Blocks of the engine's own as a place to load into.
+        """A destination for loads: blocks of the engine, by their numbers.
 
         Raises:
             ValueError: there is no such block.
-            RepeatedPlaces: one is named twice.
+            RepeatedPlaces: a number is given twice.
         """
         ids = list(map(index, ids))
         self._check_ids(ids)

@@ -1,13 +1,13 @@
 """A directory as a tier: one file per block, published by a rename, checked at every load.
 
-Rule 1. Nothing in the directory is trusted. What is not the block that it should be, for one of the reasons of
+Rule 1. Nothing in the directory is trusted. A file that is not the expected block, for one of the reasons in
         :mod:`backends._blockfile`, is a miss that is counted, and no longer found.
-Rule 2. Of what is found at the start, temporaries and torn files are removed; blocks of another fingerprint, block size
-        or version are *strangers*: left alone, but counted as used room, and the first to go when room is needed. Names
+Rule 2. Of the files found at the start, temporaries and torn files are removed; blocks of another fingerprint, block size
+        or version are *strangers*: they stay, count as used room, and are the first to go when room is needed. Files whose
         that are not ours are left alone and not counted.
-Rule 3. A file's time says how recent it is: after a restart the oldest goes first, and of a batch the deepest block. Its header
-        says the block's depth, where that is known.
-Rule 4. The trio thread reads and writes no file. What is no longer wanted is *litter*, removed by the next copy's
+Rule 3. A file's time is the time of its last use: after a restart the oldest goes first, and of a batch the deepest block. The
+        header has the block's depth, if known.
+Rule 4. The trio thread reads and writes no file. Files that are no longer needed are *litter*, removed by the next copy's
         thread, a delete, or `close`.
 """
 
@@ -43,31 +43,31 @@ from .pooled import Lease, PooledTier
 from .threads import run_in_thread, run_in_thread_or_leave, run_in_thread_to_the_end
 
 _OTHER_SIZE = Missed("size")
-"""The block is as it was stored, and not as large as the place it is to go to. It stays."""
+"""The block is as it was stored, but its size is not that of the destination. It stays."""
 
 
 class FileTier(PooledTier[FileRegistry]):
     """Blocks in files of one directory, which belongs to one tier at a time.
 
-    What is found in the directory at the start is there again, the oldest file as the least recently used. This reads
-    each file's header, so it takes as long as there are files; an empty directory costs nothing.
+    The blocks found in the directory at the start can be loaded again, the oldest file as the least recently used. This reads
+    each file's header, so it takes time in proportion to the number of files; an empty directory costs nothing.
 
     Args:
-        directory: made if it is missing, in a directory that is there; it is this user's, and nobody else may enter it. One
-            that is empty is closed to others.
-        capacity_bytes: how many bytes of blocks to keep. A file takes a header of 512 bytes on top, and what the file
+        directory: made if it is missing, but not its parent; it must belong to this user, and be closed to others. An empty
+            directory is closed to others here.
+        capacity_bytes: how many bytes of blocks to keep. A file takes a header of 512 bytes in addition, and what the file
             system rounds up.
         fingerprint: says what the bytes mean: model, dtype, layout. Blocks written under another one are not found.
         checksums: write an xxh3-64 of each block's bytes, and verify it at every load.
         fsync: make blocks durable before they count as stored.
-        block_bytes: the only block size to take. ``None``: any. To be the *source* of a pipeline, a tier of any size
-            needs to hold blocks: their size is that of the first one found or stored, others count as evicted.
-        eviction: decides who makes room; :class:`~maru.eviction.AdaptiveLRFU` unless given.
+        block_bytes: the only block size to take. ``None``: any. To be the *source* of a pipeline, a tier of any size must have
+            blocks: the first one found or stored decides the size, others count as evicted.
+        eviction: chooses the victims; :class:`~maru.eviction.AdaptiveLRFU` by default.
 
     Raises:
         ValueError: a size that is not positive.
-        StrayPath: the directory cannot be made or opened, its parent is missing (is the disk mounted?), it is another
-            user's, or others may enter it.
+        StrayPath: the directory cannot be made or opened, its parent is missing (is the disk mounted?), it belongs to another
+            user, or others may enter it.
         PlaceInUse: another tier owns it.
     """
 
@@ -97,7 +97,7 @@ class FileTier(PooledTier[FileRegistry]):
         self._seen_bytes: int | None = None  # the first block's
         self._mixed = False
         self._layout = layout_digest(fingerprint)
-        self._suspects: dict[int, tuple[Key, str]] = {}  # found bad by a thread, and why; the trio thread forgets them
+        self._suspects: dict[int, tuple[Key, str]] = {}  # found bad by a thread, and why; the trio thread drops them
         self._loaded = 0
         self._missed: dict[str, int] = {"gone": 0, "torn": 0, "damaged": 0, "foreign": 0, "version": 0, "size": 0}
         self._open: Directory | None = Directory(os.fspath(directory))
@@ -117,14 +117,14 @@ class FileTier(PooledTier[FileRegistry]):
         """
         directory, self._open = self._open, None
         if directory is not None:
-            if not directory.is_inherited:  # else the files are the parent's, and so is what it does not want any more
+            if not directory.is_inherited:  # in a forked child the files, and the unneeded ones, belong to the parent
                 remove(directory, self._litter())
             directory.close()
 
     # --- Source ---------------------------------------------------------------------------------------------------
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Weak to strong. A block of another size than ``block_bytes`` counts as evicted."""
+        """Take refs; see :class:`backends.abc.Source`. A block of another size than ``block_bytes`` counts as evicted."""
         refs = self.pool.upgrade(keys)
         if self._mixed:
             sizes, size = self.pool.sizes, self.block_bytes
@@ -134,19 +134,19 @@ class FileTier(PooledTier[FileRegistry]):
         return refs
 
     def release(self, refs: Sequence[int]) -> None:
-        """Drop one count of each ref, and forget the blocks that turned out to be bad."""
+        """Release one count of each ref, and drop the blocks that a thread has found damaged."""
         self._forget_suspects()
         self.pool.release(refs)
 
     def views(self, refs: Sequence[int]) -> None:
-        """``None``: no block lies in host memory."""
+        """``None``: blocks are in files, not in host memory."""
         return
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Read and verify blocks.
 
         Raises:
-            DamagedBlock: one of them is not what was stored; it is no longer found once its ref is released.
+            DamagedBlock: one of them is damaged; it is no longer found once its ref is released.
         """
         directory, keys = self._open_directory(), self.pool.keys
         with directory:
@@ -163,7 +163,7 @@ class FileTier(PooledTier[FileRegistry]):
     async def write(
         self, source: Source, refs: Sequence[int], keys: Sequence[Key], slots: list[int]
     ) -> Mapping[int, Exception]:
-        """Write blocks of a source to files. A block that cannot be written, on a full disk say, fails alone."""
+        """Write blocks of a source to files. A block that cannot be written, on a full disk for example, fails alone."""
         directory = self._open_directory()
         self._see(source.block_bytes)
         self.pool.keys.update(zip(slots, keys, strict=True))
@@ -176,7 +176,7 @@ class FileTier(PooledTier[FileRegistry]):
             return copy.settle()
         except BaseException:
             job.abandoned = True
-            self.pool.litter += job.litter  # maybe it never began
+            self.pool.litter += job.litter  # also if the job never began
             raise
 
     def note_depths(self, keys: Sequence[Key], slots: Sequence[int], depths: Mapping[Key, int]) -> None:
@@ -212,9 +212,9 @@ class FileTier(PooledTier[FileRegistry]):
         return work.bad
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Forget these keys and remove their files; a held one is ``PINNED`` and stays.
+        """Delete these keys and remove their files; a held one is ``PINNED`` and stays.
 
-        Cancelled before it began, it did nothing; later, they are deleted all the same.
+        Cancelled before it began, it deletes nothing; later, the keys are deleted all the same.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         directory = self._open_directory()
@@ -264,13 +264,13 @@ class FileTier(PooledTier[FileRegistry]):
     def _forget_suspects(self) -> None:
         while self._suspects:
             number, (key, reason) = self._suspects.popitem()
-            # Not forgotten yet: a damaged file is read once more by whoever wants its neighbours.
+            # Not dropped at once: the caller may read a damaged file once more to get at its neighbours.
             if self.pool.slots((key,)) == [number]:
                 self._missed[reason] += 1
                 self.pool.forget((key,), (number,))
 
     def _sweep(self) -> None:
-        """Take in what the directory holds: rule 3."""
+        """Register the blocks found in the directory: rule 3."""
         directory, pool = self._open_directory(), self.pool
         blocks: list[tuple[int, int, Key, int, int | None]] = []
         strangers: list[tuple[int, str, int]] = []

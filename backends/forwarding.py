@@ -1,11 +1,11 @@
-"""A tier in front of another tier: what all such tiers share.
+"""The base of tiers in front of another tier.
 
 A breaker, a placeholder for a tier that is absent, and a chain of wrappers each stand in front of one tier and keep its
 contract. :class:`ForwardingTier` forwards the whole contract of :mod:`backends.abc` to that tier; a subclass overrides what
 it changes, so that its code shows the differences and nothing else.
 
-Rule 1. Entering it enters the inner tier, where that is an async context manager; leaving it leaves the inner tier.
-Rule 2. What only some tiers have (to be a :class:`~backends.abc.Tier` or a :class:`~backends.abc.Source`, to tell of evictions,
+Rule 1. Entering it enters the inner tier if that is an async context manager; leaving it leaves the inner tier.
+Rule 2. What only some tiers have (to be a :class:`~backends.abc.Tier` or a :class:`~backends.abc.Source`, to report evictions,
         ...) is not forwarded here: a subclass that changes keys or bytes must translate it, and one that changes neither
         forwards it by :meth:`ForwardingTier._forward_optional`.
 """
@@ -39,7 +39,7 @@ OPTIONAL: Final = (
     *("on_evicted", "spill_to"),  # SpillingTier
     *("list_keys", "watch_keys"),  # KeyBook
 )
-"""The methods of the optional contracts. A tier is recognised by having them."""
+"""The methods of the optional contracts, by which a tier with them is recognised."""
 
 
 class ForwardingTier:
@@ -58,8 +58,8 @@ class ForwardingTier:
         return f"<{type(self).__name__} of {self.inner!r}>"
 
     async def __aenter__(self: Self) -> Self:
-        """Enter the inner tier, where it can be entered."""
-        # Of the type, as `async with` itself looks it up: an attribute that is forwarded does not make a context manager.
+        """Enter the inner tier, if it can be entered."""
+        # Looked up on the type, as `async with` does: an attribute of the instance does not make a context manager.
         if hasattr(type(self.inner), "__aenter__"):
             await self.inner.__aenter__()
         return self
@@ -77,7 +77,7 @@ class ForwardingTier:
 
     @property
     def capabilities(self) -> Capabilities:
-        """How much of the contract the inner tier keeps."""
+        """The capabilities of the inner tier."""
         return getattr(self.inner, "capabilities", Capabilities())
 
     async def reserve(self, request: RoomRequest) -> Reservation:
@@ -91,12 +91,12 @@ class ForwardingTier:
         return reservation
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that could be found when the inner tier was asked; see :class:`backends.abc.ReadableTier`."""
+        """Those of ``keys`` that the inner tier had when it was asked; see :class:`backends.abc.ReadableTier`."""
         found: AbstractSet[Key] = await self.inner.contains(keys)
         return found
 
     async def pin(self, keys: Sequence[Key]) -> ReadLease:
-        """Hold the longest prefix of ``keys`` that is there; see :class:`backends.abc.ReadableTier`."""
+        """Pin the longest prefix of ``keys`` that is there; see :class:`backends.abc.ReadableTier`."""
         lease: ReadLease = await self.inner.pin(keys)
         return lease
 
@@ -116,10 +116,10 @@ class ForwardingTier:
         return statistics
 
     def _forward_optional(self) -> None:
-        """Keep the optional contracts that the inner tier keeps, by its own methods.
+        """Provide the optional methods that the inner tier has.
 
-        They become attributes of this instance: optional contracts are recognised by having the methods, which is looked up
-        without ``__getattr__``. And a copy calls the inner tier's method directly, without a hop in between.
+        They become attributes of this instance, since optional contracts are recognised by their methods, which are looked up
+        without ``__getattr__``. And a copy calls the inner tier's method directly, without a call in between.
         """
         for name in OPTIONAL:
             method = getattr(self.inner, name, None)

@@ -1,7 +1,7 @@
-"""Host memory as a tier: pages in one anonymous mapping, populated when it is made, pinned for DMA where CUDA is.
+"""Host memory as a tier: pages in one anonymous mapping, populated when it is made, and pinned for DMA with CUDA.
 
-First touch of a page costs ten times a copy into it, so all of it is touched once, at construction. The mapping is
-undone when the tier is closed or collected, but never under somebody's feet: pages that are still in use keep it.
+The first touch of a page costs ten times a copy into it, so every page is touched once, at construction. The mapping is undone
+when the tier is closed or collected, but not while its pages are in use: they keep it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HostPages:
         self._run: _Run | None = _Run(memory, pin)
 
     def pages(self, slots: Sequence[int]) -> Pages:
-        """Where these slots lie; the pages keep the mapping alive."""
+        """The addresses of these slots; the pages keep the mapping alive."""
         run, size = self._run, self.block_bytes
         if run is None:
             raise PlaceClosed("the memory of this tier was given back")
@@ -75,7 +75,7 @@ class HostPages:
         copy_pages(self.pages(slots), pages)
 
     def close(self) -> None:
-        """Give the memory back as soon as no pages of it are in use. Idempotent."""
+        """Unmap the memory as soon as none of its pages is in use. Idempotent."""
         self._run = None
 
 
@@ -105,11 +105,11 @@ class MemoryTier(SlotTier, DirectTier):
     """Blocks in host memory.
 
     Args:
-        capacity_bytes: how much memory to take; what is left over behind the last whole block is not used.
+        capacity_bytes: how much memory to allocate, rounded down to whole blocks.
         block_bytes: size of every block.
         checksums: keep an xxh3-64 of each block, and verify it at every load and when it is copied elsewhere.
-        eviction: decides who makes room; :class:`~maru.eviction.AdaptiveLRFU` unless given.
-        pin_memory: register the memory with CUDA for DMA. ``None``: where torch is imported already and sees a device.
+        eviction: chooses the victims; :class:`~maru.eviction.AdaptiveLRFU` by default.
+        pin_memory: register the memory with CUDA for DMA. ``None``: if torch is imported already and sees a device.
         populate: touch all of the memory now instead of at the first write of each page.
 
     Raises:
@@ -166,7 +166,7 @@ class MemoryTier(SlotTier, DirectTier):
     # --- its end --------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give the memory back, once no copy uses it any more. Idempotent.
+        """Free the memory, once no copy uses it any more. Idempotent.
 
         Using the tier afterwards raises :class:`~backends.PlaceClosed`.
         """

@@ -1,7 +1,7 @@
 """Pages: fixed-size slots of host memory, as one column of addresses, and the copies between two such columns.
 
-A page column is how bytes cross from one place to another without an object per block: a list of addresses, one size,
-and the object that keeps the memory mapped. Copies run in C with the GIL released, adjacent pages as one run.
+Bytes pass between tiers as a column of pages instead of an object per block: a list of addresses, one size, and the object that
+keeps the memory mapped. Copies run in C with the GIL released, adjacent pages as one run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Pages:
     """``len(addresses)`` pages of ``page_bytes`` bytes each."""
 
     addresses: Sequence[int]
-    """Where each page starts. A ``range`` tells adjacent pages at once."""
+    """The start of each page. A ``range`` shows adjacent pages at once."""
     page_bytes: int
     """The size of every page."""
     owner: object
-    """Whatever must stay alive for the addresses to stay valid."""
+    """Keeps the addresses valid as long as it is referenced."""
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -59,7 +59,7 @@ def check_apart(pages: Pages | None) -> None:
     """Raise if two of these pages share memory: one would be written over the other.
 
     Raises:
-        RepeatedPlaces: two of them do; which.
+        RepeatedPlaces: two of them do; the message names them.
     """
     if pages is None or not pages.page_bytes:
         return
@@ -95,7 +95,7 @@ def _bytes_of(buffer: Any) -> memoryview:
     """The bytes of one buffer, which the view keeps alive."""
     if not hasattr(buffer, "data_ptr"):
         return memoryview(buffer).cast("B")
-    # A torch tensor has no buffer of its own, and its way through numpy knows no bfloat16.
+    # A torch tensor has no buffer interface, and its conversion to numpy does not support bfloat16.
     if buffer.device.type != "cpu" or not buffer.is_contiguous():
         raise ValueError(
             f"a tensor is written to as one run of host memory, not {tuple(buffer.shape)} on {buffer.device}"
@@ -106,20 +106,20 @@ def _bytes_of(buffer: Any) -> memoryview:
 
 
 def new_pages(n: int, page_bytes: int) -> Pages:
-    """``n`` adjacent pages of fresh host memory, which is given back with the last reference to them.
+    """``n`` adjacent pages of new host memory, which is freed with the last reference to them.
 
-    As any memory of a process, it is not shared with one that is forked off: each writes its own.
+    Like any memory of a process, it is not shared with a forked child: each writes its own copy.
     """
     if not n or not page_bytes:
         return Pages([0] * n, page_bytes, None)
-    # Private: what mmap makes without being told is shared with forked children.
+    # Private: by default mmap shares the memory with forked children.
     run = pages_of([mmap.mmap(-1, n * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)])
     start = run.addresses[0]
     return Pages(range(start, start + n * page_bytes, page_bytes), page_bytes, run)
 
 
 def copy_pages(destination: Pages, source: Pages) -> None:
-    """Copy page by page, as many as there are; what is adjacent on both sides is one copy, without the GIL."""
+    """Copy page by page; runs that are adjacent on both sides are one copy, without the GIL."""
     size = source.page_bytes
     if destination.page_bytes != size or len(destination) != len(source):
         raise ValueError(f"cannot copy {source!r} to {destination!r}")
@@ -139,7 +139,7 @@ def copy_pages(destination: Pages, source: Pages) -> None:
 
 
 def _adjacent(pages: Pages) -> bool:
-    """Whether these are one run, as far as that can be told at once."""
+    """Whether these are known to be one run."""
     addresses = pages.addresses
     return isinstance(addresses, range) and addresses.step == pages.page_bytes and len(addresses) > 0
 
@@ -151,7 +151,7 @@ def checksums(pages: Pages) -> list[int]:
 
 
 _WARM_BYTES = 256 * 1024
-"""So much fits into a core's own cache beside its source: what was just copied is read again from there."""
+"""Bytes that fit into a core's own cache beside their source, so that the copy is read again from the cache."""
 
 
 def copy_and_sum(destination: Pages, source: Pages) -> list[int]:

@@ -1,6 +1,6 @@
-"""What every tier over a registry shares: blocks, refs, leases and reservations. No bytes.
+"""The base of tiers over a registry: blocks, refs, leases and reservations. No bytes.
 
-The :class:`~backends.blocks.Registry` decides; what is here gives its columns the types of :mod:`backends.abc`.
+The :class:`~backends.blocks.Registry` decides; this module gives its columns the types of :mod:`backends.abc`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ R = TypeVar("R", bound=Registry)
 
 
 REJECTED = Rejected("not admitted")
-"""The eviction policy thinks less of the block than of what it would push out."""
+"""The eviction policy rates the block lower than the one it would evict."""
 
 
 class PooledReservation(TierReservation["PooledTier[Any]"]):
@@ -48,14 +48,14 @@ class PooledReservation(TierReservation["PooledTier[Any]"]):
     def __init__(self, tier: PooledTier[Any], keys: Sequence[Key], slots: list[int], block_bytes: int) -> None:
         super().__init__(tier, keys, block_bytes)
         self._slots = slots
-        self._refs: list[int] | None = None  # of what was stored, where that is held
+        self._refs: list[int] | None = None  # of stored blocks, if they are held
 
     def hold(self) -> None:
-        """Hold what the transfer stores or finds there until :meth:`release`; see :class:`backends.abc.HoldingReservation`."""
+        """Hold stored and found blocks until :meth:`release`; see :class:`backends.abc.HoldingReservation`."""
         self._refs = []
 
     def release(self) -> None:
-        """Give back the slots of what was not registered, and what is held. Idempotent; never blocks, never raises."""
+        """Give back the slots that were not registered, and release the held ones. Idempotent; never blocks, never raises."""
         slots, self._slots = self._slots, []
         refs, self._refs = self._refs, None
         if slots:
@@ -82,7 +82,7 @@ class PooledReservation(TierReservation["PooledTier[Any]"]):
                 decided[at] = REJECTED
             elif key in present:
                 decided[at] = DUPLICATE
-        if self._refs is not None:  # now: they may be gone when the copy of the others is over
+        if self._refs is not None:  # before the copy: the duplicates may be evicted during the copy of the others
             self._refs += self._tier.upgrade([key for key in keys if key in present])
         pool.note_duplicates(sum(outcome is DUPLICATE for outcome in decided.values()))
         return decided
@@ -108,7 +108,7 @@ class Lease(TierLease["PooledTier[Any]"]):
     def __init__(self, tier: PooledTier[Any], keys: Sequence[Key], refs: list[int]) -> None:
         super().__init__(tier, keys)
         self.refs: list[int] = refs
-        """How it is held; empty once it is released."""
+        """The refs; empty once it is released."""
 
     @property
     def is_held(self) -> bool:
@@ -116,7 +116,7 @@ class Lease(TierLease["PooledTier[Any]"]):
         return len(self.refs) == len(self.keys)
 
     def forget(self, positions: Sequence[int]) -> None:
-        """Forget the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
+        """Drop the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
         if self.refs:
             self.tier.forget_held([self.keys[at] for at in positions], [self.refs[at] for at in positions])
 
@@ -132,7 +132,7 @@ class Lease(TierLease["PooledTier[Any]"]):
 
 
 def hold_all(source: Source, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
-    """Blocks of a source, each held by a ref that the receiver of the value must release.
+    """Take a ref for each block of a source. The receiver of the result must release them.
 
     Raises:
         MissingKeys: not all of them are there; none is held then.
@@ -153,7 +153,7 @@ class PooledTier(TierBase[Lease], Generic[R]):
     """A tier and a source over a registry, called on one thread: the trio thread that runs pipelines over it.
 
     Attributes:
-        pool: who is here, who is held, and who waits.
+        pool: the registry: slots, refs, and requests for room.
     """
 
     pool: R
@@ -165,18 +165,18 @@ class PooledTier(TierBase[Lease], Generic[R]):
 
     @abstractmethod
     def views(self, refs: Sequence[int]) -> Pages | None:
-        """Where these blocks lie in host memory, or ``None`` if a block is not one run of host memory."""
+        """The addresses of these blocks, or ``None`` if a block is not one run of host memory."""
 
     @abstractmethod
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
         """Copy each block into the page at the same position. Called in a worker thread."""
 
     def weak(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> WeakBlocks:
-        """These blocks without a hold: what is gone by the time of the commit is reported as evicted."""
+        """These blocks without refs: those that are gone at the commit are reported as evicted."""
         return WeakBlocks(self, keys, None, depths)
 
     def strong(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
-        """These blocks, each held by a ref that the receiver of the value must release.
+        """These blocks, each with a ref that the receiver of the value must release.
 
         Raises:
             MissingKeys: not all of them are here; none is held then.
@@ -185,31 +185,31 @@ class PooledTier(TierBase[Lease], Generic[R]):
         return hold_all(self, keys, depths)
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Weak to strong: see :class:`backends.abc.Source`."""
+        """Take a ref for each block; see :class:`backends.abc.Source`."""
         return self.pool.upgrade(keys)
 
     def release(self, refs: Sequence[int]) -> None:
-        """Drop one count of each ref."""
+        """Release one count of each ref."""
         self.pool.release(refs)
 
     def forget_held(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """Forget damaged blocks that these refs hold: no longer found, and free once they are no longer held.
+        """Drop damaged blocks that these refs hold: no longer found, and free once they are no longer held.
 
-        What lies under the key by then stays. Not counted as deleted.
+        A new block under the same key stays. Not counted as deleted.
         """
         self.pool.forget(keys, refs)
 
     # --- SpillingTier ---------------------------------------------------------------------------------------------
 
     def on_evicted(self, listener: Listener) -> Callable[[], None]:
-        """Tell ``listener`` which keys have made room, from now on, until the returned function is called."""
+        """Call ``listener`` with evicted keys from now on, until the returned function is called."""
         return self.pool.on_evicted(listener)
 
     def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
-        """Let ``spiller`` copy what is to make room elsewhere before it goes; see :class:`backends.leaving.SpillingTier`.
+        """Let ``spiller`` copy victims elsewhere before they go; see :class:`backends.leaving.SpillingTier`.
 
         Raises:
-            ValueError: somebody does already.
+            ValueError: the tier has a spiller.
         """
         return self.pool.spill_to(spiller)
 
@@ -222,11 +222,11 @@ class PooledTier(TierBase[Lease], Generic[R]):
     # --- KeyBook --------------------------------------------------------------------------------------------------
 
     def list_keys(self) -> list[Key]:
-        """All keys that can be found, in any order."""
+        """All keys that are stored, in any order."""
         return self.pool.list_keys()
 
     def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
-        """Tell ``watcher`` of every change from now on, until the returned function is called."""
+        """Report every change to ``watcher`` from now on, until the returned function is called."""
         return self.pool.watch_keys(watcher)
 
     # --- TransferExecutor -----------------------------------------------------------------------------------------
@@ -245,36 +245,36 @@ class PooledTier(TierBase[Lease], Generic[R]):
     async def write(
         self, source: Source, refs: Sequence[int], keys: Sequence[Key], slots: list[int]
     ) -> Mapping[int, Exception]:
-        """Copy blocks of a source into staged slots, all of them or, by position, with what failed.
+        """Copy blocks of a source into staged slots. Returns the errors of blocks that failed, by position.
 
-        Cancelled, it leaves at once. It registers nothing.
+        Cancelled, it returns at once. It registers nothing.
         """
 
     def note_depths(self, keys: Sequence[Key], slots: Sequence[int], depths: Mapping[Key, int]) -> None:
-        """Note the depths of blocks about to be written to these slots, for a tier that writes them down. Optional."""
+        """Record the depths of blocks about to be written to these slots, for a tier that stores them. Optional."""
 
     @abstractmethod
     def _check(self, request: RoomRequest) -> int:
-        """Whether such blocks could be stored at all: what one takes of the registry's room, or an error."""
+        """Return the room that one such block takes, in the registry's unit; raise if it can never be stored."""
 
     # --- Tier -----------------------------------------------------------------------------------------------------
 
     def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that can be found right now."""
+        """Those of ``keys`` that are there now."""
         return self.pool.contains(keys)
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Like :meth:`contains_nowait`, which has nothing to wait for here. A checkpoint."""
+        """Like :meth:`contains_nowait`. A checkpoint."""
         await trio.lowlevel.checkpoint()
         return self.pool.contains(keys)
 
     async def pin(self, keys: Sequence[Key]) -> Lease:
-        """Hold the longest prefix of ``keys`` that is there, which counts as a use. Cancelled, it holds nothing."""
+        """Pin the longest prefix of ``keys`` that is there, which counts as a use. Cancelled, it pins nothing."""
         await trio.lowlevel.checkpoint()
         return self.pin_nowait(keys)
 
     def pin_nowait(self, keys: Sequence[Key]) -> Lease:
-        """Like :meth:`pin`, which has nothing to wait for here."""
+        """Like :meth:`pin`, without a checkpoint."""
         prefix = keys[: self.pool.prefix(keys)]
         if prefix:
             self.pool.use(prefix)

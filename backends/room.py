@@ -1,11 +1,11 @@
-"""Room in a place: who waits for it, and in which order it is granted.
+"""Room in a tier: a queue of requests, and the order in which room is granted.
 
-Rule 1. Room is granted in the order in which it was asked for. While a request waits, none that came later is granted room.
-Rule 2. A request that shrinks (:class:`backends.abc.RoomRequest`) keeps its place.
+Rule 1. Room is granted in the order of the requests. While a request waits, no later one is granted room.
+Rule 2. A request that shrinks (:class:`backends.abc.RoomRequest`) keeps its place in the queue.
 Rule 3. Room that was granted to a request that is cancelled in the same tick is given back.
 
-:class:`WaitQueue` is the order, for every tier. :class:`Room` grants from it what this process knows to be free; a tier that
-must ask for room lets the first of the queue ask, while the others wait.
+:class:`WaitQueue` is the order, for every tier. :class:`Room` grants room that this process knows to be free; a tier that has
+to ask a server lets the first request of the queue ask, while the others wait.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Waiter:
 
     request: RoomRequest
     size: int
-    """What one block takes, in the unit of the place."""
+    """The room that one block takes, in the unit of the tier."""
     changed: trio.Event = attrs.field(factory=trio.Event)
-    """Set when there may be room for it now, or when it has been granted some."""
+    """Set when there may be room for it, or when it was granted room."""
     slots: list[int] | None = None
-    """What it was granted, by :meth:`WaitQueue.grant`."""
+    """The slots that :meth:`WaitQueue.grant` gave it."""
 
 
 class WaitQueue:
@@ -59,7 +59,7 @@ class WaitQueue:
 
     @contextmanager
     def join(self, request: RoomRequest, size: int = 1) -> Iterator[Waiter]:
-        """Wait at the end of the queue while inside. Left in whatever way, the next request is served."""
+        """Wait at the end of the queue while the block lasts. However it ends, the next request is served."""
         waiter = Waiter(request, size)
 
         def shrunk() -> bool:
@@ -86,9 +86,9 @@ class WaitQueue:
 
 
 class Room(ABC):
-    """The room of one place, in this process. What room is, a subclass says.
+    """The room of one tier in this process. A subclass defines what room is.
 
-    ``size`` is what one block takes of it, in the unit of the subclass.
+    ``size`` is the room that one block takes, in the unit of the subclass.
     """
 
     def __init__(self) -> None:
@@ -107,11 +107,11 @@ class Room(ABC):
 
     @abstractmethod
     def take(self, n: int, size: int = 1) -> list[int] | None:
-        """``n`` slots, which are staged from now on; ``None`` if there is no room for all of them."""
+        """Stage ``n`` slots; ``None`` if there is no room for all of them."""
 
     @abstractmethod
     def take_evicting(self, keys: Sequence[Key], size: int = 1) -> list[int] | None:
-        """A staged slot for each key, making room for what is missing; ``None`` if too much is held.
+        """Stage a slot for each key, evicting as much as needed; ``None`` if too much is held.
 
         A key that the eviction policy rejects gets ``EVICTED`` instead of a slot. The other slots ascend.
         """
@@ -128,11 +128,11 @@ class Room(ABC):
         return bool(self._waiters.requests)
 
     def reserve_nowait(self, keys: Sequence[Key], when_full: WhenFull, size: int = 1) -> list[int]:
-        """A staged slot for each key, or for a prefix of them under ``partial`` and ``fail``.
+        """Stage a slot for each key, or for a prefix of them under ``partial`` and ``fail``.
 
         Raises:
-            trio.WouldBlock: there is no room now, or others wait for it.
-            CapacityError: under ``wait`` and ``evict``: they would not fit if all the place were free.
+            trio.WouldBlock: there is no room now, or other requests wait for it.
+            CapacityError: under ``wait`` and ``evict``: they would not fit into the empty tier.
         """
         if when_full == "partial" or when_full == "fail":
             room = 0 if self._waiters.requests else self.fitting(len(keys), size)
@@ -145,7 +145,7 @@ class Room(ABC):
         return slots
 
     async def reserve(self, request: RoomRequest, size: int = 1) -> list[int]:
-        """A staged slot for each of ``request.keys`` as they are when this returns, or for a prefix; waits for room, in turn.
+        """Stage a slot for each of ``request.keys`` as they are when this returns, or for a prefix; waits for room, in order.
 
         A checkpoint; cancelled, it holds nothing.
 
@@ -177,8 +177,8 @@ class Room(ABC):
 
     def _serve(self) -> None:
         """Grant room to the request that has waited longest, as long as there is enough for it."""
-        # A spiller may let go of a victim at once, which calls this while it chooses the victims for the first request: that
-        # one is being tried already, and tried twice it would be granted two sets of slots.
+        # A spiller may end a spill at once, which calls this function while it chooses the victims for the first request. That
+        # request is being served already; served twice, it would get two sets of slots.
         if self._serving:
             return
         self._serving = True

@@ -1,4 +1,4 @@
-"""A tier of fixed slots: a block pool, and a storage that knows where the bytes of slots are.
+"""A tier of fixed slots: a block pool, and a storage that has the bytes of the slots.
 
 Composition: the :class:`~backends.blocks.BlockPool` decides, the :class:`Storage` copies, and the tier between them is
 thin. The steps of a store are
@@ -6,9 +6,9 @@ thin. The steps of a store are
     reserve (slots staged) -> transfer (copy in a thread, checksums there too) -> register, on the trio thread
 
 so that a key is found only once all of its bytes are there. A transfer that is cancelled, or whose end is unproven,
-registers nothing and leaves its slots staged until `release`: whoever quarantines it does not call that.
+registers nothing and leaves its slots staged until `release`, which a caller that quarantines it does not call.
 
-What counts as a use, for the eviction policy: a pin, a get, a put, a register. Copying a block away does not.
+The eviction policy counts as a use: a pin, a get, a put, a register. Copying a block to another tier is none.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class Storage(Protocol):
-    """Where the bytes of slots are. Slots are numbered from 0; every column of them is the caller's own."""
+    """The bytes of slots. Slots are numbered from 0; the caller owns every column of numbers that it passes."""
 
     @property
     def block_bytes(self) -> int:
@@ -62,7 +62,7 @@ class Storage(Protocol):
         ...
 
     def pages(self, slots: Sequence[int]) -> Pages | None:
-        """Where these slots lie in host memory, or ``None`` if a slot is not one run of host memory. Never blocks."""
+        """The addresses of these slots, or ``None`` if a slot is not one run of host memory. Never blocks."""
         ...
 
     def copy_out(self, slots: Sequence[int], pages: Pages) -> None:
@@ -77,15 +77,15 @@ class Storage(Protocol):
 class SlotTier(PooledTier[BlockPool]):
     """A :class:`~backends.abc.Source` and a :class:`~backends.abc.Tier` of fixed slots.
 
-    All of it is called on one thread (the trio thread of whoever runs pipelines over it), except :meth:`copy_out`.
+    All methods are called on one thread (that of the trio run whose pipelines use it), except :meth:`copy_out`.
 
     Args:
-        capacity: how many slots of the storage are the tier's.
-        storage: where their bytes are.
-        first: the first of them.
+        capacity: how many slots of the storage belong to the tier.
+        storage: has their bytes.
+        first: the number of the first slot.
         checksums: keep an xxh3-64 of each block, and verify it when it is loaded or copied elsewhere. A block that the engine
             wrote into the device itself has none until it has passed through host memory.
-        eviction: decides who makes room; LRU unless given.
+        eviction: chooses the victims; LRU by default.
     """
 
     inline_bytes = INLINE_BYTES
@@ -104,7 +104,7 @@ class SlotTier(PooledTier[BlockPool]):
         self.checksums = checksums
         """Whether blocks are verified when they are loaded."""
         self._storage = storage
-        self._sums: dict[int, int] = {}  # slot -> xxh3-64 of its bytes, as far as it is known
+        self._sums: dict[int, int] = {}  # slot -> xxh3-64 of its bytes, if known
         self._by_engine: set[int] = set()  # staged by `stage`
         self._in_place = CopiesInPlace()
         self._loaded = 0
@@ -120,15 +120,15 @@ class SlotTier(PooledTier[BlockPool]):
 
     @property
     def free(self) -> int:
-        """How many more blocks there is room for without evicting one."""
+        """The number of free slots."""
         return self.pool.free
 
     def external(
         self, ids: Sequence[int], keys: Sequence[Key], depths: Sequence[int | None] | None = None
     ) -> ExternalBlocks:
-        """Blocks that the engine keeps alive until the handle has settled: slot numbers and the keys of their content.
+        """Blocks that the engine keeps alive until the handle has settled: slot numbers, and a key for each.
 
-        They are not guarded here, and nothing releases them here. ``depths`` is the index of each in its prefix; see
+        The tier neither holds nor releases them. ``depths`` is the index of each block in its prefix; see
         :class:`backends.abc.Blocks`.
         """
         ids = list(map(index, ids))
@@ -136,7 +136,7 @@ class SlotTier(PooledTier[BlockPool]):
         return ExternalBlocks(self, keys, ids, depths)
 
     def put(self, key: Key, data: bytes | bytearray | memoryview) -> bool:
-        """Register one block that an engine wrote. Evicts the least worthy block that is not held, if it is full.
+        """Register one block that an engine wrote. A full tier evicts a block that is not held.
 
         Returns:
             Whether it is new: ``False`` means that the key was there, and its bytes were left as they were.
@@ -145,7 +145,7 @@ class SlotTier(PooledTier[BlockPool]):
             TypeError: the key is not ``bytes``.
             ValueError: the key is longer than any tier takes.
             BlockSizeError: ``data`` is not ``block_bytes`` long.
-            CapacityError: every block is held, or the eviction policy does not admit this one.
+            CapacityError: every block is held, or the eviction policy rejects this one.
         """
         check_keys((key,))
         view = memoryview(data).cast("B")
@@ -198,7 +198,7 @@ class SlotTier(PooledTier[BlockPool]):
         return data
 
     def stage(self, n: int) -> list[int]:
-        """``n`` slots for an engine to write into, ascending; ends with :meth:`register` or :meth:`unstage`.
+        """Stage ``n`` slots for an engine to write to, ascending; end with :meth:`register` or :meth:`unstage`.
 
         Raises:
             CapacityError: too many blocks are held.
@@ -211,7 +211,7 @@ class SlotTier(PooledTier[BlockPool]):
         return slots
 
     def register(self, slots: Sequence[int], keys: Sequence[Key]) -> list[Outcome]:
-        """Register staged slots that the engine has written: stored, or a duplicate whose slot is free again.
+        """Register staged slots that the engine has written. Returns stored, or duplicate for a slot that is free again.
 
         Raises:
             ValueError: a slot that was not staged, or named twice.
@@ -240,7 +240,7 @@ class SlotTier(PooledTier[BlockPool]):
     # --- Source ---------------------------------------------------------------------------------------------------
 
     def views(self, refs: Sequence[int]) -> Pages | None:
-        """Where these blocks lie in host memory, if each is one run there."""
+        """The addresses of these blocks, if each is one run of host memory."""
         return self._storage.pages(refs)
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
@@ -248,10 +248,10 @@ class SlotTier(PooledTier[BlockPool]):
         self._storage.copy_out(refs, pages)
 
     def checksums_of(self, keys: Sequence[Key], refs: Sequence[int]) -> list[int | None]:
-        """The xxh3-64 of each of these blocks as it was stored, where that is known: for copies elsewhere to compare.
+        """The xxh3-64 of each block as it was stored, if known: copies elsewhere compare it.
 
-        Of a slot that is not found by its key nothing is known, since an engine may be writing it; unless it is known to be
-        damaged: then it is one that no bytes have.
+        Not known for a slot that is not found by its key, since an engine may be writing it. A damaged slot has a value that no
+        checksum has.
         """
         slots, sums = self.pool.slots(keys), self._sums
         if slots == list(refs):
@@ -260,7 +260,7 @@ class SlotTier(PooledTier[BlockPool]):
         return [sums.get(ref) if slot == ref else -1 if self.pool.is_doomed(ref) else None for slot, ref in pairs]
 
     def forget_damaged(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """Forget blocks that a copy has found damaged; see :class:`backends.abc.ChecksummedSource`."""
+        """Drop blocks that a copy has found damaged; see :class:`backends.abc.ChecksummedSource`."""
         self._missed["damaged"] += len(keys)
         self.pool.forget(keys, refs)
 
@@ -277,7 +277,7 @@ class SlotTier(PooledTier[BlockPool]):
         return dict.fromkeys(self._verify(refs, sums), _DAMAGED)
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Forget these keys; a held one is ``PINNED`` and stays. Cancelled, it did nothing."""
+        """Delete these keys; a held one is ``PINNED`` and stays. Cancelled, it deletes nothing."""
         await trio.lowlevel.checkpoint()
         return self.pool.delete(keys)
 
@@ -301,11 +301,11 @@ class SlotTier(PooledTier[BlockPool]):
     # --- how copies run: what a subclass may change ---------------------------------------------------------------
 
     async def off_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Run a store's copy; cancelled, leave at once."""
+        """Run a store's copy; cancelled, return at once."""
         return await run_in_thread(fn, *args)
 
     async def to_the_end(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Run a load's copy; cancelled, leave when it is over."""
+        """Run a load's copy; cancelled, return when it is over."""
         return await run_in_thread_to_the_end(fn, *args)
 
     # --- helpers --------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class SlotTier(PooledTier[BlockPool]):
     ) -> Mapping[int, Exception]:
         """Copy blocks of a source into staged slots. Up to ``PORTION_BYTES`` in place, without a checkpoint.
 
-        A block that is not what was stored in its source fails alone.
+        A block that is damaged in its source fails alone.
         """
         copy, here = StoreCopy(source, keys, refs, summed=self.checksums), self._storage.pages(slots)
         if here is not None:
@@ -328,7 +328,7 @@ class SlotTier(PooledTier[BlockPool]):
         return failures
 
     def note_checksums(self, slots: Sequence[int], sums: Sequence[int]) -> None:
-        """Note the checksums of what was just written to these slots."""
+        """Record the checksums of what was just written to these slots."""
         self._sums.update(zip(slots, sums, strict=True))
 
     def _forget_checksums(self, slots: Sequence[int]) -> None:
@@ -336,7 +336,7 @@ class SlotTier(PooledTier[BlockPool]):
             self._sums.pop(slot, None)
 
     def _verify(self, slots: Sequence[int], sums: Sequence[int] | None) -> list[int]:
-        """Positions of the blocks that are not what was stored, by the sums of what was read."""
+        """Positions of the damaged blocks, by the checksums of what was read."""
         return [] if sums is None else unequal(list(map(self._sums.get, slots)), sums)
 
     def _check(self, request: RoomRequest) -> int:
@@ -377,7 +377,7 @@ def _load(
 
 
 class PagesDestination:
-    """Loads into host pages: a :class:`~backends.abc.Destination` over pages of the caller's."""
+    """A :class:`~backends.abc.Destination` over host memory of the caller."""
 
     def __init__(self, pages: Pages) -> None:
         check_apart(pages)
@@ -400,7 +400,7 @@ class PagesDestination:
         return len(self._pages)
 
     def views(self) -> Pages:
-        """The places, as pages."""
+        """The addresses of the places."""
         return self._pages
 
     def copy_in(self, start: int, pages: Pages) -> None:
@@ -409,7 +409,7 @@ class PagesDestination:
 
 
 def _listed(buffers: Iterable[object]) -> list[Any]:
-    """A list of buffers, and not one buffer, of which each item would pass for one."""
+    """The buffers as a list. Refuses a single buffer, which would count as a list of its items."""
     if isinstance(buffers, str | bytes | bytearray) or getattr(buffers, "ndim", 2) < 2:
         raise TypeError(f"a list of buffers, one for each block, is needed, not one {type(buffers).__name__}")
     listed = list(buffers)

@@ -1,16 +1,16 @@
-"""Copy threads: blocking work off the trio thread, so that its end can be waited for and the waiting left at once.
+"""Copy threads: blocking work off the trio thread. A task can wait for its end, or abandon it at once.
 
 A copy thread belongs to one trio run. It gets its work through a queue and announces its end through an eventfd that
 the task waits for: a third of the cost of waking trio by `run_sync_soon`, a fifth of that of `trio.to_thread`.
 
-Rule 1. While somebody keeps threads (:class:`keep_threads`), idle ones stay for the next copy. When the last keeper
-        leaves they are joined, and without a keeper a thread ends with its work: no thread outlives the pipelines.
-Rule 2. A thread cannot be interrupted. A cancelled :func:`run_in_thread` leaves at once and *abandons* it: it is never
+Rule 1. While a task keeps threads (:class:`keep_threads`), idle ones stay for the next copy. When the last keeper leaves they
+        are joined, and without a keeper a thread ends with its work: no thread outlives the pipelines.
+Rule 2. A thread cannot be interrupted. A cancelled :func:`run_in_thread` returns at once and *abandons* the thread: it is never
         reused, never joined, counted, and ends by itself once its function has returned, which may be never.
-Rule 3. The eventfd belongs to the thread, which alone closes it, last of all: nobody closes it under the thread, and
-        nothing is left open once an abandoned function does return.
+Rule 3. The eventfd belongs to the thread, which alone closes it, at its very end: so it is never closed while in use, and is
+        closed even if an abandoned function returns late.
 
-Not a pool with a limit: whoever hands work over bounds it (a pipeline by its transfer slots).
+There is no limit on threads: the caller bounds its work (a pipeline by its transfer slots).
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ class ThreadStatistics:
     """A snapshot of the copy threads of this trio run."""
 
     keepers: int
-    """How many keep idle threads."""
+    """The number of keepers of idle threads."""
     idle: int
     """Threads that wait for work."""
     busy: int
-    """Threads whose end somebody waits for."""
+    """Threads whose end a task waits for."""
     started: int
     """Threads started, in all."""
     abandoned: int
     """Threads given up by a cancelled wait, in all."""
     abandoned_running: int
-    """Of these, not over yet."""
+    """Abandoned threads that have not ended yet."""
 
 
 class _CopyThread:
-    """One thread, its work queue and its bell."""
+    """One thread, its work queue and the eventfd that announces the end of its work."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = queue.SimpleQueue()
@@ -85,7 +85,7 @@ class _CopyThread:
                     self.value = fn(*args)
                 except BaseException as exc:
                     self.error = exc
-                del job, fn, args  # an idle thread keeps nobody's pages alive
+                del job, fn, args  # an idle thread must not keep pages alive
                 os.write(self._ring, _RING)
         finally:
             self._close()
@@ -118,7 +118,7 @@ class _CopyThread:
 
 @attrs.define(eq=False)
 class _Threads:
-    """The copy threads of one trio run."""
+    """All copy threads of one trio run."""
 
     keepers: int = 0
     idle: list[_CopyThread] = attrs.field(factory=list)
@@ -193,8 +193,8 @@ class keep_threads:
 async def run_in_thread(fn: Callable[[*Ts], T], *args: *Ts) -> T:
     """Call ``fn(*args)`` in a copy thread and wait for what it returns or raises.
 
-    Context variables do not travel. Cancelled before it began, nothing is called. Cancelled later it leaves at once,
-    and ``fn`` goes on in an abandoned thread: the caller sees to it that what ``fn`` touches is not used again.
+    Context variables are not passed on. Cancelled before it began, it calls nothing. Cancelled later, it returns at once, and
+    ``fn`` goes on in an abandoned thread: the caller must not reuse the memory that ``fn`` uses.
     """
     await trio.lowlevel.checkpoint_if_cancelled()
     threads = _threads()
@@ -211,9 +211,9 @@ async def run_in_thread(fn: Callable[[*Ts], T], *args: *Ts) -> T:
 
 @trio.lowlevel.enable_ki_protection
 async def run_in_thread_to_the_end(fn: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Like :func:`run_in_thread`, but does not leave before ``fn`` is over, as :func:`trio.to_thread.run_sync`.
+    """Like :func:`run_in_thread`, but returns only when ``fn`` is over, as :func:`trio.to_thread.run_sync` does.
 
-    Cancelled before it began, nothing is called. Cancelled or interrupted later, it raises once ``fn`` is over.
+    Cancelled before it began, it calls nothing. Cancelled or interrupted later, it raises once ``fn`` is over.
     """
     await trio.lowlevel.checkpoint_if_cancelled()
     threads = _threads()
@@ -224,7 +224,7 @@ async def run_in_thread_to_the_end(fn: Callable[[*Ts], T], *args: *Ts) -> T:
             try:
                 await thread.over()
                 break
-            except KeyboardInterrupt as exc:  # a shield does not keep it out
+            except KeyboardInterrupt as exc:  # a shielded scope does not keep it out
                 interrupted = exc
     threads.take_back(thread)
     result: T = thread.result()
@@ -239,9 +239,9 @@ _patience: ContextVar[float] = ContextVar("backends.threads.patience", default=m
 
 @contextmanager
 def leave_after(seconds: float) -> Iterator[None]:
-    """Within this, :func:`run_in_thread_or_leave` waits only so many seconds for the end, once it is cancelled.
+    """Bound the wait of a cancelled :func:`run_in_thread_or_leave` inside of this block to ``seconds``.
 
-    For whoever reads into memory of its own, and keeps that where it is told :class:`~backends.Unproven`.
+    For a caller that reads into its own memory, and keeps that memory if :class:`~backends.Unproven` is raised.
     """
     token = _patience.set(seconds)
     try:
@@ -252,12 +252,12 @@ def leave_after(seconds: float) -> Iterator[None]:
 
 @trio.lowlevel.enable_ki_protection
 async def run_in_thread_or_leave(fn: Callable[[*Ts], T], *args: *Ts) -> T:
-    """Like :func:`run_in_thread_to_the_end`, but within :func:`leave_after` a cancel bounds how long it waits for that end.
+    """Like :func:`run_in_thread_to_the_end`, but :func:`leave_after` bounds how long it waits after a cancel.
 
-    For a function that may hang, as one that reads a file does, and that keeps alive by itself what it touches.
+    For a function that may hang, such as reading a file, and that itself keeps its memory alive.
 
     Raises:
-        Unproven: it was cancelled, and then left: ``fn`` goes on in an abandoned thread.
+        Unproven: it was cancelled and did not end in time: ``fn`` goes on in an abandoned thread.
     """
     patience = _patience.get()
     if patience == math.inf:
@@ -281,21 +281,21 @@ async def run_in_thread_or_leave(fn: Callable[[*Ts], T], *args: *Ts) -> T:
 
 
 async def _over_within(thread: _CopyThread, seconds: float) -> bool:
-    """Whether the function ends within so many seconds, whoever interrupts that."""
+    """Whether the function ends within ``seconds``, in spite of interrupts."""
     with trio.CancelScope(shield=True, deadline=trio.current_time() + seconds):
         while True:
             try:
                 await thread.over()
                 return True
-            except KeyboardInterrupt:  # a shield does not keep it out, and this is bounded
+            except KeyboardInterrupt:  # a shielded scope does not keep it out, and this wait is bounded
                 continue
     return False
 
 
 async def wait_abandoned() -> None:
-    """Wait until every copy of this trio run that was abandoned so far is over: what it touched may then be used again.
+    """Wait until every abandoned copy of this trio run is over: the memory it used may then be reused.
 
-    Of a copy that never ends, this never returns. Cancelled, it leaves at once, with a thread that waits in its place.
+    If a copy never ends, this never returns. Cancelled, it returns at once.
     """
     await trio.lowlevel.checkpoint()
     for lost in list(_threads().lost):

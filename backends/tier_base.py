@@ -1,4 +1,4 @@
-"""The base of tiers: one reservation, one lease and one load, of which a tier says only what differs.
+"""The base of all tiers: one reservation, one lease and one load. A tier implements only what differs.
 
 A store goes through a :class:`TierReservation`, whatever the tier:
 
@@ -11,9 +11,10 @@ A read goes through a :class:`TierLease` and :meth:`TierBase.load`:
 Rule 1. Nothing is registered before all of its bytes are there, and nothing that failed is. A block fails alone where the copy
         can tell which one failed (:class:`backends._copying.StoreCopy` compares it with what its source knows of it).
 Rule 2. Cancelled during its copy, a reservation changes nothing and keeps its room: a thread may still write there. A caller
-        that quarantines it does not release it. Between the end of a copy and the registration of what it has copied a tier
-        of this process passes no checkpoint, so that a cancel cannot come between.
-Rule 3. What is loaded is verified. What is not what was stored is :class:`~backends.abc.Missed`, counted, and no longer found.
+        that quarantines it does not release it. Between the end of a copy and the registration of its blocks a tier of this
+        process passes no checkpoint, so that no cancel can come between.
+Rule 3. Loads are verified. A block with other bytes than were stored is :class:`~backends.abc.Missed`, counted, and no longer
+        found.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ Self = TypeVar("Self", bound="TierLease[Any]")
 
 
 class TierReservation(ABC, Generic[T]):
-    """Room for some keys in a tier; see :class:`backends.abc.Reservation`. What room is, a subclass says.
+    """Room for some keys in a tier; see :class:`backends.abc.Reservation`. A subclass defines what room is.
 
     Attributes:
-        granted: the keys there is room for.
+        granted: the keys that have room.
         block_bytes: size of every block.
     """
 
     __slots__ = ("_depths", "_tier", "_used", "block_bytes", "granted")
 
     def __init__(self, tier: T, keys: Sequence[Key], block_bytes: int) -> None:
-        """Not to be called: a tier makes them."""
+        """Use a tier's ``reserve`` instead."""
         self._tier: T = tier
         self._depths: Mapping[Key, int] = {}
         self._used = False
@@ -64,31 +65,31 @@ class TierReservation(ABC, Generic[T]):
 
     @abstractmethod
     def _size(self) -> int:
-        """For how many blocks this has room now; none once it was released."""
+        """The number of blocks it has room for now; 0 once it was released."""
 
     @abstractmethod
     def _keep(self, positions: Sequence[int]) -> None:
-        """Give back all room but that at these ascending positions. Never blocks."""
+        """Give back all room except that at these ascending positions. Never blocks."""
 
     def _decide(self, keys: Sequence[Key]) -> Mapping[int, Outcome]:
-        """What becomes of some blocks without a copy, by position: a duplicate, or one that is not admitted. Never blocks."""
+        """Outcomes of blocks that need no copy, by position: duplicates, or blocks that are not admitted. Never blocks."""
         return {}
 
     @abstractmethod
     async def _copy(self, source: Source, keys: Sequence[Key], refs: Sequence[int]) -> Mapping[int, Exception]:
-        """Copy blocks into the room there is, in order. Cancelled, it leaves at once.
+        """Copy blocks into their room, in order. Cancelled, it returns at once.
 
         Returns:
-            What must not be stored, by position, with why.
+            The errors of blocks that must not be stored, by position.
         """
 
     @abstractmethod
     async def _register(self, keys: Sequence[Key]) -> Sequence[Outcome]:
-        """Publish what was copied. The room is the tier's from now on. What was not stored has no room any more."""
+        """Publish the blocks that were copied. The tier owns their room from now on; blocks without room are skipped."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give back the room of what was not published. Idempotent; never blocks, never raises."""
+        """Give back the room that was not published. Idempotent; never blocks, never raises."""
 
     # --- the contract ---------------------------------------------------------------------------------------------
 
@@ -104,22 +105,22 @@ class TierReservation(ABC, Generic[T]):
         self._keep(positions)
 
     def note_depths(self, depths: Mapping[Key, int]) -> None:
-        """Register the blocks with these depths; see :class:`backends.abc.DepthReservation`."""
+        """Set the depths to register the blocks with; see :class:`backends.abc.DepthReservation`."""
         self._depths = depths
 
     def depths_of(self, keys: Sequence[Key]) -> list[int | None] | None:
-        """The depth of each of these blocks, where it was said; ``None`` where none was."""
+        """The depth of each of these blocks, as far as known; ``None`` if no depth is known."""
         return list(map(self._depths.get, keys)) if self._depths else None
 
     async def transfer(self, source: Source, refs: Sequence[int]) -> Sequence[Outcome]:
         """Copy the blocks from ``source`` and register them; see :class:`backends.abc.Reservation`.
 
-        A block that is not what was stored in its source fails alone. Cancelled during the copy, it leaves at once: nothing is
+        A block that is damaged in its source fails alone. Cancelled during the copy, it returns at once: nothing is
         registered, and the room stays taken until :meth:`release`.
 
         Raises:
             ValueError: not one ref per granted key, or a second call.
-            BlockSizeError: the source's blocks are of another size than what was reserved.
+            BlockSizeError: the source has another block size than the reservation.
         """
         keys = self.granted
         if self._used or len(refs) != len(keys) or self._size() != len(keys):
@@ -160,17 +161,17 @@ def _others(ended: Mapping[int, object], keys: Sequence[Key]) -> list[int]:
 
 
 class TierLease(ABC, Generic[T]):
-    """A hold on the prefix of some keys; see :class:`backends.abc.ReadLease`. How it is held, a subclass says.
+    """A hold on the prefix of some keys; see :class:`backends.abc.ReadLease`. A subclass defines how blocks are held.
 
     Attributes:
-        tier: whose blocks these are.
-        keys: what is held.
+        tier: the tier of the blocks.
+        keys: the held keys.
     """
 
     __slots__ = ("keys", "tier")
 
     def __init__(self, tier: T, keys: Sequence[Key]) -> None:
-        """Not to be called: a tier makes them."""
+        """Use a tier's ``pin`` instead."""
         self.tier: T = tier
         self.keys: Sequence[Key] = keys
 
@@ -180,7 +181,7 @@ class TierLease(ABC, Generic[T]):
     @property
     @abstractmethod
     def is_held(self) -> bool:
-        """Whether it holds what it says, so that it may be loaded."""
+        """Whether it still holds its blocks, so that they may be loaded."""
 
     @classmethod
     def held_in(cls: type[Self], tier: object, lease: ReadLease) -> Self:
@@ -195,7 +196,7 @@ class TierLease(ABC, Generic[T]):
 
     @abstractmethod
     def forget(self, positions: Sequence[int]) -> None:
-        """Forget the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
+        """Drop the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
 
     async def release(self) -> None:
         """Release the blocks. Idempotent; they are released even when this is cancelled."""
@@ -214,12 +215,12 @@ class TierLease(ABC, Generic[T]):
 
 
 class TierBase(ABC, Generic[L]):
-    """What all tiers share that give out a :class:`TierLease` of their own."""
+    """The shared part of all tiers whose leases are a :class:`TierLease`."""
 
     lease_type: ClassVar[type[TierLease[Any]]]
     """The class of its leases."""
     kept_reasons: ClassVar[frozenset[str]] = frozenset()
-    """Why a block may be missed that is what was stored all the same: it stays."""
+    """Reasons of misses after which the block stays, since it is not damaged."""
     _loaded: int
     _missed: dict[str, int]
 
@@ -230,26 +231,25 @@ class TierBase(ABC, Generic[L]):
 
     @abstractmethod
     async def _load(self, lease: L, destination: Destination, there: Pages | None) -> Mapping[int, Missed | Failed]:
-        """Copy the leased blocks, at least one, into ``there`` or have ``destination`` copy them, and verify them.
+        """Copy the leased blocks, at least one, into ``there``, or let ``destination`` copy them, and verify them.
 
-        Cancelled, it leaves when the copy is over. May raise, for all of them.
+        Cancelled, it returns when the copy is over. An exception fails all blocks.
 
         Returns:
-            What could not be loaded, by position.
+            The blocks that could not be loaded, by position.
         """
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
         """Copy the leased blocks into the first places of ``destination`` and verify them.
 
-        The lease must be held until this returns. A block that is not what was stored is missed, counted and no longer found.
-        An exception of the destination makes every block :class:`~backends.abc.Failed`. Cancelled, it leaves only when the
-        copy is over.
+        The lease must be held until this returns. A damaged block is missed, counted and no longer found. An exception of the
+        destination makes every block :class:`~backends.abc.Failed`. Cancelled, it returns only when the copy is over.
 
         Raises:
-            BlockSizeError: the destination has places of another size.
+            BlockSizeError: the blocks of the destination have another size.
             ValueError: the lease is not of this tier or was released, or the destination is too small.
-            RepeatedPlaces: two of its places share memory.
-            Unproven: the destination says so; or a disk did not answer within :func:`backends.threads.leave_after`.
+            RepeatedPlaces: two blocks of the destination share memory.
+            Unproven: the destination raised it; or a disk did not answer within :func:`backends.threads.leave_after`.
         """
         held: L = self.lease_type.held_in(self, lease)  # type: ignore[assignment]
         n = len(held.keys)
@@ -272,7 +272,7 @@ class TierBase(ABC, Generic[L]):
         return outcomes
 
     def _note_bad(self, lease: L, bad: Mapping[int, Missed | Failed]) -> None:
-        """Count what could not be loaded, and forget what is not what was stored."""
+        """Count the blocks that could not be loaded, and drop the damaged ones."""
         damaged: list[int] = []
         for at, outcome in bad.items():
             if isinstance(outcome, Missed):

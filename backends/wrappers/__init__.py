@@ -1,7 +1,7 @@
 """Wrappers around a tier: blocks are compressed, quantized or encrypted on their way in, and back on their way out.
 
-:func:`wrap` puts them around any tier. Nothing here imports zstandard, cryptography or torch before a wrapper that needs it is
-made.
+:func:`wrap` puts wrappers around any tier. zstandard, cryptography and torch are imported when a wrapper that needs one of them
+is made.
 """
 
 from ._aes_gcm import AesGcm as AesGcm

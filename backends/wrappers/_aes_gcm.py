@@ -1,13 +1,13 @@
-"""Encryption with AES-GCM, each tenant under secrets of its own.
+"""Encryption with AES-GCM, with separate secrets for each tenant.
 
     owner 8 | secret 8 | nonce 12 | ciphertext | tag 16
 
-Rule 1. A nonce is 96 bits from the system's generator, for each block anew. One that came twice under the same secret would
-        give both blocks away. Change a secret before it has encrypted 2**32 blocks: from there on chance may do it.
-Rule 2. Authenticated with the ciphertext: the block's key, the chain, the length, whose block it is and under which secret.
-        What was put under another key, cut, or given to another tenant has a bad tag.
-Rule 3. A secret is in no text that is made here: not in a repr, not in an error. What stands before the ciphertext tells which
-        blocks are of one tenant and under one secret, and nothing more.
+Rule 1. A nonce is 96 new random bits from the operating system for each block. The same nonce twice under one secret would
+        reveal both blocks. Change a secret before it has encrypted 2**32 blocks: beyond that, a repeated nonce is too likely.
+Rule 2. Authenticated with the ciphertext: the block's key, the chain, the length, the tenant and the secret. A block that was
+        moved to another key, cut, or given to another tenant has a bad tag.
+Rule 3. A secret is in no text that is made here: not in a repr, not in an error. The bytes before the ciphertext show which
+        blocks have the same tenant and the same secret, and nothing more.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _BEFORE: Final = _OWNER + _SECRET + _NONCE
 _OVERHEAD: Final = _BEFORE + _TAG
 _SIZES: Final = (16, 24, 32)
 _CIPHERS_KEPT: Final = 256
-"""Prepared ciphers that are kept, of the secrets used last."""
+"""How many prepared ciphers are kept, of the secrets used last."""
 
 
 class AesGcm:
     """Encryption and authentication, per tenant.
 
     Args:
-        secrets: by tenant: a mapping, or a function that answers None for a tenant it does not know. It is asked anew for
-            each block, so changing it takes effect at once; a function is called in copy threads, several at a time. The
-            empty text is the tenant of blocks that were stored for nobody in particular.
+        secrets: by tenant: a mapping, or a function that returns None for an unknown tenant. It is consulted for each
+            block, so a change takes effect at once; a function is called in copy threads, several at a time. The empty text
+            is the tenant of blocks that were stored without one.
 
     Raises:
         MissingExtra: cryptography is not installed.
@@ -82,14 +82,14 @@ class AesGcm:
         return True
 
     def bound(self, size: int) -> int:
-        """The length of what is encrypted: 44 bytes more, for tenant, secret, nonce and tag."""
+        """The length of an encrypted block: 44 bytes more, for tenant, secret, nonce and tag."""
         return size + _OVERHEAD
 
     def refusal(self, context: Context) -> Exception | None:
-        """A block of a tenant without a secret, or of several tenants, cannot be encrypted."""
+        """The error of a block whose tenant has no secret, or that has several tenants; else ``None``."""
         try:
             self._secrets_for(context)
-        except Exception as exc:  # whatever a caller's function raises is an answer about this block only
+        except Exception as exc:  # an exception of the caller's function concerns this block only
             return exc
         return None
 
@@ -97,7 +97,7 @@ class AesGcm:
         """Encrypt under the first secret of the block's tenant.
 
         Raises:
-            UnknownTenant: it has none, or several tenants claim the block.
+            UnknownTenant: the tenant has no secret, or several tenants tag the block.
             ValueError: its secret is not of 16, 24 or 32 bytes.
         """
         tenant, secrets = self._secrets_for(context)
@@ -109,11 +109,11 @@ class AesGcm:
         return made
 
     def decode(self, context: Context, src: memoryview, dst: memoryview) -> None:
-        """Decrypt, with whichever secret of the tenant it was encrypted with.
+        """Decrypt, with the secret of the tenant that the block was encrypted with.
 
         Raises:
-            Damaged: ``foreign``: of another tenant; ``secret``: the tenant has that secret no more; ``tag``: it is not what
-                was encrypted, or not under this key.
+            Damaged: ``foreign``: of another tenant; ``secret``: the tenant does not have that secret any more; ``tag``: the
+                bytes were changed, or moved from another key.
         """
         if src.nbytes != dst.nbytes + _OVERHEAD:
             raise Damaged
@@ -160,5 +160,5 @@ def _id_of(secret: bytes) -> bytes:
 
 
 def _associated(context: Context, before: bytes, nbytes: int) -> bytes:
-    """What is authenticated beside the ciphertext: rule 2. The key stands last, so that nothing can be moved between them."""
+    """The authenticated data besides the ciphertext: rule 2. The key is last, so that field borders cannot be shifted."""
     return context.chain + nbytes.to_bytes(8, "little") + before[: _OWNER + _SECRET] + context.key

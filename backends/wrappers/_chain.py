@@ -1,20 +1,20 @@
-"""Wrappers and chains of them, without bytes: the contract, whose a block is, its name, and the header before what is stored.
+"""Chains of wrappers, without bytes: the wrapper's contract, tenants of blocks, names of stored blocks, and their header.
 
     magic 4 | version 2 | wrappers 2 | chain 8 | plain bytes 8 | bytes behind each wrapper, 8 each | xxh3-64 8 | body
 
 All of it little-endian. Pure.
 
-A wrapper makes other bytes of the bytes of a block, in a copy thread. It knows no tier and keeps no block; several copy threads
-call it at once, and between two calls nothing of one block may be left that another one could see.
+A wrapper encodes the bytes of a block, in a copy thread. It knows no tier and keeps no block; several copy threads call it at
+once, and it must keep no state of one block between two calls.
 
-Rule 1. What loses something comes first, what encrypts last: nothing can be compressed once it is encrypted.
-Rule 2. A chain is part of a block's name. Below a wrapped tier a block is called by its key with the chain's id behind it, so
-        that no reader that decodes another way, today or after a change of the chain, takes one for the other.
-Rule 3. The checksum is of the stored bytes, the header's and the key's among them. It is verified before a wrapper sees any of
-        them: what was torn, overwritten or put under another key is found out at the price of reading it.
-Rule 4. A length is believed only within the bounds that the chain itself computes.
-Rule 5. A key belongs to the tenant that carries it, as long as it does. Where two tenants claim one key at the same time it
-        belongs to neither: a store fails, a load misses. (Keys are salted by tenant, so this takes a mistake or an attempt.)
+Rule 1. Lossy wrappers come first, encrypting ones last, since encrypted bytes cannot be compressed.
+Rule 2. A chain is part of a block's name. In the tier below, a block has its key followed by the chain's id, so that a reader
+        with another chain, or with the same chain after a change, never finds it.
+Rule 3. The checksum covers the stored bytes, the header and the key. It is verified before a wrapper sees the bytes: a block
+        that was torn, overwritten or put under another key is found out without decoding it.
+Rule 4. A length is accepted only within the bounds that the chain itself computes.
+Rule 5. A key belongs to the tenant that tags it, for as long as it does. If two tenants tag one key at the same time it belongs
+        to neither: a store fails, a load misses. (Keys are salted by tenant, so this takes a mistake or an attack.)
 """
 
 from __future__ import annotations
@@ -33,42 +33,42 @@ from ..abc import Key
 
 @attrs.frozen
 class Context:
-    """What a wrapper may know of the block that it is given."""
+    """The facts about a block that a wrapper gets."""
 
     key: Key
-    """Its name."""
+    """Its key."""
     tenant: str | None
-    """The tenant it belongs to; the empty text where none was named, None where several claim it at the same time."""
+    """Its tenant; the empty text if none was given, None if several tenants tag it at the same time."""
     chain: bytes
-    """The id of all wrappers it passes through, in their order."""
+    """The id of the whole chain."""
 
 
 class Damaged(BackendError):
-    """What is to be decoded is not what was encoded, or belongs to another tenant."""
+    """The stored bytes cannot be decoded: they were changed, or belong to another tenant."""
 
     def __init__(self, reason: str = "damaged", *, keep: bool = False) -> None:
         super().__init__(f"the stored bytes are refused: {reason}")
         self.reason: str = reason
-        """Why, in a word: what the miss is counted under."""
+        """The reason in a word, under which the miss is counted."""
         self.keep: bool = keep
-        """Whether another tenant may be able to decode the block, so that it must not be forgotten."""
+        """Whether another tenant may be able to decode the block, so that it must not be deleted."""
 
 
 class ChainError(BackendError, ValueError):
-    """The caller's wrappers make no chain; the text says which, and what would."""
+    """The caller's wrappers cannot form a chain; the text says which would."""
 
 
 class LossyNotChosen(BackendError, ValueError):
-    """The caller uses what changes values without having said ``lossy=True``."""
+    """The caller uses a lossy wrapper without ``lossy=True``."""
 
 
 class MissingExtra(BackendError, ImportError):
-    """The caller uses what is not installed; the text names the extra that brings it."""
+    """The caller uses a wrapper whose package is not installed; the text names the extra."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
         super().__init__(f"{what} needs {package}, which is not installed: pip install 'trio-offload[{extra}]'")
         self.extra: str = extra
-        """The extra of this distribution that brings it."""
+        """The extra of this distribution that installs it."""
 
 
 class UnknownTenant(BackendError, LookupError):
@@ -81,16 +81,16 @@ class Wrapper(Protocol):
 
     @property
     def id(self) -> bytes:
-        """What it does, parameters included, as far as decoding depends on them: another id is another format."""
+        """The name of the format, with all parameters that decoding depends on: another id is another format."""
         ...
 
     @property
     def lossy(self) -> bool:
-        """Whether what it decodes may differ from what it was given."""
+        """Whether the decoded bytes may differ from the original ones."""
         ...
 
     def bound(self, size: int) -> int:
-        """How many bytes :meth:`encode` makes of ``size`` bytes at most; never less for more.
+        """The largest number of bytes that :meth:`encode` makes of ``size`` bytes; never smaller for a larger ``size``.
 
         Raises:
             ValueError: it cannot encode so many.
@@ -98,27 +98,27 @@ class Wrapper(Protocol):
         ...
 
     def encode(self, context: Context, src: memoryview, dst: memoryview) -> int:
-        """Encode ``src`` into the beginning of ``dst``, which is ``bound(len(src))`` bytes long; says how many it made.
+        """Encode ``src`` into the beginning of ``dst``, which has ``bound(len(src))`` bytes. Returns the number of bytes made.
 
         Called in a copy thread. An exception fails the whole batch (see :class:`Sealing` for one that fails alone).
         """
         ...
 
     def decode(self, context: Context, src: memoryview, dst: memoryview) -> None:
-        """Fill ``dst``, which is as long as what was encoded, from ``src``, which is what :meth:`encode` has made of it.
+        """Decode ``src``, the result of :meth:`encode`, into ``dst``, which has the size of the original.
 
-        Called in a copy thread. Whatever ``src`` holds, nothing but ``dst`` is written, and no more memory taken than a
-        small multiple of its length.
+        Called in a copy thread. Whatever ``src`` holds, it writes nothing but ``dst``, and allocates no more than a small
+        multiple of its length.
 
         Raises:
-            Damaged: it is not what was encoded, or not for this tenant. ``dst`` may hold anything then.
+            Damaged: ``src`` was changed, or is of another tenant. The content of ``dst`` is undefined then.
         """
         ...
 
 
 @runtime_checkable
 class Sealing(Wrapper, Protocol):
-    """A wrapper that encrypts: the last one of its chain, since what it makes can be neither compressed nor guessed."""
+    """A wrapper that encrypts: the last one of its chain, since its output cannot be compressed."""
 
     @property
     def seals(self) -> bool:
@@ -126,16 +126,16 @@ class Sealing(Wrapper, Protocol):
         ...
 
     def refusal(self, context: Context) -> Exception | None:
-        """Why a block with this context cannot be encoded, if so: it then fails alone. Called in a copy thread."""
+        """The error for which a block with this context cannot be encoded, or None; it then fails alone. In a copy thread."""
         ...
 
 
 NO_TENANT: Final = ""
-"""The tenant of a key that no tenant carries."""
+"""The tenant of a key without a tag."""
 
 
 class TenantTags:
-    """Which tenant each key belongs to now: rule 5."""
+    """The tenants that keys are tagged with now: rule 5."""
 
     def __init__(self) -> None:
         self._claims: dict[Key, dict[str, int]] = {}
@@ -144,7 +144,7 @@ class TenantTags:
         return len(self._claims)
 
     def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """These keys are this tenant's until the returned function is called. Calling that again does nothing."""
+        """Tag these keys with this tenant until the returned function is called. Calling that again does nothing."""
         carried: list[Key] = list(keys)
         for key in carried:
             claims = self._claims.setdefault(key, {})
@@ -157,7 +157,7 @@ class TenantTags:
         return end
 
     def of(self, key: Key) -> str | None:
-        """The tenant of a key: :data:`NO_TENANT` if none carries it, None if several do."""
+        """The tenant of a key: :data:`NO_TENANT` without a tag, None with tags of several tenants."""
         claims = self._claims.get(key)
         if claims is None:
             return NO_TENANT
@@ -180,14 +180,14 @@ _SUM: Final = struct.Struct("<Q")
 
 
 class Chain:
-    """Wrappers in their order, and what follows from it for blocks of one size.
+    """Wrappers in order, with the sizes and names that follow from them for blocks of one size.
 
     Args:
         wrappers: from the plain block to the stored one.
         block_bytes: size of every plain block.
 
     Raises:
-        ChainError: no wrapper at all, one twice, or an order that cannot be meant.
+        ChainError: no wrapper at all, one twice, or a wrong order.
         ValueError: one of them cannot encode blocks of this size.
     """
 
@@ -200,30 +200,30 @@ class Chain:
         for wrapper in wrappers:
             bounds.append(wrapper.bound(bounds[-1]))
         self.bounds: tuple[int, ...] = tuple(bounds)
-        """The size of a plain block, and what it can become at most behind each wrapper."""
+        """The size of a plain block, and the largest size after each wrapper."""
         self._lengths = struct.Struct(f"<{len(wrappers)}Q")
         self._summed = _FIXED.size + self._lengths.size
         self.header_bytes: int = self._summed + _SUM.size
-        """What a header takes."""
+        """The size of a header."""
 
     def __repr__(self) -> str:
         return f"<chain {' > '.join(map(repr, self.wrappers))}>"
 
     @property
     def slot_bytes(self) -> int:
-        """What a stored block takes at most."""
+        """The largest size of a stored block."""
         return self.header_bytes + self.bounds[-1]
 
     def name(self, key: Key) -> Key:
-        """The name of a block in the tier below: rule 2."""
+        """The block's key in the tier below: rule 2."""
         return key + self.id
 
     def key(self, name: Key) -> Key:
-        """The key of the block that the tier below has under this name."""
+        """The key of the block with this name in the tier below."""
         return name[: -len(self.id)]
 
     def write_header(self, key: Key, lengths: Sequence[int], page: memoryview) -> int:
-        """Put the header before the body that stands in ``page`` already; returns how many bytes of it are used now."""
+        """Write the header before the body that is in ``page`` already. Returns the number of used bytes."""
         head = _FIXED.pack(_MAGIC, FORMAT, len(self.wrappers), self.id, self.block_bytes) + self._lengths.pack(*lengths)
         used = self.header_bytes + lengths[-1]
         page[: self._summed] = head
@@ -231,7 +231,7 @@ class Chain:
         return used
 
     def read_header(self, key: Key, page: memoryview) -> tuple[int, ...]:
-        """The bytes behind each wrapper, once all of the stored bytes have been verified: rules 3 and 4.
+        """The sizes after each wrapper, once all of the stored bytes have been verified: rules 3 and 4.
 
         Raises:
             Damaged: these are not the bytes that were stored under this key through this chain.
@@ -247,7 +247,7 @@ class Chain:
         return lengths
 
     def used_bytes(self, page: memoryview) -> int:
-        """How many bytes of a page are used, as its header says: of one that was written here."""
+        """The number of used bytes of a page that was written here, by its header."""
         last: int = self._lengths.unpack_from(page, _FIXED.size)[-1]
         return self.header_bytes + last
 
@@ -258,7 +258,7 @@ class Chain:
 
 
 def chain_id(wrappers: Sequence[Wrapper]) -> bytes:
-    """Equal for equal wrappers in equal order, and for no others."""
+    """A digest that is equal for equal wrappers in equal order only."""
     digest = blake2b(bytes([FORMAT]), digest_size=ID_BYTES, person=b"offload.chain")
     for wrapper in wrappers:
         digest.update(len(wrapper.id).to_bytes(8, "little") + wrapper.id)
@@ -266,7 +266,7 @@ def chain_id(wrappers: Sequence[Wrapper]) -> bytes:
 
 
 def check_order(wrappers: Sequence[Wrapper]) -> None:
-    """Rule 1, and that each is there once."""
+    """Raise ChainError unless the order follows rule 1, with each wrapper once."""
     if not wrappers:
         raise ChainError("a chain needs at least one wrapper")
     for wrapper in wrappers:
@@ -286,7 +286,7 @@ def check_order(wrappers: Sequence[Wrapper]) -> None:
 
 
 def seals(wrapper: Wrapper) -> bool:
-    """Whether it encrypts."""
+    """Whether this wrapper encrypts."""
     return bool(getattr(wrapper, "seals", False))
 
 

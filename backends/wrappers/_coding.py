@@ -1,12 +1,11 @@
-"""Blocks through a chain, in copy threads: on their way in as a source, on their way out as a destination.
+"""Encodes blocks of a store and decodes those of a load, in copy threads: a source and a destination for the tier below.
 
-The tier below copies, as it always does; only that the bytes of a copy are made while it is made. So a block is encoded
-straight into the slot or page where it will lie, and decoded straight out of it into its place, if these are in host memory.
+The tier below copies as always; the bytes are encoded or decoded during its copy. So a block is encoded straight into its slot
+or page, and decoded straight out of it, if these are in host memory.
 
-Rule 1. What a block leaves unused of its slot is zero: nothing of an earlier one stays behind it.
-Rule 2. A place whose block is refused is zeroed: what could not be verified is not left lying there.
-Rule 3. A block that is known not to be what was stored where it comes from is not encoded: with a checksum of its own it would
-        be believed here.
+Rule 1. Unused bytes of a slot are zero: nothing of an earlier block remains there.
+Rule 2. The destination of a block that is refused is zeroed: bytes that could not be verified do not remain there.
+Rule 3. A block that is damaged in its source is not encoded: with a new checksum it would count as correct.
 Rule 4. The memory that a copy works with belongs to one thread at a time, which gives it back itself: an abandoned copy still
         writes to it.
 """
@@ -32,11 +31,11 @@ from ._chain import Chain, Context, Damaged, seals
 T = TypeVar("T")
 
 _KEPT: Final = 4
-"""How many unused things are kept: as many as copies run at once in common configurations."""
+"""The most idle objects that are kept: as many as copies run at once in common configurations."""
 
 
 class Pool(Generic[T]):
-    """Things that are expensive to make, and that one thread uses at a time: taken, given back, and used again.
+    """Objects that are expensive to make and are used by one thread at a time.
 
     The thread that works with a thing gives it back itself when its work is over, whatever became of the task that waits for
     it: so an abandoned copy never writes to what another copy uses. What a copy has used that may still go on
@@ -72,11 +71,11 @@ class Pool(Generic[T]):
 
 
 PORTION_BYTES: Final = 4 << 20
-"""Blocks that are not in host memory pass through so much of it at a time; one that is larger, alone."""
+"""Bytes of blocks outside of host memory that are staged at a time; a larger block is staged alone."""
 
 
 class Scratch(Bounce):
-    """What one copy thread works with. Taken from the system when it is first needed."""
+    """The buffers of one copy thread. Allocated when they are first needed."""
 
     def __init__(self, between_bytes: int) -> None:
         super().__init__(PORTION_BYTES)
@@ -84,7 +83,7 @@ class Scratch(Bounce):
         self._between: tuple[memoryview, memoryview] | None = None
 
     def between(self, step: int) -> memoryview:
-        """Room for what goes from one wrapper to the next; two of them take turns, by the number of the step."""
+        """The buffer between two wrappers; two buffers are used in turn, by the number of the step."""
         if self._between is None:
             first, second = new_pages(2, self._between_bytes)
             self._between = (first, second)
@@ -92,11 +91,11 @@ class Scratch(Bounce):
 
 
 class BrokenWrapper(BackendError):
-    """A wrapper says that it made more bytes than there was room for, or fewer than none."""
+    """A wrapper reports more bytes than its bound, or a negative number."""
 
 
 class Coder:
-    """One chain, and the memory it works with. Any thread."""
+    """One chain and its buffers. For any thread."""
 
     def __init__(self, chain: Chain, slot_bytes: int) -> None:
         self.chain: Chain = chain
@@ -106,13 +105,13 @@ class Coder:
         self.seals: bool = seals(chain.wrappers[-1])
 
     def refusals(self, contexts: Sequence[Context]) -> dict[int, Exception]:
-        """Which of these blocks cannot be encrypted, by position, and why."""
+        """The errors of blocks that cannot be encrypted, by position."""
         last = self.chain.wrappers[-1]
         refused = {at: last.refusal(context) for at, context in enumerate(contexts)}  # type: ignore[attr-defined]
         return {at: refusal for at, refusal in refused.items() if refusal is not None}
 
     def encode(self, context: Context, plain: memoryview, page: memoryview, scratch: Scratch) -> int:
-        """Make of a plain block what is stored, header and all, at the beginning of a page. Returns how long it is."""
+        """Encode a plain block with its header into the beginning of a page. Returns the stored size."""
         chain = self.chain
         head, last = chain.header_bytes, len(chain.wrappers) - 1
         src, lengths = plain, list[int]()
@@ -127,7 +126,7 @@ class Coder:
         return chain.write_header(context.key, lengths, page)
 
     def decode(self, context: Context, page: memoryview, plain: memoryview, scratch: Scratch) -> None:
-        """Make of what is stored a plain block again.
+        """Decode a stored block.
 
         Raises:
             Damaged: it is not what was stored, or not for this tenant. ``plain`` may hold anything then.
@@ -143,7 +142,7 @@ class Coder:
 
 @attrs.define(eq=False)
 class Encoding:
-    """Blocks on their way in: a :class:`~backends.abc.Source` of encoded blocks, whose refs are positions in its columns.
+    """The encoding of one transfer: a :class:`~backends.abc.Source` of encoded blocks, whose refs are positions.
 
     Made on the trio thread for one transfer; its numbers are read there again when that is over.
     """
@@ -153,19 +152,19 @@ class Encoding:
     """The plain blocks, with what their source knows of them."""
     contexts: Sequence[Context]
     plain_bytes: dict[int, int] = attrs.Factory(dict)
-    """How long each block was that has been encoded, by position."""
+    """The original size of each block that has been encoded, by position."""
     stored_bytes: dict[int, int] = attrs.Factory(dict)
-    """What each has become, header included."""
+    """The stored size of each, with its header."""
 
     def as_source(self) -> EncodedSource:
-        """What the tier below copies from."""
+        """The source that the tier below copies from."""
         return EncodedSource(self)
 
     def encode(self, positions: Sequence[int], pages: Pages) -> None:
         """Encode blocks into pages. In a copy thread.
 
         Raises:
-            DamagedBlock: rule 3. The others can be asked for once more.
+            DamagedBlock: rule 3. The others can be copied in another call.
         """
         coder, slot, at = self.coder, pages.page_bytes, 0
         with coder.staging.take() as scratch:
@@ -182,7 +181,7 @@ class Encoding:
 
 
 class EncodedSource:
-    """The same as the tier below sees it: encoded blocks that are not in host memory, and are made when they are copied."""
+    """The encoded blocks as a source for the tier below: not in host memory, but encoded when they are copied."""
 
     def __init__(self, encoding: Encoding) -> None:
         self._encoding = encoding
@@ -192,20 +191,20 @@ class EncodedSource:
 
     @property
     def block_bytes(self) -> int:
-        """What a stored block takes at most."""
+        """The largest size of a stored block."""
         return self._encoding.coder.slot_bytes
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """They are held already, by the transfer."""
+        """The refs as given: the transfer holds the blocks already."""
         chain = self._encoding.coder.chain
         position = {chain.name(context.key): at for at, context in enumerate(self._encoding.contexts)}
         return [position[key] for key in keys]
 
     def release(self, refs: Sequence[int]) -> None:
-        """Nothing to do, as in :meth:`upgrade`."""
+        """Nothing, as in :meth:`upgrade`."""
 
     def views(self, refs: Sequence[int]) -> None:
-        """No encoded block lies anywhere yet."""
+        """None: the encoded blocks are not in memory yet."""
         return
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
@@ -213,12 +212,12 @@ class EncodedSource:
         self._encoding.encode(refs, pages)
 
     def used_bytes(self, page: memoryview) -> int:
-        """So many leading bytes of a page that :meth:`copy_out` has filled mean something; the others are zero."""
+        """The number of used bytes of a page that :meth:`copy_out` has filled; the others are zero."""
         return self._encoding.coder.chain.used_bytes(page)
 
 
 class Decoding:
-    """Places for blocks on their way out: a :class:`~backends.abc.Destination` of encoded blocks."""
+    """The decoding of one load: a :class:`~backends.abc.Destination` for encoded blocks."""
 
     def __init__(
         self, coder: Coder, destination: Destination, there: Pages | None, contexts: Sequence[Context]
@@ -228,20 +227,20 @@ class Decoding:
         self._there = there
         self._contexts = contexts
         self.bad: dict[int, Exception] = {}
-        """Why a block could not be decoded, by position: :class:`Damaged`, or what went wrong here."""
+        """The errors of blocks that could not be decoded, by position: :class:`Damaged`, or another error."""
         self.stored_bytes: list[int] = [0] * len(contexts)
-        """What each block has taken, as far as it could be decoded."""
+        """The stored size of each block, if it could be decoded."""
 
     def __len__(self) -> int:
         return len(self._contexts)
 
     @property
     def block_bytes(self) -> int:
-        """What a stored block takes at most."""
+        """The largest size of a stored block."""
         return self._coder.slot_bytes
 
     def views(self) -> None:
-        """What is put here is decoded on the way."""
+        """None: blocks are decoded in :meth:`copy_in`."""
         return
 
     def copy_in(self, start: int, pages: Pages) -> None:
@@ -268,10 +267,10 @@ class Decoding:
 
 
 def decode_pages(coder: Coder, contexts: Sequence[Context], stored: Pages, plain: Pages, scratch: Scratch) -> None:
-    """Decode all of these pages, or say which one could not be.
+    """Decode all of these pages.
 
     Raises:
-        Undecodable: with its position; its page is zeroed.
+        Undecodable: one could not be; with its position. Its page is zeroed.
     """
     for at, (context, page, block) in enumerate(zip(contexts, stored, plain, strict=True)):
         try:

@@ -1,12 +1,12 @@
-"""Quantization to 8-bit floats: half of what 16-bit floats take, a quarter of what 32-bit floats take, and not the same values.
+"""Quantization to 8-bit floats: half the size of 16-bit floats and a quarter of that of 32-bit floats, with rounded values.
 
     one scale for each row, 4 bytes each | one e4m3 value for each value
 
-A row is a run of values that share a scale: the largest of them becomes the largest that e4m3 has, 448. So a value comes back
-within 1/16 of itself, or of what is smallest in its row and still told from zero (2**-10 of the scale, which is 1/448 of the
-row's largest).
+A row is a run of values that share a scale: its largest value becomes 448, the largest of e4m3. So a value is decoded to within
+1/16 of itself, or of the smallest value of its row that is not rounded to zero (2**-10 of the scale, which is 1/448 of the
+row's largest value).
 
-The oracle: what was decoded, encoded once more, gives the same bytes. So a block that goes through this many times loses once.
+The oracle: encoding a decoded block again gives the same bytes. So a block that is encoded many times loses precision once.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ between, in 32 bits, is to stay in its cache."""
 class Fp8:
     """Lossy quantization of 16- or 32-bit floats to e4m3, row by row. The one wrapper that makes fixed slots smaller.
 
-    What is not finite comes back as NaN. Use keys of their own for blocks that pass through it (:func:`layout_of`): they are
-    not the blocks that were computed.
+    Infinities and NaN are decoded as NaN. Use separate keys for blocks that pass through it (:func:`layout_of`), since their
+    values differ from the computed ones.
 
     Args:
-        dtype: what the blocks consist of: ``float16``, ``bfloat16`` or ``float32``; torch's own names will do.
-        row: how many neighbouring values share a scale; the size of a head, say. Fewer cost more room and lose less.
-        lossy: must be said.
+        dtype: the type of the values: ``float16``, ``bfloat16`` or ``float32``; also as a torch dtype.
+        row: how many neighbouring values share a scale; the size of a head, for example. Fewer need more room and lose
+            less.
+        lossy: must be True, to confirm that values are rounded.
 
     Raises:
         LossyNotChosen: ``lossy`` is not True.
@@ -66,11 +67,11 @@ class Fp8:
         except ImportError as exc:
             raise MissingExtra("Fp8", "torch", "torch") from exc
         self.dtype: str = name
-        """What the blocks consist of."""
+        """The type of the values."""
         self.row: int = row
-        """How many values share a scale."""
+        """The number of values that share a scale."""
         self._item_bytes = _ITEM_BYTES[name]
-        # Looked up, a value is three times as fast as converted.
+        # A table lookup is three times as fast as a conversion.
         self._meaning: Any = _meanings(self._torch)
         self._rooms = Pool(lambda: _Room(self._torch, max(_AT_ONCE, row)))
 
@@ -88,7 +89,7 @@ class Fp8:
         return True
 
     def bound(self, size: int) -> int:
-        """The exact length of what is quantized: a byte for each value and four for each row."""
+        """The exact size of a quantized block: a byte for each value and four for each row."""
         values, rest = divmod(size, self._item_bytes)
         if rest:
             raise ValueError(f"{size} bytes are no whole number of {self.dtype} values")
@@ -109,10 +110,10 @@ class Fp8:
         return made
 
     def decode(self, context: Context, src: memoryview, dst: memoryview) -> None:
-        """Make 16- or 32-bit floats of quantized ones again.
+        """Decode quantized values to 16- or 32-bit floats.
 
         Raises:
-            Damaged: it is not as long as it must be. There is nothing else that it could find wrong: every byte is a value.
+            Damaged: ``src`` has the wrong length. No other error can be found: every byte is a value.
         """
         if dst.nbytes % self._item_bytes or src.nbytes != self.bound(dst.nbytes):
             raise Damaged

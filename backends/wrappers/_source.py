@@ -1,8 +1,8 @@
-"""A wrapped tier as a source: its blocks go on from here to the next place, and are decoded on the way.
+"""A wrapped tier as a source: its blocks are decoded while they are copied to another tier.
 
-Rule 1. Whose a block is, is decided when it is upgraded; a block held for several tenants at once cannot be decrypted.
-Rule 2. A block that cannot be decoded is found in a copy thread, and handled on the trio thread before its ref is released:
-        so what the tier below forgets is the block that was read, and not what was stored under the same key since.
+Rule 1. The tenant of a block is decided when it is upgraded; a block held for several tenants at once cannot be decrypted.
+Rule 2. A block that cannot be decoded is found in a copy thread, and handled on the trio thread before its ref is released: so
+        the tier below drops the block that was read, and not a new one under the same key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEY_BOOK_METHODS: Final = ("list_keys", "watch_keys")
 
 @attrs.define(eq=False)
 class _Guarded:
-    """A block below that is held, and how often."""
+    """A held block of the tier below, with the count of its refs."""
 
     context: Context
     count: int = 0
@@ -40,7 +40,7 @@ class _Guarded:
 
 @attrs.frozen(eq=False)
 class _NamesWatcher:
-    """Tells a watcher of keys what is told of the names below."""
+    """Translates the names of stored blocks into keys for a watcher."""
 
     watcher: KeyWatcher[Key]
     keys: Callable[[Sequence[Key]], list[Key]]
@@ -53,22 +53,22 @@ class _NamesWatcher:
 
 
 class DecodedSource:
-    """The blocks of a wrapped tier as a :class:`~backends.abc.Source` of plain blocks. Its methods become the tier's own."""
+    """The blocks of a wrapped tier as a :class:`~backends.abc.Source` of plain blocks. The tier takes over its methods."""
 
     def __init__(self, tier: WrappedTier) -> None:
         self._tier = tier
         self._inner: Any = tier.inner
         self.guarded: dict[int, _Guarded] = {}
-        """What is held below, by ref."""
+        """The held blocks of the tier below, by ref."""
         self._undecodable: dict[int, tuple[Context, Damaged]] = {}  # by ref: found in a copy thread
 
     def weak(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> WeakBlocks:
-        """These blocks without a hold: what is gone by the time of the commit is reported as evicted."""
+        """These blocks without refs: those that are gone at the commit are reported as evicted."""
         tier: Any = self._tier
         return WeakBlocks(tier, keys, None, depths)
 
     def strong(self, keys: Sequence[Key], depths: Sequence[int | None] | None = None) -> StrongBlocks:
-        """These blocks, each held by a ref that the caller must release.
+        """These blocks, each with a ref that the caller must release.
 
         Raises:
             MissingKeys: not all of them are here; none is held then.
@@ -78,7 +78,7 @@ class DecodedSource:
         return hold_all(tier, keys, depths)
 
     def upgrade(self, keys: Sequence[Key]) -> list[int]:
-        """Weak to strong; see :class:`backends.abc.Source`."""
+        """Take a ref for each block; see :class:`backends.abc.Source`."""
         tier = self._tier
         self.handle_undecodable()
         refs: list[int] = self._inner.upgrade(tier.names(keys))
@@ -97,7 +97,7 @@ class DecodedSource:
         return refs
 
     def release(self, refs: Sequence[int]) -> None:
-        """Drop one count of each ref."""
+        """Release one count of each ref."""
         self.handle_undecodable()
         for ref in refs:
             held = self.guarded.get(ref)
@@ -108,11 +108,11 @@ class DecodedSource:
         self._inner.release(refs)
 
     def forget_held(self, keys: Sequence[Key], refs: Sequence[int]) -> None:
-        """What these refs hold is not what was stored: it is no longer found under these keys."""
+        """Drop the damaged blocks of these refs: they are no longer found under these keys."""
         self._forget([self.guarded[ref].context for ref in refs], refs)
 
     def views(self, refs: Sequence[int]) -> None:
-        """None: no plain block lies in memory."""
+        """None: plain blocks are not in memory."""
         return
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
@@ -130,7 +130,7 @@ class DecodedSource:
                 end = done + len(stored)
                 try:
                     self._inner.copy_out(refs[done:end], stored)
-                except DamagedBlock as exc:  # the tier below has found it, and forgets it itself
+                except DamagedBlock as exc:  # the tier below has found it, and drops it itself
                     raise DamagedBlock(tier, tier.chain.key(exc.key), exc.reason) from None
                 try:
                     decode_pages(tier.coder, contexts[done:end], stored, pages.part(done, end), scratch)
@@ -141,7 +141,7 @@ class DecodedSource:
                 done = end
 
     def handle_undecodable(self) -> None:
-        """Count and forget what copy threads could not decode: rule 2. On the trio thread."""
+        """Count and drop the blocks that copy threads could not decode: rule 2. On the trio thread."""
         while self._undecodable:
             ref, (context, error) = self._undecodable.popitem()
             self._tier.counters.miss(error.reason)
@@ -155,15 +155,15 @@ class DecodedSource:
         else:
             self._tier.damaged.add(contexts)
 
-    # --- where the tier below tells of its evictions --------------------------------------------------------------
+    # --- where the tier below reports its evictions ---------------------------------------------------------------
 
     def on_evicted(self, listener: Listener) -> Callable[[], None]:
-        """Call ``listener`` with the keys that have made room, from now on, until the returned function is called."""
+        """Call ``listener`` with evicted keys from now on, until the returned function is called."""
         end: Callable[[], None] = self._inner.on_evicted(lambda names: listener(self._keys(names)))
         return end
 
     def spill_to(self, spiller: Callable[[Spill], None]) -> Callable[[], None]:
-        """Have ``spiller`` copy what is to make room elsewhere before it goes.
+        """Let ``spiller`` copy victims elsewhere before they go.
 
         Raises:
             ValueError: the tier has a spiller.
@@ -176,18 +176,18 @@ class DecodedSource:
         end: Callable[[], None] = self._inner.spill_to(spill)
         return end
 
-    # --- where the tier below tells which keys it has -------------------------------------------------------------------
+    # --- where the tier below knows its keys ----------------------------------------------------------------------------
 
     def list_keys(self) -> list[Key]:
-        """All keys that can be found, in any order."""
+        """All keys that are stored, in any order."""
         return self._keys(self._inner.list_keys())
 
     def watch_keys(self, watcher: KeyWatcher[Key]) -> Callable[[], None]:
-        """Tell ``watcher`` of every change from now on, until the returned function is called."""
+        """Report every change to ``watcher`` from now on, until the returned function is called."""
         end: Callable[[], None] = self._inner.watch_keys(_NamesWatcher(watcher, self._keys))
         return end
 
     def _keys(self, names: Sequence[Key]) -> list[Key]:
-        """The keys of these names, without those that were stored through another chain, or through none."""
+        """The keys of these names, without those that were stored through another chain, or without one."""
         chain = self._tier.chain
         return [chain.key(name) for name in names if name.endswith(chain.id)]

@@ -1,15 +1,15 @@
-"""A tier in wrappers: the same promises, over encoded blocks.
+"""A tier in wrappers: keeps the contract of the tier below, over encoded blocks.
 
-Room, waiting and eviction are those of the tier below. Here its blocks get other names and other bytes, each block its tenant,
-and what cannot be decoded is a miss.
+Room, waiting and eviction are those of the tier below. This module gives its blocks other names and other bytes, knows the
+tenant of each block, and turns blocks that cannot be decoded into misses.
 
-Rule 1. A slot below is as large as a block can become at most. So a tier of fixed slots holds no more blocks for being
-        compressed (quantized, it does); a place that writes only what is used writes less.
-Rule 2. What cannot be decoded is a miss, counted, and no longer found: it is deleted once it is not held any more. What belongs
-        to another tenant is the exception: it stays, since that tenant can decode it. The tier below is told while the block is
-        held, if it can be; otherwise see :meth:`WrappedTier.purge`.
-Rule 3. Whose a block is, is looked up on the trio thread: at the pin of a read, at the transfer of a store, at the upgrade of a
-        copy to elsewhere.
+Rule 1. A slot of the tier below has the largest size that a block can become. So a tier of fixed slots does not hold more
+        blocks by compression (by quantization it does); a tier that writes only the used bytes writes less.
+Rule 2. A block that cannot be decoded is a miss, counted, and no longer found: it is deleted once it is not held any more. A
+        block of another tenant is the exception: it stays, since that tenant can decode it. The tier below is told while the
+        block is held, if it can be; otherwise see :meth:`WrappedTier.purge`.
+Rule 3. The tenant of a block is looked up on the trio thread: at the pin of a read, at the transfer of a store, at the upgrade
+        of a copy to another tier.
 """
 
 from __future__ import annotations
@@ -61,17 +61,16 @@ _NEEDED: Final = ("reserve", "reserve_nowait", "contains", "pin", "load", "delet
 def wrap(tier: ReadableTier, *wrappers: Wrapper, block_bytes: int) -> WrappedTier:
     """Put wrappers around a tier: blocks pass through them on their way in, and back on their way out.
 
-    What is returned keeps the contracts that the tier keeps. Where that is a :class:`~backends.abc.Tier`, so is this, and a
-    :class:`~backends.abc.Source` and a :class:`~backends.leaving.SpillingTier` as well if the tier is.
+    The result keeps the contracts of the tier: it is a :class:`~backends.abc.Tier`, a :class:`~backends.abc.Source` and a
+    :class:`~backends.leaving.SpillingTier` if the tier is one.
 
     Args:
-        tier: whose slots hold at least :func:`slot_bytes`. It is to be used through this one only, from now on.
-        wrappers: in the order in which a plain block passes through them: what loses something, what compresses, what
-            encrypts.
+        tier: its slots have at least :func:`slot_bytes`. Use it only through the result from now on.
+        wrappers: in the order in which a plain block passes through them: lossy ones, compressing ones, encrypting ones.
         block_bytes: size of every plain block.
 
     Raises:
-        ChainError: no wrapper, one twice, or in an order that makes no sense.
+        ChainError: no wrapper, one twice, or a wrong order.
         BlockSizeError: the slots of the tier are too small.
         ValueError: a wrapper cannot encode blocks of this size.
         TypeError: this is no tier, or one that gives out its pages, as :class:`backends.maru.l1.MaruL1`.
