@@ -80,7 +80,7 @@ class ProgramGroup(Program, click.Group):
 
 
 class Commands(ProgramGroup):
-    """A group whose commands are imported when they are asked for.
+    """A group whose commands are imported when they are used.
 
     Attributes:
         places: where each command is, as ``module:attribute``, by name, each with one line of help.

@@ -103,7 +103,7 @@ class ServerConfig:
         "insecure.",
     )
     insecure: bool = _knob.flag(
-        False, "Listen beyond this host without CURVE: whoever reaches the port may read, drop and map. Warns."
+        False, "Listen beyond this host without CURVE: every host that reaches the port may read, drop and map. Warns."
     )
     allow_shutdown: bool = _knob.flag(False, "Whether a SHUTDOWN message ends the server, as SIGTERM does.")
     # what it tells of its keys
@@ -123,7 +123,7 @@ class ServerConfig:
         "text: its UTF-8 bytes.",
     )
     kv_events_insecure: bool = _knob.flag(
-        False, "Publish over TCP without CURVE: whoever reaches the port may read which keys there are."
+        False, "Publish over TCP without CURVE: every host that reaches the port may read which keys there are."
     )
     # what it says
     log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written.")
@@ -215,7 +215,7 @@ class ServerConfig:
     )
     # limits
     max_message_bytes: int = _knob.size(
-        MAX_FRAME_BYTES, 4 << 10, 256 << 20, "Largest message; ZeroMQ hangs up on whoever sends a larger one."
+        MAX_FRAME_BYTES, 4 << 10, 256 << 20, "Largest message; ZeroMQ disconnects a peer that sends a larger one."
     )
     max_keys: int = _knob.integer(
         MAX_KEYS, 64, MAX_KEYS, "Keys in a batch: a context of a million tokens, which hold the loop for some 10 ms."
@@ -270,10 +270,12 @@ class ServerConfig:
                 f"must be from min_lease, {self.min_lease}, to max_lease, {self.max_lease}",
             )
         if not self.host and not self.ipc:
-            raise ConfigError("host", self.host, "must not be empty without ipc: nobody could reach the server")
+            raise ConfigError("host", self.host, "must not be empty without ipc: no client could reach the server")
         if self.curve_clients_file and not self.curve_key_file:
             raise ConfigError(
-                "curve_clients_file", self.curve_clients_file, "needs curve_key_file: without it, anybody may come in"
+                "curve_clients_file",
+                self.curve_clients_file,
+                "needs curve_key_file: without it, any client may connect",
             )
         port = self.kv_events.rpartition(":")[2]
         if port.isdecimal() and not 0 < int(port) < 65_535:

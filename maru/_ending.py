@@ -54,7 +54,7 @@ class CheckFailed(click.ClickException):
 
 
 class BadInput(click.ClickException):
-    """What was asked for cannot be, and whoever asked can change that."""
+    """The options cannot be carried out, and the caller can change them."""
 
     exit_code = ExitCode.USAGE
 
@@ -147,7 +147,7 @@ def interrupted(error: BaseException) -> bool:
 
 
 def _as_said(error: BaseException) -> click.ClickException | BrokenPipeError | None:
-    """The same as a person is told it. None for what nobody foresaw."""
+    """The error as a message for a person. None for an unexpected one."""
     if isinstance(error, click.ClickException):
         return error
     if isinstance(error, OSError):

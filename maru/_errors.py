@@ -1,4 +1,4 @@
-"""What can go wrong with the page store, and who must act.
+"""The exceptions of the page store. Each says who must act: the caller, the peer, or an operator.
 
 An answer (a miss, a duplicate, a full pool, a pinned key) is a value. What is here means that there is no answer.
 """
@@ -39,7 +39,7 @@ class UntrustedServer(MaruError):
 
 
 class BadFrame(MaruError, ValueError):
-    """The peer sent a frame whose header is unusable: it cannot be told what it answers."""
+    """The peer sent a frame whose header is unusable: it is unknown which request it answers."""
 
 
 class BadMessage(MaruError, ValueError):
@@ -88,7 +88,7 @@ class JournalFailed(MaruError):
     def __init__(self, text: str, *, lasting: bool = False) -> None:
         super().__init__(text)
         self.lasting = lasting
-        """Whether trying again is of no use: an fsync failed, and nobody knows what of all before it is on the disk."""
+        """Whether trying again cannot help: an fsync failed, and it is unknown which earlier bytes are on the disk."""
 
 
 class ForeignJournal(MaruError):

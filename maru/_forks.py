@@ -1,4 +1,4 @@
-"""What a forked child does with what it inherited: it lets go of descriptors and locks, and disturbs nobody.
+"""What a forked child does with inherited resources: it closes descriptors and drops locks, without disturbing the parent.
 
 A child has copies of all descriptors, of all memory and of one thread. So a connection ends for its peer only when both have
 closed it, a lock of a file (``flock``, open file description locks) is held until both have, and a lock of a thread that
@@ -6,7 +6,7 @@ held it at that moment is held for ever.
 
 Rule 1. An object belongs to the process that made it. In a child its calls raise, and closing it there closes that child's own
         descriptors: never ``shutdown``, never an unlock, no message, no file removed.
-Rule 2. What a child must do at once is done right after the fork. It takes no lock, raises nothing, and asks nobody.
+Rule 2. Work that a child must do at once is done right after the fork. It takes no lock, raises nothing, and sends nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def watch_forks(owner: T, let_go: Callable[[T], object]) -> None:
 
 
 def belongs_to(pid: int, what: str) -> str:
-    """What to tell whoever uses in a forked child what process ``pid`` has made."""
+    """The message for a caller in a forked child that uses an object which process ``pid`` has made."""
     return f"{what} belongs to process {pid}, which this one was forked from: make one here"
 
 

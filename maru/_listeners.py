@@ -1,4 +1,4 @@
-"""Asking the kernel who listens at an address. Blocking, but briefly; see :mod:`maru._peers` for what follows from it."""
+"""Asks the kernel which user listens at an address. Blocking, but briefly; :mod:`maru._peers` decides what follows."""
 
 from __future__ import annotations
 

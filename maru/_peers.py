@@ -28,7 +28,7 @@ class Listener:
     """Who listens at an address, as far as the kernel tells."""
 
     uids: frozenset[int] = frozenset()
-    """The users whose sockets are there. Empty: it cannot be told."""
+    """The users of the sockets there. Empty: unknown."""
     unknown: str = ""
     """Why it cannot be told."""
     is_private: bool = False
@@ -39,7 +39,7 @@ def why_untrusted(listener: Listener, uid: int) -> str:
     """Why not to talk to a listener; empty if nothing is against it.
 
     Args:
-        listener: who listens.
+        listener: the users that listen.
         uid: this process's user.
     """
     others = listener.uids - {uid, 0}

@@ -19,7 +19,7 @@ from ._commands import Commands
             "Say what server this is: version, endpoints, pool, limits, journal.",
         ),
         "ping": ("maru._cli.ping:command", "Measure round trips; exit code 1 when an answer is lost."),
-        "query": ("maru._cli.query:command", "Say where a key lies, who owns it and who reads it."),
+        "query": ("maru._cli.query:command", "Show where a key lies, its owner and its readers."),
         "usage": ("maru._cli.usage:command", "Show what each instance has of the pool."),
         "top": ("maru._cli.top:command", "Watch a server: what it does in a second, and how full it is."),
         "doctor": ("maru._cli.doctor:command", "Find what would go wrong here before it does."),

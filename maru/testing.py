@@ -59,7 +59,7 @@ class Fate(enum.Enum):
     LOSE_REQUEST = "lose the request"
     """The server never hears of it."""
     LOSE_ANSWER = "lose the answer"
-    """It is done, and nobody is told."""
+    """The request is carried out, and its answer is lost."""
     HOLD_REQUEST = "hold the request"
     """It arrives when :meth:`LossyWire.release` is called."""
     HOLD_ANSWER = "hold the answer"
@@ -121,7 +121,7 @@ class LossyWire:
                 back = self._backs.get(identity)
                 if back is None:
                     back = self._backs[identity] = await self._nursery.start(self._answer, identity)
-                # Who came over the channel may be sent on over ZeroMQ, whose messages begin with an empty frame.
+                # A peer of the channel may be sent on over ZeroMQ, whose messages begin with an empty frame.
                 self._send_on(identity, back, frames if len(frames) > 1 else [b"", *frames])
 
     def _send_on(self, identity: bytes, back: MessageSocket, frames: Sequence[bytes]) -> None:

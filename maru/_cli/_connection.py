@@ -38,9 +38,9 @@ from .._wire import (
 T = TypeVar("T", bound=Reply)
 
 _LONGEST = 86_400
-"""Seconds that an answer may take at most: no wait is without an end."""
+"""The longest timeout, in seconds: every wait is finite."""
 _LOOK = 0.5
-"""Seconds for finding out why nobody answers."""
+"""Seconds for finding out why there is no answer."""
 
 
 @attrs.frozen
@@ -182,7 +182,7 @@ class ServerConnection:
         return self.ask(Code.HANDSHAKE, HandshakeReply)
 
     def describe(self, key: str | None = None) -> DescribeReply:
-        """What it says of itself, and of a key. Of a server whose handshake lists DESCRIBE only."""
+        """Describe the server, and a key. Only for a server whose handshake lists DESCRIBE."""
         return self.ask(Code.DESCRIBE, DescribeReply, DescribeRequest(key))
 
 
@@ -204,17 +204,17 @@ def open_connection(options: ServerOptions) -> Iterator[ServerConnection]:
 
 
 def explain_no_answer(options: ServerOptions) -> str:
-    """Why nobody answers, as far as that can be told, and what to do."""
+    """The message for a server that does not answer: the cause, as far as it is known, and what to do."""
     return f"{options.address} does not answer within {options.timeout:g} s: {probe_address(options.address).text}"
 
 
 class ProbeResult(NamedTuple):
-    """Why nobody answers."""
+    """The cause of a missing answer."""
 
     absent: bool
-    """Whether nobody is there at all."""
+    """Whether no server listens there."""
     text: str
-    """With what to check."""
+    """The cause, and what to check."""
 
 
 def probe_address(address: str) -> ProbeResult:
@@ -232,9 +232,9 @@ def probe_address(address: str) -> ProbeResult:
     except FileNotFoundError:
         return ProbeResult(True, f"there is no such socket; {HOW_TO_REACH}")
     except ConnectionRefusedError:
-        return ProbeResult(True, f"nobody listens there; {HOW_TO_REACH}")
+        return ProbeResult(True, f"no server listens there; {HOW_TO_REACH}")
     except PermissionError:
-        return ProbeResult(False, "this user may not open that socket: it belongs to whoever runs the server")
+        return ProbeResult(False, "this user may not open that socket: it belongs to the user who runs the server")
     except (OSError, OverflowError) as error:  # a port beyond 65,535 is an overflow
         return ProbeResult(False, f"{getattr(error, 'strerror', None) or error}. Check the address; or {HOW_TO_REACH}")
     return ProbeResult(

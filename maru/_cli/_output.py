@@ -1,4 +1,4 @@
-"""How answers are shown: JSON for machines; for people tables that fit into 80 columns, also where nobody reads along."""
+"""Output of commands: JSON for machines; for people, tables that fit into 80 columns, also when written to a file."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ class Place(NamedTuple):
 def command(target: ServerOptions, pin: bool, **options: str | None) -> None:
     """Find what would go wrong here: space and memory behind regions, permissions, descriptors, sockets.
 
-    A page without memory behind it is a SIGBUS in whoever touches it, not an error; so look before. Works with a server
-    and without one. Exit code 1 when something will fail.
+    A page without memory behind it is a SIGBUS in the process that touches it, not an error; so check before. Works with a
+    server and without one. Exit code 1 if something will fail.
     """
     given = {
         f"server.{name}": (f"--{name.replace('_', '-')}", text) for name, text in options.items() if text is not None

@@ -30,8 +30,8 @@ from ._output import duration, plural, print_json
 def command(options: ServerOptions, count: int, interval: float) -> None:
     """Measure round trips, with a HEARTBEAT each.
 
-    The first one, which connects, does not count. Exit code 1 when an answer is lost; 3, as of every
-    command, when nobody answers at all.
+    The first one, which connects, does not count. Exit code 1 when an answer is lost; 3, as for every
+    command, when the server does not answer at all.
     """
     times: list[float] = []
     with open_connection(options) as server:

@@ -82,7 +82,7 @@ def _looked_up(server: ServerConnection, key: str, name: str) -> Whereabouts:
 
 
 def _owner(server: ServerConnection, region_id: int) -> str | None:
-    """The instance whose regions this one is left out with. None for a region that was handed back, which nobody lists."""
+    """The instance whose exclusion removes this region from the list; None for a returned region, which is not listed."""
 
     def listed(exclude: str | None) -> bool:
         reply = server.ask(Code.LIST_ALLOCATIONS, ListReply, ListRequest(exclude))
@@ -111,7 +111,7 @@ def _show(there: Whereabouts) -> None:
     else:
         table.add_row("generation", str(there.generation))
         table.add_row("checksum", identifier(there.checksum) or "none")
-    owner = there.owner or "nobody that is listed"
+    owner = there.owner or "no listed instance"
     if there.published:
         owner += " (a published client)"
     elif there.session == 0:

@@ -43,10 +43,10 @@ _ROWS_BESIDE = 24
 )
 @click.option("--once", is_flag=True, help="Look twice, one interval apart, show that, and leave.")
 def command(options: ServerOptions, interval: float, once: bool) -> None:
-    """Watch a server: what it does in a second, how full it is, who has what. Ends on q or Ctrl-C.
+    """Watch a server: requests per second, how full it is, and what each instance has. Ends on q or Ctrl-C.
 
-    With --json, one object a line. Each look includes GET_STATS, which begins the server's reporting intervals anew for
-    whoever else watches them.
+    With --json, one object a line. Each look includes GET_STATS, which restarts the server's reporting intervals for all
+    other programs that read them.
     """
     with open_connection(options) as server:
         before = take_sample(server)
@@ -128,7 +128,7 @@ def _as_json(options: ServerOptions, sample: Sample, rate: Rates) -> dict[str, o
 
 
 def _live(options: ServerOptions, server: ServerConnection, before: Sample, interval: float) -> None:
-    """A screen that is drawn anew at each look, until somebody has seen enough."""
+    """Show a screen that is updated every interval, until the user ends it."""
     from rich.console import Group
     from rich.live import Live
 

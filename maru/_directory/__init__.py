@@ -1,4 +1,4 @@
-"""Which key lies where, who reads it, and whose it is. Pure: facts and the time go in, answers come out."""
+"""The directory: locations of keys, their readers and their owners. Pure: facts and the time go in, answers come out."""
 
 from .directory import Directory as Directory
 from .statistics import DirectoryStatistics as DirectoryStatistics

@@ -32,10 +32,10 @@ class Changes:
         self.state = state
         self.records: list[AnyRecord] = []
         self.deferred: list[tuple[Columns, Mapping[int, Columns], int]] = []
-        """Registrations that are recorded and answered, and whose work is not done yet."""
+        """Registrations that are recorded and answered, but not applied completely."""
 
     def open_session(self, token: bytes, instance_id: str, tenant: str, published: bool, lease: float) -> Session:
-        """A new session, under a number that nobody had before."""
+        """Open a session, with a number that was never used before."""
         number = self.state.last_session + 1
         self.records.append(SessionOpened(number, token, instance_id, tenant, published, lease))
         return self.state.open_session(number, token, instance_id, tenant, published, lease)

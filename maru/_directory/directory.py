@@ -1,19 +1,19 @@
-"""The directory: which key lies where, who owns, pins and reads it, and what goes when room is needed. Pure.
+"""The directory: locations of keys; their owners, pins and readers; and the choice of what to evict. Pure.
 
-Here it is decided what may happen. `maru._directory.state` makes it happen, and is what a restart finds again; pins, leases and
-published readers are of this run only.
+This module decides what may happen. `maru._directory.state` carries it out, and is what a restart restores; pins, leases and
+reads of published clients are not restored.
 
-Rule 1. Nobody else's time or randomness: each method is told ``now`` (seconds; monotonic, the server's own), and the same
+Rule 1. No clock and no randomness: each method gets ``now`` (seconds; monotonic, the server's own), and the same
         calls give the same answers.
 Rule 2. What happens is recorded (`maru._directory.records`) before the answer is given, and in the order in which it happens.
 Rule 3. A pinned key stays. A lease counts at the server until its end and ``lease_grace``, whatever ends it: a reader
-        stops using its views by its own clock. After a restart, when nobody knows the pins, all keys count as pinned
-        until every session has said the new epoch, and thereby that it dropped its views, or until the longest lease is
-        over. Who cannot say it, as published clients, has all of that time.
-Rule 4. While a published owner lives, nothing of its goes unless it asks for that itself: it would not learn of it.
-        What a published connection has looked up is not evicted for a while: it reads without pins.
-Rule 5. What room costs, the one pays who needs it: its own least recently used keys go, then those that share its quota.
-        For a new region, abandoned ones go whole. Nobody's keys make room for a stranger's.
+        stops using its views by its own clock. After a restart the pins are unknown, so all keys count as pinned
+        until every session has sent the new epoch, which means that it has dropped its views, or until the longest lease is
+        over. Published clients cannot send it, so with them it takes that long.
+Rule 4. While a published owner lives, none of its keys is removed unless it asks for that itself: it would not learn of it.
+        A key that a published connection has looked up is not evicted for a while, since such a client reads without pins.
+Rule 5. A session that needs room pays for it: its own least recently used keys go first, then those that share its quota.
+        For a new region, abandoned regions go as a whole. No other keys are evicted for it.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from .statistics import Counters, DirectoryStatistics, InstanceUsage, KeyFacts, 
 class Directory:
     """Key -> location, with sessions, regions, pins, quotas, returns and the order of use.
 
-    ``by`` is the number of whoever asks: a session of ours (positive, from :meth:`open_session`), a published connection
-    (negative, from :meth:`connect`), or 0, the server itself. A number that nobody has (any more) raises ``KeyError``
+    ``by`` is the number of the requester: a session of ours (positive, from :meth:`open_session`), a published connection
+    (negative, from :meth:`connect`), or 0, the server itself. An unknown number raises ``KeyError``
     and changes nothing.
 
-    What must be journaled gathers in order in ``records`` until :meth:`take_records`; regions whose memory the pool may
-    free, once those records are written, gather until :meth:`take_dropped`.
+    Changes to be journaled gather in order in ``records`` until :meth:`take_records`; removed regions, whose memory the pool
+    may free once those records are written, gather until :meth:`take_dropped`.
 
     Args:
         limits: the knobs.
@@ -141,7 +141,7 @@ class Directory:
         self._guard.expire_pins(now)
 
     def expire(self, now: float) -> list[int]:
-        """End what is over: sessions, whose numbers are returned, and pins of those that are gone."""
+        """End sessions and pins whose time is over. Returns the numbers of the sessions."""
         self.settle()
         ended = self._leases.due(now)
         for number in ended:
@@ -255,7 +255,7 @@ class Directory:
         return session.number
 
     def give_back_region(self, by: int, region_id: int, *, instance_id: str = "") -> GivenBack:
-        """RETURN_ALLOC, by the owner only: for a published client, by anybody who says its instance_id."""
+        """Return a region (RETURN_ALLOC), by its owner only: for a published client, by any connection with its instance_id."""
         self.settle()
         session = self._session(by)
         region = self._state.regions.get(region_id)
@@ -317,14 +317,14 @@ class Directory:
         """Register keys; entries are judged one after the other, each with what those before it have done.
 
         Args:
-            by: who registers: the owner of the regions. A published connection that registers in a region of another
-                published one joins its session, and has an orphan back: who else would know of that region?
+            by: the owner of the regions. A published connection that registers in a region of another published client
+                joins its session, and gets an orphan back: no other client could know of that region.
             columns: what and where.
             now: the time.
             source: code and body of the request, for the journal.
             whole: one refused entry refuses them all (a published batch): then nothing is registered, and the statuses
                 say which would be refused.
-            later: whoever asks calls :meth:`settle` once the answer has left, so half of the work may wait until then.
+            later: apply half of the work only at :meth:`settle`, which the caller calls once the answer has been sent.
 
         Returns:
             What became of each; ``None`` if the attempt is fenced: then nothing has changed.
@@ -507,7 +507,7 @@ class Directory:
         return usage_of(self._state)
 
     def inspect(self, key: str) -> KeyFacts | None:
-        """What there is to know about a key; ``None`` if it is not here. No use of it, and nobody's reading it."""
+        """All facts about a key; ``None`` if it is not here. Counts neither as a use nor as a read."""
         return facts_of(self._state, self._guard.pinned, key)
 
     def statistics(self) -> DirectoryStatistics:

@@ -1,6 +1,6 @@
-"""Which keys may not be evicted or deleted now, and until when: pinned ones, recently read ones, all after a restart. Pure.
+"""Which keys must not be evicted or deleted now: pinned ones, recently read ones, and all keys after a restart. Pure.
 
-Nothing of this is journaled. After a restart nobody knows the pins of before, so nothing at all may go during the quiet time.
+None of this is journaled. After a restart the earlier pins are unknown, so no key may go during the quiet time.
 """
 
 from __future__ import annotations

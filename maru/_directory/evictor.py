@@ -36,7 +36,7 @@ class Evictor:
         """Keys of these owners go, of the first one first, until so many bytes are free; how many keys.
 
         Args:
-            sessions: who makes room.
+            sessions: the owners whose keys may go.
             wanted_bytes: how much.
             also: keys that stay, beside those that are held.
             now: the time.

@@ -1,10 +1,10 @@
-"""The order of use, kept up after the answers have left: a client does not wait for the server's tidying. Pure.
+"""The order of use, updated after the answers have been sent, so that no client waits for it. Pure.
 
-Putting 64 fresh keys in order is a fifth of what a registration costs, and no answer depends on it: who must go next is asked
-when room is needed. So a use is only noted, and put in order when the shell has nothing more urgent to do.
+Putting 64 new keys in order is a fifth of the cost of a registration, and no answer depends on it: the victims are chosen when
+room is needed. So a use is only recorded, and put in order when the server has nothing more urgent to do.
 
-Rule 1. Nobody can tell: what was noted is put in order before anybody is chosen or forgotten.
-Rule 2. The notes are bounded: with ``MOST`` of them, one policy puts its own in order at once.
+Rule 1. The delay cannot be observed: recorded uses are put in order before a victim is chosen or a key is forgotten.
+Rule 2. The number of records is bounded: with ``MOST`` of them, a policy puts its own in order at once.
 """
 
 from __future__ import annotations

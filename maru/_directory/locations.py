@@ -26,7 +26,7 @@ class Location(msgspec.Struct, array_like=True, gc=False):
     depth: int | None = None
     """The index of the block in its prefix, where its writer said it: for the eviction policy."""
     entry: bytes | None = None
-    """Kept for whoever answers LOOKUP: this location as bytes of the wire. No part of the state."""
+    """This location as bytes of a LOOKUP reply, kept for later replies. No part of the state."""
     place: bytes | None = None
     """The same for FIND."""
 

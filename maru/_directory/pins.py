@@ -87,7 +87,7 @@ class Pins:
         return self._let_go(self._earlier.pop(holder, {})) + self._let_go(self._of.pop(holder, {}))
 
     def forget(self, keys: Iterable[str]) -> None:
-        """These keys are no more, whoever has pinned them."""
+        """Remove the pins of these keys, which do not exist any more, for all holders."""
         for key in keys:
             if self.counts.pop(key, 0):
                 for of in (self._of, self._earlier):

@@ -1,8 +1,8 @@
-"""The connections of published clients: whose they are, as nobody says so. Pure.
+"""Assigns the connections of published clients to sessions, since published messages do not name one. Pure.
 
-A published client says its instance_id when it asks for a region or hands one back; a reader never does. Its session is
-all connections that said one instance_id. It lives while one of them does, however silent; when the last one is gone it
-has a lease left, since a client that makes its socket anew is still the same.
+A published client sends its instance_id when it asks for a region or returns one; a reader never does. Its session is all
+connections that sent one instance_id. It lives while one of them does, however silent; when the last one is gone it
+has a lease left, since a client that opens a new socket is still the same.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Published:
     def join(self, connection: int, instance_id: str) -> Session:
         """The session of this instance, to which this connection belongs from now on.
 
-        One whose connections are all gone is not joined by its name alone: a process that was started again under the
-        same name knows nothing of the regions of the one before, and would keep them from going for ever.
+        A session without connections is not joined by its name alone: a process that was started again under the
+        same name knows nothing of the previous regions, and would keep them from being evicted for ever.
         """
         joined = self.connections[connection]
         session = self.find(instance_id)

@@ -11,7 +11,7 @@ from .statistics import Counters
 
 
 class Reader:
-    """Finds keys and pins them, on behalf of who asks. Registers nothing, and removes nothing."""
+    """Finds and pins keys for a client. Registers nothing, and removes nothing."""
 
     def __init__(self, changes: Changes, guard: EvictionGuard, counters: Counters) -> None:
         self._changes = changes

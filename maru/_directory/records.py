@@ -90,7 +90,7 @@ class Acknowledged(Record, frozen=True, tag=9):
 
 
 class ReadUnpinned(Record, frozen=True, tag=10):
-    """A published client has read in this pool: it does so without a lease, and after a restart nobody says that it stopped.
+    """A published client has read in this pool. It reads without a lease, so after a restart its end cannot be known.
 
     Written once in the life of a pool.
     """

@@ -1,4 +1,4 @@
-"""What a region of the pool is to the directory, and on whose account its keys go. Pure."""
+"""The directory's state of a region, and of the instance that its keys are charged to. Pure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Account:
 
 @attrs.define(eq=False)
 class Region:
-    """One region. ``pinned`` and ``read_until`` are kept by whoever knows pins and readers."""
+    """One region. ``pinned`` and ``read_until`` are kept up to date by the eviction guard."""
 
     region_id: int
     length: int

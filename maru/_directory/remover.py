@@ -1,8 +1,8 @@
-"""What goes because somebody asked: keys that are deleted, reclaimed or trimmed, and whole regions. Pure.
+"""Removal by request: deletes, reclaims and trims of keys, and the removal of regions. Pure.
 
-Rule 1. What is asked again with the same request id is answered as before, and not done again: the answer was lost, and the
-        keys may be there anew.
-Rule 2. A delete refuses nothing silently: each key has its answer, and one that stays says why.
+Rule 1. A request that is repeated with the same request id gets the first answer, and is not carried out again: the answer was
+        lost, and the keys may have been stored anew.
+Rule 2. A delete refuses nothing silently: each key has its answer, and one that stays has a reason.
 """
 
 from __future__ import annotations

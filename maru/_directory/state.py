@@ -43,7 +43,7 @@ class State:
         self.last_session = 0
         """The highest number given."""
         self.read_unpinned = False
-        """Published clients have read here: after a restart they may still do, and nobody says so."""
+        """Published clients have read here: after a restart they may still do so, without a message."""
         self.used_bytes = 0
         self.allocated_bytes = 0
         self.watchers: KeyWatchers[str] = KeyWatchers()
@@ -51,14 +51,14 @@ class State:
         self.location_watcher: LocationWatcher | None = None
         """Is told where they lie."""
         self.dropped: list[int] = []
-        """Regions that are no more, until somebody takes them from here."""
+        """Regions that were removed, until the pool takes them from here."""
 
     # --- sessions -------------------------------------------------------------------------------------------------
 
     def open_session(
         self, number: int, token: bytes, instance_id: str, tenant: str, published: bool, lease: float
     ) -> Session:
-        """A session with this number, which nobody had before."""
+        """Open a session with this number, which was never used before."""
         limits = self._limits
         instance = self.instances.get(instance_id)
         if instance is None:
@@ -109,7 +109,7 @@ class State:
     # --- regions --------------------------------------------------------------------------------------------------
 
     def add_region(self, region_id: int, length: int, number: int, instance_id: str) -> Region:
-        """A new region of this session; or an orphan, whose owner turns out to live on in this session."""
+        """Add a region to this session; or give back an orphan whose owner turns out to live on in this session."""
         session = self.sessions[number]
         region = self.regions.get(region_id)
         if region is None:
@@ -120,7 +120,7 @@ class State:
         return region
 
     def new_region(self, region_id: int, length: int, instance_id: str, published: bool) -> Region:
-        """An empty region that nobody owns yet."""
+        """Add an empty region without an owner."""
         usage = self.usage.get(instance_id)
         if usage is None:
             usage = self.usage[instance_id] = Usage(instance_id)
@@ -166,7 +166,7 @@ class State:
         return keys
 
     def _abandon(self, session: Session, region: Region, state: RegionState) -> None:
-        """It has no owner any more. Its keys are in nobody's order of use: they go together."""
+        """Take the owner of a region away. Its keys leave the order of use: they are evicted together."""
         del session.regions[region.region_id]
         session.charge(-region.length, -region.used_bytes)
         region.session, region.state = None, state
@@ -190,9 +190,9 @@ class State:
     # --- keys -----------------------------------------------------------------------------------------------------
 
     def enter(self, columns: Columns) -> None:
-        """Register all of these, in order: none is there, or it is by the time its turn comes gone through one of them.
+        """Register all of these, in order. A key that exists has been replaced by an earlier one of them.
 
-        What lay at their offsets is gone, and does not go back to the owner: it is the owner who wrote over it.
+        Keys at the same offsets are gone; their pages are not returned to the owner, who has overwritten them.
         """
         n, parts = len(columns.keys), columns.by_region()
         if self.is_fresh(columns, parts):

@@ -76,7 +76,7 @@ def validate(
 
     Args:
         columns: the registration.
-        regions: those in which whoever asks may register.
+        regions: those in which the requesting session may register.
         located: where the keys lie that are there.
         pinned: the keys that must stay.
         max_key_bytes: a longer key cannot be one.

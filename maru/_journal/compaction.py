@@ -1,4 +1,4 @@
-"""Compaction: what the closed segments say, folded into the next snapshot, by a process of its own.
+"""Compaction: a process that folds the closed segments into the next snapshot.
 
 It is `python -m maru._journal.compaction`.
 
@@ -9,10 +9,10 @@ It shares nothing with the server but the directory, and may be killed at any po
 | before the new snapshot has its name | a temporary file | sweeps it |
 | after that, before what it replaces is removed | files below the number of the snapshot | reads past them |
 
-Rule 1. The live segment, which has the highest number, is left alone; its header says where the one before it ends.
-Rule 2. Two compactions never run at once: whoever finds the lock taken goes away. A lock dies with its process.
-Rule 3. What cannot be read whole is not folded: nothing is touched, and the server, which still knows, writes a snapshot.
-Rule 4. Nobody waits for it, neither to start nor to stop.
+Rule 1. The live segment, which has the highest number, is left alone; its header tells where the one before it ends.
+Rule 2. Two compactions never run at once: the second one finds the lock taken and exits. A lock ends with its process.
+Rule 3. Files that cannot be read completely are not folded: nothing is written, and the server writes a snapshot from memory.
+Rule 4. No part of the server waits for it, neither to start nor to stop.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The task beside the server's loop that has the journal compacted when it is worth it, in a process of its own.
+"""The task beside the server's loop that runs a compaction in a child process when it is worth it.
 
-Rule 1. One process at a time, and after it a rest of some times its length: a bounded share of one core.
-Rule 2. Whoever cancels the task kills the process at once. That costs nothing but the work (see `compaction`).
-Rule 3. Where the files cannot be read any more, the server still knows what they held, and writes a snapshot from memory.
+Rule 1. One process at a time, and after it a pause of several times its duration: a bounded share of one core.
+Rule 2. Cancelling the task kills the process at once. Only its work is lost (see `compaction`).
+Rule 3. If the files cannot be read any more, the server writes a snapshot from memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The journal: what took effect, written down before it is acknowledged. One write(2) for all records of a tick.
+"""The journal: changes are written down before they are acknowledged. One write(2) for all records of a tick.
 
 What is acknowledged after `append` returned, or after `sync` returned, survives:
 
@@ -10,14 +10,14 @@ What is acknowledged after `append` returned, or after `sync` returned, survives
 
 In /dev/shm, or any tmpfs, fsync means nothing: it succeeds, and a crash of the machine takes everything, pages included.
 
-Rule 1. What cannot be written raises, and nothing of it is written: the caller acknowledges nothing. What was written of
-        it is cut off again; where even that fails the segment ends before it (rule 3 of ``segments``).
-Rule 2. A failed fsync is final. The kernel reports it once and may have dropped the bytes, so that trying again would
+Rule 1. A record that cannot be written raises, and nothing of it remains: the caller acknowledges nothing. A part that was
+        written is cut off again; if even that fails, the segment ends before it (rule 3 of ``segments``).
+Rule 2. A failed fsync is final. The kernel reports it once and may have dropped the bytes, so that a second fsync would
         succeed without them.
-Rule 3. A segment that has its size is closed, and a process of its own folds it into the next snapshot (``compaction``).
-        Nothing is begun before there is something to write: a server starts on a full disk, too.
+Rule 3. A full segment is closed, and a child process folds it into the next snapshot (``compaction``). A new segment is begun
+        with its first record, so that a server starts on a full disk too.
 
-Not thread-safe, and one journal for a directory: whoever opens it holds the lock of the pool.
+Not thread-safe, and one journal for a directory: the caller that opens it holds the lock of the pool.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class JournalStatistics:
     appended_bytes: int
     """Bytes appended."""
     synced_bytes: int
-    """Of these, so many are known to be on the disk; 0 where nobody asks for it."""
+    """Bytes of these that are known to be on the disk; 0 if no caller uses ``sync``."""
     flushes: int
     """Rounds of fsync."""
     failures: int
@@ -242,8 +242,8 @@ class Journal:
     async def sync(self) -> None:
         """Wait until all that was appended before this call survives a crash of the machine.
 
-        Whoever calls it while a flush runs shares the next one. Cancelled, it leaves at once and nothing is lost: the
-        next caller waits for a flush of its own. Where the journal was opened without ``fsync`` it is a checkpoint.
+        A call during a flush shares the next flush. Cancelled, it returns at once and nothing is lost: the next call starts
+        another flush. If the journal was opened without ``fsync`` it is a checkpoint.
 
         Raises:
             JournalFailed: an fsync failed, now or earlier. Nothing that was appended since the last one may be
@@ -297,9 +297,9 @@ class Journal:
     async def snapshot(self, body: bytes) -> None:
         """Write a snapshot from memory, which replaces all that is on the disk so far.
 
-        The server does so when it leaves, for a quick start, and when a closed segment turns out unreadable: it still
-        knows what was in it. Otherwise snapshots are the business of a process of its own. Cancelled, the snapshot is
-        written all the same, or not at all.
+        The server does this when it closes, for a quick start, and when a closed segment turns out unreadable: it still has the
+        content in memory. All other snapshots are made by a compaction. Cancelled, the snapshot is written all the same, or not
+        at all.
 
         Args:
             body: the image of the directory as it is when this is called, after all that was appended and nothing more:

@@ -1,20 +1,20 @@
-"""Recovery: the directory again from what the journal's files hold, and how much of it may be believed. Blocking.
+"""Recovery: restores the directory from the journal's files, and decides how much of it can be trusted. Blocking.
 
     same boot, nothing lost     everything that was acknowledged is there, and sessions may come back to it
     another boot                every client is gone, and the pages are what the disk has of them: a key is kept if the
                                 checksum of its page verifies, and every region is an orphan
-    same boot, something lost   the records that followed are lost, deletions among them. A page that they gave back may
-                                have been written anew by its owner, who lives and may go on writing. So the regions that
-                                have an owner, or may have one again, are dropped, with all keys in them; orphans of ours,
-                                which nobody writes, stay
+    same boot, something lost   the records that followed are lost, including deletions. Pages that were returned by those may
+                                have been overwritten by their owners, which live and may go on writing. So regions that have
+                                an owner, or may get it back, are dropped with all their keys; orphans of our own clients,
+                                which no process writes, stay
 
-Rule 1. What was acknowledged is found again with the right bytes, or honestly missed, never wrong. What is lost is said
-        in `Recovered.lost`, and logged as an error.
-Rule 2. Nothing a file holds keeps the server from starting, but for another format or another pool: those are refused,
-        and nothing is touched.
-Rule 3. In the first case nothing is written at all. In the others the outcome is written as a snapshot before anybody
-        acts on it; what could not be read is kept aside under ``lost.``, once.
-Rule 4. Generations are never given twice: where one may have been lost, they go on far above.
+Rule 1. What was acknowledged is found again with the right bytes, or missed, never wrong. Losses are in `Recovered.lost`, and
+        logged as an error.
+Rule 2. No content of a file keeps the server from starting, except another format or another pool: those are refused, and
+        the files are left as they are.
+Rule 3. In the first case nothing is written at all. In the others the result is written as a snapshot before it is used;
+        files that could not be read are kept under ``lost.``, once.
+Rule 4. Generations are never given twice: if one may have been lost, they continue far above.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def unverified(
     region: Callable[[int], memoryview | None],
     checksum: Callable[[memoryview], int] = xxh3_64_intdigest,
 ) -> list[str]:
-    """The keys whose page does not hold what was stored there, as far as can be told: without a checksum it cannot.
+    """The keys whose page does not have the stored bytes, by its checksum; keys without one are not checked.
 
     Args:
         located: keys, and where they lie.
@@ -116,7 +116,7 @@ class Recovered:
     records: int
     """Records replayed on top of it."""
     cut_bytes: int
-    """Bytes of a record that was being written when the server was killed. Nobody was told that it was."""
+    """Bytes of a record that was being written when the server was killed. It was not acknowledged."""
     lost: tuple[str, ...]
     """What was acknowledged and is gone, a sentence for each finding. Empty is what to expect."""
     forgotten_keys: int
@@ -133,7 +133,7 @@ def recover(
     region: Callable[[int], memoryview | None] | None = None,
     suspect: bool = False,
 ) -> Recovered:
-    """Read what there is. For whoever holds the lock of the pool; a compaction may be at work.
+    """Read the files. The caller holds the lock of the pool; a compaction may be running.
 
     All objects that exist when it returns are frozen (`gc.freeze`): collections pass over 500,000 entries otherwise.
 
@@ -208,7 +208,7 @@ def _recover(
 
 
 def _give_up(directory: Directory, trust: Trust, region: Callable[[int], memoryview | None] | None) -> DirectoryImage:
-    """Drop what may not be believed; what is left. No session is left: nobody comes back to a state that he does not share."""
+    """Drop what cannot be trusted, and return the rest. It has no session: no client shares this state."""
     image = directory.dump()
     if trust is Trust.ORPHANS:
         for place in image.regions:
@@ -240,7 +240,7 @@ def _sweep(path: str, listing: Listing, never_begun: list[int]) -> None:
 
 
 def _set_aside(path: str, number: int, *, keep: bool) -> None:
-    """What a snapshot replaces is removed, or kept for whoever wants to look into it: only the latest."""
+    """Remove the files that a snapshot replaces, or keep the latest of them for inspection."""
     names = superseded(list_files(path), number)
     if keep:
         remove(path, [name for name in os.listdir(path) if name.startswith("lost.")])

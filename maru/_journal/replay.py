@@ -1,10 +1,10 @@
-"""Replay: the newest snapshot that can be read, and the segments behind it, as a directory. Blocking; writes nothing.
+"""Replay: builds a directory from the newest readable snapshot and the segments after it. Blocking; writes nothing.
 
-Rule 1. What is replayed is a prefix of what was written: behind something missing or damaged nothing is taken.
-Rule 2. What is missing and what is damaged is said. A torn tail is neither (rule 2 of `segments`).
-Rule 3. A compaction may replace files meanwhile. What it replaced is gone only once the new snapshot has its name, so
-        whoever misses a file looks again.
-Rule 4. A record that is whole and cannot be applied, which is a fault of ours, costs what follows and not the start.
+Rule 1. A prefix of what was written is replayed: nothing after a missing or damaged part.
+Rule 2. Missing and damaged parts are reported. A torn tail is neither (rule 2 of `segments`).
+Rule 3. A compaction may replace files meanwhile. It removes files only once the new snapshot has its name, so a reader that
+        misses a file lists the files again.
+Rule 4. A whole record that cannot be applied, which is a bug of ours, costs the records after it and not the start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A region mapped here: its own owner may write, everybody else reads. Blocking: map, populate and close in a thread.
+"""A mapped region: its owner may write, all other processes read. Blocking: map, populate and close in a thread.
 
 Rule 1. A view holds the memory. Closing a mapping ends what can be had from it; what was had stays valid, and the memory
         is unmapped with the last view. So close neither hangs nor aborts, and no view ever points to nothing.
@@ -51,7 +51,7 @@ class Mapping:
 
     @property
     def owner(self) -> object:
-        """What keeps the memory mapped: to be held by whoever works with addresses.
+        """Keeps the memory mapped: hold it while you use the addresses.
 
         Raises:
             HandlerClosed: the mapping was closed.

@@ -42,7 +42,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class Memory:
-    """``length`` bytes of an open file from ``offset`` on, shared with everybody who maps them.
+    """``length`` bytes of an open file from ``offset`` on, shared with all processes that map them.
 
     The descriptor is not kept: the caller may close it. With ``keep`` a copy of it stays open for as long as this is mapped.
 

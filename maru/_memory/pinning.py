@@ -1,6 +1,6 @@
 """Pinning: host memory that a CUDA device copies from and to by itself (cudaHostRegister), through torch.
 
-torch is not imported unless somebody asks for it by name: it takes over a second and 200 MiB.
+torch is not imported unless the configuration names it: it takes over a second and 200 MiB.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class CudaPinning:
                 self._forget_error()
 
     def _forget_error(self) -> None:
-        """CUDA keeps an error until somebody asks for it. The next one to ask would be an innocent kernel of the engine."""
+        """Clear an error that CUDA keeps until it is read. Otherwise a kernel of the engine would report it."""
         try:
             self._torch.empty(1, device="cuda").fill_(0)
         except Exception:
@@ -66,7 +66,7 @@ class CudaPinning:
 
 
 def find_pinning(wanted: bool | None) -> Pinning | None:
-    """How to pin here: None where it is not wanted, or where nobody uses CUDA.
+    """How to pin here: None if it is not wanted, or if this process does not use CUDA.
 
     Args:
         wanted: True imports torch if need be. None: only where torch is imported already, and has a device.

@@ -5,7 +5,7 @@ read, or what ends before it says: touching a page behind the end of a file is a
 
 Rule 1. A regular file, of this user, closed to all others, with one name at most, and as long as what was promised.
 Rule 2. A file without a name (a memfd) is sealed against shrinking. A file with a name, in ``/dev/shm`` say, cannot be sealed:
-        its owner, who is this user, can make it shorter under whoever has it mapped.
+        its owner, which has the same user, can make it shorter while other processes have it mapped.
 Rule 3. Or the device that the caller's own configuration names, and that one only.
 Rule 4. No symbolic link is followed, in no component of a path. What is no such file is not opened: opening a device or a pipe
         may do something.
@@ -32,7 +32,7 @@ def why_not_mappable(
     Args:
         status: what ``fstat`` says of the file.
         end: of the last byte that is to be mapped, counted from the file's start.
-        uid: of the user who maps it.
+        uid: the user that maps it.
         seals: what ``F_GET_SEALS`` says of it; 0 where it cannot be asked.
         device: what ``stat`` says of the device, or of the file taken for one, that the configuration names.
     """
@@ -73,7 +73,7 @@ def check_descriptor(fd: int, end: int, *, device: str = "") -> None:
 
 
 def open_mappable(path: str | os.PathLike[str], end: int, *, write: bool, device: str = "") -> int:
-    """Open a file by a path that somebody told, if it may be mapped.
+    """Open a file by a path that a server sent, if it may be mapped.
 
     Args:
         path: absolute.
@@ -91,7 +91,8 @@ def open_mappable(path: str | os.PathLike[str], end: int, *, write: bool, device
     try:
         found = _walk(path)
         try:
-            # Judged before it is opened, and opened by way of what was judged: nobody can exchange it in between.
+            # Checked before it is opened, and opened by the descriptor that was checked, so that it cannot be exchanged in
+            # between.
             why = why_not_mappable(os.fstat(found), end, uid=os.geteuid(), device=_device(device))
             if why:
                 raise CannotMap(f"{path!r} is not mapped: {why}")

@@ -1,1 +1,1 @@
-"""Regions of memory that other processes map: what they are made of, whose directory they lie in, how they are handed over."""
+"""Regions of memory that other processes map: their backing, their state directory, and how descriptors are handed out."""

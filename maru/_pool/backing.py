@@ -1,8 +1,8 @@
 """What a region's memory is made of: the contract of files, memfds and devices. Blocking; any thread.
 
-Rule 1. What was handed out is there: memory is reserved with fallocate before anybody is told, or a client that writes its
-        pages would meet SIGBUS. (ftruncate reserves nothing.) Fresh regions are zeros, those of a device included.
-Rule 2. A file has its region's name only once it is complete. After an error, or given up, nothing is left of it.
+Rule 1. Memory is reserved with fallocate before a region is handed out, or a client that writes its pages would meet SIGBUS.
+        (ftruncate reserves nothing.) New regions are zeros, also those of a device.
+Rule 2. A file gets its region's name only once it is complete. After an error, or when abandoned, it leaves nothing.
 Rule 3. At the start, what the journal knows is adopted if it is there at its full length; every other file with our kind of
         name is removed. Other names are not looked at.
 
@@ -27,7 +27,7 @@ Reserve: TypeAlias = Callable[[int, int, int], object]
 """As ``os.posix_fallocate``: descriptor, offset, length."""
 
 STEP_BYTES = 1 << 30
-"""Between two steps it is seen that nobody waits any more."""
+"""Bytes between two checks for a cancelled wait."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG})
 
 
@@ -100,7 +100,7 @@ class Backing(Protocol):
         ...
 
     def remove(self, region: RegionFile) -> None:
-        """Free its memory, once nobody maps it any more. Who has mapped it may go on reading it (not of a device)."""
+        """Free its memory, once no process maps it. A process that has it mapped may go on reading it (except on a device)."""
         ...
 
     def open_fd(self, region: RegionFile, write: bool) -> int:
@@ -146,7 +146,7 @@ class Ledger:
             raise
 
     def give_back(self, length: int) -> None:
-        """Somebody else may have it."""
+        """Make the bytes available to other regions."""
         with self._mutex:
             self.allocated_bytes -= length
 

@@ -7,7 +7,7 @@ write by accident, whatever its code does. (A hostile process of the same user c
 protection against that.)
 
 Rule 1. One message each way per request (SOCK_SEQPACKET keeps them apart); a request has a bounded length.
-Rule 2. The kernel says whose the peer's process is (SO_PEERCRED), on both sides: only this user's are talked to.
+Rule 2. The kernel tells the user of the peer (SO_PEERCRED), on both sides: only processes of this user are accepted.
 Rule 3. A bad request costs its connection. A refused one costs nothing: the next one may be good.
 Rule 4. A descriptor that was opened for an answer is closed here, whether or not the answer left.
 """
@@ -226,7 +226,7 @@ class DescriptorServer:
         if request.region_id == INDEX and self._open_index is not None:  # whose session it is, opening it asks
             return _Reply(errno.EACCES, "an index is only read", 0, 0) if request.writable else None
         region = self._pool.find(request.region_id)
-        # The right first: who has none learns nothing of what is there.
+        # The capability is checked first, so that a peer without one does not learn which regions exist.
         if not self._permits(request):
             return _Reply(errno.EACCES, "this capability is not for that", 0, 0)
         if region is None:

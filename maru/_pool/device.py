@@ -35,10 +35,11 @@ from .writers import may_write, written
 class Device:
     """Regions are spans of one device, or of one plain file, found again by what the state directory remembers.
 
-    A descriptor of it reaches the whole device, and whoever has mapped a region that was freed still has the memory of the
-    next one there: a device protects regions from each other less than files do. So a span that a client of ours may still
-    write is not handed out again: see :mod:`maru._pool.writers`. What a reader still has mapped may come to be another's: his
-    lease is over, and says so.
+    A descriptor of it reaches the whole device, and a process that has a freed region mapped sees the memory of the next region
+    there: a device protects regions from each other less than files do. So a span that one of our clients may still write is
+        not
+    handed out again: see :mod:`maru._pool.writers`. A reader's mapping may come to show another region; its lease has ended by
+    then, and tells so.
     """
 
     kind: Kind = "device"
@@ -71,7 +72,7 @@ class Device:
             raise
         self._place = f"{self.path} in steps of {self.align}"
         self._taken: dict[int, tuple[int, int]] = {}
-        self._in_use: list[tuple[int, int]] = []  # freed, and not free: somebody may still write there
+        self._in_use: list[tuple[int, int]] = []  # freed, but another process may still write there
         watch_forks(self, Device.close)  # its lock is not the child's
 
     @property
@@ -93,7 +94,7 @@ class Device:
             offset = self._spans.take(length)
         if offset is None:
             waiting = sum(size for _, size in self._in_use)
-            more = f"; {waiting} bytes were freed, and may still be written by whoever had them" if waiting else ""
+            more = f"; {waiting} bytes were freed, and may still be written by their previous owners" if waiting else ""
             raise PoolFull(
                 f"no free span of {length} bytes among {self._spans.free_bytes} free bytes of {self.path!r}{more}"
             )
@@ -119,7 +120,7 @@ class Device:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Spans that nobody can write any more are free."""
+        """Free the spans that no process can write any more."""
         staying: list[tuple[int, int]] = []
         for offset, length in self._in_use:
             if written(self._fd, offset, length):
@@ -163,7 +164,7 @@ class Device:
         return Adoption(tuple(adopted), tuple(missing), tuple(short), swept)
 
     def _leave_alone(self) -> None:
-        """What is free, and somebody may still write since the time of another server, is not free yet."""
+        """Take out spans that are free, but that a process may still write since the time of another server."""
         for start, size in self._spans.free():
             for at, n in written(self._fd, start, size):
                 offset = at - at % self.align
@@ -177,7 +178,7 @@ class Device:
         self._fd = -1
 
     def _clear(self, offset: int, length: int, go_on: Callable[[], object]) -> None:
-        """Nobody is to read what the last owner of this span has left there."""
+        """Overwrite what the last owner of this span has left there, so that it cannot be read."""
         step = STEP_BYTES - STEP_BYTES % self.align or self.align
         for start in range(0, length, step):
             go_on()

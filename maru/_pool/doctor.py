@@ -123,7 +123,7 @@ class Facts:
     populates: bool = True
     """Whether the kernel puts pages in place when told (MADV_POPULATE_WRITE)."""
     curve: bool | None = None
-    """Whether ZeroMQ was built with CURVE; None: nobody asked."""
+    """Whether ZeroMQ was built with CURVE; None: not asked."""
 
 
 # --- deciding -----------------------------------------------------------------------------------------------------
@@ -191,12 +191,12 @@ def _space(facts: Facts, wanted: Wanted) -> Finding:
     if room < max(wanted.capacity_bytes, ALIGN_BYTES):
         return Finding(name, "fail", found, needed, larger)
     if room - wanted.capacity_bytes < room // 20:
-        return Finding(name, "warn", found, f"{needed}, and some for everybody else", larger)
+        return Finding(name, "warn", found, f"{needed}, and some for other processes", larger)
     return Finding(name, "ok", found, needed)
 
 
 def _memory(facts: Facts, wanted: Wanted) -> Finding:
-    """Regions in a tmpfs are memory: where the kernel has none, it kills somebody, and asks no file system first."""
+    """Regions in a tmpfs are memory: when memory runs out, the kernel kills a process, whatever the file system says."""
     name = "memory for regions"
     if facts.file_system != _TMPFS:
         return Finding(name, "ok", "regions are on a disk", "none")

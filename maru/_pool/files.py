@@ -29,8 +29,8 @@ from .state_directory import StateDirectory, lock, open_private
 
 _NAME = re.compile(r"maru_([0-9]{1,19})\.dat(\.tmp)?")
 _MAX_STRAY_ID = 10**17
-"""New regions are numbered on from the largest file that was found up to here: ids are microseconds, and have 16 digits. Behind
-a larger one, which nobody has given, they would become too long for a name."""
+"""New regions get the number after the largest file found below this: ids are microseconds, and have 16 digits. After a
+larger one, which no server has given, they would become too long for a name."""
 
 
 class Files(Ledger):
@@ -81,7 +81,7 @@ class Files(Ledger):
         return self._region(region_id, length)
 
     def remove(self, region: RegionFile) -> None:
-        with contextlib.suppress(FileNotFoundError):  # somebody tidied up
+        with contextlib.suppress(FileNotFoundError):  # removed by an operator
             os.unlink(region_file_name(region.region_id), dir_fd=self._fd)
         self.give_back(region.length)
 
@@ -159,7 +159,7 @@ class Files(Ledger):
 
 
 class Memfds(Ledger):
-    """Each region is a file without a name, which no restart survives. Nobody can make one shorter under its users.
+    """Each region is a file without a name, which does not survive a restart. It is sealed against being made shorter.
 
     A path names a descriptor of this process; once a region is freed, its number may come to name another region.
     """

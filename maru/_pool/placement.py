@@ -1,11 +1,10 @@
-"""Where a temporary pool goes: into memory where there is enough of it, or else onto a disk, and said so.
+"""Chooses the place of a temporary pool: in memory if there is enough of it, else on a disk, with a note.
 
-For commands that make a pool of their own and remove it. They ask before they begin: a pool that is too small for what is to be
-stored is found out minutes later, by a wait for a page that never comes. The directory of a server that somebody runs is
-the configuration's, and nobody moves it.
+For commands that make a temporary pool. They ask before they begin, since a pool that is too small shows minutes later, as a
+wait for a page that never ends. The directory of a server is a setting of its configuration, and is used as it is.
 
-Rule 1. What counts is what the doctor finds of space and of memory (:mod:`.doctor`): the first place where nothing fails.
-Rule 2. Whoever is given another place than the first is told which, and what was in the way there.
+Rule 1. The first place is chosen where the doctor finds enough space and memory (:mod:`.doctor`).
+Rule 2. If that is not the first candidate, the note names it, and the reason against the others.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Placement:
     parent: str
     """The directory that it is to be made in."""
     note: str = ""
-    """What to tell whoever expects it in memory; empty where it is there."""
+    """A note for the user if it is not in memory; else empty."""
 
 
 def choose_place(places: Sequence[tuple[str, Facts]], nbytes: int) -> Placement:

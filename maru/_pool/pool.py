@@ -1,11 +1,11 @@
-"""The pool: regions of memory that processes share, behind one asynchronous face.
+"""The pool: regions of memory that processes share, behind an asynchronous interface.
 
-Everything that may take long happens in threads of the pool's own, so a pool that stalls (a full disk, a dead NFS server)
-stalls those who wait for memory, and nobody else: what is only asked is answered at once, from what is known here.
+Blocking work runs in the pool's own threads, so a pool that stalls (a full disk, a dead NFS server) delays only tasks that wait
+for memory: queries are answered at once, from what this process knows.
 
-Rule 1. A region that somebody was given is there until it is freed. One whose allocation was cancelled leaves nothing.
-Rule 2. Freeing takes effect at once, and is done even if nobody waits for it.
-Rule 3. Closing gives nothing up but what is under way: regions outlive the server (not those of a memfd).
+Rule 1. A region that was handed out exists until it is freed. A cancelled allocation leaves nothing.
+Rule 2. Freeing takes effect at once, and completes even if the waiting task is cancelled.
+Rule 3. Closing abandons only work under way: regions outlive the server (except those of a memfd).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Totals:
     free_bytes: int
     """What is left. The file system may have less: then an allocation finds the pool full."""
     regions: int
-    """How many there are."""
+    """The number of regions."""
     pending: int
-    """Threads at work, those included for which nobody waits any more."""
+    """Threads at work, including those whose waiting task was cancelled."""
 
 
 class Pool:
@@ -59,7 +59,7 @@ class Pool:
         self._backing = backing
         self._regions: dict[int, RegionFile] = {}
         self._memory = Workers(threads)
-        # Apart, so that who only wants to map a region does not wait behind those who want new ones.
+        # Separate threads, so that a client that maps a region does not wait behind allocations.
         self._descriptors = Workers(threads)
         self._adopted = self._closed = False
 
@@ -157,8 +157,8 @@ class Pool:
     async def free(self, region_id: int) -> None:
         """Give a region's memory back. One that is not here is freed already.
 
-        From the call on it is not found any more. Cancelled, its memory is given back all the same. Whoever has mapped it
-        keeps it (not of a device) until it is unmapped there.
+        From the call on the region is not found any more. Cancelled, its memory is freed all the same. A process that has it
+        mapped keeps it (except on a device) until it unmaps it.
         """
         self._check()
         region = self._regions.pop(region_id, None)
@@ -240,7 +240,7 @@ async def open_pool(
     threads: int = 4,
     reserve: Reserve = os.posix_fallocate,
 ) -> Pool:
-    """Open a pool. Nobody else has it from then on, until it is closed or this process ends.
+    """Open a pool, exclusively until it is closed or this process ends.
 
     Cancelled, nothing stays open.
 

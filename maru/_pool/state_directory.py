@@ -5,9 +5,9 @@
     DIRECTORY/maru.state    the next region id, the boot, and the spans of a device; written with each region
 
 Rule 1. Directories are made with mode 0700, files with 0600. One that is not ours, or that others may enter, is refused.
-Rule 2. What is remembered is on disk before anybody acts on it, and is replaced as a whole: a crash leaves the old or the new.
-Rule 3. A region id is never used twice. Where the counter was lost or is behind what is found, it goes on far above.
-Rule 4. A damaged state bricks nothing: it costs the spans of a device and a jump of the counter, never the start.
+Rule 2. State is on disk before it is acted on, and is replaced as a whole: a crash leaves the old or the new one.
+Rule 3. A region id is never used twice. If the counter was lost or is behind the ids found, it continues far above.
+Rule 4. A damaged state does not prevent a start: it costs the spans of a device and a jump of the counter.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FORMAT = 1
 _ID_BYTES = 16
 _SECRET_BYTES = 32
 _LAST_BREATH = 1.0
-"""Seconds after which a lock whose holder is dead is somebody else's after all. It takes milliseconds."""
+"""Seconds after which a lock of a process that has died counts as held by another one. It takes milliseconds."""
 S = TypeVar("S", bound=msgspec.Struct)
 
 _log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class StateDirectory:
     def _read_state(self, is_new: bool) -> _State:
         state = _read(self.fd, self.path, _STATE, _State)
         if state is None:
-            # Lost, unless it never was: nobody knows which ids were used, and what is found has to be verified.
+            # Lost, unless the pool is new: it is unknown which ids were used, and the regions found have to be verified.
             state = _State(1, self._boot_id, "", {}) if is_new else _State(_far_above(), "", "", {})
             self._write(_STATE, state)
         return state
@@ -201,12 +201,12 @@ def check_private(path: str | os.PathLike[str]) -> None:
 
 
 def in_use(path: str, process: str) -> PoolInUse:
-    """What is said to whoever comes second."""
+    """The error for a second server in the same directory."""
     return PoolInUse(f"{path!r} is in use by another server, process {process}")
 
 
 def holder_of(path: str | os.PathLike[str]) -> str:
-    """The process that holds the lock of a directory, as it says itself; empty where nobody does. Takes no lock."""
+    """The process that holds the lock of a directory, as it wrote there; empty if there is none. Takes no lock."""
     lock_path = os.path.join(path, LOCK)
     with contextlib.suppress(OSError):
         inode = os.stat(lock_path).st_ino
@@ -249,7 +249,7 @@ def lock(directory: int, path: str) -> int:
     """Lock a directory until the returned descriptor is closed.
 
     Raises:
-        PoolInUse: somebody else has it.
+        PoolInUse: another process has it.
     """
     fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=directory)
     try:

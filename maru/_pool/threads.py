@@ -1,12 +1,12 @@
-"""Threads that may get stuck in the kernel: whoever waits for one can leave at once, and nothing it made stays behind.
+"""Threads that may get stuck in the kernel: a waiting task can abandon one at once, and its result is undone.
 
 Allocating, opening and removing files are calls that a stalled file system may never answer. A thread in such a call can
 neither be interrupted nor joined, so a task that is cancelled leaves it alone; what it makes must not be forgotten.
 
-Rule 1. What a thread makes is undone unless the waiting task has it in hand: in a further thread, since that may get stuck
-        as well; or by the thread itself, where the trio run is over meanwhile.
-Rule 2. Work that only takes away (:meth:`Workers.do`) is done even if nobody waits for it any more.
-Rule 3. A thread given up keeps its place in the limiter until its call returns: stuck threads are bounded in number.
+Rule 1. The result of a thread is undone unless the waiting task has received it: in a further thread, since undoing may get
+        stuck as well; or by the thread itself, if the trio run has ended.
+Rule 2. Work that only removes something (:meth:`Workers.do`) completes even if its waiting task was cancelled.
+Rule 3. An abandoned thread keeps its place in the limiter until its call returns: the number of stuck threads is bounded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class GivenUp(Exception):
-    """Nobody waits for this work any more: raised inside the thread, and seen by nobody."""
+    """The waiting task was cancelled: raised inside of the thread, to stop its work."""
 
 
 @attrs.frozen
@@ -32,11 +32,11 @@ class WorkersStatistics:
     """A snapshot of some workers."""
 
     pending: int
-    """Threads whose work is not over, those given up included."""
+    """Threads whose work is not over, including abandoned ones."""
     waiting: int
     """Tasks that wait for a thread."""
     given_up: int
-    """Waits that were left before their thread was done, in all."""
+    """Waits that were cancelled before their thread was done, in all."""
 
 
 @attrs.define(eq=False)
@@ -49,7 +49,7 @@ class _Job(Generic[T]):
     limited: bool = True
     given_up: bool = False
     made: list[T] = attrs.field(factory=list)
-    """What it returned, until somebody has it in hand."""
+    """Its result, until the waiting task has received it."""
     error: BaseException | None = None
 
     def run(self) -> None:
@@ -100,8 +100,8 @@ class Workers:
         makes is undone.
 
         Args:
-            work: what to do. It is given a function that it may call wherever it could stop with nothing made: that one
-                raises :class:`GivenUp` once nobody waits any more.
+            work: the function to run. It gets a function that it may call wherever it could stop without a result; that one
+                raises :class:`GivenUp` once the waiting task was cancelled.
             undo: takes what ``work`` returned; called in a thread.
         """
         job = _Job(work, undo)
@@ -164,9 +164,9 @@ class Workers:
         return job.result()
 
     def _clean_up(self, job: _Job[Any]) -> None:
-        """Nobody takes its result."""
+        """Undo the result, since no task takes it."""
         if job.error is not None and not isinstance(job.error, GivenUp):
-            _log.warning("what nobody waits for any more has failed: %r", job.error)
+            _log.warning("abandoned work has failed: %r", job.error)
         if job.made and job.undo is not None:
             self._start(_Job(lambda _: job.drop(), None, limited=False, given_up=True))
 

@@ -1,12 +1,12 @@
-"""Who may still write a span of a device: locks of the kernel, which outlive sessions and servers, but no writer. Blocking.
+"""Locks of the kernel on spans of a device that may still be written. They outlive sessions and servers. Blocking.
 
-A file that is unlinked stays with whoever has it mapped. A span of a device does not: freed and handed out again, it is the
-next owner's, also for whoever still has it mapped, and a copy that nobody waits for any more writes on. A session that is over
-proves nothing: its process may be stopped, or may have given up a thread that is stuck in a driver.
+A file that is unlinked remains for every process that has it mapped. A span of a device does not: freed and handed out again,
+it belongs to the next owner, but an abandoned copy of the previous one may still write to it. The end of a session proves
+nothing: the process may be stopped, or may have abandoned a thread that is stuck in a driver.
 
 Rule 1. A descriptor that may write a span carries a shared lock of it, an open file description lock (`fcntl`). It holds as
         long as that descriptor or a copy of it is open anywhere. A client keeps it open for as long as the span is mapped.
-Rule 2. A span that is freed is handed out again once nobody has such a lock on it; after a restart, too: the kernel remembers.
+Rule 2. A freed span is handed out again once no process has such a lock on it; also after a restart, since the kernel keeps it.
 
 Published clients map a device by its path and have no lock: with them a device is as unsafe as it was made.
 """
@@ -23,7 +23,7 @@ _LOCK = struct.Struct("hhqqi4x")
 
 
 def may_write(fd: int, offset: int, length: int) -> None:
-    """Whoever has this descriptor, or a copy of it, may write this span from now on."""
+    """Lock this span with a descriptor: its holders, and those of its copies, may write the span from now on."""
     with contextlib.suppress(OSError):  # what cannot be locked is not protected
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, offset, length, 0))
 

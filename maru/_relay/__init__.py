@@ -1,1 +1,1 @@
-"""TCP without keys: a process of its own that takes connections, reads their handshakes, and relays what follows."""
+"""TCP without keys: a child process that accepts connections, reads their handshakes, and relays what follows."""

@@ -27,7 +27,7 @@ _INTERVAL: Final = 1.0
 _OUTPUT: Final = 1
 
 
-async def serve(listening: int, server: str, most: int, parent: int, anybody: bool) -> None:
+async def serve(listening: int, server: str, most: int, parent: int, any_user: bool) -> None:
     """Relay until the parent has ended.
 
     Args:
@@ -35,7 +35,7 @@ async def serve(listening: int, server: str, most: int, parent: int, anybody: bo
         server: the server's Unix socket.
         most: connections at once.
         parent: the server's process.
-        anybody: whether every user may come in.
+        any_user: whether every user may connect.
     """
     try:
         alive = os.pidfd_open(parent)
@@ -46,14 +46,14 @@ async def serve(listening: int, server: str, most: int, parent: int, anybody: bo
     relay = Relay(
         server,
         most=min(most, (_descriptors() - MAX_PENDING_HANDSHAKES - _OWN_DESCRIPTORS) // 2),
-        find_user=None if anybody or not tells_users() else find_user,
+        find_user=None if any_user or not tells_users() else find_user,
     )
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(socket.socket(fileno=listening)))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_report, relay.counts)
         nursery.start_soon(relay.run, listener)
         await trio.lowlevel.wait_readable(alive)
-        os._exit(0)  # nobody is left to relay to, and a successor of the server wants the port
+        os._exit(0)  # the server is gone, and its successor needs the port
 
 
 def _descriptors() -> int:
@@ -66,8 +66,8 @@ def _descriptors() -> int:
 
 
 async def _report(counts: Counts) -> None:
-    """Say what was counted, whenever that has changed."""
-    os.set_blocking(_OUTPUT, False)  # a server that stands still is not waited for
+    """Write the counts to the standard output when they have changed."""
+    os.set_blocking(_OUTPUT, False)  # do not wait for a server that is stopped
     said: Counts | None = None
     while True:
         if counts != said:
@@ -78,5 +78,5 @@ async def _report(counts: Counts) -> None:
 
 
 if __name__ == "__main__":
-    _listening, _server, _most, _parent, _anybody = sys.argv[1:]
-    trio.run(serve, int(_listening), _server, int(_most), int(_parent), _anybody == "anybody")
+    _listening, _server, _most, _parent, _users = sys.argv[1:]
+    trio.run(serve, int(_listening), _server, int(_most), int(_parent), _users == "anybody")

@@ -6,8 +6,8 @@ its ROUTER is about to give to another one, and ends the process when it gets th
 
 Rule 1. What is read is bounded: a greeting, and a READY of :data:`MAX_READY_BYTES`. The first byte that cannot be right ends
         it.
-Rule 2. Nothing of what the peer said is said again: :func:`greeting` and :func:`ready` are made anew.
-Rule 3. What came behind READY is kept as it is, for whoever relays it.
+Rule 2. Nothing that the peer sent is forwarded: :func:`greeting` and :func:`ready` are made anew.
+Rule 3. Bytes after READY are kept as they are, for the relay.
 """
 
 from __future__ import annotations

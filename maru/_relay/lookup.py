@@ -1,4 +1,4 @@
-"""Asking the kernel whose connections come in over TCP; see :mod:`maru._relay.users` for what its answers mean."""
+"""Asks the kernel for the user of a TCP connection; see :mod:`maru._relay.users` for the meaning of its answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import trio
 from .users import Address, question, user_in
 
 FindUser: TypeAlias = Callable[[trio.SocketStream], int | None]
-"""The user at the other end; None for nobody's. Never waits."""
+"""Returns the user at the other end, or None if there is none. Never waits."""
 
 _NETLINK_SOCK_DIAG: Final = 4
 _ANSWER_BYTES: Final = 4096
@@ -22,12 +22,12 @@ _log = logging.getLogger(__name__)
 
 
 def may_enter(user: int | None) -> bool:
-    """Whether a user of this host may: this process's, and root, who may do all of it anyway."""
+    """Whether this user may connect: that of this process, and root."""
     return user in (os.geteuid(), 0)
 
 
 def find_user(stream: trio.SocketStream) -> int | None:
-    """The user at the other end of this connection; None for nobody's. Some 20 microseconds.
+    """The user at the other end of this connection; None if there is none. Takes some 20 microseconds.
 
     Raises:
         OSError: it is gone.
@@ -35,13 +35,13 @@ def find_user(stream: trio.SocketStream) -> int | None:
     local, remote = stream.socket.getsockname(), stream.socket.getpeername()
     try:
         return _ask(local[:2], remote[:2])
-    except (OSError, ValueError) as exc:  # no descriptor is left, say: then nobody is known, and nobody new comes in
-        _log.warning("the kernel cannot be asked whose a connection is: %s", exc)
+    except (OSError, ValueError) as exc:  # out of descriptors, for example: then no new connection is accepted
+        _log.warning("the kernel does not tell the user of a connection: %s", exc)
         return None
 
 
 def tells_users() -> bool:
-    """Whether the kernel tells whose connections are whose: tried with one of our own."""
+    """Whether the kernel tells the users of connections: tried with one of our own."""
     try:
         with (
             socket.create_server(("127.0.0.1", 0)) as listener,

@@ -1,10 +1,10 @@
-"""The relay: it takes TCP connections, and joins each to one of its own to the server's Unix socket.
+"""The relay: accepts TCP connections, and joins each to a connection to the server's Unix socket.
 
-Rule 1. The server's socket meets nobody before his handshake is over, and nothing that he said in it (`handshake`).
-Rule 2. A connection to the server lives exactly as long as the one it was made for: the server takes it for its peer's life.
-Rule 3. What a connection costs is bounded: a handshake by its bytes and its time, the rest by one piece in each direction.
-        Who does not read is not read from. How many there are is bounded, too (`limits`).
-Rule 4. On this host only the server's own user is let in, and root. A stranger could learn keys, and take memory.
+Rule 1. The server's socket sees a peer only after its handshake, and nothing that the peer sent in it (`handshake`).
+Rule 2. A connection to the server lives exactly as long as the one it was made for, since the server takes it for the peer.
+Rule 3. The cost of a connection is bounded: a handshake by its bytes and its time, the rest by one buffer in each direction.
+        The relay does not read from a peer that does not read. The number of connections is bounded, too (`limits`).
+Rule 4. On this host only the server's own user and root may connect. Another user could learn keys, and take memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .lookup import FindUser, may_enter
 PIECE_BYTES: Final = 32 << 10
 """Read at once, and written before more is read."""
 HANDSHAKE_TIME: Final = 5.0
-"""From the first byte to a connection with the server: what ZeroMQ itself allows."""
+"""Seconds from the first byte to a connection with the server: as ZeroMQ itself allows."""
 MAX_PENDING_HANDSHAKES: Final = 256
 """Connections whose handshake is not over."""
 _RETRY: Final = 0.01
-"""Until the server's backlog is looked at again."""
+"""Seconds until the server's backlog is tried again."""
 _KEEPALIVE: Final = 30
 """Seconds of silence after which TCP looks whether the other host is there."""
 _CLIENTS: Final = frozenset({b"REQ", b"DEALER"})
@@ -58,12 +58,12 @@ class Counts:
 
 
 class Relay:
-    """Takes connections for one server.
+    """Accepts connections for one server.
 
     Args:
         server: its Unix socket.
         most: connections at once; a peer has at most half of them.
-        find_user: whose process a peer is; None where anybody may come in.
+        find_user: returns the user of a peer's process; None if every user may connect.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class Relay:
                 _log.exception("a connection has failed")
 
     async def _introduce(self, stream: trio.SocketStream) -> tuple[Introduction, Hashable] | None:
-        """What a peer says of itself, and who it is; None for whom nobody waits any more, or who may not come in.
+        """Read a peer's handshake and identify it. None if it may not connect, or has gone.
 
         Raises:
-            BadHandshake: it said something else, or not all of it in time.
+            BadHandshake: it sent something else, or was too slow.
         """
         with trio.CancelScope(deadline=trio.current_time() + self._handshake_time) as scope:
             oldest = self._handshakes.admit(scope)
@@ -127,7 +127,7 @@ class Relay:
         raise BadHandshake("it took too long")
 
     def _identify(self, stream: trio.SocketStream) -> Hashable | None:
-        """Who a peer counts as: a user of this host, or another host; None for a user who may not come in."""
+        """What a peer counts as in the limits: a user of this host, or another host; None for a user who may not connect."""
         if self._find_user is None:
             host: str = stream.socket.getpeername()[0]
             return host
@@ -153,11 +153,11 @@ class Relay:
             self._quota.give_back(peer)
 
     async def _connect(self, introduction: Introduction) -> tuple[trio.SocketStream, bytes] | None:
-        """A connection to the server with the handshake behind it, and what came behind that; None if it took too long.
+        """A connection to the server after its handshake, with the bytes that followed; None if it took too long.
 
         Raises:
             OSError: there is no server.
-            BadHandshake: whoever listens there is none.
+            BadHandshake: the process that listens there is no server.
         """
         with trio.move_on_after(self._handshake_time):
             stream = await _open_unix(self._server)
@@ -190,7 +190,7 @@ async def _open_unix(path: str) -> trio.SocketStream:
     """A connection to a Unix socket, waiting while its backlog is full: to trio that would look like a connection.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: no process listens there.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -228,7 +228,7 @@ async def _carry(source: trio.SocketStream, sink: trio.SocketStream, data: bytes
 
 
 def _keep_alive(stream: trio.SocketStream) -> None:
-    """Have the kernel end a connection whose other host is gone without a word: it would count against the limits for ever."""
+    """Let the kernel end a connection whose other host has vanished: it would count against the limits for ever."""
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE)
     stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE // 4)

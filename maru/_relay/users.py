@@ -1,8 +1,8 @@
-"""Whose process is at the other end of a TCP connection of this host: what the kernel is asked, and what it answers. Pure.
+"""The user of the process at the other end of a TCP connection of this host: the question to the kernel, and its answer. Pure.
 
-Rule 1. Only a connection that both ends hold counts. Of one whose process has closed it the kernel says that it is root's, and
-        what it has sent may still be read.
-Rule 2. A connection that the kernel does not know is nobody's.
+Rule 1. Only a connection that both ends hold counts. For one that its process has closed the kernel names root as the user, and
+        what was sent over it may still be read.
+Rule 2. A connection that the kernel does not know has no user.
 
 The question is for one connection, by both of its addresses (``sock_diag(7)``, ``inet_diag_req_v2``). The text in
 ``/proc/net/tcp`` tells the same of all connections of the host at once: after a flood of short ones, of tens of thousands.
@@ -44,7 +44,7 @@ def question(local: Address, remote: Address) -> bytes:
 
 
 def user_in(answer: bytes) -> int | None:
-    """The user at the other end, or None where nobody holds it any more.
+    """The user at the other end, or None if no process holds it any more.
 
     Raises:
         ValueError: this is no answer.

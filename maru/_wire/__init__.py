@@ -1,8 +1,8 @@
-"""What goes over the wire: messages and bytes, in both directions. Pure.
+"""The wire protocol: messages and bytes, in both directions. Pure.
 
-What is a frame is in `frames`, what a message is in `messages_v1` and `messages_own`, and `table` says which answers
-which; all of it is named here again. Rooms of their own: the resource manager's protocol (`resource_manager`), and the
-proofs that somebody was given a region (`capability`).
+`frames` has the frames, `messages_v1` and `messages_own` the messages, and `table` which answers which; all of them can be
+imported from here. Separate modules: the resource manager's protocol (`resource_manager`), and the proofs that a client was
+given a region (`capability`).
 """
 
 from .frames import HEADER_BYTES as HEADER_BYTES

@@ -1,4 +1,4 @@
-"""Proofs that somebody was given a region: computed from a secret, so that nothing has to be stored. Pure.
+"""Proofs that a client was given a region: computed from a secret, so that nothing has to be stored. Pure.
 
 Rule 1. What is signed has a fixed length and an order, so that no two different rights have the same bytes, and what is
         signed for one purpose is never what is signed for the other: a token cannot become a capability.

@@ -1,7 +1,7 @@
 """The frame around every message: sixteen bytes of header, and what a body may be at most. Pure.
 
-Rule 1. A header that cannot be read answers nobody: it raises :class:`BadFrame`. A readable header with a bad body is the
-        business of the message codec, since its sender can still be told which request it was.
+Rule 1. A header that cannot be read gets no answer: it raises :class:`BadFrame`. The codec of messages handles a readable
+        header with a bad body, since its sender can still be told which request it was.
 Rule 2. What lies behind ``length`` is not part of the frame and is never looked at. A ``length`` that the frame does not
         have is a bad frame.
 Rule 3. The three reserved bytes are written as zeros and not read, and flags are carried, not judged: a later peer may
@@ -20,8 +20,8 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 HEADER_BYTES: Final = 16
 MAX_KEYS: Final = 8192
-"""Keys in one request: a context of a million tokens in chunks of 128. More of them would hold up everybody else's
-requests for some ten milliseconds."""
+"""Keys in one request: a context of a million tokens in chunks of 128. More would delay all other clients' requests by some
+ten milliseconds."""
 MAX_KEY_BYTES: Final = 1024
 """A key of at most this many bytes (in UTF-8) is always taken. What is checked is the number of characters, since that costs
 nothing while decoding: a key that is not ASCII may come out up to four times as long."""
@@ -73,7 +73,7 @@ class Code(enum.IntEnum):
 
 
 OWN_CODES: Final[frozenset[int]] = frozenset(int(code) for code in Code if 0x40 <= code <= 0x4F)
-"""Codes that no published peer knows: used only with a server whose HANDSHAKE lists them."""
+"""Codes unknown to published peers: used only with a server whose HANDSHAKE lists them."""
 V1_CODES: Final[frozenset[int]] = frozenset(int(code) for code in Code) - OWN_CODES
 
 

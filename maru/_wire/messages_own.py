@@ -36,7 +36,7 @@ class StoreStatus(enum.IntEnum):
 
     NEW = 0
     DUPLICATE = 1
-    """Somebody was first: the page stays with its owner, free."""
+    """The key was there: the page stays with its owner, free."""
     PINNED = 2
     """The offset is held by a pinned key."""
     FOREIGN = 3
@@ -47,7 +47,7 @@ class StoreStatus(enum.IntEnum):
     KEY = 6
     """The key cannot be one."""
     BUSY = 7
-    """The page is on its way back to its owner, who has not acknowledged it."""
+    """The page is being returned to its owner, which has not acknowledged it."""
 
 
 class DropAnswer(enum.IntEnum):

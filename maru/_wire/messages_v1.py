@@ -93,7 +93,7 @@ class HandshakeRequest(Message, frozen=True):
 
 
 class HandshakeReply(msgspec.Struct, frozen=True, gc=False):
-    """A published server sends the first two. Ours sends all of it, to everybody; its refusal is an :class:`ErrorReply`.
+    """A published server sends the first two fields. Ours sends all, to every client; a refusal is an :class:`ErrorReply`.
 
     Were a bound left out where it is the default, a later version with another default would misread it.
     """
@@ -192,7 +192,7 @@ class RegisterReply(Message, frozen=True):
 
     success: bool
     is_new: bool
-    """False: somebody was first, and his location is kept."""
+    """False: the key was there, and its first location is kept."""
     error: str = ""
     epoch: int = 0
 

@@ -1,6 +1,6 @@
 """Resource manager IPC, version 2: how published clients ask for regions over TCP, as messages and bytes. Pure.
 
-Rule 1. A header that cannot be read ends the connection after one ERROR_RESP, since nobody knows where the next frame
+Rule 1. A header that cannot be read ends the connection after one ERROR_RESP, since it is unknown where the next frame
         begins: :class:`BadFrame`. A body that is no message of its type has a known end: :class:`BadMessage`.
 Rule 2. No length is believed: a string, a list or a body that is longer or shorter than it says is refused.
 Rule 3. Texts keep bytes that are no UTF-8 as they are (``surrogateescape``): a path is what the kernel says it is.
@@ -136,7 +136,7 @@ class RmStatsResponse(RmMessage, frozen=True):
 
 
 class RmAccessRequest(RmMessage, frozen=True):
-    """GET_ACCESS_REQ: how to map somebody's region."""
+    """GET_ACCESS_REQ: how to map a region of any client."""
 
     handle: RmHandle
     client_id: str

@@ -130,7 +130,7 @@ def _row(case: _Case, subject: str, ours: Sample, limit: Sample) -> Row:
 
 
 class _Memory:
-    """An engine's memory, in which the buffers lie; and shared memory, for whoever copies without a store."""
+    """An engine's memory, which has the buffers; and shared memory, for copies without a store."""
 
     def __init__(self, case: _Case) -> None:
         self.batch_bytes = case.page_bytes * case.at_once

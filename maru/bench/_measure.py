@@ -73,7 +73,7 @@ def in_turn(
     """Measure subjects in turn, back and forth. What each returns counts, not how long it takes.
 
     Args:
-        what: is being measured, for whoever watches.
+        what: the name of the measurement, for the progress display.
         effort: how often.
         subjects: by name.
         warm_up: run each once before it counts, unless in a quick bench. A long one may see to that itself.

@@ -122,7 +122,7 @@ def _met(row: Row) -> Text:
 
 
 def lines_of(rows: Iterable[Row], title: str) -> Iterator[Text]:
-    """For people whose terminal is too narrow for the table: the name of each in a line of its own, whole."""
+    """For terminals that are too narrow for the table: the name of each row in a line of its own."""
     from rich.text import Text
 
     yield Text(title, "bold")

@@ -1,16 +1,15 @@
-"""Mirror: the reader's half of KV events. It holds what a publisher holds, and knows when it may not. Pure.
+"""Mirror: the reader's side of KV events. It holds what a publisher holds, and knows when this may be out of date. Pure.
 
-Messages may be lost, repeated, reordered or late, and requests and answers, and the publisher may be killed at any point and
-come back with other blocks. Whatever of that happens, what a mirror holds is what its publisher held at one point of its epoch;
-and :meth:`Mirror.is_current` says so only while that was lately the last point.
+Messages, requests and answers may be lost, repeated, reordered or late, and the publisher may be killed at any point and
+restart with other blocks. In all these cases a mirror holds what its publisher held at one point of its epoch, and
+:meth:`Mirror.is_current` is true only if that was recently the last point.
 
-Rule 1. Events are applied in the order of their numbers, each once. What comes too early is kept; what is missing is asked for.
-Rule 2. Where the missing ones are not kept any more, and where another epoch is met, a snapshot is asked for. Only its answer
-        changes the epoch: which of two epochs is the later one is not told by their numbers, but a publisher that is over
-        answers no more.
-Rule 3. What came before a snapshot was asked for is in the snapshot, or of a run that is over: it is dropped when asking.
-Rule 4. One request is under way at a time. Unanswered for ``retry_after``, it becomes one for a snapshot. Without news for
-        ``stale_after`` the publisher is asked whether there is any, over the connection on which it answers.
+Rule 1. Events are applied in the order of their numbers, each once. Early ones are kept; missing ones are requested.
+Rule 2. If missing events are not kept by the publisher any more, or the epoch changes, a snapshot is requested. Only its answer
+        changes the epoch: the numbers of epochs have no order, but a publisher that has ended does not answer.
+Rule 3. Events that came before a snapshot was requested are in the snapshot, or of an earlier epoch: they are dropped then.
+Rule 4. One request is under way at a time. Without an answer for ``retry_after``, it becomes one for a snapshot. Without events
+        for ``stale_after`` the publisher is asked for new ones, over the connection on which it answers.
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class Mirror:
     # --- what is to be sent ---------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Time passes: what is unanswered is asked again, and who is silent is asked."""
+        """Update the time: repeat a request without an answer, and ask a publisher that is silent."""
         if self._asked is not None:
             if now - self._asked_at >= self._retry_after:
                 self._ask_snapshot(now)
@@ -232,9 +231,9 @@ class Mirror:
                     del self._held[event.medium]
 
     def _keep(self, number: int, batch: Batch) -> None:
-        """A message that came while a snapshot is under way: it may go on where the snapshot ends.
+        """Keep a message that came while a snapshot is under way: it may continue where the snapshot ends.
 
-        Of several epochs the last one met is kept: what is dropped is asked for, or of a run that is over.
+        Of several epochs the latest one seen is kept: other messages will be requested, or are of an earlier epoch.
         """
         if batch.epoch != self._early_epoch or len(self._early) >= MOST_EARLY:
             self._early.clear()

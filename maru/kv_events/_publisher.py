@@ -1,10 +1,10 @@
-"""Publishing KV events: a PUB socket on which everything is told, and a ROUTER that answers who missed some of it.
+"""Publishes KV events: a PUB socket for the events, and a ROUTER that answers readers which missed some.
 
-Rule 1. A change of a book is collected where it happens, and told by one task: a little later, so that what happens in
-        one go leaves in one batch. Where nothing happens, it tells a heartbeat.
-Rule 2. A reader that does not read misses events, and never holds up the publisher; it will see the gap and ask.
-Rule 3. Requests are answered one after the other, a part at a time, with a turn for all other tasks in between. A reader that
-        does not take its answer within five seconds gets no more of it.
+Rule 1. A change of a book is collected where it happens, and published by one task a little later, so that changes of the
+        same moment leave in one batch. Without changes it publishes a heartbeat.
+Rule 2. A reader that does not read misses events, and never delays the publisher; it will see the gap and ask.
+Rule 3. Requests are answered one after the other, a part at a time, with a checkpoint in between. A reader that does not take
+        its answer within five seconds gets no more of it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PublisherStatistics:
     bad_requests: int
     """What came and was no request."""
     given_up: int
-    """Answers that a reader did not take in time, or whose reader was gone."""
+    """Answers that a reader did not take in time, or whose reader had gone."""
 
 
 class EventPublisher:
@@ -128,7 +128,7 @@ class EventPublisher:
             self._send(message.frames(self._topic))
 
     def _send(self, frames: Sequence[bytes]) -> None:
-        self._events.send_nowait(frames)  # a PUB drops for who does not read, and never says that there is no room
+        self._events.send_nowait(frames)  # a PUB drops messages for a reader that does not read, and never raises
 
     def _names(self, keys: Iterable[Any]) -> list[BlockHash]:
         return [name for name in map(self._name_of, keys) if name is not None]
@@ -203,9 +203,9 @@ async def publish_events(
     name_of: NameOf = same_name,
     options: SocketOptions | None = None,
 ) -> AsyncIterator[EventPublisher]:
-    """Publish what these books hold as KV events, for as long as the ``async with`` block lasts.
+    """Publish the contents of these books as KV events, for the length of an ``async with`` block.
 
-    Each opening is an epoch of its own. In the trio run in which the books are used.
+    Each opening is a new epoch. Use it in the trio run that uses the books.
 
     Args:
         books: what is told, by medium: ``{"host": tier, ...}``. A tier is one where it has ``list_keys`` and ``watch_keys``.

@@ -107,9 +107,9 @@ async def open_mirror(
     said: a block that is not in the mirror is no miss then.
 
     Args:
-        endpoint: where the publisher tells.
+        endpoint: where the publisher publishes.
         answers_endpoint: where it answers.
-        topic: of the messages to follow: those whose topic begins so.
+        topic: the prefix of the topics to follow.
         stale_after: seconds without news after which the mirror is not current; more than the publisher's heartbeat.
         retry_after: seconds to wait for an answer.
         options: bounds and CURVE keys of both sockets.

@@ -1,6 +1,6 @@
 """A ZeroMQ DEALER for a thread without an event loop, and without a hop through one.
 
-It belongs to one thread at a time. Whoever shares it between threads locks around its calls.
+It belongs to one thread at a time. A caller that shares it between threads must lock around its calls.
 
 Rule 1. A message goes out whole or not at all, and comes in whole.
 Rule 2. It waits at the descriptor, with the interpreter's lock released, and looks at the socket anew before: each call of the
@@ -49,7 +49,7 @@ class BlockingDealer:
     """A ZeroMQ DEALER that blocks its thread. A context manager.
 
     Args:
-        connect: addresses, ``tcp://host:port`` or ``ipc://path``, whether somebody listens there already or not.
+        connect: addresses, ``tcp://host:port`` or ``ipc://path``; no process need listen there yet.
         options: bounds, times and keys.
 
     Raises:

@@ -32,7 +32,7 @@ class ChannelConnection(PacketConnection):
     Raises:
         PermissionError: another user's process listens there. Nothing was sent.
         BlockingIOError: more clients wait for the server than the kernel lets wait.
-        OSError: nobody listens there.
+        OSError: no process listens there.
     """
 
     __slots__ = ("_wait",)

@@ -88,10 +88,10 @@ class ChannelServer:
 
     Args:
         path: of the Unix socket, in a directory that only this user enters.
-        most: connections at once; who comes beyond is turned away.
-        max_bytes: of a frame that is taken; who sends a larger one loses the connection.
+        most: connections at once; further ones are refused.
+        max_bytes: of a frame; a peer that sends a larger one loses the connection.
         peer_bytes: that may wait for one peer, beyond what the kernel holds in its socket (about 200 kB).
-        all_bytes: the same for all peers together; who has the most goes first.
+        all_bytes: the same for all peers together; the peer with the most goes first.
         on_gone: is told of each connection that has ended, once, after its last message.
 
     Raises:
@@ -204,7 +204,7 @@ class ChannelServer:
             self._receiver.finish()
 
     def _find_ready(self) -> list[_Connection]:
-        """Those that have something to read, who was served least first. Flushes those that can be written to."""
+        """Peers that have something to read, the least served first. Flushes those that can be written to."""
         ready = []
         for descriptor, events in self._epoll.poll(0, _READY):
             connection = self._by_descriptor.get(descriptor)
@@ -283,7 +283,7 @@ class ChannelServer:
     # --- bounds ---------------------------------------------------------------------------------------------------
 
     def _has_room(self, connection: _Connection, size: int) -> bool:
-        """Whether so many bytes more may wait for this peer; whoever is found not to read is hung up on for it."""
+        """Whether so many bytes more may wait for this peer. Disconnects peers that are found not to read."""
         if connection.unread + size > self._peer_bytes:
             self._look(connection)
             if connection.unread + size > self._peer_bytes:
@@ -342,7 +342,7 @@ class ChannelServer:
         self._count(connection, -connection.unread)
         self._gone.append(connection.identity)
         self._watch.touched = True
-        self._watch.kick()  # whoever sleeps at the set tells of it
+        self._watch.kick()  # wakes the task that sleeps at the set
 
     def _tell_gone(self) -> None:
         while self._gone:

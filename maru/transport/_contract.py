@@ -1,4 +1,4 @@
-"""What is asked of a socket by those who use one: little enough that a test can put a lossy wire in its place."""
+"""The contract of a socket, as far as its users need it: so small that a test can replace it by a lossy one."""
 
 from __future__ import annotations
 

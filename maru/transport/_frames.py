@@ -187,7 +187,7 @@ def check_free(path: str) -> None:
     """Raise if a process listens at this Unix socket, or if it is none: ZeroMQ removes any file of this name.
 
     Raises:
-        OSError: somebody does, or it is something else.
+        OSError: another process listens there, or it is another error.
     """
     name = "\0" + path[1:] if path.startswith("@") else path
     try:

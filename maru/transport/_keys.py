@@ -40,9 +40,9 @@ class KeyPair:
     """A public key and the secret that belongs to it."""
 
     public: bytes = attrs.field(converter=_as_key, validator=_is_key)
-    """May be told to anybody."""
+    """Public."""
     secret: bytes = attrs.field(converter=_as_key, validator=_is_key, repr=False)
-    """Whoever has it is whom the public key names."""
+    """Secret: its holder counts as the owner of the public key."""
 
     def __attrs_post_init__(self) -> None:
         if zmq.curve_public(self.secret) != self.public:
@@ -76,7 +76,7 @@ class CurveServer:
     pair: KeyPair
     """Its own keys. Clients must know the public one."""
     clients: frozenset[bytes] | None = attrs.field(default=None, converter=_as_keys, validator=_are_keys)
-    """Public keys of those that may come in. ``None``: anybody who knows the server's public key, which then is the
+    """Public keys of the clients that may connect. ``None``: all that know the server's public key, which then is the
     secret that clients share."""
 
 
@@ -85,9 +85,9 @@ class CurveClient:
     """CURVE keys of the end that connects."""
 
     server_key: bytes = attrs.field(converter=_as_key, validator=_is_key)
-    """The server's public key: nobody else can answer."""
+    """The server's public key: no other process can answer."""
     pair: KeyPair = attrs.field(factory=new_key_pair)
-    """Its own keys; a fresh pair, if the server does not ask who it is."""
+    """Its own keys; a new pair if the server accepts any client."""
 
 
 # --- files --------------------------------------------------------------------------------------------------------

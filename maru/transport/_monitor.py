@@ -24,9 +24,9 @@ class Link(enum.Enum):
     """What happened to a connection."""
 
     ACCEPTED = int(zmq.EVENT_ACCEPTED)
-    """Somebody connected to us."""
+    """A peer has connected to us."""
     CONNECTED = int(zmq.EVENT_CONNECTED)
-    """We connected to somebody."""
+    """We have connected to a peer."""
     READY = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     """Both ends speak the same protocol and, with CURVE, know each other: messages flow."""
     REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
@@ -38,9 +38,9 @@ class Link(enum.Enum):
     DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
     """A connection ended."""
     RETRIED = int(zmq.EVENT_CONNECT_RETRIED)
-    """Nobody listens there; the next attempt comes after a wait."""
+    """No process listens there; the next attempt comes after a wait."""
     NOT_ACCEPTED = int(zmq.EVENT_ACCEPT_FAILED)
-    """Somebody wanted to connect and could not: mostly there are no descriptors left."""
+    """A peer could not connect: mostly there are no descriptors left."""
 
 
 @attrs.frozen

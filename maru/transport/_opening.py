@@ -36,13 +36,14 @@ def open_socket(
             speaks to all and waits for none: what one of them does not read within ``send_high_water_mark`` messages, that one
             misses; or ``"sub"``, who listens to one of these.
         bind: addresses to listen at: ``tcp://host:port``, ``tcp://host:*``, ``ipc://path``.
-        connect: addresses to connect to, whether somebody listens there already or not.
+        connect: addresses to connect to; no process need listen there yet.
         topics: what a ``"sub"`` takes: messages whose first frame begins with one of these.
         options: bounds, times and keys.
-        on_messages: is handed all messages, in batches, by whoever waits at the socket (see :meth:`TrioSocket.expect`). It
+        on_messages: gets all messages, in batches, from the task that reads the socket (see :meth:`TrioSocket.expect`). It
             may send. If it raises, the socket is closed and the error comes out where that one waits. Without it, messages
             are received.
-        on_gone: is told of each peer that was heard and whose connection has ended, once, after its last message.
+        on_gone: called once for each peer that has sent something, after its connection has ended and its last message was
+            read.
         on_link: is told what happens to connections.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What can be set on a socket: the bounds of its queues, what it does when a peer is gone, and who may come in.
+"""Options of a socket: the bounds of its queues, what it does when a peer is gone, and which clients may connect.
 
 Everything is bounded: where ZeroMQ reads 0 as "without limit", 0 is refused. Two things it cannot bound are said in
 :mod:`maru.transport`.
@@ -31,20 +31,23 @@ class SocketOptions:
     )
     """Messages of one peer that wait to be received; then its sender waits."""
     max_message_bytes: int = _knob.size(
-        16 << 20, 64, 256 << 20, "Largest frame. Whoever sends a larger one is disconnected, and it never gets here."
+        16 << 20,
+        64,
+        256 << 20,
+        "Largest frame. A peer that sends a larger one is disconnected, and the frame is dropped.",
     )
-    """Largest frame. Whoever sends a larger one is disconnected, and it never gets here."""
+    """Largest frame. A peer that sends a larger one is disconnected, and the frame is dropped."""
     max_unread_bytes: int = _knob.size(
         64 << 20, 4 << 10, 1 << 40, "At a ROUTER that tracks its peers: what may wait for one that does not read."
     )
-    """Bytes that may wait for one peer of a ROUTER with ``on_gone``; beyond, whoever does not read is hung up on."""
+    """Bytes that may wait for one peer of a ROUTER with ``on_gone``; beyond, a peer that does not read is disconnected."""
     max_unread_bytes_together: int = _knob.size(
         256 << 20,
         4 << 10,
         1 << 40,
-        "The same for all peers: beyond, those that do not read go, who has the most first.",
+        "The same for all peers: beyond, those that do not read are disconnected, the one with the most first.",
     )
-    """The same for all of its peers together; who has the most goes first."""
+    """The same for all of its peers together; the peer with the most goes first."""
     max_frames: int = _knob.integer(16, 2, 1_024, "Frames of a message; one with more is dropped and counted.")
     """Frames of a message; one with more is dropped and counted."""
     linger: float = _knob.seconds(
@@ -58,9 +61,9 @@ class SocketOptions:
     reconnect_interval_max: float = _knob.seconds(0.5, 0.001, 600.0, "Longest such wait.")
     """Longest such wait."""
     handshake_timeout: float = _knob.seconds(
-        5.0, 0.01, 600.0, "How long a connection may take to say who it is, before it is dropped."
+        5.0, 0.01, 600.0, "How long the handshake of a connection may take before it is dropped."
     )
-    """How long a connection may take to say who it is, before it is dropped."""
+    """How long the handshake of a connection may take before it is dropped."""
     backlog: int = _knob.integer(512, 1, 65_535, "Connections that wait to be accepted.")
     """Connections that wait to be accepted."""
     heartbeat_interval: float = _knob.seconds(
@@ -91,7 +94,7 @@ class SocketOptions:
     )
     """How long a lone waiter looks for its message itself before it sleeps; 0: not at all. See :mod:`maru.transport`."""
     curve: CurveServer | CurveClient | None = None
-    """Encryption, and who may come in. ``None``: anybody who can connect."""
+    """Encryption, and which clients may connect. ``None``: no encryption, and every client."""
 
     def __attrs_post_init__(self) -> None:
         if self.reconnect_interval > self.reconnect_interval_max:

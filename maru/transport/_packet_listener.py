@@ -53,7 +53,7 @@ class PacketListener:
                 _log.warning("no descriptor left to talk to a client with: %s", exc)
                 await trio.sleep(_PAUSE)
                 continue
-            # The kernel noted who connected when they did: nothing that the peer says or does afterwards changes it.
+            # The kernel noted the peer's user when it connected: nothing that the peer does afterwards changes it.
             accepted = socket.socket(fileno=peer.detach())
             if peer_uid(accepted) != os.geteuid() or not take(accepted):
                 turn_away()

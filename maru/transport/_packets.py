@@ -8,7 +8,7 @@ Rule 2. A packet is bounded by the send buffer of its socket (212,960 bytes, whe
         sides, and would have to be bounded for every peer that never sends the rest.
 Rule 3. A descriptor is read only if it is a memfd that its sender has sealed against every change: of anything else (a pipe,
         a file of a network) reading may block, and what was judged may change before it is used. Whatever came is closed.
-Rule 4. Whoever breaks a rule loses the connection: every error but :exc:`BlockingIOError` means that it is over.
+Rule 4. A peer that breaks a rule loses the connection: every error but :exc:`BlockingIOError` means that it is over.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class PacketConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody has hung up, as far as the kernel knows. Any thread; asks nobody."""
+        """Whether the peer is connected, as far as the kernel knows. For any thread; sends nothing."""
         descriptor = self._sock.fileno()
         if descriptor < 0:
             return False
@@ -127,7 +127,7 @@ class PacketConnection:
         return not poll.poll(0)
 
     def interrupt(self) -> None:
-        """Hang up, for whoever waits here in another thread. Any thread; :meth:`close` is to follow."""
+        """Disconnect, for a thread that waits here. For any thread; call :meth:`close` afterwards."""
         with contextlib.suppress(OSError):  # it is over already
             self._sock.shutdown(socket.SHUT_RDWR)
 
@@ -170,18 +170,18 @@ class PacketConnection:
 
 
 def connect(path: str) -> socket.socket:
-    """A connection to who listens at this path, if that is this user, or root. Does not wait.
+    """Connect to this path if its listener is this user's, or root's. Does not wait.
 
     Raises:
         PermissionError: another user's process listens there. Nothing was sent.
         BlockingIOError: its backlog is full.
-        OSError: nobody listens there.
+        OSError: no process listens there.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
         with reachable(path) as name:
             sock.connect(name)
-        # Asked of the connection itself, so nobody can be put in the listener's place between the question and the use.
+        # The kernel is asked about the connection itself, so the listener cannot be exchanged between the check and the use.
         uid = peer_uid(sock)
         if uid not in (os.geteuid(), 0):
             raise PermissionError(f"{path!r} is served by user {uid}")
@@ -245,7 +245,7 @@ def reachable(path: str) -> Iterator[str]:
 
 
 def descriptors_in(attached: list[tuple[int, int, bytes]]) -> list[int]:
-    """The descriptors that came with a packet: whoever received it must close them."""
+    """The descriptors that came with a packet: the receiver must close them."""
     found = array("i")
     for level, kind, data in attached:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:

@@ -64,7 +64,7 @@ class PeerTracker:
         return message
 
     def emptied(self) -> None:
-        """The socket was seen empty: tell who is gone."""
+        """The socket was seen empty: report the peers that are gone."""
         for peer in self.peers.emptied():
             self.gone += 1
             self._inodes.pop(peer, None)
@@ -72,7 +72,7 @@ class PeerTracker:
                 self._on_gone(peer)
 
     def has_read_all(self, peer: bytes) -> bool:
-        """Whether the kernel has nothing more for this peer. Of one whose connection is not known, it is not believed."""
+        """Whether the kernel has nothing more for this peer. False if its connection is not known."""
         descriptor = self.peers.known.get(peer, -1)
         try:
             (waiting,) = _INT.unpack(fcntl.ioctl(descriptor, termios.TIOCOUTQ, _INT.pack(0)))

@@ -79,17 +79,17 @@ class SocketStatistics:
     gone: int
     """Peers that are gone."""
     refused: int
-    """Connections whose CURVE key was not let in."""
+    """Connections that were refused for their CURVE key."""
     unread_bytes: int
     """That may wait for peers, at most; counted only where ``on_gone`` was given."""
     hung_up: int
     """Peers that did not read, and met a bound."""
     sleeps: int
-    """How often somebody slept at the descriptor."""
+    """How often a task slept at the descriptor."""
     kicks: int
     """How often a sleeper was woken because another task had swallowed its signal."""
     busy_polls: int
-    """How often somebody looked before he slept."""
+    """How often a task looked before it slept."""
     hits: int
     """How often that was of use."""
 
@@ -234,7 +234,7 @@ class TrioSocket:
     async def receive_batch(self, most: int = _BATCH) -> list[Message]:
         """Wait for messages, and take up to ``most`` of those that are there. Otherwise as :meth:`receive`.
 
-        The loop of a server is fastest with this: it reads the socket itself, and nobody has to be woken.
+        A server's loop is fastest with this: it reads the socket itself, and no task has to be woken.
         """
         self._check_pulls()
         receiver = _Receiver(self._watch, self._receivers, most)
@@ -314,7 +314,7 @@ class TrioSocket:
             hits=watch.hits,
         )
 
-    # --- reading, by whoever leads --------------------------------------------------------------------------------
+    # --- reading, by the leading task -----------------------------------------------------------------------------
 
     def _drain(self) -> bool:
         """Hand on what is there: the other half of :class:`Watch`. Whether there may be more."""
@@ -340,7 +340,7 @@ class TrioSocket:
 
     def _take(self) -> None:
         """Hand on one message that is likely there."""
-        # In a crowd, and where somebody waits for room, _drain does better.
+        # With many waiters, and with a task that waits for room, _drain is faster.
         if not self._watch.crowded and not self._senders:
             try:
                 self._hand_on()
@@ -362,7 +362,7 @@ class TrioSocket:
         return False
 
     def _hand_on(self) -> int:
-        """Hand on one batch. How many messages there were in it; -1 where nobody wants any now."""
+        """Pass on one batch. Returns the number of its messages; -1 if no task wants any now."""
         if self._on_messages is not None:
             batch = self._collect(_BATCH)
             if batch:
@@ -436,18 +436,18 @@ class TrioSocket:
             watch.kick()
 
     def _may_flush(self, events: int) -> bool:
-        """Whether a sender who waits might go now. A router's events do not say to which peer, nor that one is gone."""
+        """Whether a waiting sender might go now. A router's events do not tell for which peer, nor that one is gone."""
         return self._port.routes or bool(events & OUT)
 
     def _must_queue(self, frames: Sequence[bytes]) -> bool:
-        """Whether somebody waits who must not be passed."""
+        """Whether a task waits that must not be overtaken."""
         return not self._port.routes or any(sender.frames[0] == frames[0] for sender in self._senders)
 
     def _check_pulls(self) -> None:
         if self._on_messages is not None:
             raise RuntimeError("the messages of this socket are handed to on_messages")
 
-    # --- its tasks, which only those who ask for them have --------------------------------------------------------
+    # --- its tasks, only for callers that use them -------------------------------------------------------------------
 
     def _start(self, nursery: trio.Nursery) -> None:
         if self._authenticator is not None:

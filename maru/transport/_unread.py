@@ -55,7 +55,7 @@ class Unread:
             self.total -= self._bytes.pop(peer)
 
     def crowd_out(self, peer: bytes, size: int) -> list[bytes]:
-        """Whom to look at before so many bytes more are sent to this peer: one by one, until this is empty. Mostly nobody."""
+        """Peers to look at before ``size`` more bytes are sent to this one, one by one, until this is empty. Mostly none."""
         if self.of(peer) + size > self._peer_bytes and peer in self._bytes:
             return [peer]
         if self.total + size > self._all_bytes and self._bytes:

@@ -55,7 +55,7 @@ SELDOM: Final = 63
 _TURN: Final = 250e-6
 """Seconds after which the other tasks of the loop have their turn."""
 _IDLE: Final = 50e-6
-"""A turn that took less had nobody with work in it."""
+"""A turn that took less had no task with work in it."""
 
 yield_processor: Final[Callable[[], object]] = getattr(os, "sched_yield", lambda: sleep(0))
 
@@ -91,7 +91,7 @@ class Waiter:
 
 
 class Queued(Waiter):
-    """A waiter who has a place in a queue, which ``drain`` serves."""
+    """A waiter with a place in a queue, which ``drain`` serves."""
 
     __slots__ = ("_queue",)
 
@@ -106,7 +106,7 @@ class Queued(Waiter):
             self._queue.remove(self)
 
     def _leave(self, raise_cancel: object) -> Abort:
-        # At once: until the cancelled task runs, somebody might serve it, and nobody would have what it got.
+        # At once: until the cancelled task runs, ``drain`` might serve it, and its result would be lost.
         self.withdraw()
         return super()._leave(raise_cancel)
 
@@ -186,7 +186,7 @@ class Watch:
         self.sleeper: Waiter | None = None
         """The leader, while it sleeps at the descriptor."""
         self.touched: bool = False
-        """Set by whoever touches the socket while the leader is awake."""
+        """Set when another task touches the socket while the leader is awake."""
         self.crowded = False
         """Set by ``drain``: several messages came at once."""
         self.closed: bool = False
@@ -258,7 +258,7 @@ class Watch:
                 self._turn_ends = perf_counter() + _TURN
                 self._take()
             if self.followers and not self.closed:
-                self._drain()  # cheaper than to wake somebody for it
+                self._drain()  # cheaper than waking another task for it
         finally:
             if self.followers:
                 self._pass_on()
@@ -285,7 +285,7 @@ class Watch:
         trio.lowlevel.reschedule(task)
 
     def move_to(self, descriptor: int) -> None:
-        """Wait at this descriptor from now on. The one of before may be closed afterwards; who sleeps at it looks anew."""
+        """Wait at this descriptor from now on. The previous one may then be closed; a task that sleeps at it looks anew."""
         self._poll.unregister(self._descriptor)
         if self.sleeper is not None:
             trio.lowlevel.notify_closing(self._descriptor)
@@ -310,7 +310,7 @@ class Watch:
             raise trio.ClosedResourceError("this socket was closed")
 
     def close(self) -> None:
-        """It is over: wake everybody. The descriptor may be closed afterwards."""
+        """Wake all waiters at the end. The descriptor may be closed afterwards."""
         if self.closed:
             return
         self.closed = True

@@ -22,13 +22,13 @@ _DOMAIN: Final = b"maru"
 _REQUEST_FRAMES: Final = 9
 _KEY_BYTES: Final = 32
 _LOG_INTERVAL: Final = 10.0
-"""Seconds between two lines about whoever was not let in: he may try again as often as he likes."""
+"""Seconds between two log lines about refused clients, which may try again any number of times."""
 
 _log = logging.getLogger(__name__)
 
 
 class Authenticator:
-    """Accepts the clients whose public key is on the list. It answers for the one port whose context it is bound in."""
+    """Accepts the clients whose public key is on the list, for the port of the context that it is bound in."""
 
     def __init__(self, port: Port, clients: Collection[bytes]) -> None:
         self._keys = {z85.decode(key): key for key in clients}

@@ -436,7 +436,7 @@ def test_top_ends_with_words_when_the_server_goes(monkeypatch: pytest.MonkeyPatc
 
         monkeypatch.setattr(top.time, "sleep", kill)
         said = complaint("top", "--json", "--timeout", "30", "--server", running.ipc)
-        assert said.startswith(f"Error: {running.ipc} does not answer within 30 s: nobody listens there")
+        assert said.startswith(f"Error: {running.ipc} does not answer within 30 s: no server listens there")
         assert "Traceback" not in said
 
 
@@ -468,7 +468,7 @@ def test_a_published_server_is_described_queried_and_measured(tmp_path: Path) ->
         # A region that was handed back with a key in it is in nobody's list.
         client.ask(Ask.RETURN_ALLOC, instance_id="b", region_id=region)
         assert told("query", "two", *at)["owner"] is None
-        assert "nobody that is listed" in maru("query", "two", *at)
+        assert "no listed instance" in maru("query", "two", *at)
         assert not OWN_CODES & set(theirs.asked)
 
 
@@ -477,7 +477,7 @@ def test_a_published_server_is_described_queried_and_measured(tmp_path: Path) ->
 
 @pytest.mark.parametrize("command", [("describe",), ("ping",), ("query", "key"), ("usage",), ("top",)])
 @pytest.mark.parametrize(
-    ("address", "why"), [(NOBODY, "nobody listens there"), ("ipc:///nowhere/maru.sock", "there is no such socket")]
+    ("address", "why"), [(NOBODY, "no server listens there"), ("ipc:///nowhere/maru.sock", "there is no such socket")]
 )
 def test_where_nobody_answers_it_says_so_and_what_to_check(command: tuple[str, ...], address: str, why: str) -> None:
     said = complaint(*command, "--server", address, "--timeout", "0.1")

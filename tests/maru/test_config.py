@@ -196,7 +196,7 @@ def test_who_may_come_in_is_named_where_keys_decide():
 
 
 def test_a_server_that_nobody_could_reach_is_refused():
-    assert "nobody could reach" in refused(ServerConfig, host="", ipc=False)
+    assert "no client could reach" in refused(ServerConfig, host="", ipc=False)
 
 
 def test_a_lease_lies_between_the_least_and_the_most():

@@ -695,7 +695,7 @@ async def test_who_fails_is_told_and_who_has_left_is_not(caplog):
         scope.cancel()
         await workers.do(fail)
     await workers.wait_idle()
-    assert "nobody waits for any more" in caplog.text
+    assert "abandoned work has failed" in caplog.text
     statistics = workers.statistics()
     assert (statistics.pending, statistics.waiting) == (0, 0)
 
