@@ -1,7 +1,7 @@
-"""Pinned host memory in chunks, kept by a server for many processes, or by this one.
+"""Pinned host memory in chunks, in a server for many processes, or in this process.
 
-A server (``offload pinned-pool``, or :func:`serve`) keeps a pool for each client that is connected. An engine's threads, which
-know no trio, take blocks from it as they would from memory of their own::
+A server (``offload pinned-pool``, or :func:`serve`) keeps a pool for each connected client. An engine's threads, which need not
+use trio, take blocks from it as from their own memory::
 
     pool = ServerPinnedMemoryPool(torch.bfloat16, pool_size=1024)
     block = pool.alloc_same_pin_tensor(tensor)      # None where the pool is full
@@ -9,8 +9,8 @@ know no trio, take blocks from it as they would from memory of their own::
     again = block.to("cpu")
     pool.free(block)
 
-On the server's host both sides map the pool, and the connection carries ids only. :class:`PinnedMemoryPool` has the same face
-without a server; ``pinned_memory_pool(..., use_server_pool=...)`` chooses. torch is imported when a tensor is touched.
+On the server's host both sides map the pool, and the connection carries ids only. :class:`PinnedMemoryPool` has the same
+methods without a server; ``pinned_memory_pool(..., use_server_pool=...)`` chooses. torch is imported when a tensor is touched.
 """
 
 from ._pools import ServerPinnedMemoryPool as ServerPinnedMemoryPool

@@ -1,12 +1,12 @@
-"""A block of a pinned pool: looks like a tensor of its shape and dtype, and has its bytes in the pool's chunks.
+"""A block of a pinned pool: has the interface of a tensor, and its bytes in the pool's chunks.
 
 Where the pool is mapped here, a copy is one ``memmove`` for each run of adjacent chunks, or one copy of torch where source or
 destination is on a device, of another dtype, or with gaps. Where it is not, the bytes are streamed: any dtype as what it is in
 memory, so bfloat16 needs no type of the wire.
 
-Rule 1. A block and its views share one hold: the chunks are given back when the last of them is gone, or by ``pool.free``.
-Rule 2. A hold that dies takes no lock and asks nobody (it may die anywhere, even inside the pool's lock): it only leaves a
-        note, and the pool's next call gives the chunks back.
+Rule 1. A block and its views share one hold: the chunks are freed when the last of them is gone, or by ``pool.free``.
+Rule 2. A hold that is collected takes no lock and sends nothing (it may be collected anywhere, even inside the pool's lock): it
+        only leaves a note, and the pool's next call frees the chunks.
 Rule 3. A tensor over a block's memory (:meth:`MemoryBlock.as_tensor`) is a view as well: it keeps the hold, and the memory.
 """
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     import torch
 
 _UNIQUE: Final = itertools.count(1 << 62)
-"""No address: whoever takes it for one gets SIGSEGV, not somebody's bytes."""
+"""No address: using it as one ends in SIGSEGV, instead of reading other bytes."""
 
 _memmove = ctypes.memmove
 
 
 class Hold:
-    """An allocation in use. Shared by a block and its views; not by whoever frees it by name."""
+    """An allocation in use. Shared by a block and its views; ``pool.free`` ends it for all of them."""
 
     __slots__ = ("__weakref__", "_dropped", "_lock", "allocation", "freed", "keeper", "unique")
 
@@ -46,7 +46,7 @@ class Hold:
         self._lock = threading.Lock()
 
     def take(self) -> bool:
-        """Whether the caller is the one who frees it."""
+        """Claim the right to free the allocation. Returns True once, for one caller."""
         with self._lock:
             first, self.freed = not self.freed, True
             return first
@@ -63,7 +63,7 @@ class MemoryBlock:
     """
 
     def __init__(self, hold: Hold, like: torch.Tensor, device: str) -> None:
-        """Not to be called: a pool makes them. ``like`` is a tensor without memory (``device="meta"``)."""
+        """Use a pool's ``alloc_same_pin_tensor`` instead. ``like`` is a tensor without memory (``device="meta"``)."""
         self._hold = hold
         self._like = like
         self._device = device
@@ -76,12 +76,12 @@ class MemoryBlock:
 
     @property
     def shape(self) -> torch.Size:
-        """Sizes of its axes."""
+        """Sizes of the axes."""
         return self._like.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its items."""
+        """Type of the items."""
         return self._like.dtype
 
     @property
@@ -91,7 +91,7 @@ class MemoryBlock:
 
     @property
     def allocation_id(self) -> int:
-        """Its name in its pool; its views have the same."""
+        """Its id in its pool; its views have the same."""
         return self._hold.allocation.allocation_id
 
     @property
@@ -230,7 +230,7 @@ class MemoryBlock:
     def as_tensor(self) -> torch.Tensor | None:
         """A tensor over its memory, without a copy; None where it has no such memory (streamed, or not contiguous).
 
-        It keeps the chunks as a view does. After ``pool.free`` it still points to memory that is there, but somebody else's.
+        It keeps the chunks as a view does. After ``pool.free`` it still points to memory, which may hold another block.
         """
         import torch
 
@@ -260,7 +260,7 @@ class MemoryBlock:
         return reach
 
     def _fill(self, place: Place, tensor: torch.Tensor) -> None:
-        """Copy what lies in host memory as it is to lie in the block."""
+        """Copy a tensor that is in host memory with the layout of the block."""
         source = tensor.data_ptr()
         for address, at, n in self._runs(place):
             _memmove(address, source + at, n)
@@ -291,7 +291,7 @@ class PinnedMemoryBlock(MemoryBlock):
 
 
 def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether its bytes are in host memory as they are to be in the block."""
+    """Whether its bytes are in host memory with the layout of the block."""
     return (
         tensor.is_cpu
         and tensor.dtype == dtype

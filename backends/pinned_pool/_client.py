@@ -1,12 +1,12 @@
-"""A client of a pinned pool's server, for threads that know no trio: the calls of the protocol, and the pool mapped here.
+"""A client of a pinned pool's server, for threads without trio: the requests of the protocol, and the mapped pool.
 
 On the server's host the pool is mapped (its descriptor comes over a Unix socket), and copies are copies; the connection
-carries ids only. From another host, or where it is asked for, bytes go through the connection, a few frames ahead.
+carries ids only. From another host, or if configured so, bytes go through the connection, a few frames ahead.
 
-Rule 1. Any thread. One request is on its way at a time; copies in mapped memory wait for nobody.
-Rule 2. No answer in time is an error, and the session goes on. What such a request took is given back when its answer comes.
-Rule 3. Once the connection is over, every call says so. A server that sends what none of ours does has its connection ended.
-Rule 4. A session belongs to the process that began it. A forked child has its end of the connection closed at once: it cannot
+Rule 1. For any thread. One request is on its way at a time; copies in mapped memory do not wait for it.
+Rule 2. A timeout is an error, and the session goes on. What such a request allocated is freed when its answer comes.
+Rule 3. Once the connection is over, every call raises. A server that breaks the protocol is disconnected.
+Rule 4. A session belongs to the process that began it. A forked child closes its end of the connection at once: it cannot
         disturb the session, nor keep it alive when its parent is killed.
 """
 
@@ -62,7 +62,7 @@ from ._table import Allocation, Unknown, Usage, spans_of
 _AHEAD: Final = 4
 """Frames of bytes that are on their way at once: enough that neither side waits for the other's answer."""
 _SECONDS_PER_GIB: Final = 5.0
-"""More time for a pool to be made: taking, zeroing and pinning memory."""
+"""Additional seconds for making a pool: allocating, zeroing and pinning memory."""
 _NOTHING: Final = memoryview(b"")
 _U32: Final = 0xFFFF_FFFF
 
@@ -73,17 +73,17 @@ _log = logging.getLogger(__name__)
 
 @attrs.frozen
 class PoolMemoryInfo:
-    """What a client was given."""
+    """The pool that a client was given."""
 
     nbytes: int
-    """In whole chunks."""
+    """Its size, in whole chunks."""
     chunks: int
     chunk_bytes: int
     pinned: str
-    """``cuda``, ``locked`` or ``no``: by the server."""
+    """How the server pinned it: ``cuda``, ``locked`` or ``no``."""
     why_not_pinned: str
     shared: bool
-    """Whether it is mapped here."""
+    """Whether it is mapped in this process."""
     why_not_shared: str
 
 
@@ -93,14 +93,14 @@ class PinnedPoolClient:
     Args:
         server: ``host:port`` or ``ipc://path``.
         timeout: seconds to wait for an answer.
-        shared_memory: whether to map the pool: None where that can be, True or else fail, False never.
-        server_uid: the user whose server is meant; this process's by default. Root's is believed as well.
+        shared_memory: whether to map the pool: None to map it if possible, True to fail otherwise, False to stream.
+        server_uid: the user that the server must belong to; by default this process's. Root's servers are accepted too.
 
     Raises:
         PoolUnreachable: there is no server.
         PoolUntrusted: on this host, another user's process listens there. Nothing was sent.
         PoolTimeout: it does not answer.
-        PoolLost: what answers there is no pinned pool.
+        PoolLost: the process that answers there is no pinned pool.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ class PinnedPoolClient:
         self._unanswered: deque[int] = deque()
         """Numbers of requests whose answers have not come. A server answers them in this order."""
         self._late: deque[int] = deque()
-        """Allocations that came when nobody waited for them any more."""
+        """Allocations whose request had timed out; they are freed."""
         self._books = threading.Lock()
         self._grants: Grants | None = None
-        """What this client's pool is divided into. Under the lock above."""
+        """The chunks of this client's allocations. Under the lock above."""
         self._info: PoolMemoryInfo | None = None
         self.mapping: Mapping | None = None
-        """The pool here; None where it is not mapped."""
+        """The mapped pool; None if it is not mapped."""
         self._closed = False
         self._connection: Connection = open_connection(
             server, timeout, os.geteuid() if server_uid is None else server_uid
@@ -153,16 +153,16 @@ class PinnedPoolClient:
             connection.close()
 
     def close(self) -> None:
-        """End the session: the server takes the pool and its blocks back. Idempotent. What is mapped stays under its views."""
+        """End the session: the server frees the pool and its blocks. Idempotent. Mapped memory stays under its views."""
         self._closed = True
-        self._connection.interrupt()  # whoever waits for an answer
+        self._connection.interrupt()  # wakes a thread that waits for an answer
         with self._lock:
             self._connection.close()
             if self.mapping is not None:
                 self.mapping.close()
 
     def _after_fork(self) -> None:
-        """In a forked child: hang up here, and here only. Whoever had the lock is not in this process."""
+        """In a forked child: close this end only. The lock may be held by a thread that does not exist here."""
         self._connection.close()
         self._lock = threading.Lock()
 
@@ -172,21 +172,21 @@ class PinnedPoolClient:
         Raises:
             PoolClosed: it was closed.
             PoolForked: it belongs to another process.
-            PoolLost: the server has hung up.
+            PoolLost: the server has disconnected.
         """
         if os.getpid() != self._pid:
             raise PoolForked(belongs_to(self._pid, f"the pool of {self.server}"))
         if self._closed:
             raise PoolClosed(f"the pool of {self.server} was closed")
         if not self._connection.is_open:
-            raise PoolLost(f"{self.server} has hung up: its blocks are gone")
+            raise PoolLost(f"{self.server} has disconnected: its blocks are gone")
 
     @property
     def info(self) -> PoolMemoryInfo:
-        """What was given.
+        """The pool that this client was given.
 
         Raises:
-            PoolRefused: nothing yet.
+            PoolRefused: it has none yet.
         """
         if self._info is None:
             raise PoolRefused("this client has no pool: allocate_pool_memory comes first")
@@ -198,7 +198,7 @@ class PinnedPoolClient:
         """Get this client's pool, rounded up to whole chunks, and map it.
 
         Raises:
-            PoolRefused: so much is not left, this client has its pool, or it cannot be mapped and was to be.
+            PoolRefused: not enough is left, this client has a pool already, or it must be mapped and cannot be.
         """
         patience = self._timeout + _SECONDS_PER_GIB * nbytes / (1 << 30)
         given = self._call(PoolAllocated, AllocatePoolMemory(0, nbytes), timeout=patience)
@@ -206,7 +206,7 @@ class PinnedPoolClient:
             check_pool(given, nbytes, self._welcome.chunk_bytes)
         why_not = self._map(given.nbytes)
         if why_not and self._wants_shared:
-            self.check()  # a server that is gone is no server that hands out none
+            self.check()  # a server that has gone did not refuse the descriptor
             raise PoolRefused(f"the pool of {self.server} cannot be mapped here: {why_not}")
         self._grants = Grants(given.chunks, self._welcome.chunk_bytes)
         self._info = PoolMemoryInfo(
@@ -221,7 +221,7 @@ class PinnedPoolClient:
         return self._info
 
     def allocate_from_pool(self, nbytes: int) -> Allocation | None:
-        """Chunks for so many bytes; None where so many are not free."""
+        """Allocate chunks for ``nbytes`` bytes; None if not enough are free."""
         self._free_late()
         answer = self._call((Allocated, PoolFull), AllocateFromPool(0, nbytes))
         if isinstance(answer, PoolFull):
@@ -233,7 +233,7 @@ class PinnedPoolClient:
             return self._grants.add(answer.allocation_id, unpacked(answer.chunk_indices), nbytes)
 
     def free_from_pool(self, allocation_ids: Iterable[int]) -> int:
-        """Give allocations back; those that are not there are passed over. Returns how many were."""
+        """Free allocations; unknown ids are skipped. Returns how many were freed."""
         self.check()
         ids, freed = list(allocation_ids), 0
         for start in range(0, len(ids), MAX_IDS):
@@ -342,7 +342,7 @@ class PinnedPoolClient:
 
     @contextlib.contextmanager
     def _judging(self) -> Iterator[None]:
-        """Who sends what cannot be is believed no more."""
+        """Treat an implausible answer as the end of the session: no further answer of that server is read."""
         try:
             yield
         except (Implausible, BadFrame) as exc:
@@ -350,11 +350,11 @@ class PinnedPoolClient:
             raise PoolLost(f"{self.server} is no pinned pool: {exc}") from exc
 
     def _stream(self, entries: Iterator[tuple[Request, memoryview, memoryview | None]]) -> None:
-        """Send requests with their bytes, a few ahead of their answers, whose bytes go where each entry says."""
+        """Send requests with their bytes, a few ahead of their answers; the bytes of an answer go where its entry says."""
         waiting: deque[tuple[int, memoryview | None]] = deque()
         with self._turn(perf_counter() + self._timeout):
             for request, payload, into in entries:
-                # A time for each frame: nobody can say how long all of them take.
+                # A timeout for each frame, since the duration of all of them is unknown.
                 waiting.append((self._send(request, payload, perf_counter() + self._timeout), into))
                 if len(waiting) >= _AHEAD:
                     self._receive(*waiting.popleft(), perf_counter() + self._timeout)
@@ -373,7 +373,7 @@ class PinnedPoolClient:
             self._lock.release()
 
     def _send(self, request: Request, payload: memoryview, deadline: float) -> int:
-        self._seq = seq = self._seq % _U32 + 1  # never 0: that is how the server answers what it cannot read
+        self._seq = seq = self._seq % _U32 + 1  # never 0, which the server uses in answers to unreadable frames
         request = type(request)(seq, *(getattr(request, name) for name in request.__struct_fields__[1:]))
         with self._telling_loss():
             if not self._connection.send_by(encode(request, payload), deadline):
@@ -390,7 +390,7 @@ class PinnedPoolClient:
             with self._judging():
                 body, payload = split(frame)
                 answer = decode_answer(body)
-            if isinstance(answer, Refused) and not answer.seq:  # it did not understand us, or does not know us any more
+            if isinstance(answer, Refused) and not answer.seq:  # an unreadable request, or an unknown client
                 self._connection.interrupt()
                 raise PoolLost(f"{self.server}: {answer.text}")
             with self._judging():
@@ -418,7 +418,7 @@ class PinnedPoolClient:
             raise
         except OSError as exc:
             self._connection.interrupt()
-            raise PoolLost(f"{self.server} has hung up: {exc}") from exc
+            raise PoolLost(f"{self.server} has disconnected: {exc}") from exc
 
     def _free_late(self) -> None:
         ids = []

@@ -1,12 +1,12 @@
 """A client's connection to a server: over the channel of a server of this user on this host, over ZeroMQ to any other.
 
-``HOST:PORT`` of this host names the channel that a server with this port has made in its usual directory. Where there is none,
-and for another host, it is an address of TCP. ``ipc://PATH`` names a channel by its path.
+``HOST:PORT`` of this host names the channel that a server with this port has made in its usual directory. Without one, and for
+another host, it is an address of TCP. ``ipc://PATH`` names a channel by its path.
 
-Rule 1. A session is a connection. Over the channel its end is known at once. ZeroMQ hides it and connects again: then the
-        server does not know the client, says so, and the session is over as well.
-Rule 2. Another user's server is not talked to, unless it is named. Over the channel the kernel says whose the very connection
-        is; over TCP it says who listens, asked before anything is sent.
+Rule 1. A session is a connection. A channel shows its end at once. ZeroMQ hides it and reconnects: then the server does not
+        know the client and says so, which ends the session as well.
+Rule 2. Another user's server is refused, unless it is named. The kernel tells the user: over the channel that of the connection
+        itself, over TCP that of the listener, which is asked before anything is sent.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from ._errors import PoolLost, PoolTimeout, PoolUnreachable, PoolUntrusted
 from ._messages import MAX_FRAME_BYTES
 
 _LOOK_UP: Final = 0.05
-"""Seconds after which a thread that waits over ZeroMQ looks whether it is still to wait."""
+"""Seconds after which a thread that waits over ZeroMQ checks whether it was interrupted."""
 
 _log = logging.getLogger(__name__)
 
 
 class Connection(Protocol):
-    """Whole frames out and in, by one thread at a time. Each time limit is one of ``perf_counter``."""
+    """Sends and receives whole frames, for one thread at a time. Time limits are on the clock ``perf_counter``."""
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody has hung up, as far as this process knows. Any thread; asks nobody."""
+        """Whether the peer is connected, as far as this process knows. For any thread; sends nothing."""
         ...
 
     def send_by(self, frame: bytes, deadline: float) -> bool:
-        """Send one frame; whether it was sent in time. :exc:`OSError`: the connection is over."""
+        """Send one frame. Returns whether it was sent in time. :exc:`OSError`: the connection is over."""
         ...
 
     def receive_by(self, deadline: float) -> bytes | None:
@@ -51,7 +51,7 @@ class Connection(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """Have whoever waits here find that this is over. Any thread."""
+        """End the wait of another thread, as if the connection were over. For any thread."""
         ...
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class Connection(Protocol):
 
 
 class RemoteConnection:
-    """A connection over ZeroMQ. Made by :func:`open_connection`, which has looked who listens."""
+    """A connection over ZeroMQ. Made by :func:`open_connection`, after it has checked the listener's user."""
 
     def __init__(self, host: str, port: int) -> None:
         self._dealer = BlockingDealer(f"tcp://{host}:{port}", SocketOptions(max_message_bytes=MAX_FRAME_BYTES))
@@ -68,11 +68,11 @@ class RemoteConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether it was not ended here: of its server's end only the next answer tells."""
+        """Whether it was not ended here. The server's end shows only with the next answer."""
         return not self._over.is_set()
 
     def send_by(self, frame: bytes, deadline: float) -> bool:
-        """Send one frame; whether it was sent in time."""
+        """Send one frame. Returns whether it was sent in time."""
         self._check()
         return self._dealer.send([b"", frame], max(0.0, deadline - perf_counter()))
 
@@ -88,7 +88,7 @@ class RemoteConnection:
                 return None
 
     def interrupt(self) -> None:
-        """Have whoever waits here find that this is over: soon, since nobody may close a socket that is in use."""
+        """End the wait of another thread soon; a ZeroMQ socket in use must not be closed by another thread."""
         self._over.set()
 
     def close(self) -> None:
@@ -107,13 +107,13 @@ def open_connection(server: str, timeout: float, uid: int) -> Connection:
     Args:
         server: ``host:port`` or ``ipc://path``.
         timeout: seconds to wait for it to be there.
-        uid: the user whose server is meant, besides root's.
+        uid: the user that the server must belong to, besides root.
 
     Raises:
         ValueError: the address is none.
         PoolUntrusted: another user's process listens there. Nothing was sent.
-        PoolUnreachable: nobody listens there.
-        PoolTimeout: nobody answers there.
+        PoolUnreachable: no process listens there.
+        PoolTimeout: it does not answer.
     """
     path = server.removeprefix("ipc://")
     if path == server:
@@ -170,7 +170,7 @@ def _open_channel(server: str, path: str, deadline: float) -> ChannelConnection:
 
 
 def _open_remote(server: str, host: str, port: int, timeout: float, uid: int) -> RemoteConnection:
-    """Over TCP, once it is known who listens there, and that somebody does: ZeroMQ would wait for a server to come."""
+    """Connect over TCP, after checking that a server of the right user listens: ZeroMQ would wait for one to come."""
     try:
         with socket.create_connection((host, port), timeout) as sock:
             found, port = sock.getpeername()[:2]
@@ -186,7 +186,7 @@ def _open_remote(server: str, host: str, port: int, timeout: float, uid: int) ->
             f"server_uid = {other} if that one is meant"
         )
     if listener.unknown and _is_of_this_host(found):
-        _log.warning("whose process listens at %s cannot be told: %s", server, listener.unknown)
+        _log.warning("the user of the process that listens at %s is unknown: %s", server, listener.unknown)
     try:
         return RemoteConnection(f"[{found}]" if ":" in found else found, port)
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""What can go wrong with pinned pools, and who must act. A full pool is not among it: that is an answer."""
+"""The exceptions of pinned pools. Each says who must act. A full pool is no exception, but an answer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class PinnedPoolError(BackendError, RuntimeError):
 
 
 class PoolUnreachable(PinnedPoolError):
-    """There is no server, or what answers there is none. Its operator must start it; nothing was taken."""
+    """There is no server, or the process that answers is none. An operator must start it; nothing was allocated."""
 
 
 class PoolUntrusted(PinnedPoolError):
-    """Another user's process listens there. The caller starts a server of its own, or says whose it means (``server_uid``)."""
+    """The listener belongs to another user. The caller starts a server, or names that user (``server_uid``)."""
 
 
 class PoolLost(PinnedPoolError):
-    """The connection is over: the server has ended, or has hung up. The pool and all its blocks are gone with it."""
+    """The connection is over: the server has ended, or has disconnected. The pool and all its blocks are gone with it."""
 
 
 class PoolTimeout(PinnedPoolError, TimeoutError):
@@ -28,7 +28,7 @@ class PoolTimeout(PinnedPoolError, TimeoutError):
 
 
 class PoolRefused(PinnedPoolError):
-    """The server does not do this for the caller; the text says why. Nothing has changed."""
+    """The server refuses this request; the text says why. Nothing has changed."""
 
 
 class PoolClosed(PinnedPoolError, PlaceClosed):
@@ -36,7 +36,7 @@ class PoolClosed(PinnedPoolError, PlaceClosed):
 
 
 class PoolForked(PoolClosed):
-    """The pool belongs to the process that this one was forked from. The caller makes one here."""
+    """The pool belongs to the process that this one was forked from. The caller opens one in this process."""
 
 
 class BlockFreed(PinnedPoolError):
@@ -44,4 +44,4 @@ class BlockFreed(PinnedPoolError):
 
 
 class PinnedPoolConfigError(BackendError, KnobError):
-    """The caller set a knob to what it cannot be; the text names the knob, the value, and the bound."""
+    """The caller set a knob to a value out of range; the text names the knob, the value, and the bound."""

@@ -1,11 +1,11 @@
-"""What a server has granted, and whether it can be: every number that it sends is judged here before it is used. Pure.
+"""Checks what a server grants: every number that it sends is validated here before it is used. Pure.
 
-A chunk's index becomes an address. An index behind the pool's end is a SIGSEGV, or somebody else's bytes; one that two blocks
-have is one block's bytes in the other.
+A chunk's index becomes an address. An index beyond the pool is a SIGSEGV, or reads other memory; an index that two blocks have
+mixes their bytes.
 
-Rule 1. A pool is as large as was asked for, in whole chunks, and no larger.
-Rule 2. A block has exactly the chunks its bytes need, all of them in the pool, and shares none with another block.
-Rule 3. Whoever sends anything else is no pinned pool: nothing it says is used any more.
+Rule 1. A pool has the requested size, in whole chunks, and no more.
+Rule 2. A block has exactly the chunks that its bytes need, all of them in the pool, and shares none with another block.
+Rule 3. A server that sends anything else is no pinned pool: no further answer of it is used.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _PINNED: Final = frozenset({"cuda", "locked", "no"})
 
 
 class Implausible(ValueError):
-    """A server has sent what no server of ours sends; the text says what."""
+    """A server has sent what none of ours does; the text says what."""
 
 
 def check_welcome(welcome: Welcome, version: int) -> None:
-    """Raise unless this greeting can be of a server.
+    """Raise unless this can be the greeting of a server.
 
     Raises:
-        Implausible: it cannot.
+        Implausible: it cannot be.
     """
     size, path = welcome.chunk_bytes, welcome.descriptors
     if welcome.version != version:
@@ -41,7 +41,7 @@ def check_welcome(welcome: Welcome, version: int) -> None:
 
 
 def check_pool(pool: PoolAllocated, nbytes: int, chunk_bytes: int) -> None:
-    """Raise unless this is a pool of so many bytes, in whole chunks.
+    """Raise unless this is a pool of ``nbytes`` bytes, in whole chunks.
 
     Raises:
         Implausible: it is not.
@@ -56,7 +56,7 @@ def check_pool(pool: PoolAllocated, nbytes: int, chunk_bytes: int) -> None:
 
 
 class Grants:
-    """The allocations of one pool, as far as its server has granted them. One thread at a time.
+    """The granted allocations of one pool. For one thread at a time.
 
     Args:
         chunks: of the pool.
@@ -70,14 +70,15 @@ class Grants:
         self._allocations: dict[int, Allocation] = {}
 
     def get(self, allocation_id: int) -> Allocation | None:
-        """An allocation that is there."""
+        """An allocation; None if it is unknown."""
         return self._allocations.get(allocation_id)
 
     def add(self, allocation_id: int, indices: Sequence[int], nbytes: int) -> Allocation:
-        """Take in what was granted for so many bytes.
+        """Add the chunks that were granted for ``nbytes`` bytes.
 
         Raises:
-            Implausible: no such chunks are in the pool, they are another allocation's, or the id is. Nothing was taken in.
+            Implausible: the chunks are not in the pool, or belong to another allocation; or the id is in use. Nothing was
+                added.
         """
         if allocation_id in self._allocations:
             raise Implausible(f"allocation {allocation_id} was granted twice")
@@ -97,14 +98,14 @@ class Grants:
         return allocation
 
     def discard(self, allocation_ids: Iterable[int]) -> None:
-        """These are not used here any more. To be said before the server is told, who may grant their chunks anew at once."""
+        """Remove allocations. Call it before the server frees them, since it may grant their chunks again at once."""
         for allocation_id in allocation_ids:
             allocation = self._allocations.pop(allocation_id, None)
             for index in () if allocation is None else allocation.chunk_indices:
                 self._taken[index] = 0
 
     def check_usage(self, usage: UsageInfo) -> None:
-        """Raise unless a pool of this size can be so full.
+        """Raise unless these numbers fit a pool of this size.
 
         Raises:
             Implausible: it cannot.

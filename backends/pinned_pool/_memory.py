@@ -1,13 +1,13 @@
-"""The memory of one pool: a file without a name, mapped, and pinned as well as this process may. Blocking.
+"""The memory of one pool: a file without a name, mapped, and pinned as far as this process may. Blocking.
 
-Each pool is a file of its own, not a part of one that all clients map: so no client can see or spoil another one's bytes,
-and the memory of a client that was stopped while its session ended is never somebody else's meanwhile. It is freed
-when the last process that maps it lets go.
+Each pool is its own file, not a part of one that all clients map: so no client can read or change another one's bytes, and the
+memory of a client that was stopped while its session ended is not reused meanwhile. It is freed when the last process unmaps
+it.
 
-Rule 1. All its pages are there before anybody is told of it: where there is no memory, that is an error here, no SIGBUS later,
-        and no end of whatever process the kernel picks: what it has left is asked first.
-Rule 2. The file can neither shrink nor grow (it is sealed): no client can take pages from under the server.
-Rule 3. Where memory cannot be pinned, it is used all the same, and what is in the way is said.
+Rule 1. All its pages are allocated before the pool is used: lack of memory is an error here, not a SIGBUS later. Free memory is
+        checked first, since the kernel would otherwise kill a process.
+Rule 2. The file can neither shrink nor grow (it is sealed): no client can take pages away from the server.
+Rule 3. Memory that cannot be pinned is used all the same, with the reason.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ._config import Pin
 from ._errors import PoolRefused
 
 _STEP_BYTES: Final = 256 << 20
-"""Taken at once; between two steps a server that ends is noticed."""
+"""Bytes allocated at once; between two steps a server that ends is noticed."""
 _DEVICE_NODES: Final = ("/dev/nvidiactl", "/dev/kfd")
-"""Where there is none of these no CUDA device is either, and torch need not be imported to learn that."""
+"""Device files of the driver: without any of them there is no CUDA device, and torch need not be imported to check."""
 
 _log = logging.getLogger(__name__)
 
@@ -44,10 +44,10 @@ for _function in (_mlock, _munlock):
 
 
 class Locking:
-    """Pins memory with ``mlock``: it is never paged out, and that is all."""
+    """Pins memory with ``mlock``, which only keeps it from being paged out."""
 
     def pin(self, address: int, length: int, writable: bool) -> str:
-        """Pin it. An empty text, or why that cannot be."""
+        """Pin it. Returns an empty text, or the reason against it."""
         if _mlock(address, length) == 0:
             return ""
         code = ctypes.get_errno()
@@ -57,20 +57,20 @@ class Locking:
         return f"mlock of {length} bytes: {os.strerror(code)}"
 
     def unpin(self, address: int) -> None:
-        """Let go. Unmapping does that anyway."""
+        """Unpin it. Unmapping does that anyway."""
 
 
 class PoolMemory:
-    """The memory of one pool, in this process. It is unmapped when nothing refers to it any more.
+    """The memory of one pool, in this process. It is unmapped with the last reference to it.
 
     Args:
-        nbytes: how many.
+        nbytes: its size.
         pin: how to pin it.
-        go_on: called between two steps; what it raises ends this, and nothing stays behind.
-        pinning: what to pin with; by default what ``pin`` says.
+        go_on: called between two steps; if it raises, the memory is freed.
+        pinning: pins the memory; by default chosen by ``pin``.
 
     Raises:
-        PoolRefused: there is no memory for it, or it was to be pinned with CUDA and cannot be.
+        PoolRefused: there is not enough memory, or it must be pinned with CUDA and cannot be.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class PoolMemory:
         self.pinned = "no"
         """``cuda``, ``locked`` or ``no``."""
         self.why_not = ""
-        """What was in the way of pinning it."""
+        """The reason for which it is not pinned."""
         self._fd: int | None = _file_of(nbytes, go_on)
-        # The descriptor goes with this object, wherever that dies; the memory goes with its own last reference.
+        # The descriptor is closed with this object; the memory is unmapped with its own last reference.
         self._close = weakref.finalize(self, os.close, self._fd)
         try:
             memory = Memory(self._fd, 0, nbytes, write=True)
@@ -100,7 +100,7 @@ class PoolMemory:
         return f"<PoolMemory of {self.nbytes} bytes, pinned: {self.pinned}>"
 
     def open_fd(self) -> int:
-        """A new descriptor of it, which is the caller's.
+        """A new descriptor of it, which the caller must close.
 
         Raises:
             PoolRefused: it was closed.
@@ -110,7 +110,7 @@ class PoolMemory:
         return os.dup(self._fd)
 
     def close(self) -> None:
-        """Let go of it. Idempotent. The memory is unmapped with the last reference to it, most likely at once."""
+        """Close it. Idempotent. The memory is unmapped with the last reference to it, mostly at once."""
         self._fd = None
         self._close()
         self.memory = None
@@ -128,7 +128,7 @@ class PoolMemory:
             failed = pinning.pin(memory.address, memory.length, True)
             if not failed:
                 unpin, address = pinning.unpin, memory.address
-                memory.before_unmap(lambda: unpin(address))  # not memory itself: it would hold itself
+                memory.before_unmap(lambda: unpin(address))  # without a reference to memory, which would never be collected
                 self.pinned = "cuda"
                 return
             reasons.append(failed)
@@ -143,15 +143,15 @@ class PoolMemory:
 
 
 def has_device() -> bool:
-    """Whether there may be a GPU: no, if its driver is not there."""
+    """Whether there may be a GPU: not without its driver."""
     return any(os.path.exists(node) for node in _DEVICE_NODES)
 
 
 def _file_of(nbytes: int, go_on: Callable[[], None]) -> int:
-    """A sealed file of so many bytes, without a name; all its pages are there.
+    """A sealed file of ``nbytes`` bytes, without a name; all its pages are allocated.
 
     Raises:
-        PoolRefused: there is no memory for it.
+        PoolRefused: there is not enough memory.
     """
     left = memory_left()
     if left is not None and nbytes > left:

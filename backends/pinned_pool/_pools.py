@@ -1,4 +1,4 @@
-"""The pools as an engine sees them: a server's, and one of this process, with the same face. Blocking; any thread."""
+"""The pools that an engine uses: one of a server, and one of this process, with the same methods. Blocking; any thread."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _MAX_MIB: Final = 1 << 24
 
 
 class MemoryPool:
-    """What both pools are. Made by neither name but theirs."""
+    """The common base of the two pools."""
 
     _block: type[MemoryBlock] = MemoryBlock
 
     def __init__(self, keeper: Keeper, dtype: torch.dtype, device: str) -> None:
-        """Not to be called: see :class:`ServerPinnedMemoryPool` and :class:`PinnedMemoryPool`."""
+        """Use :class:`ServerPinnedMemoryPool` or :class:`PinnedMemoryPool` instead."""
         self._keeper = keeper
         self.dtype: Final = dtype
-        """What this pool is meant for. A block has its tensor's."""
+        """The type that the pool was opened for. A block has its tensor's."""
         self.device: Final = str(device)
-        """Where ``block.to()`` goes by default."""
+        """The default device of ``block.to()``."""
         self._dropped: deque[int] = deque()
 
     def __repr__(self) -> str:
@@ -40,7 +40,7 @@ class MemoryPool:
         """A block for a tensor's bytes: of the same shape and dtype, in whole chunks. Its contents are undefined.
 
         Returns:
-            The block; None if so many chunks are not free. It is given back by :meth:`free`, or when the block and its views
+            The block; None if not enough chunks are free. Its chunks are freed by :meth:`free`, or when the block and its views
             are gone, or when the pool is closed.
 
         Raises:
@@ -55,7 +55,7 @@ class MemoryPool:
         return self._block(hold, like, self.device)
 
     def free(self, block: MemoryBlock) -> bool:
-        """Give a block's chunks back; its views end with it. False if they were given back before.
+        """Free a block's chunks; its views end with it. False if they were freed before.
 
         Raises:
             ValueError: it is a block of another pool.
@@ -94,7 +94,7 @@ class MemoryPool:
         }
 
     def close(self) -> None:
-        """Give everything back, and be used no more. Idempotent. Memory under a tensor stays mapped until that is gone."""
+        """Free everything; later calls raise. Idempotent. Memory under a tensor stays mapped until that is gone."""
         self._keeper.close()
 
     def __enter__(self) -> Self:
@@ -106,41 +106,41 @@ class MemoryPool:
         self.close()
 
     def _free_dropped(self) -> None:
-        """Give back the chunks of blocks that have died."""
+        """Free the chunks of blocks that were collected."""
         dropped = []
         for _ in itertools.repeat(None, len(self._dropped)):
             try:
                 dropped.append(self._dropped.popleft())
-            except IndexError:  # another thread was faster
+            except IndexError:  # another thread took the last one
                 break
         if not dropped:
             return
         try:
             self._keeper.free_from_pool(dropped)
         except BaseException:
-            self._dropped.extend(dropped)  # whoever calls next tries again; what is gone is passed over
+            self._dropped.extend(dropped)  # the next call tries again; ids that are gone are skipped
             raise
 
 
 class ServerPinnedMemoryPool(MemoryPool):
-    """A pool of pinned memory that a server keeps (``offload pinned-pool``). Each has a session and a pool of its own.
+    """A pool of pinned memory in a server (``offload pinned-pool``). Each pool has its own session.
 
     On the server's host the memory is shared: blocks have addresses, and copies pass no socket.
 
     Args:
-        dtype: what it is meant for.
+        dtype: the type that blocks mostly have.
         pool_size: MiB, rounded up to whole chunks of the server.
-        device: where ``block.to()`` goes by default.
+        device: the default device of ``block.to()``.
         server: ``host:port``.
         timeout: seconds to wait for an answer of the server.
-        shared_memory: None to map the memory where that can be, True to insist, False to have all bytes go through the socket.
-        server_uid: the user whose server is meant; this process's by default. Root's is believed as well.
+        shared_memory: None to map the memory if possible, True to fail otherwise, False to stream all bytes.
+        server_uid: the user that the server must belong to; by default this process's. Root's servers are accepted too.
 
     Raises:
         PoolUnreachable: there is no server.
         PoolUntrusted: on this host, another user's process listens there. Nothing was sent.
         PoolTimeout: it does not answer.
-        PoolRefused: so much is not left there.
+        PoolRefused: the server has not enough memory left.
     """
 
     _block = ServerMemoryBlock
@@ -164,14 +164,14 @@ class PinnedMemoryPool(MemoryPool):
     """A pool of pinned memory of this process.
 
     Args:
-        dtype: what it is meant for.
+        dtype: the type that blocks mostly have.
         pool_size: MiB, rounded up to whole chunks.
-        device: where ``block.to()`` goes by default.
+        device: the default device of ``block.to()``.
         chunk_size: bytes of a chunk, a power of two.
         pin: ``auto``, ``cuda``, ``lock`` or ``none``, as the server's knob.
 
     Raises:
-        PoolRefused: there is no memory for it, or it cannot be pinned as it was to be.
+        PoolRefused: there is not enough memory, or it cannot be pinned as required.
     """
 
     _block = PinnedMemoryBlock
@@ -198,13 +198,13 @@ def pinned_memory_pool(
     use_server_pool: bool = False,
     server: str = "127.0.0.1:8073",
 ) -> ServerPinnedMemoryPool | PinnedMemoryPool:
-    """A server's pool, or one of this process: which of them is one flag of an engine's configuration.
+    """Open a server's pool, or one of this process: one flag of an engine's configuration chooses.
 
     Args:
-        dtype: what it is meant for.
+        dtype: the type that blocks mostly have.
         pool_size: MiB.
-        device: where ``block.to()`` goes by default.
-        use_server_pool: a server's.
+        device: the default device of ``block.to()``.
+        use_server_pool: True for a server's pool.
         server: its ``host:port``.
     """
     if use_server_pool:

@@ -3,9 +3,9 @@
 Clients of this user on this host come over a channel, as those of the page store do; with ``insecure``, all others over ZeroMQ.
 Each is read by a task that runs the same loop; a frame means the same whichever way it came.
 
-Rule 1. A session is a connection. Its pool and blocks are there as long as it is, whatever ended it.
-Rule 2. Bad input costs its sender the session at most. Everything a client can make grow has a bound.
-Rule 3. It listens over TCP only when told ``insecure``: nobody is asked there who they are. A pool's descriptor is handed out
+Rule 1. A session is a connection. Its pool and blocks last exactly as long, whatever ends it.
+Rule 2. Bad input costs its sender the session at most. Everything that a client can make grow has a bound.
+Rule 3. It listens over TCP only with ``insecure``, since clients are not identified there. A pool's descriptor is handed out
         to this user's processes only, and only for the session's own pool.
 """
 
@@ -40,16 +40,16 @@ from ._sessions import Session, Sessions
 from ._table import ChunkTable
 
 _THREADS: Final = 4
-"""For making and removing pools, which is moments for each GiB. Nothing else blocks."""
+"""Threads for making and removing pools, which takes a moment for each GiB. Nothing else blocks."""
 _DRAIN: Final = 0.5
-"""Seconds that the end waits for pools that are being removed. A process that ends removes them anyway."""
+"""Seconds to wait at the end for pools that are being removed. The end of the process removes them anyway."""
 _UNREAD_BYTES: Final = 16 << 20
-"""Of answers that may wait for one client: more than a client has on its way at once."""
+"""Bytes of answers that may wait for one client: more than a client's requests under way can cause."""
 _UNREAD_BYTES_TOGETHER: Final = 256 << 20
 _STEP_BYTES: Final = 4 << 20
-"""Copied before all other tasks have their turn: about a millisecond."""
+"""Bytes that are copied between two checkpoints: about a millisecond."""
 _KEEPALIVE: Final = 15.0
-"""Seconds of silence after which TCP asks whether a client's host is there, four times."""
+"""Seconds of silence after which TCP probes a client's host, four times."""
 
 _log = logging.getLogger(__name__)
 
@@ -59,31 +59,31 @@ class PinnedPoolStatistics:
     """A snapshot of a server. Counters count from its start."""
 
     clients: int
-    """Connected now."""
+    """Clients that are connected."""
     pools: int
-    """Of them, that have a pool."""
+    """Clients of these that have a pool."""
     chunks: int
-    """In all."""
+    """Chunks in all."""
     chunks_left: int
-    """In no pool."""
+    """Chunks in no pool."""
     turned_away: int
-    """Connections closed at once: too many."""
+    """Connections that were closed at once for lack of places."""
     bad: int
-    """Connections that ended because of what they sent."""
+    """Connections that ended because of a bad frame."""
 
 
 class PinnedPoolServer:
     """A running server. Made by :func:`open_server` and :func:`serve`; belongs to one trio run.
 
     Attributes:
-        address: what a client of this user is given: ``127.0.0.1:PORT``, or ``ipc://PATH`` where the directory is another one.
-        host: where it listens over TCP, if it does.
-        port: the real one.
-        descriptors_path: the Unix socket that hands out pools to this host's clients; empty where there is none.
+        address: for clients of this user: ``127.0.0.1:PORT``, or ``ipc://PATH`` with another directory than the default.
+        host: where it listens over TCP; empty without.
+        port: the actual port.
+        descriptors_path: the Unix socket that hands out pools to this host's clients; empty without one.
     """
 
     def __init__(self, config: PinnedPoolConfig, make_memory: Callable[..., PoolMemory]) -> None:
-        """Not to be called: see :func:`open_server`."""
+        """Use :func:`open_server` instead."""
         self.config: Final = config
         self.address: str = ""
         self.host: str = config.host
@@ -115,7 +115,7 @@ class PinnedPoolServer:
     # --- what descriptors need --------------------------------------------------------------------------------------
 
     def find(self, region_id: int) -> RegionFile | None:
-        """The pool of this client."""
+        """The pool of this client; None without one."""
         session = self._sessions.get(region_id)
         if session is None or session.memory is None:
             return None
@@ -137,14 +137,14 @@ class PinnedPoolServer:
             raise CannotMap(str(exc)) from exc
 
     def permits(self, request: DescriptorRequest) -> bool:
-        """Whether this is the token of the session whose pool is asked for."""
+        """Whether the request has the token of the session that owns the pool."""
         session = self._sessions.get(request.region_id)
         return session is not None and hmac.compare_digest(session.token, request.session)
 
     # --- from start to end ----------------------------------------------------------------------------------------
 
     async def _run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled. Started, everything answers. In the end every session is over and every pool gone."""
+        """Serve until cancelled; started when it answers. At the end all sessions end and all pools are freed."""
         config = self.config
         directory = _directory(config)
         async with AsyncExitStack() as stack:
@@ -175,12 +175,13 @@ class PinnedPoolServer:
             try:
                 await trio.sleep_forever()
             finally:
-                # While tasks can be begun: what gives a pool back is done also where it is cancelled before its first step.
+                # Before the nursery ends, which starts no task afterwards: freeing a pool runs to its end even if cancelled
+                # early.
                 self._sessions.end_all()
                 self._settle()
 
     async def _open_router(self, stack: AsyncExitStack) -> None:
-        """The socket of clients that are not of this user or not of this host."""
+        """Open the socket for clients of other users and other hosts."""
         options = SocketOptions(
             max_message_bytes=MAX_FRAME_BYTES,
             max_unread_bytes=_UNREAD_BYTES,
@@ -192,14 +193,14 @@ class PinnedPoolServer:
             opening = open_socket("router", bind=[address], options=options, on_gone=self._gone)
             self._router = await stack.enter_async_context(opening)
         except OSError as exc:
-            raise PoolUnreachable(f"nobody can listen at {self.host}:{self.port}: {exc}") from exc
-        _log.warning("listening on %s without asking anybody who they are (insecure)", self.host)
+            raise PoolUnreachable(f"cannot listen at {self.host}:{self.port}: {exc}") from exc
+        _log.warning("listening on %s without identifying clients (insecure)", self.host)
         self.port = int(self._router.endpoints[0].rpartition(":")[2])
 
     # --- frames ---------------------------------------------------------------------------------------------------
 
     async def _read(self, source: ChannelServer | TrioSocket) -> None:
-        """The loop: frames come, and are answered. Between two steps all other tasks have their turn."""
+        """Read frames and answer them, with a checkpoint between two batches."""
         sessions = self._sessions
         while True:
             copied = 0
@@ -217,7 +218,7 @@ class PinnedPoolServer:
                     await trio.lowlevel.checkpoint()
 
     def _send(self, peer: bytes, answer: bytes) -> None:
-        """Let an answer leave. A client that is gone misses nothing; one that does not read is hung up on."""
+        """Send an answer. For a client that has gone it is dropped; a client that does not read is disconnected."""
         if is_channel_peer(peer):
             self._channel.send(peer, answer)
         elif self._router is not None:
@@ -229,7 +230,7 @@ class PinnedPoolServer:
         self._settle()
 
     def _settle(self) -> None:
-        """Begin what takes longer: pools that are wanted, and pools that go back."""
+        """Start tasks for pools that were requested, and for pools that are to be freed."""
         for session, request in self._sessions.take_wanted():
             self._nursery.start_soon(self._make_pool, session, request)
         for session in self._sessions.take_ended():
@@ -238,14 +239,14 @@ class PinnedPoolServer:
     # --- pools ------------------------------------------------------------------------------------------------------
 
     async def _make_pool(self, session: Session, request: AllocatePoolMemory) -> None:
-        """Memory for a pool, and the answer. Where the session ends meanwhile, or this is cancelled, nothing stays behind."""
+        """Make a pool, and answer. If the session ends meanwhile, or this is cancelled, the memory is freed."""
         nbytes = self.table.chunks_for(request.nbytes) * self.table.chunk_bytes
         try:
             with session.making:
                 memory = await self.workers.make(
                     lambda go_on: self._make_memory(nbytes, self.config.pin, go_on), lambda memory: memory.close()
                 )
-                if session.is_over:  # in the same tick in which its memory was made
+                if session.is_over:  # it ended in the tick in which its memory was made
                     await self.workers.do(memory.close)
                 else:
                     self._send(session.peer, self._sessions.made(session, request, memory))
@@ -255,7 +256,7 @@ class PinnedPoolServer:
                 self._send(session.peer, answer)
 
     def _give_back(self, session: Session) -> None:
-        """A session is over: its pool goes. In a thread, since to unmap a GiB takes a tenth of a second."""
+        """Free the pool of a session that is over. In a thread, since unmapping a GiB takes a tenth of a second."""
         session.making.cancel()
         memory, session.memory = session.memory, None
         if memory is not None:
@@ -269,16 +270,16 @@ class PinnedPoolServer:
 async def open_server(
     config: PinnedPoolConfig | None = None, *, make_memory: Callable[..., PoolMemory] = PoolMemory, **knobs: Any
 ) -> AsyncIterator[PinnedPoolServer]:
-    """A server for as long as the block lasts. When it is left, every session has ended and every pool is gone.
+    """Run a server for the length of an ``async with`` block. Leaving it ends every session and frees every pool.
 
     Args:
-        config: what can be set; or else
-        make_memory: makes a pool's memory; a stand-in for tests.
+        config: all settings; or else
+        make_memory: makes a pool's memory; replaced in tests.
         knobs: those of :class:`~backends.pinned_pool.PinnedPoolConfig`, one by one.
 
     Raises:
-        PinnedPoolConfigError: a knob is set to what it cannot be.
-        PoolUnreachable: it cannot listen where it should.
+        PinnedPoolConfigError: a knob is out of range.
+        PoolUnreachable: it cannot listen at its address.
     """
     config = PinnedPoolConfig(**knobs) if config is None else attrs.evolve(config, **knobs)
     server = PinnedPoolServer(config, make_memory)
@@ -297,7 +298,7 @@ async def serve(
     task_status: trio.TaskStatus[PinnedPoolServer] = trio.TASK_STATUS_IGNORED,
     **knobs: Any,
 ) -> None:
-    """Serve pinned memory until cancelled. Started with ``nursery.start``, it says the server.
+    """Serve pinned memory until cancelled. Started with ``nursery.start``, it returns the server.
 
     Args:
         host: where to listen; beyond this host only with ``insecure=True``.
@@ -307,7 +308,7 @@ async def serve(
         knobs: the other knobs of :class:`~backends.pinned_pool.PinnedPoolConfig`.
 
     Raises:
-        PinnedPoolConfigError: a knob is set to what it cannot be.
+        PinnedPoolConfigError: a knob is out of range.
         PoolUnreachable: it cannot listen there.
     """
     async with open_server(host=host, port=port, pool_memory_size=pool_memory_size, **knobs) as server:
@@ -316,7 +317,7 @@ async def serve(
 
 
 def _directory(config: PinnedPoolConfig) -> str:
-    """Where the Unix sockets are made.
+    """The directory of the Unix sockets.
 
     Raises:
         PoolUnreachable: it cannot be made, or others may enter it.
@@ -330,7 +331,7 @@ def _directory(config: PinnedPoolConfig) -> str:
 
 
 def _open_channel(directory: str, port: int, most: int, gone: Callable[[bytes], None]) -> tuple[int, ChannelServer]:
-    """The channel of this port, or of any free one for 0.
+    """Open the channel of this port, or of any free one for 0.
 
     Raises:
         PoolUnreachable: a live server has it, or it cannot be made.
@@ -338,7 +339,7 @@ def _open_channel(directory: str, port: int, most: int, gone: Callable[[bytes], 
     with _locked(directory):
         while not port or _is_served(channel_path(directory, port)):
             if port:
-                raise PoolUnreachable(f"nobody can listen at {channel_path(directory, port)}: a server is there")
+                raise PoolUnreachable(f"cannot listen at {channel_path(directory, port)}: a server is there")
             port = random.SystemRandom().randrange(1024, 65_536)
             if os.path.exists(channel_path(directory, port)):
                 port = 0
@@ -357,7 +358,7 @@ def _open_channel(directory: str, port: int, most: int, gone: Callable[[bytes], 
 
 @contextmanager
 def _locked(directory: str) -> Iterator[None]:
-    """One server at a time looks which channels are taken, and makes its own: of two, one would take the other's away."""
+    """Hold a lock while a server checks which channels are taken, and makes its own: otherwise two could take the same."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -367,7 +368,7 @@ def _locked(directory: str) -> Iterator[None]:
 
 
 def _is_served(path: str) -> bool:
-    """Whether a server listens at this path: what a dead one left refuses connections."""
+    """Whether a server listens at this path. The socket of a dead one refuses connections."""
     try:
         ChannelConnection(path).close()
     except (FileNotFoundError, ConnectionRefusedError):

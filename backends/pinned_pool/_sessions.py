@@ -1,8 +1,8 @@
-"""What a server answers: sessions of clients, each with its pool, and one answer for each request. No sockets, no waiting.
+"""The sessions of a server: each with its pool, and one answer for each request. No sockets, no waiting.
 
-Rule 1. A session begins with Hello and ends with its connection, or with the first frame that is no request. Of a connection
-        whose session has ended, nothing more is read.
-Rule 2. A request is answered at once, but for the one that makes a pool: memory takes moments for each GiB. So it is handed out
+Rule 1. A session begins with Hello and ends with its connection, or with the first frame that is no request. After that,
+        nothing more is read from the connection.
+Rule 2. A request is answered at once, except the one that makes a pool, which takes a moment for each GiB. It is passed on
         (:meth:`Sessions.take_wanted`), and its session may end meanwhile.
 Rule 3. Bytes are copied here, in the server's loop: at most a MiB for each request, which is some tenths of a millisecond.
 """
@@ -55,12 +55,12 @@ class Session:
     peer: bytes
     """Its connection."""
     name: str
-    """Of the client, for logs."""
+    """Name of the client, for logs."""
     token: bytes = attrs.field(factory=lambda: secrets.token_bytes(16), repr=False)
-    """Shown when the pool's descriptor is fetched."""
+    """Has to be shown to get the pool's descriptor."""
     memory: PoolMemory | None = None
     making: trio.CancelScope = attrs.field(factory=trio.CancelScope, repr=False)
-    """Of the task that makes its pool: cancelled when the session is over."""
+    """The scope of the task that makes its pool; cancelled when the session is over."""
     is_over: bool = False
 
     def __str__(self) -> str:
@@ -81,19 +81,19 @@ class Sessions:
     """All sessions of a server.
 
     Args:
-        table: whose chunks are whose.
+        table: the pools and their allocations.
         most: sessions at once.
     """
 
     def __init__(self, table: ChunkTable, most: int) -> None:
         self.descriptors_path: str = ""
-        """What clients are told."""
+        """The path of the descriptor socket, as clients are told."""
         self._wanted: list[tuple[Session, AllocatePoolMemory]] = []
         self._ended: list[Session] = []
         self.bad: int = 0
-        """Sessions that ended because of what was sent."""
+        """Sessions that ended because of a bad frame."""
         self.turned_away: int = 0
-        """Clients that came when there were too many."""
+        """Clients that were refused for lack of places."""
         self._table: Final = table
         self._most = most
         self._by_peer: dict[bytes, Session | None] = {}  # None: its session has ended
@@ -110,7 +110,7 @@ class Sessions:
     # --- frames ---------------------------------------------------------------------------------------------------
 
     def handle(self, peer: bytes, frame: bytes) -> bytes | None:
-        """The answer to one frame, for this peer; None where there is none, or not yet."""
+        """The answer to one frame of this peer; None if there is none, or not yet."""
         if peer in self._by_peer and self._by_peer[peer] is None:
             return None
         session = self._by_peer.get(peer)
@@ -147,21 +147,21 @@ class Sessions:
         return peer in self._by_peer and self._by_peer[peer] is None
 
     def gone(self, peer: bytes) -> None:
-        """This connection has ended."""
+        """End the session of a connection that has ended."""
         self._end(peer)
 
     def end_all(self) -> None:
-        """The server ends."""
+        """End all sessions, when the server ends."""
         for peer in list(self._by_peer):
             self._end(peer)
 
     def take_wanted(self) -> list[tuple[Session, AllocatePoolMemory]]:
-        """The pools that are to be made, since the last call."""
+        """The pools that were requested since the last call."""
         wanted, self._wanted = self._wanted, []
         return wanted
 
     def take_ended(self) -> list[Session]:
-        """The sessions that are over, since the last call: what they have goes back."""
+        """The sessions that ended since the last call: their pools are to be freed."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -169,7 +169,7 @@ class Sessions:
         session = self._by_peer.pop(peer, None)
         if session is not None:
             session.is_over = True
-            del self._by_client[session.client]  # from here on nobody gets its descriptor
+            del self._by_client[session.client]  # from here on its descriptor is not handed out
             self._ended.append(session)
 
     def _greet(self, peer: bytes, request: Hello) -> Answer:
@@ -214,7 +214,7 @@ class Sessions:
         self._wanted.append((session, request))
 
     def made(self, session: Session, request: AllocatePoolMemory, memory: PoolMemory) -> bytes:
-        """The pool that was wanted is there; the answer to its session, which is not over."""
+        """Add the pool that was made, and answer the request. The session must not be over."""
         session.memory = memory
         chunk_bytes = self._table.chunk_bytes
         _log.info("%s has a pool of %d bytes, pinned: %s", session, memory.nbytes, memory.pinned)
@@ -223,7 +223,7 @@ class Sessions:
         )
 
     def not_made(self, session: Session, request: AllocatePoolMemory, why: str) -> bytes:
-        """The pool that was wanted cannot be had; the answer to its session, which is not over."""
+        """Answer a request whose pool could not be made. The session must not be over."""
         self._table.close_pool(session.client)
         return encode(Refused(request.seq, why[:512]))
 

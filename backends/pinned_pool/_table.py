@@ -1,12 +1,12 @@
-"""Which chunks are whose: the pools of clients, and the allocations in them. No bytes, no clock, no I/O.
+"""The pools of all clients, and the allocations in them. No bytes, no clock, no I/O.
 
-A pool is a number of chunks that one client has for itself. An allocation is as many of them as its bytes need: adjacent
-ones if there are such, the lowest free ones if not. That is what keeps a pool from fragmenting: whatever is free can be had.
+A pool is a number of chunks for one client. An allocation has as many of them as its bytes need: adjacent ones if there are
+such, otherwise the lowest free ones. So a pool does not fragment: every free chunk can be allocated.
 
 Rule 1. One pool for each client. The sum of all pools is bounded; what one client does changes nothing for another.
 Rule 2. A chunk belongs to at most one allocation; free and allocated chunks are always all of them.
 Rule 3. An id is never used twice in a pool.
-Rule 4. What cannot be had is an answer (``None``). What names nothing that is there is an error.
+Rule 4. Lack of room is an answer (``None``). An unknown client or allocation is an error.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from typing import Final
 import attrs
 
 MAX_CHUNKS: Final = 1 << 16
-"""In one pool: 256 GiB of chunks of 4 MiB. Their numbers in an answer are a quarter of a MiB then."""
+"""Chunks in one pool: 256 GiB in chunks of 4 MiB. Their numbers take a quarter of a MiB in an answer then."""
 MAX_ALLOCATIONS: Final = 1 << 16
-"""In one pool: those of no bytes take no chunk, but a place in the table."""
+"""Allocations in one pool: those without bytes take no chunk, but a place in the table."""
 
 
 class Unknown(LookupError):
-    """There is no such client or allocation, or it has not so many bytes."""
+    """There is no such client or allocation, or it has fewer bytes."""
 
 
 @attrs.frozen
 class Allocation:
-    """Chunks that belong together."""
+    """Chunks that were allocated together."""
 
     allocation_id: int
-    """Its name in its pool."""
+    """Its id in its pool."""
     chunk_indices: Sequence[int]
     """Its chunks, in the order of its bytes."""
     nbytes: int
-    """How many bytes were asked for."""
+    """The bytes that were requested."""
 
     @property
     def is_contiguous(self) -> bool:
@@ -53,7 +53,7 @@ class Usage:
     allocated_chunks: int
     free_chunks: int
     allocated_bytes: int
-    """What was asked for; the rest of the allocated chunks is rounding."""
+    """The bytes that were requested; the rest of the allocated chunks is rounding."""
 
 
 @attrs.define(eq=False)
@@ -82,23 +82,23 @@ class ChunkTable:
 
     @property
     def left(self) -> int:
-        """Chunks that are in no pool."""
+        """Chunks in no pool."""
         return self._left
 
     @property
     def clients(self) -> int:
-        """How many have a pool."""
+        """The number of clients that have a pool."""
         return len(self._pools)
 
     def chunks_for(self, nbytes: int) -> int:
-        """How many chunks so many bytes take."""
+        """The number of chunks that ``nbytes`` bytes take."""
         return -(-nbytes // self.chunk_bytes)
 
     def open_pool(self, client: int, nbytes: int) -> int | None:
-        """Give a client its pool. Returns its chunks, or None where so many are not left, or are too many for one pool.
+        """Give a client its pool. Returns its chunks, or None if not enough are left, or it is too large for one pool.
 
         Raises:
-            ValueError: it has one already, or asks for nothing.
+            ValueError: it has one already, or ``nbytes`` is 0.
         """
         if client in self._pools:
             raise ValueError("a client has one pool, and this one has its pool already")
@@ -112,7 +112,7 @@ class ChunkTable:
         return chunks
 
     def close_pool(self, client: int) -> int:
-        """Take a client's pool back with all that is in it. Returns how many chunks it had; idempotent."""
+        """Free a client's pool with all that is in it. Returns how many chunks it had; idempotent."""
         pool = self._pools.pop(client, None)
         if pool is None:
             return 0
@@ -120,11 +120,11 @@ class ChunkTable:
         return len(pool.free)
 
     def allocate(self, client: int, nbytes: int) -> Allocation | None:
-        """Chunks for so many bytes, or None where so many are not free.
+        """Allocate chunks for ``nbytes`` bytes, or return None if not enough are free.
 
         Raises:
             Unknown: the client has no pool.
-            ValueError: less than no bytes.
+            ValueError: ``nbytes`` is negative.
         """
         pool = self._pool(client)
         if nbytes < 0:
@@ -141,7 +141,7 @@ class ChunkTable:
         return allocation
 
     def free(self, client: int, allocation_ids: Iterable[int]) -> int:
-        """Take allocations back. Those that are not there (any more) are passed over. Returns how many were.
+        """Free allocations. Unknown ids are skipped. Returns how many were freed.
 
         Raises:
             Unknown: the client has no pool.
@@ -160,7 +160,7 @@ class ChunkTable:
         return freed
 
     def spans(self, client: int, allocation_id: int, offset: int, length: int) -> list[tuple[int, int]]:
-        """Where these bytes of an allocation lie in the pool's memory: runs of ``(start, length)``.
+        """The positions of these bytes of an allocation in the pool's memory: runs of ``(start, length)``.
 
         Raises:
             Unknown: there is no such pool or allocation, or it has fewer bytes.
@@ -187,7 +187,7 @@ class ChunkTable:
 
 
 def spans_of(allocation: Allocation, chunk_bytes: int, offset: int, length: int) -> Iterator[tuple[int, int]]:
-    """Where bytes of an allocation lie: runs of ``(start, length)`` in the pool's memory; adjacent chunks are one run.
+    """The positions of bytes of an allocation: runs of ``(start, length)`` in the pool's memory; adjacent chunks are one run.
 
     Raises:
         Unknown: it has fewer bytes.
@@ -207,7 +207,7 @@ def spans_of(allocation: Allocation, chunk_bytes: int, offset: int, length: int)
 
 
 def _take(free: bytearray, n: int) -> Sequence[int]:
-    """The first run of so many free chunks, or the first free ones where there is no such run."""
+    """Take the first run of ``n`` free chunks or, without such a run, the first free ones."""
     at = free.find(b"\1" * n)
     if at >= 0:
         free[at : at + n] = bytes(n)

@@ -1,8 +1,8 @@
-"""Tiers from outside the tree: by name, by module and class, or as a connector or adapter for another system.
+"""Tiers from other packages: by name, by module and class, or as a connector or adapter written for another system.
 
-:func:`make_tier` makes a tier from a specification. What keeps the contract of :mod:`backends.abc` is used as it is; a
-native connector (six methods) and an L2 adapter of LMCache (three event descriptors) are hosted: the host keeps the contract
-for them, as far as they let it.
+:func:`make_tier` makes a tier from a specification. An object that keeps the contract of :mod:`backends.abc` is used as it is;
+a native connector (six methods) and an L2 adapter of LMCache (three event descriptors) get a host, which keeps the contract for
+them as far as they allow.
 """
 
 from typing import TYPE_CHECKING

@@ -1,17 +1,16 @@
-"""Drives one plugin: operations are submitted, their completions collected, each in bounded time.
+"""Drives one plugin: submits operations and collects their completions, each in bounded time.
 
 Rule 1. One task for each descriptor, and no other, waits for it (see :class:`Descriptor`); closing a descriptor wakes no
-        task. So in the end the tasks are stopped first, and then the plugin is closed.
-Rule 2. Woken, reset, collect: what is signalled behind that wakes again. A plugin that does not signal is asked all the same,
-        every ``rescue_interval`` as long as something is outstanding; each answer found so is a *rescue*.
-Rule 3. A caller waits until the deadline. One that leaves before the answer leaves its operation behind, with what that
-        touches, and with what must be undone if the answer comes after all. An answer is used, or undone, and never both.
-Rule 4. A fault of a plugin is no reason for other tiers to fail. A plugin whose descriptor cannot be waited for any more is
-        *broken*: callers are told at once, and so are later ones.
-Rule 5. A descriptor is waited for by a duplicate. So a plugin that closes its own while it is waited for has no effect on
-        another
-        file: the number may be in use again at once, for whatever is opened next.
-Rule 6. A descriptor is waited for once. Of two hosts with one descriptor each would take the other's answers.
+        task. So at the end the tasks are stopped first, and then the plugin is closed.
+Rule 2. Wake up, reset, collect: what is signalled after the reset wakes the task again. A plugin that does not signal is polled
+        every ``rescue_interval`` while something is outstanding; each answer found so is a *rescue*.
+Rule 3. A caller waits until the deadline. If it leaves before the answer, its operation stays outstanding, with the memory it
+        uses, and with what must be undone if the answer comes after all. An answer is either used or undone, never both.
+Rule 4. A fault of a plugin does not affect other tiers. A plugin whose descriptor cannot be waited for any more is *broken*:
+        all callers get an error at once, and so do later ones.
+Rule 5. The task waits for a duplicate of the descriptor. So a plugin that closes its own meanwhile does not affect another
+        file, which may get the same number at once.
+Rule 6. One host waits for a descriptor. Of two hosts with the same descriptor each would take the other's answers.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from ._operations import Completion, Correlation, Kind, Operation, Plugin
 _Identity: TypeAlias = tuple[int, int, int]
 
 _listened: set[_Identity] = set()
-"""What this process listens to."""
+"""The descriptors that this process waits for."""
 
 
 class Descriptor:
-    """One, until :meth:`close`.
+    """A descriptor of a plugin, until :meth:`close`.
 
     Args:
         fd: the plugin's.
@@ -58,7 +57,7 @@ class Descriptor:
         self._fd = fd
         self._identity = _identity_of(fd)
         if self._identity in _listened:
-            raise OSError(f"another host listens to descriptor {fd}")
+            raise OSError(f"another host waits for descriptor {fd} already")
         self._mine = os.dup(fd)
         _listened.add(self._identity)
 
@@ -67,12 +66,12 @@ class Descriptor:
         await trio.lowlevel.wait_readable(self._mine)
 
     def check(self) -> None:
-        """Raise :class:`OSError` if the plugin has closed it: it wakes no task any more."""
+        """Raise :class:`OSError` if the plugin has closed it: then it wakes no task any more."""
         if _identity_of(self._fd) != self._identity:
-            raise OSError(f"descriptor {self._fd} was closed, and is something else now")
+            raise OSError(f"descriptor {self._fd} was closed, and is another file now")
 
     def reset(self) -> bool:
-        """Read what there is to read, so that it is not readable any more. Never blocks. Whether there was anything."""
+        """Read what can be read, so that it is not readable any more. Never blocks. Returns whether there was anything."""
         poll = select.poll()
         poll.register(self._mine, select.POLLIN)
         if not poll.poll(0):
@@ -82,14 +81,14 @@ class Descriptor:
         return True
 
     def close(self) -> None:
-        """Listen no more. In the trio run in which it was waited for."""
+        """Stop waiting for it. Call it in the trio run that waited."""
         _listened.discard(self._identity)
         trio.lowlevel.notify_closing(self._mine)
         os.close(self._mine)
 
 
 def _identity_of(fd: int) -> _Identity:
-    """What there is behind a number. All eventfds are one inode, but have ids of their own."""
+    """The identity of a descriptor's file. All eventfds have one inode, but separate ids."""
     behind = os.fstat(fd)
     with contextlib.suppress(OSError):  # not Linux
         for line in Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines():
@@ -100,25 +99,25 @@ def _identity_of(fd: int) -> _Identity:
 
 
 SLOW = 0.05
-"""A submit that takes longer, in seconds, has held up the trio thread, and is counted."""
+"""Seconds; a longer submit has delayed the trio thread, and is counted."""
 
 
 @attrs.define
 class DriverCounts:
-    """What the driver had to put up with so far, without a caller having to fail for it."""
+    """Faults of the plugin that did not make a caller fail."""
 
     rescues: int = 0
-    """Answers that were there, though the descriptor did not say so for a whole ``rescue_interval``."""
+    """Answers that were there although the descriptor did not signal for a whole ``rescue_interval``."""
     empty_wakes: int = 0
-    """Times that the descriptor said that there was something, and there was nothing."""
+    """Signals of the descriptor without an answer."""
     resets: int = 0
-    """Of these, how often the descriptor had to be reset here, since the plugin had not done it."""
+    """Signals of these after which the driver had to reset the descriptor, since the plugin had not."""
     raised: int = 0
-    """Exceptions of the plugin where its completions are collected."""
+    """Exceptions of the plugin while its completions were collected."""
     slow_submits: int = 0
-    """Submits that held up the trio thread."""
+    """Submits that delayed the trio thread."""
     failed_unlocks: int = 0
-    """Exceptions of the plugin where it is told to unlock."""
+    """Exceptions of the plugin when keys were unlocked."""
 
 
 class PluginDriver:
@@ -126,8 +125,8 @@ class PluginDriver:
 
     Attributes:
         plugin: the plugin.
-        correlation: what is outstanding.
-        counts: what went wrong.
+        correlation: the outstanding operations.
+        counts: faults of the plugin.
     """
 
     def __init__(self, plugin: Plugin, config: HostConfig) -> None:
@@ -150,12 +149,12 @@ class PluginDriver:
 
     @property
     def is_open(self) -> bool:
-        """Whether anything can be asked, as far as that depends on this side."""
+        """Whether operations can be submitted, as far as the driver knows."""
         return self._is_open
 
     @property
     def was_open(self) -> bool:
-        """Whether it has begun, or was closed without: there is no second time."""
+        """Whether it was opened, or closed without: it cannot be opened again."""
         return self._was_open
 
     # --- opening and closing --------------------------------------------------------------------------------------
@@ -184,7 +183,7 @@ class PluginDriver:
                 try:
                     yield
                 except BaseException as exc:
-                    error = exc  # the body's own: it leaves as it came
+                    error = exc  # the body's own: it is raised as it is
                 finally:
                     self._is_open = False
                     await self._end()
@@ -198,7 +197,7 @@ class PluginDriver:
             del error  # its traceback holds this frame
 
     async def _end(self) -> None:
-        """Wait for answers that no caller waits for any more: what they have locked is to be unlocked."""
+        """Wait for answers that no caller waits for any more: their locks must be released."""
         for operation in list(self._waiting):
             self._give_up(operation)
         if len(self.correlation) and self._broken is None:
@@ -221,7 +220,7 @@ class PluginDriver:
             error.add_note(str(failure))
 
     def close(self) -> None:
-        """Close the plugin where this was never open. Waits for it, so long and no longer; in any thread."""
+        """Close a plugin that was never opened. Waits for it in bounded time; for any thread."""
         if self._was_open:
             return
         self._was_open = self._is_closed = True
@@ -258,7 +257,7 @@ class PluginDriver:
         *,
         undo: Callable[[Operation], None] | None = None,
     ) -> list[bool]:
-        """A bit for each key, of an operation without buffers: see :meth:`operation` and :meth:`run`."""
+        """Run an operation without buffers, and return a bit for each key: see :meth:`operation` and :meth:`run`."""
         return await self.run(self.operation(kind, keys, undo=undo))
 
     def operation(
@@ -269,12 +268,12 @@ class PluginDriver:
         touches: object = None,
         undo: Callable[[Operation], None] | None = None,
     ) -> Operation:
-        """An operation. Nothing is submitted yet.
+        """Make an operation. Nothing is submitted yet.
 
         Args:
-            kind: what.
-            keys: of what; not empty.
-            touches: stays alive until it is over.
+            kind: the kind of operation.
+            keys: its keys; not empty.
+            touches: kept alive until it is over.
             undo: called if the answer comes when it is not waited for any more.
         """
         operation = Operation(kind, self.plugin.channel_of(kind), keys, touches)
@@ -284,15 +283,15 @@ class PluginDriver:
     async def run(self, operation: Operation, buffers: Sequence[memoryview] = ()) -> list[bool]:
         """Submit an operation, and wait for its answer: a bit for each key. A checkpoint.
 
-        Cancelled or not answered in time, it leaves its operation behind, which then ``may_go_on``.
+        Cancelled or not answered in time, the operation stays outstanding, which ``may_go_on`` tells.
 
         Args:
             operation: submitted once.
-            buffers: for each key, what to read from or write into.
+            buffers: for each key, the memory to read or write.
 
         Raises:
             NoAnswer: not within the deadline, or not before the plugin broke down or was closed. It may go on.
-            PluginFault: it failed as a whole, and is over; or it could not be asked.
+            PluginFault: it failed as a whole, and is over; or it could not be submitted.
             PlaceClosed: the tier is not open.
         """
         self._check()
@@ -318,9 +317,9 @@ class PluginDriver:
         return operation.bits
 
     def unlock(self, keys: Sequence[Key]) -> None:
-        """Let go of keys that were found. An exception of it is counted: no caller could do anything about it.
+        """Unlock keys that were found. An exception of it is counted, since no caller could handle it.
 
-        A plugin that is closed has let go of everything, and is not told.
+        A closed plugin has released everything, and is not called.
         """
         if keys and not self._is_closed:
             try:
@@ -381,9 +380,9 @@ class PluginDriver:
         self._note_quiet()
 
     def _register(self, operation: Operation, returned: object, error: BaseException | None) -> None:
-        """Submitting is over: it has returned an id, or something else, or it has raised and started nothing.
+        """Handle the end of a submit: it has returned an id or something else, or has raised and started nothing.
 
-        Without an id of its own its completion cannot be recognised, so it is not waited for: it may go on for ever.
+        Without an id its completion cannot be recognised, so it is not waited for: it may go on for ever.
         """
         if error is not None:
             self.correlation.not_submitted()
@@ -443,7 +442,7 @@ class PluginDriver:
     # --- listening ------------------------------------------------------------------------------------------------
 
     def _limit_wait(self, channel: str) -> None:
-        """From now on something is outstanding: do not wait for the descriptor alone."""
+        """Wait for the descriptor with a timeout from now on, since something is outstanding."""
         scope = self._waits.get(channel)
         if scope is not None:
             scope.deadline = min(scope.deadline, trio.current_time() + self.config.rescue_interval)
@@ -469,12 +468,12 @@ class PluginDriver:
             self._break(f"{self.plugin.name}: its descriptor {fd} cannot be waited for ({channel}): {exc!r}")
 
     def _collect(self, channel: str, *, woken: bool, expected: bool = False) -> bool:
-        """Collect what is complete now. Whether the plugin let it be collected.
+        """Collect the completed operations. Returns whether the plugin allowed it.
 
         Args:
-            channel: where.
+            channel: the descriptor's name.
             woken: its descriptor is readable.
-            expected: it is not, and that is no fault of the plugin.
+            expected: it is not readable, which is no fault of the plugin here.
         """
         self._register_submitted()
         completions: list[Completion] = []

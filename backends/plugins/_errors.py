@@ -1,7 +1,7 @@
-"""What can go wrong with a plugin, and who must act.
+"""The exceptions of plugins. Each says who must act: the author of the specification, or of the plugin.
 
-Three say what was looked for and where, and are what Python raises for it: ``ImportError``, ``AttributeError``,
-``TypeError``. The author of the specification must act. The others come from a plugin at work: its author must act.
+Three say what was looked for and where, and derive from what Python raises for it: ``ImportError``, ``AttributeError``,
+``TypeError``. The author of the specification must act. The others are raised for a plugin at work: its author must act.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PluginClassError(BackendError, AttributeError):
 
 
 class PluginTypeError(BackendError, TypeError):
-    """What was found is not what was looked for, or cannot be called as a plugin is called."""
+    """An object is not what the specification needs, or cannot be called as a plugin."""
 
 
 class TierParameterError(PluginTypeError, ValueError):
@@ -39,9 +39,9 @@ class TierParameterError(PluginTypeError, ValueError):
 
     Attributes:
         tier: the kind of tier.
-        parameter: which one.
-        value: what was said; ``None`` where nothing was.
-        why: what it must be, or which name was perhaps meant.
+        parameter: the parameter.
+        value: its value; ``None`` if it is missing.
+        why: what it must be, or the most similar name.
     """
 
     def __init__(self, tier: str, parameter: str, value: object, why: str) -> None:
@@ -53,7 +53,7 @@ class TierParameterError(PluginTypeError, ValueError):
 
 
 class UnknownTier(BackendError, LookupError):
-    """No kind of tier has this name. The text says which there are, and where they were looked for."""
+    """No kind of tier has this name. The text lists the names, and where they were looked for."""
 
     def __init__(self, name: str, known: Sequence[str], group: str) -> None:
         super().__init__(
@@ -68,8 +68,8 @@ class PluginFault(BackendError):
 
 
 class NoAnswer(BackendError):
-    """The plugin did not answer within its deadline. It is not known whether it was done: that is no miss."""
+    """The plugin did not answer within its deadline. Whether the operation took place is unknown: this is no miss."""
 
 
 class HostConfigError(BackendError, KnobError):
-    """The caller set a knob of a plugin's host to what it cannot be; the text names the knob, the value, and the bound."""
+    """The caller set a knob of a plugin's host to a value out of range; the text names the knob, the value, and the bound."""

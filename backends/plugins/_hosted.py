@@ -1,8 +1,8 @@
-"""A plugin as a tier: what every host shares, whatever the plugin's contract.
+"""A plugin as a tier: the common base of hosts, whatever the plugin's contract.
 
-The plugin is asked, so this is a :class:`~backends.abc.ReadableTier`. What a plugin does not keep, the host does, in this
-process's memory: room in turn and an order of use, checksums, holds. The bytes go through memory of the host's own, so that a
-plugin that never answers holds up no caller for ever, and touches no other memory.
+The plugin has to be asked, so this is a :class:`~backends.abc.ReadableTier`. The host keeps in this process what a plugin does
+not: room granted in order, an order of use, checksums, holds. Bytes pass through the host's own memory, so that a plugin that
+never answers keeps no caller waiting, and cannot write to other memory.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ from ._transfers import Reader, Writer
 class HostedLease(TierLease["HostedTier"]):
     """A hold on the prefix of some keys: this process neither evicts nor deletes them, and the plugin locks them, if it can.
 
-    Made by :meth:`HostedTier.pin`, once the plugin has said that it has these keys.
+    Made by :meth:`HostedTier.pin`, once the plugin has answered that it has these keys.
     """
 
     __slots__ = ("_held", "_refs")
 
-    # No ForgettingLease: a host can only delete a key, later. So a tier in wrappers keeps its damaged blocks itself, and reads
-    # each once more before it deletes it.
+    # No ForgettingLease: a host can only delete a key, later. So a wrapped tier keeps its damaged blocks itself, and reads each
+    # once more before it deletes it.
     forget: Any = None
 
     def __init__(self, tier: HostedTier, keys: Sequence[Key]) -> None:
-        """Not to be called: a tier makes them."""
+        """Use a tier's ``pin`` instead."""
         super().__init__(tier, keys)
         self._held = bool(keys)
         self._refs = tier.registry.lease(keys) if keys else []
 
     @property
     def is_held(self) -> bool:
-        """Whether it has not been released."""
+        """Whether it was not released."""
         return self._held or not self.keys
 
     def release_nowait(self) -> None:
@@ -83,7 +83,7 @@ class HostedLease(TierLease["HostedTier"]):
 
 
 NOT_ADMITTED: Final = Rejected("not admitted")
-"""The eviction policy thinks less of the block than of what it would push out."""
+"""The eviction policy rates the block lower than the one it would evict."""
 
 
 class HostedReservation(TierReservation["HostedTier"]):

@@ -1,9 +1,9 @@
-"""Tiers by name: a specification in, a tier out.
+"""Tiers by name: makes a tier from its specification.
 
-A specification is a name (``"memory"``), a name and the one thing it needs (``"file:/var/cache/kv"``), the place of a class or
-function (``"my_package.tiers:NAS"``), or a mapping, also as JSON: ``{"type": ..., **parameters}``. Names come from four places,
-asked in this order: built in, :func:`register_tier`, modules that register a name when it is first asked for
-(:func:`register_tier_module`), and entry points of the group ``trio_offload.tiers``. A name has one meaning.
+A specification is a name (``"memory"``), a name with its main argument (``"file:/var/cache/kv"``), a class or function
+(``"my_package.tiers:NAS"``), or a mapping, also as JSON: ``{"type": ..., **parameters}``. Names are looked up in this order:
+built in, :func:`register_tier`, modules that register a name when it is first used (:func:`register_tier_module`), and entry
+points of the group ``trio_offload.tiers``. A name has one meaning.
 
 What is found keeps one of three contracts. A *tier* keeps that of :mod:`backends.abc` itself, and is used as it is. A *native
 connector* has six methods, or seven; :class:`~backends.plugins.NativeTier` hosts it. An *L2 adapter* has LMCache's interface;
@@ -56,12 +56,13 @@ def make_plugin(
     """The type ``plugin``: a class that is constructed with its configuration, or with its parameters as a ``dict``.
 
     Args:
-        block_bytes: the size of every block. The class is given it, too, if it takes a parameter of that name.
+        block_bytes: the size of every block. Passed to the class if it has a parameter of that name.
         module_path: the module to import.
         class_name: the class in it: a tier, an L2 adapter of LMCache, or a native connector.
-        adapter_params: what its configuration is made from.
+        adapter_params: the parameters of its configuration.
         config_class_name: see :func:`~backends.plugins.finding.find_config_class`.
-        **host: for the host, where the class needs one: see :class:`~backends.plugins.HostConfig`; ``max_capacity_gb``, too.
+        **host: settings of the host, for a class that needs one: see :class:`~backends.plugins.HostConfig`; also
+            ``max_capacity_gb``.
 
     Raises:
         PluginModuleError, PluginClassError, PluginTypeError: what was looked for, and where.
@@ -104,7 +105,7 @@ def make_native_plugin(
 
 
 def adopt(plugin: object, what: str, block_bytes: int, **host: Any) -> ReadableTier:
-    """A tier as it is; a connector or an adapter in its host, which closes it in the end.
+    """Return a tier as it is; put a connector or an adapter into its host, which closes it at the end.
 
     Raises:
         PluginTypeError: it is neither; it is closed then, if it has a ``close``.
@@ -114,7 +115,7 @@ def adopt(plugin: object, what: str, block_bytes: int, **host: Any) -> ReadableT
         contract = contract_of(plugin, what)
         if contract == "a tier":
             if host:
-                raise ValueError(f"{what} is a tier of its own and has no host to take {', '.join(host)}")
+                raise ValueError(f"{what} is a tier itself and has no host to take {', '.join(host)}")
             tier: Any = plugin
             return tier  # type: ignore[no-any-return]
         return _host(contract, plugin, block_bytes, host_config(_capacity(host)))
@@ -141,7 +142,7 @@ def _capacity(host: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(gib, bool) or not isinstance(gib, int | float) or gib < 0:
             raise ValueError(f"max_capacity_gb is {gib!r}, but must be a number that is not negative")
         if "capacity_bytes" in arguments:
-            raise ValueError("capacity_bytes and max_capacity_gb say the same: give one of them")
+            raise ValueError("capacity_bytes and max_capacity_gb are the same setting: give one of them")
         arguments["capacity_bytes"] = int(gib * (1 << 30)) or None  # 0 has always meant unlimited
     return arguments
 
@@ -222,9 +223,9 @@ def _maru(*, block_bytes: int, key_names: KeyNames = "hex", **knobs: Any) -> Rea
 
 
 def _pool_size(knobs: Mapping[str, Any], gigabytes: object) -> int:
-    """What LMCache's adapter for this page store calls ``pool_size_gb``, in bytes."""
+    """The size in bytes of ``pool_size_gb``, the parameter of LMCache's adapter for this page store."""
     if "pool_size" in knobs:
-        raise TierParameterError("maru", _GIGABYTES, gigabytes, "says the same as pool_size, in GiB: say one of them")
+        raise TierParameterError("maru", _GIGABYTES, gigabytes, "is the same setting as pool_size, in GiB: give one of them")
     number = isinstance(gigabytes, int | float) and not isinstance(gigabytes, bool)
     if not (number and 0 <= gigabytes < math.inf):  # type: ignore[operator]
         raise TierParameterError("maru", _GIGABYTES, gigabytes, "must be a number of GiB")
@@ -267,10 +268,10 @@ _modules: dict[str, str] = {}  # not imported yet
 
 
 def register_tier(name: str, factory: TierFactory) -> None:
-    """Give a kind of tier a name.
+    """Give a kind of tier a name for specifications.
 
     Args:
-        name: what specifications call it.
+        name: the name.
         factory: called as ``factory(block_bytes=..., **parameters)``; returns a tier, which is not opened yet.
 
     Raises:
@@ -282,7 +283,7 @@ def register_tier(name: str, factory: TierFactory) -> None:
 
 
 def register_tier_module(name: str, module_path: str) -> None:
-    """Have a module imported when a tier of this name is asked for, and not before: it calls :func:`register_tier` then.
+    """Name a module that registers a tier of this name when it is imported. It is imported at the first use of the name.
 
     Raises:
         ValueError: the name is taken, by another module or by a factory.
@@ -293,7 +294,7 @@ def register_tier_module(name: str, module_path: str) -> None:
 
 
 def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> ReadableTier:
-    """Make a tier from its specification. It is not opened: the user enters it, if it is an async context manager.
+    """Make a tier from its specification. It is not opened: the caller enters it, if it is an async context manager.
 
     ========================  ================================================================================
     ``type``                  parameters
@@ -307,15 +308,15 @@ def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> ReadableTie
     ========================  ================================================================================
 
     Args:
-        spec: see above. A size may be written with its unit, ``"1GiB"``. Behind a name and a colon stands what ``file`` keeps
-            its files in, and what ``maru`` connects to.
+        spec: see above. A size may have a unit, ``"1GiB"``. After a name and a colon comes the directory of ``file``, or the
+            server's URL of ``maru``.
         block_bytes: the size of every block.
 
     Raises:
         UnknownTier: no kind of tier has this name; a :class:`LookupError`.
         PluginModuleError: a module cannot be imported; an :class:`ImportError`.
         PluginClassError: a module has no such name; an :class:`AttributeError`.
-        PluginTypeError: what was found is no tier, nor can be made one; a :class:`TypeError`.
+        PluginTypeError: the object is no tier, and none can be made of it; a :class:`TypeError`.
         TierParameterError: a parameter is missing, unknown (then it names the one that was perhaps meant) or wrong; a
             :class:`ValueError`, as is what else a tier says of its parameters.
     """
@@ -330,7 +331,7 @@ def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> ReadableTie
         raise PluginTypeError(f"the tier {name!r} is {factory!r}, which cannot be called")
     if "block_bytes" in parameters:
         raise TierParameterError(
-            name, "block_bytes", parameters["block_bytes"], f"is said already: it is {block_bytes}"
+            name, "block_bytes", parameters["block_bytes"], f"is given already: it is {block_bytes}"
         )
     check_names(name, parameters, parameters_of(factory))
     check_call(factory, name, block_bytes=block_bytes, **parameters)
@@ -339,7 +340,7 @@ def make_tier(spec: str | Mapping[str, Any], *, block_bytes: int) -> ReadableTie
 
 
 def known_tiers() -> list[str]:
-    """The names that specifications may use, without importing what they stand for."""
+    """The names that specifications may use, without importing their modules."""
     return sorted({*BUILTIN, *_registered, *_modules, *(point.name for point in entry_points(group=ENTRY_POINTS))})
 
 
@@ -358,7 +359,7 @@ def _find(name: str) -> TierFactory | None:
     if factory is not None:
         return factory
     if name in _modules:
-        module = find_module(_modules[name])  # stays registered if it fails: the next try says the same
+        module = find_module(_modules[name])  # stays registered if it fails: the next use raises the same
         return _by_import(name, module)
     for point in entry_points(group=ENTRY_POINTS, name=name):
         module = find_module(point.module)
@@ -370,12 +371,12 @@ def _find(name: str) -> TierFactory | None:
 
 
 def _by_import(name: str, module: ModuleType) -> TierFactory:
-    """What a module has registered, now that it is imported."""
+    """The factory that a module has registered during its import."""
     try:
         factory = _registered[name]
     except KeyError:
         raise PluginTypeError(
-            f"module {module.__name__!r} was to register the tier {name!r} when it is imported, and did not"
+            f"module {module.__name__!r} should register the tier {name!r} when it is imported, and did not"
         ) from None
     _modules.pop(name, None)
     return factory

@@ -1,11 +1,11 @@
-"""Salts: whose a block is, in the keys of a plugin that is to know, as one that places blocks by their user. Pure.
+"""Salts: the tenant of a block in the keys of a plugin that uses it, for example to place blocks by user. Pure.
 
-Our keys are salted already, so nothing depends on it but where the plugin puts a block. A plugin's key is made of ours and the
-salt, so both must be the same whenever the block is asked for. An engine says whose a block is while it is stored or looked up
-(:class:`backends.abc.TenantTier`); later, when it is unlocked, evicted or deleted, that is remembered.
+Our keys are salted already, so only the plugin's placement of a block depends on the salt. A plugin's key is made of ours and
+the salt, so both must be the same for every operation on the block. An engine tags blocks with a tenant while they are stored
+or looked up (:class:`backends.abc.TenantTier`); for a later unlock, eviction or delete the salt is remembered.
 
-Rule 1. The last tenant that has said it of a key is the one that is remembered: another one looks in its own place, and misses.
-Rule 2. Where two tenants say it of one key at the same time, the second one is refused. Keys that are salted never have two.
+Rule 1. The last tenant that a key was tagged with is remembered: another tenant looks in its own place, and misses.
+Rule 2. If two tenants tag one key at the same time, the second one is refused. Salted keys never have two.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..abc import Key
 from ._config import HostConfig
 
 _FORBIDDEN: Final = frozenset("@/\\\x00")
-"""What LMCache allows in no salt: adapters join keys by it, make paths of it, or hand it to C."""
+"""Characters that LMCache forbids in a salt: adapters join keys by them, make paths of them, or pass them to C."""
 _LONGEST: Final = 128
 
 
@@ -25,7 +25,7 @@ class CacheSalts:
     """The salts of a host's keys.
 
     Args:
-        most: how many are remembered; the oldest is forgotten first, and then is as if it had none.
+        most: how many are remembered; the oldest is forgotten first, and then has no salt.
     """
 
     def __init__(self, most: int) -> None:
@@ -34,11 +34,11 @@ class CacheSalts:
         self._claims: dict[Key, int] = {}
 
     def of(self, key: Key) -> str:
-        """The salt of a key; empty where nothing is known of it."""
+        """The salt of a key; empty if it is unknown."""
         return self._salts.get(key, "")
 
     def carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
-        """These keys are this tenant's; nobody else may say so until the returned function is called. Idempotent.
+        """Tag these keys with this tenant until the returned function is called, which is idempotent.
 
         Raises:
             ValueError: another tenant has one of them under way, or the tenant's name cannot be a salt.
@@ -56,7 +56,7 @@ class CacheSalts:
             self._salts.pop(key, None)  # to the end of the dict: it is the newest
             if tenant:
                 self._salts[key] = tenant
-        # None that is under way is among the oldest, but for more of them than are remembered in all.
+        # Keys that are under way are not among the oldest, unless more are under way than are remembered.
         while len(self._salts) > self._most:
             del self._salts[next(iter(self._salts))]
 
@@ -71,7 +71,7 @@ class CacheSalts:
 
 
 def salts_of(config: HostConfig, block_bytes: int) -> CacheSalts | None:
-    """The salts of a host that is to hand them on."""
-    # As many as there may be blocks: one whose salt was forgotten would be looked for in the wrong place.
+    """The salts of a host that passes them on; ``None`` without ``cache_salts``."""
+    # As many as there may be blocks: a block whose salt was forgotten would be looked for in the wrong place.
     blocks = (config.capacity_bytes or 0) // max(1, block_bytes)
     return CacheSalts(max(config.most_known, blocks)) if config.cache_salts else None

@@ -1,6 +1,6 @@
-"""Where a plugin is: its module, its class, the class of its configuration, which contract it keeps, and how each is called.
+"""Finds a plugin: its module, its class, the class of its configuration, the contract it keeps, and how it is called.
 
-Rule 1. Nothing is guessed twice: what a specification names must be there, or the error says what was looked for and where.
+Rule 1. No fallbacks: what a specification names must exist, or the error says what was looked for and where.
 Rule 2. The class of the configuration is looked for in four steps, in the plugin's own module: the name in the
         specification; the name of the plugin's class with ``Config`` behind it; the name in the attribute
         ``config_class_name`` of the plugin's class; none, and then the plugin gets the parameters as a plain ``dict``.
@@ -23,7 +23,7 @@ from maru.configuration import suggestion
 from ._errors import PluginClassError, PluginModuleError, PluginTypeError, TierParameterError
 
 TIER_METHODS: Final = ("reserve", "reserve_nowait", "contains", "pin", "load", "delete", "statistics")
-"""What every tier has."""
+"""The methods of every tier."""
 
 NATIVE_METHODS: Final = (
     "event_fd",
@@ -33,7 +33,7 @@ NATIVE_METHODS: Final = (
     "drain_completions",
     "close",
 )
-"""What a native connector has. ``submit_batch_delete`` is a seventh, which not all have."""
+"""The methods of a native connector. ``submit_batch_delete`` is an optional seventh."""
 
 L2_METHODS: Final = (
     "get_store_event_fd",
@@ -48,7 +48,7 @@ L2_METHODS: Final = (
     "query_load_result",
     "close",
 )
-"""What LMCache's L2AdapterInterface leaves to those who implement it."""
+"""The abstract methods of LMCache's L2AdapterInterface."""
 
 _CONTRACTS: Final = {
     "a tier": TIER_METHODS,
@@ -58,15 +58,15 @@ _CONTRACTS: Final = {
 
 
 def contract_of(plugin: object, what: str, *contracts: str) -> str:
-    """The name of the contract for plugins that an object, or a class, has all methods of.
+    """The name of the plugin contract of which an object, or a class, has all methods.
 
     Args:
         plugin: the object or class.
-        what: what it is, for the error.
+        what: a description of it, for the error.
         *contracts: only these; by default any of them.
 
     Raises:
-        PluginTypeError: none. Says what it lacks.
+        PluginTypeError: none. The message says what is missing.
     """
     asked = contracts or tuple(_CONTRACTS)
     lacks = {contract: missing_methods(plugin, _CONTRACTS[contract]) for contract in asked}
@@ -94,7 +94,7 @@ def find_name(module: ModuleType, name: str, what: str) -> Any:
 
     Args:
         module: where to look.
-        name: ``Name``, or ``Outer.Name``.
+        what: a description of what the name should be, for the error.
         what: what it is looked for as, for the error.
 
     Raises:
@@ -126,7 +126,7 @@ def find_class(module_path: str, class_name: str) -> tuple[ModuleType, type]:
 def find_config_class(
     module: ModuleType, class_name: str, plugin_class: type, config_class_name: str | None = None
 ) -> type | None:
-    """The class that a plugin's parameters are made into, in the four steps of rule 2.
+    """The class that a plugin's parameters are converted to, in the four steps of rule 2.
 
     What is found in the second step only by its name counts if it has a ``from_dict``; what is named explicitly must.
 
@@ -156,7 +156,7 @@ def accepted(fn: Callable[..., object], offered: Mapping[str, Any], *, by_any: b
     """Those of ``offered`` that ``fn`` can be called with by name.
 
     Args:
-        fn: what is to be called.
+        fn: the function to be called.
         offered: values by the name of a parameter.
         by_any: ``**kwargs`` takes them all. Otherwise only parameters of these names do.
     """
@@ -172,7 +172,7 @@ def accepted(fn: Callable[..., object], offered: Mapping[str, Any], *, by_any: b
 
 
 def parameters_of(fn: Callable[..., object]) -> set[str] | None:
-    """What can be given to it by name; ``None`` where that is not known, or it takes any name."""
+    """The names of its parameters; ``None`` if they are unknown, or it takes any name."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -184,10 +184,10 @@ def parameters_of(fn: Callable[..., object]) -> set[str] | None:
 
 
 def check_names(what: str, given: Mapping[str, object], known: Collection[str] | None) -> None:
-    """Whether there are parameters of all these names.
+    """Raise unless all these names are parameters.
 
     Raises:
-        TierParameterError: there is none of this name; says which was perhaps meant.
+        TierParameterError: one is not; names the most similar parameter.
     """
     for name in given:
         if known is not None and name not in known:
@@ -196,7 +196,7 @@ def check_names(what: str, given: Mapping[str, object], known: Collection[str] |
 
 
 def check_call(fn: Callable[..., object], what: str, *args: object, **kwargs: object) -> None:
-    """Whether ``fn`` can be called so, as far as its signature tells.
+    """Raise unless ``fn`` can be called with these arguments, as far as its signature tells.
 
     Raises:
         PluginTypeError: it cannot; names the plugin, and says why.

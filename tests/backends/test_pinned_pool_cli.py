@@ -105,7 +105,7 @@ def test_port_in_use_is_said() -> None:
         command += ["--runtime-dir", os.path.dirname(process.ready["descriptors"])]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
         assert done.returncode == 3
-        assert done.stderr.startswith("offload pinned-pool: nobody can listen at ")
+        assert done.stderr.startswith("offload pinned-pool: cannot listen at ")
         assert "Traceback" not in done.stderr
 
 

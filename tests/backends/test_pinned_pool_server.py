@@ -852,7 +852,7 @@ def test_end_while_clients_copy_is_told_to_all_of_them(shared: bool) -> None:
 async def test_address_in_use_is_told() -> None:
     with short_directory() as directory:
         async with open_server(port=0, runtime_dir=directory) as server:
-            with pytest.raises(PoolUnreachable, match="nobody can listen"):
+            with pytest.raises(PoolUnreachable, match="cannot listen"):
                 await serve(port=server.port, runtime_dir=directory)
 
 

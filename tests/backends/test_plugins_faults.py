@@ -514,7 +514,7 @@ async def test_a_descriptor_that_is_something_else_by_now_breaks_the_line(connec
         os.close(other)
         error = await left_by(mock_clock, 1, tier.contains, KEYS)  # not only at the deadline
         assert isinstance(error, NoAnswer)
-        assert "was closed, and is something else now" in str(error)
+        assert "was closed, and is another file now" in str(error)
 
 
 async def test_a_descriptor_that_the_plugin_closes_is_nobody_elses(connector, mock_clock):

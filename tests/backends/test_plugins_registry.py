@@ -141,7 +141,7 @@ def test_a_module_is_imported_when_its_name_is_first_asked_for(registry, module)
 def test_a_module_that_does_not_register_its_name(registry, module):
     module("")
     register_tier_module("lazy", MODULE)
-    with pytest.raises(PluginTypeError, match="was to register the tier 'lazy' when it is imported, and did not"):
+    with pytest.raises(PluginTypeError, match="should register the tier 'lazy' when it is imported, and did not"):
         make_tier("lazy", block_bytes=SIZE)
 
 
@@ -172,7 +172,7 @@ def test_an_entry_point(registry, entry_point, module):
     assert {"shelf", "other"} <= set(known_tiers())
     assert MODULE not in sys.modules
     assert make_tier("shelf", block_bytes=SIZE).statistics().capacity_bytes == 7 * SIZE
-    with pytest.raises(PluginTypeError, match="was to register the tier 'other'"):
+    with pytest.raises(PluginTypeError, match="should register the tier 'other'"):
         make_tier("other", block_bytes=SIZE)
 
 
@@ -305,7 +305,7 @@ def test_the_four_steps_to_the_config_class(attribute, more, said, expected, mod
             "has no 'Nope', which was looked for as config_class_name of the",
         ),
         ({"config_class_name": "Plain"}, TypeError, "is not a class with a from_dict"),
-        ({"deadline": 3}, ValueError, "is a tier of its own and has no host to take deadline"),
+        ({"deadline": 3}, ValueError, "is a tier itself and has no host to take deadline"),
         ({"class_name": ""}, ValueError, "class_name is ''"),
         ({"module_path": None}, ValueError, "module_path is None"),
         ({"adapter_params": [1]}, ValueError, r"adapter_params is \[1\], but must be a mapping"),
@@ -340,7 +340,7 @@ def test_what_a_class_itself_names_must_be_there(module):
         ({"deadlin": 3}, "deadlin = 3: there is no such parameter; did you mean deadline?"),
         ({"deadline": -1}, "deadline = -1"),
         ({"max_capacity_gb": -1}, "max_capacity_gb is -1"),
-        ({"max_capacity_gb": 1, "capacity_bytes": 1}, "say the same"),
+        ({"max_capacity_gb": 1, "capacity_bytes": 1}, "are the same setting"),
         ({"capacity_bytes": "much"}, "capacity_bytes = 'much': must be a size"),
     ],
     ids=str,
