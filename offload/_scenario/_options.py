@@ -19,7 +19,7 @@ from offload.testing.scenarios._program import Scenario
 
 if TYPE_CHECKING:
     from offload.testing.scenarios._generate import Mix
-    from offload.testing.scenarios._seams import Fuzzing, Probe
+    from offload.testing.scenarios._players import Fuzzing, Probe
 
 SUFFIX = ".scenario.toml"
 
@@ -186,7 +186,7 @@ def check_system(system: str) -> None:
 @functools.cache
 def probed(system: str) -> Probe:
     """Find out which seams a system uses."""
-    from offload.testing.scenarios._seams import probe
+    from offload.testing.scenarios._players import probe
 
     with usage_errors():
         return probe(system)
@@ -195,7 +195,7 @@ def probed(system: str) -> Probe:
 def program_of(seed: int, system: str, mix: Mix = "standard") -> Scenario:
     """The random program of a seed; for a system of the caller's, without the steps that it cannot run."""
     if system:
-        return fuzzing(system).scenario(seed)
+        return fuzzing(system).program(seed)[0]
     from offload.testing.scenarios._generate import MIXES
 
     return MIXES[mix](seed)
@@ -209,7 +209,7 @@ def check_mix(mix: Mix, system: str) -> None:
 
 def fuzzing(system: str) -> Fuzzing:
     """Plays random programs with a system of the caller's."""
-    from offload.testing.scenarios._seams import Fuzzing
+    from offload.testing.scenarios._players import Fuzzing
 
     return Fuzzing(system, probed(system).seams, probed(system).hooks)
 

@@ -16,21 +16,14 @@ import msgspec
 
 from maru._commands import output_directory, write_output
 from maru._ending import ExitCode, until_interrupted
-from offload.testing.scenarios._explore import variant, variants_of
+from offload.testing.scenarios._players import PROBE, Fuzzing, Probe, Probing, Series, probe_of
 from offload.testing.scenarios._program import Scenario
 from offload.testing.scenarios._promises import Promise, promises
-from offload.testing.scenarios._seams import (
-    PROBE,
-    Fuzzing,
-    Probe,
-    Probing,
-    Series,
-    probe_of,
-)
 from offload.testing.scenarios._shrink import NotBroken, shrink
 from offload.testing.scenarios._summary import Played, Summary
 from offload.testing.scenarios._systems import SEAMS
 from offload.testing.scenarios._trace import Report, Violation
+from offload.testing.scenarios._variants import variant, variants_of
 from offload.testing.scenarios._workers import SubprocessPlayer, cores, play_many
 
 from ._options import SUFFIX, BadInput, check_system, json_option, line, processes_option, seconds_of, usage_errors
@@ -195,7 +188,7 @@ class _Judge:
         make = Fuzzing(self._system, self._probe.seams, self._probe.hooks)
         seeds = itertools.takewhile(lambda _: monotonic() < deadline, itertools.count())
         for run in play_many(make, seeds, processes=self._processes, watchdog=self._watchdog, progress=progress):
-            scenario = run.report.scenario if run.report is not None else make.scenario(run.seed)
+            scenario = run.report.scenario if run.report is not None else make.program(run.seed)[0]
             self._note(one, run, scenario, shrinking=min(_SHRINKING, max(1.0, deadline - monotonic())))
 
     def _note(self, one: _Verdict, run: Played, scenario: Scenario, *, shrinking: float = 0.0) -> None:

@@ -12,11 +12,12 @@ import click
 from maru._commands import output_file, refuse, write_output
 from maru._ending import ExitCode, until_interrupted
 from offload.abc import HOOKS
-from offload.testing.scenarios._explore import (
+from offload.testing.scenarios._players import Exploring, Playing
+from offload.testing.scenarios._summary import Summary, reachable
+from offload.testing.scenarios._variants import (
     ACTIONS,
     Action,
     Explored,
-    Exploring,
     NoSuchSpot,
     Spots,
     Table,
@@ -24,8 +25,7 @@ from offload.testing.scenarios._explore import (
     variant,
     variants_of,
 )
-from offload.testing.scenarios._summary import Summary, reachable
-from offload.testing.scenarios._workers import Playing, play_many
+from offload.testing.scenarios._workers import play_many
 
 from ._options import (
     BadInput,

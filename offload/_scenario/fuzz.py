@@ -13,9 +13,10 @@ import click
 
 from maru._commands import output_directory, write_output
 from maru._ending import EnvironmentFault, ExitCode, until_interrupted
+from offload.testing.scenarios._players import Player, Playing
 from offload.testing.scenarios._summary import Summary, reachable
 from offload.testing.scenarios._trace import Report
-from offload.testing.scenarios._workers import Player, Playing, play_many
+from offload.testing.scenarios._workers import play_many
 
 from ._options import (
     check_mix,

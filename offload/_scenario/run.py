@@ -12,9 +12,10 @@ import click
 
 from maru._commands import output_file, refuse, write_output
 from maru._ending import ExitCode, until_interrupted
+from offload.testing.scenarios._players import Playing
 from offload.testing.scenarios._summary import Case, Played, Suite, Summary, reachable, to_junit
 from offload.testing.scenarios._trace import Report
-from offload.testing.scenarios._workers import Playing, play_many
+from offload.testing.scenarios._workers import play_many
 
 from ._options import (
     BadInput,

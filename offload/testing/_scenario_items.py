@@ -114,7 +114,7 @@ def seams_said(config: pytest.Config) -> tuple[Seam, ...] | None:
     if not system:
         return None
     if _SEAMS not in config.stash:
-        from .scenarios._seams import probe
+        from .scenarios._players import probe
         from .scenarios._systems import SEAMS, NeedsRealTime, NoSuchSystem
 
         try:

@@ -3,16 +3,8 @@
 import pytest
 
 from offload.testing.scenarios import Expect, Fault, Moment, Outcome, Scenario, Violation
-from offload.testing.scenarios._explore import (
-    Explored,
-    NoSuchSpot,
-    Spot,
-    spots_from,
-    spots_of,
-    variant,
-    variants_of,
-)
 from offload.testing.scenarios._summary import played
+from offload.testing.scenarios._variants import Explored, NoSuchSpot, Spot, spots_from, spots_of, variant, variants_of
 from tests.support.scenario_plays import program, report_of
 
 BASE = report_of(

@@ -63,7 +63,7 @@ def test_every_verb_policy_and_way_of_storing_occurs():
     steps = [step for program in programs() for step in program.step]
     for verb in ("store", "load", "fire", "evict", "delete", "drain", "release", "close"):
         assert any(getattr(step, verb) is not None for step in steps)
-    stores = [store for program in programs() for _, store in stores_of(program)]
+    stores = [store for program in programs() for store in stores_of(program)]
     assert {(store.kind, store.how) for store in stores} == {
         (kind, how) for kind in ("weak", "strong", "external") for how in ("wait", "now", "many")
     }  # fmt: skip
@@ -82,7 +82,7 @@ def test_several_are_stored_in_one_call():
     several = [
         store
         for program in programs()
-        for _, store in stores_of(program)
+        for store in stores_of(program)
         if store.how == "many" and len(keys_of(store)) > 1
     ]
     assert {store.kind for store in several} == {"weak", "strong"}
@@ -144,7 +144,7 @@ def test_twins_and_routes_occur_and_so_does_every_choice_of_a_knob():
 
 def test_blocks_that_an_engine_keeps_alive_are_never_taken_away():
     for program in programs():
-        external = [store for _, store in stores_of(program) if store.kind == "external"]
+        external = [store for store in stores_of(program) if store.kind == "external"]
         kept = {key for store in external for keys in keys_of(store).values() for key in keys}
         taken = [step.evict.keys for step in program.step if step.evict]
         taken += [fault.keys for fault in program.fault if fault.do == "evict"]

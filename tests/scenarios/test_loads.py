@@ -38,7 +38,7 @@ def test_a_mix_has_what_it_says():
     made = unroll(scenario, 1)
     assert made.load is None
     assert check(made) == []
-    stores = [store for _, store in stores_of(made)]
+    stores = list(stores_of(made))
     assert sorted([store.id for store in stores], key=lambda one: int(one[1:])) == [f"m{i}" for i in range(200)]
     assert {store.kind for store in stores} == {"weak", "strong"}
     assert {store.per for store in stores} == {0, 1, 2, 3}
@@ -63,7 +63,7 @@ def test_one_container_more_leaves_the_others_as_they_were():
 
 def test_blocks_that_the_engine_keeps_are_of_one_container_alone():
     made = unroll(mixed(kinds=["external"], containers=50), 1)
-    assert all(store.kind == "external" and not store.keys for _, store in stores_of(made))
+    assert all(store.kind == "external" and not store.keys for store in stores_of(made))
     assert check(made) == []
 
 
@@ -91,7 +91,7 @@ def test_a_mix_plays():
 
 def test_cancels_come_while_their_containers_are_on_their_way():
     made = unroll(mixed(containers=200, over_ms=500, cancels=1.0), 3)
-    stored = {store.id: made.step[i].at_ms for i, store in stores_of(made)}
+    stored = {step.store.id: step.at_ms for step in made.step if step.store is not None}
     assert {fault.at_ms - stored[fault.who] for fault in made.fault} == set(range(11)), (
         "ten of them it waits for others"
     )

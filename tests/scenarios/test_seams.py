@@ -16,16 +16,10 @@ from offload.testing.scenarios import (
     generate,
     play,
 )
+from offload.testing.scenarios._players import Fuzzing, Probe, Probing, Series, probe_of
 from offload.testing.scenarios._promises import Promise, promises
-from offload.testing.scenarios._seams import (
-    Fuzzing,
-    Probe,
-    Probing,
-    Series,
-    adapted_to,
-    probe_of,
-)
 from offload.testing.scenarios._systems import SEAMS, NoSuchSystem, factory_of
+from offload.testing.scenarios._variants import adapted_to
 from tests.support import scenario_caches  # noqa: F401 - named below
 
 
@@ -142,7 +136,7 @@ def test_a_careful_cache_survives_random_programs() -> None:
         assert report.good, f"seed {seed}: {report.violations}"
         # A report's faults are those that were drawn; the rest is the program itself.
         assert msgspec.structs.replace(report.scenario, fault=[]) == msgspec.structs.replace(
-            fuzzing.scenario(seed), fault=[]
+            fuzzing.program(seed)[0], fault=[]
         )
 
 

@@ -31,7 +31,8 @@ from offload.testing.scenarios import (
     shrink,
     to_toml,
 )
-from offload.testing.scenarios._shrink import NotBroken, Progress, pinned, renamed, stores, tidy
+from offload.testing.scenarios._names import stores_of, tidy
+from offload.testing.scenarios._shrink import NotBroken, Progress, pinned, renamed
 from offload.testing.scenarios._workers import SubprocessPlayer
 from tests.support.scenario_plays import program, report_of
 
@@ -91,7 +92,7 @@ def test_two_that_are_needed_together_stay() -> None:
         return {"s3", "s9"} <= hits(scenario, moments)
 
     small = shrink(program(faults=faults), 1, play=ByHand(both))
-    assert [store.id for store in stores(small)] == ["s3, s9"], "together, as they are stored alike"
+    assert [store.id for store in stores_of(small)] == ["s3, s9"], "together, as they are stored alike"
     assert len(small.fault) == 2
 
 
@@ -141,7 +142,7 @@ def test_the_result_says_what_it_shows_and_where_it_comes_from() -> None:
 
 def test_containers_get_short_names() -> None:
     small = shrink(program(), 1, play=ByHand(lambda s, m: bool(m)))
-    assert [store.id for store in stores(small)] == ["a"]
+    assert [store.id for store in stores_of(small)] == ["a"]
 
 
 def test_a_program_that_goes_well_is_not_shrunk() -> None:
@@ -153,7 +154,7 @@ def test_time_is_bounded_and_the_best_so_far_is_the_answer() -> None:
     seen: list[Progress] = []
     play = ByHand(lambda s, m: "s4" in {moment.who[0] for moment in m if moment.who})
     small = shrink(program(containers=40), 1, play=play, budget=0.0, progress=seen.append)
-    assert len(list(stores(small))) == 40
+    assert len(list(stores_of(small))) == 40
     assert not seen
     shrink(program(containers=40), 1, play=play, progress=seen.append)
     assert [one.steps for one in seen] == sorted([one.steps for one in seen], reverse=True)

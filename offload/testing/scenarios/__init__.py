@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ._real_run import play_real as play_real
     from ._systems import NotForReal as NotForReal
     from ._workers import play_many as play_many
-    from ._workers import Playing as Playing
+    from ._players import Playing as Playing
     from ._summary import Played as Played
     from ._trace import Report as Report
     from ._trace import Moment as Moment
@@ -102,7 +102,7 @@ _HOMES = {
     "play_real": "._real_run",
     "NotForReal": "._systems",
     "play_many": "._workers",
-    "Playing": "._workers",
+    "Playing": "._players",
     "Played": "._summary",
     "Report": "._trace",
     "Moment": "._trace",

@@ -16,16 +16,16 @@ Rule 7. An empty name of a pipeline means the first one; an empty name of a tier
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from typing import Final
 
-import msgspec
+from msgspec import structs
 
-from ._program import EngineSpec, Mix, PipelineSpec, Scenario, StoreStep, TierSpec, TraceLoad
+from ._program import EngineSpec, Fault, Mix, PipelineSpec, Scenario, Step, StoreStep, TierSpec, TraceLoad
 
 MOST: Final = 1 << 20
 """Names that one list may stand for: more is a slip of the pen."""
@@ -35,7 +35,7 @@ _NAME: Final = re.compile(r"(?:[^\s{},]|\{[0-9]{1,18}\.\.[0-9]{1,18}\})+")
 _COUNTED: Final = re.compile(r"(.*?)(0|[1-9][0-9]{0,17})")
 
 
-@lru_cache(maxsize=4_096)  # the same few lists are asked for again and again while a scenario runs
+@functools.lru_cache(maxsize=4_096)  # the same few lists are asked for again and again while a scenario runs
 def expand(names: str) -> tuple[str, ...]:
     """All names of a list, in order; a name that is there twice comes twice.
 
@@ -129,7 +129,7 @@ def _of_engine(engine: EngineSpec, said: Mapping[str, PipelineSpec]) -> Mapping[
     knobs = next(iter(said.values()), PipelineSpec(to=tiers[0]))
     above = ["device", *tiers]
     return {
-        tier: msgspec.structs.replace(knobs, source=above[at], to=tier, chain=tiers[at + 1 : at + 2])
+        tier: structs.replace(knobs, source=above[at], to=tier, chain=tiers[at + 1 : at + 2])
         for at, tier in enumerate(tiers)
     }
 
@@ -172,11 +172,11 @@ def keys_of(store: StoreStep) -> dict[str, tuple[str, ...]]:
     return {label: keys[i * per : (i + 1) * per] for i, label in enumerate(labels)}
 
 
-def stores_of(scenario: Scenario) -> Iterator[tuple[int, StoreStep]]:
-    """Every step that stores, with its position."""
-    for i, step in enumerate(scenario.step):
+def stores_of(scenario: Scenario) -> Iterator[StoreStep]:
+    """Every store of a scenario, in order."""
+    for step in scenario.step:
         if step.store is not None:
-            yield i, step.store
+            yield step.store
 
 
 def stored_from(scenario: Scenario, tier: str) -> set[str]:
@@ -189,7 +189,7 @@ def stored_from(scenario: Scenario, tier: str) -> set[str]:
     first = next(iter(pipelines))
     held = scenario.tier[tier].holds if tier in scenario.tier else ""
     found = set(expand(held))
-    for _, store in stores_of(scenario):
+    for store in stores_of(scenario):
         spec = pipelines.get(store.pipeline or first)
         if spec is not None and spec.source == tier:
             found.update(*keys_of(store).values())
@@ -215,3 +215,59 @@ def trace_labels(trace: TraceLoad) -> list[str]:
 def load_of(label: str) -> str:
     """What the load of a container of a mix or of a trace is called."""
     return f"{label}-load"
+
+
+# --- what is there no more --------------------------------------------------------------------------------------------
+
+
+def tidy(scenario: Scenario) -> Scenario:
+    """Without what is about containers, events, pipelines or tiers that are not there any more."""
+    labels = {label for store in stores_of(scenario) for label in expand(store.id)}
+    fired = {step.fire for step in scenario.step if step.fire is not None}
+    waited = {after.event for store in stores_of(scenario) for after in store.after}
+    pipelines = set(scenario.pipeline) or {"main"}
+    steps = [
+        _not_waiting(step, fired)
+        for step in scenario.step
+        if (step.fire is None or step.fire in waited)
+        and (step.drain is None or step.drain in pipelines)
+        and (step.release is None or step.release in pipelines)
+        and (step.store is None or step.store.id)
+    ]
+    about = functools.partial(_about, labels=labels)
+    faults = [fault for old in scenario.fault if (fault := about(about(old, "who"), "of")) is not None]
+    tiers = {"device", "host", *scenario.tier}
+    faults = [fault for fault in faults if not fault.tier or fault.tier in tiers]
+    return structs.replace(scenario, step=steps, fault=faults, pipeline=_tidy_pipelines(scenario, labels))
+
+
+def _not_waiting(step: Step, fired: set[str]) -> Step:
+    """What would wait for an event that no step fires does not wait for it: else every program could be made to hang."""
+    if step.store is None or all(not after.event or after.event in fired for after in step.store.after):
+        return step
+    after = [one for one in step.store.after if not one.event or one.event in fired]
+    any_of = step.store.any_of and len(after) > 1
+    return structs.replace(step, store=structs.replace(step.store, after=after, any_of=any_of))
+
+
+def _about(fault: Fault | None, field: str, labels: set[str]) -> Fault | None:
+    if fault is None or not getattr(fault, field):
+        return fault
+    names = expand(getattr(fault, field))
+    left = [name for name in names if name in labels]
+    if len(left) == len(names):
+        return fault
+    return structs.replace(fault, **{field: compress(left)}) if left else None
+
+
+def _tidy_pipelines(scenario: Scenario, labels: set[str]) -> dict[str, PipelineSpec]:
+    found = {}
+    for name, spec in scenario.pipeline.items():
+        policies = []
+        for policy in spec.policies:
+            who = [label for label in expand(policy.who) if label in labels]
+            if who or not policy.who:
+                policies.append(structs.replace(policy, who=compress(who)) if policy.who else policy)
+        chain = [other for other in spec.chain if other in scenario.pipeline]
+        found[name] = structs.replace(spec, policies=policies, chain=chain)
+    return found

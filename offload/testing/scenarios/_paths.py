@@ -231,7 +231,7 @@ class _PathBuilder:
 
 
 def _keys_by_container(scenario: Scenario) -> dict[str, tuple[str, ...]]:
-    return {label: keys for _, store in stores_of(scenario) for label, keys in keys_of(store).items()}
+    return {label: keys for store in stores_of(scenario) for label, keys in keys_of(store).items()}
 
 
 # --- copies -------------------------------------------------------------------------------------------------------

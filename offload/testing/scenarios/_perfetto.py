@@ -174,7 +174,7 @@ class _EventWriter:
 
     def _blocks(self) -> Mapping[str, int]:
         return {
-            label: len(keys) for _, store in stores_of(self._report.scenario) for label, keys in keys_of(store).items()
+            label: len(keys) for store in stores_of(self._report.scenario) for label, keys in keys_of(store).items()
         }
 
     def _counter(self, name: str, pid: int, spans: Sequence[tuple[int, int, int]]) -> Iterator[Event]:

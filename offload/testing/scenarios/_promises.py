@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import attrs
 
-from ._explore import Action
 from ._program import (
     After,
     Expect,
@@ -27,6 +26,7 @@ from ._program import (
     TierSpec,
     Window,
 )
+from ._variants import Action
 
 TIMES: Final = range(9)
 """Virtual milliseconds at which something is tried, where there is no hook to try it at: from before a copy to behind it."""

@@ -14,7 +14,6 @@ steps, times. A candidate need not be careful: whether it still shows the violat
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ import msgspec
 from msgspec import NODEFAULT, structs
 
 from ._fields import Field, Path, fields_of, mentions, places, value_at, with_value
-from ._names import compress, expand, keys_of
+from ._names import compress, expand, keys_of, stores_of, tidy
 from ._program import Expect, Fault, LoadStep, Part, PipelineSpec, Scenario, ScenarioError, Step, StoreStep
 from ._trace import Report, Violation, same_violation
 
@@ -196,69 +195,6 @@ class _Shrinker:
         return True
 
 
-# --- what hangs together ------------------------------------------------------------------------------------------
-
-
-def tidy(scenario: Scenario) -> Scenario:
-    """Without what is about containers, events, pipelines or tiers that are not there any more."""
-    labels = {label for store in stores(scenario) for label in expand(store.id)}
-    fired = {step.fire for step in scenario.step if step.fire is not None}
-    waited = {after.event for store in stores(scenario) for after in store.after}
-    pipelines = set(scenario.pipeline) or {"main"}
-    steps = [
-        _not_waiting(step, fired)
-        for step in scenario.step
-        if (step.fire is None or step.fire in waited)
-        and (step.drain is None or step.drain in pipelines)
-        and (step.release is None or step.release in pipelines)
-        and (step.store is None or step.store.id)
-    ]
-    about = functools.partial(_about, labels=labels)
-    faults = [fault for old in scenario.fault if (fault := about(about(old, "who"), "of")) is not None]
-    tiers = {"device", "host", *scenario.tier}
-    faults = [fault for fault in faults if not fault.tier or fault.tier in tiers]
-    return structs.replace(scenario, step=steps, fault=faults, pipeline=_tidy_pipelines(scenario, labels))
-
-
-def stores(scenario: Scenario) -> Iterator[StoreStep]:
-    """Every store of a program."""
-    for step in scenario.step:
-        if step.store is not None:
-            yield step.store
-
-
-def _not_waiting(step: Step, fired: set[str]) -> Step:
-    """What would wait for an event that no step fires does not wait for it: else every program could be made to hang."""
-    if step.store is None or all(not after.event or after.event in fired for after in step.store.after):
-        return step
-    after = [one for one in step.store.after if not one.event or one.event in fired]
-    any_of = step.store.any_of and len(after) > 1
-    return structs.replace(step, store=structs.replace(step.store, after=after, any_of=any_of))
-
-
-def _about(fault: Fault | None, field: str, labels: set[str]) -> Fault | None:
-    if fault is None or not getattr(fault, field):
-        return fault
-    names = expand(getattr(fault, field))
-    left = [name for name in names if name in labels]
-    if len(left) == len(names):
-        return fault
-    return structs.replace(fault, **{field: compress(left)}) if left else None
-
-
-def _tidy_pipelines(scenario: Scenario, labels: set[str]) -> dict[str, PipelineSpec]:
-    found = {}
-    for name, spec in scenario.pipeline.items():
-        policies = []
-        for policy in spec.policies:
-            who = [label for label in expand(policy.who) if label in labels]
-            if who or not policy.who:
-                policies.append(structs.replace(policy, who=compress(who)) if policy.who else policy)
-        chain = [other for other in spec.chain if other in scenario.pipeline]
-        found[name] = structs.replace(spec, policies=policies, chain=chain)
-    return found
-
-
 # --- the same, said exactly ---------------------------------------------------------------------------------------
 
 
@@ -300,7 +236,7 @@ def _pin(fault: Fault, report: Report) -> Fault:
 
 def renamed(scenario: Scenario) -> Scenario:
     """With containers called a, b, c, and shared keys k0, k1, k2, as a reader would call them."""
-    labels = [label for store in stores(scenario) for label in expand(store.id)]
+    labels = [label for store in stores_of(scenario) for label in expand(store.id)]
     short = _letters(len(labels))
     names = dict(zip(labels, short, strict=True))
     shared = [

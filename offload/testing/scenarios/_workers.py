@@ -32,25 +32,22 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
+from typing import IO, Any, Final, TypeAlias, TypeVar, cast
 
 import attrs
 
 from ._check import demand
 from ._loads import unroll
+from ._players import Player
 from ._program import Scenario
 from ._summary import Played, lost, played
 from ._systems import SEAMS, factory_of
 from ._trace import Report, Violation
 
-if TYPE_CHECKING:
-    from ._generate import Mix
-
-
 T = TypeVar("T")
-Player: TypeAlias = Callable[[int], Report]
-"""Plays what belongs to a number. To be pickled, it and what it refers to must be importable. If it has a ``warm()``, that is
-called before the first run."""
+Make: TypeAlias = Callable[[int], Report]
+"""Plays what belongs to a number: a :class:`Player`, or a function. It, and what it refers to, must be importable. If it has a
+``warm()``, that is called before the first run."""
 
 WATCHDOG: Final = 60.0
 """Real seconds without progress after which a run is given up; a run takes milliseconds."""
@@ -65,39 +62,8 @@ _START: Final = 120.0
 """For a worker to start: imports, on a machine that is busy."""
 
 
-@attrs.frozen
-class Playing:
-    """Plays a scenario, or a random program, with the number as its seed."""
-
-    scenario: Scenario | None = None
-    """``None``: the random program of each seed."""
-    base: Path | None = None
-    """Where paths in the scenario start from."""
-    system: str = ""
-    """``module:factory``; empty: ours."""
-    mix: Mix = "standard"
-    """Of which mix the random programs are."""
-
-    def warm(self) -> None:
-        """Import what it needs, so that the first run is no slower than the others."""
-        from . import _play  # noqa: F401  # a watchdog of a second must not end a run that imports
-
-        factory_of(self.system)
-
-    def __call__(self, seed: int) -> Report:
-        """Play one run."""
-        from ._play import play
-
-        scenario = self.scenario
-        if scenario is None:
-            from ._generate import MIXES
-
-            scenario = MIXES[self.mix](seed)
-        return play(scenario, seed, factory=factory_of(self.system), base=self.base)
-
-
 def play_many(
-    make: Player,
+    make: Make,
     seeds: Iterable[int],
     *,
     processes: int = 1,
@@ -133,7 +99,7 @@ def cores() -> int:
 
 
 def _play_here(
-    make: Player, seeds: Iterable[int], progress: Callable[[Played], object] | None, keep: bool
+    make: Make, seeds: Iterable[int], progress: Callable[[Played], object] | None, keep: bool
 ) -> Iterator[Played]:
     _warm(make)
     for seed in seeds:
@@ -143,13 +109,13 @@ def _play_here(
         yield one
 
 
-def _warm(make: Player) -> None:
+def _warm(make: Make) -> None:
     warm = getattr(make, "warm", None)
     if warm is not None:
         warm()
 
 
-def _play_one(make: Player, seed: int, keep: bool) -> Played:
+def _play_one(make: Make, seed: int, keep: bool) -> Played:
     began = perf_counter()
     return played(make(seed), perf_counter() - began, keep=keep)
 
@@ -419,18 +385,14 @@ Task: TypeAlias = tuple[Scenario, int]
 
 
 @attrs.frozen
-class _TaskPlayer:
+class _Given(Player):
     """Plays each task that it is given."""
 
     base: Path | None
     system: str
 
-    def warm(self) -> None:
-        Playing(None, self.base, self.system).warm()
-
-    def __call__(self, task: Task) -> Report:
-        scenario, seed = task
-        return Playing(scenario, self.base, self.system)(seed)
+    def program(self, number: Task) -> tuple[Scenario, int]:
+        return number
 
 
 class SubprocessPlayer:
@@ -446,7 +408,7 @@ class SubprocessPlayer:
     """
 
     def __init__(self, system: str = "", base: Path | None = None, *, patience: float = RUN_TIMEOUT) -> None:
-        self._tasks = _TaskPlayer(base, system)
+        self._tasks = _Given(base, system)
         self._patience = patience
         self._todo: deque[Task] = deque()
         self._played: Generator[Played, None, None] | None = None

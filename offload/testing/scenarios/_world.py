@@ -81,7 +81,7 @@ class VirtualWorld:
             model.begins = self._begins
         self.requests: dict[str, Request] = {}
         self._by_key: dict[Key, list[Request]] = {}
-        for _, store in stores_of(scenario):
+        for store in stores_of(scenario):
             for label, keys in keys_of(store).items():
                 coded = tuple([key.encode() for key in keys])
                 request = self.requests[label] = Request(label, coded, store, store.pipeline or self.first)

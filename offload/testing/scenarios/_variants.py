@@ -1,7 +1,10 @@
-"""Every cancel at every hook visit of one scenario, one run for each: nothing is left to chance. Pure, but for the playing.
+"""Scenarios that are made of another one: each with a cancel at one visit of a hook, or as much as a system can do. Pure.
 
-The base run says which hooks are visited, about whom, and how often. A *spot* is one such visit, a *variant* the scenario with
-one more fault there (two, for pairs). What the scenario expects of its base run is left out; the invariants stay.
+A run says which hooks are visited, about whom, and how often. A *spot* is one such visit, a *variant* the scenario with one
+more fault there (two, for pairs): one run for each, and nothing is left to chance. What the scenario expects of its base run is
+left out; the invariants stay.
+
+A system that lacks some seams is put through as much of a program as it has seams for (:func:`adapted_to`).
 """
 
 from __future__ import annotations
@@ -10,16 +13,16 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final, Literal, TypeAlias, get_args
 
 import attrs
 import msgspec
 
-from ._program import Fault, Scenario
+from ._check import check
+from ._names import tidy
+from ._program import Fault, PipelineSpec, Scenario, Seam, Step, StoreStep
 from ._summary import Played
 from ._trace import Report
-from ._workers import Playing
 
 Action: TypeAlias = Literal["cancel", "shut_down", "evict", "cancel_host"]
 ACTIONS: Final[tuple[Action, ...]] = get_args(Action)
@@ -105,25 +108,6 @@ def variant(scenario: Scenario, spots: Spots) -> Scenario:
     )
 
 
-@attrs.frozen
-class Exploring:
-    """Plays a variant by its number."""
-
-    scenario: Scenario
-    seed: int
-    variants: Sequence[Spots]
-    base: Path | None = None
-    system: str = ""
-
-    def warm(self) -> None:
-        """See :meth:`Playing.warm`."""
-        Playing(system=self.system).warm()
-
-    def __call__(self, number: int) -> Report:
-        """Play the variant of this number."""
-        return Playing(variant(self.scenario, self.variants[number]), self.base, self.system)(self.seed)
-
-
 @attrs.define(eq=False)
 class Table:
     """How containers ended that were hit, by hook and container; the variants with one action each."""
@@ -164,3 +148,77 @@ class Explored:
             outcome = run.report.outcomes.get(spot.who) if run.report is not None else None
             table = self.tables.setdefault(spot.action, Table())
             table.add(spot, "" if outcome is None else outcome.status, wrong=bool(run.violations))
+
+
+# --- as much as a system can do ---------------------------------------------------------------------------------------
+
+
+_OURS: Final = frozenset({"drop", "miscount"})
+"""Faults that only our own pipelines need to live with: no end of a copy, and answers for other blocks than were asked for."""
+
+
+def adapted_to(scenario: Scenario, seams: Sequence[Seam], hooks: Sequence[str]) -> Scenario:
+    """As much of a program as a system with these seams and hooks can be put through.
+
+    It has one way in, so that there is one pipeline, without knobs of ours; our hooks are replaced by its own.
+    """
+    first = next(iter(scenario.pipeline.values()), PipelineSpec(to="host"))
+    steps = [
+        _plain_step(step, seams)
+        for step in scenario.step
+        # How a cache is left with work inside is for one to say that can be shut down.
+        if step.release is None and (step.close is None or step.close.how == "cancel" or "close_now" in seams)
+    ]
+    policies = [policy for policy in first.policies if "policy" in seams and policy.do != "hang"]
+    ours = sorted({fault.at_hook for fault in scenario.fault if fault.at_hook})
+    renamed = {hook: hooks[i % len(hooks)] for i, hook in enumerate(ours)} if hooks and "hook" in seams else {}
+    scenario = msgspec.structs.replace(
+        scenario,
+        # What a tier holds from the start no user stored: a cache cannot know of it.
+        tier={
+            name: msgspec.structs.replace(spec, holds="")
+            for name, spec in scenario.tier.items()
+            if name in ("device", first.to)
+        },
+        pipeline={"main": PipelineSpec(to=first.to, policies=policies)},
+        step=steps,
+        fault=[
+            msgspec.structs.replace(fault, at_hook=renamed.get(fault.at_hook, fault.at_hook), grouped=False)
+            for fault in scenario.fault
+            if fault.do not in _OURS
+        ],
+        expect=[],
+    )
+    return _without_problems(tidy(scenario), seams, hooks)
+
+
+def _plain_step(step: Step, seams: Sequence[Seam]) -> Step:
+    if step.store is not None:
+        return msgspec.structs.replace(step, store=_plain_store(step.store, seams))
+    if step.load is not None and step.load.hold_ms and "hold" not in seams:
+        return msgspec.structs.replace(step, load=msgspec.structs.replace(step.load, hold_ms=0))
+    return step
+
+
+def _plain_store(store: StoreStep, seams: Sequence[Seam]) -> StoreStep:
+    """Weak, through the one way in, and not waiting for what never comes: who promises to give up, and when?"""
+    after = [one for one in store.after if "after" in seams and one.do != "never"]
+    return msgspec.structs.replace(
+        store,
+        pipeline="",
+        kind="weak",
+        how="now" if store.how == "many" and "store_many" not in seams else store.how,
+        after=after,
+        any_of=store.any_of and len(after) > 1,
+    )
+
+
+def _without_problems(scenario: Scenario, seams: Sequence[Seam], hooks: Sequence[str]) -> Scenario:
+    """Without the steps and faults that make no sense for such a system."""
+    while True:
+        wrong = {problem.path.partition(".")[0] for problem in check(scenario, seams, hooks=hooks or None)}
+        steps = [step for i, step in enumerate(scenario.step) if f"step[{i}]" not in wrong]
+        faults = [fault for i, fault in enumerate(scenario.fault) if f"fault[{i}]" not in wrong]
+        if len(steps) == len(scenario.step) and len(faults) == len(scenario.fault):
+            return scenario
+        scenario = tidy(msgspec.structs.replace(scenario, step=steps, fault=faults))
