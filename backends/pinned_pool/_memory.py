@@ -128,7 +128,8 @@ class PoolMemory:
             failed = pinning.pin(memory.address, memory.length, True)
             if not failed:
                 unpin, address = pinning.unpin, memory.address
-                memory.before_unmap(lambda: unpin(address))  # without a reference to memory, which would never be collected
+                # Without a reference to memory, which would never be collected.
+                memory.before_unmap(lambda: unpin(address))
                 self.pinned = "cuda"
                 return
             reasons.append(failed)

@@ -225,7 +225,9 @@ def _maru(*, block_bytes: int, key_names: KeyNames = "hex", **knobs: Any) -> Rea
 def _pool_size(knobs: Mapping[str, Any], gigabytes: object) -> int:
     """The size in bytes of ``pool_size_gb``, the parameter of LMCache's adapter for this page store."""
     if "pool_size" in knobs:
-        raise TierParameterError("maru", _GIGABYTES, gigabytes, "is the same setting as pool_size, in GiB: give one of them")
+        raise TierParameterError(
+            "maru", _GIGABYTES, gigabytes, "is the same setting as pool_size, in GiB: give one of them"
+        )
     number = isinstance(gigabytes, int | float) and not isinstance(gigabytes, bool)
     if not (number and 0 <= gigabytes < math.inf):  # type: ignore[operator]
         raise TierParameterError("maru", _GIGABYTES, gigabytes, "must be a number of GiB")
