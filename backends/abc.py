@@ -18,6 +18,7 @@ methods breaks the contract; :class:`Unproven` says that not even the end of a c
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -578,4 +579,49 @@ class PaddedSource(Source, Protocol):
 
     def used_bytes(self, page: memoryview) -> int:
         """How many leading bytes of a page filled by :meth:`copy_out` are used; the others are zero. For any thread."""
+        ...
+
+
+@runtime_checkable
+class PlanarPlace(Protocol):
+    """A source, or a destination, of which each block can be read plane by plane (:mod:`backends.planes`). Optional.
+
+    What is copied is compared with it now and then: whether each plane of a block came to where it belongs.
+    """
+
+    @property
+    def plane_names(self) -> Sequence[str]:
+        """The name of each plane of a block, in order: ``layer 0 kv 1 head 2``. None: this one cannot be read so."""
+        ...
+
+    def plane_samples(self, refs: Sequence[int]) -> Sequence[array[float] | None]:
+        """The samples of each of these blocks: of a source by their refs, of a destination by their positions. Any thread.
+
+        ``None`` where a block cannot be read so, since only a part of it is copied, say.
+        """
+        ...
+
+
+@runtime_checkable
+class ReadableDestination(Destination, Protocol):
+    """A destination that can be read back. Optional: one whose places are host memory is read there."""
+
+    def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
+        """Copy the places at these positions into pages. Called in a worker thread; returns when it is over."""
+        ...
+
+
+class PlanarDestination(Destination, PlanarPlace, Protocol):
+    """A destination whose blocks can be read plane by plane."""
+
+
+class Canary(Protocol):
+    """A free block of a cache, through which a pattern goes to see whether its planes come back as they were stored."""
+
+    def write(self, key: Key, seed: str) -> tuple[Blocks, array[float]]:
+        """Write the pattern of ``seed`` into the block; returns the block to be stored under ``key``, and its samples."""
+        ...
+
+    def clear(self) -> PlanarDestination:
+        """Write zeros into the block; returns it as a place to load into."""
         ...

@@ -18,7 +18,7 @@ import itertools
 import math
 import threading
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import index
 from typing import TYPE_CHECKING
 
@@ -27,8 +27,9 @@ import attrs
 from maru.eviction import EvictionPolicy
 
 from ._errors import RepeatedPlaces
-from .abc import Destination, Key
+from .abc import Canary, Destination, ExternalBlocks, Key, PlanarDestination
 from .pages import Pages
+from .planes import TensorPlanes
 from .slots import SlotTier, Storage
 
 if TYPE_CHECKING:
@@ -285,7 +286,9 @@ class DeviceTier(SlotTier):
         block_axis: the axis that counts blocks, of all tensors or of each. Its size must be the same in all.
         pool: the numbers of the blocks that belong to the tier; by default none.
         checksums: keep an xxh3-64 of each block that passed through host memory, and verify it when it is loaded.
-        eviction: chooses the victims of the pool; LRU by default.
+        eviction: decides which blocks of the pool make room; LRU unless given.
+        plane_axes: the axes that tell the planes of a block apart, in all tensors: ``{"kv": 0, "head": 3}``. With it, an engine
+            compares now and then what it loads plane by plane; see :class:`backends.planes.TensorPlanes`.
 
     Raises:
         TypeError: ``layers`` is one tensor, or holds what is no tensor; the axis or the pool is of another type.
@@ -301,6 +304,7 @@ class DeviceTier(SlotTier):
         pool: range = range(0),
         checksums: bool = True,
         eviction: EvictionPolicy[Key] | None = None,
+        plane_axes: Mapping[str, int] | None = None,
     ) -> None:
         layers = _checked(layers)
         axes = _axes_of(block_axis, len(layers))
@@ -326,6 +330,24 @@ class DeviceTier(SlotTier):
             _CudaTensors(layers, layouts, axes) if layers[0].device.type == "cuda" else _HostTensors(layers, layouts)
         )
         super().__init__(len(pool), storage, first=pool.start, checksums=checksums, eviction=eviction)
+        self.planes: TensorPlanes | None = None
+        """The planes of a block, where ``plane_axes`` says what they are."""
+        if plane_axes is not None:
+            if len(set(axes)) > 1:
+                raise ValueError(
+                    f"block_axis is {axes}, but planes are told apart where all tensors count blocks on one axis"
+                )
+            tensors = {f"layer {at}": layer for at, layer in enumerate(layers)}
+            self.planes = TensorPlanes(tensors, block_axis=axes[0], plane_axes=plane_axes)
+
+    @property
+    def plane_names(self) -> Sequence[str]:
+        """The name of each plane of a block; see :class:`backends.abc.PlanarPlace`."""
+        return () if self.planes is None else self.planes.plane_names
+
+    def plane_samples(self, refs: Sequence[int]) -> list[array[float]]:
+        """The samples of these blocks; see :class:`backends.abc.PlanarPlace`."""
+        return [] if self.planes is None else self.planes.samples(refs)
 
     def into(self, ids: Sequence[int]) -> Destination:
         """A destination for loads: blocks of the engine, by their numbers.
@@ -339,7 +361,18 @@ class DeviceTier(SlotTier):
         if len(set(ids)) != len(ids):
             other = next(at for at, number in enumerate(ids) if number in ids[:at])
             raise RepeatedPlaces(ids.index(ids[other]), other)
-        return _Into(self._storage, ids)
+        return _Into(self._storage, ids, self.planes)
+
+    def canary(self, block: int) -> Canary:
+        """A free block of the engine's own, for :meth:`offload.Engine.check_layout`: its bytes are overwritten.
+
+        Raises:
+            ValueError: there is no such block, or ``plane_axes`` was not said.
+        """
+        self._check_ids([block])
+        if self.planes is None:
+            raise ValueError(f"{self!r} does not know planes: DeviceTier(..., plane_axes={{'kv': 0, 'head': 3}})")
+        return _Canary(self, self.planes, block)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         # The storage trusts these numbers with memory addresses.
@@ -353,6 +386,7 @@ class _Into:
 
     _storage: Storage
     _ids: list[int]
+    _planes: TensorPlanes | None = None
 
     @property
     def block_bytes(self) -> int:
@@ -366,6 +400,33 @@ class _Into:
 
     def copy_in(self, start: int, pages: Pages) -> None:
         self._storage.copy_in(self._ids[start : start + len(pages)], pages)
+
+    def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
+        self._storage.copy_out([self._ids[at] for at in positions], pages)
+
+    @property
+    def plane_names(self) -> Sequence[str]:
+        return () if self._planes is None else self._planes.plane_names
+
+    def plane_samples(self, positions: Sequence[int]) -> list[array[float]]:
+        return [] if self._planes is None else self._planes.samples([self._ids[at] for at in positions])
+
+
+@attrs.frozen(eq=False)
+class _Canary:
+    """A free block of a cache; see :class:`backends.abc.Canary`."""
+
+    _tier: DeviceTier
+    _planes: TensorPlanes
+    _block: int
+
+    def write(self, key: Key, seed: str) -> tuple[ExternalBlocks, array[float]]:
+        (samples,) = self._planes.fill([self._block], seed)
+        return self._tier.external([self._block], [key]), samples
+
+    def clear(self) -> PlanarDestination:
+        self._planes.clear([self._block])
+        return _Into(self._tier._storage, [self._block], self._planes)
 
 
 def _checked(layers: Iterable[torch.Tensor]) -> list[torch.Tensor]:

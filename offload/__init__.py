@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from ._engine import Hit as Hit
     from ._engine import LoadResult as LoadResult
     from ._engine import EngineStatistics as EngineStatistics
+    from ._engine import ShadowStatistics as ShadowStatistics
+    from ._engine import LayoutCheck as LayoutCheck
     from ._pipeline.spill import SpillStatistics as SpillStatistics
     from ._engine.explain import Explanation as Explanation
     from ._health.breaker_tier import with_breaker as with_breaker
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from ._errors import TierTooSlow as TierTooSlow
     from ._errors import TierNotEntered as TierNotEntered
     from ._engine import LoadFailed as LoadFailed
+    from ._errors import LayoutMismatch as LayoutMismatch
     from ._errors import DrainUnproven as DrainUnproven
 
 _HOMES = {
@@ -105,6 +108,8 @@ _HOMES = {
     "Hit": "._engine",
     "LoadResult": "._engine",
     "EngineStatistics": "._engine",
+    "ShadowStatistics": "._engine",
+    "LayoutCheck": "._engine",
     "SpillStatistics": "._pipeline.spill",
     "Explanation": "._engine.explain",
     "with_breaker": "._health.breaker_tier",
@@ -130,6 +135,7 @@ _HOMES = {
     "TierTooSlow": "._errors",
     "TierNotEntered": "._errors",
     "LoadFailed": "._engine",
+    "LayoutMismatch": "._errors",
     "DrainUnproven": "._errors",
 }
 

@@ -88,6 +88,14 @@ class TransferCancelled(OffloadError):
     """A transfer was cancelled before its commit; raised by ``result.raise_for_status()`` only. Nothing was copied."""
 
 
+class LayoutMismatch(OffloadError):
+    """What was stored comes back in other planes: keys as values, one head as another one. Nothing that is loaded can be used.
+
+    Raised by :meth:`offload.Engine.check_layout`. The caller must act: its places read a layout otherwise than they write it,
+    or another process calls a layout by the same name.
+    """
+
+
 class DrainUnproven(OffloadError):
     """The end of a copy could not be proven in time: the memory it uses is quarantined, named, and not reused.
 

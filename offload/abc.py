@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 import attrs
 
 from backends.abc import Key as Key
 
 if TYPE_CHECKING:
+    from array import array
+
     import trio
+
+    from backends.abc import Destination
 
     from ._pipeline.container import OffloadBatch, OffloadContainer
 
@@ -125,3 +129,51 @@ class Instrument(Protocol):
 
 HOOKS: Final[tuple[str, ...]] = tuple(name for name in vars(Instrument) if not name.startswith("_"))
 """The name of every hook, in the order in which a container meets them."""
+
+
+# --- whether what is loaded is what was stored ---------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Mismatch:
+    """A block that was loaded, verified, and is not what its key stands for."""
+
+    key: Key
+    """Its name: withheld from now on, until it is stored anew."""
+    tier: str
+    """Where it was loaded from."""
+    found_by: Literal["stored", "recomputed", "read again", "layout"]
+    """What it was compared with: what its planes held when it was stored, what the engine has computed, what the tier gave
+    when it was asked once more; or the pattern that :meth:`offload.Engine.check_layout` has written."""
+    what: str
+    """What is different, in words: ``8 of 24 planes are in each other's places: layer 0 kv 0 head 0 holds layer 0 kv 1 head
+    0``."""
+
+
+class EngineInstrument(Protocol):
+    """An observer of an engine, beside those of its pipelines: the same object may be both."""
+
+    def mismatch(self, mismatch: Mismatch) -> None:
+        """What was loaded is not what its key stands for. Called on the trio thread; may not block; removed when it raises."""
+
+
+class Recompute(Protocol):
+    """Computes blocks once more, so that what was loaded can be compared with it: an engine hands it to ``open_engine``."""
+
+    def __call__(
+        self, keys: Sequence[Key], destination: Destination, positions: Sequence[int]
+    ) -> Sequence[array[float] | None]:
+        """The samples that these blocks should have, as the engine's own layout reads them (:mod:`backends.planes`).
+
+        Called in a worker thread, while the load that it is asked for waits: ``keys`` lie at ``positions`` of
+        ``destination``, and the blocks before them are at their places, so that one block can be computed by itself.
+
+        Args:
+            keys: what was loaded, some blocks of one load.
+            destination: of that load.
+            positions: of each key in there.
+
+        Returns:
+            One for each key; ``None`` for a block that is not computed now.
+        """
+        ...

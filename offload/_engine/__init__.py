@@ -15,8 +15,9 @@ Rule 4. A failing tier is never an error of the engine: a lookup names it, a loa
         ``UNAVAILABLE``.
         ``UNAVAILABLE``.
 
-To read it: ``config`` has the settings, ``opening`` builds an engine (``factories`` and ``places`` make its tiers, ``routes``
-plans its pipelines), ``engine`` is the public class, ``lookup``, ``loading`` and ``promotion`` bring blocks back.
+To read it: ``config`` says what can be set, ``opening`` puts an engine together (``factories`` and ``places`` for its tiers,
+``routes`` for its pipelines), ``engine`` is what is called, ``lookup``, ``loading`` and ``promotion`` are how blocks come back,
+``shadow`` and ``layout_check`` whether they are what was stored.
 """
 
 from .opening import open_engine as open_engine
@@ -25,6 +26,8 @@ from .config import Route as Route
 from .engine import Engine as Engine
 from .lookup import Hit as Hit
 from .loading import LoadResult as LoadResult
+from .layout_check import LayoutCheck as LayoutCheck
+from .statistics import ShadowStatistics as ShadowStatistics
 from .statistics import EngineStatistics as EngineStatistics
 from .loading import LoadFailed as LoadFailed
 from .loading import BEHIND_A_GAP as BEHIND_A_GAP

@@ -50,6 +50,9 @@ table whose ``type`` is such a name, or a ``module:attribute`` that makes one of
 SOURCE: Final = "source"
 """The name of the engine's source in routes."""
 
+SHADOW_CHECK: Final = 1_000
+"""One in so many loads is compared, unless told otherwise."""
+
 _knob: Final = Knobs("OFFLOAD", ConfigError)
 _NO_TABLES: Final[Mapping[str, Any]] = {}
 
@@ -272,6 +275,13 @@ class EngineConfig:
         0.0,
         3_600.0,
         "How long a store yields to loads that are under way before one batch is copied all the same.",
+    )
+    shadow_check: int = _knob.integer(
+        SHADOW_CHECK,
+        0,
+        1_000_000_000,
+        "One in so many loads is read again, or recomputed, and compared with what has arrived. 0: none is. At 1,000 it costs "
+        "less than 1 % of the time of loads.",
     )
     breaker: BreakerConfig = _knob.table(BreakerConfig(), "When a tier counts as broken, and how it is tried again.")
     pipeline: PipelineConfig = _knob.table(PipelineConfig(), "The settings of every route that has none of its own.")

@@ -10,7 +10,18 @@ from types import MappingProxyType
 import attrs
 import trio
 
-from backends.abc import Blocks, BlockSizeError, Deletion, Destination, Failed, Key, ReadableTier, Source, check_keys
+from backends.abc import (
+    Blocks,
+    BlockSizeError,
+    Canary,
+    Deletion,
+    Destination,
+    Failed,
+    Key,
+    ReadableTier,
+    Source,
+    check_keys,
+)
 from backends.pages import check_apart
 
 from .._health import BreakerTier
@@ -22,16 +33,18 @@ from .._pipeline.pipeline import Pipeline
 from .._pipeline.priority import LoadPriority
 from .._pipeline.quarantine import Quarantined
 from .._pipeline.spill import Spilling
-from ..abc import PreconditionLike
+from ..abc import Mismatch, PreconditionLike
 from .config import EngineConfig, OnLoadFailure
 from .direct import DirectReads
 from .explain import BlockInspector, Explanation, keys_in_question
 from .history import History
+from .layout_check import LayoutCheck, LayoutChecker
 from .loading import LoadFailed, Loading, LoadResult
 from .lookup import Hit, Place, TimeShares, find
 from .promotion import Promoter
 from .routes import PlannedRoute
-from .statistics import Counts, EngineStatistics, count
+from .shadow import ShadowCheck
+from .statistics import Counts, EngineStatistics, ShadowStatistics, count
 from .tenants import TenantTags
 
 _NOTHING: Mapping[str, Exception] = MappingProxyType({})
@@ -67,6 +80,9 @@ class EngineParts:
     promoter: Promoter
     load_priority: LoadPriority
     counts: Counts
+    inspector: BlockInspector
+    shadow: ShadowCheck | None
+    """``None`` where no load is compared."""
 
 
 class Engine:
@@ -93,9 +109,9 @@ class Engine:
         self._places: list[Place] = list(parts.breaker_tiers.items())
         self._routes = parts.routes
         self._spills = parts.spills
-        ways = [(route.plan.to, route.pipeline) for route in parts.routes] + parts.promoter.pipelines
-        self._inspector = BlockInspector(self._places, ways, parts.history)
-        # None if no tier needs tenants, which is most often: then stores and lookups skip the tags.
+        self._inspector = parts.inspector
+        self._shadow = parts.shadow
+        # None where no tier must know tenants, which is most often: then a store or a lookup has nothing to tag.
         self._tags: TenantTags | None = parts.tenant_tags or None
         self._promoter = parts.promoter
         self._load_priority = parts.load_priority
@@ -198,6 +214,11 @@ class Engine:
         """
         check_keys(keys)
         within = _checked(within)
+        asked, shadow = len(keys), self._shadow
+        since = 0 if shadow is None else shadow.withheld.total
+        if shadow is not None and len(shadow.withheld) and (wrong := shadow.withheld.among(keys)):
+            await shadow.purge(wrong, within)
+            keys = shadow.withheld.prefix_before(keys)
         end = None if self._tags is None else self._tags.carry(keys, tenant)
         try:
             segments, unavailable = await find(self._places, keys, lookup_timeout=self._lookup_timeout, within=within)
@@ -207,20 +228,20 @@ class Engine:
             raise
         counts, found = self._counts, sum([segment.blocks for segment in segments])
         counts.lookups += 1
-        counts.asked += len(keys)
+        counts.asked += asked
         counts.hit += found
         for name in unavailable:
             count(counts.lookup_failures, name)
-        hit = Hit(keys[:found], segments, unavailable or _NOTHING, self._live_hits, tenant, end)
-        hit.hold()
-        return hit
+        return Hit(keys[:found], segments, unavailable or _NOTHING, self._live_hits, tenant, end, since)
 
     async def load(self, hit: Hit, destination: Destination, *, promote: bool | str | None = None) -> LoadResult:
         """Copy the blocks of a hit to ``destination``, position by position, and verify them.
 
-        The blocks are loaded segment by segment, up to the first block that cannot be loaded; with ``on_load_failure =
-        "retry"`` that block is looked up once more in the slower tiers. Cancelled, it returns only when no copy into
-        ``destination`` is under way any more. A hit that is released meanwhile stays pinned until then.
+        Segment by run, and no further than the first block that cannot be loaded; with ``on_load_failure = "retry"`` that is
+        looked for once more in the slower tiers. With ``shadow_check``, one load in so many is compared as well with
+        something else than checksums, and ends before a block that is not what its key stands for. Cancelled, it leaves only
+        when no copy into ``destination`` is under way any more. A hit that is released meanwhile stays pinned until this is
+        over.
 
         Args:
             hit: the result of a lookup.
@@ -252,6 +273,9 @@ class Engine:
         try:
             with self._load_priority.loading():
                 await loading.load(segments)
+                drawn = None if self._shadow is None else self._shadow.draw(hit.keys, hit._since)
+                if self._shadow is not None and drawn is not None:
+                    await self._shadow.check(loading, segments, hit._since, drawn=drawn)
         finally:
             await hit._end_load()
         result = loading.conclude()
@@ -305,7 +329,28 @@ class Engine:
             answers = [max(pair, key=_WEIGHT.__getitem__) for pair in zip(answers, told, strict=True)]
         return answers
 
-    # --- queries --------------------------------------------------------------------------------------------------------
+    # --- whether it is what was stored ------------------------------------------------------------------------------
+
+    async def check_layout(self, canary: Canary, layout: str) -> LayoutCheck:
+        """Send a pattern through a store and a load, before the first request, and see whether its planes come back.
+
+        Once by itself, and once under the name of the layout, which whoever shares the tiers has stored perhaps in a layout
+        that is another one. Some milliseconds. Cancelled, the pattern of this check may stay in the tiers until it is evicted.
+
+        Args:
+            canary: owns a free block of the cache; :meth:`backends.device.DeviceTier.canary` makes one.
+            layout: what the layout is called, in keys as well: who has the same name must have the same planes.
+
+        Raises:
+            LayoutMismatch: keys came back as values, or one head as another one: nothing that is loaded can be used.
+        """
+        return await LayoutChecker(self, canary, layout).run()
+
+    def _announce(self, mismatch: Mismatch) -> None:
+        if self._shadow is not None:
+            self._shadow.announce(mismatch)
+
+    # --- what there is --------------------------------------------------------------------------------------------------
 
     async def explain(
         self,
@@ -366,6 +411,7 @@ class Engine:
             spills={name: spilling.statistics() for name, spilling in self._spills.items()},
             open_hits=len(self._live_hits),
             quarantined=len(self.quarantine),
+            shadow=ShadowStatistics() if self._shadow is None else self._shadow.statistics(),
         )
 
     # --- helpers --------------------------------------------------------------------------------------------------

@@ -6,18 +6,19 @@ that are stored and found cost nothing, and the caller of an explanation pays fo
 
 The explanation of a block is the first of these that is true:
 
-1. It is in a tier.                              5. It was evicted from a tier, or dropped before the next one, or deleted,
-2. It is on its way.                                filtered from a store, or its store failed: the latest of these.
-3. A tier that may have it does not answer.      6. Nothing is known of it: never stored, or no longer recorded.
-4. It is stored under another key: the same
-   tokens in another layout, or with another salt.
+1. It was found wrong, and a tier may            5. It is there under another key: the same
+   still have it: it is not served.                 tokens in another layout, or under another salt.
+2. It is in a tier.                              6. It was evicted from a tier, or dropped on its way below, or
+3. It is on its way.                                deleted, kept back from a store, its store failed, or it was found
+4. A tier that may have it does not answer.         wrong: whatever came last.
+                                                 7. Nothing is known of it: never stored, or forgotten here.
 """
 
 from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal, TypeAlias
@@ -102,7 +103,11 @@ class Facts:
     refused: Sequence[Event] = ()
     """Stores that filtered it, the latest first."""
     failed: Sequence[Event] = ()
-    """Stores of it that failed, the latest first."""
+    """When it could not be stored, where, and why; the latest first."""
+    mismatched: Sequence[Event] = ()
+    """When it was loaded and was not what its key stands for, from where, and what was different; the latest first."""
+    withheld: bool = False
+    """Whether it is not served now, since a tier may still have what was found wrong."""
 
 
 # --- the explanation --------------------------------------------------------------------------------------------------
@@ -120,6 +125,7 @@ class Cause(enum.Enum):
     DELETED = "deleted"
     FILTERED = "filtered"
     FAILED = "failed"
+    WITHHELD = "withheld"
     UNKNOWN = "unknown"
 
 
@@ -172,6 +178,8 @@ def _explain(facts: Facts, now: float) -> BlockExplanation:
 
 
 def _judge(facts: Facts, now: float) -> tuple[Cause, str]:
+    if facts.withheld:
+        return Cause.WITHHELD, _withheld(facts, now)
     if facts.tiers:
         bringing = [flight.pipeline for flight in facts.in_flight if flight.pipeline not in facts.tiers]
         return Cause.FOUND, f"in {_and(facts.tiers)}" + (f", on its way to {_and(bringing)}" if bringing else "")
@@ -194,6 +202,11 @@ def _judge(facts: Facts, now: float) -> tuple[Cause, str]:
     return Cause.UNKNOWN, "no record of it: never stored, or gone for longer than the records reach"
 
 
+def _withheld(facts: Facts, now: float) -> str:
+    seen = [f"loaded {_one(event, now)}" for event in facts.mismatched[:1]]
+    return "; ".join(["withheld until it is stored anew: not what its key stands for", *seen])
+
+
 def _history(facts: Facts, now: float) -> list[tuple[Cause, str]]:
     """The latest event of a block, as a cause and in words; empty without a record."""
     told = {
@@ -201,6 +214,7 @@ def _history(facts: Facts, now: float) -> list[tuple[Cause, str]]:
         Cause.DELETED: facts.deleted,
         Cause.FILTERED: facts.refused,
         Cause.FAILED: facts.failed,
+        Cause.WITHHELD: facts.mismatched,
     }
     last = max((cause for cause in told if told[cause]), key=lambda cause: told[cause][0].when, default=None)
     if last is None:
@@ -208,6 +222,8 @@ def _history(facts: Facts, now: float) -> list[tuple[Cause, str]]:
     failed = [f"not stored in {event.where} {_ago(now, event)} ({event.why})" for event in facts.failed[:1]]
     if last is Cause.FAILED:
         return [(last, failed[0])]
+    if last is Cause.WITHHELD:
+        return [(last, _withheld(facts, now))]
     how = "kept back" if last is Cause.FILTERED else last.value
     events = told[last][:1] if last is Cause.FILTERED else told[last]
     text = f"{how} {_and([_one(event, now) for event in events])}"
@@ -248,6 +264,8 @@ class BlockInspector:
     ways: Sequence[tuple[str, Pipeline]]
     """The pipelines, each with the tier that it leads to."""
     history: History
+    withheld: Container[Key] = frozenset()
+    """Keys that are not served now."""
 
     async def explain(self, keys: Sequence[Key], others: Sequence[tuple[KeyMaker, Sequence[Key]]] = ()) -> Explanation:
         """Explain these blocks.
@@ -257,14 +275,13 @@ class BlockInspector:
             others: the same blocks under other keys, position by position.
         """
         there, unavailable = await self._where(keys)
-        in_flight = self._in_flight(keys)
+        in_flight = self.in_flight(keys)
         missing = [at for at, key in enumerate(keys) if key not in there and key not in in_flight]
         elsewhere = await self._elsewhere(missing, others)
-        gone = [keys[at] for at in missing]
+        gone = [keys[at] for at in missing] + [key for key in keys if key in self.withheld]
         history = self.history
-        evicted, deleted, refused, failed = [
-            record.of(gone) for record in (history.tombstones, history.deletions, history.refusals, history.failures)
-        ]
+        records = (history.tombstones, history.deletions, history.refusals, history.failures, history.mismatches)
+        evicted, deleted, refused, failed, mismatched = [record.of(gone) for record in records]
         facts = [
             Facts(
                 key,
@@ -276,6 +293,8 @@ class BlockInspector:
                 deleted.get(key, ()),
                 refused.get(key, ()),
                 failed.get(key, ()),
+                mismatched.get(key, ()),
+                key in self.withheld,
             )
             for at, key in enumerate(keys)
         ]
@@ -309,8 +328,8 @@ class BlockInspector:
                     found.setdefault(at, []).append(Elsewhere(maker.name, maker.differs, there[keys[at]]))
         return found
 
-    def _in_flight(self, keys: Sequence[Key]) -> dict[Key, list[InFlight]]:
-        """The pipelines that have these keys in flight. Looks at all containers, whose number is bounded."""
+    def in_flight(self, keys: Sequence[Key]) -> dict[Key, list[InFlight]]:
+        """Who is bringing which of these where: looks at all that is inside, of which there is a bound."""
         wanted = set(keys)
         found: dict[Key, list[InFlight]] = {}
         for name, pipeline in self.ways:

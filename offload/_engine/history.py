@@ -1,8 +1,8 @@
-"""Records of what happened to blocks: the latest that were evicted, deleted, filtered from a store, or whose store failed.
+"""What has happened to blocks: the last that were evicted, deleted, kept back, not stored, or loaded and found wrong.
 
-The present state can be read at any time, the past cannot. So four records are kept, each of the last 65,536 blocks. Recording
-costs one entry per batch, whatever its size; only an explanation reads them (:mod:`offload._engine.explain`). A block that is
-stored and arrives is not recorded. An eviction is one entry; so is a container with filtered blocks.
+What there is now can be asked for; what was cannot. So five records are kept, each of the last 65,536 blocks. Keeping them
+costs one note for a whole batch, whatever is in it; only an explanation reads them (:mod:`offload._engine.explain`). Nothing is
+noted for a block that is stored and arrives. An eviction is one note; a container of which something was kept back is one note.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from backends.leaving import SpillingTier
 
 from .._health.faults import describe
 from .._pipeline.pipeline import Pipeline
+from ..abc import Mismatch
 
 MOST_REMEMBERED: Final = 65_536
 """Blocks in each record: some minutes of a busy engine, and about 10 MB."""
@@ -123,14 +124,21 @@ class Failures(Record):
     __slots__ = ()
 
 
+class Mismatches(Record):
+    """The last blocks that were loaded and are not what their keys stand for."""
+
+    __slots__ = ()
+
+
 class History:
-    """The four records of an engine."""
+    """What has happened to blocks, the last of each kind."""
 
     def __init__(self) -> None:
         self.tombstones: Tombstones = Tombstones()
         self.deletions: Deletions = Deletions()
         self.refusals: Refusals = Refusals()
         self.failures: Failures = Failures()
+        self.mismatches: Mismatches = Mismatches()
 
     def watch_tier(self, name: str, tier: object) -> Callable[[], None]:
         """Record what this tier evicts, if it reports evictions. Returns a function that ends this."""
@@ -152,6 +160,10 @@ class History:
         """Record that these blocks were deleted from a tier."""
         if keys:
             self.deletions.note(name, keys, trio.current_time())
+
+    def mismatched(self, mismatch: Mismatch) -> None:
+        """Note that this was loaded from a tier, and is not what its key stands for."""
+        self.mismatches.note(mismatch.tier, (mismatch.key,), trio.current_time(), mismatch.what)
 
     def _evicted(self, name: str, keys: Sequence[Key]) -> None:
         self.tombstones.note(name, keys, trio.current_time())

@@ -77,10 +77,15 @@ class Loading:
             if answers.count(LOADED) < segment.blocks:
                 break
 
+    def leading(self) -> int:
+        """How many blocks have come before the first that has not."""
+        outcomes, wanted = self.outcomes, len(self.keys)
+        return wanted if outcomes.count(LOADED) == wanted else _leading(outcomes)
+
     def conclude(self) -> LoadResult:
         """The result so far: the blocks before the first gap count as loaded."""
         outcomes, wanted, counts = self.outcomes, len(self.keys), self.counts
-        loaded = wanted if outcomes.count(LOADED) == wanted else _leading(outcomes)
+        loaded = self.leading()
         counts.loads += 1
         counts.loaded += loaded
         if loaded < wanted:

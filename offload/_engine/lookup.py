@@ -57,7 +57,7 @@ class Hit:
     An async context manager: leaving it releases, also when cancelled.
     """
 
-    __slots__ = ("_end", "_live", "_loads", "_segments", "_tenant", "keys", "released", "unavailable")
+    __slots__ = ("_end", "_live", "_loads", "_segments", "_since", "_tenant", "keys", "released", "unavailable")
 
     def __init__(
         self,
@@ -67,8 +67,10 @@ class Hit:
         live: dict[Hit, None],
         tenant: str = "",
         end: Callable[[], None] | None = None,
+        since: int = 0,
     ) -> None:
         self._segments = segments
+        self._since = since  # how many blocks had turned out wrong when it was looked for
         self._live = live
         self._tenant = tenant
         self._end = end

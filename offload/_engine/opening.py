@@ -14,7 +14,7 @@ from typing import Any, overload
 
 import attrs
 
-from backends.abc import ReadableTier, Source, TenantTier
+from backends.abc import PlanarPlace, ReadableTier, Source, TenantTier
 
 from .._config import BreakerConfig, PipelineConfig
 from .._errors import ConfigError
@@ -24,26 +24,33 @@ from .._pipeline.pipeline import Pipeline, open_pipeline
 from .._pipeline.priority import LoadPriority
 from .._pipeline.spill import Spilling, spill
 from .._pipeline.spill_route import what_is_new
-from ..abc import AsyncPolicy, Instrument, Policy
-from .config import SOURCE, Chain, EngineConfig, OnEnterFailure, OnLoadFailure, Route, TierLike
+from ..abc import HOOKS, AsyncPolicy, Instrument, Policy, Recompute
+from .config import SHADOW_CHECK, SOURCE, Chain, EngineConfig, OnEnterFailure, OnLoadFailure, Route, TierLike
 from .engine import Engine, EngineParts, OpenRoute
+from .explain import BlockInspector
 from .factories import is_source, make_policies
 from .history import History
 from .lookup import release_forgotten
 from .places import check_placeholders, check_places, enter_places
 from .promotion import Promoter, PromotionRoute, open_promotion_route, promotion_config
 from .routes import PlannedRoute, plan, spill_configs, tiers_to_index
+from .shadow import ShadowCheck, StoredSamples
 from .statistics import Counts
 from .tenants import TenantTags
+from .withheld import WithheldKeys
 
 
 @overload
 def open_engine(
-    source: EngineConfig, *, instruments: Sequence[Instrument | object] = ()
+    source: EngineConfig, *, instruments: Sequence[Instrument | object] = (), recompute: Recompute | None = None
 ) -> AbstractAsyncContextManager[Engine]: ...
 @overload
 def open_engine(
-    source: Source, tiers: EngineConfig, *, instruments: Sequence[Instrument | object] = ()
+    source: Source,
+    tiers: EngineConfig,
+    *,
+    instruments: Sequence[Instrument | object] = (),
+    recompute: Recompute | None = None,
 ) -> AbstractAsyncContextManager[Engine]: ...
 @overload
 def open_engine(
@@ -59,6 +66,8 @@ def open_engine(
     promote: bool | str = False,
     breaker: BreakerConfig | None = None,
     on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = "fail",
+    shadow_check: int = SHADOW_CHECK,
+    recompute: Recompute | None = None,
 ) -> AbstractAsyncContextManager[Engine]: ...
 def open_engine(
     source: Source | EngineConfig,
@@ -73,6 +82,8 @@ def open_engine(
     promote: bool | str = False,
     breaker: BreakerConfig | None = None,
     on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = "fail",
+    shadow_check: int = SHADOW_CHECK,
+    recompute: Recompute | None = None,
 ) -> AbstractAsyncContextManager[Engine]:
     """Join tiers by pipelines, for the length of an ``async with`` block.
 
@@ -89,19 +100,21 @@ def open_engine(
         tiers: from the fastest to the slowest; all with the source's block size. A tier that is only named
             (:func:`backends.plugins.make_tier`) is made when the block is entered, and closed when it is left; one that is an
             async context manager, as :class:`backends.maru.MaruTier`, is entered for as long.
-        policies: decide which blocks of the source go into the first tier; by default those it does not have yet. Tiers behind
-            it get what they do not have.
-        config: the settings of every pipeline.
-        chain: what is stored in the next tier: what one tier has stored (``on_store``, or true), or only what it evicts, before
-            it is dropped (``on_evict``; then ``on_destination_full`` is ``evict`` unless a config is given), or nothing
-            (``none``, or false).
-        instruments: observers of every pipeline between the source and the tiers.
+        policies: what may leave the source for the first tier; by default what that does not have yet. Behind it, a tier is
+            offered what it does not have.
+        config: the knobs of every pipeline.
+        chain: feed what one tier has stored to the next (``on_store``, or true), or only what it evicts, before it goes
+            (``on_evict``; then ``on_destination_full`` is ``evict`` unless a config is given), or nothing (``none``, or false).
+        instruments: observers of every pipeline between the source and the tiers; one with a method ``mismatch`` is told of
+            what the shadow check finds (:class:`offload.abc.EngineInstrument`).
         on_load_failure: what a load does about a block that was found and cannot be loaded.
         routes: routes besides the default ones, or with other settings.
         promote: whether a load also writes what comes from a slower tier into the fastest one, or into the one named.
         breaker: when a tier counts as broken, and is left alone for a while.
-        on_enter_failure: what to do about an absent tier, which cannot be entered: ``fail``, or ``miss``: open with the tier
-            counting as broken until it can be entered; or a table of these by the names of tiers. One that is not named fails.
+        on_enter_failure: what to do about a tier that cannot be entered, since it is absent: ``fail``, or ``miss``: go on,
+            with the tier as a broken one until it can be; or that by the names of tiers. One that is not named fails.
+        shadow_check: one in so many loads is read again, or recomputed, and compared; 0: none is.
+        recompute: computes blocks once more, for the shadow check.
 
     Raises:
         TierNotEntered: a tier cannot be entered; see ``on_enter_failure``.
@@ -111,17 +124,31 @@ def open_engine(
         TypeError: an argument that the config replaces was given too.
     """
     whole = configuration_of(
-        source, tiers, policies, config, chain, on_load_failure, routes, promote, breaker, on_enter_failure
+        source,
+        tiers,
+        policies,
+        config,
+        chain,
+        on_load_failure,
+        routes,
+        promote,
+        breaker,
+        on_enter_failure,
+        shadow_check,
     )
-    return _open(whole, instruments)
+    return _open(whole, instruments, recompute)
 
 
 @asynccontextmanager
-async def _open(config: EngineConfig, instruments: Sequence[Instrument | object]) -> AsyncIterator[Engine]:
+async def _open(
+    config: EngineConfig, instruments: Sequence[Instrument | object], recompute: Recompute | None
+) -> AsyncIterator[Engine]:
     async with AsyncExitStack() as stack:
         history = History()
         places = await enter_places(stack, config, history)
-        builder = _EngineBuilder(stack, config, instruments, places.source, places.tiers, places.breaker_tiers, history)
+        builder = _EngineBuilder(
+            stack, config, instruments, recompute, places.source, places.tiers, places.breaker_tiers, history
+        )
         routes, spills = await builder.enter_routes()
         promoter = Promoter(
             list(builder.breaker_tiers.items()), await builder.enter_promotion_routes(routes), builder.tenant_tags
@@ -139,6 +166,7 @@ class _EngineBuilder:
     stack: AsyncExitStack
     config: EngineConfig
     instruments: Sequence[Instrument | object]
+    recompute: Recompute | None
     source: Source
     tiers: Mapping[str, ReadableTier]
     breaker_tiers: Mapping[str, BreakerTier]
@@ -195,10 +223,19 @@ class _EngineBuilder:
             policies=policies,
             config=knobs,
             chain=feeds,
-            instruments=[*self.instruments, self.tenant_tags] if self.tenant_tags else self.instruments,
+            instruments=[*self._watching_pipelines, self.tenant_tags] if self.tenant_tags else self._watching_pipelines,
             name=route.name,
             load_priority=self.load_priority,
         )
+
+    @property
+    def _watching_pipelines(self) -> list[Instrument | object]:
+        """The instruments without those that watch the engine alone."""
+        return [
+            one
+            for one in self.instruments
+            if not hasattr(one, "mismatch") or any(map(one.__class__.__dict__.get, HOOKS))
+        ]
 
     async def enter_promotion_routes(self, routes: Sequence[OpenRoute]) -> dict[str, PromotionRoute]:
         """Open the routes of promotions, into all tiers but the slowest."""
@@ -214,7 +251,10 @@ class _EngineBuilder:
         return routes_up
 
     def parts(self, routes: Sequence[OpenRoute], spills: Mapping[str, Spilling], promoter: Promoter) -> EngineParts:
-        """Collect the parts of the engine."""
+        """All of it, for the engine."""
+        places, withheld = list(self.breaker_tiers.items()), WithheldKeys()
+        ways = [(route.plan.to, route.pipeline) for route in routes] + promoter.pipelines
+        inspector = BlockInspector(places, ways, self.history, withheld)
         return EngineParts(
             source=self.source,
             tiers=self.tiers,
@@ -226,6 +266,32 @@ class _EngineBuilder:
             promoter=promoter,
             load_priority=self.load_priority,
             counts=self.counts,
+            inspector=inspector,
+            shadow=self._shadow_check(routes, inspector, withheld),
+        )
+
+    def _shadow_check(
+        self, routes: Sequence[OpenRoute], inspector: BlockInspector, withheld: WithheldKeys
+    ) -> ShadowCheck | None:
+        every = self.config.shadow_check
+        if not every:
+            return None
+        stored = None
+        if isinstance(self.source, PlanarPlace) and self.source.plane_names:
+            stored = StoredSamples(self.source, every)
+            for route in routes:
+                if place_of(route.pipeline.source) is self.source:
+                    route.pipeline.add_instrument(stored)
+        return ShadowCheck(
+            every=every,
+            places=inspector.places,
+            history=self.history,
+            counts=self.counts,
+            withheld=withheld,
+            in_flight=inspector.in_flight,
+            stored=stored,
+            recompute=self.recompute,
+            observers=[observer for observer in self.instruments if hasattr(observer, "mismatch")],
         )
 
 
@@ -243,6 +309,7 @@ def configuration_of(
     promote: bool | str,
     breaker: BreakerConfig | None,
     on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = "fail",
+    shadow_check: int = SHADOW_CHECK,
 ) -> EngineConfig:
     """The arguments of :func:`open_engine`, without the instruments, as one configuration with a source.
 
@@ -250,10 +317,12 @@ def configuration_of(
         ValueError: as :func:`open_engine`.
         TypeError: an argument that the config replaces was given too.
     """
-    arguments = (policies, config, chain, on_load_failure, tuple(routes), promote, breaker, on_enter_failure)
+    said = (policies, config, chain, on_load_failure, tuple(routes), promote, breaker, on_enter_failure, shadow_check)
     if isinstance(source, EngineConfig) or isinstance(tiers, EngineConfig):
         whole = source if isinstance(source, EngineConfig) else tiers
-        if arguments != (None, None, True, "miss", (), False, None, "fail") or (whole is source and tiers != ()):
+        if said != (None, None, True, "miss", (), False, None, "fail", SHADOW_CHECK) or (
+            whole is source and tiers != ()
+        ):
             raise TypeError(
                 "an EngineConfig replaces all arguments but the instruments: use attrs.evolve(config, ...) to change it"
             )
@@ -273,6 +342,7 @@ def configuration_of(
             promote=promote,
             breaker=breaker or BreakerConfig(),
             on_enter_failure=on_enter_failure,
+            shadow_check=shadow_check,
             pipeline=config or PipelineConfig(on_destination_full="evict" if chain == "on_evict" else "wait"),
         )
     if whole.source is None:

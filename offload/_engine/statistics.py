@@ -14,6 +14,22 @@ from .._pipeline.statistics import PipelineStatistics
 
 
 @attrs.frozen
+class ShadowStatistics:
+    """What the shadow check of an engine has compared. Counters count from its start."""
+
+    checked_loads: int = 0
+    """Loads of which some blocks were compared."""
+    compared: Mapping[str, int] = attrs.field(factory=dict)
+    """Comparisons of a block, by what it was compared with: ``stored``, ``recomputed``, ``read again``."""
+    mismatches: Mapping[str, int] = attrs.field(factory=dict)
+    """Those of them that found another block, or other planes; and ``layout``, by :meth:`offload.Engine.check_layout`."""
+    inconclusive: Mapping[str, int] = attrs.field(factory=dict)
+    """Checks that came to no answer, by reason. They say nothing about a block."""
+    withheld: int = 0
+    """Keys that are not served now: a tier may still have what was found wrong under them."""
+
+
+@attrs.frozen
 class EngineStatistics:
     """A snapshot of an engine. Counters count from its start."""
 
@@ -57,7 +73,9 @@ class EngineStatistics:
     open_hits: int
     """Hits that have not been released; their blocks are pinned."""
     quarantined: int
-    """Copies without a proven end, promotions included; their memory stays taken (``engine.quarantine``)."""
+    """Copies without a proven end, promotions included: what they touched stays taken (``engine.quarantine``)."""
+    shadow: ShadowStatistics
+    """What was loaded and compared once more; see ``shadow_check``."""
 
 
 @attrs.define(eq=False)
@@ -76,6 +94,10 @@ class Counts:
     recovered: int = 0
     promoted: int = 0
     refused: dict[str, int] = attrs.Factory(dict)
+    checked_loads: int = 0
+    compared: dict[str, int] = attrs.Factory(dict)
+    mismatches: dict[str, int] = attrs.Factory(dict)
+    inconclusive: dict[str, int] = attrs.Factory(dict)
 
 
 def count(counts: dict[str, int], what: str, n: int = 1) -> None:

@@ -10,17 +10,27 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, TypeVarTup
 
 import attrs
 
-from backends.abc import Blocks, Deletion, Destination, Key, Source, check_keys
-from maru.kv_events import KeyBook, KeyWatcher
+from backends.abc import Blocks, Canary, Deletion, Destination, Key, Source, check_keys
 
 from .._config import BreakerConfig, PipelineConfig
-from .._engine import Chain, EngineConfig, EngineStatistics, LoadResult, OnEnterFailure, OnLoadFailure, Route, TierLike
+from .._engine import (
+    Chain,
+    EngineConfig,
+    EngineStatistics,
+    LayoutCheck,
+    LoadResult,
+    OnEnterFailure,
+    OnLoadFailure,
+    Route,
+    TierLike,
+)
 from .._engine import open_engine as _open_engine
+from .._engine.config import SHADOW_CHECK
 from .._engine.explain import Explanation
 from .._engine.opening import configuration_of
 from .._errors import EngineCrashed
 from .._keys import BlockKey
-from ..abc import AsyncPolicy, Instrument, Policy, PreconditionLike
+from ..abc import AsyncPolicy, Instrument, Policy, PreconditionLike, Recompute
 from ..preconditions import NO_WAIT
 from ..preconditions import ThreadEvent as Event
 from ._calls import CallFuture, Hit, LoadFuture, LookupFuture
@@ -54,6 +64,8 @@ def open_engine(
     promote: bool | str = False,
     breaker: BreakerConfig | None = None,
     on_enter_failure: OnEnterFailure | Mapping[str, OnEnterFailure] = "fail",
+    shadow_check: int = SHADOW_CHECK,
+    recompute: Recompute | None = None,
     when_full: WhenFull = "raise",
     timeout: float = DEFAULT_TIMEOUT,
     start_timeout: float = DEFAULT_TIMEOUT,
@@ -75,9 +87,11 @@ def open_engine(
         promote: see there.
         breaker: see there.
         on_enter_failure: see there.
-        when_full: whether a store without room raises or drops its blocks.
-        timeout: the default timeout of calls, in seconds.
-        start_timeout: the timeout of :meth:`Engine.start`, in seconds.
+        shadow_check: see there.
+        recompute: see there. Called in a thread of its own, neither the engine's nor the caller's.
+        when_full: what a store does when there is no room.
+        timeout: how long a call waits unless told otherwise, in seconds.
+        start_timeout: how long :meth:`Engine.start` waits, in seconds.
 
     Raises:
         ValueError: as :func:`offload.open_engine`; or ``when_full`` or a timeout is out of range.
@@ -89,7 +103,17 @@ def open_engine(
         if not 0 < seconds < float("inf"):
             raise ValueError(f"{name} = {seconds!r}: must be positive and finite")
     whole = configuration_of(
-        source, tiers, policies, config, chain, on_load_failure, routes, promote, breaker, on_enter_failure
+        source,
+        tiers,
+        policies,
+        config,
+        chain,
+        on_load_failure,
+        routes,
+        promote,
+        breaker,
+        on_enter_failure,
+        shadow_check,
     )
     place: Any = whole.source
     if isinstance(place, str | Mapping):
@@ -98,7 +122,7 @@ def open_engine(
         )
     worker = EngineWorker(
         place,
-        _open_engine(whole, instruments=instruments),
+        _open_engine(whole, instruments=instruments, recompute=recompute),
         budget_blocks=whole.first_pipeline.budget_blocks,
         drops=when_full == "drop",
         timeout=timeout,
@@ -376,8 +400,19 @@ class Engine:
         options = {"naming": naming, "others": others, "tenant": tenant, "operator": operator}
         return self._ask(self._explain, what, options, timeout=timeout)
 
-    def watch_keys(self, watcher_of: Callable[[str], KeyWatcher[Key]], timeout: float | None = None) -> list[str]:
-        """Have what the tiers hold told, and every change from now on, by those that keep a book of keys.
+    def check_layout(self, canary: Canary, layout: str, timeout: float | None = None) -> LayoutCheck:
+        """Before the first request: whether the planes of a block come back as they were stored.
+
+        See :meth:`offload.Engine.check_layout`.
+
+        Raises:
+            LayoutMismatch: they do not.
+            WaitTimeout: no answer yet.
+        """
+        return self._ask(self._check_layout, canary, layout, timeout=timeout)
+
+    def call(self, function: Callable[[*Ts], T], *args: *Ts, timeout: float | None = None) -> T:
+        """Call a synchronous function in the engine's thread, and return what it returns.
 
         Watchers are called in the engine's thread, until it closes; first each is told what its tier holds.
 
@@ -448,6 +483,9 @@ class Engine:
 
     async def _explain(self, what: Key | Sequence[Key] | Sequence[int], options: Mapping[str, Any]) -> Explanation:
         return await self._worker.engine.explain(what, **options)
+
+    async def _check_layout(self, canary: Canary, layout: str) -> LayoutCheck:
+        return await self._worker.engine.check_layout(canary, layout)
 
     async def _statistics(self) -> Statistics:
         worker = self._worker

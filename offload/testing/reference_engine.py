@@ -24,10 +24,16 @@ A check that a load put every block in its place compares `ReferenceEngine.kv_di
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Column
+from typing import Final
 
 import attrs
 import torch
+
+from backends.abc import Destination, Key
+from backends.planes import TensorPlanes
 
 from .._errors import OffloadError
 from .._keys import prefix_keys
@@ -38,6 +44,9 @@ from ._reference_model import SEP as SEP
 from ._reference_model import VOCABULARY as VOCABULARY
 from ._reference_model import Model
 from ._reference_model import ModelConfig as ModelConfig
+
+PLANE_AXES: Final = {"kv": 0, "head": 3}
+"""The axes of a layer that tell planes apart, as ``DeviceTier(kv_caches, block_axis=1, plane_axes=PLANE_AXES)`` takes them."""
 
 
 class OutOfBlocks(OffloadError):
@@ -141,12 +150,17 @@ class ReferenceEngine:
     """Where weights and caches are."""
     kv_caches: list[torch.Tensor]
     """One tensor for each layer; the layout is described at the top of this module."""
+    planes: TensorPlanes
+    """Keys and values of each head in each layer, to be read apart."""
 
     def __init__(self, config: ModelConfig | None = None, device: str | torch.device = "cpu") -> None:
         config = self.config = ModelConfig() if config is None else config
         self.device = torch.device(device)
         shape = (config.layers, 2, config.num_blocks, config.block_size, config.kv_heads, config.head_dim)
         self.kv_caches = list(torch.zeros(shape, dtype=getattr(torch, config.dtype), device=self.device).unbind(0))
+        self.planes = TensorPlanes(
+            {f"layer {at}": cache for at, cache in enumerate(self.kv_caches)}, block_axis=1, plane_axes=PLANE_AXES
+        )
         self._model = Model(config, self.device)
         self._allocator = BlockAllocator(config.num_blocks)
         self._sequences: set[Sequence] = set()
@@ -292,6 +306,45 @@ class ReferenceEngine:
 
     def _blocks_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.config.block_size)
+
+
+class Recomputation:
+    """Computes blocks once more, in an engine of its own: what ``offload.open_engine(..., recompute=...)`` takes.
+
+    It knows the blocks of the prompts that it was told of, and computes those of one prompt at a time: a prefill for each
+    check.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._engine = ReferenceEngine(config)
+        self._blocks: dict[Key, tuple[list[int], int]] = {}  # the prompt of each, and which block of it
+
+    def remember(self, tokens: Iterable[int]) -> None:
+        """From now on, blocks of this prompt can be recomputed."""
+        prompt = _checked(tokens)
+        self._blocks.update((key, (prompt, at)) for at, key in enumerate(self._engine.prefix_keys(prompt)))
+
+    def __call__(
+        self, keys: Column[Key], destination: Destination, positions: Column[int]
+    ) -> list[array[float] | None]:
+        """The samples of those of these blocks that are of the prompt of the last one; see :class:`offload.abc.Recompute`."""
+        known = [self._blocks.get(key) for key in keys]
+        last = next((one for one in reversed(known) if one is not None), None)
+        if last is None:
+            return [None] * len(keys)
+        prompt, size = last[0], self._engine.config.block_size
+        sequence = self._engine.add_sequence(prompt[: (last[1] + 1) * size])
+        try:
+            for _ in self._engine.prefill(sequence):
+                pass
+            return [
+                None
+                if one is None or one[0] is not prompt
+                else self._engine.planes.samples([sequence.block_ids[one[1]]])[0]
+                for one in known
+            ]
+        finally:
+            self._engine.free(sequence)
 
 
 def _checked(tokens: Iterable[int]) -> list[int]:

@@ -1,0 +1,118 @@
+"""The check of a layout: before the first request a pattern is stored and loaded, and its planes have to come back.
+
+Two layouts of one shape (keys before values or behind them, one order of heads or another) store the same bytes, and load
+them into each other's planes: no checksum differs, and no shape. So a pattern that is another one in each plane is written
+into a free block, stored, loaded into the cleared block, and read by the names of the planes (:mod:`backends.planes`). That
+is done twice:
+
+* under a key of this check alone. It finds a place that writes otherwise than it reads;
+* under the key that all have who call their layout by this name. The first one stores it; those that come later load what
+  another process has stored, and find out whether it means the same planes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from backends.abc import LOADED, Canary, Deletion, Key
+from backends.planes import difference
+
+from .._errors import LayoutMismatch, OffloadError
+from .._keys import block_key
+from .._pipeline.lifecycle import Status
+from ..abc import Mismatch
+from ..preconditions import NO_WAIT
+from .shadow import MISMATCH
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+_NAME = b"layout check"
+
+
+@attrs.frozen
+class LayoutCheck:
+    """What the check of a layout has come to; a layout that is wrong raises :class:`offload.LayoutMismatch`."""
+
+    round_trip: bool
+    """Whether what this engine has stored came back plane by plane."""
+    shared: bool
+    """Whether what is stored under the name of the layout, by this engine or another process, did."""
+    inconclusive: str = ""
+    """Why not, where one of them was not tried to the end: no tier answered, or none has taken the block."""
+
+
+@attrs.define(eq=False)
+class LayoutChecker:
+    """One check. ``canary`` owns a free block of the engine, whose bytes are overwritten."""
+
+    engine: Engine
+    canary: Canary
+    layout: str
+    """What the layout is called."""
+    reason: str = ""
+
+    async def run(self) -> LayoutCheck:
+        """Check both ways.
+
+        Raises:
+            LayoutMismatch: planes came back as other ones.
+        """
+        own = block_key(_NAME + os.urandom(16), salt=self.layout)
+        try:
+            round_trip = await self._store(own) and await self._comes_back(own)
+        finally:
+            await self._forget(own)
+        common = block_key(_NAME, salt=self.layout)
+        shared = await self._comes_back(common)
+        if not shared and round_trip:
+            shared = await self._store(common) and await self._comes_back(common)
+        return LayoutCheck(round_trip, shared, "" if round_trip and shared else self.reason)
+
+    async def _store(self, key: Key) -> bool:
+        """Write the pattern and store it; whether it has arrived."""
+        blocks, _ = self.canary.write(key, self.layout)
+        try:
+            result = await (await self.engine.store(blocks, NO_WAIT)).wait()
+        except OffloadError as error:
+            self.reason = f"not stored: {error}"
+            return False
+        if result.status is Status.COMPLETE and key in result.completed:
+            return True
+        self.reason = (
+            f"not stored: {result.error or {**result.filtered, **result.failed}.get(key, result.status.value)}"
+        )
+        return False
+
+    async def _comes_back(self, key: Key) -> bool:
+        """Load the block, and compare its planes with the pattern; False where it is not there."""
+        _, expected = self.canary.write(key, self.layout)
+        destination = self.canary.clear()
+        async with await self.engine.lookup([key]) as hit:
+            outcomes = (await self.engine.load(hit, destination, promote=False)).outcomes
+            tier = hit.runs[0][0] if len(hit) else ""
+            silent = ", ".join(hit.unavailable)
+        # The shadow check may have been faster: what it found wrong has arrived all the same.
+        if not outcomes or outcomes[0] not in (LOADED, MISMATCH):
+            self.reason = f"no answer from {silent}" if silent else self.reason or "not found after it was stored"
+            return False
+        what = difference(destination.plane_names, expected, _read(destination))
+        if what is not None:
+            self.engine._announce(Mismatch(key, tier, "layout", what))
+            raise LayoutMismatch(
+                f"a block stored in layout {self.layout or 'without a name'} comes back from {tier}: {what}"
+            )
+        return True
+
+    async def _forget(self, key: Key) -> None:
+        answers = await self.engine.delete([key], within=1.0)
+        if answers != [Deletion.MISSING] and answers != [Deletion.DELETED]:
+            self.reason = self.reason or f"the block of the check stays: {answers[0].value}"
+
+
+def _read(destination: Any) -> Any:
+    (samples,) = destination.plane_samples([0])
+    return samples

@@ -1,0 +1,392 @@
+"""The shadow check: some of what is loaded is compared once more, with something that is not its checksum.
+
+A checksum says that the bytes of a block are those that a tier was given. It does not say that they are those of this key (a
+page of another request, or of yesterday, has a checksum, too), that they were put where they belong, or that the planes of
+the block lie where the engine reads them. So a block that stands at its destination is compared
+
+* with *what was stored*: the samples of its planes, taken at the source when it was copied from there. Of one block in
+  ``every``;
+* with what the engine has *recomputed*, where it handed in how (:class:`offload.abc.Recompute`). In one load of ``every``;
+* with what its tier gives when it is *read again*, into other memory, byte for byte. In one load of ``every``.
+
+Rule 1. The load waits for it, and what it finds is this load's answer: the prefix ends before a block that is wrong.
+Rule 2. What could not be compared is counted, with the reason, and says nothing about a block. No error in here is the load's.
+Rule 3. A key under which something wrong was found is withheld until no tier has it (:mod:`offload._engine.withheld`):
+        wherever a copy of it lies, it may be wrong as well, so it is deleted everywhere.
+Rule 4. A load that is not checked pays for a truth test or two, however many blocks it has; see :class:`Sampler`.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import attrs
+import trio
+
+from backends.abc import LOADED, Deletion, Destination, Key, Missed, PlanarPlace, Source
+from backends.pages import Pages, checksums, new_pages
+from backends.planes import difference
+from backends.slots import PagesDestination
+from backends.threads import kept_if_unproven, leave_after, run_in_thread_to_the_end
+
+from .._health.faults import describe
+from .._pipeline.container import OffloadBatch
+from ..abc import EngineInstrument, Mismatch, Recompute
+from .history import History
+from .loading import Loading
+from .lookup import Place, Segment
+from .sampling import Sampler
+from .statistics import Counts, ShadowStatistics, count
+from .withheld import WithheldKeys
+
+MISMATCH: Final = Missed("mismatch")
+"""What was loaded is not what its key stands for."""
+WITHHELD: Final = Missed("withheld")
+"""The hit is older than the mismatch that was found under this key."""
+
+MOST_BLOCKS: Final = 16
+"""Blocks of one load that are read again or recomputed: what is wrong with a load is mostly wrong with many of its blocks."""
+MOST_STORED: Final = 1_024
+"""Blocks whose samples are remembered: those of the last million that were stored, at one in a thousand. At most 12 MB."""
+LONGEST_CHECK: Final = 1.0
+"""Seconds that a load waits for a tier, or for the deletion of what is wrong. Behind that nothing is concluded."""
+_PASSES: Final = 3
+"""How often a tier is asked to delete what is wrong: the first time it may have it, and then it says that it has not."""
+
+_FoundBy = Literal["stored", "recomputed", "read again"]
+_log = logging.getLogger("offload.shadow")
+
+
+# --- what was stored --------------------------------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class _StoredBlock:
+    samples: array[float]
+    loads: int = 0
+
+    def is_due(self, every: int) -> bool:
+        """Whether this load of it is compared: its first, second, fourth, ... and each ``every``-th.
+
+        A block that everybody loads, such as that of a system prompt, would else be compared in every load there is.
+        """
+        self.loads += 1
+        return self.loads % every == 0 or (self.loads < every and self.loads & (self.loads - 1) == 0)
+
+
+class StoredSamples:
+    """The samples of some of the blocks that were stored. An instrument of the pipelines that lead from the source."""
+
+    def __init__(self, source: Source, every: int) -> None:
+        place: Any = source
+        self._source: Source = source
+        self._read: Callable[[Sequence[int]], Sequence[array[float] | None]] = place.plane_samples
+        self._sampler = Sampler(every)
+        self._every = every
+        self.blocks: dict[Key, _StoredBlock] = {}
+        self.plane_names: Sequence[str] = place.plane_names
+
+    def xfer_start(self, batch: OffloadBatch) -> None:
+        """The hook: the blocks of this batch are copied next, so they are complete, and stay as they are for as long."""
+        drawn = self._sampler.draw(len(batch.keys))
+        if drawn:
+            self._note({batch.keys[at] for at in drawn}, batch)
+
+    def due(self, keys: Sequence[Key]) -> Mapping[int, array[float]]:
+        """The blocks of a load that are to be compared with what was stored, by position."""
+        known = [(at, self.blocks[key]) for at, key in enumerate(keys) if key in self.blocks]
+        return {at: block.samples for at, block in known if block.is_due(self._every)}
+
+    def forget(self, keys: Iterable[Key]) -> None:
+        """These were wrong: whatever was sampled of them, they will be stored anew."""
+        for key in keys:
+            self.blocks.pop(key, None)
+
+    def _note(self, drawn: Collection[Key], batch: OffloadBatch) -> None:
+        for container in batch.containers:
+            keys = [key for key in container.keys if key in drawn]
+            if not keys:
+                continue
+            held = self._source.upgrade(keys) if container.blocks.refs is None else ()
+            try:
+                refs = held or container.refs_of(keys)
+                for key, samples in zip(keys, self._read(refs), strict=True):
+                    if samples is not None:
+                        self.blocks.pop(key, None)
+                        self.blocks[key] = _StoredBlock(samples)
+            finally:
+                if held:
+                    self._source.release(held)
+        while len(self.blocks) > MOST_STORED:
+            del self.blocks[next(iter(self.blocks))]
+
+
+# --- the check --------------------------------------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class ShadowCheck:
+    """The shadow check of one engine. Opened with it; see :func:`offload.open_engine`."""
+
+    every: int
+    """One in so many loads, and stored blocks."""
+    places: Sequence[Place]
+    """The tiers, the fastest first."""
+    history: History
+    counts: Counts
+    withheld: WithheldKeys
+    in_flight: Callable[[Sequence[Key]], Mapping[Key, object]]
+    """Which of these keys a pipeline has, so that a copy may arrive somewhere later."""
+    stored: StoredSamples | None
+    """What was stored, where the source has planes."""
+    recompute: Recompute | None
+    observers: list[EngineInstrument]
+    _loads: Sampler = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._loads = Sampler(self.every)
+
+    def statistics(self) -> ShadowStatistics:
+        """An immutable snapshot."""
+        counts = self.counts
+        return ShadowStatistics(
+            checked_loads=counts.checked_loads,
+            compared=dict(counts.compared),
+            mismatches=dict(counts.mismatches),
+            inconclusive=dict(counts.inconclusive),
+            withheld=len(self.withheld),
+        )
+
+    def draw(self, keys: Sequence[Key], since: int) -> bool | None:
+        """Whether a load of these was drawn, to be compared whole; ``None`` where nothing of it is to be checked: rule 4.
+
+        Args:
+            keys: what is loaded.
+            since: ``withheld.total`` when its hit was looked for.
+        """
+        if keys and self._loads.draw():
+            return True
+        known = self.stored is not None and not self.stored.blocks.keys().isdisjoint(keys)
+        return False if known or since != self.withheld.total else None
+
+    async def check(self, loading: Loading, segments: Sequence[Segment], since: int, *, drawn: bool) -> None:
+        """Compare what a load has brought, and correct its outcomes.
+
+        Args:
+            loading: the load, whose copies are over, and whose hit is held.
+            segments: what it was loaded from.
+            since: ``withheld.total`` when its hit was looked for.
+            drawn: the answer of :meth:`draw`.
+        """
+        keys = loading.keys[: loading.leading()]
+        due = {} if self.stored is None else self.stored.due(keys)
+        if keys and (due or drawn):
+            wrong = await self._compare(loading.destination, keys, loading.origins, due, drawn=drawn)
+            if wrong:
+                self._withhold(wrong, loading, segments)
+                await self.purge([keys[at] for at in wrong])
+        for at in self.withheld.wrong_since(since, keys):
+            if loading.outcomes[at] == LOADED:
+                loading.outcomes[at] = WITHHELD
+
+    # --- comparing ------------------------------------------------------------------------------------------------
+
+    async def _compare(
+        self,
+        destination: Destination,
+        keys: Sequence[Key],
+        origins: Sequence[int],
+        due: Mapping[int, array[float]],
+        *,
+        drawn: bool,
+    ) -> dict[int, tuple[_FoundBy, str]]:
+        """What is wrong with the blocks of a load, by position: what they were compared with, and how they differ."""
+        self.counts.checked_loads += 1
+        wrong: dict[int, tuple[_FoundBy, str]] = {}
+        chosen = self._loads.choose(len(keys), MOST_BLOCKS) if drawn else ()
+        with trio.move_on_after(LONGEST_CHECK) as scope:
+            await self._planes(destination, due, "stored", wrong)
+            if drawn and self.recompute is not None:
+                await self._planes(destination, await self._recomputed(destination, keys, chosen), "recomputed", wrong)
+            for speed in sorted({origins[at] for at in chosen}):
+                here = [at for at in chosen if origins[at] == speed and at not in wrong]
+                await self._read_again(destination, keys, here, speed, wrong)
+        if scope.cancelled_caught:
+            self._note_inconclusive("too slow", len(chosen))
+        return wrong
+
+    async def _planes(
+        self,
+        destination: Destination,
+        expected: Mapping[int, array[float]],
+        found_by: _FoundBy,
+        wrong: dict[int, tuple[_FoundBy, str]],
+    ) -> None:
+        """Compare planes at the destination with what they should hold."""
+        if not expected:
+            return
+        names = destination.plane_names if isinstance(destination, PlanarPlace) else ()
+        if not names or (self.stored is not None and tuple(names) != tuple(self.stored.plane_names)):
+            self._note_inconclusive("no planes at the destination", len(expected))
+            return
+        assert isinstance(destination, PlanarPlace)
+        positions = list(expected)
+        try:
+            found = await run_in_thread_to_the_end(destination.plane_samples, positions)
+        except Exception as error:
+            self._note_inconclusive("planes not read", len(positions), error)
+            return
+        for at, samples in zip(positions, found, strict=True):
+            if samples is None:
+                self._note_inconclusive("a part of a block", 1)
+                continue
+            count(self.counts.compared, found_by)
+            what = difference(names, expected[at], samples)
+            if what is not None:
+                wrong.setdefault(at, (found_by, what))
+
+    async def _recomputed(
+        self, destination: Destination, keys: Sequence[Key], positions: Sequence[int]
+    ) -> dict[int, array[float]]:
+        assert self.recompute is not None
+        try:
+            told = await run_in_thread_to_the_end(
+                self.recompute, [keys[at] for at in positions], destination, positions
+            )
+            pairs = zip(positions, told, strict=True)
+            return {at: samples for at, samples in pairs if samples is not None}
+        except Exception as error:
+            self._note_inconclusive("not recomputed", len(positions), error)
+            return {}
+
+    async def _read_again(
+        self,
+        destination: Destination,
+        keys: Sequence[Key],
+        positions: Sequence[int],
+        speed: int,
+        wrong: dict[int, tuple[_FoundBy, str]],
+    ) -> None:
+        """Read blocks of one tier into other memory, and compare what stands at the destination with that."""
+        if not positions:
+            return
+        _, tier = self.places[speed]
+        memory = new_pages(len(positions), destination.block_bytes)
+        try:
+            with leave_after(LONGEST_CHECK), kept_if_unproven(memory):
+                async with await tier.pin([keys[at] for at in positions]) as lease:
+                    outcomes = await tier.load(lease, PagesDestination(memory.part(0, len(lease.keys))))
+        except Exception as error:
+            self._note_inconclusive("not read again", len(positions), error)
+            return
+        again = [row for row, outcome in enumerate(outcomes) if outcome == LOADED]
+        if len(again) < len(positions):
+            self._note_inconclusive("gone when read again", len(positions) - len(again))
+        for row in again:
+            at = positions[row]
+            try:
+                same = await _holds(destination, at, memory.part(row, row + 1))
+            except Exception as error:
+                self._note_inconclusive("destination not read", 1, error)
+                continue
+            if same is None:
+                self._note_inconclusive("destination not readable", 1)
+                continue
+            count(self.counts.compared, "read again")
+            if not same:
+                wrong.setdefault(at, ("read again", "other bytes have arrived than the tier gives"))
+
+    def _note_inconclusive(self, reason: str, n: int, error: Exception | None = None) -> None:
+        count(self.counts.inconclusive, reason, n)
+        if error is not None:
+            _log.warning("%d loaded blocks could not be compared, %s: %s", n, reason, describe(error))
+
+    # --- what is wrong --------------------------------------------------------------------------------------------
+
+    def _withhold(
+        self, wrong: Mapping[int, tuple[_FoundBy, str]], loading: Loading, segments: Sequence[Segment]
+    ) -> None:
+        """Name what is wrong, and have it found no more. The load has not brought it."""
+        for at, (found_by, what) in wrong.items():
+            key, name = loading.keys[at], self.places[loading.origins[at]][0]
+            self.announce(Mismatch(key, name, found_by, what))
+            self.history.mismatched(Mismatch(key, name, found_by, what))
+            loading.outcomes[at] = MISMATCH
+        keys = [loading.keys[at] for at in wrong]
+        self.withheld.add(keys)
+        if self.stored is not None:
+            self.stored.forget(keys)
+        start = 0
+        for segment in segments:
+            forget = getattr(segment.lease, "forget", None)  # optional: backends.abc.ForgettingLease
+            here = range(start, start + segment.blocks)
+            positions = [at - start for at in wrong if at in here and loading.origins[at] == segment.speed]
+            if forget is not None and positions:
+                forget(positions)
+            start += segment.blocks
+
+    def announce(self, mismatch: Mismatch) -> None:
+        """Count a mismatch, write it into the log, and tell the observers."""
+        count(self.counts.mismatches, mismatch.found_by)
+        _log.error(
+            "block %s from %s is not what its key stands for (%s): %s",
+            mismatch.key.hex(),
+            mismatch.tier,
+            mismatch.found_by,
+            mismatch.what,
+        )
+        for observer in list(self.observers):
+            try:
+                observer.mismatch(mismatch)
+            except Exception:
+                self.observers.remove(observer)
+                _log.exception("mismatch of instrument %r raised; it is not told any more", observer)
+
+    async def purge(self, keys: Sequence[Key], within: float = LONGEST_CHECK) -> None:
+        """Delete these withheld keys in all tiers, and withhold them no longer once no tier has them."""
+        with trio.move_on_after(min(within, LONGEST_CHECK)):
+            for _ in range(_PASSES):
+                # On its way when it was asked for, it may have arrived behind the tier's answer.
+                before = self.in_flight(keys)
+                gone = await self._delete(keys)
+                after = self.in_flight(keys)
+                self.withheld.release([key for key in gone if key not in before and key not in after])
+                keys = self.withheld.among(keys)
+                if not keys:
+                    return
+
+    async def _delete(self, keys: Sequence[Key]) -> set[Key]:
+        """Have every tier delete these. Returns those of which every tier says that it does not have them."""
+        gone = set(keys)
+        for name, tier in self.places:
+            try:
+                answers = await tier.delete(keys)
+            except Exception as error:
+                _log.warning("%s could not be asked to delete what was found wrong: %s", name, describe(error))
+                return set()
+            gone &= {key for key, answer in zip(keys, answers, strict=True) if answer is Deletion.MISSING}
+        return gone
+
+
+_INLINE_BYTES: Final = 512 * 1024
+"""A block of host memory up to here is compared at once: waking a thread costs more."""
+
+
+async def _holds(destination: Destination, at: int, page: Pages) -> bool | None:
+    """Whether a place holds the bytes of this page; ``None`` if it cannot be read."""
+    places = destination.views()
+    if places is not None:
+        here = places.part(at, at + 1)
+        if page.page_bytes <= _INLINE_BYTES:
+            return checksums(here) == checksums(page)
+        return bool(await run_in_thread_to_the_end(checksums, here) == await run_in_thread_to_the_end(checksums, page))
+    copy_out = getattr(destination, "copy_out", None)  # optional: backends.abc.ReadableDestination
+    if copy_out is None:
+        return None
+    here = new_pages(1, page.page_bytes)
+    with kept_if_unproven(here):
+        await run_in_thread_to_the_end(copy_out, [at], here)
+    return checksums(here) == checksums(page)

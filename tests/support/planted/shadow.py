@@ -1,0 +1,61 @@
+"""Blocks that are loaded, verified, and wrong: no checksum differs. The shadow check finds each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from backends.abc import Destination
+from backends.device import _HostTensors
+from backends.pages import Pages, checksums
+from backends.slots import SlotTier
+
+
+def keys_are_loaded_as_values(patch: Any) -> None:
+    """A layout is read otherwise than it was written: of each layer, shape (2, blocks, tokens, heads, head_dim)."""
+    _behind_each_load(patch, lambda block: block.flip(0))
+
+
+def heads_are_loaded_in_another_order(patch: Any) -> None:
+    """The same with the order of heads."""
+    _behind_each_load(patch, lambda block: block.roll(1, 2))
+
+
+def a_stale_page_is_served(patch: Any) -> None:
+    """A store writes nothing, and what lay in its page until then is found under the new key, with a checksum of its own."""
+
+    async def write(self: SlotTier, source: Any, refs: Any, keys: Any, slots: list[int]) -> Mapping[int, Exception]:
+        pages = self._storage.pages(slots)
+        assert pages is not None
+        self.note_checksums(slots, checksums(pages))
+        return {}
+
+    patch.setattr(SlotTier, "write", write)
+
+
+def another_requests_page_is_served(patch: Any) -> None:
+    """What is read is a page of other keys, and it is compared with its own checksum."""
+    load = SlotTier._load
+
+    async def crossed(self: SlotTier, lease: Any, destination: Destination, there: Pages | None) -> Any:
+        own = lease.refs
+        others = [slot for slot in self.pool.slots(self.pool.list_keys()) if slot not in own][: len(own)]
+        lease.refs = others + own[len(others) :]
+        try:
+            return await load(self, lease, destination, there)
+        finally:
+            lease.refs = own
+
+    patch.setattr(SlotTier, "_load", crossed)
+
+
+def _behind_each_load(patch: Any, change: Any) -> None:
+    copy_in = _HostTensors.copy_in
+
+    def otherwise(self: _HostTensors, slots: Sequence[int], pages: Pages) -> None:
+        copy_in(self, slots, pages)
+        for layer in self._layers:
+            for slot in slots:
+                layer[:, slot] = change(layer[:, slot]).clone()
+
+    patch.setattr(_HostTensors, "copy_in", otherwise)
