@@ -10,7 +10,9 @@ Rule 1. A lookup is answered here only if the fastest tier has all of it, or the
         and no tier must be told tenants.
 Rule 2. A load is answered here only if all of it lies in host memory, goes to host memory, and is what was stored. A block that
         is not is loaded once more the ordinary way, which finds the damage, forgets the block, and looks in other tiers.
-Rule 3. A load is not announced to the stores (:mod:`offload._pipeline.priority`): it has at most ``MOST_BYTES``, so it is over
+Rule 3. A load that the shadow check (:mod:`offload._engine.shadow`) may want to see goes the ordinary way, and so does every
+        lookup while a key is withheld.
+Rule 4. A load is not announced to the stores (:mod:`offload._pipeline.priority`): it has at most ``MOST_BYTES``, so it is over
         before one that yields would have noticed.
 """
 
@@ -34,6 +36,7 @@ from .lookup import Hit, Segment
 if TYPE_CHECKING:
     from .._health import BreakerTier
     from .lookup import Place
+    from .shadow import ShadowCheck
     from .statistics import Counts
 
 MOST_BYTES: Final = 32 << 20
@@ -50,11 +53,21 @@ class DirectReads:
         tagged: whether a tier must be told tenants.
         counts: what the engine counts.
         live: its hits.
+        shadow: compares some loads; ``None`` where none is compared.
     """
 
-    def __init__(self, places: Sequence[Place], counts: Counts, live: dict[Hit, None], *, tagged: bool) -> None:
+    def __init__(
+        self,
+        places: Sequence[Place],
+        counts: Counts,
+        live: dict[Hit, None],
+        *,
+        tagged: bool,
+        shadow: ShadowCheck | None,
+    ) -> None:
         self._places = places
         self._tagged = tagged
+        self._shadow = shadow
         self._counts = counts
         self._live = live
 
@@ -62,19 +75,23 @@ class DirectReads:
         """A hit that holds nothing yet, and what makes it hold, in the trio thread and before all else; or rule 1."""
         name, breaker_tier = self._places[0]
         tier = breaker_tier.direct
-        if tier is None or self._tagged or not keys:
+        shadow = self._shadow
+        if tier is None or self._tagged or not keys or (shadow is not None and len(shadow.withheld)):
             return None
         lease, hold = breaker_tier.prepare_pin(tier, keys)
         found = len(lease.keys)
         if found < len(keys) and len(self._places) > 1:
             return None
         segments = [Segment(0, name, breaker_tier, lease, found)] if found else []
-        hit = Hit(keys if found == len(keys) else keys[:found], segments, _NOTHING, self._live)
+        since = 0 if shadow is None else shadow.withheld.total
+        hit = Hit(keys if found == len(keys) else keys[:found], segments, _NOTHING, self._live, since=since)
         return hit, partial(self._hold, hit, hold, len(keys))
 
     def plan(self, hit: Hit, destination: Destination) -> DirectLoad | None:
         """How a hit is loaded in the thread that asks; or rule 2. What is wrong with the arguments, the ordinary way says."""
         n, size, there = len(hit.keys), destination.block_bytes, destination.views()
+        if self._shadow is not None and not self._shadow.may_pass(hit.keys, hit._since):
+            return None
         if hit.released or there is None or not 0 < n <= len(destination) or n * size > MOST_BYTES:
             return None
         if len(there) != n:
@@ -90,7 +107,7 @@ class DirectReads:
             stop = start + segment.blocks
             parts.append(_Part(breaker_tier, tier, blocks[0], blocks[1], there.part(start, stop)))
             start = stop
-        return DirectLoad(parts, there, n, self._counts)
+        return DirectLoad(parts, there, n, self._counts, self._shadow)
 
     def may_release_late(self, hit: Hit) -> bool:
         """Whether nothing notices that a hit is released only when the trio thread wakes for something else."""
@@ -138,6 +155,7 @@ class DirectLoad:
     _there: Pages
     _blocks: int
     _counts: Counts
+    _shadow: ShadowCheck | None
 
     def copy(self) -> LoadResult | None:
         """Copy all of it and compare it with what was stored. ``None`` if a block is not that: rule 2.
@@ -157,6 +175,8 @@ class DirectLoad:
         """Count it, in the trio thread."""
         self._counts.loads += 1
         self._counts.loaded += self._blocks
+        if self._shadow is not None:
+            self._shadow.note_passed()
         for part in self._parts:
             part.breaker_tier.note_loaded(part.tier, len(part.here))
 

@@ -118,7 +118,7 @@ class Engine:
         self._counts = parts.counts
         self._live_hits: dict[Hit, None] = {}
         self.direct: DirectReads = DirectReads(
-            self._places, self._counts, self._live_hits, tagged=self._tags is not None
+            self._places, self._counts, self._live_hits, tagged=self._tags is not None, shadow=parts.shadow
         )
 
     def __repr__(self) -> str:
@@ -232,7 +232,9 @@ class Engine:
         counts.hit += found
         for name in unavailable:
             count(counts.lookup_failures, name)
-        return Hit(keys[:found], segments, unavailable or _NOTHING, self._live_hits, tenant, end, since)
+        hit = Hit(keys[:found], segments, unavailable or _NOTHING, self._live_hits, tenant, end, since)
+        hit.hold()
+        return hit
 
     async def load(self, hit: Hit, destination: Destination, *, promote: bool | str | None = None) -> LoadResult:
         """Copy the blocks of a hit to ``destination``, position by position, and verify them.

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, NoReturn, TypeAlias, TypeVar, TypeVarTup
 import attrs
 
 from backends.abc import Blocks, Canary, Deletion, Destination, Key, Source, check_keys
+from maru.kv_events import KeyBook, KeyWatcher
 
 from .._config import BreakerConfig, PipelineConfig
 from .._engine import (
@@ -89,9 +90,9 @@ def open_engine(
         on_enter_failure: see there.
         shadow_check: see there.
         recompute: see there. Called in a thread of its own, neither the engine's nor the caller's.
-        when_full: what a store does when there is no room.
-        timeout: how long a call waits unless told otherwise, in seconds.
-        start_timeout: how long :meth:`Engine.start` waits, in seconds.
+        when_full: whether a store without room raises or drops its blocks.
+        timeout: the default timeout of calls, in seconds.
+        start_timeout: the timeout of :meth:`Engine.start`, in seconds.
 
     Raises:
         ValueError: as :func:`offload.open_engine`; or ``when_full`` or a timeout is out of range.
@@ -411,8 +412,8 @@ class Engine:
         """
         return self._ask(self._check_layout, canary, layout, timeout=timeout)
 
-    def call(self, function: Callable[[*Ts], T], *args: *Ts, timeout: float | None = None) -> T:
-        """Call a synchronous function in the engine's thread, and return what it returns.
+    def watch_keys(self, watcher_of: Callable[[str], KeyWatcher[Key]], timeout: float | None = None) -> list[str]:
+        """Have what the tiers hold told, and every change from now on, by those that keep a book of keys.
 
         Watchers are called in the engine's thread, until it closes; first each is told what its tier holds.
 
