@@ -16,6 +16,7 @@ from .._config import ServerConfig, default_pool_path, is_loopback, server_confi
 from .._errors import ConfigError, NoAnswer, ServerRefused
 from .._pool.doctor import Facts, Finding, Wanted, examine, worst
 from .._pool.facts import read_facts
+from .._pool.index_files import why_not_here
 from ._connection import ServerConnection, ServerOptions, probe_address, server_options, usage_errors
 from ._output import print_json, show
 from .describe import Description, describe
@@ -66,7 +67,7 @@ def command(target: ServerOptions, pin: bool, **options: str | None) -> None:
         curve=bool(config.curve_key_file),
     )
     is_served = description is not None and _is_same(place.home, description.sections.get("pool", {}).get("home"))
-    findings = [asked, *_refused(config, is_served), *examine(facts, wanted)]
+    findings = [asked, *_refused(config, is_served), *examine(facts, wanted), _index(near, sections, config)]
     verdict = worst(findings)
     if target.as_json:
         every = [attrs.asdict(finding) for finding in findings]
@@ -109,6 +110,23 @@ def _refused(config: ServerConfig, is_served: bool) -> list[Finding]:
     if not found:
         return [Finding("start", "ok", "nothing keeps a server from starting", needed)]
     return [Finding(refusal.what, "fail", refusal.text, needed, refusal.way_out) for refusal in found]
+
+
+def _index(near: bool, sections: Sections, config: ServerConfig) -> Finding:
+    """Whether clients on this host look keys up without a message. Without that everything works, and takes longer."""
+    name, needed = "shared index", "one, for lookups without a message"
+    if not near:
+        why_not = "index = off" if config.index == "off" else why_not_here()
+        if why_not:
+            return Finding(name, "ok", f"a server here would have none: {why_not}", needed)
+        return Finding(name, "ok", "a server here would have one", needed)
+    said = sections.get("index", {"why not": "an older server"})
+    if said.get("why not"):
+        return Finding(name, "ok", f"not used: {said['why not']}", needed)
+    if not said["tenants"]:
+        return Finding(name, "ok", "used when a client asks for it; none has", needed)
+    found = f"used: {said['keys']} keys in {said['slots']} slots, {said['left out']} left out"
+    return Finding(name, "ok", found, needed)
 
 
 def _is_same(path: str, other: object) -> bool:

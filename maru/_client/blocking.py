@@ -239,7 +239,9 @@ class MaruHandler(HandlerBase):
         return self._run("batch_retrieve", handler_operations.batch_retrieve(self._state, keys, self._give_back))
 
     def batch_get_into(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> list[Loaded]:
-        """Copy what is stored under these keys into buffers, verified. Buffers of keys that are missing stay as they are.
+        """Copy what is stored under these keys into buffers, verified. No message, where the shared index tells enough.
+
+        Buffers of keys that are missing stay as they are, unless the key went while it was copied.
 
         Raises:
             LeaseLost: the server restarted, twice, while this was copied. The buffers are of no use.

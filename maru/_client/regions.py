@@ -10,7 +10,7 @@ import errno
 import os
 import socket
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from .._errors import BadMessage, CannotMap, NoAnswer, NotOwner, ServerLost, UntrustedServer
 from .._index import IndexReader
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from .._wire import Handle
 
 
+INDEX_TIME: Final = 0.5
+"""Seconds. Whoever waits for an index could ask by message meanwhile; and is not to be held up when its handler is closed."""
+
+
 def fetch_region(
     wanted: Map | MapIndex, *, session: bytes, descriptors: str, rm_address: str, timeout: float, device: str = ""
 ) -> Mapping | IndexReader:
@@ -57,7 +61,7 @@ def fetch_region(
         ServerLost: nobody is there to ask.
     """
     if isinstance(wanted, MapIndex):
-        fd = fetch_index(descriptors, session, timeout)
+        fd = fetch_index(descriptors, session, min(timeout, INDEX_TIME))
         try:
             return IndexReader(map_index(fd))
         finally:

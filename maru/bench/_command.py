@@ -13,7 +13,7 @@ from ._measure import Effort
 from ._row import Row
 from ._shown import Bench, run, shared_options
 
-BENCHES: Final = ("rpc", "data")
+BENCHES: Final = ("rpc", "data", "index")
 
 
 @click.group(name="bench", cls=ProgramGroup, short_help="Measure each figure beside its limit.")
@@ -39,10 +39,17 @@ def data(as_json: bool, repeat: int, quick: bool) -> None:
     _run(["data"], as_json, repeat, quick)
 
 
+@command.command()
+@shared_options
+def index(as_json: bool, repeat: int, quick: bool) -> None:
+    """Lookups and loads over the shared index, beside messages; and what it costs to keep it."""
+    _run(["index"], as_json, repeat, quick)
+
+
 @command.command(name="all")
 @shared_options
 def all_(as_json: bool, repeat: int, quick: bool) -> None:
-    """Both of them."""
+    """All of them."""
     _run(BENCHES, as_json, repeat, quick)
 
 

@@ -88,7 +88,7 @@ def _single(transport: Transport, bare: str, ours: str, effort: Effort) -> Itera
     calls = effort.size(4_096, 2 * _WINDOW)
     [key] = keys_of(1)
     messages = [request(Code.EXISTS_KV, 1, KeyRequest(key))] * calls
-    with Caller(bare) as caller, MaruHandler(server_url=ours, pool_size=0) as handler:
+    with Caller(bare) as caller, MaruHandler(server_url=ours, pool_size=0, index="off") as handler:
         lockstep = in_turn(
             f"single, {transport}",
             effort,
@@ -130,7 +130,7 @@ def _channel(bare: str, ours: str, effort: Effort) -> Iterator[Row]:
     calls = effort.size(4_096, 2 * _WINDOW)
     [key] = keys_of(1)
     messages = [request(Code.EXISTS_KV, 1, KeyRequest(key))] * calls
-    with PacketCaller(bare) as caller, MaruHandler(server_url=ours, pool_size=0) as handler:
+    with PacketCaller(bare) as caller, MaruHandler(server_url=ours, pool_size=0, index="off") as handler:
 
         def beside_echo() -> dict[str, float]:
             # All within one repetition: what is left when one is taken from another is small beside the noise of either.
@@ -169,7 +169,7 @@ async def _checkpoints(calls: int) -> float:
 
 
 async def _trio_lockstep(address: str, key: str, calls: int) -> float:
-    async with TrioHandler(server_url=address, pool_size=0) as handler:
+    async with TrioHandler(server_url=address, pool_size=0, index="off") as handler:
         await handler.exists(key)
         start = perf_counter()
         for _ in range(calls):
@@ -182,7 +182,7 @@ async def _trio_pipelined(address: str, key: str, calls: int) -> float:
         for _ in range(calls // _WINDOW):
             await handler.exists(key)
 
-    async with TrioHandler(server_url=address, pool_size=0) as handler:
+    async with TrioHandler(server_url=address, pool_size=0, index="off") as handler:
         await handler.exists(key)
         start = perf_counter()
         async with trio.open_nursery() as nursery:

@@ -56,6 +56,11 @@ GOALS = {
         "data.load.1MiB.lockstep.plain": "ratio >= 0.7",
         "data.load.1MiB.pipelined.plain": "ratio >= 0.88",
     },
+    "index": {
+        "index.lookup28.there": "value <= 100",
+        "index.find28": "value <= 50",
+        "index.bytes-per-key": "value <= 96",
+    },
 }
 """The table of the specification: what a row must be measured against."""
 
@@ -68,7 +73,7 @@ def left_behind(process: int) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("bench", ["rpc", "data"])
+@pytest.mark.parametrize("bench", ["rpc", "data", "index"])
 def test_bench_measures_its_goals_and_leaves_nothing_behind(bench: str) -> None:
     done = CliRunner().invoke(command, [bench, "--json", "--quick", "--repeat", "1"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
@@ -168,7 +173,7 @@ def test_command_line_knows_all_benches_without_importing_them() -> None:
 import sys
 from maru.bench import command
 
-assert set(command.commands) == {"rpc", "data", "all"}, command.commands
+assert set(command.commands) == {"rpc", "data", "index", "all"}, command.commands
 loaded = {name for name in sys.modules if name.startswith("maru.")}
 here = {f"maru.bench._{name}" for name in ("command", "measure", "row", "shown")}
 shown = {f"maru.{name}" for name in ("_commands", "_console", "_ending", "exception_groups")}

@@ -581,6 +581,7 @@ def test_doctor_examines_the_pool_of_the_server_that_answers(server: Server) -> 
     findings = {one["name"]: one for one in said["findings"]}
     assert findings["server"]["verdict"] == "ok"
     assert findings["space for regions"]["needed"] == "64.0 MiB"
+    assert findings["shared index"]["found"].startswith("used")
     assert {"socket maru.sock", "socket channel.sock", "socket descriptors.sock"} <= set(findings)
     assert "locked memory" not in findings
     assert "locked memory" in {one["name"] for one in told("doctor", "--pin", "--server", server.ipc)["findings"]}

@@ -102,7 +102,7 @@ def test_fault_1_a_store_that_arrives_after_its_page_was_reused_is_refused(pool)
     with (
         Server(pool) as server,
         Wire(server.ipc) as wire,
-        client("blocking", wire.address, lease=60.0, checksums=False) as owner,
+        client("blocking", wire.address, lease=60.0, checksums=False, index="off") as owner,
         client("blocking", server.ipc, pool_size=0, checksums=False) as reader,
     ):
         assert owner.put(["warm"]) == ["NEW"]
@@ -998,7 +998,7 @@ def shared():
 def test_fault_16_a_store_is_one_request_whatever_becomes_of_it(pool, face):
     with (
         Server(pool) as server,
-        client(face, server.ipc, chunk_size_bytes=4096, lease=60.0) as owner,
+        client(face, server.ipc, chunk_size_bytes=4096, lease=60.0, index="off") as owner,
         client("blocking", server.ipc, pool_size=0, lease=60.0) as reader,
     ):
         owner.put(["warm"])

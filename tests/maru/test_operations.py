@@ -1065,10 +1065,14 @@ class Machine(RuleBasedStateMachine):
     makes room; and in the end nobody holds what should be free.
     """
 
+    index = "off"
+
     def __init__(self):
         super().__init__()
         self.world = World(capacity_regions=6)
-        self.clients = [Client(self.world, name, pool_size=4 * PAGE, auto_expand=name == "a") for name in "ab"]
+        self.clients = [
+            Client(self.world, name, pool_size=4 * PAGE, auto_expand=name == "a", index=self.index) for name in "ab"
+        ]
         for client in self.clients:
             client.run(connect(client.s))
         self.held = [[], []]
@@ -1114,6 +1118,39 @@ class Machine(RuleBasedStateMachine):
         client = self.with_fates(who, data)
         for key, got in zip(keys, self.attempt(client, lambda: client.get(keys)) or (), strict=False):
             assert got in (value_of(key), Loaded.MISSING)
+
+    @rule(who=who, keys=some, between=st.sampled_from(["delete", "restart", "forget", "sleep"]), data=st.data())
+    def get_while_something_happens(self, who, keys, between, data):
+        client, other = self.clients[who], self.clients[1 - who]
+        keys = list(dict.fromkeys(keys))
+        self.attempt(other, lambda: other.put(keys, values_of(keys)))
+        self.attempt(client, lambda: client.get(keys))  # its regions are mapped
+        self.with_fates(who, data)
+        perform = client.perform
+
+        def disturbed(effect):
+            if isinstance(effect, Work):
+                client.perform = perform
+                if between == "delete":  # and write into the pages that came back
+                    self.attempt(other, lambda: other.run(delete(other.s, NAMES)))
+                    self.attempt(other, lambda: other.put(NAMES[::-1], values_of(NAMES[::-1])))
+                elif between == "sleep":
+                    self.world.now += 20.0
+                else:
+                    self.world.restart(forgets=between == "forget")
+            return perform(effect)
+
+        client.perform = disturbed
+        for key, got in zip(keys, self.attempt(client, lambda: client.get(keys)) or (), strict=False):
+            assert got in (value_of(key), Loaded.MISSING)
+        client.perform = perform
+
+    @rule(who=who, keys=some, data=st.data())
+    def exist(self, who, keys, data):
+        client = self.with_fates(who, data)
+        there = self.attempt(client, lambda: client.run(exist(client.s, keys)))
+        if there is not None:
+            assert there == self.world.service.directory.exists(client.s.names(keys))
 
     @rule(who=who, keys=some, data=st.data())
     def hold(self, who, keys, data):
@@ -1212,10 +1249,23 @@ class Machine(RuleBasedStateMachine):
                 assert got in (value_of(key), Loaded.MISSING)
 
 
+class MachineOverAnIndex(Machine):
+    """The same, with lookups and loads that ask nobody where the index tells."""
+
+    index = "auto"
+
+
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestMachineOverAnIndex = MachineOverAnIndex.TestCase
+TestMachineOverAnIndex.settings = TestMachine.settings
 
 
 @pytest.mark.long
 class TestMachineLong(Machine.TestCase):
+    settings = settings(max_examples=2_000, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.long
+class TestMachineOverAnIndexLong(MachineOverAnIndex.TestCase):
     settings = settings(max_examples=2_000, stateful_step_count=50, deadline=None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import mmap
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -21,10 +22,12 @@ import trio
 
 from maru import CannotMap, MaruConfig, MaruHandler, NoAnswer, ServerConfig, ServerRefused
 from maru._client.copying import copy, copy_and_sum
-from maru._client.operations import Alone, Call, ClientState, Identify, Map, Work, load, put
+from maru._client.operations import Alone, Call, ClientState, Identify, Map, MapIndex, Work, load, put
 from maru._client.operations import effects as effects
 from maru._directory import Directory
 from maru._directory.limits import Limits
+from maru._index import IndexReader, TenantIndexes, bytes_for
+from maru._index.layout import AT_RETIRED
 from maru._peers import Listener
 from maru._server.service import Service
 from maru._wire import HEADER_BYTES, Code, ErrorReply, decode_reply, read_header, request
@@ -74,6 +77,8 @@ class World:
         self._tokens = itertools.count(1)
         self._epochs = itertools.count(1)
         self.delayed: list[Callable[[], None]] = []
+        self.shared: dict[str, mmap.mmap] = {}
+        self.indexes = TenantIndexes()
         self.start(Directory(self._limits()))
 
     def _limits(self) -> Limits:
@@ -89,6 +94,8 @@ class World:
             totals=lambda: (1 << 30, 1 << 30),
         )
         self.service.descriptors = "somewhere"
+        self.retire()
+        self.indexes = TenantIndexes()
         for region_id, length in directory.regions():
             self.service.place(region_id, 0, length)
 
@@ -101,6 +108,26 @@ class World:
             directory = Directory.load(self.service.directory.dump(), self._limits())
             directory.restart(self.now)
         self.start(directory)
+
+    def retire(self) -> None:
+        """What a server does before anything else with the indexes that the one before has left."""
+        for memory in self.shared.values():
+            memory[8 * AT_RETIRED] = 1
+        self.shared.clear()
+
+    def index(self, token: bytes) -> IndexReader:
+        """The shared index for this session, made if need be."""
+        directory = self.service.directory
+        tenant = directory.tenant_of(token)
+        if tenant is None:
+            raise ServerRefused("there is no such session", "refused")
+        if tenant not in self.shared:
+            self.shared[tenant] = memory = mmap.mmap(-1, bytes_for(64))
+            directory.watch_locations(self.indexes)
+            self.indexes.open(tenant, memory, self.service.epoch, 1)
+            self.indexes.fill(tenant, directory.locate(directory.list_keys()))
+            self.indexes.end_filling(tenant)
+        return IndexReader(self.shared[tenant])
 
     def arrive(self, identity: bytes, frame: bytes) -> bytes | None:
         """A request arrives, and is answered at once."""
@@ -120,6 +147,7 @@ class World:
                 answer = told[1]
         service.trim(self.now)
         service.take_records()
+        self.indexes.publish()
         self._sweep()
         return answer
 
@@ -139,7 +167,14 @@ class Client:
     def __init__(self, world: World | PublishedWorld, name: str = "a", **config: object):
         self.world = world
         self.identity = name.encode()
-        defaults = {"pool_size": 8 * PAGE, "chunk_size_bytes": PAGE, "eager_map": False, "checksums": True}
+        # Most of what is asked here is what is sent. Over an index nothing would be.
+        defaults = {
+            "pool_size": 8 * PAGE,
+            "chunk_size_bytes": PAGE,
+            "eager_map": False,
+            "checksums": True,
+            "index": "off",
+        }
         self.s = ClientState(MaruConfig(**{**defaults, **config}), name, lambda: world.now)
         self.listener = OURS
         self.sequences = itertools.count(1)
@@ -173,6 +208,8 @@ class Client:
             return None
         if isinstance(effect, Map):
             return self.map(effect)
+        if isinstance(effect, MapIndex):
+            return self.world.index(self.s.token)
         if isinstance(effect, Identify):
             return self.listener
         if isinstance(effect, Work):
@@ -415,7 +452,13 @@ class Joined:
     """A trio handler over a world: ``async with Joined(world, "a") as handler``. Its socket is ``.socket``."""
 
     def __init__(self, world: World, name: str = "a", **config: object):
-        defaults = {"pool_size": 8 * PAGE, "chunk_size_bytes": PAGE, "eager_map": False, "instance_id": name}
+        defaults = {
+            "pool_size": 8 * PAGE,
+            "chunk_size_bytes": PAGE,
+            "eager_map": False,
+            "instance_id": name,
+            "index": "off",
+        }
         self.handler = MaruHandler(MaruConfig(**{**defaults, **config}))
         self.handler._open_socket = self._open
         self.handler._state.clock = trio.current_time
@@ -445,8 +488,10 @@ class Joined:
         await trio.lowlevel.checkpoint()
         return OURS
 
-    async def _map(self, effect: Map) -> FakeSpan:
+    async def _map(self, effect: Map | MapIndex) -> FakeSpan | IndexReader:
         await trio.sleep(0.001)
+        if isinstance(effect, MapIndex):
+            return self.world.index(self.handler._state.token)
         if effect.region_id not in self.world.memory:
             raise CannotMap(f"region {effect.region_id} is gone")
         return FakeSpan(self.world.memory[effect.region_id], effect.write)

@@ -1,0 +1,152 @@
+"""``maru bench index``: what it costs to look keys up in shared memory, and to keep that true; beside a message, and a dict.
+
+A request of an engine names 28 blocks. What a client does is measured with a server of the bench's own, by the blocking
+handler, whose calls with ``index = "off"`` stand beside it; what the index itself does, in this process, with 100,000 keys in
+it, beside the same for a dict. Times of a client are elapsed, those of the index processor time.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from .._client.blocking import MaruHandler
+from .._config import MaruConfig
+from .._index import Entries, IndexReader, IndexWriter, bytes_for
+from ._keys import keys_of
+from ._measure import Effort, in_turn, noisiest
+from ._processes import BenchFailed, server
+from ._row import Goal, Row
+
+AT_ONCE: Final = 28
+"""Keys of one lookup: a request of the conversation trace, with 16 tokens a block."""
+_BLOCK_BYTES: Final = 64 << 10
+_MILLION: Final = 1_000_000
+_PATIENCE: Final = 30.0
+
+
+def rows(effort: Effort) -> Iterator[Row]:
+    """Rows of a client, then those of the index itself."""
+    yield from _client(effort)
+    yield from _inside(effort)
+    yield Row(
+        "index.bytes-per-key",
+        bytes_for(_MILLION) / _MILLION,
+        "bytes",
+        "a hash and an entry",
+        80.0,
+        Goal("value", "<=", 96),
+    )
+
+
+def _client(effort: Effort) -> Iterator[Row]:
+    calls = effort.size(500, 5)
+    keys, missing = keys_of(AT_ONCE), keys_of(AT_ONCE, "missing")
+    buffers = [bytearray(_BLOCK_BYTES) for _ in keys]
+    with server(256 << 20) as ours:
+        config = MaruConfig(server_url=ours.addresses["ipc"], pool_size=64 << 20, chunk_size_bytes=_BLOCK_BYTES)
+        with MaruHandler(config) as over_index, MaruHandler(config, pool_size=0, index="off") as by_message:
+            over_index.batch_put(keys, buffers)
+            _wait_filled(over_index, missing)
+            faces = {"index": over_index, "message": by_message}
+            for handler in faces.values():
+                handler.batch_get_into(keys, buffers)  # maps the region
+            for what, goal, subject in (
+                ("lookup28.there", Goal("value", "<=", 100.0), lambda one: one.batch_exists(keys)),
+                ("lookup28.missing", None, lambda one: one.batch_exists(missing)),
+                ("load28.64KiB", None, lambda one: one.batch_get_into(keys, buffers)),
+            ):
+                samples = in_turn(
+                    f"index.{what}",
+                    effort,
+                    {name: _elapsed(subject, one, calls) for name, one in faces.items()},
+                )
+                yield Row(
+                    f"index.{what}",
+                    samples["index"].median,
+                    "us",
+                    "by message",
+                    samples["message"].median,
+                    goal,
+                    noisiest(*samples.values()),
+                )
+
+
+def _inside(effort: Effort) -> Iterator[Row]:
+    n = effort.size(100_000, 1_000)
+    calls = effort.size(500, 5)
+    names = keys_of(n)
+    memory = mmap.mmap(-1, bytes_for(2 * n))
+    writer, reader = IndexWriter(memory, 1, 1), IndexReader(memory)
+    writer.add(Entries(names, 1, range(n), 1, [7] * n, range(1, n + 1)))
+    some = names[:: n // AT_ONCE][:AT_ONCE]
+    found = reader.find(some)
+    new = keys_of(256, "new")
+    generations = range(n + 1, n + 257)
+    there = dict.fromkeys(names)
+
+    def add_and_remove() -> dict[str, float]:
+        began = time.process_time()
+        writer.add(Entries(new, 1, range(256), 1, [7] * 256, generations))
+        added = time.process_time()
+        writer.remove(new, generations)
+        return {"add": (added - began) / 256 * 1e6, "remove": (time.process_time() - added) / 256 * 1e6}
+
+    def dict_add_and_remove() -> dict[str, float]:
+        began = time.process_time()
+        for name in new:
+            there[name] = None
+        added = time.process_time()
+        for name in new:
+            del there[name]
+        return {"dict add": (added - began) / 256 * 1e6, "dict remove": (time.process_time() - added) / 256 * 1e6}
+
+    samples = in_turn(
+        "index",
+        effort,
+        {
+            "find28": _timed(lambda: reader.find(some), calls),
+            "dict find28": _timed(lambda: [there.get(name) for name in some], calls),
+            "recheck28": _timed(lambda: reader.changed(found), calls),
+            "dict recheck28": _timed(lambda: [there.get(name) for name in some], calls),
+            "both": add_and_remove,
+            "dict": dict_add_and_remove,
+        },
+    )
+    for what, goal in (("find28", Goal("value", "<=", 50.0)), ("recheck28", None), ("add", None), ("remove", None)):
+        mine, beside = samples[what], samples[f"dict {what}"]
+        yield Row(f"index.{what}", mine.median, "us", "a dict", beside.median, goal, noisiest(mine, beside))
+
+
+def _wait_filled(handler: MaruHandler, missing: list[str]) -> None:
+    """Until a miss is one without a message."""
+    ends = time.monotonic() + _PATIENCE
+    while time.monotonic() < ends:
+        before = handler.statistics().counters.asked_anyway
+        handler.batch_exists(missing)
+        if handler.statistics().counters.asked_anyway == before:
+            return
+        time.sleep(0.01)
+    raise BenchFailed(f"the index is not used: {handler.statistics().why_no_index or 'it is never filled'}")
+
+
+def _elapsed(subject: Callable[[MaruHandler], object], handler: MaruHandler, calls: int) -> Callable[[], float]:
+    def run() -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            subject(handler)
+        return (time.perf_counter() - start) / calls * 1e6
+
+    return run
+
+
+def _timed(subject: Callable[[], object], calls: int) -> Callable[[], float]:
+    def run() -> float:
+        start = time.process_time()
+        for _ in range(calls):
+            subject()
+        return (time.process_time() - start) / calls * 1e6
+
+    return run
