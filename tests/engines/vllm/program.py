@@ -27,7 +27,16 @@ def make_checkpoint(path: str, *, hybrid: bool = False) -> None:
     ``hybrid``: a Gemma 3, every other layer of which sees 128 tokens, so that there are two groups of KV caches.
     """
     import torch
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+    )
 
     torch.manual_seed(7)
     size: dict[str, Any] = {
@@ -47,6 +56,15 @@ def make_checkpoint(path: str, *, hybrid: bool = False) -> None:
         Gemma3ForCausalLM(text).to(torch.float32).save_pretrained(path)
     else:
         LlamaForCausalLM(LlamaConfig(**size, num_hidden_layers=2)).to(torch.float32).save_pretrained(path)
+    # For servers, which answer in text.
+    words = Tokenizer(WordLevel({f"t{at}": at for at in range(512)}, unk_token="t0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    names = {"unk_token": "t0", "bos_token": "t1", "eos_token": "t2"}
+    PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(path)
+
+
+NAMES = {"SchedulerHalf": "scheduler", "WorkerHalf": "worker", "HostMemory": "host memory"}
+"""What a test calls them."""
 
 
 def main() -> None:
@@ -88,7 +106,7 @@ def run(said: dict[str, Any]) -> dict[str, Any]:
             statistics = half.engine.statistics()
             counts["unreleased_hits"] = statistics.unreleased_hits
             counts["in_flight_blocks"] = statistics.in_flight_blocks
-        counts[half.counts.half] = dict(half.counts.snapshot())
+        counts[NAMES[type(half).__name__]] = dict(half.counts.snapshot())
     metrics = {
         metric.name: metric.value
         for metric in engine.get_metrics()
@@ -112,8 +130,8 @@ def halves(engine: Any) -> list[Any]:
         return []
     if hasattr(connector, "connector_scheduler"):  # vLLM's own OffloadingConnector
         return [connector.connector_scheduler.manager.memory]
-    worker = get_kv_transfer_group()._worker if has_kv_transfer_group() else None
-    return [half for half in (connector._scheduler, worker) if half is not None]
+    worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+    return [half for half in (getattr(connector, "_scheduler", None), worker) if half is not None]
 
 
 def parameters(step: dict[str, Any]) -> Any:

@@ -1,0 +1,288 @@
+"""Time to first token in a second process beside a perfect load, and what a connector costs without a hit.
+
+``nox -s vllm -- measure`` prints a table; with ``--json``, one document. All engines are alive at once, each in a process of
+its own, and are asked in turn, so that whatever else the machine does meets all of them. A round has prefixes of its own, which
+another process has computed and stored before. A perfect load is a memcpy of that much KV, into memory that was not used before
+in this round, and a hit in vLLM's own prefix cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SIZES = (512, 2048, 4096)
+OWN = 20
+"""Tokens of a prompt behind what it shares: less than a block, since ExampleConnector finds prompts of as many blocks only."""
+TOKEN_BYTES = 16 << 10
+VOCABULARY = 24_000
+SUBJECTS = ("ExampleConnector", "MaruKVConnector", "without checksums", "OffloadSpec")
+ANSWER = "@@ "
+
+
+def make_checkpoint(path: str) -> None:
+    """A Llama of 56 M parameters with random weights, and 16 KiB of KV for each token."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=8192,
+        initializer_range=0.05,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).to(torch.float32).save_pretrained(path)
+
+
+# --- an engine's process ------------------------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """An engine: each line is a task, and is answered by a line."""
+    from program import settle  # sets what vLLM reads of the environment
+    from vllm import LLM, SamplingParams
+
+    said = json.loads(sys.stdin.readline())
+    engine = LLM(
+        model=said["model"],
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=32,
+        max_model_len=8192,
+        max_num_batched_tokens=8192,
+        enforce_eager=True,
+        seed=0,
+        kv_transfer_config=said["transfer"],
+    )
+    print(ANSWER + "{}", flush=True)
+    for line in sys.stdin:
+        task = json.loads(line)
+        if task.get("reset"):
+            assert engine.reset_prefix_cache(), "what is measured would be local hits"
+        parameters = SamplingParams(
+            temperature=0.0, max_tokens=task.get("max_tokens", 1), ignore_eos=True, detokenize=False
+        )
+        prompts = [{"prompt_token_ids": tokens} for tokens in task["prompts"]]
+        began = time.perf_counter()
+        outputs = engine.generate(prompts, parameters, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        if task.get("settle"):
+            settle(engine, {})
+        answer = {"seconds": seconds, "cached": outputs[0].num_cached_tokens}
+        print(ANSWER + json.dumps(answer), flush=True)
+
+
+class Engine:
+    """An engine in a process of its own."""
+
+    def __init__(self, model: str, transfer: dict[str, Any] | None, log: Path) -> None:
+        here = Path(__file__)
+        environ = {**os.environ, "PYTHONPATH": f"{here.parents[3]}{os.pathsep}{here.parent}"}
+        self._log = log.open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, str(here), "--engine"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environ,
+        )
+        self.send({"model": model, "transfer": transfer})
+
+    def send(self, task: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(task) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(ANSWER):
+                answer: dict[str, Any] = json.loads(line[len(ANSWER) :])
+                return answer
+        raise RuntimeError(f"an engine has ended: {Path(self._log.name).read_text()[-4000:]}")
+
+    def ask(self, *prompts: list[int], **more: Any) -> dict[str, Any]:
+        self.send({"prompts": prompts, **more})
+        return self.answer()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(120)
+        self._log.close()
+
+
+# --- what is measured ---------------------------------------------------------------------------------------------------
+
+
+def transfers(server: str, directory: Path, tokens: int) -> dict[str, dict[str, Any]]:
+    """How each subject is started, with room for so many tokens."""
+    pool = (tokens * TOKEN_BYTES * 5 // 4) >> 20
+    ours = {"kv_connector_module_path": "offload.engines.vllm", "kv_role": "kv_both"}
+    maru = {"maru_server_url": server, "maru_pool_size": f"{pool}M"}
+    tiers = {"maru": {"type": "maru", "server_url": server, "pool_size": f"{pool}M"}}
+    return {
+        "ExampleConnector": {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(directory / "example")},
+        },
+        "MaruKVConnector": {**ours, "kv_connector": "MaruKVConnector", "kv_connector_extra_config": maru},
+        "without checksums": {
+            **ours,
+            "kv_connector": "MaruKVConnector",
+            "kv_connector_extra_config": {**maru, "checksums": False},
+        },
+        "OffloadSpec": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "spec_name": "OffloadSpec",
+                "spec_module_path": "offload.engines.vllm",
+                "blocks_per_chunk": 8,
+                "cpu_bytes_to_use": 8192 * TOKEN_BYTES,
+                "offload": {"engine": {"tiers": tiers}},
+            },
+        },
+    }
+
+
+def tokens(n: int, *seed: object) -> list[int]:
+    rng = random.Random(repr(seed))
+    return [rng.randrange(3, VOCABULARY) for _ in range(n)]
+
+
+def memcpy(n: int) -> float:
+    """Seconds to copy that much KV."""
+    source, destination = (np.full(n * TOKEN_BYTES, fill, np.uint8) for fill in (1, 2))
+    began = time.perf_counter()
+    np.copyto(destination, source)
+    return time.perf_counter() - began
+
+
+def first_tokens(plain: Engine, subjects: dict[str, Engine], rounds: int) -> dict[int, dict[str, list[float]]]:
+    """Times to first token: of each shared length and each subject, one for each round."""
+    times: dict[int, dict[str, list[float]]] = {size: defaultdict(list) for size in SIZES}
+    for at in range(rounds):
+        for size in SIZES:
+            shared, of = tokens(size, "shared", at, size), times[size]
+            computed = plain.ask([*shared, *tokens(OWN, "own", at, size)], reset=True)
+            hit = plain.ask([*shared, *tokens(OWN, "other", at, size)])
+            assert (computed["cached"], hit["cached"]) == (0, size)
+            of["computed"].append(computed["seconds"])
+            of["perfect load"].append(hit["seconds"] + memcpy(size))
+            for name in random.Random(at).sample(sorted(subjects), len(subjects)):
+                got = subjects[name].ask([*shared, *tokens(OWN, "own", at, size)], reset=True)
+                assert got["cached"] >= size - 32, f"{name} has loaded {got['cached']} of {size} tokens"
+                of[name].append(got["seconds"])
+    return times
+
+
+def without_hits(engines: dict[str, Engine], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Times of prompts that nobody has: to the first token, and of 64 tokens for each of four prompts."""
+    times: dict[str, dict[str, list[float]]] = {"first token": defaultdict(list), "decode": defaultdict(list)}
+    for at in range(rounds):
+        for name in random.Random(at).sample(sorted(engines), len(engines)):
+            engine = engines[name]
+            got = engine.ask(tokens(1024, "alone", at), reset=True, settle=True)
+            times["first token"][name].append(got["seconds"])
+            four = [tokens(64, "decode", at, one) for one in range(4)]
+            first = engine.ask(*four, reset=True, settle=True)["seconds"]
+            whole = engine.ask(*four, reset=True, max_tokens=65)["seconds"]
+            times["decode"][name].append(whole - first)
+    return times
+
+
+@contextmanager
+def page_store(directory: Path) -> Iterator[str]:
+    options = ["--pool-path", str(directory), "--capacity-bytes", "6GiB"]
+    command = [sys.executable, "-c", "from maru.server_cli import main; main()", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and "ready" in process.stdout.readline()
+        try:
+            yield f"ipc://{directory}/maru.sock"
+        finally:
+            process.kill()
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="measure", dir="/dev/shm") as scratch:
+        path = Path(scratch)
+        model = str(path / "model")
+        make_checkpoint(model)
+        with page_store(path / "pool") as server:
+            ways = transfers(server, path, rounds * sum(SIZES))
+            for name in ("ExampleConnector", "MaruKVConnector", "OffloadSpec"):
+                producer = Engine(model, ways[name], path / "producer.log")
+                producer.answer()
+                for at in range(rounds):
+                    for size in SIZES:
+                        producer.ask([*tokens(size, "shared", at, size), 3], settle=True)
+                producer.close()
+            engines = {"plain": Engine(model, None, path / "plain.log")}
+            engines |= {name: Engine(model, ways[name], path / f"{name}.log") for name in SUBJECTS}
+            for engine in engines.values():
+                engine.answer()
+                engine.ask(tokens(300, "warm"), max_tokens=4)
+            subjects = {name: engines[name] for name in SUBJECTS}
+            loads = first_tokens(engines["plain"], subjects, rounds)
+            ours = {name: engines[name] for name in ("plain", "MaruKVConnector", "OffloadSpec")}
+            alone = without_hits(ours, rounds)
+            for engine in engines.values():
+                engine.close()
+    return {"first token": loads, "without hits": alone}
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    if options.engine:
+        serve()
+        return
+    found = measure(options.rounds)
+    if options.json:
+        print(json.dumps(found))
+        return
+    print("time to first token, as a multiple of a perfect load beside it: median (least to most)")
+    for size, times in found["first token"].items():
+        perfect = times["perfect load"]
+        print(f"{size} shared tokens, perfect load {1000 * statistics.median(perfect):.0f} ms")
+        for name in ("computed", *SUBJECTS):
+            print(f"  {name}: {spread([one / limit for one, limit in zip(times[name], perfect, strict=True)])}")
+    for what, times in found["without hits"].items():
+        print(f"without a hit, {what}: as a multiple of no connector")
+        for name in ("MaruKVConnector", "OffloadSpec"):
+            print(f"  {name}: {spread([one / limit for one, limit in zip(times[name], times['plain'], strict=True)])}")
+
+
+if __name__ == "__main__":
+    main()
