@@ -27,6 +27,6 @@ myst_heading_anchors = 3
 autodoc_default_options = {"members": True, "show-inheritance": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
-autodoc_mock_imports = ["lmcache"]  # of the adapters in offload.engines: it is not installed here
+autodoc_mock_imports = ["lmcache", "sglang"]  # of the adapters in offload.engines: they are not installed here
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
