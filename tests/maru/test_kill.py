@@ -26,7 +26,7 @@ from tests.support.published import PublishedClient
 from tests.support.published_wire import Ask
 
 KNOWN = re.compile(
-    r"maru\.(lock|pool|state|sock)|(descriptors|channel)\.sock|compaction\.lock|(journal|snapshot)\.[0-9]+|maru_[0-9]+\.dat"
+    r"maru\.(lock|pool|state|sock)|(descriptors|channel|tcp)\.sock|compaction\.lock|(journal|snapshot)\.[0-9]+|maru_[0-9]+\.dat"
     r"|snapshot\.[0-9.]+(server\.)?tmp"  # of a compaction that is at work
 )
 
@@ -261,7 +261,7 @@ def test_a_server_with_ten_thousand_keys_is_ready_again(pool):
 def test_a_server_with_a_hundred_thousand_keys_is_ready_again(pool):
     """The goal is 300 ms, from starting the command to its first answer. What it takes is printed."""
     for what, fresh in (("forked: ", False), ("the command: ", True)):
-        with Server(pool / what[:3], fresh=fresh) as server, fill(server, 100_000):
+        with Server(pool.with_name(what[:3]), fresh=fresh) as server, fill(server, 100_000):
             eventually(lambda server=server: server.facts("journal")["closed_segments"] < 2)
             print(f"\n100,000 keys, {what}", end="")
             show(start_again(server, 100_000, 9))
