@@ -8,7 +8,8 @@ Rule 1. Only the thread that has taken a connection touches its socket.
 Rule 2. A thread that waits on a connection hands out what else arrives there: answers to calls that were begun there and are
         waited for later. Answers to calls that were given up are told to the operations, and wake no thread.
 Rule 3. A connection whose handler was closed is closed by the thread that has it last: it is closed under none.
-Rule 4. No wait without an end: every one has a deadline, and notices within a moment that the handler was closed.
+Rule 4. No wait without an end: every one has a deadline, and notices within a moment that the handler was closed, or that
+        the connection over which it asked is lost.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any
 
-from .._errors import BadFrame, BadMessage, HandlerClosed, NoAnswer
+from .._errors import BadFrame, BadMessage, HandlerClosed, MaruError, NoAnswer
 from .._wire import HEADER_BYTES, decode_reply, read_header, request
 from ..transport import BlockingSocket
 from .correlation import Correlation
@@ -35,7 +36,7 @@ LOOK_UP = 0.1
 class Connection:
     """One socket."""
 
-    __slots__ = ("_dealer", "_gave_up", "_is_closed", "_late", "_lock", "correlation", "unreadable")
+    __slots__ = ("_dealer", "_gave_up", "_is_closed", "_late", "_lock", "_losses", "correlation", "unreadable")
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Connection:
         is_closed: Callable[[], bool],
     ) -> None:
         self._dealer = dealer
+        self._losses = dealer.losses
         self._is_closed = is_closed
         self._lock = lock
         self._late = late
@@ -88,6 +90,8 @@ class Connection:
         except BaseException:
             self._give_up(call)
             raise
+        if self._dealer.losses != self._losses:
+            self._note_loss(call)
 
     def receive(self, deadline: float) -> None:
         """Take what has arrived, or what arrives within a moment.
@@ -98,6 +102,9 @@ class Connection:
         left = deadline - monotonic()
         message = self._dealer.receive(LOOK_UP if left > LOOK_UP else left if left > 0.0 else 0.0)
         if message is None:
+            if self._dealer.losses != self._losses:
+                self._note_loss()
+                return
             if left <= 0.0:
                 raise NoAnswer("the server did not answer in time")
             return
@@ -111,7 +118,7 @@ class Connection:
         """Nobody waits for this call any more. Its answer may be there all the same."""
         if call.reply is None:
             self._give_up(call)
-        elif type(call.reply) is not BadMessage:
+        elif not isinstance(call.reply, MaruError):
             with self._lock:
                 self._late(call, call.reply)
 
@@ -123,6 +130,14 @@ class Connection:
     def close(self) -> None:
         """Close the socket."""
         self._dealer.close()
+
+    def _note_loss(self, sent: Call | None = None) -> None:
+        """The connection is lost, and made anew by whoever sends next. All calls are over, but for the one just sent."""
+        self._losses = self._dealer.losses
+        for call in self.correlation.calls():
+            if call is not sent:
+                self._give_up(call)
+                call.reply = NoAnswer("the connection to the server was lost while a call waited for its answer")
 
     def _give_up(self, call: Call) -> None:
         self.correlation.give_up(call.sequence)

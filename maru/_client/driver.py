@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
-from .._errors import BadMessage, HandlerClosed, MaruError, NoAnswer, ServerLost, ServerRefused
+from .._errors import HandlerClosed, MaruError, NoAnswer, ServerLost, ServerRefused
 from .._wire import ErrorReply
 from ..transport import BlockingSocket
 from .connections import Connection, ConnectionPool
@@ -182,7 +182,8 @@ class Driver:
 
     def _answer(self, call: Call) -> Any:
         reply = call.reply
-        if type(reply) is BadMessage:
+        if isinstance(reply, MaruError):  # it cannot be read, or will not come
+            self.state.counters.unanswered += isinstance(reply, NoAnswer)
             raise reply
         with self.lock:
             self.state.heard(call, reply, call.sent_at)

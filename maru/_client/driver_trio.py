@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -51,6 +51,8 @@ class Driver:
         self._socket: MessageSocket
         self._closed = True
         self._room = trio.lowlevel.ParkingLot()
+        self._queueing: set[int] = set()
+        """Sequences of calls that wait for room to be sent."""
         self._alone = trio.Lock()
         self._copies = trio.CapacityLimiter(COPIES)
         self._released = trio.Event()
@@ -176,8 +178,12 @@ class Driver:
 
     async def _send_late(self, call: Call, frames: tuple[bytes, bytes]) -> None:
         """Send it once there is room: the server is away for long, or takes nothing in. Waits as long as for an answer."""
-        with trio.move_on_after(max(0.0, call.deadline - self.state.clock())) as patience:
-            await self._socket.send(frames)
+        self._queueing.add(call.sequence)
+        try:
+            with trio.move_on_after(max(0.0, call.deadline - self.state.clock())) as patience:
+                await self._socket.send(frames)
+        finally:
+            self._queueing.discard(call.sequence)
         if patience.cancelled_caught:
             self.state.counters.unanswered += not call.is_over
             raise NoAnswer(f"{self.state!r}: nothing more can be sent to it")
@@ -276,13 +282,23 @@ class Driver:
                 if call.deadline > now:
                     first = min(first, call.deadline)
                 else:
-                    call.is_over = True
-                    self.correlation.give_up(call.sequence)
-                    self.state.gave_up(call)
-                    self._unpark()
-                    self.state.counters.unanswered += 1
-                    call.expected.fail(NoAnswer(f"{self.state!r}: no answer to code {call.code:#04x}"))
+                    self._end_unanswered(call, "no answer")
             await trio.sleep(first - now)
+
+    def on_lost(self, unsent: Collection[bytes]) -> None:
+        """The connection is lost: what was sent over it is never answered, so nobody waits for that any longer."""
+        to_send = self._queueing.union(read_header(frame).sequence for frame in unsent)
+        for call in self.correlation.calls():
+            if call.sequence not in to_send:
+                self._end_unanswered(call, "the connection was lost before there was an answer")
+
+    def _end_unanswered(self, call: Call, why: str) -> None:
+        call.is_over = True
+        self.correlation.give_up(call.sequence)
+        self.state.gave_up(call)
+        self._unpark()
+        self.state.counters.unanswered += 1
+        call.expected.fail(NoAnswer(f"{self.state!r}: {why} to code {call.code:#04x}"))
 
     async def keep_lease(self) -> None:
         """Renew the lease, and do what has waited for that."""

@@ -20,14 +20,16 @@ from .._peers import Listener
 from ..transport import BlockingChannel, open_channel
 
 if TYPE_CHECKING:
-    from ..transport import BlockingSocket, MessageSocket, OnMessages, SocketOptions
+    from ..transport import BlockingSocket, MessageSocket, OnLost, OnMessages, SocketOptions
 
 
-def open_dealer(config: MaruConfig, on_messages: OnMessages) -> AbstractAsyncContextManager[MessageSocket]:
-    """A trio socket to the server."""
+def open_dealer(
+    config: MaruConfig, on_messages: OnMessages, on_lost: OnLost = lambda unsent: None
+) -> AbstractAsyncContextManager[MessageSocket]:
+    """A trio socket to the server. A channel tells of a lost connection; ZeroMQ keeps that to itself."""
     channel = channel_path(config)
     if channel:
-        return open_channel(channel, on_messages)
+        return open_channel(channel, on_messages, on_lost)
     from ..transport import open_socket  # and with it ZeroMQ, which a client of this host does without
 
     return open_socket("dealer", connect=[config.server_url], options=options_of(config), on_messages=on_messages)

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from ._contract import BlockingSocket as BlockingSocket
     from ._contract import Message as Message
     from ._contract import MessageSocket as MessageSocket
+    from ._contract import OnLost as OnLost
     from ._contract import OnMessages as OnMessages
     from ._contract import OpenMessageSocket as OpenMessageSocket
 
@@ -101,6 +102,7 @@ _HOMES = {
     "save_key_pair": "._keys",
     "save_public_key": "._keys",
     "MessageSocket": "._contract",
+    "OnLost": "._contract",
     "OnMessages": "._contract",
     "OpenMessageSocket": "._contract",
 }

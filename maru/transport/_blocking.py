@@ -60,6 +60,8 @@ class BlockingDealer:
     def __init__(self, connect: str | Sequence[str], options: SocketOptions | None = None) -> None:
         options = options or SocketOptions()
         self.options: SocketOptions = options
+        self.losses: int = 0
+        """Of connections: none is known of, since ZeroMQ keeps them to itself."""
         self._closed = True  # until there is something to close
         self._port = port = Port("dealer", options)
         self._closed = False

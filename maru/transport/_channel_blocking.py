@@ -1,9 +1,9 @@
 """A client's side of the same-host channel, for a thread without an event loop. It belongs to one thread at a time.
 
 Rule 1. A frame goes out whole or not at all, and comes in whole.
-Rule 2. A :class:`BlockingChannel` that is lost is made anew by the next call that needs it. What the server had been sent is
-        not sent again. A :class:`ChannelConnection` that is lost is over: for clients of which the server keeps something as
-        long as they are connected.
+Rule 2. A :class:`BlockingChannel` that is lost says so, and is made anew by the next call that needs it. What the server had
+        been sent is not sent again. A :class:`ChannelConnection` that is lost is over: for clients of which the server keeps
+        something as long as they are connected.
 Rule 3. Before a thread sleeps it busy-polls (`_descriptor_wait`).
 """
 
@@ -83,6 +83,7 @@ class BlockingChannel:
         self._closed = False
         self._connection: ChannelConnection | None = None
         self._pause = 0.0
+        self.losses = 0
         self._connect()
 
     def __repr__(self) -> str:
@@ -115,7 +116,7 @@ class BlockingChannel:
     def receive(self, timeout: float | None = None) -> list[bytes] | None:
         """Wait for the next frame, given in a list; ``None`` if there is none in that time.
 
-        Where the connection is lost there is none: what was asked over it is never answered.
+        Where the connection is lost there is none, at once: what was asked over it is never answered (:attr:`losses`).
 
         Raises:
             HandlerClosed: it was closed.
@@ -127,9 +128,9 @@ class BlockingChannel:
                 frame = self._connection.receive_by(deadline)
             except OSError:
                 self._lose()
-            else:
-                self._pause = 0.0 if frame is not None else self._pause
-                return None if frame is None else [frame]
+                return None
+            self._pause = 0.0 if frame is not None else self._pause
+            return None if frame is None else [frame]
         left = deadline - perf_counter()
         if left > 0:
             sleep(min(left, RECONNECT_MAX))
@@ -167,4 +168,5 @@ class BlockingChannel:
     def _lose(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
+            self.losses += 1
             connection.close()

@@ -4,8 +4,7 @@ Rule 1. A frame goes out whole or not at all. Cancelled before :meth:`ChannelCli
 Rule 2. The waiting tasks read the connection themselves (`_waiting`). One small task beside them connects, connects again,
         and sends what found no room; an established connection costs it nothing.
 Rule 3. What is sent while there is no server waits for one, within bounds, as ZeroMQ has it. What a server had already been
-        sent when it died is not sent again: nobody knows whether it was done, and its caller is told so when its time is
-        over.
+        sent when it died is not sent again: nobody knows whether it was done, and its caller is told so at once.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Final
 import trio
 
 from ..exception_groups import raise_unwrapped
-from ._contract import OnMessages
+from ._contract import OnLost, OnMessages
 from ._packets import PacketConnection, connect
 from ._waiting import Expected, Watch
 
@@ -46,9 +45,10 @@ def longer(pause: float) -> float:
 class ChannelClient:
     """A connection to a server on this host that comes back when it is lost. Made by :func:`open_channel`."""
 
-    def __init__(self, path: str, on_messages: OnMessages) -> None:
+    def __init__(self, path: str, on_messages: OnMessages, on_lost: OnLost) -> None:
         self._path = path
         self._on_messages = on_messages
+        self._on_lost = on_lost
         self._idle = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # never readable: to sleep at without a connection
         self._watch = Watch(self._idle, self._drain, partial(self._hand_on, 1), _BUSY_POLL)
         self._connection: PacketConnection | None = None
@@ -80,13 +80,14 @@ class ChannelClient:
         if watch.closed:
             watch.check_open()
         frame = frames[-1]
+        is_over = False
         if not self._outbox and self._connection is not None:
             try:
                 self._connection.send(frame)
             except BlockingIOError:
                 pass
             except OSError:
-                self._lose()
+                is_over = True
             else:
                 return True
         if len(self._outbox) >= _OUTBOX or self._outbox_bytes + len(frame) > _OUTBOX_BYTES:
@@ -94,6 +95,8 @@ class ChannelClient:
         self._outbox.append(frame)
         self._outbox_bytes += len(frame)
         self._work.set()
+        if is_over:
+            self._lose()  # not before: this frame is none of those that are lost with the connection
         return True
 
     async def send(self, frames: Sequence[bytes]) -> bool:
@@ -169,6 +172,7 @@ class ChannelClient:
             trio.lowlevel.notify_closing(connection.descriptor)
             connection.close()
             self._work.set()
+            self._on_lost(self._outbox)
 
     def _flush(self) -> None:
         """Send what waits, in its order, as far as there is room."""
@@ -222,15 +226,19 @@ class ChannelClient:
 
 
 @asynccontextmanager
-async def open_channel(path: str, on_messages: OnMessages) -> AsyncIterator[ChannelClient]:
+async def open_channel(
+    path: str, on_messages: OnMessages, on_lost: OnLost = lambda unsent: None
+) -> AsyncIterator[ChannelClient]:
     """A channel to the server at this path, for as long as the ``async with`` block lasts, whether it is there already or not.
 
     Args:
         path: of the server's Unix socket.
         on_messages: is handed the frames that come, each as a list of one, by whoever waits for one. If it raises, the
             channel is closed and the error comes out where that one waits.
+        on_lost: is told when the connection is lost. What was sent over it is never answered; the frames that it is handed
+            are sent over the next one. Synchronous; must not raise.
     """
-    client = ChannelClient(path, on_messages)
+    client = ChannelClient(path, on_messages, on_lost)
     # Shielded: when the scope around it is cancelled, what uses the channel may go on for a while in a shield of its own.
     keeping = trio.CancelScope(shield=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeAlias
 
@@ -35,6 +35,9 @@ class MessageSocket(Protocol):
 OnMessages: TypeAlias = Callable[[list[Message]], None]
 """Is handed the messages that have come, in their order; synchronous."""
 
+OnLost: TypeAlias = Callable[[Collection[bytes]], None]
+"""Is told that a connection is lost, with the frames that were not sent over it."""
+
 OpenMessageSocket: TypeAlias = Callable[[OnMessages], AbstractAsyncContextManager[MessageSocket]]
 """How to get a socket that hands its messages on: what a client takes, and a test replaces."""
 
@@ -42,12 +45,15 @@ OpenMessageSocket: TypeAlias = Callable[[OnMessages], AbstractAsyncContextManage
 class BlockingSocket(Protocol):
     """Sends and receives messages, blocking its thread. One thread at a time."""
 
+    losses: int
+    """How often a connection was lost, as far as is known: what was sent over it is never answered."""
+
     def send(self, frames: Sequence[bytes], timeout: float | None = None) -> bool:
         """Send one message, waiting for room for so many seconds. Whether it was sent; if not, nothing of it was."""
         ...
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """Wait for the next message; ``None`` if there is none in that time."""
+        """Wait for the next message; ``None`` if there is none in that time, or a connection was lost."""
         ...
 
     def close(self) -> None:

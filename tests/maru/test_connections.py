@@ -18,6 +18,8 @@ SOON = 10.0
 class FakeDealer:
     """Answers at once what it is told to, and waits for nothing."""
 
+    losses = 0
+
     def __init__(self):
         self.inbox = deque()
         self.sent = []
