@@ -17,14 +17,10 @@ methods breaks the contract; :class:`Unproven` says that not even the end of a c
 
 from __future__ import annotations
 
-import enum
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
-
-import attrs
+from typing import Protocol, runtime_checkable
 
 from ._errors import BlockSizeError as BlockSizeError
 from ._errors import CapacityError as CapacityError
@@ -33,118 +29,28 @@ from ._errors import DuplicateKeys as DuplicateKeys
 from ._errors import Unproven as Unproven
 from ._keys import MAX_KEY_BYTES as MAX_KEY_BYTES
 from ._keys import check_keys as check_keys
-from ._keys import distinct_keys
+from ._values import DUPLICATE as DUPLICATE
+from ._values import EVICTED as EVICTED
+from ._values import LOADED as LOADED
+from ._values import STORED as STORED
+from ._values import Blocks as Blocks
+from ._values import Capabilities as Capabilities
+from ._values import Deletion as Deletion
+from ._values import Duplicate as Duplicate
+from ._values import ExternalBlocks as ExternalBlocks
+from ._values import Failed as Failed
+from ._values import Key as Key
+from ._values import Loaded as Loaded
+from ._values import Missed as Missed
+from ._values import Outcome as Outcome
+from ._values import Rejected as Rejected
+from ._values import RoomRequest as RoomRequest
+from ._values import Stored as Stored
+from ._values import StrongBlocks as StrongBlocks
+from ._values import TierStatistics as TierStatistics
+from ._values import WeakBlocks as WeakBlocks
+from ._values import WhenFull as WhenFull
 from .pages import Pages
-
-Key: TypeAlias = bytes
-"""The key of a block: an opaque content hash with the tenant's salt already in it (see :func:`offload.block_key`).
-
-At most ``MAX_KEY_BYTES`` long. Public entry points check keys by :func:`check_keys`."""
-
-EVICTED = -1
-"""The ref of a block that was no longer there when it was upgraded."""
-
-WhenFull: TypeAlias = Literal["wait", "evict", "partial", "fail"]
-"""What a reservation does if the place is full: see :meth:`TransferExecutor.reserve`."""
-
-
-# --- blocks, as columns -------------------------------------------------------------------------------------------
-
-
-class Blocks:
-    """Blocks of one source that are enqueued together: one value for many blocks. Made by the source.
-
-    Attributes:
-        source: the place that has the bytes.
-        keys: one key per block, all different.
-        refs: what the source needs to find each block's bytes, or ``None`` if that is decided at the upgrade.
-    """
-
-    __slots__ = ("__weakref__", "depths", "keys", "refs", "source")
-
-    def __init__(
-        self, source: Source, keys: Sequence[Key], refs: list[int] | None, depths: Sequence[int | None] | None = None
-    ) -> None:
-        """Make blocks from columns.
-
-        Args:
-            source: the place that has the blocks.
-            keys: one per block.
-            refs: the source's reference to each block; ``None`` for weak blocks.
-            depths: the index of each block in its prefix, if known; it does not follow from the keys. A full tier evicts the
-                deepest among equally old blocks. Without it, the order of the keys is used.
-
-        Raises:
-            DuplicateKeys: the keys are not all different.
-            TypeError: one of them is not ``bytes``, or this is one key and not a sequence.
-            ValueError: one of them is longer than any tier accepts; or ``refs`` or ``depths`` has another length.
-        """
-        self.source: Source = source
-        self.keys: tuple[Key, ...] = distinct_keys(keys)
-        self.refs: list[int] | None = refs
-        if refs is not None and len(refs) != len(self.keys):
-            raise ValueError(f"{len(self.keys)} keys but {len(refs)} block ids")
-        self.depths: Sequence[int | None] | None = depths
-        if depths is not None and len(depths) != len(self.keys):
-            raise ValueError(f"{len(self.keys)} keys but {len(depths)} depths")
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self.keys)} blocks in {self.source!r}>"
-
-    def hand_over(self) -> None:
-        """Pass ownership of this value to a pipeline. Blocks that hold refs can be passed on once."""
-
-    def release(self) -> None:
-        """Release the refs that this value holds in its source, if any. Idempotent."""
-
-
-class ExternalBlocks(Blocks):
-    """Blocks that the engine keeps alive until the handle has settled: block ids and keys."""
-
-    __slots__ = ()
-
-
-class StrongBlocks(Blocks):
-    """Blocks held by counted refs, which prevent eviction until :meth:`release`.
-
-    A pipeline that is given strong blocks owns their refs from that call on, on every path, also when the call
-    raises.
-    """
-
-    __slots__ = ("_given",)
-
-    def __init__(
-        self, source: Source, keys: Sequence[Key], refs: list[int] | None, depths: Sequence[int | None] | None = None
-    ) -> None:
-        """Make blocks from columns; see :class:`Blocks`."""
-        super().__init__(source, keys, refs, depths)
-        self._given = False
-
-    def hand_over(self) -> None:
-        """Pass ownership of the refs to a pipeline, which releases them.
-
-        Raises:
-            ValueError: they were passed on already, or released.
-        """
-        if self._given or (self.keys and not self.refs):
-            raise ValueError(f"{self!r} was given to a pipeline before, or released: its refs are not to be had twice")
-        self._given = True
-
-    def release(self) -> None:
-        """Release the refs. Idempotent; a block without refs may be evicted."""
-        refs = self.refs
-        self.refs: list[int] | None = []
-        if refs:
-            self.source.release(refs)
-
-
-class WeakBlocks(Blocks):
-    """Keys without refs: blocks that are present at the upgrade are transferred, the others count as *evicted*."""
-
-    __slots__ = ()
 
 
 @runtime_checkable
@@ -196,69 +102,6 @@ class Destination(Protocol):
         ...
 
 
-# --- answers ------------------------------------------------------------------------------------------------------
-
-
-class Outcome:
-    """The result for one block: one of the subclasses below."""
-
-    __slots__ = ()
-
-
-@attrs.frozen
-class Stored(Outcome):
-    """The block is in the tier now and can be found by its key."""
-
-
-@attrs.frozen
-class Duplicate(Outcome):
-    """The key was there already; nothing was written. Counts as completed: first writer wins."""
-
-
-@attrs.frozen
-class Loaded(Outcome):
-    """The block's bytes are at the destination, verified if the tier keeps checksums."""
-
-
-@attrs.frozen
-class Failed(Outcome):
-    """The copy failed and left nothing behind."""
-
-    error: BaseException
-    """The reason."""
-
-
-@attrs.frozen
-class Rejected(Outcome):
-    """The tier did not take the block; trying again later may work."""
-
-    reason: str
-    """The reason in a word: ``full``, ``too large``."""
-
-
-@attrs.frozen
-class Missed(Outcome):
-    """The block could not be loaded: it is not there (any more), or its bytes are not those that were stored."""
-
-    reason: str
-    """The reason in a word: ``gone``, ``torn``, ``damaged``, ``foreign``, ``version``."""
-
-
-STORED = Stored()
-DUPLICATE = Duplicate()
-LOADED = Loaded()
-
-
-class Deletion(enum.Enum):
-    """The answer of a delete for one key."""
-
-    DELETED = "deleted"
-    MISSING = "missing"
-    PINNED = "pinned"
-    UNAVAILABLE = "unavailable"
-    """It is unknown whether the block is still there: the tier could not be asked, or cannot delete."""
-
-
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
@@ -304,66 +147,6 @@ class HoldingReservation(Protocol):
         transfer has returned, so that the caller can take its own refs (:meth:`Source.upgrade`).
         """
         ...
-
-
-class RoomRequest:
-    """A request for room for some blocks. It can shrink while it waits, and keeps its place in the queue.
-
-    One request is given to one :meth:`TransferExecutor.reserve` at a time. Used on one thread.
-
-    Attributes:
-        keys: the blocks; fewer after a :meth:`shrink`.
-        block_bytes: size of every block.
-        when_full: what to do where there is not room for all, see :meth:`TransferExecutor.reserve`.
-        waits: whether it waits for room where there is none: ``wait`` and ``evict`` do, ``partial`` and ``fail`` never.
-    """
-
-    __slots__ = ("_shrunk", "block_bytes", "keys", "waits", "when_full")
-
-    def __init__(self, keys: Sequence[Key], block_bytes: int, when_full: WhenFull) -> None:
-        self.keys: Sequence[Key] = keys
-        self.block_bytes: int = block_bytes
-        self.when_full: WhenFull = when_full
-        self.waits: bool = when_full == "wait" or when_full == "evict"
-        self._shrunk: Callable[[], bool] | None = None
-
-    def __repr__(self) -> str:
-        return f"<request for {len(self.keys)} blocks of {self.block_bytes} bytes, {self.when_full}>"
-
-    def shrink(self, keys: Sequence[Key]) -> bool:
-        """Reduce the request to ``keys``, a subsequence of :attr:`keys`, at the same place in the queue. Never blocks.
-
-        So a batch keeps its place when one of its containers is cancelled.
-
-        Returns:
-            Whether it waits for ``keys`` now (and may have been granted them). False: nothing was changed, since it does not
-            wait (any more), or the place does not support this; the caller then cancels and asks again.
-        """
-        if self._shrunk is None:
-            return False
-        before, self.keys = self.keys, keys
-        shrunk = False
-        try:
-            shrunk = self._shrunk()
-        finally:
-            if not shrunk:
-                self.keys = before
-        return shrunk
-
-    @contextmanager
-    def waiting(self, shrunk: Callable[[], bool]) -> Iterator[None]:
-        """Let :meth:`shrink` call ``shrunk`` while the block lasts. A place puts its wait into this block.
-
-        A place that does not use this cannot be asked for less, and need not support it.
-
-        Args:
-            shrunk: looks at :attr:`keys` again and may grant them; returns False if it no longer waits for them.
-        """
-        self._shrunk = shrunk
-        try:
-            yield
-        finally:
-            self._shrunk = None
 
 
 @runtime_checkable
@@ -439,51 +222,6 @@ class ForgettingLease(ReadLease, Protocol):
         A new block under the same key stays. Not counted as deleted. Never blocks; call it before the lease is released.
         """
         ...
-
-
-@attrs.frozen
-class Capabilities:
-    """The optional parts of the contract that a tier keeps, as its attribute ``capabilities``. All of them by default.
-
-    :func:`backends.testing.check_tier` tests what is declared.
-    """
-
-    pins: bool = True
-    """A leased block stays until the lease ends. Without it, a hit is a hint: the block may be gone when it is loaded, and
-    then is :class:`Missed`. A lease still keeps this process from evicting and deleting it."""
-    deletes: bool = True
-    """Blocks can be deleted, and so evicted. Without it, stored blocks stay: :meth:`ReadableTier.delete` answers
-    ``UNAVAILABLE``, and ``wait`` and ``evict`` raise :class:`CapacityError` if only an eviction could make room."""
-    per_key_outcomes: bool = True
-    """A block that cannot be stored fails alone. Without it, all blocks that were copied with it fail too."""
-
-
-@attrs.frozen
-class TierStatistics:
-    """A snapshot of one tier; counters count blocks since it was made."""
-
-    capacity_bytes: int
-    """Its capacity."""
-    used_bytes: int
-    """Bytes of its blocks and reservations."""
-    blocks: int
-    """Keys that can be found."""
-    held_blocks: int
-    """Blocks of these that are held by refs or leases."""
-    reserved_blocks: int
-    """Blocks reserved and not yet published or given back."""
-    stored: int
-    """Blocks that were published."""
-    duplicates: int
-    """Blocks that were not written, since the key was there."""
-    evicted: int
-    """Blocks that were evicted."""
-    loaded: int
-    """Blocks that were loaded and, with checksums, verified."""
-    missed: Mapping[str, int]
-    """Blocks that could not be loaded, by reason."""
-    deleted: int
-    """Blocks that were deleted by request."""
 
 
 @runtime_checkable
