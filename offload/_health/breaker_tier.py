@@ -265,10 +265,8 @@ class _Forwarding:
     """A lease or a reservation of a tier behind a breaker. Other attributes are those of the wrapped object."""
 
     __slots__ = ("_runner", "inner")
-
-    def __init__(self, runner: BreakerRunner, inner: Any) -> None:
-        self._runner = runner
-        self.inner = inner
+    _runner: BreakerRunner
+    inner: Any
 
     def __repr__(self) -> str:
         return f"<{self._runner.name}: {self.inner!r}>"
@@ -280,15 +278,18 @@ class _Forwarding:
 
 
 class BreakerLease(_Forwarding):
-    """A lease on blocks of a tier behind a breaker: rule 4."""
+    """A lease on blocks of a tier behind a breaker: rule 4.
 
-    __slots__ = ()
+    Attributes:
+        keys: the pinned keys.
+    """
 
-    @property
-    def keys(self) -> Sequence[Key]:
-        """The pinned keys."""
-        keys: Sequence[Key] = self.inner.keys
-        return keys
+    __slots__ = ("keys",)
+
+    def __init__(self, runner: BreakerRunner, inner: ReadLease) -> None:
+        self._runner = runner
+        self.inner = inner
+        self.keys: Sequence[Key] = inner.keys
 
     async def release(self) -> None:
         """Release the blocks. Idempotent; a cancel does not keep it from releasing them."""

@@ -133,7 +133,7 @@ class OffloadContainer:
     def abandon(self, error: BaseException) -> None:
         """Fail it, committed or not: the blocks still to copy have failed. A cancelled container stays cancelled."""
         self.fail(error)
-        if self.phase is _COMMITTED:  # after the upgrade, or a route of a chain, which never was open
+        if self.phase is _COMMITTED:  # after the upgrade, or a route of a chain, committed when it was enqueued
             self.error = error
             ended = {*self.completed, *self.failed}
             self.failed = {**self.failed, **{key: error for key in self.keys if key not in ended}}

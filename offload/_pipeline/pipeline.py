@@ -40,7 +40,6 @@ from .chain import Chain
 from .channel import CancellableChannel
 from .container import OffloadContainer
 from .handle import TransferHandle
-from .lifecycle import Phase
 from .marks import marks_of, place_of
 from .priority import LoadPriority, PriorityReceiver
 from .quarantine import Quarantined
@@ -172,6 +171,7 @@ class Pipeline:
             raise
         return [self._admit(blocks, awaited, cancel_token) for blocks, awaited in zip(many, checked, strict=True)]
 
+    @trio.lowlevel.enable_ki_protection
     async def enqueue(
         self, blocks: Blocks, precondition: PreconditionLike, *, cancel_token: CancellationToken | None = None
     ) -> TransferHandle:
@@ -180,16 +180,6 @@ class Pipeline:
         Waiting calls are served in order. Cancelled while it waits, it stores nothing and releases strong blocks. If its
         ``cancel_token`` is cancelled meanwhile, it returns a handle that is CANCELLED.
         """
-        return await self._enqueue(blocks, precondition, cancel_token, Phase.OPEN)
-
-    async def enqueue_committed(self, blocks: Blocks) -> TransferHandle:
-        """Store blocks of a chain: like :meth:`enqueue`, but their gate is committed from the start."""
-        return await self._enqueue(blocks, NO_WAIT, None, Phase.COMMITTED)
-
-    @trio.lowlevel.enable_ki_protection
-    async def _enqueue(
-        self, blocks: Blocks, precondition: PreconditionLike, cancel_token: CancellationToken | None, phase: Phase
-    ) -> TransferHandle:
         taken, size = 0, len(blocks.keys)
         blocks.hand_over()
         try:
@@ -220,7 +210,14 @@ class Pipeline:
             raise
         # Where there was no need to take room, the token is cancelled: the container gives this back within the next call.
         self._budget.used += size - taken
-        return self._admit(blocks, awaited, cancel_token, phase)
+        return self._admit(blocks, awaited, cancel_token)
+
+    @trio.lowlevel.enable_ki_protection
+    async def enqueue_committed(self, blocks: Blocks) -> TransferHandle:
+        """Store blocks of a chain: like :meth:`enqueue`, but their gate is committed from the start."""
+        handle = await self.enqueue(blocks, NO_WAIT)
+        handle._container.claim()  # no checkpoint since it was put into the first channel: nobody has seen it open
+        return handle
 
     def _needs_no_room(self, size: int, cancel_token: CancellationToken | None) -> bool:
         """Whether this is cancelled already. What it takes of the budget here it gives back within the same call."""
@@ -243,11 +240,10 @@ class Pipeline:
         blocks: Blocks,
         precondition: Precondition | None,
         cancel_token: CancellationToken | None = None,
-        phase: Phase = Phase.OPEN,
     ) -> TransferHandle:
         """Put blocks that have room into the first channel, or settle them at once where nothing is to be done with them."""
         self._enqueued += 1
-        container = OffloadContainer(self._enqueued, blocks, precondition, blocks.keys, phase)
+        container = OffloadContainer(self._enqueued, blocks, precondition, blocks.keys)
         self._settlement.live[container] = None
         if cancel_token is not None:
             # Before it is put anywhere: a token that was cancelled closes its gate here, and no stage sees it.
