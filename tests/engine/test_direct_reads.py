@@ -24,7 +24,7 @@ from offload.from_thread._worker import EngineWorker
 from tests.support.maru_processes import eventually
 
 SIZE = 64
-SOON = 10.0
+SOON = 60.0
 
 
 def keys_of(n: int, start: int = 0) -> list[Key]:
@@ -165,8 +165,10 @@ def flip_a_bit(host: MemoryTier, key: Key) -> None:
 def test_one_in_so_many_loads_goes_the_ordinary_way_and_is_compared() -> None:
     keys, host = keys_of(2), memory(2)
     with engine_of(keys, {"host": host}, shadow_check=5) as engine:
-        for _ in range(100):
+        for _ in range(50):
             load_all(engine, keys)
+            load_all(engine, keys)
+            engine.statistics()  # else the thread learns later of what was loaded without it
         assert 10 <= engine.statistics().engine.shadow.checked_loads <= 20
 
 
@@ -364,7 +366,7 @@ def read_while_blocks_change(seed: int, reads: int) -> int:
 
 
 def test_blocks_that_are_read_while_others_are_written_are_right() -> None:
-    assert read_while_blocks_change(seed=1, reads=300) > 0
+    assert read_while_blocks_change(seed=1, reads=200) > 0
 
 
 def test_hits_that_hold_nothing_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
