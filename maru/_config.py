@@ -59,7 +59,7 @@ def default_server_url() -> str:
 
 @attrs.frozen
 class ServerConfig:
-    """Everything that can be set on a server. The reason for each bound and default is in :func:`knobs`."""
+    """The settings of a server. The reason for each bound and default is in :func:`knobs`."""
 
     # where it listens
     host: str = _knob.text(
@@ -313,7 +313,7 @@ class ServerConfig:
 
     @property
     def relayed(self) -> bool:
-        """Whether TCP is listened to without keys: then a process of its own takes the connections."""
+        """Whether it listens for TCP without keys, which a child process does."""
         return bool(self.host) and not self.curve_key_file
 
     @property
@@ -335,7 +335,7 @@ class ServerConfig:
 
 @attrs.frozen
 class MaruConfig:
-    """Everything that can be set on a client. The reason for each bound and default is in :func:`knobs`.
+    """The settings of a client. The reason for each bound and default is in :func:`knobs`.
 
     The first block has the published names and defaults; the second is ours.
     """
@@ -410,7 +410,7 @@ class MaruConfig:
 
 
 def knobs(cls: type[attrs.AttrsInstance] = ServerConfig, *, section: str = "server") -> tuple[Knob, ...]:
-    """Every knob of a configuration class, in the order in which they are declared."""
+    """Every setting of a configuration class, in the order of declaration."""
     return tuple(_knob.of(cls, section))
 
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 
 class MaruError(Exception):
-    """Base of every error of this package."""
+    """Base of all exceptions of this package."""
 
 
 class NoAnswer(MaruError, TimeoutError):
-    """The server did not answer in time. Never a miss: what was asked for may have happened, or may happen still."""
+    """The server did not answer in time. Never a miss: the request may have been carried out, or may still be."""
 
 
 class FateUnknown(NoAnswer):
-    """It is not known what became of a store that was sent. Its pages are not used again before that is known."""
+    """It is unknown whether a store took place. Its pages are not used again until that is known."""
 
 
 class ServerLost(MaruError, ConnectionError):
@@ -32,7 +32,7 @@ class ServerRefused(MaruError):
 
 
 class UntrustedServer(MaruError):
-    """What answers as the server is not to be believed: another user's process, or one that was not asked for.
+    """The server is not trusted: it is another user's process, or not the one that was configured.
 
     The caller must act: the text names the knob, its value, and the way out.
     """
@@ -92,7 +92,7 @@ class JournalFailed(MaruError):
 
 
 class ForeignJournal(MaruError):
-    """A journal of another version, or of another pool. Nothing was touched; the operator of the server must choose."""
+    """The journal is of another version, or of another pool, and was left as it is. The operator of the server must choose."""
 
     def __init__(self, path: str, reason: str) -> None:
         directory = path.rpartition("/")[0] or "."
@@ -117,4 +117,4 @@ class KnobError(ValueError):
 
 
 class ConfigError(MaruError, KnobError):
-    """The caller set a knob of the page store to what it cannot be."""
+    """The caller set a knob of the page store to a value out of range."""

@@ -29,4 +29,4 @@ from ._commands import Commands
 )
 @click.version_option(None, "-V", "--version", package_name="trio-offload", message="%(package)s %(version)s")
 def main() -> None:
-    """Look at the page store. `maru-server` starts one."""
+    """Inspect the page store. `maru-server` starts one."""

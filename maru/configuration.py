@@ -34,7 +34,7 @@ C = TypeVar("C", bound=attrs.AttrsInstance)
 
 @attrs.frozen
 class Knob:
-    """One knob, for documentation and for help."""
+    """A setting with its default, bound and reason, for documentation and help."""
 
     name: str
     """Its path, as in a file: ``pipeline.batch_config.max_batch_size``."""
@@ -50,7 +50,7 @@ class Knob:
 
 @attrs.frozen
 class Knobs:
-    """How the knobs of one package are declared, listed and loaded."""
+    """Declares, lists and loads the settings of one package."""
 
     prefix: str
     """What its environment variables begin with, without the underscore."""
@@ -64,11 +64,11 @@ class Knobs:
         return self._field(default, f"an integer from {low} to {high}", _is_int(low, high), reason)
 
     def seconds(self, default: float, low: float, high: float, reason: str) -> Any:
-        """Declare a knob that is a time in a range, in seconds; an integer will do."""
+        """Declare a knob that is a time in a range, in seconds, as a float or an integer."""
         return self._field(default, f"seconds from {low:g} to {high:g}", _is_number(low, high), reason)
 
     def timeout(self, default: float, low: float, high: float, reason: str) -> Any:
-        """Declare a knob that is a time in a range, or ``inf`` (in Python also ``None``): as long as it takes."""
+        """Declare a knob that is a time in a range, or ``inf`` (in Python also ``None``) for no limit."""
         holds = _is_number(low, high)
         return self._field(
             default,
@@ -92,7 +92,7 @@ class Knobs:
         return self._field(default, "true or false", lambda value: isinstance(value, bool), reason)
 
     def text(self, default: str, bound: str, pattern: str, reason: str, empty: Callable[[], str] = lambda: "") -> Any:
-        """Declare a knob that is a text matching a pattern; ``bound`` says in words which. ``None`` is the empty text.
+        """Declare a knob that is a text matching a pattern; ``bound`` describes it. ``None`` is the empty text.
 
         ``empty`` gives what the empty text stands for where the program runs.
         """
@@ -127,7 +127,7 @@ class Knobs:
         return self._field(default, f"a {kind.__name__}", lambda value: isinstance(value, kind), reason)
 
     def optional(self, default: int | None, low: int, high: int, reason: str) -> Any:
-        """Declare a knob that is an integer in a range, or ``None``: without that limit."""
+        """Declare a knob that is an integer in a range, or ``None`` for no limit."""
         holds = _is_int(low, high)
         bound = f"an integer from {low} to {high}, or None"
         return self._field(default, bound, lambda value: value is None or holds(value), reason)
@@ -161,7 +161,7 @@ class Knobs:
     # -- listing ---------------------------------------------------------------------------------------------------
 
     def of(self, cls: type[attrs.AttrsInstance], section: str) -> Iterator[Knob]:
-        """Every knob of a class and of the classes nested in it, in the order in which they are declared."""
+        """Every setting of a class and of the classes nested in it, in the order of declaration."""
         for field in attrs.fields(cls):
             name = f"{section}.{field.name}"
             if attrs.has(type(field.default)):
@@ -177,7 +177,7 @@ class Knobs:
     # -- loading ---------------------------------------------------------------------------------------------------
 
     def from_mapping(self, mapping: Mapping[str, Any], cls: type[C], *, section: str = "") -> C:
-        """A configuration from nested mappings, as a TOML or JSON parser gives them. What is not named keeps its default.
+        """Load a configuration from nested mappings, as a TOML or JSON parser gives them. Missing names keep their defaults.
 
         Args:
             mapping: knobs by name.
@@ -216,7 +216,7 @@ class Knobs:
         environ: Mapping[str, str] | None = None,
         options: Mapping[str, tuple[str, object]] | None = None,
     ) -> C:
-        """A configuration from a TOML file, the environment and arguments, of which the last one wins.
+        """Load a configuration from a TOML file, the environment and arguments; the last one takes precedence.
 
         Args:
             cls: the configuration class.
@@ -258,7 +258,7 @@ class Knobs:
             raise self.error(error.knob, error.value, f"{error.bound} ({read.name}, line {line})") from None
 
     def read(self, source: str | os.PathLike[str]) -> Document:
-        """The text of a TOML file, with the name that errors call it by.
+        """The text of a TOML file, and its name for errors.
 
         Args:
             source: a path (``pathlib.Path``), or TOML as a text.
@@ -316,7 +316,7 @@ _SIZE: Final = re.compile(r"([0-9]{1,18})\s*(?:([KMGT])(?:i?B)?)?", re.IGNORECAS
 
 
 def as_bytes(value: Any) -> Any:
-    """The bytes of a text such as ``"64 MiB"`` or ``"2g"``: all units are powers of 1,024. Anything else as it is."""
+    """Parse a text such as ``"64 MiB"`` or ``"2g"``: all units are powers of 1,024. Other values are returned as they are."""
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         return value
@@ -325,7 +325,7 @@ def as_bytes(value: Any) -> Any:
 
 
 def as_size(count: int) -> str:
-    """Bytes in the largest unit that leaves an integer: ``64 MiB``."""
+    """Format bytes in the largest unit that leaves an integer: ``64 MiB``."""
     power = 0
     while count and count % 1024 == 0 and power < len(_UNITS) - 1:
         count, power = count // 1024, power + 1
@@ -363,7 +363,7 @@ def _join(section: str, name: str) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Which of the known names was perhaps meant, or all of them: what an error says of an unknown name."""
+    """The most similar known name, or all of them, for an error about an unknown name."""
     import difflib  # only an error needs it
 
     near = difflib.get_close_matches(name, known := list(known), n=1, cutoff=0.5)
@@ -385,14 +385,14 @@ _PAIR: Final = re.compile(r"\s*([\w.\s\"'-]+?)\s*=")
 
 @attrs.frozen
 class Document:
-    """A TOML file as it was read, for the lines that errors name."""
+    """A TOML file as it was read, with line numbers for errors."""
 
     name: str
     """The file, or ``TOML``."""
     text: str = attrs.field(repr=False)
 
     def parse(self) -> dict[str, Any]:
-        """The tables of the file, anew for each caller: a loader writes into them what other sources set."""
+        """The tables of the file, as a new copy for each caller, which may change it."""
         if not self.text:
             return {}
         import tomllib  # 4 ms that a server without a file need not spend before it is ready
@@ -400,7 +400,7 @@ class Document:
         return tomllib.loads(self.text)
 
     def place(self, path: str) -> str:
-        """Where this is set, as errors say it: ``(kv.toml, line 7)``. Of what is missing, where its table begins."""
+        """The position of a setting for errors: ``(kv.toml, line 7)``; for a missing one, that of its table."""
         line = _line_of(self.text, path.split("."))
         return f"({self.name}, line {line})" if line is not None else f"({self.name})"
 

@@ -12,19 +12,19 @@ from contextlib import contextmanager
 
 
 def leaves(error: BaseException) -> list[BaseException]:
-    """The exceptions of a group that are no groups themselves, in order; of any other exception, itself."""
+    """The errors of a group that are no groups themselves, in order; any other error alone."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for one in error.exceptions for leaf in leaves(one)]
     return [error]
 
 
 def holds(error: BaseException, kind: type[BaseException] | tuple[type[BaseException], ...]) -> bool:
-    """Whether this error is of that kind, or a group with such a leaf."""
+    """Whether an error is of this kind, or is a group with such an error in it."""
     return any(isinstance(leaf, kind) for leaf in leaves(error))
 
 
 def unwrap(error: BaseException) -> BaseException:
-    """The exception that is alone in its group, however deep; any other error as it is."""
+    """The error that is alone in its group, at any depth; any other error as it is."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

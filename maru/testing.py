@@ -52,7 +52,7 @@ async def open_test_server(**knobs: Any) -> AsyncIterator[MaruServer]:
 
 
 class Fate(enum.Enum):
-    """What becomes of one request and of its answer."""
+    """The fate of one request and its answer."""
 
     PASS = "pass"
     """Both arrive."""
@@ -70,7 +70,7 @@ class Fate(enum.Enum):
 
 @attrs.frozen
 class WireStatistics:
-    """A snapshot of a wire: requests by their fate, and what is kept back now."""
+    """A snapshot of a wire: requests by their fate, and the messages held back now."""
 
     passed: int
     lost: int
@@ -188,7 +188,7 @@ class LossyWire:
 
 @asynccontextmanager
 async def open_lossy_wire(server: str) -> AsyncIterator[LossyWire]:
-    """A relay to a server, for as long as the ``async with`` block lasts; what it holds then is lost.
+    """Run a relay to a server for the length of an ``async with`` block; messages held back at the end are lost.
 
     Args:
         server: the server's endpoint, ``ipc://...`` or ``tcp://127.0.0.1:5555``. It cannot want CURVE.

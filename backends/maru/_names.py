@@ -18,7 +18,7 @@ _SALT: Final = "\x1f"
 
 @attrs.frozen
 class KeyNaming:
-    """What keys are called in the page store. Made by :meth:`of`."""
+    """Makes the names of keys in the page store. Made by :meth:`of`."""
 
     characters_per_byte: int
     """How long a name is, in bytes, for each byte of its key."""
@@ -27,7 +27,7 @@ class KeyNaming:
 
     @classmethod
     def of(cls, names: KeyNames) -> KeyNaming:
-        """The way of this name.
+        """Return the naming with this name.
 
         Raises:
             ValueError: there is none.
@@ -37,7 +37,7 @@ class KeyNaming:
         return _WAYS[names]
 
     def names(self, keys: Sequence[Key]) -> list[str]:
-        """The names of keys.
+        """The names of these keys in the page store.
 
         Raises:
             ValueError: one of them cannot be named this way.

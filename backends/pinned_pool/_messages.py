@@ -147,7 +147,7 @@ class UsageInfo(_Message, tag=37, frozen=True):
 
 
 class Refused(_Message, tag=38, frozen=True):
-    """To any of them: nothing was done."""
+    """The answer to a request that was refused. Nothing was done."""
 
     text: _Text
 

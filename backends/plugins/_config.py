@@ -19,7 +19,7 @@ _knob: Final = Knobs("OFFLOAD", HostConfigError)
 
 @attrs.frozen(kw_only=True)
 class HostConfig:
-    """What can be set on the host of a plugin. What is out of its bound is a :class:`HostConfigError`."""
+    """The settings of a plugin's host. A value out of range is a :class:`HostConfigError`."""
 
     capacity_bytes: int | None = _knob.optional(
         None,

@@ -133,7 +133,7 @@ class HostedReservation(TierReservation["HostedTier"]):
 
 @attrs.frozen
 class HostStatistics:
-    """A snapshot of what a host had to do for its plugin; counters since it was made."""
+    """A snapshot of what a host added to its plugin; counters since it was made."""
 
     outstanding: int
     """Operations that the plugin has not answered."""
@@ -278,7 +278,7 @@ class HostedTier:
         return await self._life.__aexit__(kind, error, trace)
 
     def close(self) -> None:
-        """Close a plugin that was not entered: it may have threads and a descriptor from when it was made on. Idempotent.
+        """Close a plugin that was not entered, which may have threads and a descriptor already. Idempotent.
 
         It waits for that, ``close_deadline`` at most. One that was entered is closed when it is left, and not by this.
 
@@ -389,7 +389,7 @@ class HostedTier:
     # --- deleting -------------------------------------------------------------------------------------------------
 
     async def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """Forget these keys. One that this process holds or writes, or that the plugin keeps locked, is ``PINNED`` and stays.
+        """Delete these keys. One that this process holds or writes, or that the plugin has locked, is ``PINNED`` and stays.
 
         A plugin that cannot delete is only asked: what it has is ``UNAVAILABLE``.
 
@@ -403,7 +403,7 @@ class HostedTier:
     # --- statistics -----------------------------------------------------------------------------------------------
 
     def statistics(self) -> TierStatistics:
-        """An immutable snapshot: of what went through this host; of everything else the plugin knows more.
+        """An immutable snapshot of what went through this host; the plugin itself may have more.
 
         Without a capacity, ``capacity_bytes`` is the largest number there is.
         """
@@ -424,7 +424,7 @@ class HostedTier:
         )
 
     def host_statistics(self) -> HostStatistics:
-        """An immutable snapshot of what the host had to do for its plugin."""
+        """An immutable snapshot of what the host added to its plugin."""
         counts, correlation = self.driver.counts, self.driver.correlation
         return HostStatistics(
             outstanding=len(correlation),

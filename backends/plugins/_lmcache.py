@@ -247,7 +247,7 @@ class LMCacheTier(HostedTier):
 
     @property
     def tells(self) -> bool:
-        """Whether the adapter takes a listener, and so can say what it has deleted by itself.
+        """Whether the adapter takes a listener, and so can report its own deletions.
 
         It does where it has called its base class's ``__init__``; whether it then notifies is its own affair. Where it
         does not, what is gone is found out when it is looked for.

@@ -129,7 +129,7 @@ class FakeTier(SlotTier):
         return self._dialled(super().reserve_nowait(grantable))
 
     async def load(self, lease: ReadLease, destination: Destination) -> Sequence[Outcome]:
-        """Load, unless ``faults`` says otherwise."""
+        """Load the leased blocks, with the faults of ``faults``."""
         with trio.CancelScope(shield=True):
             await trio.sleep(self.latency + len(lease.keys) * self.block_bytes / self.bytes_per_second)
         if self.faults.load_error is not None:
@@ -141,11 +141,11 @@ class FakeTier(SlotTier):
         return outcomes
 
     async def off_thread(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Copy in place: the time for it has passed already."""
+        """Copy in place; the modelled time has passed already."""
         return fn(*args)
 
     async def to_the_end(self, fn: Callable[[*Ts], T], *args: *Ts) -> T:
-        """Copy in place: the time for it has passed already."""
+        """Copy in place; the modelled time has passed already."""
         return fn(*args)
 
     def _grantable(self, request: RoomRequest) -> RoomRequest:
@@ -249,5 +249,5 @@ class NullExecutor:
         return _NullReservation(self.present, request.keys)
 
     def contains_nowait(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` it was given."""
+        """Those of ``keys`` that it was given before."""
         return self.present.intersection(keys)

@@ -83,7 +83,7 @@ def wrap(tier: ReadableTier, *wrappers: Wrapper, block_bytes: int) -> WrappedTie
 
 
 def slot_bytes(block_bytes: int, *wrappers: Wrapper) -> int:
-    """How large the slots of a tier must be to hold blocks of this size in these wrappers, whatever is in them.
+    """The size of slots that hold any block of this size in these wrappers.
 
     Raises:
         ChainError: as :func:`wrap`.
@@ -93,7 +93,7 @@ def slot_bytes(block_bytes: int, *wrappers: Wrapper) -> int:
 
 
 def layout_of(layout: str, wrappers: Sequence[Wrapper]) -> str:
-    """The layout of blocks that were in these wrappers, from which keys or fingerprints of them are made.
+    """A name for the layout of blocks that pass through these wrappers, for their keys or fingerprints.
 
     What a lossy wrapper gives back is not what was computed, so it needs keys of its own, made with this as layout or salt. The
     same layout as before, if they lose nothing.
@@ -183,7 +183,7 @@ class WrappedTier(ForwardingTier):
 
     @property
     def name(self) -> str:
-        """What statistics and hits call it: the name of the tier below."""
+        """The name in statistics and hits: that of the tier below."""
         return str(getattr(self.inner, "name", "") or type(self.inner).__name__.lower())
 
     @property
@@ -193,7 +193,7 @@ class WrappedTier(ForwardingTier):
 
     @property
     def slot_bytes(self) -> int:
-        """What a block takes in the tier below."""
+        """The largest size of a block in the tier below."""
         return self.coder.slot_bytes
 
     # --- names and tenants ----------------------------------------------------------------------------------------
@@ -207,11 +207,11 @@ class WrappedTier(ForwardingTier):
         return [self.chain.name(key) for key in keys]
 
     def context(self, key: Key) -> Context:
-        """What the chain is told of a block, as things are now: rule 3."""
+        """The facts about a block for the wrappers, with its tenant at this moment: rule 3."""
         return Context(key, self._tags.of(key), self.chain.id)
 
     def contexts(self, keys: Sequence[Key]) -> list[Context]:
-        """What the chain is told of these blocks, as things are now: rule 3."""
+        """The facts about these blocks for the wrappers, with their tenants at this moment: rule 3."""
         return [self.context(key) for key in keys]
 
     def _carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
@@ -260,12 +260,12 @@ class WrappedTier(ForwardingTier):
     # --- writing: for reservations --------------------------------------------------------------------------------
 
     def encoding(self, source: Source, refs: Sequence[int], contexts: Sequence[Context]) -> Encoding:
-        """The blocks of a source, to be encoded while they are copied."""
+        """Make the encoding for the blocks of a source, which encodes them while they are copied."""
         copy = StoreCopy(source, [context.key for context in contexts], refs, summed=False)
         return Encoding(self.coder, copy, contexts)
 
     def note_stored(self, encoding: Encoding, outcomes: list[Outcome]) -> None:
-        """Count a copy that is over, and correct its outcomes where a duplicate is of a damaged block."""
+        """Count a copy that is over, and correct the outcomes of duplicates of damaged blocks."""
         counters = self.counters
         counters.encoded += outcomes.count(STORED)
         counters.plain_bytes += sum(encoding.plain_bytes.values())
@@ -276,7 +276,7 @@ class WrappedTier(ForwardingTier):
     # --- reading --------------------------------------------------------------------------------------------------
 
     async def contains(self, keys: Sequence[Key]) -> AbstractSet[Key]:
-        """Those of ``keys`` that could be found when the tier below was asked. An exception is no answer, and so no miss."""
+        """Those of ``keys`` that the tier below had when it was asked. An exception is no miss."""
         await self.purge()
         return self._found(keys, await self.inner.contains(self.names(keys)))
 
@@ -291,7 +291,7 @@ class WrappedTier(ForwardingTier):
         return {key for key in keys if name(key) in names and key not in damaged}
 
     async def pin(self, keys: Sequence[Key]) -> WrappedLease:
-        """Hold the longest prefix of ``keys`` that is there. Their tenant is decided now. Cancelled, it holds nothing."""
+        """Pin the longest prefix of ``keys`` that is there, and fix the tenant of each block. Cancelled, it pins nothing."""
         contexts = self.contexts(keys)
         await self.purge()
         keys = self.damaged.prefix_before(keys) if self.damaged else keys
@@ -338,7 +338,7 @@ class WrappedTier(ForwardingTier):
         return outcomes
 
     def forget(self, lease: WrappedLease, positions: Sequence[int]) -> None:
-        """Forget these damaged blocks: they are found no more. Called by leases."""
+        """Drop these damaged blocks: they are not found any more. Called by leases."""
         forget = getattr(lease.inner, "forget", None)
         if forget is not None:
             forget(positions)
@@ -355,7 +355,7 @@ class WrappedTier(ForwardingTier):
         return answers
 
     async def purge(self) -> None:
-        """Delete what could not be decoded, as far as it is not held. No checkpoint if there is nothing to delete.
+        """Delete the blocks that could not be decoded and are not held. No checkpoint if there are none.
 
         A tier that deletes nothing is not asked to: there it is only no longer found. Only where the tier below could not be
         told while the block was held is there anything to do: its key is all that can be deleted there, and what lies under it
@@ -403,7 +403,7 @@ class WrappedTier(ForwardingTier):
     # --- statistics -----------------------------------------------------------------------------------------------
 
     def statistics(self) -> TierStatistics:
-        """An immutable snapshot: room and blocks as the tier below counts them, so bytes in slots of its size."""
+        """An immutable snapshot: room and blocks as the tier below counts them, in slots of its size."""
         self._handle_undecodable()
         below: TierStatistics = self.inner.statistics()
         missed = dict(below.missed)
@@ -416,6 +416,6 @@ class WrappedTier(ForwardingTier):
         )
 
     def wrapper_statistics(self) -> WrapperStatistics:
-        """An immutable snapshot of what the chain has done."""
+        """An immutable snapshot of the work of the wrappers."""
         self._handle_undecodable()
         return self.counters.snapshot(self.coder.staging.made)

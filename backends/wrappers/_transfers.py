@@ -44,7 +44,7 @@ class WrapperStatistics:
 
     @property
     def bad_tags(self) -> int:
-        """Blocks whose authentication failed: what was encrypted has been changed."""
+        """Blocks whose authentication failed, since their encrypted bytes were changed."""
         return self.missed.get("tag", 0)
 
 
@@ -91,11 +91,11 @@ class WrappedLease(TierLease["WrappedTier"]):
 
     @property
     def is_held(self) -> bool:
-        """Always true: the tier below knows, and refuses to load what is not held."""
+        """Always true: the tier below refuses to load blocks that are not held."""
         return True
 
     def forget(self, positions: Sequence[int]) -> None:
-        """Forget the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
+        """Drop the damaged blocks at these positions; see :class:`backends.abc.ForgettingLease`."""
         self.tier.forget(self, positions)
 
     async def __aexit__(self, *exc: object) -> None:
@@ -121,20 +121,20 @@ class WrappedReservation(TierReservation["WrappedTier"]):
         self._contexts: Sequence[Context] = ()
 
     def hold(self) -> None:
-        """Hold what is stored until :meth:`release`, where the tier below can."""
+        """Hold stored blocks until :meth:`release`, if the tier below can."""
         hold = getattr(self._inner, "hold", None)
         if hold is not None:
             hold()
 
     def note_depths(self, depths: Mapping[Key, int]) -> None:
-        """Pass the depths on to the tier below, where it takes them."""
+        """Pass the depths on to the tier below, if it takes them."""
         note_depths = getattr(self._inner, "note_depths", None)
         if note_depths is not None:
             names = zip(self.granted, self._tier.names(self.granted), strict=True)
             note_depths({name: depths[key] for key, name in names if key in depths})
 
     def release(self) -> None:
-        """Give back the room of what was not published. Idempotent; never blocks, never raises."""
+        """Give back the room that was not published. Idempotent; never blocks, never raises."""
         self._inner.release()
 
     def _size(self) -> int:

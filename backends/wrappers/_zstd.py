@@ -22,7 +22,7 @@ _SMALLEST_WINDOW: Final = 1 << 10  # zstd's own
 
 
 class Zstd:
-    """Lossless compression.
+    """Lossless compression with Zstandard.
 
     In a tier of fixed slots it gains no room: a slot must hold what cannot be compressed. It gains what is moved and written
     where a place writes only what is used, as :class:`backends.file.FileTier` does.
@@ -64,11 +64,11 @@ class Zstd:
         return False
 
     def bound(self, size: int) -> int:
-        """The most that compression makes of so many bytes: one more."""
+        """The largest size of a compressed block: one byte more than the block."""
         return size + 1
 
     def encode(self, context: Context, src: memoryview, dst: memoryview) -> int:
-        """Compress, if that makes it smaller."""
+        """Compress a block, if that makes it smaller."""
         size = src.nbytes
         if size >= _SMALLEST:
             with self._compressors.take() as compressor:
@@ -81,7 +81,7 @@ class Zstd:
         return 1 + size
 
     def decode(self, context: Context, src: memoryview, dst: memoryview) -> None:
-        """Decompress.
+        """Decompress a block.
 
         Raises:
             Damaged: it is no frame, or not one of so many bytes.

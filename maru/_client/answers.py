@@ -10,7 +10,7 @@ import enum
 
 
 class Stored(enum.Enum):
-    """What became of one key of a store. True if the key can be found now."""
+    """The answer of a store for one key. True if the key can be found now."""
 
     NEW = "new"
     """It is stored."""
@@ -30,7 +30,7 @@ class Stored(enum.Enum):
 
 
 class Deleted(enum.Enum):
-    """What became of one key of a delete. True if it is gone by this call."""
+    """The answer of a delete for one key. True if this call has deleted it."""
 
     DELETED = "deleted"
     MISSING = "missing"
@@ -47,7 +47,7 @@ class Deleted(enum.Enum):
 
 
 class Loaded(enum.Enum):
-    """What became of one key of a load. True if its bytes are there."""
+    """The answer of a load for one key. True if its bytes are there."""
 
     LOADED = "loaded"
     MISSING = "missing"

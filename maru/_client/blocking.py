@@ -52,7 +52,7 @@ JOIN_TIME = 0.5
 
 
 class Begin:
-    """The calls of a handler, begun and not waited for: each returns a :class:`PendingCall`."""
+    """Begins calls of a handler without waiting for them: each method returns a :class:`PendingCall`."""
 
     def __init__(self, handler: MaruHandler) -> None:
         self._handler = handler
@@ -72,7 +72,7 @@ class Begin:
         return self._begin(handler_operations.batch_put(self._state, keys, buffers))
 
     def batch_get_into(self, keys: Iterable[str], buffers: Sequence[Buffer]) -> PendingCall[list[Loaded]]:
-        """Begin :meth:`MaruHandler.batch_get_into`. The buffers are written when the result is asked for."""
+        """Begin :meth:`MaruHandler.batch_get_into`. ``PendingCall.result`` writes the buffers."""
         return self._begin(handler_operations.batch_get_into(self._state, keys, buffers))
 
     def batch_retrieve(self, keys: Iterable[str]) -> PendingCall[list[MemoryInfo | None]]:
@@ -124,7 +124,7 @@ class MaruHandler(HandlerBase):
     # --- its life -------------------------------------------------------------------------------------------------
 
     def connect(self) -> bool:
-        """Greet the server and, if so configured, map what others own. Connected, it does nothing.
+        """Connect to the server and, if so configured, map the regions of others. Does nothing if connected.
 
         Returns:
             True: what goes wrong is raised.
@@ -141,7 +141,7 @@ class MaruHandler(HandlerBase):
         return True
 
     def close(self) -> None:
-        """End the session. Regions stay readable, handles and infos are void, and waiting calls raise. Idempotent.
+        """End the session. Regions stay readable, handles and infos become invalid, and waiting calls raise. Idempotent.
 
         Within about a second, whatever the server does; never raises for what the server does. In a forked child it does
         nothing.
@@ -173,7 +173,7 @@ class MaruHandler(HandlerBase):
 
     @property
     def connected(self) -> bool:
-        """Whether it was connected and not closed. Says nothing of the server's health: see :meth:`healthcheck`."""
+        """Whether it was connected and not closed. :meth:`healthcheck` asks the server."""
         return super().connected and not self._is_forked
 
     def healthcheck(self) -> bool:

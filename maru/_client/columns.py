@@ -116,7 +116,7 @@ class HeldBatch:
 
     @property
     def expires(self) -> float:
-        """When these bytes may no longer be relied on unless the server is heard before, on the monotonic clock."""
+        """When these bytes become invalid unless the server answers before, on the monotonic clock."""
         return self._state.deadline
 
     def check(self) -> None:

@@ -193,7 +193,7 @@ class Driver:
 
 
 class PendingCall(Generic[T]):
-    """A call that was begun and not waited for. Made by :attr:`MaruHandler.begin`. Its result can be had once.
+    """A call that was begun without waiting. Made by :attr:`MaruHandler.begin`. Its result can be taken once.
 
     A store that was begun has copied its buffers; one that is forgotten counts as not answered.
     """
@@ -213,7 +213,7 @@ class PendingCall(Generic[T]):
             self._value = begun
 
     def result(self) -> T:
-        """What the call returns or raises. Waits as the call itself would have, from when it was begun."""
+        """Wait for the call, with the timeout that it began with, and return its result or raise its error."""
         driver, self._driver = self._driver, None
         if driver is None:
             raise HandlerClosed("the result of this call was asked for before")

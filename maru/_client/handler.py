@@ -128,7 +128,7 @@ class MaruHandler(HandlerBase):
 
     @property
     def is_open(self) -> bool:
-        """Whether its block was entered, and is neither left nor over by an error. With ``auto_connect``, connected or not."""
+        """Whether its ``async with`` block is running without an error of the session, connected or not."""
         return self._life is not None and not self._state.is_closed
 
     async def _connect(self) -> None:
@@ -243,7 +243,7 @@ class MaruHandler(HandlerBase):
     # --- many at once, in columns ---------------------------------------------------------------------------------
 
     def alloc_pages_nowait(self, n: int) -> AllocBatch | None:
-        """Take ``n`` pages to fill, if so many are known to be free here. Sends no message."""
+        """Take ``n`` pages to fill, if this process knows that many to be free. Sends no message."""
         return columns.alloc_pages_nowait(self._state, n)
 
     async def alloc_pages(self, n: int, *, evict: bool = True, partial: bool = False) -> AllocBatch | None:
@@ -308,7 +308,7 @@ class MaruHandler(HandlerBase):
         return await self._run(None, columns.hold_pages(self._state, keys, self._driver.give_back, partial))
 
     async def delete_pages(self, keys: Sequence[str], generations: Sequence[int]) -> list[Deleted]:
-        """Delete these keys where the generation found is still there, by :attr:`HeldBatch.generations`.
+        """Delete these keys if they still have the generation of :attr:`HeldBatch.generations`.
 
         What was stored anew meanwhile, by whomever, stays, and is ``MISSING``. A published server, and one of ours that is
         older than this question, do not tell: there, whatever lies under the key goes.
@@ -318,17 +318,17 @@ class MaruHandler(HandlerBase):
         return await self._run("batch_delete", operations.delete(self._state, list_keys(keys), generations))
 
     def collect(self) -> None:
-        """Give back, now, what was garbage collected or cut off by a cancel: pages, and pins at the server. Does not wait."""
+        """Give back at once what was garbage collected or cancelled: pages, and pins at the server. Does not wait."""
         self._state.collect()
         self._driver.give_back(())
 
     @property
     def free_pages(self) -> int:
-        """How many pages are known to be free here."""
+        """The number of pages that this process knows to be free."""
         return self._state.pages.free
 
     def on_pages_freed(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Have ``callback()`` called whenever pages have become free. It must only note that, and not raise.
+        """Call ``callback()`` whenever pages have become free. It must be short, and not raise.
 
         Returns:
             What ends it.

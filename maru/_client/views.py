@@ -54,7 +54,7 @@ class AllocHandle:
 
     @property
     def buf(self) -> memoryview:
-        """The bytes, to be written."""
+        """The memory of the page, to be written."""
         if self._state is None:
             raise HandlerClosed(f"{self!r} was stored or freed")
         return bytes_at(self.address, self.size, self, write=True)
@@ -107,7 +107,7 @@ class _Grip:
 
 
 class MemoryInfo:
-    """What is stored under a key, to be read in place. A context manager: leaving it gives the pin back.
+    """The bytes stored under a key, to be read in place. A context manager: leaving it releases the pin.
 
     Made by ``retrieve`` and ``batch_retrieve``.
     """
@@ -172,7 +172,7 @@ class MemoryInfo:
         self._state.check(pin)
 
     def release(self) -> None:
-        """Give the pin back. Idempotent. Views stay readable, and mean nothing any more."""
+        """Release the pin. Idempotent. Views stay readable, but their bytes may be another key's."""
         pin = self._grip.let_go()
         if pin is not None:
             self._give_back((pin,))

@@ -39,7 +39,7 @@ class Word(enum.StrEnum):
 
 
 class Refused(Exception):
-    """A request is not served; what to tell its sender. It never leaves the service."""
+    """A request is refused, with the text for its sender. It never leaves the service."""
 
     def __init__(self, word: Word, text: str) -> None:
         super().__init__(text)

@@ -101,7 +101,7 @@ class ServerStatistics:
 
 
 class MaruServer:
-    """A server that runs. Made by :func:`open_server`; belongs to one trio run."""
+    """A running server. Made by :func:`open_server`; belongs to one trio run."""
 
     def __init__(self, config: ServerConfig, storage: Storage) -> None:
         self.config = config
@@ -173,12 +173,12 @@ class MaruServer:
 
     @property
     def channel_path(self) -> str:
-        """The Unix socket over which clients of ours on this host come; empty where there is none."""
+        """The Unix socket for clients of ours on this host; empty without one."""
         return "" if self._channel is None else self._channel.path
 
     @property
     def kv_events(self) -> tuple[str, str] | None:
-        """Where KV events are published, and where readers ask for what they missed; None where they are not."""
+        """The addresses of KV events and of the answers to readers that missed some; None if they are not published."""
         return None if self._events is None else (self._events.endpoint, self._events.answers_endpoint)
 
     async def wait_stopping(self) -> None:
@@ -205,7 +205,7 @@ class MaruServer:
     # --- from start to end ----------------------------------------------------------------------------------------
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve until cancelled or :meth:`aclose`. Started, everything answers.
+        """Serve until cancelled or :meth:`aclose`. ``task_status.started`` means that it answers.
 
         Raises:
             OSError: it cannot listen where it should.
@@ -314,7 +314,7 @@ class MaruServer:
             await trio.sleep_forever()
 
     async def aclose(self) -> None:
-        """Read no more; let what is being allocated and written end, for ``drain_timeout`` at most; then end all tasks."""
+        """Stop reading; wait for allocations and journal writes, for ``drain_timeout`` at most; then end all tasks."""
         self._service.closed = True
         self._reading.cancel()
         with trio.move_on_after(self.config.drain_timeout, shield=True):
@@ -527,7 +527,7 @@ def _version() -> str:
 
 @asynccontextmanager
 async def open_server(config: ServerConfig | None = None) -> AsyncIterator[MaruServer]:
-    """A server, for as long as the ``async with`` block lasts; within it, everything answers.
+    """Run a server for the length of an ``async with`` block. It answers when the block begins.
 
     Leaving the block reads no more, drains, and ends (see :meth:`MaruServer.aclose`). Regions and journal stay in the pool.
 

@@ -123,7 +123,7 @@ def list_allocations(
 def register(
     service: Service, peer: Peer, header: Header, message: RegisterRequest, payload: bytes, now: float
 ) -> bytes:
-    """One key; the first writer wins."""
+    """Register one key; the first writer wins."""
     source = (header.code, payload)
     answer = service.directory.register(
         service.speaker(peer), columns_of(message), now, source=source, whole=True, later=True

@@ -37,7 +37,7 @@ REPLY: Final = 0x80
 
 
 class Code(enum.IntEnum):
-    """What a frame asks for."""
+    """The codes of messages."""
 
     REQUEST_ALLOC = 0x01
     RETURN_ALLOC = 0x03

@@ -29,7 +29,7 @@ NIL: Final = msgspec.Raw(b"\xc0")
 
 
 class Message(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """Base of the published messages: a map. A field with a default is one of our extras, or may be missing."""
+    """Base of the published messages: a map. A field with a default is an extension of ours, or may be missing."""
 
 
 class EmptyRequest(Message, frozen=True):

@@ -35,7 +35,7 @@ def shared_options(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def run(program: str, benches: Mapping[str, Bench], *, as_json: bool, repeat: int, quick: bool) -> None:
-    """Run benches one after the other, and show each as it ends.
+    """Run benches one after the other, and print each when it ends.
 
     Args:
         program: what to call it, as typed: ``offload bench``.

@@ -40,7 +40,7 @@ _FADE: Final = 0.5 ** (1 / _TIMES)
 
 
 class AdaptiveLRFU(LRFU[K]):
-    """Weighs recency against frequency, and learns how. The default where a hit saves more than a microsecond.
+    """Weighs recency against frequency, with a half-life that follows the traffic. Rejects no key. The default of most tiers.
 
     Takes in everything. Deterministic: the same calls give the same answers, in every process.
     """
@@ -66,7 +66,7 @@ class AdaptiveLRFU(LRFU[K]):
         return _HALF_LIVES[self._chosen]
 
     def use(self, keys: Sequence[K], depths: Sequence[int | None] | None = None) -> None:
-        """Each of these keys was used once, the first one first."""
+        """Count one use of each of these keys, in order."""
         if self._share:
             sampled, entries = self._sampled, self._entry
             for key in keys:

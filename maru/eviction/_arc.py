@@ -20,7 +20,7 @@ from ._contract import K
 
 
 class ARC(SequentialPolicy[K, bool]):
-    """Adapts between least recently and least frequently used. Takes in everything."""
+    """Adapts between least recently and least frequently used. Rejects no key."""
 
     def __init__(self) -> None:
         super().__init__()

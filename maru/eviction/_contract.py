@@ -24,10 +24,10 @@ K = TypeVar("K", bound=Hashable)
 
 
 class EvictionPolicy(Protocol[K]):
-    """Decides which keys make room for others. One instance per owner; not thread-safe; never blocks."""
+    """Chooses the keys to evict for others. One instance per owner; not thread-safe; never blocks."""
 
     def use(self, keys: Sequence[K], depths: Sequence[int | None] | None = None) -> None:
-        """These keys were hit or published, the deepest of a prefix first. Unknown ones are known from now on.
+        """Count a use of these keys, the deepest of a prefix first. Unknown keys are added.
 
         Args:
             keys: what was used.
@@ -51,5 +51,5 @@ class EvictionPolicy(Protocol[K]):
         ...
 
     def discard(self, keys: Iterable[K]) -> None:
-        """Forget these keys: deleted is not evicted. Unknown ones are ignored."""
+        """Forget these keys, which were deleted and not evicted. Unknown ones are ignored."""
         ...

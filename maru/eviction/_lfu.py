@@ -23,7 +23,7 @@ MOST: Final = 1023
 
 
 class LFU(SequentialPolicy[K, int]):
-    """The least frequently used key goes first, among equals the least recently used. Takes in everything."""
+    """Evicts the least frequently used key, among equals the least recently used. Rejects no key."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ _LONG: Final = 8
 
 
 class LRU(Generic[K]):
-    """The least recently used key goes first. Takes in everything.
+    """Evicts the least recently used key. Rejects no key.
 
     A held key met at the front is moved to the back: it is met again only after all that stood behind it has gone, so
     passing over held keys costs amortized O(1), however many there are. (Scanning past a thousand held keys at the
@@ -55,7 +55,7 @@ class LRU(Generic[K]):
             move_to_end(key)
 
     def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:
-        """The ``n`` least recently used keys that are not held, the deepest of the next ones first; nothing is rejected."""
+        """Choose the ``n`` least recently used keys that are not held, the deepest of the next ones first; rejects none."""
         order, candidates = self._order, self._candidates
         known = len(self)
         victims: list[K] = []

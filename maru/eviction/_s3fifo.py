@@ -28,7 +28,7 @@ _PROMOTED_ABOVE: Final = 1
 
 
 class S3FIFO(SequentialPolicy[K, tuple[bool, int]]):
-    """Three FIFO queues: what is not used twice in the small one goes soon. Takes in everything.
+    """Three FIFO queues: a key that is not used again in the small one goes soon. Rejects no key.
 
     Args:
         small: the small queue's share of the capacity.

@@ -26,7 +26,7 @@ from ._sketch import Sketch
 
 
 class WTinyLFU(QueuePolicy[K, int]):
-    """Admits by frequency. Rejects what is not worth a place.
+    """Evicts by frequency, and rejects a new key that was used less often than the key it would evict.
 
     Of newcomers the deepest is judged first in any case. Where depths are known, the victim that it meets is the deepest of
     those that are next to go from main.
@@ -52,7 +52,7 @@ class WTinyLFU(QueuePolicy[K, int]):
         self._sketched = 0
 
     def make_room(self, incoming: Sequence[K], n: int, held: Container[K]) -> tuple[list[K], list[K]]:
-        """``n`` places, by victims and rejected newcomers."""
+        """Choose ``n`` keys among victims and rejected newcomers."""
         self._begin()
         self._fill_main()
         self._admitted.clear()

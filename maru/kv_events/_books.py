@@ -18,27 +18,27 @@ K_contra = TypeVar("K_contra", contravariant=True)
 
 
 class KeyWatcher(Protocol[K_contra]):
-    """Is told what a book of keys holds."""
+    """Receives the changes of a key book."""
 
     def stored(self, keys: Sequence[K_contra]) -> None:
-        """These can be found from now on. Synchronous; must not block."""
+        """Called when these keys are stored. Synchronous; must not block."""
         ...
 
     def removed(self, keys: Sequence[K_contra]) -> None:
-        """These cannot be found any more. Synchronous; must not block."""
+        """Called when these keys are gone. Synchronous; must not block."""
         ...
 
 
 @runtime_checkable
 class KeyBook(Protocol[K]):
-    """What knows which keys can be found. Optional for a tier: it may lack the methods."""
+    """Reports which keys a tier or a server has. Optional for a tier; recognised by the methods."""
 
     def list_keys(self) -> list[K]:
-        """All keys that can be found, in any order."""
+        """All keys that are stored, in any order."""
         ...
 
     def watch_keys(self, watcher: KeyWatcher[K]) -> Callable[[], None]:
-        """Tell ``watcher`` of every change from now on, until the returned function is called; that is idempotent."""
+        """Call ``watcher`` at every change until the returned function is called, which is idempotent."""
         ...
 
 
@@ -55,17 +55,17 @@ class KeyWatchers(Generic[K]):
         self.all: tuple[KeyWatcher[K], ...] = ()
 
     def add(self, watcher: KeyWatcher[K]) -> Callable[[], None]:
-        """Tell this one from now on; returns what ends it."""
+        """Add a watcher. Returns a function that removes it."""
         self.all = (*self.all, watcher)
         return lambda: self._remove(watcher)
 
     def stored(self, keys: Sequence[K]) -> None:
-        """These can be found from now on."""
+        """Tell all watchers that these keys are stored."""
         for watcher in self.all:
             self._tell(watcher, watcher.stored, keys)
 
     def removed(self, keys: Sequence[K]) -> None:
-        """These cannot be found any more."""
+        """Tell all watchers that these keys are gone."""
         for watcher in self.all:
             self._tell(watcher, watcher.removed, keys)
 

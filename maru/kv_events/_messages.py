@@ -28,7 +28,7 @@ _SNAPSHOT: Final = b"snapshot"
 
 
 class BadEvent(ValueError):
-    """A message that is no KV event message, or breaks a rule of them."""
+    """A message is not a KV event message, or breaks the protocol."""
 
 
 class BlockStored(msgspec.Struct, tag=True, frozen=True, gc=False):

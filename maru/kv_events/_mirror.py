@@ -60,7 +60,7 @@ class MirrorStatistics:
 
 
 class Mirror:
-    """What a publisher of KV events holds, by medium.
+    """A copy of the keys that a publisher of KV events has, by medium.
 
     Args:
         stale_after: seconds without news of the publisher after which it is asked, and this is not current any more.
@@ -86,19 +86,19 @@ class Mirror:
     # --- queries --------------------------------------------------------------------------------------------------
 
     def is_current(self, now: float) -> bool:
-        """Whether this was all the publisher held, at most ``stale_after`` and a round trip ago."""
+        """Whether it had all of the publisher's keys at most ``stale_after`` and a round trip ago."""
         return self._epoch != 0 and self._asked is None and now - self._heard_at <= self._stale_after
 
     def held(self) -> Mapping[str | None, AbstractSet[BlockHash]]:
-        """What is held, by medium. A view: it changes with the mirror."""
+        """The keys by medium. A view: it changes with the mirror."""
         return self._held
 
     def media_of(self, block_hash: BlockHash) -> frozenset[str | None]:
-        """In which media this block is."""
+        """The media that have this block."""
         return frozenset([medium for medium, hashes in self._held.items() if block_hash in hashes])
 
     def prefix(self, block_hashes: Sequence[BlockHash]) -> int:
-        """How many of the first of these are held without a gap, in whatever media."""
+        """How many of the first keys are there without a gap, in any medium."""
         media = [*self._held.values()]
         for length, block_hash in enumerate(block_hashes):
             if not any(block_hash in hashes for hashes in media):
@@ -132,14 +132,14 @@ class Mirror:
             self._replays += 1
 
     def take_request(self) -> Request | None:
-        """What is to be sent to the publisher now. It may be lost."""
+        """The request to send to the publisher now, if any. It may be lost."""
         request, self._to_send = self._to_send, None
         return request
 
     # --- receiving ------------------------------------------------------------------------------------------------
 
     def receive(self, message: EventMessage, now: float) -> None:
-        """An event message has come, whether published or replayed.
+        """Apply an event message, published or replayed.
 
         Raises:
             BadEvent: it is none. Nothing has changed.
@@ -154,7 +154,7 @@ class Mirror:
             self._take(number, batch, now)
 
     def receive_answer(self, answer: Answer, now: float) -> None:
-        """A part of an answer has come.
+        """Apply a part of an answer.
 
         Raises:
             BadEvent: it is none. Nothing has changed.

@@ -60,7 +60,7 @@ class PublisherStatistics:
 
 
 class EventPublisher:
-    """Tells what some books of keys hold. Made by :func:`publish_events` only.
+    """Publishes the keys of some books. Made by :func:`publish_events` only.
 
     Attributes:
         endpoint: the address of the events, with the port that was chosen.

@@ -19,7 +19,7 @@ _TICK: Final = 0.1
 
 
 class EventMirror:
-    """What a publisher of KV events holds, kept up to date. Made by :func:`open_mirror` only."""
+    """A copy of the keys of a publisher of KV events, kept up to date. Made by :func:`open_mirror` only."""
 
     def __init__(self, mirror: Mirror, events: TrioSocket, answers: TrioSocket) -> None:
         self._mirror, self._events, self._answers = mirror, events, answers
@@ -33,19 +33,19 @@ class EventMirror:
 
     @property
     def is_current(self) -> bool:
-        """Whether this was all the publisher held, at most ``stale_after`` and a round trip ago."""
+        """Whether it had all of the publisher's keys at most ``stale_after`` and a round trip ago."""
         return self._mirror.is_current(trio.current_time())
 
     def held(self) -> Mapping[str | None, AbstractSet[BlockHash]]:
-        """What is held, by medium. A view: it changes with the mirror."""
+        """The keys by medium. A view: it changes with the mirror."""
         return self._mirror.held()
 
     def media_of(self, block_hash: BlockHash) -> frozenset[str | None]:
-        """In which media this block is."""
+        """The media that have this block."""
         return self._mirror.media_of(block_hash)
 
     def prefix(self, block_hashes: Sequence[BlockHash]) -> int:
-        """How many of the first of these are held without a gap, in whatever media."""
+        """How many of the first keys are there without a gap, in any medium."""
         return self._mirror.prefix(block_hashes)
 
     def statistics(self) -> MirrorStatistics:
@@ -53,7 +53,7 @@ class EventMirror:
         return self._mirror.statistics()
 
     async def wait(self, holds: Callable[[EventMirror], bool]) -> None:
-        """Wait until ``holds(self)`` is true. It is asked after each message and ten times a second."""
+        """Wait until ``holds(self)`` is true. It is called after each message and ten times a second."""
         while not holds(self):
             await self._changed.park()
         await trio.lowlevel.checkpoint()
@@ -101,7 +101,7 @@ async def open_mirror(
     retry_after: float = 1.0,
     options: SocketOptions | None = None,
 ) -> AsyncIterator[EventMirror]:
-    """A mirror of what a publisher of KV events holds, for as long as the ``async with`` block lasts.
+    """Open a mirror of a publisher of KV events, for the length of an ``async with`` block.
 
     The publisher need not be there yet, and may come back as another one. Until :attr:`EventMirror.is_current`, nothing can be
     said: a block that is not in the mirror is no miss then.

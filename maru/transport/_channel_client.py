@@ -43,7 +43,7 @@ def longer(pause: float) -> float:
 
 
 class ChannelClient:
-    """A connection to a server on this host that comes back when it is lost. Made by :func:`open_channel`."""
+    """A connection to a server on this host that reconnects when it is lost. Made by :func:`open_channel`."""
 
     def __init__(self, path: str, on_messages: OnMessages, on_lost: OnLost) -> None:
         self._path = path
@@ -64,7 +64,7 @@ class ChannelClient:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a server at the other end, as far as is known."""
+        """Whether a server is connected, as far as is known."""
         return self._connection is not None
 
     # --- sending --------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class ChannelClient:
     # --- receiving ------------------------------------------------------------------------------------------------
 
     def expect(self) -> Expected:
-        """An :class:`Expected` that ``on_messages`` will deliver, for one task to wait for."""
+        """Make an :class:`Expected`, which ``on_messages`` delivers and one task waits for."""
         return Expected(self._watch)
 
     def _drain(self) -> bool:

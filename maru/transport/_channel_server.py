@@ -84,7 +84,7 @@ class _Connection:
 
 
 class ChannelServer:
-    """Where a server meets clients on this host: listens from when it is made until it is closed. A context manager.
+    """The server's side of the channels of one path: listens from its construction until it is closed. A context manager.
 
     Args:
         path: of the Unix socket, in a directory that only this user enters.
@@ -275,7 +275,7 @@ class ChannelServer:
         self._epoll.modify(connection.packets.descriptor, select.EPOLLIN)
 
     def hang_up(self, identity: bytes) -> None:
-        """End this peer's connection, if it is there. What was sent and finds room still arrives."""
+        """Disconnect this peer, if it is there. Frames that were sent and fit into its buffer still arrive."""
         connection = self._connections.get(identity)
         if connection is not None:
             self._end(connection)

@@ -13,10 +13,10 @@ Message: TypeAlias = list[bytes]
 
 
 class MessageSocket(Protocol):
-    """Sends messages; those that come are handed to the ``on_messages`` it was opened with."""
+    """Sends messages, and passes received ones to the ``on_messages`` it was opened with."""
 
     def send_nowait(self, frames: Sequence[bytes]) -> bool:
-        """Send one message; returns whether there is such a peer. Raises :exc:`trio.WouldBlock` where its queue is full."""
+        """Send one message; returns whether there is such a peer. Raises :exc:`trio.WouldBlock` if its queue is full."""
         ...
 
     async def send(self, frames: Sequence[bytes]) -> bool:
@@ -24,7 +24,7 @@ class MessageSocket(Protocol):
         ...
 
     def expect(self) -> Expected:
-        """An :class:`Expected`: ``on_messages`` delivers it, one task waits for it."""
+        """Make an :class:`Expected`, which ``on_messages`` delivers and one task waits for."""
         ...
 
     async def aclose(self) -> None:
@@ -49,7 +49,7 @@ class BlockingSocket(Protocol):
     """How often a connection was lost, as far as is known: what was sent over it is never answered."""
 
     def send(self, frames: Sequence[bytes], timeout: float | None = None) -> bool:
-        """Send one message, waiting for room for so many seconds. Whether it was sent; if not, nothing of it was."""
+        """Send one message, waiting for room for some seconds. Returns whether it was sent, completely or not at all."""
         ...
 
     def receive(self, timeout: float | None = None) -> Message | None:

@@ -184,7 +184,7 @@ def _inode(path: str) -> tuple[int, int]:
 
 
 def check_free(path: str) -> None:
-    """Raise if a process listens at this Unix socket, or if it is none: ZeroMQ removes any file of this name.
+    """Raise if a process listens at this Unix socket, or if the path is another file: ZeroMQ removes any file of this name.
 
     Raises:
         OSError: another process listens there, or it is another error.

@@ -21,7 +21,7 @@ _EVENT: Final = struct.Struct("=Hi")
 
 
 class Link(enum.Enum):
-    """What happened to a connection."""
+    """The kinds of changes of a connection."""
 
     ACCEPTED = int(zmq.EVENT_ACCEPTED)
     """A peer has connected to us."""
@@ -45,7 +45,7 @@ class Link(enum.Enum):
 
 @attrs.frozen
 class LinkEvent:
-    """Something happened to a connection."""
+    """A change of a connection."""
 
     link: Link
     """What."""

@@ -26,7 +26,7 @@ def open_socket(
     on_gone: Callable[[bytes], None] | None = None,
     on_link: Callable[[LinkEvent], None] | None = None,
 ) -> AbstractAsyncContextManager[TrioSocket]:
-    """A ZeroMQ socket, for as long as the ``async with`` block lasts.
+    """Open a ZeroMQ socket, for the length of an ``async with`` block.
 
     Leaving the block closes it: whoever waits in other tasks gets :exc:`trio.ClosedResourceError`, and when the block has
     been left its addresses are free again. It can be used until then, also in a scope that was cancelled and a shield.

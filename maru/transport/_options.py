@@ -20,7 +20,7 @@ _knob: Final = Knobs("MARU", ConfigError)
 
 @attrs.frozen
 class SocketOptions:
-    """Everything that can be set on a socket. What is out of its bound is a :class:`maru.ConfigError`."""
+    """The options of a socket. A value out of range is a :class:`maru.ConfigError`."""
 
     send_high_water_mark: int = _knob.integer(
         1_024, 1, 1 << 20, "Messages that wait for one peer on the way out; then send waits and send_nowait raises."

@@ -223,7 +223,7 @@ class TrioSocket:
                 watch.touched = True
 
     async def receive(self) -> Message:
-        """Wait for the next message, in turn. Cancelled, it is there for the next one.
+        """Wait for the next message, in turn. Cancelled, the message stays for the next call.
 
         Raises:
             trio.ClosedResourceError: the socket was closed.
@@ -246,7 +246,7 @@ class TrioSocket:
         return receiver.messages
 
     def expect(self) -> Expected:
-        """An :class:`Expected` that ``on_messages`` will deliver, for one task to wait for.
+        """Make an :class:`Expected`, which ``on_messages`` delivers and one task waits for.
 
         The loop of a client is fastest with this: the waiting task reads the socket itself. Messages are handed on while
         somebody waits, for room, in :meth:`run`, or for something expected; otherwise they wait in ZeroMQ.
@@ -270,7 +270,7 @@ class TrioSocket:
         self._on_gone(peer)
 
     def close(self) -> None:
-        """Close the socket, synchronously: tasks that wait get :exc:`trio.ClosedResourceError`. :meth:`aclose` is to follow."""
+        """Close the socket at once: tasks that wait get :exc:`trio.ClosedResourceError`. Call :meth:`aclose` afterwards."""
         if not self._watch.closed:
             self._watch.close()
             if self._tracker is not None:

@@ -112,7 +112,7 @@ class Queued(Waiter):
 
 
 class Expected(Waiter):
-    """A value that is to come: a callback delivers it, one task waits for it. Made by ``expect()`` of a socket."""
+    """A value that a callback delivers later, and one task waits for. Made by ``expect()`` of a socket."""
 
     __slots__ = ("_error", "_value", "_waited_for")
 

@@ -46,7 +46,7 @@ class ScenarioFile(pytest.File):
 
 
 def all_of(error: Any) -> str:
-    """A scenario's first mistake, and the others."""
+    """The text of all mistakes of a scenario, one a line."""
     return "\n".join([str(error), *getattr(error, "others", ())])
 
 

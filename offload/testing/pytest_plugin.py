@@ -40,7 +40,7 @@ Play: TypeAlias = "Callable[..., Report]"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What can be said on the command line, and in the ini file."""
+    """Add the options of the command line and of the ini file."""
     group = parser.getgroup("offload", "scenarios of trio-offload")
     group.addoption(
         "--scenario-seed",
@@ -78,7 +78,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the mark of our items known."""
+    """Register the mark of scenario items."""
     config.addinivalue_line(
         "markers", "scenario: a scenario file, collected as a test (-m 'not scenario' leaves them out)"
     )
@@ -106,7 +106,7 @@ _seed.__name__ = "seed"
 
 
 def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> ScenarioFile | None:
-    """Take the scenario files."""
+    """Collect scenario files."""
     if not _wanted(file_path, parent):
         return None
     from ._scenario_items import ScenarioFile
@@ -153,7 +153,7 @@ def virtual_clock(scenario_seed: int) -> Iterator[MockClock]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    """See to it that a test of pytest-trio runs by our clock, which it would only find among the test's own arguments."""
+    """Give a test of pytest-trio our clock, which it would only find among the test's own arguments."""
     clock = getattr(item, "funcargs", {}).get("virtual_clock")
     if clock is not None and item.get_closest_marker("trio") is not None:
         import trio

@@ -59,7 +59,7 @@ class OutOfBlocks(OffloadError):
 
 
 class BlockAllocator:
-    """Which blocks are free. The one freed last is given out first, which is as unkind to late readers as can be."""
+    """Allocates free blocks. The block freed last is reused first, which shows reads that come too late."""
 
     def __init__(self, num_blocks: int) -> None:
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -110,7 +110,7 @@ class Sequence:
 
 @attrs.frozen
 class PrefillProgress:
-    """What one chunk of a prefill brought."""
+    """The result of one chunk of a prefill."""
 
     computed: int
     """Tokens of the sequence whose KV is present."""
@@ -172,7 +172,7 @@ class ReferenceEngine:
         return self.config.block_bytes
 
     def statistics(self) -> EngineStatistics:
-        """Return what was computed and what is free, now."""
+        """Return counts of computed tokens and free blocks."""
         return EngineStatistics(
             sequences=len(self._sequences),
             free_blocks=self._allocator.free_blocks,

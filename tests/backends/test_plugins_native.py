@@ -510,7 +510,7 @@ async def test_two_hosts_cannot_listen_to_one_descriptor(connector):
             except PluginFault as fault:
                 broken.append(str(fault))
         assert len(broken) == 1
-        assert "another host listens to descriptor" in broken[0]
+        assert "another host waits for descriptor" in broken[0]
 
 
 # --- submitting -----------------------------------------------------------------------------------------------------

@@ -410,13 +410,13 @@ def test_an_unknown_name_says_what_there_is_and_where_it_was_looked_for():
         ({"type": "plugin"}, ValueError, "lacks module_path and class_name"),
         ({"type": "native_plugin", "module_path": "x"}, ValueError, "lacks class_name"),
         ({"type": "memory", "capacity_byte": 3}, ValueError, "did you mean capacity_bytes?"),
-        ({"type": "memory", "block_bytes": 3}, ValueError, "block_bytes = 3: is said already"),
+        ({"type": "memory", "block_bytes": 3}, ValueError, "block_bytes = 3: is given already"),
         ({"type": "file", "directory": "/nowhere", "fsnc": True}, ValueError, "did you mean fsync?"),
         ({"type": "file", "directory": 3}, ValueError, "directory = 3: must be a path"),
         ({"type": "maru", "pool_siz": 3}, ValueError, "did you mean pool_size?"),
         ({"type": "maru", "pool_size_gb": "4"}, ValueError, "must be a number of GiB"),
         ({"type": "maru", "pool_size_gb": float("inf")}, ValueError, "must be a number of GiB"),
-        ({"type": "maru", "pool_size_gb": 1, "pool_size": 1}, ValueError, "says the same as pool_size"),
+        ({"type": "maru", "pool_size_gb": 1, "pool_size": 1}, ValueError, "is the same setting as pool_size"),
         (
             {
                 "type": "native_plugin",

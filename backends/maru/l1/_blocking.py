@@ -85,47 +85,47 @@ class BlockingMaruL1:
     def register_kv_layout(
         self, shapes: Sequence[Sequence[int]], dtypes: Sequence[object] | object, **more: Any
     ) -> KVLayout:
-        """:meth:`MaruL1.register_kv_layout`."""
+        """Set the layout of blocks, which opens the session; see :meth:`MaruL1.register_kv_layout`."""
         return self._wait(lambda: self._l1.register_kv_layout(shapes, dtypes, **more))
 
     def reserve_write(self, keys: Sequence[Key]) -> WriteReservation:
-        """:meth:`MaruL1.reserve_write`."""
+        """Take a page for each of these keys; see :meth:`MaruL1.reserve_write`."""
         return self._wait(self._l1.reserve_write, keys)
 
     def take(self, reservation: WriteReservation, keys: Collection[Key]) -> WriteReservation:
-        """:meth:`WriteReservation.take`."""
+        """Split off a reservation for some of the keys; see :meth:`WriteReservation.take`."""
         return self._do(reservation.take, keys)
 
     def commit(self, reservation: WriteReservation) -> list[Outcome]:
-        """:meth:`WriteReservation.commit`."""
+        """Register the filled pages; see :meth:`WriteReservation.commit`."""
         return self._wait(reservation.commit)
 
     def abort(self, reservation: WriteReservation) -> None:
-        """:meth:`WriteReservation.abort`."""
+        """Give the pages back; see :meth:`WriteReservation.abort`."""
         self._do(reservation.abort)
 
     def reserve_read(self, keys: Sequence[Key]) -> ViewLease:
-        """:meth:`MaruL1.reserve_read`."""
+        """Pin the longest prefix of these keys; see :meth:`MaruL1.reserve_read`."""
         return self._wait(self._l1.reserve_read, keys)
 
     def keep(self, lease: ViewLease, keys: Collection[Key]) -> None:
-        """:meth:`ViewLease.keep`."""
+        """Release all blocks but these; see :meth:`ViewLease.keep`."""
         self._do(lease.keep, keys)
 
     def delete(self, keys: Sequence[Key]) -> list[Deletion]:
-        """:meth:`MaruL1.delete`."""
+        """Delete these keys; see :meth:`MaruL1.delete`."""
         return self._wait(self._l1.delete, keys)
 
     def clear(self) -> dict[Key, Deletion]:
-        """:meth:`MaruL1.clear`."""
+        """Delete what this instance has stored and is not read; see :meth:`MaruL1.clear`."""
         return self._wait(self._l1.clear)
 
     def get_memory_usage(self) -> tuple[int, int]:
-        """:meth:`MaruL1.get_memory_usage`; ``(0, 0)`` also after the end."""
+        """Used and total bytes of this instance's regions; ``(0, 0)`` after the end. See :meth:`MaruL1.get_memory_usage`."""
         return (0, 0) if self._token is None else self._do(self._l1.get_memory_usage)
 
     def report_status(self) -> L1Status:
-        """:meth:`MaruL1.report_status`."""
+        """An immutable snapshot; see :meth:`MaruL1.report_status`."""
         return self._do(self._l1.report_status)
 
     @property

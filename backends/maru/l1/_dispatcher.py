@@ -51,7 +51,7 @@ class MaruL1Dispatcher:
         chunk_size_in_tokens: int | None = None,
         full_chunk_size_bytes: int | None = None,
     ) -> KVLayout:
-        """Say what a block is made of, which brings the pool up; see :meth:`MaruL1.register_kv_layout`."""
+        """Set the layout of blocks, which opens the session; see :meth:`MaruL1.register_kv_layout`."""
         return await self.l1.register_kv_layout(
             shapes,
             dtypes,

@@ -119,7 +119,7 @@ class MaruL1:
         chunk_size_in_tokens: int | None = None,
         full_chunk_size_bytes: int | None = None,
     ) -> KVLayout:
-        """Say what a block is made of. The first call brings the pool up: the session, and this instance's region.
+        """Set the layout of blocks. The first call opens the session and takes this instance's region of the pool.
 
         Called again with the same layout it changes nothing (each worker of an engine may call it). Cancelled, or without an
         answer, nothing is registered, or the layout without a region, which the next call or the first reservation takes.

@@ -57,7 +57,7 @@ class ViewLease:
 
     @property
     def expires(self) -> float:
-        """When it ends unless the server is heard before, on the monotonic clock (:func:`time.monotonic`)."""
+        """When it ends unless the server answers before, on the monotonic clock (:func:`time.monotonic`)."""
         return self._held.expires
 
     @property

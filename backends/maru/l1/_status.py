@@ -57,7 +57,7 @@ class L1Status:
 
 @attrs.define
 class Counts:
-    """The counters of it."""
+    """The counters behind :class:`L1Status`."""
 
     stored: int = 0
     duplicates: int = 0

@@ -53,7 +53,7 @@ async def check_tier(
     any_block_size: bool = False,
     threads: bool = True,
 ) -> None:
-    """Try every promise of :class:`backends.abc.Tier` on a tier of yours, and of :class:`backends.abc.Source` if it is one.
+    """Test every promise of :class:`backends.abc.Tier` on a tier of yours, and of :class:`backends.abc.Source` if it is one.
 
     One that has no ``contains_nowait`` is no :class:`backends.abc.Tier`: it may have to ask before it grants room, and what it
     is told may take a moment to arrive. All else it promises as well.

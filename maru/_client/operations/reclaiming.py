@@ -92,7 +92,7 @@ def _reclaim(s: ClientState, n: int) -> Operation[None]:
 
 
 def expand(s: ClientState, n: int) -> Operation[None]:
-    """Another region, if the pool has memory for it. Its pages are free."""
+    """Take another region, if the pool has memory for it. Its pages are free."""
     config, pages = s.config, s.pages
     held = pages.regions
     if len(held) >= config.max_regions:

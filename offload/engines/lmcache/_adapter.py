@@ -53,7 +53,7 @@ class MaruL2AdapterConfig(L2AdapterConfigBase):
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> MaruL2AdapterConfig:
-        """From the parameters in LMCache's configuration.
+        """Make the configuration from the parameters in LMCache's configuration.
 
         Raises:
             ValueError: an unknown key, or a value that cannot be; the text names it.
@@ -62,7 +62,7 @@ class MaruL2AdapterConfig(L2AdapterConfigBase):
 
     @classmethod
     def help(cls) -> str:
-        """What each key means."""
+        """Describe each key of the configuration."""
         return f"L2 in the page store, or in the tiers of an engine:\n{CacheConfig.help()}"
 
 
@@ -112,15 +112,15 @@ class MaruL2Adapter(L2AdapterInterface):
     # --- descriptors ----------------------------------------------------------------------------------------------
 
     def get_store_event_fd(self) -> int:
-        """Readable when a store has ended."""
+        """A descriptor that is readable when a store has ended."""
         return self._store_event.fd
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        """Readable when a lookup has ended."""
+        """A descriptor that is readable when a lookup has ended."""
         return self._lookup_event.fd
 
     def get_load_event_fd(self) -> int:
-        """Readable when a load has ended."""
+        """A descriptor that is readable when a load has ended."""
         return self._load_event.fd
 
     # --- down -----------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class MaruL2Adapter(L2AdapterInterface):
         return task
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """What a lookup has found, once; ``None`` as long as it has not ended."""
+        """The result of a lookup, once; ``None`` until it has ended."""
         with self._lock:
             return self._lookups.take(task_id)
 
@@ -182,7 +182,7 @@ class MaruL2Adapter(L2AdapterInterface):
         return task
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
-        """What a load has brought, once; ``None`` as long as it has not ended."""
+        """The result of a load, once; ``None`` until it has ended."""
         with self._lock:
             return self._loads.take(task_id)
 
@@ -227,7 +227,7 @@ class MaruL2Adapter(L2AdapterInterface):
         return self._tags
 
     def report_status(self) -> dict[str, Any]:
-        """How it is: healthy or not, what is stored and locked, and what went wrong, counted by name."""
+        """The health of the adapter: what is stored and locked, and counts of failures by name."""
         with self._lock:
             stored = len(self._residents)
             under_way = {

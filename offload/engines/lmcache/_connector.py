@@ -48,7 +48,7 @@ class MaruConnector:
         self._event = EventFd()
 
     def event_fd(self) -> int:
-        """Readable when something is complete."""
+        """A descriptor that is readable when an operation has ended."""
         return self._event.fd
 
     def submit_batch_set(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> int:
@@ -58,35 +58,35 @@ class MaruConnector:
         return number
 
     def submit_batch_get(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> int:
-        """Fill buffers; that of a name that is not there is as it was."""
+        """Load names into buffers; the buffer of a missing name stays unchanged."""
         number = next(self._ids)
         self._cache.load(_texts(keys), list(map(Span.of, buffers)), partial(self._loaded, number))
         return number
 
     def submit_batch_exists(self, keys: Sequence[str]) -> int:
-        """Which names are there: a prefix of each row of chunks."""
+        """Find which names are stored: a prefix of each row of chunks."""
         number, wanted = next(self._ids), _texts(keys)
         self._cache.lookup(wanted, partial(self._looked_up, number, wanted))
         return number
 
     def submit_batch_delete(self, keys: Sequence[str]) -> int:
-        """Forget names."""
+        """Delete names."""
         number = next(self._ids)
         # A delete waits for its tiers, and submitting must not.
         threading.Thread(target=self._delete, args=(number, _texts(keys)), name="offload lmcache delete").start()
         return number
 
     def drain_completions(self) -> list[Completion]:
-        """What is complete, each once. Never blocks."""
+        """The operations that have ended, each once. Never blocks."""
         self._event.reset()  # first: what is completed behind this signals again
         return [self._completions.popleft() for _ in range(len(self._completions))]
 
     def report_status(self) -> dict[str, Any]:
-        """How it is: see the adapter's."""
+        """The status of the adapter; see its ``report_status``."""
         return self._cache.report()
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """Close the adapter. Idempotent."""
         self._cache.close()
         self._event.close()
 

@@ -91,16 +91,16 @@ class MaruL1Manager:
 
     @property
     def l1_manager_id(self) -> int:
-        """Its identity in this process."""
+        """The manager's id in this process."""
         return self._id
 
     @property
     def config(self) -> Any:
-        """LMCache's configuration of it."""
+        """LMCache's configuration of this manager."""
         return self._config
 
     def register_listener(self, listener: Any) -> None:
-        """Tell this listener of what is written, read and deleted."""
+        """Call this listener at each write, read and delete."""
         with self._lock:
             self._listeners.append(listener)
 
@@ -122,7 +122,7 @@ class MaruL1Manager:
     def reserve_write(
         self, keys: list[ObjectKey], is_temporary: list[bool], layout_desc: MemoryLayoutDesc, tag: str = ""
     ) -> dict[ObjectKey, Answer]:
-        """A page for each key that this writer does not write already, and that is not read here."""
+        """Take a page for each key that this writer is not writing already, and that is not read here."""
         with self._lock:
             answers: dict[ObjectKey, Answer] = {}
             for key in keys:
@@ -137,7 +137,7 @@ class MaruL1Manager:
             return answers
 
     def finish_write(self, keys: list[ObjectKey], tag: str = "") -> dict[ObjectKey, L1Error]:
-        """Have what is written found by everybody: one message for what was reserved together."""
+        """Publish what was written, in one message for pages that were reserved together."""
         with self._lock:
             answers = self._commit(keys, tag)
             self._tell("on_l1_keys_write_finished", _successful(answers))
@@ -146,7 +146,7 @@ class MaruL1Manager:
     def finish_write_and_reserve_read(
         self, keys: list[ObjectKey], read_locks: int = 1, tag: str = ""
     ) -> dict[ObjectKey, Answer]:
-        """The same, and hold what is there then."""
+        """Publish what was written, and pin what is stored then."""
         with self._lock:
             written = self._commit(keys, tag)
             there = _successful(written)
@@ -155,7 +155,7 @@ class MaruL1Manager:
             return {key: read.get(key, (error, None)) for key, error in written.items()}
 
     def finish_write_and_delete(self, keys: list[ObjectKey], tag: str = "") -> dict[ObjectKey, L1Error]:
-        """Give pages back unwritten."""
+        """Give pages back without publishing them."""
         with self._lock:
             staged = {key: self._staged.pop((key, tag), None) for key in keys}
             self._abort([one for one in staged.values() if one is not None])
@@ -164,14 +164,14 @@ class MaruL1Manager:
     # --- reading --------------------------------------------------------------------------------------------------
 
     def reserve_read(self, keys: list[ObjectKey], read_locks: int = 1) -> dict[ObjectKey, Answer]:
-        """Hold the prefix of each row of keys that is there, whichever process has written it."""
+        """Pin the prefix of each row of keys that is stored, by any process."""
         with self._lock:
             answers = self._hold(keys, read_locks)
             self._tell("on_l1_keys_reserved_read", [key for key in keys if answers[key][1] is not None])
             return answers
 
     def unsafe_read(self, keys: list[ObjectKey]) -> dict[ObjectKey, Answer]:
-        """What is held. Asks nobody."""
+        """The objects of pinned keys. Sends no message."""
         with self._lock:
             return {key: self._held(key) for key in keys}
 
@@ -192,13 +192,13 @@ class MaruL1Manager:
             return answers
 
     def touch_keys(self, keys: list[ObjectKey]) -> None:
-        """Told to listeners; the server has an order of use of its own."""
+        """Report a use to the listeners; the server keeps its own order of use."""
         self._tell("on_l1_keys_accessed", keys)
 
     # --- deleting -------------------------------------------------------------------------------------------------
 
     def delete(self, keys: list[ObjectKey], force: bool = False) -> dict[ObjectKey, L1Error]:
-        """Delete, whoever has written them. What is being read or written, here or elsewhere, stays, also with ``force``."""
+        """Delete keys of any writer. Keys that are read or written, here or elsewhere, stay, also with ``force``."""
         with self._lock:
             written = {key for key, _ in self._staged}
             answers = dict.fromkeys(keys, L1Error.KEY_IS_LOCKED)
@@ -209,18 +209,18 @@ class MaruL1Manager:
             return answers
 
     def clear(self, force: bool = False) -> None:
-        """Delete what this instance has written, and nobody reads."""
+        """Delete what this instance has written and is not read."""
         with self._lock:
             self._try("clear", 1, self._l1.clear)
 
     def is_key_evictable(self, key: ObjectKey) -> bool:
-        """None is: the server makes room."""
+        """Always false: the server evicts by itself."""
         return False
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
     def allocate(self, layout_desc: MemoryLayoutDesc, count: int) -> tuple[L1Error, list[TensorMemoryObj]]:
-        """Pages without a key, until :meth:`free`."""
+        """Take pages without a key, until :meth:`free`."""
         with self._lock:
             if not self.register_kv_layout(layout_desc):
                 return L1Error.OUT_OF_MEMORY, []
@@ -239,11 +239,11 @@ class MaruL1Manager:
             return L1Error.SUCCESS
 
     def get_backend_type(self, memory_obj: object) -> L1BackendType:
-        """Shared memory is DRAM."""
+        """Always DRAM, since pages are shared memory."""
         return L1BackendType.DRAM
 
     def get_memory_usage(self) -> tuple[int, int]:
-        """Bytes used and bytes there, of this instance; ``(0, 0)`` before the layout is known."""
+        """Used and total bytes of this instance; ``(0, 0)`` before the layout is known."""
         return self._try("status", 1, self._l1.get_memory_usage) or (0, 0)
 
     def get_staging_memory_usage(self) -> int:
@@ -253,26 +253,26 @@ class MaruL1Manager:
             return 0 if layout is None else layout.page_bytes * (len(self._staged) + len(self._allocated))
 
     def get_capacity_bytes_by_backend(self) -> dict[L1BackendType, int]:
-        """What this instance takes of the pool."""
+        """The capacity of this instance's regions."""
         return {L1BackendType.DRAM: self._pool_bytes}
 
     def get_l1_memory_desc(self) -> None:
-        """There is no arena that one process could register with a device."""
+        """Always ``None``: there is no arena that one process could register with a device."""
 
     def memory_region_count(self) -> int:
-        """One, as far as LMCache is concerned."""
+        """Always one."""
         return 1
 
     def owns_device(self, device_path: str) -> bool:
-        """The pool is the server's."""
+        """Always false: the pool belongs to the server."""
         return False
 
     def get_devdax_arena_statuses(self) -> list[Any]:
-        """There are none."""
+        """Always empty: there are no DAX arenas."""
         return []
 
     def get_devdax_arena_status(self, device_path: str) -> Any:
-        """There is none.
+        """Always raises ``L1ReconfigureError``: there are no DAX arenas.
 
         Raises:
             L1ReconfigureError: always.
@@ -280,7 +280,7 @@ class MaruL1Manager:
         raise L1ReconfigureError(404, f"{device_path} is no arena: the pool is the page store's")
 
     def add_devdax_device(self, device_path: str, size_in_bytes: int) -> Any:
-        """The pool grows by its server alone.
+        """Always raises ``L1ReconfigureError``: only the server can grow the pool.
 
         Raises:
             L1ReconfigureError: always.
@@ -288,7 +288,7 @@ class MaruL1Manager:
         raise L1ReconfigureError(400, "the pool is the page store's: no device can be added here")
 
     def remove_devdax_device(self, device_path: str, mode: object = None) -> Any:
-        """The pool shrinks by its server alone.
+        """Always raises ``L1ReconfigureError``: only the server can shrink the pool.
 
         Raises:
             L1ReconfigureError: always.
@@ -298,7 +298,7 @@ class MaruL1Manager:
     # --- watching, and the end ------------------------------------------------------------------------------------
 
     def report_status(self) -> dict[str, Any]:
-        """How it is, and what went wrong, counted by name."""
+        """The health of the manager, and counts of failures by name."""
         with self._lock:
             used, total = self.get_memory_usage()
             capacities = self.get_capacity_bytes_by_backend()
@@ -321,11 +321,11 @@ class MaruL1Manager:
             }
 
     def memcheck(self) -> bool:
-        """The books of pages are the server's."""
+        """Always true: the server keeps account of pages."""
         return True
 
     def close(self) -> None:
-        """Give everything back and end the session. What was written stays for others. Idempotent."""
+        """Release everything and end the session. Published objects stay for other processes. Idempotent."""
         with self._lock:
             self._staged.clear()
             self._allocated.clear()
@@ -444,7 +444,7 @@ class MaruL1Manager:
 
 
 class MaruMemoryAllocator(MemoryAllocatorInterface):
-    """Pages of the pool as memory objects without a key, for what asks an allocator.
+    """Pages of the pool as memory objects without a key, for code that uses an allocator.
 
     Args:
         manager: whose pages they are.
@@ -456,7 +456,7 @@ class MaruMemoryAllocator(MemoryAllocatorInterface):
     def allocate(
         self, shapes: Any, dtypes: Any, fmt: MemoryFormat = MemoryFormat.UNDEFINED, allocator_type: str | None = None
     ) -> TensorMemoryObj | None:
-        """One page; ``None`` where none is free."""
+        """Take one page; ``None`` if none is free."""
         items = self.batched_allocate(shapes, dtypes, 1, fmt, allocator_type)
         return None if items is None else items[0]
 
@@ -468,7 +468,7 @@ class MaruMemoryAllocator(MemoryAllocatorInterface):
         fmt: MemoryFormat = MemoryFormat.UNDEFINED,
         allocator_type: str | None = None,
     ) -> list[TensorMemoryObj] | None:
-        """So many pages; ``None`` where not all are free."""
+        """Take several pages; ``None`` if not all are free."""
         layout = MemoryLayoutDesc(*self._adapt_shapes_and_dtypes(shapes, dtypes))
         error, items = self._manager.allocate(layout, batch_size)
         return items if error is L1Error.SUCCESS else None

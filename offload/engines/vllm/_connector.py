@@ -94,7 +94,7 @@ class OffloadConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A store that is dropped is a later miss."""
+        """Always false: a store that is dropped is a later miss, no error."""
         return False
 
     @classmethod
@@ -158,11 +158,11 @@ class OffloadConnector(KVConnectorBase_V1):
         )
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What the scheduler's half must know of this worker."""
+        """The worker's data for the scheduler's half."""
         return self._facts
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
-        """Before blocks are overwritten."""
+        """End the reads of blocks that are about to be overwritten."""
         if self._worker is not None:
             self._worker.protect(kv_connector_metadata.plan)
 
@@ -172,13 +172,13 @@ class OffloadConnector(KVConnectorBase_V1):
             self._worker.load(self._plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: a request is scheduled once its load is over."""
+        """Do nothing: a request is scheduled only after its load."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing to do: all layers are stored together."""
+        """Do nothing: all layers are stored together."""
 
     def wait_for_save(self) -> None:
-        """Behind the forward pass: begin the stores of this step."""
+        """Begin the stores of this step, after the forward pass."""
         if self._worker is not None:
             self._worker.store(self._plan)
 
@@ -190,7 +190,7 @@ class OffloadConnector(KVConnectorBase_V1):
         return None, self._worker.received(frozenset(finished_req_ids))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks to be computed, since they did not come."""
+        """The blocks that could not be loaded and have to be computed."""
         return set() if self._worker is None else self._worker.failed_blocks()
 
     @property
@@ -201,7 +201,7 @@ class OffloadConnector(KVConnectorBase_V1):
     # --- the scheduler's half -------------------------------------------------------------------------------------
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], WorkerFacts]) -> None:
-        """The workers have opened their engines: look up where they store."""
+        """Open the scheduler's lookup engine, after the workers have opened theirs."""
         workers = [facts for _, facts in sorted(metadata.items())]
         first = workers[0]
         if first.process == os.getpid():
@@ -220,12 +220,12 @@ class OffloadConnector(KVConnectorBase_V1):
         )
 
     def on_new_request(self, request: Any) -> None:
-        """Begin to look it up."""
+        """Begin the lookup of a request."""
         if self._scheduler is not None:
             self._scheduler.added(request.request_id, request.block_hashes, request.num_tokens)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded behind those."""
+        """The number of tokens that can be loaded after those computed already."""
         if self._scheduler is None:
             return 0, False
         matched = self._scheduler.matched(
@@ -234,24 +234,24 @@ class OffloadConnector(KVConnectorBase_V1):
         return matched, bool(matched)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """A request has its blocks."""
+        """Record the blocks that a request got."""
         if self._scheduler is not None:
             self._scheduler.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """The plan of this step."""
+        """Make the workers' plan of this step."""
         if self._scheduler is None:
             return StepMetadata()
         return StepMetadata(self._scheduler.plan(_scheduled(scheduler_output, self._block_size)))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """What the workers have said behind a step."""
+        """Apply the workers' results of a step."""
         received = connector_output.finished_recving
         if self._scheduler is not None and received:
             self._scheduler.received(sorted(received), frozenset(connector_output.invalid_block_ids))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """A request is over. Its blocks may be freed at once; see rule 3."""
+        """End a request. Its blocks may be freed at once; see rule 3."""
         if self._scheduler is not None:
             self._scheduler.finished(request.request_id, request.status.name == "FINISHED_ABORTED")
         return False, None
@@ -286,7 +286,7 @@ class OffloadConnector(KVConnectorBase_V1):
     # --- both -----------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Let what is being stored arrive, and close what was opened."""
+        """Wait for stores under way, and close the engine."""
         if self._scheduler is not None:
             self._scheduler.close()
             _log.info("offload, scheduler: %s", self._scheduler.counts)

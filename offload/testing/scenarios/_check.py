@@ -31,7 +31,7 @@ COUNTED: Final = ("copied", "batches", "loaded", "missed", "fired")
 def check(
     scenario: Scenario, seams: Collection[Seam] | None = None, *, hooks: Collection[str] | None = None
 ) -> list[Problem]:
-    """Everything in a scenario that makes no sense, as a list of problems.
+    """The mistakes in a scenario, as a list of problems.
 
     Args:
         scenario: of one's own making, or read from a file.

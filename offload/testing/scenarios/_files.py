@@ -300,7 +300,7 @@ _ARRAYS: Final = ("step", "fault", "expect")
 
 
 def to_toml(scenario: Scenario) -> str:
-    """The text of a file that is read as this scenario."""
+    """The scenario as TOML."""
     document = {"format": scenario.format, **msgspec.to_builtins(with_defaults(scenario))}
     parts = [list(_entries({name: one for name, one in document.items() if name not in _SECTIONS}, ""))]
     for name in _TABLES:

@@ -157,7 +157,7 @@ class EngineSpec(Part, frozen=True, kw_only=True):
 
 
 class After(Part, frozen=True, kw_only=True):
-    """What must hold before the bytes of a container may be read. The one it is told of first wins: ``event`` or ``ms``."""
+    """A precondition: an event or a time, whichever comes first."""
 
     event: str = ""
     """A step ``fire`` of this name."""
@@ -344,7 +344,7 @@ class Window(Part, frozen=True, kw_only=True):
 
 
 class Expect(Part, frozen=True, kw_only=True):
-    """What must hold when everything is over, beyond the invariants. Everything in one table must."""
+    """Expectations of a run, beyond the invariants. Everything in one table must hold."""
 
     status: dict[Container, Literal["COMPLETE", "CANCELLED", "FAILED", "REFUSED", "ABANDONED"]] | None = None
     """By container. REFUSED: the system did not take it in; ABANDONED: who stored it gave up before."""

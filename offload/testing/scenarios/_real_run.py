@@ -66,7 +66,7 @@ def play_real(
     workdir: str | os.PathLike[str] | None = None,
     pace: float = 1.0,
 ) -> Report:
-    """Play a scenario once, for real.
+    """Play a scenario once with real components and in real time.
 
     Args:
         scenario: what to play.

@@ -42,7 +42,7 @@ class NotBroken(ValueError):
 
 @attrs.frozen
 class Progress:
-    """How far shrinking is."""
+    """The progress of shrinking."""
 
     runs: int
     steps: int

@@ -41,7 +41,7 @@ MOST_VIOLATIONS: Final = 1_000
 
 @attrs.frozen
 class Played:
-    """One run in short."""
+    """The summary of one run."""
 
     seed: int
     planned: Mapping[str, int]

@@ -156,7 +156,7 @@ class SyncWorld:
         return self._world.payload(key, tier)
 
     def asked(self, label: str) -> StoreStep:
-        """What the scenario says of a container."""
+        """The scenario's request for a container."""
         return self._world.asked(label)
 
     def _ask(self, call: Callable[[], Awaitable[T]], at_once: Callable[[], T] | None = None) -> T:

@@ -49,7 +49,7 @@ Status: TypeAlias = Literal["COMPLETE", "CANCELLED", "FAILED"]
 
 @attrs.frozen
 class Outcome:
-    """How a container ended, for a system that has no result of its own to show."""
+    """The end of a container, for a system without a result of its own."""
 
     status: Status
     """Complete: each block has an end, whichever. Cancelled: nothing was moved. Failed: one that should be there is not."""
@@ -66,32 +66,32 @@ class Outcome:
 
 
 class Ticket(Protocol):
-    """A container that a system has taken in."""
+    """A container that a system has accepted."""
 
     @property
     def result(self) -> Any:
-        """How it ended, or ``None``.
+        """Its outcome, or ``None`` before the end.
 
         What has a ``status`` (a word of :data:`Status`, or an enum's member of that name) and perhaps the other fields of an
         :class:`Outcome`. Once it is there it never changes.
         """
 
     async def wait(self) -> object:
-        """Return once it is terminal. Cancelled, nothing has changed."""
+        """Wait for its end. Cancelled, nothing has changed."""
 
     async def cancel(self) -> object:
-        """Ask for its cancel, and return once it is confirmed: nothing of it is held or moved any more.
+        """Request its cancellation, and return once it is confirmed: nothing of it is held or copied any more.
 
         Raises:
             Exception: it cannot be confirmed; what it holds is quarantined.
         """
 
     def request_cancel(self) -> object:
-        """Ask for its cancel. Synchronous, and from within a hook."""
+        """Request its cancellation. Synchronous; also allowed within a hook."""
 
 
 class System(Protocol):
-    """What is tested: it stores, loads, and can say what it holds.
+    """The contract of a system under test: it stores, loads, and reports what it holds.
 
     Optional, each a seam: ``async store_many({label: keys}, after) -> Sequence[Ticket]`` (all of them or, when it raises,
     none), ``close_now()`` (begin to shut down; synchronous), ``async drain(pipeline)``, ``evict(tier, keys, again)``, ``async
@@ -102,7 +102,7 @@ class System(Protocol):
     """
 
     async def store(self, keys: Sequence[Key], after: Callable[[], Awaitable[object]] | None, label: str) -> Ticket:
-        """Take in a container. May wait for room; cancelled meanwhile, nothing was taken in.
+        """Store a container. May wait for room; if it is cancelled meanwhile, nothing is stored.
 
         Args:
             keys: of its blocks. Their bytes are ``world.payload(key)``.
@@ -114,14 +114,14 @@ class System(Protocol):
         """
 
     async def load(self, keys: Sequence[Key]) -> Mapping[Key, bytes | None]:
-        """The bytes of keys; ``None`` for what is not there."""
+        """The bytes of keys; ``None`` for missing ones."""
 
     def audit(self) -> Mapping[str, int]:
-        """What is held, by name: all 0 at rest."""
+        """What the system holds, by name: all 0 at rest."""
 
 
 class Refused(Exception):
-    """The system does not take this container in. To be raised by ``store``."""
+    """Raised by ``store``: the system does not take this container."""
 
 
 class World(Protocol):
@@ -150,7 +150,7 @@ class World(Protocol):
         """The bytes of this key: a function of the key alone. As long as the tier's blocks."""
 
     def asked(self, label: str) -> StoreStep:
-        """What the scenario says of a container."""
+        """The scenario's request for a container."""
 
 
 Factory: TypeAlias = Callable[[World], AbstractAsyncContextManager[System]]

@@ -342,7 +342,7 @@ _MOST_NAMES: Final = 12
 
 
 def timeline(report: Report, *, repeat: str = "") -> str:
-    """A page with the picture of a run.
+    """Draw a run as an HTML page.
 
     Args:
         report: of the run.

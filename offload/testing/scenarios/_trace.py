@@ -27,7 +27,7 @@ EVENTS: Final = (
 
 @attrs.frozen
 class Moment:
-    """One line of a trace."""
+    """One event of a trace."""
 
     at_ms: float
     """Virtual milliseconds since the start. In virtual time whole, unless the system itself waits for fractions."""
@@ -44,14 +44,14 @@ class Moment:
     """Of a fault: whether it hit something alive."""
 
     def line(self) -> str:
-        """This moment as one line of text, by which traces are compared."""
+        """This event as a line of text, by which traces are compared."""
         parts = [f"{self.at_ms:.12g}", self.kind, self.name, ",".join(self.who), self.where, self.note]
         return "\t".join(parts) + ("" if self.fired else "\tidle")
 
 
 @attrs.frozen
 class Violation:
-    """A rule that a run has broken: which one, and what was seen."""
+    """A rule that a run has broken, and what was seen."""
 
     rule: str
     """``I1`` to ``I9``, ``expect``, ``bytes`` (what was loaded is not what was stored), ``model`` (not where it must be),
@@ -62,7 +62,7 @@ class Violation:
 
 @attrs.frozen
 class Report:
-    """How one run of a scenario went."""
+    """The report of one run of a scenario."""
 
     scenario: Scenario
     """As it was run: a load written out as steps, ordinals drawn."""
@@ -84,7 +84,7 @@ class Report:
 
     @property
     def good(self) -> bool:
-        """Whether nothing was wrong."""
+        """Whether no rule was broken."""
         return not self.violations
 
     @property
@@ -94,7 +94,7 @@ class Report:
 
     @property
     def trace_hash(self) -> str:
-        """The trace in short: 32 hexadecimal digits."""
+        """A hash of the trace: 32 hexadecimal digits."""
         return hash_of([self])
 
 
