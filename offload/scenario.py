@@ -30,7 +30,7 @@ _PLACE = "offload._scenario"
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 def command() -> None:
-    """Scenarios: a program, a clock, a seed, and what must hold."""
+    """Run, write and explore scenarios: a program, a clock, a seed, and what must hold."""
     # Without a handler, warnings of a system under test would be printed between our lines.
     if not logging.getLogger().handlers:
         logging.getLogger().addHandler(logging.NullHandler())

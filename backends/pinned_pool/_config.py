@@ -87,7 +87,7 @@ class PinnedPoolConfig:
 
     @property
     def total_chunks(self) -> int:
-        """Of all clients' pools together."""
+        """The number of chunks of all clients' pools together."""
         return self.pool_memory_size * MIB // self.chunk_size
 
 

@@ -135,7 +135,7 @@ class BlockingMaruL1:
 
     @property
     def layout(self) -> KVLayout | None:
-        """What was registered; ``None`` before that."""
+        """The layout that was registered; ``None`` before that."""
         return self._l1.layout
 
     # --- below ----------------------------------------------------------------------------------------------------

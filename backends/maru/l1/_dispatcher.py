@@ -94,7 +94,7 @@ class MaruL1Dispatcher:
         return outcomes
 
     async def finish_write_and_reserve_read(self, keys: Sequence[Key]) -> dict[Key, memoryview]:
-        """Do :meth:`finish_write`, then :meth:`reserve_read`, in one go; see :meth:`WriteReservation.commit_and_read`."""
+        """Publish, then pin, in one call; see :meth:`WriteReservation.commit_and_read`."""
         outcomes = await self.finish_write(keys)
         return await self.reserve_read(list(takewhile(lambda key: is_there(outcomes[key]), outcomes)))
 

@@ -150,7 +150,7 @@ class WriteReservation:
         return list(self.outcomes)
 
     async def commit_and_read(self) -> ViewLease:
-        """:meth:`commit`, then hold what is stored up to the first key that is not, in one go.
+        """Commit, and pin what is stored up to the first key that is not, in one call.
 
         The document calls it ``finish_write_and_reserve_read``. Cancelled between the two, the keys are stored and nothing is
         held. :attr:`outcomes` says what became of each.

@@ -289,7 +289,7 @@ async def _main(world: ChildWorld) -> None:
 
 
 def run(wire: MessageSocket, directory: str) -> None:
-    """What is told first is the scenario, its seed, the hooks at which something is planted, and the pace."""
+    """Run the real systems of a scenario in a child process. The first message has scenario, seed, hooks and pace."""
     try:
         text, seed, planned, pace = wire.receive()
     except ConnectionResetError:  # the parent is gone
