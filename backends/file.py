@@ -36,7 +36,6 @@ from .abc import (
     Missed,
     RoomRequest,
     Source,
-    TierStatistics,
 )
 from .pages import Pages
 from .pooled import Lease, PooledTier
@@ -226,22 +225,8 @@ class FileTier(PooledTier[FileRegistry]):
             await trio.lowlevel.cancel_shielded_checkpoint()
         return answers
 
-    def statistics(self) -> TierStatistics:
-        """An immutable snapshot."""
-        pool = self.pool.statistics()
-        return TierStatistics(
-            capacity_bytes=self.pool.capacity_bytes,
-            used_bytes=self.pool.used_bytes + self.pool.stranger_bytes,
-            blocks=pool.registered,
-            held_blocks=pool.held,
-            reserved_blocks=pool.staged,
-            stored=pool.stored,
-            duplicates=pool.duplicates,
-            evicted=pool.evicted,
-            loaded=self._loaded,
-            missed=dict(self._missed),
-            deleted=pool.deleted,
-        )
+    def _room(self) -> tuple[int, int]:
+        return self.pool.capacity_bytes, self.pool.used_bytes + self.pool.stranger_bytes
 
     # --- helpers --------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from .abc import (
     RoomRequest,
     Source,
     StrongBlocks,
+    TierStatistics,
     WeakBlocks,
 )
 from .blocks import Registry
@@ -279,3 +280,25 @@ class PooledTier(TierBase[Lease], Generic[R]):
         if prefix:
             self.pool.use(prefix)
         return Lease(self, prefix, self.pool.upgrade(prefix))
+
+    @abstractmethod
+    def _room(self) -> tuple[int, int]:
+        """The capacity and the used bytes, those of reservations included."""
+
+    def statistics(self) -> TierStatistics:
+        """An immutable snapshot."""
+        pool = self.pool.statistics()
+        capacity_bytes, used_bytes = self._room()
+        return TierStatistics(
+            capacity_bytes=capacity_bytes,
+            used_bytes=used_bytes,
+            blocks=pool.registered,
+            held_blocks=pool.held,
+            reserved_blocks=pool.staged,
+            stored=pool.stored,
+            duplicates=pool.duplicates,
+            evicted=pool.evicted,
+            loaded=self._loaded,
+            missed=dict(self._missed),
+            deleted=pool.deleted,
+        )

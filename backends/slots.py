@@ -41,7 +41,6 @@ from .abc import (
     Outcome,
     RoomRequest,
     Source,
-    TierStatistics,
 )
 from .blocks import BlockPool
 from .pages import Pages, check_apart, checksums, copy_pages, new_pages, pages_of
@@ -281,22 +280,9 @@ class SlotTier(PooledTier[BlockPool]):
         await trio.lowlevel.checkpoint()
         return self.pool.delete(keys)
 
-    def statistics(self) -> TierStatistics:
-        """An immutable snapshot."""
-        pool, size = self.pool.statistics(), self.block_bytes
-        return TierStatistics(
-            capacity_bytes=self.pool.capacity * size,
-            used_bytes=(self.pool.capacity - self.pool.free) * size,
-            blocks=pool.registered,
-            held_blocks=pool.held,
-            reserved_blocks=pool.staged,
-            stored=pool.stored,
-            duplicates=pool.duplicates,
-            evicted=pool.evicted,
-            loaded=self._loaded,
-            missed=dict(self._missed),
-            deleted=pool.deleted,
-        )
+    def _room(self) -> tuple[int, int]:
+        size = self.block_bytes
+        return self.pool.capacity * size, (self.pool.capacity - self.pool.free) * size
 
     # --- how copies run: what a subclass may change ---------------------------------------------------------------
 

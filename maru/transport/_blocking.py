@@ -160,8 +160,8 @@ class BlockingDealer:
             received=self._received,
             dropped=self._dropped,
             sleeps=self._wait.sleeps,
-            busy_polls=self._wait.busy_polls,
-            hits=self._wait.hits,
+            busy_polls=self._wait.busy.polls,
+            hits=self._wait.busy.hits,
         )
 
     def _check_open(self) -> None:

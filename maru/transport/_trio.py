@@ -310,8 +310,8 @@ class TrioSocket:
             hung_up=0 if self._bounded is None else self._bounded.hung_up,
             sleeps=watch.sleeps,
             kicks=watch.kicks,
-            busy_polls=watch.busy_polls,
-            hits=watch.hits,
+            busy_polls=watch.busy.polls,
+            hits=watch.busy.hits,
         )
 
     # --- reading, by the leading task -----------------------------------------------------------------------------

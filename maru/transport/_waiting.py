@@ -38,26 +38,22 @@ What it gave, on two cores, as a share of the rate of a bare echo (pyzmq, blocki
 
 from __future__ import annotations
 
-import os
 import select
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Any, Final
 
 import trio
 from trio.lowlevel import Abort, Task
 
-SELDOM: Final = 63
-"""After so many busy polls in vain, one in 64 waits begins with one."""
+from ._busy_poll import BusyPoll, yield_processor
 
 _TURN: Final = 250e-6
 """Seconds after which the other tasks of the loop have their turn."""
 _IDLE: Final = 50e-6
 """A turn that took less had no task with work in it."""
-
-yield_processor: Final[Callable[[], object]] = getattr(os, "sched_yield", lambda: sleep(0))
 
 
 class Waiter:
@@ -178,9 +174,10 @@ class Watch:
     ) -> None:
         self._descriptor = descriptor
         self._drain, self._take = drain, take
-        self._busy_poll = busy_poll
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLIN)
+        self.busy: BusyPoll = BusyPoll(self._poll.poll, busy_poll)
+        """Polls before the leader sleeps."""
         self.followers: dict[Waiter, None] = {}
         self.led: bool = False
         self.sleeper: Waiter | None = None
@@ -191,10 +188,7 @@ class Watch:
         """Set by ``drain``: several messages came at once."""
         self.closed: bool = False
         self._heir: Waiter | None = None  # woken to lead, and has not run yet
-        self._skip = self._vain = 0
         self._turn_ends = 0.0
-        self.busy_polls: int = 0
-        self.hits: int = 0
         self.sleeps: int = 0
         self.kicks: int = 0
 
@@ -234,19 +228,16 @@ class Watch:
                 if more:
                     await self._give_turn(trio.lowlevel.checkpoint)
                     continue
-                if self._busy_poll and not self.crowded:
-                    if self._skip:
-                        self._skip -= 1
-                    else:
-                        idle = True
-                        if self.followers or perf_counter() >= self._turn_ends:
-                            self.touched = False
-                            idle = await self._give_turn(trio.lowlevel.checkpoint)
-                            if self.touched or self.closed:
-                                continue
-                        if idle and self._look():
-                            self._take()
+                if not self.crowded and self.busy.is_due():
+                    idle = True
+                    if self.followers or perf_counter() >= self._turn_ends:
+                        self.touched = False
+                        idle = await self._give_turn(trio.lowlevel.checkpoint)
+                        if self.touched or self.closed:
                             continue
+                    if idle and self.busy.run(perf_counter() + self.busy.seconds):
+                        self._take()
+                        continue
                 self.sleeper = waiter
                 self.sleeps += 1
                 try:
@@ -319,19 +310,3 @@ class Watch:
             trio.lowlevel.notify_closing(self._descriptor)
         while self.followers:
             self._pass_on()
-
-    # --- busy polling -------------------------------------------------------------------------------------------
-
-    def _look(self) -> bool:
-        """Poll for a moment. Whether there is something."""
-        poll, end = self._poll.poll, perf_counter() + self._busy_poll
-        self.busy_polls += 1
-        while not poll(0):
-            if perf_counter() >= end:
-                self._vain = min(2 * self._vain + 1, SELDOM)
-                self._skip = self._vain
-                return False
-            yield_processor()
-        self._vain = 0
-        self.hits += 1
-        return True
