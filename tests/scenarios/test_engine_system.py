@@ -12,11 +12,10 @@ import pytest
 from backends.abc import Key
 from backends.pooled import Lease, PooledTier
 from offload import HealthState, Hit
-from offload._engine.promotion import Promoter
 from offload._health.breaker import Breaker, Call, Verdict
 from offload.testing.scenarios import Expect, Scenario, ScenarioError, TierSpec, check, play, play_real, read, read_text
 from offload.testing.scenarios._files import SUFFIX
-from tests.support.planted.engine import a_breaker_never_closes, a_breaker_never_tries_again
+from tests.support.planted.engine import a_breaker_never_closes, a_breaker_never_tries_again, a_promotion_never_comes
 from tests.support.scenario_plays import unhurried
 
 CATALOGUE = Path(__file__).parent
@@ -127,7 +126,7 @@ def test_planted_pages_that_are_free_under_a_reader(monkeypatch: pytest.MonkeyPa
 
 
 def test_planted_a_promotion_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Promoter, "promote", lambda self, *args, **options: None)
+    a_promotion_never_comes(monkeypatch)
     assert {"expect[0].never[0]", "expect[0].metric.host.promoted"} <= broken(PROMOTES)
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 from offload import OffloadBatch, PipelineClosed, Status, TransferFailed
-from offload._pipeline.settlement import Settlement
 from offload.testing.scenarios import (
     After,
     CloseStep,
@@ -19,6 +18,7 @@ from offload.testing.scenarios import (
     generate,
     play,
 )
+from tests.support.planted.pipeline import a_policys_lock_is_forgotten, nobody_is_told_of_the_end
 
 
 def store(names, at_ms=0, **options):
@@ -147,13 +147,7 @@ def test_an_end_for_which_nobody_gave_a_reason_is_found(monkeypatch):
 
 
 def test_what_is_held_behind_the_end_is_found(monkeypatch):
-    release = Settlement.release
-
-    def forgets_the_lock(self, container):
-        container.lease = None
-        release(self, container)
-
-    monkeypatch.setattr(Settlement, "release", forgets_the_lock)
+    a_policys_lock_is_forgotten(monkeypatch)
     report = played(
         [store("a")], pipeline={"main": PipelineSpec(to="host", flush_ms=0, policies=[PolicySpec(do="lock")])}
     )
@@ -161,8 +155,8 @@ def test_what_is_held_behind_the_end_is_found(monkeypatch):
 
 
 def test_a_lost_wake_up_is_found_in_virtual_time(monkeypatch):
-    monkeypatch.setattr(Settlement, "settle_unproven", lambda self, container: None)
-    report = played([store("a")])
+    nobody_is_told_of_the_end(monkeypatch)
+    report = played([store("a", after=[After(ms=1, do="raise", made_of="async")])])
     assert rules(report) == {"hang"}
 
 

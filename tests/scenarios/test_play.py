@@ -27,7 +27,7 @@ from offload.testing.scenarios import (
     read_text,
 )
 from offload.testing.scenarios import _play as playing
-from offload.testing.scenarios._pipeline_system import open_pipelines
+from tests.support.scenario_caches import careful
 
 S20 = """
 format = 1
@@ -357,7 +357,7 @@ def test_what_raises_at_the_end_of_a_run_is_a_crash():
 
     @asynccontextmanager
     async def opened(world):
-        async with open_pipelines(world) as ours:
+        async with careful(world) as ours:
             yield ours
         raise ZeroDivisionError("at the door")
 

@@ -3,7 +3,7 @@
     open_cache = from_asyncio(Cache)       # offload scenario run FILE --real --system mycache:open_cache
 
 ``Cache(world)`` is called in the loop, with an :class:`AsyncioWorld`; it is the cache, or an async context manager or a
-coroutine of one. The cache is what the contract says (`_contract`), in the colour of asyncio: ``store``, ``load``, ``drain``,
+coroutine of one. The cache is what the contract says (`_systems`), in the colour of asyncio: ``store``, ``load``, ``drain``,
 ``delete`` and of a ticket ``wait`` and ``cancel`` are coroutines, all else is plain and is called in the loop.
 
 Rule 1. Who is cancelled in trio, is cancelled in asyncio, and waited for.

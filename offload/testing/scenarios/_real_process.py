@@ -1,6 +1,6 @@
 """Our pipelines in a process of their own, as a system under test: a peer's death is ``kill -9``, a stall ``SIGSTOP``.
 
-    this process                      the child (`child`)
+    this process                      the child (`_real_child`)
     users, faults, oracle  <------->  pipelines over memory and files
 
 Rule 1. What was under way when the child died has failed, whether or not it had reached the disk: its keys may be found. What

@@ -1,10 +1,10 @@
 """A scenario for real: memory, files, copy threads, processes, and the clock on the wall.
 
 A virtual millisecond is a millisecond of the wall here, and the same files are played. What the harness plants is the real
-thing where there is one: see the tables in `_tiers`, in `_page_store` and in docs/how-to/run-scenarios-for-real.md. The oracle
-is the same: the invariants at rest, every load compared byte for byte, and of the expectations all that do not hang on virtual
-ties (`_expectations`). ``Report.notes`` says what was not judged. A trace is what happened this time, and not the same next
-time.
+thing where there is one: see the tables in `_real_tiers`, in `_page_store` and in docs/how-to/run-scenarios-for-real.md. The
+oracle is the same: the invariants at rest, every load compared byte for byte, and of the expectations all that do not hang on
+virtual ties (`_expectations`). ``Report.notes`` says what was not judged. A trace is what happened this time, and not the same
+next time.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
     audit()                returns {resource: count}
 
 and, if it likes, ``request_cancel(label)``, ``close_now()``, ``evict``, ``delete``, ``drain``, ``found``, ``release`` and
-``statistics`` as the contract has them (`_contract`), all plain.
+``statistics`` as the contract has them (`_systems`), all plain.
 
 Its calls of the world take virtual time without any coroutine: the cache runs in a thread that is handed control
 to, and hands it back. While one of the two runs, the other one stands still. So there is no concurrency, no order but that of

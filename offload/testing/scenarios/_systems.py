@@ -9,7 +9,7 @@ A *factory* is called with a :class:`World` and gives an async context manager, 
 
 The world is the only way out: what a cache would do with memory, it asks the world to do, which lets it take modelled time
 and go wrong. These ways are the *seams*. A fault whose seam a system does not use cannot be injected into it; a scenario with
-such a fault is refused when it is loaded (`probing` finds out which ones a system uses).
+such a fault is refused when it is loaded (`_players` finds out which ones a system uses).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     open_cache = from_threads(Cache)       # offload scenario run FILE --real --system mycache:open_cache
 
 ``Cache(world)`` is called with a :class:`ThreadWorld`; it is the cache, or a context manager of it. The cache is what the
-contract says (`_contract`), in plain methods that may be called by many threads at once: ``store`` returns a ticket, ``wait``
+contract says (`_systems`), in plain methods that may be called by many threads at once: ``store`` returns a ticket, ``wait``
 and ``cancel`` of a ticket block. ``after``, where it is given, is called as ``after(seconds)``, blocks for as long at most
 (without: until it is known), and says whether the bytes may be read now. A ``close()`` is called at the end.
 

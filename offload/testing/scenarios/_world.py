@@ -1,7 +1,7 @@
 """The world of one run in virtual time: what a system may ask it for, and what goes wrong meanwhile.
 
-Everything that happens passes here, so that here it is written down (:class:`~._moments.Moments`) and here the faults are
-planted: those at a hook are found by its name, those at a time are the driver's (`users`) to call.
+Everything that happens passes here, so that here it is written down (:class:`TraceLog`) and here the faults are
+planted: those at a hook are found by its name, those at a time are the driver's (`_users`) to call.
 
 Rule 1. Nothing is raised at a system but what its seam promises. What is found wrong is noted, and judged when the run is
         over: raised inside a copy it would look like a failed copy, raised inside trio it would corrupt later runs.

@@ -12,7 +12,7 @@ import offload._engine.loading as loading_module
 from backends.abc import LOADED, WeakBlocks
 from offload import BreakerTier, Engine, HealthState, Hit
 from offload._engine.loading import Loading
-from offload._engine.promotion import Staging
+from offload._engine.promotion import Promoter, Staging
 from offload._health.breaker import Breaker, Call, Verdict
 from offload._pipeline.chain import Chain
 from offload._pipeline.marks import place_of
@@ -145,3 +145,8 @@ def a_silent_tier_is_waited_for_longer_than_the_lookup_has(patch: Any) -> None:
     """As it was: each call has the deadline of its breaker, whatever the caller's."""
     pin = BreakerTier.pin
     patch.setattr(BreakerTier, "pin", lambda self, keys, within: pin(self, keys))
+
+
+def a_promotion_never_comes(patch: Any) -> None:
+    """What is loaded from a slower tier stays there alone. Only a scenario that expects promotion can tell."""
+    patch.setattr(Promoter, "promote", lambda self, *args, **options: None)
