@@ -37,8 +37,8 @@ class Device:
 
     A descriptor of it reaches the whole device, and a process that has a freed region mapped sees the memory of the next region
     there: a device protects regions from each other less than files do. So a span that one of our clients may still write is
-    not handed out again: see :mod:`maru._pool.writers`. A reader's mapping may come to show another region; its lease has ended by
-    then, and tells so.
+    not handed out again: see :mod:`maru._pool.writers`. A reader's mapping may come to show another region; its lease has
+    ended by then, and tells so.
     """
 
     kind: Kind = "device"

@@ -48,6 +48,7 @@ GOALS = {
         }.items()
         for case in cases
     },
+    "shadow": {"shadow.time": "ratio <= 1.01", "shadow.each": None},
     "pinned-pool": {
         "pinned_pool.64MiB.in.memmove": "ratio >= 0.85",
         "pinned_pool.64MiB.out.socket": "ratio >= 3",
@@ -89,10 +90,19 @@ def run(*args: str) -> list[dict[str, object]]:
 
 
 @pytest.mark.parametrize(
-    "bench", ["pipeline", pytest.param("copy", marks=pytest.mark.long), "enqueue", "cancel", "pinned-pool", "wrappers"]
+    "bench",
+    [
+        "pipeline",
+        pytest.param("copy", marks=pytest.mark.long),
+        "enqueue",
+        "cancel",
+        "shadow",
+        "pinned-pool",
+        "wrappers",
+    ],
 )
 def test_bench_measures_its_goals(bench: str) -> None:
-    if bench in ("copy", "pinned-pool", "wrappers"):
+    if bench in ("copy", "shadow", "pinned-pool", "wrappers"):
         pytest.importorskip("torch")
     rows = {row["name"]: row for row in run(bench)}
     for name, goal in GOALS[bench].items():
