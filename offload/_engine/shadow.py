@@ -299,15 +299,10 @@ class ShadowCheck:
         again = [row for row, outcome in enumerate(outcomes) if outcome == LOADED]
         if len(again) < len(positions):
             self._note_inconclusive("gone when read again", len(positions) - len(again))
-        for row in again:
-            at = positions[row]
-            try:
-                same = await _holds(destination, at, memory.part(row, row + 1))
-            except Exception as error:
-                self._note_inconclusive("destination not read", 1, error)
-                continue
-            if same is None:
-                self._note_inconclusive("destination not readable", 1)
+        there = [positions[row] for row in again]
+        for at, same in zip(there, await _compare_bytes(destination, there, memory.at(again)), strict=True):
+            if isinstance(same, str):
+                self._note_inconclusive(same, 1)
                 continue
             count(self.counts.compared, "read again")
             if not same:
@@ -386,21 +381,36 @@ class ShadowCheck:
 
 
 _INLINE_BYTES: Final = 512 * 1024
-"""A block of host memory up to here is compared at once: waking a thread costs more."""
+"""Host memory up to here is compared at once: waking a thread costs more."""
 
 
-async def _holds(destination: Destination, at: int, page: Pages) -> bool | None:
-    """Whether a place holds the bytes of this page; ``None`` if it cannot be read."""
+async def _compare_bytes(destination: Destination, positions: Sequence[int], pages: Pages) -> list[bool | str]:
+    """Whether each of these places holds the bytes of the page at the same position; why that is not known, in words."""
+    places = destination.views()
+    if places is not None and len(pages) * pages.page_bytes <= _INLINE_BYTES:
+        return _equal(places.at(positions), pages)
+    return await run_in_thread_to_the_end(_compare_in_thread, destination, positions, pages)
+
+
+def _compare_in_thread(destination: Destination, positions: Sequence[int], pages: Pages) -> list[bool | str]:
     places = destination.views()
     if places is not None:
-        here = places.part(at, at + 1)
-        if page.page_bytes <= _INLINE_BYTES:
-            return checksums(here) == checksums(page)
-        return bool(await run_in_thread_to_the_end(checksums, here) == await run_in_thread_to_the_end(checksums, page))
+        return _equal(places.at(positions), pages)
     copy_out = getattr(destination, "copy_out", None)  # optional: backends.abc.ReadableDestination
     if copy_out is None:
-        return None
-    here = new_pages(1, page.page_bytes)
-    with kept_if_unproven(here):
-        await run_in_thread_to_the_end(copy_out, [at], here)
-    return checksums(here) == checksums(page)
+        return ["destination not readable"] * len(positions)
+    here = new_pages(len(positions), pages.page_bytes)
+    try:
+        with kept_if_unproven(here):
+            copy_out(positions, here)
+    except Exception as error:
+        if len(positions) == 1:
+            _log.warning("a destination could not be read back: %s", describe(error))
+            return ["destination not read"]
+        # One that cannot be read, since a part of it was not loaded, is no reason to leave out the others.
+        return [_compare_in_thread(destination, [at], pages.part(row, row + 1))[0] for row, at in enumerate(positions)]
+    return _equal(here, pages)
+
+
+def _equal(one: Pages, other: Pages) -> list[bool | str]:
+    return [a == b for a, b in zip(checksums(one), checksums(other), strict=True)]

@@ -1,7 +1,7 @@
 """``offload bench shadow``: what it costs to compare some of what is loaded with what was stored.
 
 A cache of 16 layers, keys and values of 8 heads each, in host memory, over a memory tier with checksums. Prompts of 16 blocks
-of 256 KiB are stored, and each is loaded some times. Once with ``shadow_check`` at its default, once without it. What is
+of 256 KiB are stored, and each is loaded some times, in two engines in turn: one has ``shadow_check`` at its default. What is
 measured is processor time of all threads: a check runs in a thread of its own, and a hundredth drowns in what else goes on.
 
 Below stands the same with each load and each block compared, ``shadow_check = 1``.
@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from backends.abc import Key
 from backends.memory import MemoryTier
 from maru.bench._measure import Effort, Figures, in_trio, in_turn, noisiest
 from maru.bench._row import Goal, Row
 
 from .._config import BatchConfig, PipelineConfig
-from .._engine import open_engine
+from .._engine import Engine, open_engine
 from .._engine.config import SHADOW_CHECK
 from ..preconditions import NO_WAIT
 from ._work import keys_of
@@ -49,35 +50,47 @@ def rows(effort: Effort) -> Iterator[Row]:
         )
         return
     cache, prompts = _cache(), effort.size(400, 4)
-    subjects = {
-        "default": in_trio(_session, cache, "default", SHADOW_CHECK, prompts),
-        "without": in_trio(_session, cache, "without", 0, prompts),
-        "each load": in_trio(_session, cache, "each load", 1, max(4, prompts // 20)),
-    }
-    samples = in_turn("shadow", effort, subjects)
-    figures = {name: sample.median for name, sample in samples.items()}
-    noise = noisiest(samples["default"], samples["without"])
-    us, without = {name: 1e6 * seconds for name, seconds in figures.items()}, "without the check"
-    yield Row("shadow.time", us["default"], "us/prompt", without, us["without"], Goal("ratio", "<=", 1.01), noise)
-    yield Row("shadow.each", us["each load"], "us/prompt", without, us["without"])
+    samples = in_turn(
+        "shadow",
+        effort,
+        {
+            "default": in_trio(_session, cache, SHADOW_CHECK, prompts),
+            "each": in_trio(_session, cache, 1, max(2, prompts // 10)),
+        },
+    )
+    us, without = {name: 1e6 * sample.median for name, sample in samples.items()}, "without the check"
+    for row, every, goal in (("time", SHADOW_CHECK, Goal("ratio", "<=", 1.01)), ("each", 1, None)):
+        names = (str(every), f"beside {every}")
+        noise = noisiest(*[samples[name] for name in names])
+        yield Row(f"shadow.{row}", us[names[0]], "us/prompt", without, us[names[1]], goal, noise)
 
 
-async def _session(cache: DeviceTier, name: str, every: int, prompts: int) -> Figures:
-    """Store and load so many prompts; the processor time that it takes."""
+async def _session(cache: DeviceTier, every: int, prompts: int) -> Figures:
+    """Store and load so many prompts in two engines, in turn; the processor time that one prompt takes in each."""
     keys = keys_of(prompts * _PROMPT)
-    host = MemoryTier(512 * cache.block_bytes, cache.block_bytes)
     config = PipelineConfig(batch_config=BatchConfig(min_batch_size=1), on_destination_full="evict")
-    async with open_engine(cache, [host], config=config, shadow_check=every) as engine:
-        start = time.process_time()
-        for at in range(0, len(keys), _PROMPT):
-            prompt = keys[at : at + _PROMPT]
-            await (await engine.store(cache.external(range(_PROMPT), prompt), NO_WAIT)).wait()
-            for _ in range(_LOADS):
-                async with await engine.lookup(prompt) as hit:
-                    result = await engine.load(hit, cache.into(range(_PROMPT, 2 * _PROMPT)))
-                assert result.loaded == _PROMPT
-        seconds = time.process_time() - start
-    return {name: seconds / prompts}
+    hosts = [MemoryTier(256 * cache.block_bytes, cache.block_bytes) for _ in range(2)]
+    seconds = [0.0, 0.0]
+    async with (
+        open_engine(cache, [hosts[0]], config=config, shadow_check=every) as compares,
+        open_engine(cache, [hosts[1]], config=config, shadow_check=0) as beside,
+    ):
+        for number in range(prompts):
+            prompt = keys[number * _PROMPT : (number + 1) * _PROMPT]
+            order = (0, 1) if number % 2 else (1, 0)
+            for at in order:
+                start = time.process_time()
+                await _store_and_load((compares, beside)[at], cache, prompt)
+                seconds[at] += time.process_time() - start
+    return {str(every): seconds[0] / prompts, f"beside {every}": seconds[1] / prompts}
+
+
+async def _store_and_load(engine: Engine, cache: DeviceTier, prompt: Sequence[Key]) -> None:
+    await (await engine.store(cache.external(range(_PROMPT), prompt), NO_WAIT)).wait()
+    for _ in range(_LOADS):
+        async with await engine.lookup(prompt) as hit:
+            result = await engine.load(hit, cache.into(range(_PROMPT, 2 * _PROMPT)))
+        assert result.loaded == _PROMPT
 
 
 def _cache() -> DeviceTier:
