@@ -123,7 +123,8 @@ class ServerConfig:
         "text: its UTF-8 bytes.",
     )
     kv_events_insecure: bool = _knob.flag(
-        False, "Publish over TCP without CURVE: every host that reaches the port may read which keys there are."
+        False,
+        "Publish over TCP without CURVE: whoever reaches the port may read which keys there are, and nothing else.",
     )
     # what it says
     log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written.")
@@ -286,6 +287,13 @@ class ServerConfig:
             raise ConfigError(
                 "kv_events", self.kv_events, "must be ipc, unless curve_key_file or kv_events_insecure is set"
             )
+        if port.isdecimal() and not (self.curve_clients_file or self.kv_events_insecure):
+            raise ConfigError(
+                "curve_clients_file",
+                self.curve_clients_file,
+                "must name the readers of KV events that may come in over TCP, unless kv_events_insecure is set: without "
+                "it, whoever knows the server's public key may, and can end the server",
+            )
         if self.insecure:
             return
         if not is_loopback(self.host) and not self.curve_key_file:
@@ -315,6 +323,11 @@ class ServerConfig:
     def relayed(self) -> bool:
         """Whether it listens for TCP without keys, which a child process does."""
         return bool(self.host) and not self.curve_key_file
+
+    @property
+    def kv_events_relayed(self) -> bool:
+        """Whether KV events are published over TCP without keys: then processes of their own take the connections."""
+        return self.kv_events not in ("", "ipc") and not self.curve_key_file
 
     @property
     def rm_host(self) -> str:

@@ -1,4 +1,4 @@
-"""The relay's process, started by the server: ``python -m maru._relay LISTENER SERVER MOST PARENT ANYBODY``.
+"""The relay's process, started by the server: ``python -m maru._relay LISTENER SERVER KIND MOST PARENT ANYBODY``.
 
 It ends with its parent, however that one ends: the kernel says so of its pidfd. (A parent-death signal would come when the
 *thread* ends that has started this; a pipe may live on in a process that the parent has forked.) What it has counted it writes
@@ -27,12 +27,13 @@ _INTERVAL: Final = 1.0
 _OUTPUT: Final = 1
 
 
-async def serve(listening: int, server: str, most: int, parent: int, any_user: bool) -> None:
+async def serve(listening: int, server: str, kind: bytes, most: int, parent: int, any_user: bool) -> None:
     """Relay until the parent has ended.
 
     Args:
         listening: the descriptor of a TCP socket that listens.
         server: the server's Unix socket.
+        kind: of the socket that listens there, ``ROUTER`` or ``PUB``.
         most: connections at once.
         parent: the server's process.
         any_user: whether every user may connect.
@@ -45,6 +46,7 @@ async def serve(listening: int, server: str, most: int, parent: int, any_user: b
         return
     relay = Relay(
         server,
+        kind=kind,
         most=min(most, (_descriptors() - MAX_PENDING_HANDSHAKES - _OWN_DESCRIPTORS) // 2),
         find_user=None if any_user or not tells_users() else find_user,
     )
@@ -78,5 +80,5 @@ async def _report(counts: Counts) -> None:
 
 
 if __name__ == "__main__":
-    _listening, _server, _most, _parent, _users = sys.argv[1:]
-    trio.run(serve, int(_listening), _server, int(_most), int(_parent), _users == "anybody")
+    _listening, _server, _kind, _most, _parent, _users = sys.argv[1:]
+    trio.run(serve, int(_listening), _server, _kind.encode(), int(_most), int(_parent), _users == "anybody")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import Final
 
 import attrs
@@ -32,8 +31,8 @@ _RETRY: Final = 0.01
 """Seconds until the server's backlog is tried again."""
 _KEEPALIVE: Final = 30
 """Seconds of silence after which TCP looks whether the other host is there."""
-_CLIENTS: Final = frozenset({b"REQ", b"DEALER"})
-_SERVERS: Final = frozenset({b"ROUTER"})
+CLIENTS: Final = {b"ROUTER": frozenset({b"REQ", b"DEALER"}), b"PUB": frozenset({b"SUB", b"XSUB"})}
+"""Which kinds of socket talk to which kind of the server's."""
 _BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, OSError)
 
 _log = logging.getLogger(__name__)
@@ -62,6 +61,7 @@ class Relay:
 
     Args:
         server: its Unix socket.
+        kind: of what listens there, as ZeroMQ names it: a key of ``CLIENTS``.
         most: connections at once; a peer has at most half of them.
         find_user: returns the user of a peer's process; None if every user may connect.
     """
@@ -70,13 +70,14 @@ class Relay:
         self,
         server: str,
         *,
+        kind: bytes = b"ROUTER",
         most: int,
         find_user: FindUser | None,
         most_handshakes: int = MAX_PENDING_HANDSHAKES,
         handshake_time: float = HANDSHAKE_TIME,
     ) -> None:
         self.counts = Counts()
-        self._server = server
+        self._server, self._kind = server, kind
         self._find_user = find_user
         self._quota = ConnectionQuota(most)
         self._handshakes: PendingHandshakes[trio.CancelScope] = PendingHandshakes(most_handshakes)
@@ -116,7 +117,7 @@ class Relay:
             try:
                 _keep_alive(stream)
                 await stream.send_all(greeting())
-                introduction = await _read_handshake(stream, _CLIENTS)
+                introduction = await _read_handshake(stream, CLIENTS[self._kind])
                 peer = self._identify(stream)
             finally:
                 self._handshakes.release(scope)
@@ -146,7 +147,8 @@ class Relay:
                 return
             async with server[0]:
                 self.counts.relayed += 1
-                await _relay(stream, introduction.rest, *server)
+                server_stream, answered = server
+                await _relay(stream, introduction.rest, server_stream, ready(self._kind) + answered)
         except (BadHandshake, *_BROKEN):
             pass
         finally:
@@ -164,7 +166,7 @@ class Relay:
             try:
                 # One after the other: ZeroMQ stumbles where a message comes in one piece with the handshake.
                 await stream.send_all(greeting(introduction.minor) + ready(introduction.socket_type))
-                return stream, (await _read_handshake(stream, _SERVERS)).rest
+                return stream, (await _read_handshake(stream, frozenset({self._kind}))).rest
             except BaseException:
                 trio.lowlevel.notify_closing(stream.socket)
                 stream.socket.close()
@@ -213,7 +215,7 @@ async def _relay(peer: trio.SocketStream, said: bytes, server: trio.SocketStream
     async with trio.open_nursery() as nursery:
         gone = nursery.cancel_scope.cancel
         nursery.start_soon(_carry, peer, server, said, gone)
-        nursery.start_soon(partial(_carry, server, peer, ready(b"ROUTER") + answered, gone))
+        nursery.start_soon(_carry, server, peer, answered, gone)
 
 
 async def _carry(source: trio.SocketStream, sink: trio.SocketStream, data: bytes, gone: Callable[[], None]) -> None:

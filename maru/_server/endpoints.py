@@ -44,15 +44,23 @@ def addresses(config: ServerConfig, runtime: str) -> list[str]:
 def event_addresses(config: ServerConfig, runtime: str) -> list[str]:
     """Where KV events are published, and where what readers missed is asked for; empty where none are.
 
+    Without keys only through Unix sockets: whoever met the sockets over TCP could end the server (:func:`event_ports`).
+
     Raises:
         ConfigError: the name of a Unix socket would be too long.
     """
     if not config.kv_events:
         return []
-    if config.kv_events == "ipc":
+    if config.kv_events == "ipc" or config.kv_events_relayed:
         return [_unix_address(runtime, EVENTS_NAME), _unix_address(runtime, ANSWERS_NAME)]
+    host, _, second = event_ports(config)
+    return [f"tcp://{config.kv_events}", f"tcp://{f'[{host}]' if ':' in host else host}:{second}"]
+
+
+def event_ports(config: ServerConfig) -> tuple[str, int, int]:
+    """Where KV events are published over TCP: the host, the port, and the one at which readers ask for what they missed."""
     host, _, port = config.kv_events.rpartition(":")
-    return [f"tcp://{host}:{port}", f"tcp://{host}:{int(port) + 1}"]
+    return host.strip("[]"), int(port), int(port) + 1
 
 
 def connections_of(config: ServerConfig, descriptors: int) -> int:

@@ -64,15 +64,16 @@ class RelayStatistics:
 class RelaySupervisor:
     """Starts the relay of one server, and starts it again whenever it has ended."""
 
-    def __init__(self, server: str, *, most: int, anybody: bool) -> None:
+    def __init__(self, server: str, *, kind: str = "ROUTER", most: int, anybody: bool) -> None:
         """Relay to the server's Unix socket, for so many connections at once.
 
         Args:
             server: the path of the socket.
+            kind: what it is in ZeroMQ's words: ``ROUTER`` or ``PUB``.
             most: connections at once.
             anybody: whether other users of this host may come in.
         """
-        self._server, self._most, self._anybody = server, most, anybody
+        self._server, self._kind, self._most, self._anybody = server, kind, most, anybody
         self._counts = RelayStatistics()
         self._starts = self._pid = 0
         self._told, self._told_at = 0, -_LOG_INTERVAL
@@ -107,7 +108,7 @@ class RelaySupervisor:
     async def _run_once(self, listening: int) -> str:
         """One relay to its end; how that was."""
         anybody = "anybody" if self._anybody else "ours"
-        arguments = [str(listening), self._server, str(self._most), str(os.getpid()), anybody]
+        arguments = [str(listening), self._server, self._kind, str(self._most), str(os.getpid()), anybody]
         self._starts += 1
         self._counts, self._told = RelayStatistics(), 0
         start = partial(

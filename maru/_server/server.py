@@ -48,11 +48,14 @@ from ..transport import (
 )
 from .committer import Answer, Committer
 from .endpoints import (
+    ANSWERS_NAME,
     DESCRIPTORS_NAME,
+    EVENTS_NAME,
     RELAYED_NAME,
     addresses,
     connections_of,
     event_addresses,
+    event_ports,
     socket_options,
     unlink_sockets,
 )
@@ -148,6 +151,8 @@ class MaruServer:
         self._router: TrioSocket
         self._channel: ChannelServer | None = None
         self._events: EventPublisher | None = None
+        self._event_endpoints: tuple[str, str] | None = None
+        """Where events are relayed from, over TCP."""
         self._reading = trio.CancelScope()
         self._allocating = self._freeing = self._unread = 0
         self._freed = trio.lowlevel.ParkingLot()
@@ -178,8 +183,10 @@ class MaruServer:
 
     @property
     def kv_events(self) -> tuple[str, str] | None:
-        """The addresses of KV events and of the answers to readers that missed some; None if they are not published."""
-        return None if self._events is None else (self._events.endpoint, self._events.answers_endpoint)
+        """Where KV events are published, and where readers ask for what they missed; None where they are not."""
+        if self._events is None:
+            return None
+        return self._event_endpoints or (self._events.endpoint, self._events.answers_endpoint)
 
     async def wait_stopping(self) -> None:
         """Wait until a client that is allowed to has asked this server to end."""
@@ -302,16 +309,29 @@ class MaruServer:
         """Tell which keys come and go, until cancelled. It may be told before it is in the journal: a run is an epoch."""
         config = self.config
         events, answers = event_addresses(config, runtime)
-        async with publish_events(
-            {"maru": self._storage.directory},
-            events,
-            answers,
-            topic=config.kv_events_topic,
-            name_of=hash_of_hex if config.kv_events_keys == "hex" else str.encode,
-            options=socket_options(config),
-        ) as self._events:
+        async with (
+            publish_events(
+                {"maru": self._storage.directory},
+                events,
+                answers,
+                topic=config.kv_events_topic,
+                name_of=hash_of_hex if config.kv_events_keys == "hex" else str.encode,
+                options=socket_options(config),
+            ) as self._events,
+            trio.open_nursery() as nursery,
+        ):
+            if config.kv_events_relayed:
+                host, first, second = event_ports(config)
+                self._event_endpoints = (
+                    await nursery.start(self._event_relay(f"{runtime}/{EVENTS_NAME}", "PUB").run, host, first),
+                    await nursery.start(self._event_relay(f"{runtime}/{ANSWERS_NAME}", "ROUTER").run, host, second),
+                )
             task_status.started()
             await trio.sleep_forever()
+
+    def _event_relay(self, path: str, kind: str) -> RelaySupervisor:
+        """What takes the readers of KV events: a quarter as many as other clients, of whom nobody asks who they are."""
+        return RelaySupervisor(path, kind=kind, most=max(2, self._most_connections // 4), anybody=True)
 
     async def aclose(self) -> None:
         """Stop reading; wait for allocations and journal writes, for ``drain_timeout`` at most; then end all tasks."""
