@@ -13,7 +13,7 @@ import pytest
 from tests.maru.test_hostile import Attacker, corpus
 from tests.support.maru_actors import BE, PublishedOwner
 from tests.support.maru_hostile_peers import HostilePeers
-from tests.support.maru_processes import TCP, Actor, Server, eventually, temporary_pool
+from tests.support.maru_processes import TCP, Actor, Server, eventually, free_port, temporary_pool
 from tests.support.maru_rounds import ECHO, ECHO_CLIENT, Percentiles
 
 MIB = 1 << 20
@@ -46,6 +46,7 @@ def besiege(pool: Path, acts: int, rounds: int, seed: int) -> Siege:
     """So many connections and frames, and a good client that goes round."""
     options = ["--max-sessions", "300", "--session-lease", "1.0", "--capacity-bytes", "64MiB", "--v1-read-grace", "1.0"]
     options += ["--max-entries", "20000", "--log-level", "error"]
+    options += ["--kv-events", f"127.0.0.1:{free_port()}", "--kv-events-insecure"]
     dice = random.Random(seed)
     echo_path = str(pool.parent / "echo")
     with (
@@ -63,7 +64,7 @@ def besiege(pool: Path, acts: int, rounds: int, seed: int) -> Siege:
         echo_alone = Percentiles.of(echoed.ask("go_round", rounds))
         frames = corpus(known, owner.handle["region_id"])
         where = (
-            server.ready["endpoints"],
+            [*server.ready["endpoints"], *server.ready["kv_events"].split(", ")],
             server.ready["rm_address"],
             server.ready["descriptors"],
             server.ready["channel"],
