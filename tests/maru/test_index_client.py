@@ -34,7 +34,13 @@ def server():
 
 @contextmanager
 def client(server: Server, **knobs):
-    knobs = {"pool_size": PAGES * PAGE, "chunk_size_bytes": PAGE, "auto_expand": False, **knobs}
+    knobs = {
+        "pool_size": PAGES * PAGE,
+        "chunk_size_bytes": PAGE,
+        "auto_expand": False,
+        "timeout_ms": 30_000,
+        **knobs,
+    }
     handler = MaruHandler(MaruConfig(server_url=f"ipc://{server.pool}/maru.sock", **knobs))
     handler.connect()
     try:
