@@ -1,9 +1,9 @@
 """Time to first token in a second process beside a perfect load, and what a connector costs without a hit.
 
 ``nox -s vllm -- measure`` prints a table; with ``--json``, one document. All engines are alive at once, each in a process of
-its own, and are asked in turn, so that whatever else the machine does meets all of them. A round has prefixes of its own, which
-another process has computed and stored before. A perfect load is a memcpy of that much KV, into memory that was not used before
-in this round, and a hit in vLLM's own prefix cache.
+its own, and are asked in turn, so that whatever else the machine does meets all of them. What is shared was computed and stored
+by another process; before each load an engine forgets what it has itself. A perfect load is a memcpy of that much KV, into
+memory that was not used before, and a hit in vLLM's own prefix cache.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ OWN = 20
 TOKEN_BYTES = 16 << 10
 VOCABULARY = 24_000
 SUBJECTS = ("ExampleConnector", "MaruKVConnector", "without checksums", "OffloadSpec")
+COMPUTED = 3
+"""Times that a prompt is computed: it takes seconds."""
+ROOM = 32_768
+"""Tokens that each instance has room for: all that it stores in a run."""
 ANSWER = "@@ "
 
 
@@ -60,7 +64,7 @@ def make_checkpoint(path: str) -> None:
 
 def serve() -> None:
     """An engine: each line is a task, and is answered by a line."""
-    from program import settle  # sets what vLLM reads of the environment
+    from program import halves, settle  # sets what vLLM reads of the environment
     from vllm import LLM, SamplingParams
 
     said = json.loads(sys.stdin.readline())
@@ -80,6 +84,9 @@ def serve() -> None:
         task = json.loads(line)
         if task.get("reset"):
             assert engine.reset_prefix_cache(), "what is measured would be local hits"
+            for half in halves(engine):
+                if hasattr(half, "arena"):  # host memory forgets, too, but finds again what it has stored
+                    half.table.reset()
         parameters = SamplingParams(
             temperature=0.0, max_tokens=task.get("max_tokens", 1), ignore_eos=True, detokenize=False
         )
@@ -185,18 +192,20 @@ def memcpy(n: int) -> float:
 def first_tokens(plain: Engine, subjects: dict[str, Engine], rounds: int) -> dict[int, dict[str, list[float]]]:
     """Times to first token: of each shared length and each subject, one for each round."""
     times: dict[int, dict[str, list[float]]] = {size: defaultdict(list) for size in SIZES}
-    for at in range(rounds):
-        for size in SIZES:
-            shared, of = tokens(size, "shared", at, size), times[size]
-            computed = plain.ask([*shared, *tokens(OWN, "own", at, size)], reset=True)
-            hit = plain.ask([*shared, *tokens(OWN, "other", at, size)])
-            assert (computed["cached"], hit["cached"]) == (0, size)
-            of["computed"].append(computed["seconds"])
-            of["perfect load"].append(hit["seconds"] + memcpy(size))
+    for size in SIZES:
+        for at in range(COMPUTED):
+            computed = plain.ask([*tokens(size, "shared", size), *tokens(OWN, "computed", at, size)], reset=True)
+            assert computed["cached"] == 0
+            times[size]["computed"].append(computed["seconds"])
+        for at in range(rounds):
+            prompt = [*tokens(size, "shared", size), *tokens(OWN, "own", at, size)]
+            hit = plain.ask(prompt)
+            assert hit["cached"] == size
+            times[size]["perfect load"].append(hit["seconds"] + memcpy(size))
             for name in random.Random(at).sample(sorted(subjects), len(subjects)):
-                got = subjects[name].ask([*shared, *tokens(OWN, "own", at, size)], reset=True)
-                assert got["cached"] >= size - 32, f"{name} has loaded {got['cached']} of {size} tokens"
-                of[name].append(got["seconds"])
+                got = subjects[name].ask(prompt, reset=True)
+                assert got["cached"] == size, f"{name} has loaded {got['cached']} of {size} tokens"
+                times[size][name].append(got["seconds"])
     return times
 
 
@@ -233,13 +242,12 @@ def measure(rounds: int) -> dict[str, Any]:
         model = str(path / "model")
         make_checkpoint(model)
         with page_store(path / "pool") as server:
-            ways = transfers(server, path, rounds * sum(SIZES))
+            ways = transfers(server, path, ROOM)
             for name in ("ExampleConnector", "MaruKVConnector", "OffloadSpec"):
                 producer = Engine(model, ways[name], path / "producer.log")
                 producer.answer()
-                for at in range(rounds):
-                    for size in SIZES:
-                        producer.ask([*tokens(size, "shared", at, size), 3], settle=True)
+                for size in SIZES:
+                    producer.ask([*tokens(size, "shared", size), 3], settle=True)
                 producer.close()
             engines = {"plain": Engine(model, None, path / "plain.log")}
             engines |= {name: Engine(model, ways[name], path / f"{name}.log") for name in SUBJECTS}
@@ -249,21 +257,24 @@ def measure(rounds: int) -> dict[str, Any]:
             subjects = {name: engines[name] for name in SUBJECTS}
             loads = first_tokens(engines["plain"], subjects, rounds)
             ours = {name: engines[name] for name in ("plain", "MaruKVConnector", "OffloadSpec")}
-            alone = without_hits(ours, rounds)
+            alone = without_hits(ours, max(3, rounds // 3))
             for engine in engines.values():
                 engine.close()
     return {"first token": loads, "without hits": alone}
 
 
-def spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+def ratios(values: list[float], limits: list[float]) -> str:
+    """The median beside the median of the limit, and the middle half."""
+    limit = statistics.median(limits)
+    low, middle, high = statistics.quantiles([one / limit for one in values], n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f}), least {min(values) / min(limits):.2f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--engine", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     if options.engine:
         serve()
@@ -272,16 +283,16 @@ def main() -> None:
     if options.json:
         print(json.dumps(found))
         return
-    print("time to first token, as a multiple of a perfect load beside it: median (least to most)")
+    print("time to first token, as a multiple of a perfect load: median (middle half), and least of each")
     for size, times in found["first token"].items():
         perfect = times["perfect load"]
         print(f"{size} shared tokens, perfect load {1000 * statistics.median(perfect):.0f} ms")
         for name in ("computed", *SUBJECTS):
-            print(f"  {name}: {spread([one / limit for one, limit in zip(times[name], perfect, strict=True)])}")
+            print(f"  {name}: {ratios(times[name], perfect)}")
     for what, times in found["without hits"].items():
         print(f"without a hit, {what}: as a multiple of no connector")
         for name in ("MaruKVConnector", "OffloadSpec"):
-            print(f"  {name}: {spread([one / limit for one, limit in zip(times[name], times['plain'], strict=True)])}")
+            print(f"  {name}: {ratios(times[name], times['plain'])}")
 
 
 if __name__ == "__main__":
