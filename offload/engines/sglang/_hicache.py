@@ -75,7 +75,7 @@ class HiCacheOffload(HiCacheStorage):
         kwargs: what later versions of SGLang hand in, which is not used.
 
     Raises:
-        ConfigError: an unknown name, or a value that cannot be; the text names it.
+        offload.ConfigError: an unknown name, or a value that cannot be; the text names it.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object] | None = None) -> None:
@@ -94,7 +94,7 @@ class HiCacheOffload(HiCacheStorage):
         """Open the engine for the pages of this pool. Waits for its tiers, each until it is there or known to be away.
 
         Raises:
-            ConfigError: what was set cannot be for such pages.
+            offload.ConfigError: what was set cannot be for such pages.
             Exception: as :func:`offload.from_thread.open_engine` raises; not because a tier is away.
         """
         super().register_mem_pool_host(mem_pool_host)
@@ -116,7 +116,7 @@ class HiCacheOffload(HiCacheStorage):
         """Only pages of KV can be offloaded: the pool that is registered as such is known already.
 
         Raises:
-            ConfigError: it is another one, such as the states of a hybrid model.
+            offload.ConfigError: it is another one, such as the states of a hybrid model.
         """
         if str(host_pool_name) != "kv":
             raise ConfigError(
