@@ -86,6 +86,7 @@ class _CopyThread:
                 except BaseException as exc:
                     self.error = exc
                 del job, fn, args  # an idle thread must not keep pages alive
+                # Last, after the result is set: once this is readable the task may take the result and hand over the next job.
                 os.write(self._ring, _RING)
         finally:
             self._close()
@@ -144,6 +145,7 @@ class _Threads:
             self.end()
 
     def abandon(self, thread: _CopyThread) -> None:
+        # Its queue gets the end now: the thread finds it whenever its function returns, with no task left to tell it.
         self.busy -= 1
         self.abandoned += 1
         thread.jobs.put(None)
@@ -153,6 +155,7 @@ class _Threads:
     def end(self) -> None:
         """Join the idle threads: each waits for work, so it ends as soon as it is scheduled."""
         threads, self.idle = self.idle, []
+        # All are told before the first is joined, so that they end side by side.
         for thread in threads:
             thread.jobs.put(None)
         for thread in threads:

@@ -154,6 +154,8 @@ class PinnedPoolClient:
 
     def close(self) -> None:
         """End the session: the server frees the pool and its blocks. Idempotent. Mapped memory stays under its views."""
+        # The flag first: a thread that the interrupt wakes must see a closed pool, not a lost server. The interrupt comes
+        # before the lock, since that thread holds the lock while it waits.
         self._closed = True
         self._connection.interrupt()  # wakes a thread that waits for an answer
         with self._lock:
@@ -238,6 +240,8 @@ class PinnedPoolClient:
         ids, freed = list(allocation_ids), 0
         for start in range(0, len(ids), MAX_IDS):
             some = ids[start : start + MAX_IDS]
+            # Before the request: the server may grant these chunks to another thread's request as soon as it has read this one,
+            # and they would look like chunks that two allocations share.
             with self._books:
                 if self._grants is not None:
                     self._grants.discard(some)

@@ -258,6 +258,7 @@ class PinnedPoolServer:
     def _give_back(self, session: Session) -> None:
         """Free the pool of a session that is over. In a thread, since unmapping a GiB takes a tenth of a second."""
         session.making.cancel()
+        # Out of the session before the thread unmaps it: a frame that is handled meanwhile must not reach the memory.
         memory, session.memory = session.memory, None
         if memory is not None:
             self._nursery.start_soon(self.workers.do, memory.close)

@@ -219,6 +219,7 @@ class Journal:
         except BaseException:
             remove(self.path, [os.path.basename(path)])
             raise
+        # Kept until the next flush: records of the previous segment may not be on the disk yet, and `sync` promises them too.
         if self._file is not None and self._fsync:
             self._unsynced.append(self._file)
         self._file, self._number, self._end, self._full_at = file, number, HEADER_BYTES, self._segment_bytes
@@ -231,6 +232,8 @@ class Journal:
             _write_with(self._write, self._file.fd, data)
             self._end += len(data)
         except BaseException:
+            # A part may have been written. It must not stay: the next record would stand behind it, and a replay ends at a torn
+            # one.
             try:
                 os.ftruncate(self._file.fd, self._end)
             except OSError:

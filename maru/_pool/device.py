@@ -103,6 +103,8 @@ class Device:
                     self._clear(offset, length, go_on)
                 region_id = self._state_directory.next_region_id()
                 with self._mutex:
+                    # On disk before the region is handed out: after a crash, a span that a client may have mapped must not look
+                    # free.
                     self._state_directory.keep_spans(self._place, self._taken | {region_id: (offset, length)})
                     self._taken[region_id] = (offset, length)
         except BaseException:
@@ -115,6 +117,8 @@ class Device:
         with self._mutex:
             taken = {region_id: span for region_id, span in self._taken.items() if region_id != region.region_id}
             self._state_directory.keep_spans(self._place, taken)
+            # The state was written first: if that raises, the span stays taken. It becomes free only once no process can write
+            # it.
             self._in_use.append(self._taken.pop(region.region_id))
             self._sweep()
 

@@ -183,6 +183,8 @@ class Memfds(Ledger):
             try:
                 os.fchmod(fd, 0o600)
                 reserve_all(fd, length, self._reserve, go_on)
+                # After the reservation, which grows the file. From here on no process can take pages away from one that has
+                # them mapped.
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             except BaseException:
                 os.close(fd)

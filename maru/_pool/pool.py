@@ -161,6 +161,8 @@ class Pool:
         mapped keeps it (except on a device) until it unmaps it.
         """
         self._check()
+        # Out of the table before the thread removes it: no descriptor of it may be handed out any more, also when this is
+        # cancelled meanwhile and the removal goes on.
         region = self._regions.pop(region_id, None)
         if region is None:
             await trio.lowlevel.checkpoint()

@@ -163,6 +163,7 @@ class StateDirectory:
 
     def _change(self, **changes: object) -> None:
         changed = msgspec.structs.replace(self._state, **changes)
+        # The file first, so that this process never acts on a state that a restart would not find.
         self._write(_STATE, changed)
         self._state = changed
 
@@ -175,6 +176,8 @@ class StateDirectory:
                 file.write(msgspec.json.encode(content))
                 file.flush()
                 os.fsync(fd)
+            # The content is on disk before it gets the name, and the directory is synced after: a crash leaves the old file or
+            # the new one, never a part of it.
             os.rename(temporary, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         except BaseException:
             self._unlink(temporary)

@@ -156,6 +156,8 @@ class Workers:
         try:
             await job.over.wait()
         except BaseException:
+            # `_ended` runs on this thread too, so one of the two sees the other: it cleans up if this flag is set before, and
+            # this does if it ended before. A result is undone exactly once.
             self._given_up += 1
             job.given_up = True
             if job.over.is_set():  # it ended between the cancel and this, our step
@@ -173,6 +175,7 @@ class Workers:
     def _deliver(self, job: _Job[Any]) -> None:
         """In the thread, when it is done."""
         try:
+            # The result changes hands on the trio thread alone: only there it is known whether a task still waits for it.
             self._token.run_sync_soon(self._ended, job)
         except trio.RunFinishedError:  # then its task has left, long ago
             job.drop()
