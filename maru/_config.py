@@ -66,8 +66,8 @@ class ServerConfig:
         "",
         "a host name or an address, or empty",
         r"[\w.:%\[\]*-]*",
-        "Where to listen for TCP. Empty: nowhere. Published clients expect 127.0.0.1; who may enter there are this user's "
-        "processes. Any host but this one needs CURVE keys, or insecure.",
+        "Where to listen for TCP. Empty: nowhere. Published clients expect 127.0.0.1, where only this user's processes may "
+        "connect. Any host but this one needs CURVE keys, or insecure.",
     )
     port: int = _knob.integer(
         5555,
@@ -304,8 +304,8 @@ class ServerConfig:
             raise ConfigError(
                 "curve_clients_file",
                 self.curve_clients_file,
-                "must name the clients that may come in over TCP, unless insecure is set: without it, whoever knows the "
-                "server's public key may, and can end the server",
+                "must name the clients that may connect over TCP, unless insecure is set: without the file, every client "
+                "that knows the server's public key may, and can end the server",
             )
         if not is_loopback(self.rm_host):
             raise ConfigError("rm_address", self.rm_address, "must be of this host (127.0.0.1), unless insecure is set")

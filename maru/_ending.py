@@ -10,9 +10,9 @@
 Rule 1. SIGTERM and SIGHUP unwind as SIGINT does, in whatever way Python, or trio, treats that: all that a command cleans up
         behind itself is cleaned up behind a ``with`` or a ``finally``. What is ignored where the command starts (``nohup``)
         stays ignored. While it unwinds, another SIGTERM or SIGHUP changes nothing; a second SIGINT still interrupts.
-Rule 2. Processes that it has started end with it. Whoever started one ends it; one that is left all the same is killed here,
+Rule 2. Child processes end with the command. The code that started one ends it; one that is left all the same is killed here,
         with all below it.
-Rule 3. Whoever stopped reading the output has seen enough: SIGPIPE's code, without a word.
+Rule 3. If the reader of the output has stopped reading, the command ends with SIGPIPE's code, without a message.
 """
 
 from __future__ import annotations

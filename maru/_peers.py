@@ -1,13 +1,13 @@
-"""Whose processes listen at an address, and whether to believe them: the rules. Pure; :mod:`maru._listeners` asks the kernel.
+"""Which users' servers a client trusts: the rules. Pure; :mod:`maru._listeners` asks the kernel.
 
 A peer that no key proves is known by its user only. Another user's learns the keys of this one's KV cache, says where
 bytes lie, and over the published protocol names the file that is mapped.
 
-Rule 1. A listener of another user is not talked to. Root's is: a proxy of containers is root's, and root may read all of
+Rule 1. A listener of another user is refused. Root's is accepted: a proxy of containers is root's, and root may read all of
         it anyway.
-Rule 2. Where nobody can tell whose it is (another host, a namespace of its own), that is said, once, and not refused.
-Rule 3. Without being asked for, the published protocol is spoken only over a Unix socket that this user's process listens
-        at, in a directory where nobody else could have put another one.
+Rule 2. If the user is unknown (another host, another network namespace), that is logged once, and the listener accepted.
+Rule 3. Unless it is configured, the published protocol is spoken only over a Unix socket that this user's process listens
+        at, in a directory where no other user could have put another one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def may_be_published(listener: Listener, uid: int) -> bool:
 def users_at(tables: Iterable[str], addresses: Iterable[bytes], port: int) -> frozenset[int]:
     """The users whose sockets serve these addresses: that listen there, or have accepted a connection there.
 
-    Who has accepted counts as well: he may have stopped listening since, and be the one who answers.
+    A process that has accepted counts as well: it may have stopped listening since, and be the one that answers.
 
     Args:
         tables: texts of ``/proc/net/tcp`` and ``/proc/net/tcp6``.

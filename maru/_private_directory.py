@@ -1,9 +1,9 @@
-"""A directory that is one user's alone: where pools, their sockets and the files of blocks lie.
+"""A directory that only one user may enter: for pools, their sockets and the files of blocks.
 
-Rule 1. It belongs to this user, and nobody else may enter it; what others could have put there is not believed. One that is
-        empty is closed to them, unless it is everybody's, as ``/tmp``; one that is not, somebody may need as it is.
-Rule 2. Only the last component of a path is made. Where its parent is missing, a disk is not mounted, or the path is a slip of
-        the pen; in either case the blocks would fill another disk.
+Rule 1. It belongs to this user, and no other user may enter it; files that others could have put there are not trusted. An
+        empty one is closed to them, unless it is shared, as ``/tmp``; one with files may be needed as it is.
+Rule 2. Only the last component of a path is made. If its parent is missing, a disk is not mounted, or the path is misspelt; in
+        either case the blocks would fill another disk.
 Rule 3. What was made is durable, as far as its parent may be read.
 """
 

@@ -46,8 +46,8 @@ class PinnedPoolConfig:
     )
     insecure: bool = _knob.flag(
         False,
-        "Listen over TCP, too, for other users and other hosts. Nobody is asked who they are: whoever reaches the port may "
-        "take a pool. Warns.",
+        "Listen over TCP, too, for other users and other hosts. Clients are not identified: every process that reaches the "
+        "port may take a pool. Warns.",
     )
     pool_memory_size: int = _knob.integer(
         4096, 1, 1 << 24, "MiB of all clients' pools together. Taken as clients ask for their pools."

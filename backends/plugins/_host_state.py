@@ -33,7 +33,7 @@ class HostRegistry(Registry):
         capacity: how many blocks; ``None`` where the plugin knows.
         deletes: whether a victim can be deleted. Otherwise none is chosen.
         most_known: without a capacity, so many are remembered; what is forgotten is not deleted.
-        eviction: who goes.
+        eviction: chooses the victims.
     """
 
     def __init__(

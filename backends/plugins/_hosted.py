@@ -165,7 +165,7 @@ class HostStatistics:
     wrong_bits: int
     """Completions with a wrong number of bits."""
     slow_submits: int
-    """Submits that held everybody up."""
+    """Submits that delayed the trio thread."""
     failed_unlocks: int
     """Exceptions where the plugin was told to let go."""
 
@@ -180,8 +180,8 @@ class HostedTier:
         plugin: the plugin, behind its contract.
         block_bytes: size of every block.
         config: see :class:`HostConfig`.
-        eviction: who makes room where there is a ``capacity_bytes``; :class:`~maru.eviction.AdaptiveLRFU` unless given.
-        salts: the salts of the plugin's keys, where it is to know whose its blocks are.
+        eviction: chooses the victims if there is a ``capacity_bytes``; :class:`~maru.eviction.AdaptiveLRFU` by default.
+        salts: the salts of the plugin's keys, if it uses tenants.
 
     Raises:
         ValueError: a size that is not positive, or less capacity than one block.

@@ -219,7 +219,7 @@ class LMCacheTier(HostedTier):
         config: what else the host may be told.
         model_name: in the adapter's keys, beside ours.
         kv_rank: in the adapter's keys, beside ours.
-        eviction: who makes room where there is a ``capacity_bytes``; :class:`~maru.eviction.AdaptiveLRFU` unless given.
+        eviction: chooses the victims if there is a ``capacity_bytes``; :class:`~maru.eviction.AdaptiveLRFU` by default.
 
     Raises:
         PluginTypeError: it lacks a method, or one cannot be called.

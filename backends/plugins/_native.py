@@ -40,7 +40,7 @@ class NativeTier(HostedTier):
         config: what else the host may be told.
         name_of: the connector's name for a key. By default as LMCache names objects for its connectors, some of which insist on
             that form: ``model@rank@group@hash``, with the key's hexadecimal digits as the hash.
-        eviction: who makes room where there is a ``capacity_bytes``; :class:`~maru.eviction.AdaptiveLRFU` unless given.
+        eviction: chooses the victims if there is a ``capacity_bytes``; :class:`~maru.eviction.AdaptiveLRFU` by default.
 
     Raises:
         PluginTypeError: it lacks one of the six.

@@ -24,7 +24,7 @@ class Tombstones:
 
     def __init__(self) -> None:
         self.writing: dict[Key, object] = {}
-        """Being stored now, by whom."""
+        """Keys that are being stored, with the store."""
         self.in_doubt: set[Key] = set()
         """Perhaps being stored still."""
         self.deleting: set[Key] = set()
@@ -53,7 +53,7 @@ class Tombstones:
         self._add(keys, True)
 
     def note_damaged(self, key: Key, right: int) -> None:
-        """What is stored under this is not what was, whose checksum is known."""
+        """The stored bytes have another checksum than the one that is known."""
         self.expected_sums[key] = right
         self._add((key,), True)
 

@@ -1,4 +1,4 @@
-"""Processes of a bench's own: they say one line when they are ready, and are ended by whoever started them.
+"""Child processes of a bench: they print one line when they are ready, and are ended by the code that started them.
 
 Every wait has a bound. What a server leaves in /dev/shm is removed when the bench is done with it, whatever happened.
 """

@@ -94,7 +94,7 @@ class QueuePolicy(ABC, Generic[K, P]):
         """Take the next victim out of its queue. It may turn out to be held, so nothing else may follow from it.
 
         Args:
-            cause: whom it would make room for, where that is known.
+            cause: the key that it would make room for, if known.
         """
 
     @abstractmethod

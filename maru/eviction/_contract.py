@@ -1,7 +1,7 @@
 """The contract of an eviction policy, and the rules that every one keeps.
 
-A policy is told what is used and answers who must go. It never holds bytes, slots or counts of guards: it is one
-instance per owner, called by that owner on one thread, and knows keys only. The owner says what may not go now.
+A policy is told which keys are used and answers which must go. It never holds bytes, slots or counts of guards: it is one
+instance per owner, called by that owner on one thread, and knows keys only. The owner says which keys must stay.
 
 Rule 1. A key is known from its first use until it is a victim or discarded. A victim is forgotten by the answer itself.
         (Forgotten as something that is there: a policy may remember, within bounds, that it once was.)
@@ -41,7 +41,7 @@ class EvictionPolicy(Protocol[K]):
 
         Args:
             incoming: the keys that are to come in, the head of a prefix first; they are not known by this call.
-            n: how many places are missing: at most ``len(incoming)``, unless room is made ahead of need for nobody.
+            n: how many places are missing: at most ``len(incoming)``, unless room is made ahead of need.
             held: keys that may not go now; only ``in`` is asked of it.
 
         Returns:

@@ -1,4 +1,4 @@
-"""W-TinyLFU: a newcomer must have been seen more often than whom it would push out, after a short trial in a window.
+"""W-TinyLFU: after a trial in a small window, a new key must have been used more often than the key it would evict.
 
 After Einziger, Friedman and Manes, "TinyLFU: a highly efficient cache admission policy" (ACM Transactions on Storage, 2017).
 The variant: the *window* is an LRU of one hundredth of the capacity; *main* is a segmented LRU, of which four fifths at most
@@ -7,12 +7,12 @@ after ten times the capacity, see `_sketch`). No doorkeeper, no hill climbing, a
 Caffeine gives a loser now and then: it is the static policy of the paper.
 
 A newcomer enters the window. Where room is needed and the window is longer than its share, its oldest, the *candidate*, meets
-the oldest on probation, the *victim* (or the oldest protected one, where nobody is on probation): the candidate moves to
+the oldest on probation, the *victim* (or the oldest protected one, if none is on probation): the candidate moves to
 probation and the victim goes if the candidate was seen more often; else the candidate goes.
 
 What our contract adds: newcomers that are to enter stand behind the window, deepest first, as they will be used. Where the
 whole window is gone, they themselves are candidates. One that loses is rejected before it is copied, counted as seen; one that
-wins goes to probation when it is used. Main fills up before anybody is judged.
+wins goes to probation when it is used. Main fills up before the first such comparison.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class WTinyLFU(QueuePolicy[K, int]):
         return taken
 
     def _loses(self, victim: K, newcomer: K | None, candidate: K | None) -> bool:
-        """Whether the victim goes: it meets nobody, or who was seen more often."""
+        """Whether the victim goes: it has no rival, or one that was seen more often."""
         if newcomer is not None:
             return self._count(newcomer) + 1 > self._count(victim)
         return candidate is None or self._count(candidate) > self._count(victim)

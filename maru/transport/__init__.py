@@ -25,7 +25,7 @@ A client is handed what comes, and says which task expects it::
 What holds for every message: it goes out and comes in whole, in the order of its connection; cancelled while sending, it
 was not sent; cancelled while waiting, it is there for the next. What waits, waits in ZeroMQ, bounded by
 :class:`SocketOptions`; nothing is queued here. Two things ZeroMQ does not bound: the frames of one message that its sender
-never ends, which nobody sees before it is whole, and what is told of connections while the event loop stands still.
+never ends, which are not seen before it is whole, and reports of connections while the event loop stands still.
 
 A wait that finds its message at once is not always a checkpoint, as trio's are: it sees a cancellation, but the other tasks
 of the loop have their turn every quarter of a millisecond only (`_waiting` says what that is worth). ``busy_poll=0.0`` and

@@ -1,4 +1,4 @@
-"""Sending to the peers of a ROUTER within a bound of bytes: who meets it and does not read is hung up on."""
+"""Sending to the peers of a ROUTER within a bound of bytes: a peer that meets it and does not read is disconnected."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class BoundedWriter:
         self._unread.forget(peer)
 
     def _make_room(self, crowd: list[bytes], peer: bytes, size: int) -> None:
-        """Look at these: who has not read all is hung up on. Raises :exc:`zmq.Again` where that is not enough."""
+        """Disconnect those of these peers that have not read everything. Raises :exc:`zmq.Again` if that is not enough."""
         unread, tracker = self._unread, self._tracker
         for other in crowd:
             if tracker.has_read_all(other):

@@ -2,9 +2,9 @@
 
 Rule 1. A frame goes out whole or not at all. Cancelled before :meth:`ChannelClient.send` has returned, nothing was sent.
 Rule 2. The waiting tasks read the connection themselves (`_waiting`). One small task beside them connects, connects again,
-        and sends what found no room; an established connection costs it nothing.
-Rule 3. What is sent while there is no server waits for one, within bounds, as ZeroMQ has it. What a server had already been
-        sent when it died is not sent again: nobody knows whether it was done, and its caller is told so at once.
+        and sends frames that found no room; an established connection costs it nothing.
+Rule 3. Frames sent while there is no server wait for one, within bounds, as with ZeroMQ. A frame that a server had got
+        when it died is not sent again: it is unknown whether it was handled, and its caller is told so at once.
 """
 
 from __future__ import annotations

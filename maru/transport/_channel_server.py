@@ -1,11 +1,12 @@
 """The server's side of the same-host channel: any number of connections of this user's processes, read by one task.
 
 Rule 1. All connections are in one epoll set, at which one task waits: a message costs no task of its own. Of those that are
-        ready, who was served least goes first (`_fair_share`), so that who asks for much does not keep the others waiting.
-Rule 2. What cannot leave at once waits here, bounded in bytes for each peer and for all of them. Whoever meets a bound and
-        does not read is hung up on. Never the loop: nothing here waits for a peer.
-Rule 3. The end of a connection is told once, and after the messages that were read from it have been handled: told earlier,
-        its last message would begin a life of its own.
+        ready, the least served goes first (`_fair_share`), so that a client with many requests does not delay the
+        others.
+Rule 2. Frames that cannot leave at once wait here, bounded in bytes for each peer and for all of them. A peer that
+        meets a bound and does not read is disconnected. The loop itself never waits for a peer.
+Rule 3. The end of a connection is reported once, after the messages that were read from it have been handled: reported
+        earlier, its last message would count as a new peer's.
 """
 
 from __future__ import annotations

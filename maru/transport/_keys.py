@@ -1,7 +1,7 @@
-"""CURVE keys: who may come in, and the files in which keys are kept.
+"""CURVE keys: which clients may connect, and the files in which keys are kept.
 
 A key is 40 characters of Z85. A key file is text in the form that other ZeroMQ tools read and write: ``public-key = "..."``
-and, in the file of whom it belongs to, ``secret-key = "..."``. A file with a secret key has mode 0600, and is refused when
+and, in its owner's file, ``secret-key = "..."``. A file with a secret key has mode 0600, and is refused when
 others may read it.
 """
 

@@ -28,13 +28,13 @@ def open_socket(
 ) -> AbstractAsyncContextManager[TrioSocket]:
     """Open a ZeroMQ socket, for the length of an ``async with`` block.
 
-    Leaving the block closes it: whoever waits in other tasks gets :exc:`trio.ClosedResourceError`, and when the block has
+    Leaving the block closes it: tasks that wait get :exc:`trio.ClosedResourceError`, and when the block has
     been left its addresses are free again. It can be used until then, also in a scope that was cancelled and a shield.
 
     Args:
-        kind: ``"dealer"``, who speaks to whom it is connected to, in turn; ``"router"``, who says to whom; ``"pub"``, who
-            speaks to all and waits for none: what one of them does not read within ``send_high_water_mark`` messages, that one
-            misses; or ``"sub"``, who listens to one of these.
+        kind: ``"dealer"`` sends to its connections in turn; ``"router"`` names the peer of each message; ``"pub"`` sends to all
+            and waits for none: a peer that does not read within ``send_high_water_mark`` messages misses the rest; ``"sub"``
+            receives from one of these.
         bind: addresses to listen at: ``tcp://host:port``, ``tcp://host:*``, ``ipc://path``.
         connect: addresses to connect to; no process need listen there yet.
         topics: what a ``"sub"`` takes: messages whose first frame begins with one of these.

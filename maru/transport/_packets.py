@@ -2,7 +2,7 @@
 
 Rule 1. A frame goes whole or not at all. The kernel keeps packets apart, so half a frame cannot be received: a peer that
         dies, or a task that is cancelled, leaves nothing in the middle.
-Rule 2. A packet is bounded by the send buffer of its socket (212,960 bytes, where nobody has changed the default), so a frame
+Rule 2. A packet is bounded by the send buffer of its socket (212,960 bytes by default), so a frame
         of more than ``INLINE_BYTES`` travels as the descriptor of a sealed memfd that holds it. In pieces it would be faster
         from 1 MiB on (240 us instead of 470; at 256 KiB both take 85), but then half a frame could be left over on both
         sides, and would have to be bounded for every peer that never sends the rest.

@@ -2,11 +2,11 @@
 
 Rule 1. A message goes out whole or not at all, and comes in whole. A cancelled send has sent nothing; a cancelled receive
         has taken nothing.
-Rule 2. The socket is read by whoever leads (`_waiting`), for all. Whoever calls it while the leader sleeps looks whether
-        that swallowed the leader's signal.
-Rule 3. Waiting senders go in turn, and nobody passes them: at a ROUTER those to one peer, else all.
-Rule 4. Nothing is queued here: what is not wanted yet waits in ZeroMQ, whose queues are bounded in messages, and at a ROUTER
-        that tracks its peers in bytes as well: who meets that bound and does not read is hung up on.
+Rule 2. The leading task reads the socket for all (`_waiting`). A call made while the leader sleeps checks whether it has
+        consumed the leader's signal.
+Rule 3. Waiting senders go in order, without overtaking: at a ROUTER those to one peer, else all.
+Rule 4. Nothing is queued here: messages without a receiver wait in ZeroMQ, whose queues are bounded in messages, and at a
+        ROUTER that tracks its peers in bytes as well: a peer that meets that bound and does not read is disconnected.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class TrioSocket:
         """Make an :class:`Expected`, which ``on_messages`` delivers and one task waits for.
 
         The loop of a client is fastest with this: the waiting task reads the socket itself. Messages are handed on while
-        somebody waits, for room, in :meth:`run`, or for something expected; otherwise they wait in ZeroMQ.
+        a task waits, for room, in :meth:`run`, or for something expected; otherwise they wait in ZeroMQ.
         """
         return Expected(self._watch)
 

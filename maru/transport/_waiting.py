@@ -1,20 +1,19 @@
-"""Who watches the descriptor: of all tasks that wait at one socket, one does it for all. Knows no ZeroMQ.
+"""Waiting at a socket: of all tasks that wait, one watches the descriptor for all of them. Knows no ZeroMQ.
 
-The descriptor of a ZeroMQ socket tells of changes, once, and every call of the socket may swallow what it was about to
-tell. So there can be one reader only, and after anything that others did he must look for himself before he sleeps.
-A task of its own for that is what one thinks of first. It costs every reply a detour: the pump wakes, reads, wakes the
-waiting task, sleeps again, and a tick later the reply is where it belongs. Here the waiting task reads its reply itself,
-and there is no other task:
+The descriptor of a ZeroMQ socket signals changes once, and every call of the socket may consume the signal. So there can be one
+reader only, and after a call of another task it must look for itself before it sleeps. A separate task as the reader seems
+natural, but costs every reply a detour: that task wakes, reads, wakes the waiting task, sleeps again, and the reply arrives a
+tick later. Here the waiting task reads its reply itself, and there is no other task:
 
-Rule 1. Whoever waits while nobody *leads*, leads: it empties the socket, for all, and sleeps at the descriptor. All others
-        who wait are *followers* and sleep without it. Nobody leads while nobody waits: what comes then waits in ZeroMQ.
-Rule 2. The leader leaves when what it waits for is there, or cancelled. It passes the lead on to the follower that came
-        last, whose turn will come last. The lead is not lost on the way: who is woken for it cannot be cancelled before
-        it has it. Who is cancelled loses its place in the queue at once, so that nobody serves it any more.
-Rule 3. Before it sleeps, the leader has seen the socket empty, and nobody has touched the socket since. Who touches it
-        while the leader sleeps sees to it that it wakes where it must (:meth:`Watch.kick`).
-Rule 4. What comes in crowds is read in crowds: before it looks, a new leader lets everybody run who was just woken, and
-        other threads too. What they send costs no look of its own, and what comes meanwhile is read at once.
+Rule 1. The first task that waits is the *leader*: it empties the socket, for all, and sleeps at the descriptor. All other
+        waiting tasks are *followers* and sleep without it. Without waiting tasks, messages wait in ZeroMQ.
+Rule 2. The leader stops when its message is there, or when it is cancelled. It passes the lead on to the follower that came
+        last, which will be served last. The lead is not lost on the way: the new leader cannot be cancelled before it has the
+        lead. A cancelled task loses its place in the queue at once, so that no message is delivered to it.
+Rule 3. Before it sleeps, the leader has seen the socket empty, and no other task has touched the socket since. A task that
+        touches it while the leader sleeps wakes the leader if necessary (:meth:`Watch.kick`).
+Rule 4. Messages that come in crowds are read in crowds: before it looks, a new leader lets all tasks run that were just woken,
+        and other threads too. Their sends need no look of their own, and messages that come meanwhile are read at once.
 Rule 5. A leader busy-polls before it sleeps, unless that was of no use lately or messages come in crowds: it polls the
         descriptor for some microseconds and yields the processor each time, so that ZeroMQ's I/O thread can run.
 Rule 6. The other tasks of the loop have their turn at least every quarter of a millisecond, plus one busy poll, and whenever

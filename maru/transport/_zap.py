@@ -1,6 +1,6 @@
 """Authentication of CURVE clients: ZeroMQ asks at each handshake, in the process, and a task answers.
 
-What is asked and answered is ZAP 1.0 (https://rfc.zeromq.org/spec/27/). While the event loop stands still nobody new comes in;
+The protocol is ZAP 1.0 (https://rfc.zeromq.org/spec/27/). While the event loop stands still no new client is accepted;
 a handshake that waits longer than ``handshake_timeout`` is dropped and tried again by its client.
 """
 

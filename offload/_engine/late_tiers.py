@@ -266,7 +266,7 @@ class PlaceholderTier(ForwardingTier):
         """The tier's; all of them while it is absent."""
         return getattr(self.made, "capabilities", Capabilities())
 
-    # --- whose its blocks are ---------------------------------------------------------------------------------------
+    # --- tenants ------------------------------------------------------------------------------------------------------
 
     def _carry(self, keys: Sequence[Key], tenant: str) -> Callable[[], None]:
         """Keep the tags until the tier is there, and then pass them on."""
