@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .statistics import Counts
 
 MOST_BYTES: Final = 32 << 20
-"""A load of more goes the ordinary way: beside its copy, a change of thread costs nothing, and stores yield to it."""
+"""More is loaded the ordinary way: beside its copy, a change of thread costs nothing, and stores yield to it."""
 
 _NOTHING: Final = MappingProxyType[str, Exception]({})
 
@@ -92,7 +92,7 @@ class DirectReads:
         n, size, there = len(hit.keys), destination.block_bytes, destination.views()
         if self._shadow is not None and not self._shadow.may_pass(hit.keys, hit._since):
             return None
-        if hit.released or there is None or not 0 < n <= len(destination) or n * size > MOST_BYTES:
+        if hit.released or there is None or not 0 < n <= len(destination):
             return None
         if len(there) != n:
             there = there.part(0, n)

@@ -37,6 +37,7 @@ from ..preconditions import ThreadEvent as Event
 from ._calls import CallFuture, Hit, LoadFuture, LookupFuture
 from ._cancellation import CancellationToken
 from ._future import StoreFuture
+from ._reads import SHORT_COPY_BYTES
 from ._worker import LEAVE_TIMEOUT, EngineWorker
 
 T = TypeVar("T")
@@ -319,7 +320,13 @@ class Engine:
             PipelineClosed: the engine is closed, crashed, or belongs to the parent of a fork.
             TypeError: a key is not ``bytes``, or this is one key and not a sequence.
         """
-        return self._worker.begin(self._lookup(keys, tenant, timeout, polled=True))
+        worker, call = self._worker, self._lookup(keys, tenant, timeout, polled=True)
+        worker.check_begin(call)
+        hit = worker.reads.lookup(call.keys)
+        if hit is None:
+            return worker.begin(call)
+        worker.end_here(call, hit)
+        return call
 
     def load(
         self,
@@ -370,7 +377,13 @@ class Engine:
             PipelineClosed: the engine is closed, crashed, or belongs to the parent of a fork.
             ValueError: the hit was released, or belongs to another engine.
         """
-        return self._worker.begin(self._load(hit, destination, promote, timeout, polled=True))
+        worker, call = self._worker, self._load(hit, destination, promote, timeout, polled=True)
+        worker.check_begin(call)
+        result = None if isinstance(promote, str) else worker.reads.load(hit, destination, SHORT_COPY_BYTES)
+        if result is None:
+            return worker.begin(call)
+        worker.end_here(call, result)
+        return call
 
     def delete(self, keys: Sequence[Key], timeout: float | None = None) -> list[Deletion]:
         """Delete these keys in all tiers. Returns one answer per key, as :meth:`offload.Engine.delete` does.

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from backends.abc import Destination, Key
 
 from .._engine import Hit as PinnedHit
 from .._engine import LoadResult
+from .._engine.direct import MOST_BYTES
 from ._calls import Hit
 from ._resting import RestingLoop
 
 if TYPE_CHECKING:
     from ._worker import EngineWorker
+
+SHORT_COPY_BYTES: Final = 256 << 10
+"""A load that is begun and not waited for copies so much at once: in the time that it would take to begin it elsewhere."""
 
 
 class ThreadReads:
@@ -48,8 +52,10 @@ class ThreadReads:
         hold()
         self._worker.hits[pinned] = None
 
-    def load(self, hit: Hit, destination: Destination) -> LoadResult | None:
-        """Copy what a hit holds, and verify it, if all of it lies in memory."""
+    def load(self, hit: Hit, destination: Destination, most_bytes: int = MOST_BYTES) -> LoadResult | None:
+        """Copy what a hit holds, and verify it, if all of it lies in memory and it is not more than so many bytes."""
+        if len(hit) * destination.block_bytes > most_bytes:
+            return None
         worker = self._worker
         with hit.reading() as pinned:
             if not worker.is_open:

@@ -246,7 +246,7 @@ class EngineWorker(ThreadBoundary):
             raise ValueError(f"{size} blocks at once are more than budget_blocks = {self.budget_blocks}")
         if future._cancelled:  # by its token: it needs no room
             future._room = 0
-            future._end(Status.CANCELLED, note=self._note_refused)
+            future._end(Status.CANCELLED, note=self._note_here)
             return
         with self.lock:
             if self._drops:
@@ -258,10 +258,10 @@ class EngineWorker(ThreadBoundary):
             unpolled = f", {len(self.unpolled)} futures wait to be polled" if self.unpolled else ""
             raise PipelineFull(f"no room for {size} blocks more (budget_blocks = {self.budget_blocks}{unpolled})")
         future._room = 0
-        future._end(Status.COMPLETE, filtered=dict.fromkeys(blocks.keys, "overflow"), note=self._note_refused)
+        future._end(Status.COMPLETE, filtered=dict.fromkeys(blocks.keys, "overflow"), note=self._note_here)
 
-    def _note_refused(self, future: Future[Any]) -> None:
-        """End a future in the thread that called ``store``: it is queued for polling like any other, and takes up no room.
+    def _note_here(self, future: Future[Any]) -> None:
+        """End a future in the calling thread: it is queued for polling like any other, and takes up no room.
 
         The lock keeps the notifier open meanwhile: a close first makes all calls refuse, under this lock. A thread that finds
         the engine open here has signalled before the close goes on.
@@ -312,10 +312,7 @@ class EngineWorker(ThreadBoundary):
         # Refusal and table change under one lock: `_end` settles all calls in the table after it has refused new ones, so no
         # call can be added that is never answered.
         with self.lock:
-            if self.refusal is not None:
-                raise self.refusal()
-            if call.polled and len(self._pending_calls) + len(self.unpolled) >= MAX_CALLS:
-                raise PipelineFull(f"{MAX_CALLS} calls are begun, or futures ended and not polled: poll them, or wait")
+            self.check_begin(call)
             call.begun = True
             self._pending_calls[call] = None
             if after_stores:
@@ -325,6 +322,18 @@ class EngineWorker(ThreadBoundary):
         if not self.mailbox.wake_pending:
             self.mailbox.wake()
         return call
+
+    def check_begin(self, call: CallFuture[Any]) -> None:
+        """Raise if no more calls can begin."""
+        if self.refusal is not None:
+            raise self.refusal()
+        if call.polled and len(self._pending_calls) + len(self.unpolled) >= MAX_CALLS:
+            raise PipelineFull(f"{MAX_CALLS} calls are begun, or futures ended and not polled: poll them, or wait")
+
+    def end_here(self, call: CallFuture[T], value: T) -> None:
+        """End a call that the calling thread has answered itself."""
+        call.begun = True
+        call.end(value, None, self._note_here)
 
     def wait_for(self, call: CallFuture[T], timeout: float | None, *, after_stores: bool = False) -> T:
         """Begin a call and wait for its end. A timeout or an interrupt ends it and, where its end matters, waits for that."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -112,6 +113,23 @@ def test_what_is_in_memory_is_found_and_loaded_without_a_message() -> None:
         with no_message():
             assert load_all(engine, keys) == [payload(key) for key in keys]
         assert is_at_rest(engine, host)
+
+
+def test_what_is_begun_is_done_on_return_and_polled_as_any_other() -> None:
+    keys, host = keys_of(8), memory(8)
+    with engine_of(keys, {"host": host}) as engine, no_message():
+        ready = engine.fileno()
+        buffers, destination = places(8)
+        lookup = engine.begin_lookup(keys)
+        assert lookup.done()
+        load = engine.begin_load(lookup.result(), destination)
+        assert load.done()
+        assert load.result().loaded == 8
+        assert buffers == [payload(key) for key in keys]
+        assert select.select([ready], [], [], SOON)[0] == [ready]
+        assert engine.poll() == [lookup, load]
+        lookup.cancel()  # lets go of what it found
+    assert host.statistics().held_blocks == 0
 
 
 def test_it_is_counted_as_any_other_read() -> None:
