@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from maru import ServerConfig
-from maru._errors import ConfigError
+from maru import ConfigError, ServerConfig
 from maru.kv_events import open_mirror
 from tests.maru.test_relay import claim, dial, hear, routing_id
 from tests.support.maru_actors import client

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +17,6 @@ from collections.abc import Iterator, Sequence
 import attrs
 import trio
 
-from maru.bench._echo import PacketCaller
 from maru.transport import ChannelServer
 from tests.support.maru_processes import act
 
@@ -120,10 +120,13 @@ class EchoClient:
 
     def go_round(self, times: int) -> list[tuple[float, float]]:
         """Three frames there and back, so often: as many as a client's round of storing, looking and deleting."""
-        with PacketCaller(self._path) as caller, Rounds(self._server) as rounds:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as caller, Rounds(self._server) as rounds:
+            caller.connect(self._path)
             for _ in range(times):
                 with rounds.one():
-                    caller.lockstep([b"x" * 100] * 3)
+                    for _ in range(3):
+                        caller.send(b"x" * 100)
+                        assert len(caller.recv(1_000)) == 100
             return rounds.took
 
 
