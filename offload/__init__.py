@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ._keys import prefix_keys as prefix_keys
     from ._keys import BlockKey as BlockKey
     from ._keys import KeyPrefix as KeyPrefix
-    from ._pipeline.pipeline import open_pipeline as open_pipeline
+    from ._pipeline.opening import open_pipeline as open_pipeline
     from ._pipeline.pipeline import Pipeline as Pipeline
     from ._pipeline.statistics import PipelineStatistics as PipelineStatistics
     from ._config import PipelineConfig as PipelineConfig
@@ -78,7 +78,7 @@ _HOMES = {
     "prefix_keys": "._keys",
     "BlockKey": "._keys",
     "KeyPrefix": "._keys",
-    "open_pipeline": "._pipeline.pipeline",
+    "open_pipeline": "._pipeline.opening",
     "Pipeline": "._pipeline.pipeline",
     "PipelineStatistics": "._pipeline.statistics",
     "PipelineConfig": "._config",

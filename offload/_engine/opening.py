@@ -20,7 +20,8 @@ from .._config import BreakerConfig, PipelineConfig
 from .._errors import ConfigError
 from .._health import BreakerTier
 from .._pipeline.marks import place_of
-from .._pipeline.pipeline import Pipeline, open_pipeline
+from .._pipeline.opening import open_pipeline
+from .._pipeline.pipeline import Pipeline
 from .._pipeline.priority import LoadPriority
 from .._pipeline.spill import Spilling, spill
 from .._pipeline.spill_route import what_is_new

@@ -33,7 +33,8 @@ from .._errors import DestinationFull, PipelineClosed, PipelineFull, Preconditio
 from .._pipeline.container import OffloadContainer
 from .._pipeline.handle import TransferHandle
 from .._pipeline.marks import place_of
-from .._pipeline.pipeline import Pipeline, open_pipeline
+from .._pipeline.opening import open_pipeline
+from .._pipeline.pipeline import Pipeline
 from .._pipeline.priority import LoadPriority
 from .factories import presence_filter
 from .lookup import Place

@@ -22,7 +22,7 @@ from maru.bench._row import Goal, Row
 
 from .._config import PipelineConfig
 from .._pipeline.lifecycle import Status
-from .._pipeline.pipeline import open_pipeline
+from .._pipeline.opening import open_pipeline
 from ..policies import PresenceFilter
 from ..preconditions import NO_WAIT
 from ._straight import StraightLine, through_channels

@@ -35,7 +35,8 @@ from maru.bench._row import Goal, Row
 from .._config import BatchConfig, PipelineConfig
 from .._pipeline.handle import TransferHandle
 from .._pipeline.lifecycle import Status
-from .._pipeline.pipeline import Pipeline, open_pipeline
+from .._pipeline.opening import open_pipeline
+from .._pipeline.pipeline import Pipeline
 from ..abc import AsyncPolicy, Policy, PreconditionLike, Reasons
 from ..policies import PresenceFilter
 from ..preconditions import NO_WAIT

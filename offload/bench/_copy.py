@@ -26,7 +26,8 @@ from maru.bench._row import Goal, Row
 
 from .._config import PipelineConfig
 from .._pipeline.lifecycle import Status
-from .._pipeline.pipeline import Pipeline, open_pipeline
+from .._pipeline.opening import open_pipeline
+from .._pipeline.pipeline import Pipeline
 from ..policies import PresenceFilter
 from ..preconditions import NO_WAIT
 from . import _copy_pages

@@ -17,7 +17,7 @@ from backends.testing import NullExecutor
 from maru.bench._measure import Effort, Figures, in_turn, noisiest, percentile
 from maru.bench._row import Goal, Row
 
-from .._pipeline.pipeline import open_pipeline
+from .._pipeline.opening import open_pipeline
 from ..policies import PresenceFilter
 from ..preconditions import NO_WAIT
 from ._work import containers, roomy

@@ -1,0 +1,106 @@
+"""Opening a pipeline for the length of a block: its nursery, and how that ends, whatever ends the block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import cast
+
+import trio
+
+from backends.abc import Source, TransferExecutor
+from maru.exception_groups import raise_unwrapped
+
+from .._config import PipelineConfig
+from ..abc import AsyncPolicy, Instrument, Policy
+from .marks import place_of
+from .pipeline import Pipeline
+from .priority import LoadPriority
+
+
+class _OpenPipeline:
+    """The lifetime of a pipeline, as an async context manager."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._nursery_manager: AbstractAsyncContextManager[trio.Nursery] = trio.open_nursery()
+        self._nursery: trio.Nursery | None = None
+
+    async def __aenter__(self) -> Pipeline:
+        self._nursery = nursery = await self._nursery_manager.__aenter__()
+        try:
+            # Shielded: where a start is cancelled, nursery.start waits for the end of its task, and ours does not end by that.
+            with trio.CancelScope(shield=True):
+                await nursery.start(self._pipeline.run)
+        except BaseException as error:
+            self._pipeline.stop()
+            await self._leave(error)
+            raise
+        return self._pipeline
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        try:
+            await self._pipeline.aclose()
+        except BaseException as cut_short:
+            # Ctrl-C, while it drained: what was left ends now, and no nursery stays open behind it.
+            self._pipeline.stop()
+            await self._leave(cut_short)
+            raise
+        self._pipeline.stop()
+        return await self._leave(error)
+
+    async def _leave(self, error: BaseException | None) -> bool:
+        """End the nursery. An error of the body leaves as it came; one of the stages is not wrapped in a group of one."""
+        nursery, self._nursery = self._nursery, None
+        assert nursery is not None
+        if not nursery.cancel_scope.cancel_called:
+            # The body was not cancelled from in here: its error leaves as it is, not in the nursery's group.
+            await self._nursery_manager.__aexit__(None, None, None)
+            return False
+        with raise_unwrapped():
+            kind, trace = (None, None) if error is None else (type(error), error.__traceback__)
+            return bool(await self._nursery_manager.__aexit__(kind, error, trace))
+
+
+def open_pipeline(
+    source: Source,
+    destination: TransferExecutor,
+    *,
+    policies: Sequence[Policy | AsyncPolicy] = (),
+    config: PipelineConfig | None = None,
+    chain: Sequence[Pipeline] = (),
+    instruments: Sequence[Instrument | object] = (),
+    name: str = "",
+    load_priority: LoadPriority | None = None,
+) -> AbstractAsyncContextManager[Pipeline]:
+    """Open a pipeline from a source to a destination, for the length of an ``async with`` block.
+
+    Leaving the block closes it (see :meth:`Pipeline.aclose`): what is not committed ends as FAILED, copies under way
+    drain, and no task, thread or reservation is left. ``await pipeline.drain()`` before that has everything stored.
+    Cancelling the scope around the block does the same, within ``drain_timeout``.
+
+    Args:
+        source: where blocks are read from.
+        destination: where they are written to.
+        policies: called in order, once per container; all must let a block pass.
+        config: the settings; the defaults are those of :class:`offload.PipelineConfig`.
+        chain: pipelines out of ``destination`` that copy on everything stored there; opened before, closed after.
+        instruments: observers; see :class:`offload.abc.Instrument`.
+        name: its name in statistics, logs and the results of a chain; by default the destination's.
+        load_priority: loads that go before its copies; shared by all pipelines that compete with the same loads.
+
+    Raises:
+        ValueError: a pipeline of ``chain`` does not start at ``destination``, or two of them have one name.
+    """
+    names = [route.name for route in chain]
+    if len(set(names)) < len(names):
+        raise ValueError(f"the pipelines of a chain need names of their own, not {names}: give each a name=")
+    for route in chain:
+        if place_of(route.source) is not place_of(cast("object", destination)):
+            raise ValueError(f"{route!r} starts at {route.source!r}, not at the destination, {destination!r}")
+    name = name or str(getattr(destination, "name", "") or type(destination).__name__.lower())
+    config = config or PipelineConfig()
+    return _OpenPipeline(Pipeline(source, destination, policies, config, chain, instruments, name, load_priority))
