@@ -72,7 +72,9 @@ class ThreadReads:
     def release(self, pinned: PinnedHit) -> None:
         """Have a hit released. Never blocks, and wakes the engine's thread only if something there waits for it."""
         release = partial(self._worker.release, pinned)
-        if not self.resting.read(partial(self._release_late, pinned, release), wait=0):
+        # A load of this hit that was begun may still be a message. What is left here is done before messages are read, and so
+        # would release what that load has not pinned yet; a message comes behind it.
+        if self._worker.has_begun_calls or not self.resting.read(partial(self._release_late, pinned, release), wait=0):
             self._worker.mailbox.call(release)
 
     def _release_late(self, pinned: PinnedHit, release: Callable[[], None]) -> bool:

@@ -460,6 +460,11 @@ class EngineWorker(ThreadBoundary):
             await over.wait()
 
     @property
+    def has_begun_calls(self) -> bool:
+        """Whether calls were begun that have not ended. In any thread."""
+        return bool(self._pending_calls)
+
+    @property
     def is_open(self) -> bool:
         """Whether its hits hold what they say: until it begins to end."""
         return self._nursery is not None

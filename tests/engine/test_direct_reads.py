@@ -206,6 +206,16 @@ def test_a_hit_holds_its_blocks_until_it_is_released() -> None:
         assert engine.call(host.contains_nowait, keys) == set()
 
 
+def test_a_release_never_overtakes_a_load_that_was_begun_before() -> None:
+    keys = keys_of(4)
+    with engine_of(keys, {"host": memory(8)}) as engine:
+        for _ in range(300):
+            _, destination = places(4)
+            with engine.lookup(keys) as hit:
+                load = engine.begin_load(hit, destination)
+            assert load.result(SOON).loaded == 4
+
+
 def test_a_release_wakes_a_store_that_waits_for_its_room() -> None:
     keys, host, source = keys_of(8), memory(4), memory(8)
     for key in keys:
