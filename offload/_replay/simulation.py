@@ -60,7 +60,7 @@ def simulate(
         hit = _lookup(pools, keys)
         hits += hit
         depth_of = {key: depth for depth, key in enumerate(keys)} if depths else None
-        for start in range(hit, len(keys), chunk or len(keys)):
+        for start in range(hit, len(keys), chunk or max(1, len(keys))):
             rest = keys[start : start + chunk] if chunk else keys[start:]
             for pool in pools:
                 if presence or pool is not pools[0]:

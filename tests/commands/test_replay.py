@@ -170,6 +170,7 @@ traces = st.lists(st.lists(st.integers(0, 30), max_size=8, unique=True), max_siz
 
 
 @given(trace=traces, capacity=st.integers(1, 35))
+@example(trace=[[]], capacity=1)
 def test_what_if_is_plain_lru(trace: list[list[int]], capacity: int) -> None:
     keys = [[b"%d" % hash_id for hash_id in ids] for ids in trace]
     assert simulate(keys, [capacity]) == plain_lru(keys, capacity)
