@@ -295,7 +295,7 @@ def test_what_hangs_the_interpreter_or_kills_it_shrinks_as_well() -> None:
         ]
         assert report.scenario == large
         assert play(program(containers=1), 0).good, "there is another process now"
-        small = shrink(large, 0, play=play, budget=4.0)
+        small = shrink(large, 0, play=play, budget=12.0)
     assert 1 <= len(small.step) < len(large.step)
 
 
