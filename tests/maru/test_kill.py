@@ -26,7 +26,7 @@ from tests.support.published import PublishedClient
 from tests.support.published_wire import Ask
 
 KNOWN = re.compile(
-    r"maru\.(lock|pool|state|sock)|(descriptors|channel|tcp)\.sock|compaction\.lock|(journal|snapshot)\.[0-9]+|maru_[0-9]+\.dat"
+    r"maru\.(lock|pool|state|sock|index\.[0-9]+)|(descriptors|channel|tcp)\.sock|compaction\.lock|(journal|snapshot)\.[0-9]+|maru_[0-9]+\.dat"
     r"|snapshot\.[0-9.]+(server\.)?tmp"  # of a compaction that is at work
 )
 

@@ -86,7 +86,7 @@ async def test_what_lost_answers_have_pinned_is_let_go_of_in_a_session_that_goes
         open_test_server(min_lease=0.05) as server,
         open_lossy_wire(server.endpoints[0]) as wire,
         opened("blocking", server.endpoints[0]) as owner,
-        opened(face, wire.endpoint, pool_size=0) as reader,
+        opened(face, wire.endpoint, pool_size=0, index="off") as reader,
     ):
         pinned = lambda: server.statistics().service.directory.pinned  # noqa: E731
         await off(owner.put, keys)

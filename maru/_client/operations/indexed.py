@@ -20,6 +20,7 @@ from ..._index import Found, IndexReader, NotAnIndex
 from ..._wire import Code, FindRequest
 from ..answers import Loaded
 from .effects import Alone, Call, MapIndex, Operation, Work
+from .pinning import give_back_pins
 from .state import ClientState
 
 Copy = Callable[[Sequence[int], Sequence[int], Sequence[int], bool], list[int] | None]
@@ -133,6 +134,10 @@ def reader_of(s: ClientState) -> Operation[IndexReader | None]:
     index = s.index
     if not (index.is_wanted and s.own and s.is_connected) or s.is_closed:
         return None
+    if s.pinned.dropped or s.forgotten:  # whoever asks nobody for long lets go all the same
+        s.collect()
+    if s.pinned.due and not s.unsettled:
+        yield from give_back_pins(s, wait=False)
     if _is_due(s):
         yield Alone(partial(_open, s))
     reader = index.reader
