@@ -27,7 +27,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(model: str, transfer: dict[str, Any], log: Path) -> Iterator[str]:
-    """A server, and its address."""
+    """A server that is starting, and its address."""
     port = free_port()
     options = [*("--host", "127.0.0.1"), *("--port", str(port)), *("--dtype", "float32"), *("--block-size", "32")]
     options += [*("--max-model-len", "4096"), "--enforce-eager", *("--kv-transfer-config", json.dumps(transfer))]
@@ -49,14 +49,16 @@ def serving(model: str, transfer: dict[str, Any], log: Path) -> Iterator[str]:
     ]  # what `vllm serve` runs
     with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file, env=environ) as process:
         try:
-            url = f"http://127.0.0.1:{port}"
-            deadline = time.monotonic() + SOON
-            while not is_healthy(url):
-                assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-                time.sleep(0.2)
-            yield url
+            yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
+
+
+def wait_until_healthy(url: str, log: Path) -> None:
+    deadline = time.monotonic() + SOON
+    while not is_healthy(url):
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
+        time.sleep(0.2)
 
 
 def is_healthy(url: str) -> bool:
@@ -83,10 +85,11 @@ def metric(url: str, name: str) -> float:
 
 
 def test_a_second_server_loads_what_the_first_one_has_computed(model: str, server: Server, tmp_path: Path) -> None:
+    logs = [tmp_path / "first.log", tmp_path / "second.log"]
     with ExitStack() as stack:
-        first, second = (
-            stack.enter_context(serving(model, maru(server), tmp_path / f"{name}.log")) for name in ("first", "second")
-        )
+        first, second = [stack.enter_context(serving(model, maru(server), log)) for log in logs]
+        for url, log in zip((first, second), logs, strict=True):
+            wait_until_healthy(url, log)
         asked = prompt(1024, 40, 2)
         complete(first, model, prompt(1024, 40, 1))
         wanted = complete(first, model, asked)  # a hit in its own cache
