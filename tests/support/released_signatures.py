@@ -34,6 +34,9 @@ ENGINES = {"vllm": "VLLM", "lmcache": "LMCACHE", "sglang": "SGLANG"}
 
 DERIVED = (
     ("vllm/_connector.py", "OffloadConnector", "vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1"),
+    ("vllm/_spec.py", "OffloadSpec", "vllm.v1.kv_offload.base", "OffloadingSpec"),
+    ("vllm/_spec.py", "HostManager", "vllm.v1.kv_offload.base", "OffloadingManager"),
+    ("vllm/_spec.py", "RowWorker", "vllm.v1.kv_offload.base", "OffloadingWorker"),
     ("lmcache/_adapter.py", "MaruL2Adapter", "lmcache.v1.distributed.l2_adapters.base", "L2AdapterInterface"),
     ("lmcache/_adapter.py", "MaruL2AdapterConfig", "lmcache.v1.distributed.l2_adapters.config", "L2AdapterConfigBase"),
     ("lmcache/_l1.py", "MaruL1Manager", "lmcache.v1.distributed.l1_manager", "L1ManagerInterface"),
