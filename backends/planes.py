@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import xxhash
@@ -40,10 +41,28 @@ class _Group:
     """Its axes: blocks, those that tell planes apart, the others."""
     names: tuple[str, ...]
     """Of the planes."""
-    where: tuple[torch.Tensor, ...]
-    """Where the samples lie, on each of the other axes."""
-    positions: torch.Tensor
-    """The same, as positions in a flat plane."""
+    plane_shape: tuple[int, ...]
+    """The sizes of the other axes."""
+    positions: list[int]
+    """Where the samples lie in a flat plane."""
+
+
+@attrs.frozen(eq=False)
+class _Gather:
+    """Where the samples of all planes lie that are in one storage: read by one call, for each costs more than its numbers."""
+
+    flat: torch.Tensor
+    offsets: torch.Tensor
+    """Of block 0, in items."""
+    strides: torch.Tensor
+    """From one block to the next, of each."""
+
+    def read(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Of each block a row."""
+        import torch
+
+        numbers = torch.tensor(blocks, device=self.flat.device).unsqueeze(1)
+        return self.flat[torch.addcmul(self.offsets, numbers, self.strides)]
 
 
 class TensorPlanes:
@@ -74,6 +93,7 @@ class TensorPlanes:
         self._groups = [_group(name, tensor, block_axis, axes) for name, tensor in tensors.items()]
         if not self._groups:
             raise ValueError("tensors is empty, but a block has at least one plane")
+        self._gathers = [_gather(list(groups)) for _, groups in itertools.groupby(self._groups, _storage_of)]
         self.plane_names: tuple[str, ...] = tuple(name for group in self._groups for name in group.names)
 
     def __repr__(self) -> str:
@@ -84,8 +104,8 @@ class TensorPlanes:
         import torch
 
         with torch.inference_mode(), self._own_stream():
-            parts = [_samples(group, blocks) for group in self._groups]
-            rows = torch.cat([part.to("cpu", torch.float32) for part in parts], 1).contiguous()
+            parts = [gather.read(blocks).to("cpu", torch.float32) for gather in self._gathers]
+            rows = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return [array("f", row.numpy().tobytes()) for row in rows]
 
     def fill(self, blocks: Sequence[int], seed: str) -> list[array[float]]:
@@ -101,11 +121,11 @@ class TensorPlanes:
             for at, block in enumerate(blocks):
                 samples: list[torch.Tensor] = []
                 for group in self._groups:
-                    pattern = [_pattern(f"{seed} {at} {name}", group.view, group.where) for name in group.names]
-                    rest = group.view.shape[group.view.ndim - len(group.where) :]
+                    n = math.prod(group.plane_shape)
+                    pattern = [_pattern(f"{seed} {at} {name}", n, group.view.dtype) for name in group.names]
                     target = group.view[block]
-                    target.copy_(torch.stack(pattern).view(*target.shape[: target.ndim - len(rest)], *rest))
-                    samples += [plane[group.positions.cpu()].to(torch.float32) for plane in pattern]
+                    target.copy_(torch.stack(pattern).view(target.shape))
+                    samples += [plane[group.positions].to(torch.float32) for plane in pattern]
                 expected.append(array("f", torch.cat(samples).numpy().tobytes()))
         return expected
 
@@ -138,7 +158,6 @@ class TensorPlanes:
 
 
 def _group(name: str, tensor: torch.Tensor, block_axis: int, plane_axes: Mapping[str, int]) -> _Group:
-    import torch
 
     chosen = [block_axis, *plane_axes.values()]
     if not all(-tensor.ndim <= axis < tensor.ndim for axis in chosen):
@@ -156,37 +175,52 @@ def _group(name: str, tensor: torch.Tensor, block_axis: int, plane_axes: Mapping
     )
     n = math.prod(rest)
     # In the middle of equal parts: a first and a last number are what a fault at an edge would leave alone.
-    positions = torch.tensor([(2 * at + 1) * n // (2 * SAMPLES) for at in range(SAMPLES)], device=tensor.device)
-    where = torch.unravel_index(positions, tuple(rest)) if rest else ()
-    return _Group(view, names, tuple(where), positions)
+    return _Group(view, names, tuple(rest), [(2 * at + 1) * n // (2 * SAMPLES) for at in range(SAMPLES)])
 
 
-def _samples(group: _Group, blocks: Sequence[int]) -> torch.Tensor:
-    """Of each block a row: the samples of its first plane, of its second one."""
+def _storage_of(group: _Group) -> tuple[object, ...]:
+    return group.view.untyped_storage().data_ptr(), group.view.dtype, group.view.device
+
+
+def _gather(groups: Sequence[_Group]) -> _Gather:
+    """The samples of groups that share a storage."""
     import torch
 
-    view, where = group.view, group.where
-    index = torch.tensor(blocks, device=view.device)
-    if not where:  # a plane is one number
-        return view[index].reshape(len(blocks), -1, 1).expand(-1, -1, SAMPLES).reshape(len(blocks), -1)
-    between: list[slice] = [slice(None)] * (view.ndim - 1 - len(where))
-    # Only the samples are read: blocks are large, and this is asked for while others wait.
-    index_of: Any = (index[:, None], *between, *[positions[None, :] for positions in where])
-    read = view[index_of]
-    if not between:
-        return read
-    return read.reshape(len(blocks), SAMPLES, -1).transpose(1, 2).reshape(len(blocks), -1)
+    view = groups[0].view
+    storage = view.untyped_storage()
+    flat = torch.empty(0, dtype=view.dtype, device=view.device).set_(
+        storage, 0, (storage.nbytes() // view.element_size(),), (1,)
+    )
+    places = [_offsets(group) for group in groups]
+    strides = [group.view.stride(0) for group, offsets in zip(groups, places, strict=True) for _ in range(len(offsets))]
+    offsets = torch.tensor([offset for column in places for offset in column], device=view.device)
+    return _Gather(flat, offsets, torch.tensor(strides, device=view.device))
 
 
-def _pattern(name: str, view: torch.Tensor, where: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The numbers of one plane, flat, on the host: of the dtype of the tensor."""
+def _offsets(group: _Group) -> list[int]:
+    """Where the samples of block 0 lie in the storage, in items, plane by plane."""
+    view, inner = group.view, len(group.plane_shape)
+    split = view.ndim - 1 - inner
+    planes = itertools.product(*[range(size) for size in view.shape[1 : 1 + split]])
+    starts = [sum(map(operator.mul, index, view.stride()[1 : 1 + split])) for index in planes]
+    within: list[int] = []
+    for position in group.positions:
+        offset = 0
+        for size, stride in zip(reversed(group.plane_shape), reversed(view.stride()[1 + split :]), strict=True):
+            position, at = divmod(position, size)
+            offset += at * stride
+        within.append(offset)
+    return [view.storage_offset() + start + offset for start in starts for offset in within]
+
+
+def _pattern(name: str, n: int, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers of one plane, flat, on the host."""
     import torch
 
-    n = math.prod(view.shape[view.ndim - len(where) :])
     generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(name.encode()) >> 1)
-    if view.dtype.is_floating_point:
-        return (torch.rand(n, generator=generator) * 2 - 1).to(view.dtype)
-    return torch.randint(0, 127, (n,), generator=generator).to(view.dtype)
+    if dtype.is_floating_point:
+        return (torch.rand(n, generator=generator) * 2 - 1).to(dtype)
+    return torch.randint(0, 127, (n,), generator=generator).to(dtype)
 
 
 # --- comparing, which needs no tensor -----------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class LayoutCheck:
 
 @attrs.define(eq=False)
 class LayoutChecker:
-    """One check. ``canary`` owns a free block of the engine, whose bytes are overwritten."""
+    """One check. ``canary`` owns a free block of the engine, which is overwritten, and holds zeros behind the check."""
 
     engine: Engine
     canary: Canary
@@ -61,16 +61,23 @@ class LayoutChecker:
         Raises:
             LayoutMismatch: planes came back as other ones.
         """
+        try:
+            round_trip = await self._round_trip()
+            common = block_key(_NAME, salt=self.layout)
+            shared = await self._comes_back(common)
+            if not shared and round_trip:
+                shared = await self._store(common) and await self._comes_back(common)
+        finally:
+            self.canary.clear()
+        return LayoutCheck(round_trip, shared, "" if round_trip and shared else self.reason)
+
+    async def _round_trip(self) -> bool:
+        """Store the pattern under a key of this check alone, load it, and have it forgotten."""
         own = block_key(_NAME + os.urandom(16), salt=self.layout)
         try:
-            round_trip = await self._store(own) and await self._comes_back(own)
+            return await self._store(own) and await self._comes_back(own)
         finally:
             await self._forget(own)
-        common = block_key(_NAME, salt=self.layout)
-        shared = await self._comes_back(common)
-        if not shared and round_trip:
-            shared = await self._store(common) and await self._comes_back(common)
-        return LayoutCheck(round_trip, shared, "" if round_trip and shared else self.reason)
 
     async def _store(self, key: Key) -> bool:
         """Write the pattern and store it; whether it has arrived."""

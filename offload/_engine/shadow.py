@@ -287,6 +287,9 @@ class ShadowCheck:
         """Read blocks of one tier into other memory, and compare what stands at the destination with that."""
         if not positions:
             return
+        if destination.views() is None and not hasattr(destination, "copy_out"):  # backends.abc.ReadableDestination
+            self._note_inconclusive("destination not readable", len(positions))
+            return
         _, tier = self.places[speed]
         memory = new_pages(len(positions), destination.block_bytes)
         try:
@@ -396,13 +399,11 @@ def _compare_in_thread(destination: Destination, positions: Sequence[int], pages
     places = destination.views()
     if places is not None:
         return _equal(places.at(positions), pages)
-    copy_out = getattr(destination, "copy_out", None)  # optional: backends.abc.ReadableDestination
-    if copy_out is None:
-        return ["destination not readable"] * len(positions)
+    readable: Any = destination
     here = new_pages(len(positions), pages.page_bytes)
     try:
         with kept_if_unproven(here):
-            copy_out(positions, here)
+            readable.copy_out(positions, here)
     except Exception as error:
         if len(positions) == 1:
             _log.warning("a destination could not be read back: %s", describe(error))

@@ -4,7 +4,8 @@ A cache of 16 layers, keys and values of 8 heads each, in host memory, over a me
 of 256 KiB are stored, and each is loaded some times, in two engines in turn: one has ``shadow_check`` at its default. What is
 measured is processor time of all threads: a check runs in a thread of its own, and a hundredth drowns in what else goes on.
 
-Below stands the same with each load and each block compared, ``shadow_check = 1``.
+Below stands the same with each load and each block compared, ``shadow_check = 1``; and what that costs more, as a share of
+the default: the goal is on this one, since the difference above is as large as the noise.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _SHAPE: Final = (
 _PROMPT: Final = 16
 _LOADS: Final = 3
 """How often each prompt is loaded."""
+_GOAL: Final = Goal("ratio", "<=", 0.01)
 _NO_TORCH: Final = "torch is not installed, so there are no planes: pip install 'trio-offload[torch]'"
 
 
@@ -49,7 +51,7 @@ def rows(effort: Effort) -> Iterator[Row]:
             "shadow.time", None, "us/prompt", "without the check", None, Goal("ratio", "<=", 1.01), why_not=_NO_TORCH
         )
         return
-    cache, prompts = _cache(), effort.size(400, 4)
+    cache, prompts = _cache(), effort.size(200, 4)
     samples = in_turn(
         "shadow",
         effort,
@@ -59,10 +61,14 @@ def rows(effort: Effort) -> Iterator[Row]:
         },
     )
     us, without = {name: 1e6 * sample.median for name, sample in samples.items()}, "without the check"
-    for row, every, goal in (("time", SHADOW_CHECK, Goal("ratio", "<=", 1.01)), ("each", 1, None)):
+    for row, every in (("time", SHADOW_CHECK), ("each", 1)):
         names = (str(every), f"beside {every}")
         noise = noisiest(*[samples[name] for name in names])
-        yield Row(f"shadow.{row}", us[names[0]], "us/prompt", without, us[names[1]], goal, noise)
+        yield Row(f"shadow.{row}", us[names[0]], "us/prompt", without, us[names[1]], None, noise)
+    share = (us["1"] - us["beside 1"]) / SHADOW_CHECK
+    yield Row(
+        "shadow.share", share, "us/prompt", without, us["beside 1"], _GOAL, noisiest(samples["1"], samples["beside 1"])
+    )
 
 
 async def _session(cache: DeviceTier, every: int, prompts: int) -> Figures:

@@ -490,3 +490,18 @@ def test_a_thread_has_it_checked_as_well(monkeypatch: pytest.MonkeyPatch) -> Non
         assert {block.cause.value for block in engine.explain(keys).blocks} == {"withheld"}
         with pytest.raises(LayoutMismatch):
             engine.check_layout(world.cache.tier.canary(7), "our layout")
+
+
+def test_loads_in_the_calling_thread_are_compared_as_often() -> None:
+    world = World(every=20)
+    keys = [b"a", b"b"]
+    with from_thread.open_engine(world.cache.tier, {"host": world.host}, **world.options) as engine:
+        for key in keys:
+            engine.call(world.host.put, key, bytes(world.cache.tier.block_bytes))
+        buffers = [bytearray(world.cache.tier.block_bytes) for _ in keys]
+        for _ in range(200):
+            with engine.lookup(keys) as hit:
+                assert engine.load(hit, PagesDestination.over(buffers)).loaded == 2
+        shadow = engine.statistics().engine.shadow
+        assert 9 <= shadow.checked_loads <= 10
+        assert shadow.compared == {"read again": 2 * shadow.checked_loads}

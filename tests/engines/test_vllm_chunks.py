@@ -5,7 +5,7 @@ import torch
 
 from backends.memory import MemoryTier
 from backends.pages import Pages, new_pages
-from offload import NO_WAIT, Status, block_key, from_thread
+from offload import NO_WAIT, LayoutMismatch, Status, block_key, from_thread
 from offload.engines.vllm._chunks import ChunkSource, NoChunks, layout_of_caches
 
 BLOCKS, HEADS, TOKENS, DIM = 24, 2, 4, 8
@@ -118,3 +118,59 @@ def test_a_scheduler_has_no_chunks():
     assert (none.upgrade([b"a"]), none.views([0]), none.release([0])) == ([-1], None, None)
     with pytest.raises(AssertionError):
         none.copy_out([], new_pages(0, 64))
+
+
+def swapped(block: torch.Tensor) -> torch.Tensor:
+    """Keys as values: both are packed into the last axis."""
+    return block.roll(DIM, -1)
+
+
+def engine_over(source: ChunkSource, host: MemoryTier) -> from_thread.Engine:
+    return from_thread.open_engine(source, {"host": host}, shadow_check=1)
+
+
+def test_a_layout_that_is_read_otherwise_than_written_is_found_at_the_start(monkeypatch):
+    cache = caches()
+    source = ChunkSource(cache, BLOCKS, 2)
+    before = {name: layer.clone() for name, layer in cache.items()}
+    with engine_over(source, MemoryTier(1 << 20, source.block_bytes)) as engine:
+        check = engine.check_layout(source.canary([5, 9]), "a name")
+        assert (check.round_trip, check.shared, check.inconclusive) == (True, True, "")
+        others = [at for at in range(BLOCKS) if at not in (5, 9)]
+        for name, layer in cache.items():
+            assert not layer[[5, 9]].any()
+            assert torch.equal(layer[others], before[name][others])
+        copy_in = ChunkSource.copy_in
+
+        def otherwise(self, chunks, pages):
+            copy_in(self, chunks, pages)
+            for layer in cache.values():
+                layer[[5, 9]] = swapped(layer[[5, 9]])
+
+        monkeypatch.setattr(ChunkSource, "copy_in", otherwise)
+        with pytest.raises(LayoutMismatch):
+            engine.check_layout(source.canary([5, 9]), "a name")
+
+
+@pytest.mark.parametrize("blocks", [[[10, 11], [12, 13]], [[None, 11], [12, 13]]], ids=["whole", "a part is there"])
+def test_a_chunk_that_is_loaded_otherwise_than_stored_is_found(blocks, monkeypatch):
+    cache = caches()
+    source = ChunkSource(cache, BLOCKS, 2)
+    host = MemoryTier(1 << 20, source.block_bytes)
+    keys = [block_key(b"a"), block_key(b"b")]
+    with engine_over(source, host) as engine:
+        engine.store(source.chunks(keys, [[0, 1], [2, 3]], first=0), NO_WAIT).result(10)
+        with engine.lookup(keys) as hit:
+            assert engine.load(hit, source.into(blocks)).loaded == 2
+        assert engine.statistics().engine.shadow.mismatches == {}
+        copy_in = ChunkSource.copy_in
+
+        def otherwise(self, chunks, pages):
+            copy_in(self, chunks, pages)
+            for layer in cache.values():
+                layer[10:14] = swapped(layer[10:14])
+
+        monkeypatch.setattr(ChunkSource, "copy_in", otherwise)
+        with engine.lookup(keys) as hit:
+            assert engine.load(hit, source.into(blocks)).loaded == (0 if blocks[0][0] else 1)
+        assert engine.statistics().engine.shadow.mismatches["stored"] == (2 if blocks[0][0] else 1)

@@ -8,6 +8,7 @@ being stored.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import attrs
 from backends.abc import EVICTED, ExternalBlocks, Key
 from backends.device import DeviceTier
 from backends.pages import Pages
+from backends.planes import TensorPlanes
 
 from ._naming import layout_text
 
@@ -68,6 +70,11 @@ class ChunkSource(NoChunks):
         super().__init__(self._blocks.block_bytes * blocks_per_chunk)
         self._numbers = itertools.count()
         self._chunks: dict[int, Sequence[int]] = {}  # by number, while it is being stored
+        # A plane for each layer: what the axes of a block mean is the kernel's. Keys that are read as values are other numbers.
+        self._planes = TensorPlanes({name: _by_blocks(name, cache, n_blocks) for name, cache in _apart(caches).items()})
+        self.plane_names: tuple[str, ...] = tuple(
+            f"block {at} {name}" for at in range(blocks_per_chunk) for name in self._planes.plane_names
+        )
 
     def __repr__(self) -> str:
         return f"<ChunkSource of chunks of {self.blocks_per_chunk} blocks, {self.block_bytes} bytes>"
@@ -93,6 +100,25 @@ class ChunkSource(NoChunks):
         """Copy the blocks at each position into the page there, ``None`` left out."""
         ids, parts = self._wanted(blocks, pages)
         self._blocks.copy_out(ids, parts)
+
+    # --- whether it is what was stored ----------------------------------------------------------------------------
+
+    def plane_samples(self, refs: Sequence[int]) -> list[array[float] | None]:
+        """The samples of chunks that are being stored; see :class:`backends.abc.PlanarPlace`."""
+        return self.samples_of([self._chunks[ref] for ref in refs])
+
+    def samples_of(self, chunks: Sequence[Sequence[int | None]]) -> list[array[float] | None]:
+        """The samples of each of these chunks; ``None`` for one of which some blocks are left out."""
+        found: list[array[float] | None] = []
+        for chunk in chunks:
+            blocks = [block for block in chunk if block is not None]
+            whole = len(blocks) == len(chunk)
+            found.append(array("f", itertools.chain.from_iterable(self._planes.samples(blocks))) if whole else None)
+        return found
+
+    def canary(self, blocks: Sequence[int]) -> ChunkCanary:
+        """A chunk of free blocks, for :meth:`offload.from_thread.Engine.check_layout`: they are overwritten."""
+        return ChunkCanary(self, self._planes, blocks)
 
     # --- back -----------------------------------------------------------------------------------------------------
 
@@ -146,6 +172,53 @@ class ChunkDestination:
     def copy_in(self, start: int, pages: Pages) -> None:
         """Copy pages into the chunks from ``start`` on."""
         self._source.copy_in(self.blocks[start : start + len(pages)], pages)
+
+    def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
+        """Copy whole chunks into pages; see :class:`backends.abc.ReadableDestination`.
+
+        Raises:
+            ValueError: of one of them only some blocks were loaded.
+        """
+        chunks = [self.blocks[at] for at in positions]
+        if any(None in chunk for chunk in chunks):
+            raise ValueError("some blocks of this chunk were there, and were not loaded")
+        self._source.copy_blocks_out(chunks, pages)
+
+    @property
+    def plane_names(self) -> Sequence[str]:
+        """The planes of a chunk; see :class:`backends.abc.PlanarPlace`."""
+        return self._source.plane_names
+
+    def plane_samples(self, positions: Sequence[int]) -> list[array[float] | None]:
+        """The samples of these chunks; ``None`` for one of which only some blocks were loaded."""
+        return self._source.samples_of([self.blocks[at] for at in positions])
+
+
+@attrs.define(eq=False)
+class ChunkCanary:
+    """A chunk of free blocks; see :class:`backends.abc.Canary`."""
+
+    _source: ChunkSource
+    _planes: TensorPlanes
+    _blocks: Sequence[int]
+    _stored: Sequence[int] = ()
+
+    def write(self, key: Key, seed: str) -> tuple[ExternalBlocks, array[float]]:
+        """Write the pattern into the blocks of the chunk."""
+        samples = array("f", itertools.chain.from_iterable(self._planes.fill(self._blocks, seed)))
+        self._forget()
+        chunks = self._source.chunks([key], [self._blocks], first=0)
+        self._stored = chunks.refs or ()
+        return chunks, samples
+
+    def clear(self) -> ChunkDestination:
+        """Write zeros into the blocks of the chunk."""
+        self._forget()
+        self._planes.clear(self._blocks)
+        return self._source.into([self._blocks])
+
+    def _forget(self) -> None:
+        self._source.forget(self._stored)  # one check stores one chunk after the other
 
 
 def layout_of_caches(caches: Mapping[str, torch.Tensor], n_blocks: int, chunk_tokens: int) -> str:

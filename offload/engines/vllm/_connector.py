@@ -25,10 +25,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from ... import from_thread
-from ..._errors import OffloadError
+from ..._errors import LayoutMismatch, OffloadError
 from ...abc import PreconditionLike
 from ...preconditions import NO_WAIT
-from ._chunks import ChunkSource, NoChunks, layout_of_caches
+from ._chunks import ChunkCanary, ChunkSource, NoChunks, layout_of_caches
 from ._key_events import KeyEvent, KeyEvents
 from ._naming import ChunkNaming
 from ._plans import StepPlan
@@ -40,6 +40,9 @@ from ._worker import WorkerHalf
 _log = logging.getLogger(
     "vllm.offload"
 )  # below vLLM's own, so that an operator sees it without a word of configuration
+
+_LONGEST_CHECK: Final = 5.0
+"""Seconds that the start of a worker waits for the check of its layout, where a tier is slow to answer."""
 
 _WORKERS: Final[dict[str, WorkerHalf]] = {}
 """The workers' halves of this process, by the id of vLLM's engine and their rank."""
@@ -125,6 +128,8 @@ class OffloadConnector(KVConnectorBase_V1):
         name = f"{self._kv_transfer_config.engine_id}/{naming.rank}"
         _WORKERS[name] = self._worker
         self._facts = WorkerFacts(naming, source.block_bytes, os.getpid(), name)
+        if n_blocks > source.blocks_per_chunk:  # all of them are free: no request has come yet
+            _check_layout(engine, source.canary(range(n_blocks - source.blocks_per_chunk, n_blocks)), naming)
 
     def unregister_kv_caches(self) -> None:
         """Before sleep, from vLLM 0.33 on: nothing reads the cache any more. Idempotent."""
@@ -333,8 +338,23 @@ def _forward_pass() -> PreconditionLike:
     return event  # type: ignore[no-any-return]
 
 
+def _check_layout(engine: from_thread.Engine, canary: ChunkCanary, naming: ChunkNaming) -> None:
+    """Send a pattern through a store and a load; where it comes back in another layout, nothing is offloaded."""
+    layout = f"{naming.model}/{naming.dtype}/{naming.layout}/{naming.rank}"
+    try:
+        check = engine.check_layout(canary, layout, timeout=_LONGEST_CHECK)
+    except LayoutMismatch as error:
+        _log.error("nothing is offloaded, and nothing loaded: %s", error)
+        _close(engine)
+    except OffloadError as error:
+        _log.warning("the layout of the cache was not checked: %s", error)
+    else:
+        if check.inconclusive:
+            _log.warning("the layout of the cache was not checked: %s", check.inconclusive)
+
+
 def _close(engine: from_thread.Engine) -> None:
     try:
         engine.close()
     except OffloadError as error:
-        _log.error("the engine of a scheduler could not be closed: %s", error)
+        _log.error("an engine could not be closed: %s", error)
