@@ -264,9 +264,7 @@ class Directory:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-        if (
-            not shards <= self._durable
-        ):  # made since, by whatever thread, or found: then nobody may have synced it before
+        if not shards <= self._durable:  # made since, or found at the start: its entry may not have been synced before
             os.fsync(self.root)
             self._durable |= shards
 

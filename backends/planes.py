@@ -8,7 +8,7 @@ and never by the code that copies blocks, which would read them back as it has w
 Rule 1. Of a plane a few numbers are read, its *samples*: enough to tell one plane from another, and any request from any other
         one. Single bits are the business of checksums.
 Rule 2. Samples are compared within a tolerance. A block may have passed through a codec that loses bits, or have been
-        computed by somebody else for the same key, whose last bits differ.
+        computed by another process for the same key, so that last bits differ.
 
 torch is imported when planes are made, not with this module.
 """

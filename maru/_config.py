@@ -91,7 +91,7 @@ class ServerConfig:
         "at handshake. auto: 127.0.0.1:0 where there is a host, otherwise nowhere, as empty says. It knows no keys: any host "
         "but this one needs insecure.",
     )
-    # who may come in
+    # which clients may connect
     curve_key_file: str = _knob.text(
         "", "a path", _PATH, "The server's CURVE key pair. Empty: no CURVE, so loopback and Unix sockets only."
     )
@@ -124,7 +124,7 @@ class ServerConfig:
     )
     kv_events_insecure: bool = _knob.flag(
         False,
-        "Publish over TCP without CURVE: whoever reaches the port may read which keys there are, and nothing else.",
+        "Publish over TCP without CURVE: every process that reaches the port may read which keys there are, and nothing else.",
     )
     # what it says
     log_level: LogLevel = _knob.choice("info", LogLevel, "The least urgent line that is written.")
@@ -160,8 +160,8 @@ class ServerConfig:
         0.1,
         0.01,
         1.0,
-        "How often the watermarks and the leases are looked at. An owner fills about a GiB in that time. Who does not come to "
-        "look for twice as long stood still: that time counts for no lease.",
+        "How often watermarks and leases are checked. An owner fills about a GiB in that time. If a check is late by as much "
+        "again, the server stood still, and that time counts for no lease.",
     )
     quota_instance_bytes: int = _knob.size(
         0, 0, 1 << 50, "Most bytes under keys of one instance; beyond, its own least recently used go. 0: no quota."
@@ -238,11 +238,11 @@ class ServerConfig:
         64 << 20,
         64 << 10,
         1 << 40,
-        "Bytes of replies that wait for one client. Whoever has more and does not read is hung up on. What a client of ours "
-        "has under way is less: at most 28 MiB.",
+        "Bytes of replies that wait for one client. A client with more that does not read is disconnected. A client of ours "
+        "has at most 28 MiB under way.",
     )
     max_unread_bytes_together: int = _knob.size(
-        256 << 20, 1 << 20, 1 << 40, "The same for all clients together. Who has the most goes first."
+        256 << 20, 1 << 20, 1 << 40, "The same for all clients together. The client with the most goes first."
     )
     max_regions: int = _knob.integer(
         16_384, 1, 65_536, "Regions in all: a list of them is a message of about a MiB. Further ones are no room."
@@ -291,8 +291,8 @@ class ServerConfig:
             raise ConfigError(
                 "curve_clients_file",
                 self.curve_clients_file,
-                "must name the readers of KV events that may come in over TCP, unless kv_events_insecure is set: without "
-                "it, whoever knows the server's public key may, and can end the server",
+                "must name the readers of KV events that may connect over TCP, unless kv_events_insecure is set: without the "
+                "file, every reader that knows the server's public key may, and can end the server",
             )
         if self.insecure:
             return
@@ -361,7 +361,9 @@ class MaruConfig:
         "deployment says tcp://localhost:5555.",
         default_server_url,
     )
-    instance_id: str = _knob.text("", "a text", _ANY, "Who owns the regions. Empty: a new random name at each connect.")
+    instance_id: str = _knob.text(
+        "", "a text", _ANY, "The owner of the regions. Empty: a new random name at each connect."
+    )
     pool_size: int = _knob.size(100 << 20, 0, _TIB, "Bytes of the first region. 0: only read, and own none.")
     chunk_size_bytes: int = _knob.size(1 << 20, 1, 1 << 34, "Bytes of a page: one key's largest value.")
     timeout_ms: int = _knob.integer(2_000, 1, 3_600_000, "Milliseconds to wait for an answer of the server.")

@@ -25,7 +25,7 @@ _UNREAD = 160
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     """Where people read.
 
-    Where nobody reads along and nobody said how wide it should be, a path should rather be in one line than in 80 columns.
+    In a file or a pipe without a given width, a path should rather be in one line than in 80 columns.
     """
     from rich.console import Console
 

@@ -18,7 +18,7 @@ _CONNECT_TIME: Final = 1.0
 
 
 def find_listener(url: str) -> Listener:
-    """Who listens at ``tcp://host:port`` or ``ipc://path``. Never raises for what it finds."""
+    """The listener at ``tcp://host:port`` or ``ipc://path``. Never raises for what it finds."""
     kind, _, where = url.partition("://")
     if kind == "ipc":
         return find_unix_listener(where)
@@ -27,7 +27,7 @@ def find_listener(url: str) -> Listener:
 
 
 def find_tcp_listener(host: str, port: int) -> Listener:
-    """Who listens at a TCP address, if that is of this host and of this network namespace."""
+    """The listener at a TCP address, if that is of this host and of this network namespace."""
     try:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
         addresses = {socket.inet_pton(family, str(address[0]).partition("%")[0]) for family, *_, address in found}
@@ -40,7 +40,7 @@ def find_tcp_listener(host: str, port: int) -> Listener:
 
 
 def find_unix_listener(path: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> Listener:
-    """Who listens at a Unix socket of that kind; ``@name`` for one without a file."""
+    """The listener at a Unix socket of that kind; ``@name`` for one without a file."""
     with socket.socket(socket.AF_UNIX, kind) as sock:
         sock.settimeout(_CONNECT_TIME)
         try:

@@ -25,7 +25,7 @@ _MAPPED = bytes(10) + b"\xff\xff"
 
 @attrs.frozen
 class Listener:
-    """Who listens at an address, as far as the kernel tells."""
+    """The listener at an address, as far as the kernel tells."""
 
     uids: frozenset[int] = frozenset()
     """The users of the sockets there. Empty: unknown."""

@@ -56,7 +56,7 @@ def check_private_directory(path: str | os.PathLike[str], refuse: Callable[[str]
 def _open_ours(path: str, refuse: Callable[[str], Exception], purpose: str) -> tuple[int, os.stat_result]:
     """A descriptor of a directory that is ours, and is closed to others or may be."""
     try:
-        if os.lstat(path).st_uid != os.geteuid():  # a link that somebody laid out for us is not ours either
+        if os.lstat(path).st_uid != os.geteuid():  # a link that another user made is not ours either
             raise refuse(f"{path!r} belongs to another user: choose another directory")
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as exc:

@@ -1,4 +1,4 @@
-"""Who keeps the chunks of a pool: what a pool and its blocks ask for, whether a server answers or this process does."""
+"""The interface by which a pool and its blocks reach their chunks, in a server or in this process."""
 
 from __future__ import annotations
 

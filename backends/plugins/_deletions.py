@@ -23,7 +23,7 @@ from ._host_state import HostState
 from ._operations import Kind, Operation, Plugin
 
 _AT_A_TIME = 16
-"""So many that were found damaged are read once more at a time: who is about to store waits for that."""
+"""The number of damaged blocks that are read once more at a time: a caller that is about to store waits for that."""
 
 _AGAIN = (0.001, 0.005, 0.02, 0.05, 0.1)
 """Seconds before each further try."""

@@ -46,7 +46,7 @@ class Faults:
     gate: trio.Event | None = None
     """Transfers wait for it before a byte is moved."""
     room: trio.Event | None = None
-    """Nobody is granted room before it is set: ``partial`` and ``fail`` grant nothing, the others wait."""
+    """No request is granted room before it is set: ``partial`` and ``fail`` grant nothing, the others wait."""
     error: BaseException | None = None
     """What a transfer raises instead of copying: an ordinary exception, a ``BaseException``, or ``Unproven``."""
     hang: bool = False

@@ -1,4 +1,4 @@
-"""Who makes room: an owner's keys by its own order of use, and abandoned regions as a whole. Pure."""
+"""Chooses what is evicted: an owner's keys by its own order of use, and abandoned regions as a whole. Pure."""
 
 from __future__ import annotations
 

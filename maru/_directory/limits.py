@@ -20,7 +20,7 @@ class Limits:
     instance_quota_bytes: int = 0
     """What the keys of one instance may take. 0: as much as its regions hold."""
     tenant_quota_bytes: int = 0
-    """What the keys of one tenant may take. 0: no quota. Who names no tenant has none."""
+    """The most bytes under keys of one tenant. 0: no quota. Keys without a tenant have none."""
     instance_quotas: Mapping[str, int] = attrs.field(factory=dict)
     """Exceptions, by instance_id."""
     tenant_quotas: Mapping[str, int] = attrs.field(factory=dict)

@@ -67,7 +67,7 @@ class Published:
     def join_owners(self, connection: int, regions: int | Sequence[int]) -> None:
         """This connection writes in these regions, so it belongs to their owners, as far as they are published ones.
 
-        Who else would know of them? An orphan has its owner back: that is a client which lost its connection for long.
+        No other client could know of them. An orphan has its owner back: a client that had lost its connection for long.
         """
         joined = self.connections[connection]
         for region_id in (regions,) if isinstance(regions, int) else dict.fromkeys(regions):

@@ -344,7 +344,7 @@ class State:
                 region.session.policy.discard((key,))
 
     def _unlocated(self, keys: Sequence[str], locations: Sequence[Location]) -> None:
-        """These lie there no more. Told before anybody can be told that a page is free."""
+        """Record that these keys are gone from there. Called before their pages can be free."""
         if self.location_watcher is not None:
             self.location_watcher.removed(keys, [location.generation for location in locations])
 

@@ -171,7 +171,7 @@ class Journal:
         return self._behind
 
     def close(self) -> None:
-        """Let go of the files. Who still waits in `sync` is told that it was closed. Idempotent."""
+        """Close the files. Tasks that wait in `sync` get an error. Idempotent."""
         self._closed = True
         self._file = None
         self._unsynced.clear()

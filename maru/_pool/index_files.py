@@ -57,7 +57,7 @@ def open_index_file(home: str, number: int) -> int:
 
 
 def remove_index_file(home: str, number: int) -> None:
-    """Its readers keep it; nobody finds it any more."""
+    """Its readers keep it; it is not found any more."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(home, f"{PREFIX}{number}"))
 

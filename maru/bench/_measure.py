@@ -2,7 +2,7 @@
 
 A machine is never quiet, and what disturbs it lasts longer than a repetition. So the subjects of one comparison take turns,
 back and forth, in one process: what disturbs one repetition disturbs its neighbour as well, and a median forgets both.
-The garbage of the one before is collected before each repetition; during it the collector runs as it does for anybody.
+The garbage of the one before is collected before each repetition; during it the collector runs as usual.
 """
 
 from __future__ import annotations

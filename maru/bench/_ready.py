@@ -2,7 +2,7 @@
 
 From the start of the process to the answer to a LOOKUP of one of the keys, over a new connection: the interpreter, what it
 imports, the journal, the memory of the region, the sockets. Before the first kill, the snapshots that were under way are
-waited for, as they are done long before anybody stores the next 100,000 keys. Beside it stands a fresh interpreter that
+waited for, as they are done long before a server has stored the next 100,000 keys. Beside it stands a fresh interpreter that
 imports the packages this one stands on, and does nothing.
 """
 

@@ -1,7 +1,7 @@
 """A row: one figure, the limit that was measured beside it, and whether the goal drawn from both is met.
 
 The form is the same on the screen and in ``--json``. What could not be measured is a row without a value, never a row
-that is left out: a goal that nobody looked at is not a goal that was met.
+that is left out: a goal that was not measured is not a goal that was met.
 """
 
 from __future__ import annotations

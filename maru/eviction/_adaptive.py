@@ -13,7 +13,7 @@ sixteen is sampled where the place is not small.
   sampled more.
 - Hits are counted by *epoch*, a quarter as many sampled uses as a shadow holds; at its end they are compared, and fade by half
   in four epochs. Another half-life must be better by ``_MARGIN``, so that nothing swings between equals.
-- Nobody has to go until the place is full, and until then nothing is tried. Then the shadows begin with a sample of what is
+- No key has to go until the place is full, and until then nothing is tried. Then the shadows begin with a sample of what is
   there: empty ones took half of a short trace to learn.
 
 Half-lives are in units of the capacity. A quarter is LRU for all that can be told, thirty-two is LFU that forgets.

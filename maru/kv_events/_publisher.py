@@ -212,13 +212,13 @@ async def publish_events(
         endpoint: where to tell: ``tcp://127.0.0.1:5557``, ``tcp://host:*``, ``ipc://path``. Readers subscribe here.
         answers_endpoint: where readers ask for what they missed, and for everything.
         topic: the first frame of each message; llm-d's routers expect ``kv@<pod>@<model>``.
-        heartbeat: seconds without news after which a batch without events is told.
-        rank: the engine's data-parallel rank, where it has one.
-        block_size: tokens in a block, where that is known.
-        kept_bytes: of what was told that can be asked for again. Who missed more asks for everything.
-        name_of: the block hash of a key, or None where it is not told.
-        options: bounds and CURVE keys of both sockets. Who may connect, may read which keys there are: without keys, use
-            addresses of this host.
+        heartbeat: seconds without a change after which an empty batch is published.
+        rank: the engine's data-parallel rank, if it has one.
+        block_size: tokens in a block, if known.
+        kept_bytes: of published batches that can be requested again. A reader that missed more requests a snapshot.
+        name_of: the block hash of a key, or None for a key that is not published.
+        options: bounds and CURVE keys of both sockets. Every process that can connect may read which keys there are: without
+            keys, use addresses of this host.
 
     Raises:
         OSError: an address cannot be used.

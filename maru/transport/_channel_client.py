@@ -233,10 +233,10 @@ async def open_channel(
 
     Args:
         path: of the server's Unix socket.
-        on_messages: is handed the frames that come, each as a list of one, by whoever waits for one. If it raises, the
-            channel is closed and the error comes out where that one waits.
-        on_lost: is told when the connection is lost. What was sent over it is never answered; the frames that it is handed
-            are sent over the next one. Synchronous; must not raise.
+        on_messages: gets the received frames, each as a list of one, in the task that waits for one. If it raises, the
+            channel is closed and that task gets the error.
+        on_lost: called with the unsent frames when the connection is lost: they are sent over the next one. Frames that were
+            sent are never answered. Synchronous; must not raise.
     """
     client = ChannelClient(path, on_messages, on_lost)
     # Shielded: when the scope around it is cancelled, what uses the channel may go on for a while in a shield of its own.

@@ -1,4 +1,4 @@
-"""Who is served next: start-time fair queueing of what a server does for its connections. Pure.
+"""Fair queueing: the order in which a server serves its connections, by start-time fair queueing of their costs. Pure.
 
 Rule 1. A connection has a *start*: where its last service ended, or the clock, whichever is later. The least start goes first.
 Rule 2. When it is served its start becomes the clock, and its service ends what that cost later.

@@ -351,8 +351,8 @@ class TrioSocket:
     def _is_there(self, events: int, asked: bool = False) -> bool:
         """Whether there is something to read. If not, tells of the peers that are gone.
 
-        But not while a task is still at what it received last: a peer's last message would come after its end, and begin a
-        life of its own there. Whoever asks for more has seen to it.
+        Not while a task still handles what it received last: a peer's last message would come after the report of its end, and
+        count as a new peer's. A caller that asks for more has handled the last.
         """
         if events & IN:
             return True

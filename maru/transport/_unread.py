@@ -3,7 +3,7 @@
 ZeroMQ counts what it queues in messages, and does not say how many are left. But it holds no more than its high-water mark:
 what it took before the last so many has left. So the sizes of those bound what it holds.
 
-Rule 1. The bound is for the worst: of a peer that reads, all of it may have left. Whoever meets a limit is looked at first, and
+Rule 1. The bound is for the worst case: a peer that reads may have read all of it. A peer at a limit is looked at first, and
         forgotten if the kernel has nothing for it either.
 Rule 2. Over the limit of all, the one with the most goes first.
 """

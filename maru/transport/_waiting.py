@@ -162,9 +162,9 @@ class Watch:
 
     Args:
         descriptor: becomes readable when the socket has something to tell.
-        drain: reads the socket and finishes whom that concerns. It answers whether it left although more may be there;
-            otherwise it has seen the socket empty.
-        take: the same for one message, that is likely there, and without looking for more.
+        drain: reads the socket and finishes the waiters that this concerns. Returns whether it stopped although more may be
+            there; otherwise it has seen the socket empty.
+        take: the same for one message that is likely there, without looking for more.
         busy_poll: how long a leader polls before it sleeps, in seconds.
     """
 

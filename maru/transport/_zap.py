@@ -73,7 +73,7 @@ class Authenticator:
         return [asker, delimiter, version, request_id, b"200", b"OK", user, b""]
 
     def _say(self, address: bytes, key: bytes) -> None:
-        """Whom to look for, or to put on the list."""
+        """The public key that is looked up, or is to be put on the list."""
         now = trio.current_time()
         if now - self._said_at < _LOG_INTERVAL:
             return

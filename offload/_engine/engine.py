@@ -336,12 +336,12 @@ class Engine:
     async def check_layout(self, canary: Canary, layout: str) -> LayoutCheck:
         """Send a pattern through a store and a load, before the first request, and see whether its planes come back.
 
-        Once by itself, and once under the name of the layout, which whoever shares the tiers has stored perhaps in a layout
-        that is another one. Some milliseconds. Cancelled, the pattern of this check may stay in the tiers until it is evicted.
+        Once under a key of its own, and once under the name of the layout, under which another process may have stored it in
+        another layout. Some milliseconds. Cancelled, the pattern of this check may stay in the tiers until it is evicted.
 
         Args:
             canary: owns a free block of the cache; :meth:`backends.device.DeviceTier.canary` makes one.
-            layout: what the layout is called, in keys as well: who has the same name must have the same planes.
+            layout: the name of the layout, as in the keys: processes with the same name must have the same planes.
 
         Raises:
             LayoutMismatch: keys came back as values, or one head as another one: nothing that is loaded can be used.

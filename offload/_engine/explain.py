@@ -329,7 +329,7 @@ class BlockInspector:
         return found
 
     def in_flight(self, keys: Sequence[Key]) -> dict[Key, list[InFlight]]:
-        """Who is bringing which of these where: looks at all that is inside, of which there is a bound."""
+        """The pipelines that have these keys in flight. Looks at all containers, whose number is bounded."""
         wanted = set(keys)
         found: dict[Key, list[InFlight]] = {}
         for name, pipeline in self.ways:

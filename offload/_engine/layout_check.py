@@ -5,8 +5,8 @@ them into each other's planes: no checksum differs, and no shape. So a pattern t
 into a free block, stored, loaded into the cleared block, and read by the names of the planes (:mod:`backends.planes`). That
 is done twice:
 
-* under a key of this check alone. It finds a place that writes otherwise than it reads;
-* under the key that all have who call their layout by this name. The first one stores it; those that come later load what
+* under a key of this check alone. It finds a place that writes otherwise than it reads; * under the key of this layout's name,
+which is the same in all processes. The first one stores it; those that come later load what
   another process has stored, and find out whether it means the same planes.
 """
 

@@ -219,7 +219,7 @@ class PromotionRoute:
 
 
 def _depths_of(tier: ReadableTier, keys: Sequence[Key]) -> Sequence[int | None] | None:
-    """How deep these blocks are in their prefixes, where their tier knows. A tier that fails at it costs nobody the blocks."""
+    """The depths of these blocks in their prefixes, if their tier knows them. An error of the tier is logged."""
     if not isinstance(tier, DepthTier):
         return None
     try:

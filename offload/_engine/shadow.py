@@ -71,7 +71,7 @@ class _StoredBlock:
     def is_due(self, every: int) -> bool:
         """Whether this load of it is compared: its first, second, fourth, ... and each ``every``-th.
 
-        A block that everybody loads, such as that of a system prompt, would else be compared in every load there is.
+        A block that is loaded often, such as that of a system prompt, would else be compared in every load there is.
         """
         self.loads += 1
         return self.loads % every == 0 or (self.loads < every and self.loads & (self.loads - 1) == 0)

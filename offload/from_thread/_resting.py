@@ -43,13 +43,13 @@ LONGEST_WAIT: Final = 100e-6
 trio thread, with the answer to one, would find that at work, and ask by a message again, and so on."""
 
 _STEP: Final = 50e-6
-"""Seconds of its sleep meanwhile. Not less: who looks again and again takes the processor from the thread it waits for."""
+"""Seconds of its sleep meanwhile. Not less: looking again and again takes the processor from the thread it waits for."""
 
 _log = logging.getLogger("offload.from_thread")
 
 
 class RestingLoop(trio.abc.Instrument):
-    """Who may read the tables of one trio run, which is to have this as an instrument.
+    """Lets one thread at a time read the tables of a trio run, as an instrument of that run.
 
     Args:
         wake: wakes the trio thread. It is called in any thread.

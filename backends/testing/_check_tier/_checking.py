@@ -70,7 +70,7 @@ async def check_tier(
         damage: called as ``damage(tier, key)``, and awaited if that makes sense: change a byte of a stored block behind the
             tier's back. Without it, what a tier does with a damaged block is not tried.
         spoil: the same: have storing this key fail, from now on. Without it, what a tier does then is not tried.
-        take_away: the same: delete a stored block as somebody else would, who respects the pins of others. Without it, what a
+        take_away: the same: delete a stored block as another client would, which respects pins. Without it, what a
             hit is worth is not tried.
         any_block_size: the tier takes blocks of any size.
         threads: the tier copies in threads, or otherwise waits for copies so that it can leave them. Say ``False`` of one

@@ -44,7 +44,7 @@ async def a_pin_holds(case: Case) -> None:
 
 
 async def a_hit_is_loaded_or_missed(case: Case) -> None:
-    """Somebody else deletes what is held. With pins he cannot; without, it is missed, and nothing wrong is loaded."""
+    """Another client deletes what is held. With pins it cannot; without, the block is missed, and nothing wrong is loaded."""
     if case.take_away is None:
         return
     keys = await case.fill(3)

@@ -190,7 +190,7 @@ class Case:
         return found
 
     async def until(self, holds: Callable[[], bool], promise: str, *details: object) -> None:
-        """It comes to hold, at once in a tier that asks nobody."""
+        """Wait until it holds, at once in a tier that asks no server."""
         await trio.testing.wait_all_tasks_blocked()
         if self.remote:
             with trio.move_on_after(PATIENCE):
