@@ -216,7 +216,7 @@ import sys
 from offload.bench import command
 
 names = set(command.commands)
-assert names == {"pipeline", "copy", "enqueue", "cancel", "replay", "pinned-pool", "wrappers", "all"}, names
+assert names == {"pipeline", "copy", "enqueue", "cancel", "replay", "pinned-pool", "wrappers", "shadow", "all"}, names
 loaded = {name for name in sys.modules if name.startswith("offload.bench._")}
 assert loaded == {"offload.bench._command"}, loaded
 assert not {"torch", "rich"} & sys.modules.keys()

@@ -312,7 +312,7 @@ def test_a_leak_fails_the_command(trace_file: Path, monkeypatch: pytest.MonkeyPa
     [
         (["--laps", "0"], "laps"),
         (["--rename", "1.5"], "rename"),
-        (["--laps", "2", "--record", "x.scenario.toml"], "laps are made up"),
+        (["--laps", "2", "--record", "x.scenario.toml"], "a scenario cannot repeat laps"),
     ],
 )
 def test_laps_that_cannot_be_are_said(trace_file: Path, args: list[str], complaint: str) -> None:
@@ -322,7 +322,7 @@ def test_laps_that_cannot_be_are_said(trace_file: Path, args: list[str], complai
 
 
 def test_to_skip_needs_a_pace() -> None:
-    with pytest.raises(ReplayError, match="nothing between two requests to skip"):
+    with pytest.raises(ReplayError, match="there is no idle time to skip"):
         ReplayOptions(skip_idle=True)
 
 

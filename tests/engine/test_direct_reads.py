@@ -180,16 +180,6 @@ def flip_a_bit(host: MemoryTier, key: Key) -> None:
     view[0][0] ^= 1
 
 
-def test_one_in_so_many_loads_goes_the_ordinary_way_and_is_compared() -> None:
-    keys, host = keys_of(2), memory(2)
-    with engine_of(keys, {"host": host}, shadow_check=5) as engine:
-        for _ in range(50):
-            load_all(engine, keys)
-            load_all(engine, keys)
-            engine.statistics()  # else the thread learns later of what was loaded without it
-        assert 10 <= engine.statistics().engine.shadow.checked_loads <= 20
-
-
 # --- what it holds ----------------------------------------------------------------------------------------------------
 
 

@@ -502,6 +502,6 @@ def test_loads_in_the_calling_thread_are_compared_as_often() -> None:
         for _ in range(200):
             with engine.lookup(keys) as hit:
                 assert engine.load(hit, PagesDestination.over(buffers)).loaded == 2
-        shadow = engine.statistics().engine.shadow
+            shadow = engine.statistics().engine.shadow  # the thread learns now of what was loaded without it
         assert 9 <= shadow.checked_loads <= 10
         assert shadow.compared == {"read again": 2 * shadow.checked_loads}
