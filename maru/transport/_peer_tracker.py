@@ -23,6 +23,7 @@ from ._monitor import Link, LinkEvent, Monitor
 from ._peers import Peers
 
 _INT: Final = struct.Struct("i")
+_SIOCOUTQNSD: Final = 0x894B  # linux/sockios.h; neither `socket` nor `termios` names it
 
 
 class PeerTracker:
@@ -72,10 +73,10 @@ class PeerTracker:
                 self._on_gone(peer)
 
     def has_read_all(self, peer: bytes) -> bool:
-        """Whether the kernel has nothing more for this peer. False if its connection is not known."""
+        """Whether nothing waits in the kernel for this peer to read. False if its connection is not known."""
         descriptor = self.peers.known.get(peer, -1)
         try:
-            (waiting,) = _INT.unpack(fcntl.ioctl(descriptor, termios.TIOCOUTQ, _INT.pack(0)))
+            waiting = _unsent_bytes(descriptor)
         except (OSError, ValueError):
             return False
         return not waiting and _inode_of(descriptor) == self._inodes.get(peer)
@@ -131,6 +132,20 @@ def _descriptor_of(frame: zmq.Frame) -> int:
         return int(frame.get(zmq.SRCFD))
     except zmq.ZMQError:
         return -1
+
+
+def _unsent_bytes(descriptor: int) -> int:
+    """Bytes that the kernel holds because the peer does not read.
+
+    Over TCP those that were not sent, as the peer's window is closed. Those that were sent and not acknowledged do not count: a
+    peer may acknowledge up to 200 ms after it has read.
+    """
+    try:
+        answer = fcntl.ioctl(descriptor, _SIOCOUTQNSD, _INT.pack(0))
+    except OSError:  # a Unix socket, whose peer has what was sent
+        answer = fcntl.ioctl(descriptor, termios.TIOCOUTQ, _INT.pack(0))
+    (waiting,) = _INT.unpack(answer)
+    return int(waiting)
 
 
 def _inode_of(descriptor: int) -> int:
