@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from ._errors import TierTooSlow as TierTooSlow
     from ._errors import TierNotEntered as TierNotEntered
     from ._engine import LoadFailed as LoadFailed
-    from ._errors import LayoutMismatch as LayoutMismatch
+    from ._errors import LayoutCheckFailed as LayoutCheckFailed
     from ._errors import DrainUnproven as DrainUnproven
 
 _HOMES = {
@@ -135,7 +135,7 @@ _HOMES = {
     "TierTooSlow": "._errors",
     "TierNotEntered": "._errors",
     "LoadFailed": "._engine",
-    "LayoutMismatch": "._errors",
+    "LayoutCheckFailed": "._errors",
     "DrainUnproven": "._errors",
 }
 

@@ -88,7 +88,7 @@ class TransferCancelled(OffloadError):
     """A transfer was cancelled before its commit; raised by ``result.raise_for_status()`` only. Nothing was copied."""
 
 
-class LayoutMismatch(OffloadError):
+class LayoutCheckFailed(OffloadError):
     """What was stored comes back in other planes: keys as values, one head as another one. Nothing that is loaded can be used.
 
     Raised by :meth:`offload.Engine.check_layout`. The caller must act: its places read a layout otherwise than they write it,

@@ -344,7 +344,7 @@ class Engine:
             layout: the name of the layout, as in the keys: processes with the same name must have the same planes.
 
         Raises:
-            LayoutMismatch: keys came back as values, or one head as another one: nothing that is loaded can be used.
+            LayoutCheckFailed: keys came back as values, or one head as another one: nothing that is loaded can be used.
         """
         return await LayoutChecker(self, canary, layout).run()
 

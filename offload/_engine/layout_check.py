@@ -20,7 +20,7 @@ import attrs
 from backends.abc import LOADED, Canary, Deletion, Key
 from backends.planes import difference
 
-from .._errors import LayoutMismatch, OffloadError
+from .._errors import LayoutCheckFailed, OffloadError
 from .._keys import block_key
 from .._pipeline.lifecycle import Status
 from ..abc import Mismatch
@@ -35,7 +35,7 @@ _NAME = b"layout check"
 
 @attrs.frozen
 class LayoutCheck:
-    """What the check of a layout has come to; a layout that is wrong raises :class:`offload.LayoutMismatch`."""
+    """What the check of a layout has come to; a layout that is wrong raises :class:`offload.LayoutCheckFailed`."""
 
     round_trip: bool
     """Whether what this engine has stored came back plane by plane."""
@@ -59,7 +59,7 @@ class LayoutChecker:
         """Check both ways.
 
         Raises:
-            LayoutMismatch: planes came back as other ones.
+            LayoutCheckFailed: planes came back as other ones.
         """
         try:
             round_trip = await self._round_trip()
@@ -109,7 +109,7 @@ class LayoutChecker:
         what = difference(destination.plane_names, expected, _read(destination))
         if what is not None:
             self.engine._announce(Mismatch(key, tier, "layout", what))
-            raise LayoutMismatch(
+            raise LayoutCheckFailed(
                 f"a block stored in layout {self.layout or 'without a name'} comes back from {tier}: {what}"
             )
         return True

@@ -420,7 +420,7 @@ class Engine:
         See :meth:`offload.Engine.check_layout`.
 
         Raises:
-            LayoutMismatch: they do not.
+            LayoutCheckFailed: they do not.
             WaitTimeout: no answer yet.
         """
         return self._ask(self._check_layout, canary, layout, timeout=timeout)

@@ -23,7 +23,7 @@ from offload import (
     ConfigError,
     Engine,
     EngineConfig,
-    LayoutMismatch,
+    LayoutCheckFailed,
     ShadowStatistics,
     block_key,
     from_thread,
@@ -427,7 +427,7 @@ async def test_a_layout_that_is_read_otherwise_than_written_is_found_at_the_star
     fault(monkeypatch)
     async with world.open() as engine:
         began = time.perf_counter()
-        with pytest.raises(LayoutMismatch, match="planes are in each other's places"):
+        with pytest.raises(LayoutCheckFailed, match="planes are in each other's places"):
             await engine.check_layout(world.cache.tier.canary(7), "our layout")
         assert time.perf_counter() - began < 1
         assert [seen.found_by for seen in world.seen.mismatches] == ["layout"]
@@ -450,7 +450,7 @@ async def test_a_layout_of_the_same_shape_that_another_process_has_stored_is_fou
         if axes == {"kv": 0, "head": 3}:
             assert (await engine.check_layout(ours.tier.canary(0), "one name")).shared
         else:
-            with pytest.raises(LayoutMismatch, match="8 planes are in each other's places"):
+            with pytest.raises(LayoutCheckFailed, match="8 planes are in each other's places"):
                 await engine.check_layout(ours.tier.canary(0), "one name")
             assert (await engine.check_layout(ours.tier.canary(0), "another name")).shared
 
@@ -488,7 +488,7 @@ def test_a_thread_has_it_checked_as_well(monkeypatch: pytest.MonkeyPatch) -> Non
             assert engine.load(hit, world.cache.tier.into(range(32, 36))).loaded == 0
         assert engine.statistics().engine.shadow.mismatches == {"stored": 4}
         assert {block.cause.value for block in engine.explain(keys).blocks} == {"withheld"}
-        with pytest.raises(LayoutMismatch):
+        with pytest.raises(LayoutCheckFailed):
             engine.check_layout(world.cache.tier.canary(7), "our layout")
 
 

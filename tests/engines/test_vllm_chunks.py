@@ -5,7 +5,7 @@ import torch
 
 from backends.memory import MemoryTier
 from backends.pages import Pages, new_pages
-from offload import NO_WAIT, LayoutMismatch, Status, block_key, from_thread
+from offload import NO_WAIT, LayoutCheckFailed, Status, block_key, from_thread
 from offload.engines.vllm._chunks import ChunkSource, NoChunks, layout_of_caches
 
 BLOCKS, HEADS, TOKENS, DIM = 24, 2, 4, 8
@@ -148,7 +148,7 @@ def test_a_layout_that_is_read_otherwise_than_written_is_found_at_the_start(monk
                 layer[[5, 9]] = swapped(layer[[5, 9]])
 
         monkeypatch.setattr(ChunkSource, "copy_in", otherwise)
-        with pytest.raises(LayoutMismatch):
+        with pytest.raises(LayoutCheckFailed):
             engine.check_layout(source.canary([5, 9]), "a name")
 
 

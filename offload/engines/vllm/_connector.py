@@ -25,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from ... import from_thread
-from ..._errors import LayoutMismatch, OffloadError
+from ..._errors import LayoutCheckFailed, OffloadError
 from ...abc import PreconditionLike
 from ...preconditions import NO_WAIT
 from ._chunks import ChunkCanary, ChunkSource, NoChunks, layout_of_caches
@@ -343,7 +343,7 @@ def _check_layout(engine: from_thread.Engine, canary: ChunkCanary, naming: Chunk
     layout = f"{naming.model}/{naming.dtype}/{naming.layout}/{naming.rank}"
     try:
         check = engine.check_layout(canary, layout, timeout=_LONGEST_CHECK)
-    except LayoutMismatch as error:
+    except LayoutCheckFailed as error:
         _log.error("nothing is offloaded, and nothing loaded: %s", error)
         _close(engine)
     except OffloadError as error:
