@@ -104,7 +104,7 @@ class MaruTier(TierBase[MaruLease]):
         """Whether blocks are verified when they are loaded."""
         self.block_bytes: int = size
         """Size of every block."""
-        self.in_place = CopiesInPlace()
+        self.in_place: CopiesInPlace = CopiesInPlace()
         """The copies that this tier makes on the trio thread."""
         self._waiters = WaitQueue(self.wake_first)
         self._visits = Visits()  # of the handler that was opened here: it may be entered by its maker and by engines

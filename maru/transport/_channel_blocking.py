@@ -83,7 +83,7 @@ class BlockingChannel:
         self._closed = False
         self._connection: ChannelConnection | None = None
         self._pause = 0.0
-        self.losses = 0
+        self.losses: int = 0
         self._connect()
 
     def __repr__(self) -> str:
