@@ -1,0 +1,264 @@
+"""Metrics of an engine for Prometheus: a collector over its statistics. Needs the extra ``metrics``.
+
+Nothing is counted here. A scrape takes one snapshot, which the engine keeps anyhow, and the tables below say which field is
+which series; so the hot path has no part in it. The rules:
+
+Rule 1. Every series exists from the first scrape, at 0: each label value that is known beforehand (tiers, pipelines,
+statuses, reasons) is written whether it has been counted or not. A reason that a policy or plugin made up appears with its
+first block.
+Rule 2. A counter that is part of something has a counter of the whole beside it: hit blocks beside asked blocks.
+Rule 3. A name is never used for two things: a gauge says what is now, a name that ends with ``_total`` only grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+try:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.metrics_core import Metric
+    from prometheus_client.registry import Collector
+except ImportError as exc:  # pragma: no cover: the tests' environment has it
+    raise ImportError("offload.metrics needs prometheus_client: pip install 'trio-offload[metrics]'") from exc
+
+from backends.abc import TierStatistics
+
+from ._engine.statistics import EngineStatistics
+from ._health import Health, HealthState
+from ._pipeline.statistics import PipelineStatistics
+
+_Values: TypeAlias = Mapping[Any, int]
+"""The values of one metric, by a tuple of its labels' values; a mapping's keys are invariant, hence not ``tuple[str, ...]``."""
+
+PREFIX: Final = "kv_offload_"
+"""What each name begins with."""
+
+PROMOTION_REASONS: Final[Sequence[str]] = ("duplicate", "full", "busy", "gone", "unavailable", "failed", "closed")
+"""The reasons of :attr:`offload.EngineStatistics.promotions_refused`."""
+
+DROP_REASONS: Final[Sequence[str]] = (
+    "full", "too large", "unavailable", "late", "failed", "unproven", "pending", "at once", "tenant unknown", "closed",
+)  # fmt: skip
+"""The reasons of :class:`offload.SpillStatistics` that are not a policy's word."""
+
+MISS_REASONS: Final[Sequence[str]] = ("gone", "damaged", "size", "lease")
+"""Why a tier's blocks could not be loaded; ``damaged`` counts checksums that did not match. A plugin may have more."""
+
+LOAD_FAILURE_REASONS: Final[Sequence[str]] = (*MISS_REASONS, "mismatch", "withheld", "failed")
+"""The reasons of :attr:`offload.EngineStatistics.load_failures`."""
+
+INCONCLUSIVE_REASONS: Final[Sequence[str]] = (
+    "too slow", "no planes at the destination", "planes not read", "a part of a block", "not recomputed",
+    "destination not readable", "not read again", "gone when read again",
+)  # fmt: skip
+"""Why a shadow check came to no answer."""
+
+COMPARISONS: Final[Sequence[str]] = ("stored", "recomputed", "read again")
+"""What a shadow check compares with; ``layout`` is found by :meth:`offload.Engine.check_layout` alone."""
+
+# (field, help) of one class of statistics each: a field of an integer, which becomes a series of the same name.
+_ENGINE_COUNTERS: Final = (
+    ("lookups", "Lookups that returned"),
+    ("asked_blocks", "Blocks that lookups asked for; the whole of hit_blocks"),
+    ("hit_blocks", "Blocks that lookups found"),
+    ("loads", "Loads that returned"),
+    ("loaded_blocks", "Blocks that they loaded"),
+    ("retried_blocks", "Blocks looked up again behind a tier that failed; the whole of recovered_blocks"),
+    ("recovered_blocks", "Blocks of these that were loaded"),
+    ("promoted_blocks", "Blocks written into a faster tier after a load"),
+)
+_ENGINE_GAUGES: Final = (
+    ("promoting_blocks", "Blocks that are being promoted"),
+    ("open_hits", "Hits that are not released: their blocks are pinned"),
+    ("quarantined", "Copies without a proven end; what they touched stays taken"),
+)
+_PIPELINE_COUNTERS: Final = (
+    ("enqueued", "Containers taken in; the whole of settled"),
+    ("batches", "Copies started"),
+    ("copied_bytes", "Bytes stored"),
+    ("blocks_dropped", "Filtered blocks that were dropped as the pipeline was full"),
+    ("policy_errors", "Policies that raised"),
+    ("policy_timeouts", "Containers whose policies overran their time"),
+    ("policies_blocked", "Times that a plain policy held the loop too long"),
+    ("swept_late", "Cancelled containers found by the safety net; more than 0 is a bug"),
+    ("quarantined_total", "Copies whose end was never proven"),
+)
+_PIPELINE_GAUGES: Final = (
+    ("budget_blocks", "Blocks that may be inside; the whole of used_blocks"),
+    ("used_blocks", "Blocks inside"),
+    ("waiting_enqueues", "Tasks that wait for room"),
+    ("inside", "Containers that have not settled"),
+    ("pending_marks", "Keys on their way to the destination"),
+    ("quarantined", "Copies whose end is unknown"),
+)
+_TIER_COUNTERS: Final = (
+    ("stored", "Blocks published"),
+    ("duplicates", "Blocks not written, as the key was there"),
+    ("evicted", "Blocks evicted"),
+    ("loaded", "Blocks loaded; hits by source tier"),
+    ("deleted", "Blocks deleted by request"),
+)
+_TIER_GAUGES: Final = (
+    ("capacity_bytes", "Capacity; the whole of used_bytes"),
+    ("used_bytes", "Bytes of blocks and reservations"),
+    ("blocks", "Keys that can be found"),
+    ("held_blocks", "Blocks held by refs or leases"),
+    ("reserved_blocks", "Blocks reserved and not yet published"),
+)
+_STAGES: Final = ("admission", "awaiting", "batching", "transfer", "chain")
+_STATUSES: Final = ("complete", "cancelled", "failed")
+_OUTCOMES: Final = ("completed", "filtered", "failed", "evicted")
+
+
+class EngineCollector(Collector):
+    """Show an engine to Prometheus: ``REGISTRY.register(EngineCollector(engine.statistics))``.
+
+    A scrape calls ``statistics`` in the thread that scrapes. With a trio engine that is the engine's own thread; elsewhere hand
+    in a function that asks :mod:`offload.from_thread`: ``lambda: engine.statistics().engine``.
+
+    Args:
+        statistics: returns a snapshot.
+    """
+
+    def __init__(self, statistics: Callable[[], EngineStatistics]) -> None:
+        self._statistics = statistics
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: a registry then does not scrape when the collector is registered."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics of one snapshot."""
+        statistics = self._statistics()
+        yield from _of_engine(statistics)
+        yield from _of_pipelines(statistics.pipelines)
+        yield from _of_tiers(statistics.tiers)
+        yield from _of_health(statistics.health)
+        yield from _of_spills(statistics)
+        yield from _of_shadow(statistics)
+
+
+# --- what is in a snapshot ------------------------------------------------------------------------------------------------
+
+
+def _of_engine(statistics: EngineStatistics) -> Iterator[Metric]:
+    for field, text in _ENGINE_COUNTERS:
+        yield _counter(field, text, {(): getattr(statistics, field)})
+    for field, text in _ENGINE_GAUGES:
+        yield _gauge(field, text, {(): getattr(statistics, field)})
+    tiers = list(statistics.tiers)
+    yield _reasons(
+        "load_failures", "Blocks found that could not be loaded", LOAD_FAILURE_REASONS, statistics.load_failures
+    )
+    yield _counter(
+        "lookup_failures",
+        "Lookups that left a tier out as it raised",
+        _known(tiers, statistics.lookup_failures),
+        ["tier"],
+    )
+    yield _counter(
+        "load_faults", "Blocks that a tier found and did not deliver", _known(tiers, statistics.load_faults), ["tier"]
+    )
+    yield _reasons("promotions_refused", "Blocks not promoted", PROMOTION_REASONS, statistics.promotions_refused)
+
+
+def _of_pipelines(pipelines: Mapping[str, PipelineStatistics]) -> Iterator[Metric]:
+    for field, text in _PIPELINE_COUNTERS:
+        values = {(name,): getattr(of_one, field) for name, of_one in pipelines.items()}
+        yield _counter(f"pipeline_{field.removesuffix('_total')}", text, values, ["pipeline"])
+    for field, text in _PIPELINE_GAUGES:
+        # The count of all copies has the name without a suffix; what is open now gets one.
+        name = "quarantined_now" if field == "quarantined" else field
+        values = {(pipeline,): getattr(of_one, field) for pipeline, of_one in pipelines.items()}
+        yield _gauge(f"pipeline_{name}", text, values, ["pipeline"])
+    for name, text, label, words, prefix, family in (
+        ("stage_containers", "Containers by the stage they are in", "stage", _STAGES, "in_", _gauge),
+        ("settled", "Containers by how they ended", "status", _STATUSES, "", _counter),
+        ("blocks", "Blocks by how they ended", "outcome", _OUTCOMES, "blocks_", _counter),
+    ):
+        by_word = {(p, word): getattr(s, prefix + word) for p, s in pipelines.items() for word in words}
+        yield family(f"pipeline_{name}", text, by_word, ["pipeline", label])
+
+
+def _of_tiers(tiers: Mapping[str, TierStatistics]) -> Iterator[Metric]:
+    for field, text in _TIER_COUNTERS:
+        yield _counter(
+            f"tier_{field}", text, {(tier,): getattr(of_one, field) for tier, of_one in tiers.items()}, ["tier"]
+        )
+    for field, text in _TIER_GAUGES:
+        yield _gauge(
+            f"tier_{field}", text, {(tier,): getattr(of_one, field) for tier, of_one in tiers.items()}, ["tier"]
+        )
+    missed = {
+        (tier, reason): n
+        for tier, of_one in tiers.items()
+        for (reason,), n in _known(MISS_REASONS, of_one.missed).items()
+    }
+    yield _counter("tier_missed", "Blocks that could not be loaded; see tier_loaded", missed, ["tier", "reason"])
+
+
+def _of_health(health: Mapping[str, Health]) -> Iterator[Metric]:
+    states = {
+        (tier, state.name.lower()): int(of_one.state is state)
+        for tier, of_one in health.items()
+        for state in HealthState
+    }
+    yield _gauge("breaker_state", "1 for the state that a tier's breaker is in", states, ["tier", "state"])
+    yield _gauge(
+        "breaker_faults", "Faults in a row", {(tier,): of_one.faults for tier, of_one in health.items()}, ["tier"]
+    )
+    entered = {(tier,): int(of_one.entered) for tier, of_one in health.items()}
+    yield _gauge("tier_entered", "Whether the tier has been entered", entered, ["tier"])
+
+
+def _of_spills(statistics: EngineStatistics) -> Iterator[Metric]:
+    spills = statistics.spills
+    under_way = {(route,): of_one.under_way for route, of_one in spills.items()}
+    yield _gauge("spill_under_way", "Victims whose copy has not settled", under_way, ["route"])
+    spilled = {(route,): of_one.spilled for route, of_one in spills.items()}
+    yield _counter("spill_spilled", "Victims that are in the tier below", spilled, ["route"])
+    stayed = {(route,): of_one.stayed for route, of_one in spills.items()}
+    yield _counter("spill_stayed", "Victims that were used in time, and stayed", stayed, ["route"])
+    dropped = {
+        (route, reason): n
+        for route, of_one in spills.items()
+        for (reason,), n in _known(DROP_REASONS, of_one.dropped).items()
+    }
+    yield _counter("spill_dropped", "Victims that went without a copy", dropped, ["route", "reason"])
+
+
+def _of_shadow(statistics: EngineStatistics) -> Iterator[Metric]:
+    shadow = statistics.shadow
+    yield _counter("shadow_checked_loads", "Loads of which blocks were compared", {(): shadow.checked_loads})
+    yield _counter("shadow_compared", "Blocks compared", _known(COMPARISONS, shadow.compared), ["with"])
+    mismatches = _known((*COMPARISONS, "layout"), shadow.mismatches)
+    yield _counter("shadow_mismatches", "Comparisons that found another block", mismatches, ["with"])
+    yield _reasons("shadow_inconclusive", "Checks that came to no answer", INCONCLUSIVE_REASONS, shadow.inconclusive)
+    yield _gauge("shadow_withheld", "Keys that are not served", {(): shadow.withheld})
+
+
+# --- families -------------------------------------------------------------------------------------------------------------
+
+
+def _known(words: Iterable[str], counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:
+    """Return the counts by label, with 0 for the words that have none."""
+    return {(word,): counts.get(word, 0) for word in dict.fromkeys([*words, *counts])}
+
+
+def _reasons(name: str, text: str, known: Sequence[str], counts: Mapping[str, int]) -> Metric:
+    return _counter(name, text, _known(known, counts), ["reason"])
+
+
+def _counter(name: str, text: str, values: _Values, labels: Sequence[str] = ()) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, text, labels=list(labels))
+    for of_labels, value in values.items():
+        family.add_metric(list(of_labels), value)
+    return family
+
+
+def _gauge(name: str, text: str, values: _Values, labels: Sequence[str] = ()) -> Metric:
+    family = GaugeMetricFamily(PREFIX + name, text, labels=list(labels))
+    for of_labels, value in values.items():
+        family.add_metric(list(of_labels), value)
+    return family

@@ -1,0 +1,127 @@
+"""Metrics: every counter of the statistics is a series, each is there from the start at 0, and a run's are what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from backends.slots import PagesDestination
+from backends.testing import FakeTier
+from offload import NO_WAIT, Engine, EngineStatistics, Health, HealthState, SpillStatistics, open_engine
+from offload.metrics import PREFIX, EngineCollector
+from tests.support.engine_places import keys_of
+
+SIZE = 64
+Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(statistics: EngineStatistics) -> Series:
+    """What a scraper reads: the text format, through prometheus_client's own parser."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(lambda: statistics))
+    text = generate_latest(registry).decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    series = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
+    assert len(series) == len(samples)
+    return series
+
+
+def of(series: Series, name: str, **labels: str) -> float:
+    return series[PREFIX + name, frozenset(labels.items())]
+
+
+async def snapshot(**options: Any) -> EngineStatistics:
+    async with open_engine(FakeTier(64, SIZE), [FakeTier(64, SIZE), FakeTier(64, SIZE)], **options) as engine:
+        return engine.statistics()
+
+
+def changed(statistics: Any) -> Iterator[tuple[str, Any]]:
+    """The snapshot once for each number in it, with that number one larger, at any depth."""
+    for field in attrs.fields(type(statistics)):
+        value = getattr(statistics, field.name)
+        if type(value) is int:
+            yield field.name, attrs.evolve(statistics, **{field.name: value + 1})
+        elif attrs.has(type(value)):
+            for name, inner in changed(value):
+                yield f"{field.name}.{name}", attrs.evolve(statistics, **{field.name: inner})
+        elif isinstance(value, Mapping) and any(attrs.has(type(one)) for one in value.values()):
+            for key, one in value.items():
+                for name, inner in changed(one):
+                    yield f"{field.name}[{key}].{name}", attrs.evolve(statistics, **{field.name: {**value, key: inner}})
+        elif isinstance(value, Mapping):
+            yield field.name, attrs.evolve(statistics, **{field.name: {**value, "a reason": 7}})
+
+
+async def test_every_number_of_the_statistics_is_a_series() -> None:
+    statistics = attrs.evolve(await snapshot(), spills={"down": SpillStatistics(0, 0, 0, {})})
+    before = scrape(statistics)
+    silent = [name for name, other in changed(statistics) if scrape(other) == before]
+    assert silent == []
+
+
+async def test_every_series_exists_at_0_from_the_start() -> None:
+    series = scrape(await snapshot())
+    assert {value for (name, _), value in series.items() if name.endswith("_total")} == {0}
+    for reason in ("duplicate", "full", "busy", "gone", "unavailable", "failed", "closed"):
+        assert of(series, "promotions_refused_total", reason=reason) == 0
+    for stage in ("admission", "awaiting", "batching", "transfer", "chain"):
+        assert of(series, "pipeline_stage_containers", pipeline="faketier", stage=stage) == 0
+    for reason in ("gone", "damaged", "mismatch", "withheld", "failed"):
+        assert of(series, "load_failures_total", reason=reason) == 0
+    for tier in ("faketier", "faketier-2"):
+        assert of(series, "tier_missed_total", tier=tier, reason="damaged") == 0
+        assert of(series, "load_faults_total", tier=tier) == 0
+
+
+@pytest.mark.parametrize("state", HealthState)
+async def test_a_breaker_is_in_one_state(state: HealthState) -> None:
+    health = {"faketier": Health(state, 0.0, 3, "timeout", None)}
+    series = scrape(attrs.evolve(await snapshot(), health=health))
+    for other in HealthState:
+        assert of(series, "breaker_state", tier="faketier", state=other.name.lower()) == (other is state)
+    assert of(series, "breaker_faults", tier="faketier") == 3
+
+
+async def test_series_say_what_happened(autojump_clock: object) -> None:
+    source, upper, lower = FakeTier(64, SIZE), FakeTier(64, SIZE), FakeTier(64, SIZE)
+    keys = keys_of(10)
+    source.fill(keys[:4])
+    lower.fill(keys[4:6])
+    async with open_engine(source, [upper, lower], promote=False) as engine:
+        await run_four_stores_and_one_load(engine, source, keys)
+        series = scrape(engine.statistics())
+    told = {
+        "lookups_total": 1, "asked_blocks_total": 10, "hit_blocks_total": 6, "loads_total": 1, "loaded_blocks_total": 6,
+        "open_hits": 0, "promoted_blocks_total": 0, "quarantined": 0,
+    }  # fmt: skip
+    assert {name: of(series, name) for name in told} == told
+    assert of(series, "pipeline_enqueued_total", pipeline="faketier") == 1
+    assert of(series, "pipeline_settled_total", pipeline="faketier", status="complete") == 1
+    assert of(series, "pipeline_blocks_total", pipeline="faketier", outcome="completed") == 4
+    assert of(series, "pipeline_copied_bytes_total", pipeline="faketier") == 4 * SIZE
+    assert of(series, "tier_loaded_total", tier="faketier") == 4
+    assert of(series, "tier_loaded_total", tier="faketier-2") == 2
+
+
+async def run_four_stores_and_one_load(engine: Engine, source: FakeTier, keys: list[bytes]) -> None:
+    handle = await engine.store(source.weak(keys[:4]), precondition=NO_WAIT)
+    await handle.wait()
+    async with await engine.lookup(keys) as hit:
+        await engine.load(hit, PagesDestination.over([bytearray(SIZE) for _ in range(len(hit.keys))]))
+
+
+async def test_a_damaged_block_is_a_failed_load(autojump_clock: object) -> None:
+    tier, keys = FakeTier(64, SIZE), keys_of(3)
+    tier.fill(keys)
+    tier.faults.missing[keys[1]] = "damaged"
+    async with open_engine(FakeTier(64, SIZE), [tier]) as engine:
+        async with await engine.lookup(keys) as hit:
+            await engine.load(hit, PagesDestination.over([bytearray(SIZE) for _ in keys]))
+        series = scrape(engine.statistics())
+    assert of(series, "load_failures_total", reason="damaged") == 1
+    assert of(series, "loaded_blocks_total") == 1  # the prefix before the gap
