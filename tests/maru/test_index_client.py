@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from contextlib import contextmanager
 
@@ -158,6 +159,61 @@ def test_what_goes_while_it_is_copied_is_asked_for_and_nothing_else_is(
         after = reader.statistics().counters
         assert after.changed_in_copy - before.changed_in_copy == 2
         assert after.asked_anyway - before.asked_anyway == 2
+
+
+def test_a_server_that_is_killed_and_started_again_while_pages_are_copied_makes_none_of_them_count(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_and_sum = maru._client.handler_operations.copy_and_sum
+    with client(server, lease=60.0) as owner, client(server, lease=60.0, pool_size=0) as reader:
+        put(owner, ["a", "b"])
+        settled(reader)
+        assert reader.batch_get_into(["a", "b"], blank(2)) == [Loaded.LOADED] * 2  # maps the region
+
+        def copying(*columns):
+            monkeypatch.undo()
+            sums = copy_and_sum(*columns)
+            server.restart()
+            return sums
+
+        monkeypatch.setattr(maru._client.handler_operations, "copy_and_sum", copying)
+        buffers = blank(2)
+        before = reader.statistics().counters
+        assert reader.batch_get_into(["a", "b"], buffers) == [Loaded.LOADED] * 2
+        assert buffers == [value("a"), value("b")]
+        after = reader.statistics().counters
+        assert after.changed_in_copy - before.changed_in_copy == 2
+        assert after.asked_anyway - before.asked_anyway == 2
+
+
+def test_what_is_copied_while_the_lease_ends_does_not_count(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_and_sum = maru._client.handler_operations.copy_and_sum
+    with client(server, lease=2.0, timeout_ms=300) as handler:
+        put(handler, ["k"])
+        settled(handler)
+        state = handler._state
+        assert handler.batch_get_into(["k"], blank(1)) == [Loaded.LOADED]
+        before = handler.statistics().counters
+
+        def copying(*columns):
+            monkeypatch.undo()
+            sums = copy_and_sum(*columns)
+            server.process.send(signal.SIGSTOP)  # nobody prolongs the lease
+            ends = time.monotonic() + 30
+            while state.clock() < state.deadline:
+                assert time.monotonic() < ends
+                time.sleep(0.01)
+            return sums
+
+        monkeypatch.setattr(maru._client.handler_operations, "copy_and_sum", copying)
+        try:
+            with pytest.raises(NoAnswer):
+                handler.batch_get_into(["k"], blank(1))
+        finally:
+            server.process.send(signal.SIGCONT)
+        after = handler.statistics().counters
+        assert after.changed_in_copy - before.changed_in_copy == 1
+        assert after.found_here == before.found_here
 
 
 def test_bytes_that_are_not_what_was_stored_are_told_as_damaged(server: Server) -> None:

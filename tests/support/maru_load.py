@@ -480,5 +480,10 @@ class Load:
             except EXPECTED as exc:
                 worker.find(f"could not look: {exc!r}")
 
+    def found_here(self) -> list[int]:
+        """Of each keeper of ours: how many blocks it has found or loaded over the shared index, without a message."""
+        keepers = [worker for worker in self.workers if isinstance(worker, OurKeeper)]
+        return [keeper.client.handler.statistics().counters.found_here for keeper in keepers]
+
     def __repr__(self) -> str:
         return ", ".join(f"{worker.name} {worker.done} (cut off {worker.cut_off})" for worker in self.workers)
