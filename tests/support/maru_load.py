@@ -157,9 +157,12 @@ class Keeper(Worker):
         back = [look for look in self.get(gone) if look != "missing"]
         if back:
             self.find(f"{len(back)} of {len(gone)} deleted keys are back: {back[:3]}")
-        for look in self.get(doubtful):
-            if look not in ("right", "missing"):
+        for key, look in zip(doubtful, self.get(doubtful), strict=True):
+            if look == "right":  # kept from now on, and deleted in its turn: doubtful ones would fill the region
+                self.kept[key] = None
+            elif look != "missing":
                 self.find(look)
+        self.doubtful.clear()
         self.gone = dict.fromkeys(gone[-500:])
 
     @abstractmethod
@@ -200,6 +203,9 @@ class OurKeeper(Keeper):
     def check(self) -> None:
         super().check()
         check_pages(self, self.client)
+        pages = self.client.pages()
+        if pages.registered > pages.pages // 2:
+            self.find(f"it owns too few pages for what it keeps, and may be evicted: {pages}")
 
     def close(self) -> None:
         self.client.close()
@@ -215,9 +221,8 @@ class PublishedKeeper(Keeper):
 
     def put(self, keys: list[str]) -> list[str]:
         [key] = keys
-        offset = self.owner.free[-1]
+        self._at[key] = self.owner.free[-1]  # also if no answer comes: it may be there, and is deleted in its turn
         is_new = self.owner.put(key, SMALL)
-        self._at[key] = offset
         return ["NEW" if is_new else "DUPLICATE"]
 
     def new_keys(self, n: int) -> list[str]:
