@@ -18,9 +18,8 @@ from typing import Any, Final, TypeAlias
 try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
     from prometheus_client.metrics_core import Metric
-    from prometheus_client.registry import Collector
-except ImportError as exc:  # pragma: no cover: the tests' environment has it
-    raise ImportError("offload.metrics needs prometheus_client: pip install 'trio-offload[metrics]'") from exc
+except ImportError:  # pragma: no cover: the tests' environment has it
+    raise ImportError("offload.metrics needs prometheus_client: pip install 'trio-offload[metrics]'") from None
 
 from backends.abc import TierStatistics
 
@@ -111,7 +110,7 @@ _STATUSES: Final = ("complete", "cancelled", "failed")
 _OUTCOMES: Final = ("completed", "filtered", "failed", "evicted")
 
 
-class EngineCollector(Collector):
+class EngineCollector:
     """Show an engine to Prometheus: ``REGISTRY.register(EngineCollector(engine.statistics))``.
 
     A scrape calls ``statistics`` in the thread that scrapes. With a trio engine that is the engine's own thread; elsewhere hand
