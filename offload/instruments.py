@@ -1,4 +1,4 @@
-"""Ready-made instruments: count events, log them, or keep a trace.
+"""Ready-made instruments: count events, log them, keep a trace, or measure the stages.
 
 An instrument is any object that defines some of the hooks of :class:`offload.abc.Instrument`.
 """
@@ -15,6 +15,9 @@ import attrs
 import trio
 
 from ._pipeline.container import OffloadBatch, OffloadContainer
+from ._stage_times import Histogram as Histogram
+from ._stage_times import StageStatistics as StageStatistics
+from ._stage_times import StageTimes as StageTimes
 from .abc import HOOKS as HOOKS
 
 Subject: TypeAlias = OffloadContainer | OffloadBatch | Sequence[OffloadContainer]

@@ -1,7 +1,8 @@
-"""Metrics of an engine for Prometheus: a collector over its statistics. Needs the extra ``metrics``.
+"""Metrics of an engine for Prometheus: collectors over its statistics. Needs the extra ``metrics``.
 
 Nothing is counted here. A scrape takes one snapshot, which the engine keeps anyhow, and the tables below say which field is
-which series; so the hot path has no part in it. The rules:
+which series; so the hot path has no part in it. Only the time in each stage needs an instrument, which :class:`StageCollector`
+reads. The rules:
 
 Rule 1. Every series exists from the first scrape, at 0: each label value that is known beforehand (tiers, pipelines,
 statuses, reasons) is written whether it has been counted or not. A reason that a policy or plugin made up appears with its
@@ -13,10 +14,11 @@ Rule 3. A name is never used for two things: a gauge says what is now, a name th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
 try:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.metrics_core import Metric
 except ImportError:  # pragma: no cover: the tests' environment has it
     raise ImportError("offload.metrics needs prometheus_client: pip install 'trio-offload[metrics]'") from None
@@ -26,6 +28,7 @@ from backends.abc import TierStatistics
 from ._engine.statistics import EngineStatistics
 from ._health import Health, HealthState
 from ._pipeline.statistics import PipelineStatistics
+from .instruments import Histogram, StageStatistics
 
 _Values: TypeAlias = Mapping[Any, int]
 """The values of one metric, by a tuple of its labels' values; a mapping's keys are invariant, hence not ``tuple[str, ...]``."""
@@ -35,6 +38,9 @@ PREFIX: Final = "kv_offload_"
 
 PROMOTION_REASONS: Final[Sequence[str]] = ("duplicate", "full", "busy", "gone", "unavailable", "failed", "closed")
 """The reasons of :attr:`offload.EngineStatistics.promotions_refused`."""
+
+FILTER_REASONS: Final[Sequence[str]] = ("present", "pending", "timeout", "error", "overflow")
+"""Why blocks are filtered, beside the words of other policies; ``present`` is :class:`offload.PresenceFilter`'s."""
 
 DROP_REASONS: Final[Sequence[str]] = (
     "full", "too large", "unavailable", "late", "failed", "unproven", "pending", "at once", "tenant unknown", "closed",
@@ -55,6 +61,12 @@ INCONCLUSIVE_REASONS: Final[Sequence[str]] = (
 
 COMPARISONS: Final[Sequence[str]] = ("stored", "recomputed", "read again")
 """What a shadow check compares with; ``layout`` is found by :meth:`offload.Engine.check_layout` alone."""
+
+FAILED_BY: Final[Sequence[str]] = (
+    "PolicyFailed", "PreconditionFailed", "DestinationFull", "TierUnavailable", "TransferFailed", "DrainUnproven",
+    "PipelineClosed",
+)  # fmt: skip
+"""The errors of this package for which blocks are not stored; an executor may have more."""
 
 # (field, help) of one class of statistics each: a field of an integer, which becomes a series of the same name.
 _ENGINE_COUNTERS: Final = (
@@ -136,6 +148,36 @@ class EngineCollector:
         yield from _of_health(statistics.health)
         yield from _of_spills(statistics)
         yield from _of_shadow(statistics)
+
+
+class StageCollector:
+    """Show the stages of pipelines to Prometheus: time in each, where containers end, and why blocks are not stored.
+
+        times = offload.instruments.StageTimes()
+        open_engine(..., instruments=[times])
+        REGISTRY.register(StageCollector(times.statistics))
+
+    Args:
+        statistics: returns a snapshot. It is called in the thread that scrapes.
+    """
+
+    def __init__(self, statistics: Callable[[], StageStatistics]) -> None:
+        self._statistics = statistics
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: a registry then does not scrape when the collector is registered."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics of one snapshot."""
+        statistics = self._statistics()
+        stages = {(stage,): histogram for stage, histogram in statistics.seconds.items()}
+        yield _histogram("stage_seconds", "Time of containers in each stage", stages, ["stage"])
+        yield _histogram("copy_seconds", "Time of each copy of a batch", {(): statistics.copies})
+        yield _counter("ended", "Containers by the stage in which they ended", statistics.ended, ["stage", "status"])
+        yield _reasons("filtered_blocks", "Blocks that were not to be stored", FILTER_REASONS, statistics.filtered)
+        yield _reasons("failed_blocks", "Blocks not stored because of an error", FAILED_BY, statistics.failed)
+        yield _counter("evicted_blocks", "Blocks gone before they were copied", {(): statistics.evicted})
 
 
 # --- what is in a snapshot ------------------------------------------------------------------------------------------------
@@ -260,4 +302,13 @@ def _gauge(name: str, text: str, values: _Values, labels: Sequence[str] = ()) ->
     family = GaugeMetricFamily(PREFIX + name, text, labels=list(labels))
     for of_labels, value in values.items():
         family.add_metric(list(of_labels), value)
+    return family
+
+
+def _histogram(name: str, text: str, values: Mapping[Any, Histogram], labels: Sequence[str] = ()) -> Metric:
+    family = HistogramMetricFamily(PREFIX + name, text, labels=list(labels))
+    for of_labels, histogram in values.items():
+        bounds = [*map(str, histogram.bounds), "+Inf"]
+        buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
+        family.add_metric(list(of_labels), buckets, histogram.total)
     return family

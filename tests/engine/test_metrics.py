@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from backends.slots import PagesDestination
 from backends.testing import FakeTier
 from offload import NO_WAIT, Engine, EngineStatistics, Health, HealthState, SpillStatistics, open_engine
-from offload.metrics import PREFIX, EngineCollector
+from offload.instruments import StageTimes
+from offload.metrics import FAILED_BY, FILTER_REASONS, PREFIX, EngineCollector, StageCollector
 from tests.support.engine_places import keys_of
 
 SIZE = 64
@@ -22,8 +23,12 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 def scrape(statistics: EngineStatistics) -> Series:
     """What a scraper reads: the text format, through prometheus_client's own parser."""
+    return read(EngineCollector(lambda: statistics))
+
+
+def read(collector: EngineCollector | StageCollector) -> Series:
     registry = CollectorRegistry()
-    registry.register(EngineCollector(lambda: statistics))
+    registry.register(collector)
     text = generate_latest(registry).decode()
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     series = {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
@@ -125,3 +130,26 @@ async def test_a_damaged_block_is_a_failed_load(autojump_clock: object) -> None:
         series = scrape(engine.statistics())
     assert of(series, "load_failures_total", reason="damaged") == 1
     assert of(series, "loaded_blocks_total") == 1  # the prefix before the gap
+
+
+def test_every_series_of_the_stages_exists_at_0_from_the_start() -> None:
+    series = read(StageCollector(StageTimes().statistics))
+    assert set(series.values()) == {0}
+    for stage in ("admission", "awaiting", "batching", "transfer", "chain"):
+        assert of(series, "stage_seconds_count", stage=stage) == 0
+        for status in ("complete", "cancelled", "failed"):
+            assert of(series, "ended_total", stage=stage, status=status) == 0
+    assert {of(series, "filtered_blocks_total", reason=reason) for reason in FILTER_REASONS} == {0}
+    assert {of(series, "failed_blocks_total", reason=reason) for reason in FAILED_BY} == {0}
+
+
+async def test_the_buckets_of_a_stage_are_cumulative(autojump_clock: object) -> None:
+    source, tier, times = FakeTier(64, SIZE), FakeTier(64, SIZE, latency=0.02), StageTimes()
+    source.fill(keys_of(4))
+    async with open_engine(source, [tier], instruments=[times]) as engine:
+        await (await engine.store(source.weak(keys_of(4)), precondition=NO_WAIT)).wait()
+    series = read(StageCollector(times.statistics))
+    assert of(series, "copy_seconds_sum") == pytest.approx(0.02)
+    assert of(series, "copy_seconds_bucket", le="0.01") == 0
+    assert of(series, "copy_seconds_bucket", le="0.025") == 1
+    assert of(series, "copy_seconds_bucket", le="+Inf") == of(series, "copy_seconds_count") == 1

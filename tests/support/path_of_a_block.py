@@ -45,8 +45,7 @@ WARM = 5
 RECORDED = 40
 """How often it is recorded."""
 BY_THE_CLOCK = {"BusyPoll.run", "Watch._give_turn"}
-"""Called where an answer took longer than a turn of the loop, or came so soon that polling pays: each time on one machine, never on
-another."""
+"""Called where an answer took longer than a turn of the loop, or where polling pays: each time here, never there."""
 PAGE = ROOT / "docs" / "path-of-a-block.md"
 SERVER = """
 import sys, trio

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ._shrink import shrink as shrink
     from ._timeline import timeline as timeline
     from ._perfetto import trace_events as trace_events
+    from ._pipeline_system import open_pipelines as open_pipelines
     from ._systems import Factory as Factory
     from ._systems import World as World
     from ._systems import System as System
@@ -110,6 +111,7 @@ _HOMES = {
     "shrink": "._shrink",
     "timeline": "._timeline",
     "trace_events": "._perfetto",
+    "open_pipelines": "._pipeline_system",
     "Factory": "._systems",
     "World": "._systems",
     "System": "._systems",

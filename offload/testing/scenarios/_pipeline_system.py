@@ -302,7 +302,10 @@ async def _enqueue(pipeline: Pipeline, many: Sequence[Blocks], request: Request)
 
 @asynccontextmanager
 async def open_pipelines(world: World) -> AsyncIterator[System]:
-    """Open the pipelines of the scenario, those that others lead to first."""
+    """Open the pipelines of the scenario, those that others lead to first: the factory that :func:`play` uses by itself.
+
+    A factory of yours may wrap it, to add an instrument to each of ``pipelines``, by name.
+    """
     async with running_pipelines(PipelineSystem(cast("VirtualWorld", world))) as ours:
         yield ours
 
