@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from ._server.server import open_server as open_server
     from ._server.server import MaruServer as MaruServer
     from ._server.server import ServerStatistics as ServerStatistics
+    from ._directory.pool_map import PoolMap as PoolMap
+    from ._directory.pool_map import RegionMap as RegionMap
     from ._config import ServerConfig as ServerConfig
 
 _HOMES = {
@@ -59,6 +61,8 @@ _HOMES = {
     "open_server": "._server.server",
     "MaruServer": "._server.server",
     "ServerStatistics": "._server.server",
+    "PoolMap": "._directory.pool_map",
+    "RegionMap": "._directory.pool_map",
     "ServerConfig": "._config",
 }
 

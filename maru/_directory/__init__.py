@@ -6,6 +6,8 @@ from .statistics import InstanceUsage as InstanceUsage
 from .statistics import KeyFacts as KeyFacts
 from .image import DirectoryImage as DirectoryImage
 from .limits import Limits as Limits
+from .pool_map import PoolMap as PoolMap
+from .pool_map import RegionMap as RegionMap
 from .locations import Columns as Columns
 from .locations import GivenBack as GivenBack
 from .locations import Location as Location

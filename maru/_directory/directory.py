@@ -18,7 +18,7 @@ Rule 5. A session that needs room pays for it: its own least recently used keys 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 
 from .._wire.messages_own import Returns
 from ..eviction import LRU, EvictionPolicy
@@ -30,6 +30,7 @@ from .evictor import Evictor
 from .image import DirectoryImage
 from .limits import Limits
 from .locations import Columns, GivenBack, Location, LocationWatcher, Registration
+from .pool_map import PoolMap, map_pool
 from .published import Published
 from .reader import Reader
 from .records import AnyRecord
@@ -505,6 +506,11 @@ class Directory:
         """By instance_id, sorted."""
         self.settle()
         return usage_of(self._state)
+
+    def map_pool(self, cells: int, piece: int) -> Generator[None, None, PoolMap]:
+        """Draw the pool, piece by piece; see :mod:`maru._directory.pool_map`."""
+        self.settle()
+        return map_pool(self._state, cells, piece)
 
     def inspect(self, key: str) -> KeyFacts | None:
         """All facts about a key; ``None`` if it is not here. Counts neither as a use nor as a read."""

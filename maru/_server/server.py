@@ -30,6 +30,7 @@ import attrs
 import trio
 
 from .._config import CHANNEL_NAME, ServerConfig
+from .._directory import PoolMap
 from .._errors import HandlerClosed, PoolFull, PoolUnusable
 from .._journal.compactor import keep_compacted
 from .._journal.journal import JournalStatistics
@@ -78,6 +79,8 @@ _STEP_BYTES: Final = 256 << 10
 """Asked and answered in a step, at most: so much memory."""
 _STEP_SECONDS: Final = 0.5e-3
 """What a step takes, and one request more. It is what a client at the other socket waits for, or a sign of life."""
+_KEYS_AT_ONCE: Final = 256
+"""Keys that are drawn on a map between two steps: a quarter of a millisecond."""
 
 
 @attrs.frozen
@@ -208,6 +211,22 @@ class MaruServer:
             None if self._events is None else self._events.statistics(),
             self._unread,
         )
+
+    async def map_pool(self, *, cells: int = 512) -> PoolMap:
+        """Draw the pool: whose the pages are, how full and how old. Always a checkpoint; requests are answered meanwhile.
+
+        Args:
+            cells: into how many a region is divided at most.
+        """
+        await trio.lowlevel.checkpoint()
+        drawing = self._storage.directory.map_pool(cells, _KEYS_AT_ONCE)
+        while True:
+            try:
+                next(drawing)
+            except StopIteration as end:
+                drawn: PoolMap = end.value
+                return drawn
+            await trio.lowlevel.checkpoint()
 
     # --- from start to end ----------------------------------------------------------------------------------------
 
