@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from types import MappingProxyType
 from typing import Final
 
@@ -64,6 +65,19 @@ class StageStatistics:
     """Weak blocks that were gone when their batch was to be copied."""
 
 
+@attrs.frozen
+class Inside:
+    """A container that has not settled, for people. ``container`` is to be looked at only, on the trio thread."""
+
+    container: OffloadContainer
+    stage: str
+    """The stage it is in."""
+    seconds: float
+    """How long it has been in that stage."""
+    age: float
+    """Seconds since its policies were asked."""
+
+
 class StageTimes:
     """Measures the stages of the pipelines that it is an instrument of, one or several. Never blocks.
 
@@ -73,7 +87,7 @@ class StageTimes:
 
     def __init__(self, *, clock: Callable[[], float] = trio.current_time) -> None:
         self._clock = clock
-        self._inside: dict[OffloadContainer, tuple[int, float]] = {}
+        self._inside: dict[OffloadContainer, tuple[int, float, float]] = {}  # the stage, since when, and since admission
         self._copying: dict[OffloadBatch, float] = {}
         self._seconds = [_Distribution() for _ in STAGES]
         self._copies = _Distribution()
@@ -93,11 +107,23 @@ class StageTimes:
             self._evicted,
         )
 
+    def inside(self, most: int) -> list[Inside]:
+        """Return the containers that have been inside longest, the longest first, at most so many. On the trio thread.
+
+        A container that a pipeline has taken in and whose policies it has not asked yet is not among them.
+        """
+        now = self._clock()
+        return [
+            Inside(container, STAGES[stage], now - since, now - began)
+            for container, (stage, since, began) in islice(self._inside.items(), most)
+        ]
+
     # --- hooks ----------------------------------------------------------------------------------------------------
 
     def admission(self, container: OffloadContainer) -> None:
         """Begin to measure a container."""
-        self._inside[container] = (0, self._clock())
+        now = self._clock()
+        self._inside[container] = (0, now, now)
 
     def awaiting(self, container: OffloadContainer) -> None:
         """Its policies have answered."""
@@ -124,7 +150,7 @@ class StageTimes:
 
     def settled(self, container: OffloadContainer) -> None:
         """The container has ended: count where, how and why."""
-        stage, since = self._inside.pop(container, (0, None))
+        stage, since, _ = self._inside.pop(container, (0, None, None))
         if since is not None:
             self._seconds[stage].add(self._clock() - since)
         self._ended[STAGES[stage], container.status.value] += 1
@@ -143,7 +169,7 @@ class StageTimes:
             before = inside.get(container)
             if before is not None:  # otherwise it was inside before this was an instrument of its pipeline
                 self._seconds[before[0]].add(now - before[1])
-                inside[container] = (stage, now)
+                inside[container] = (stage, now, before[2])
 
     def _count_errors(self, container: OffloadContainer) -> None:
         for error in container.failed.values():

@@ -16,6 +16,7 @@ import trio
 
 from ._pipeline.container import OffloadBatch, OffloadContainer
 from ._stage_times import Histogram as Histogram
+from ._stage_times import Inside as Inside
 from ._stage_times import StageStatistics as StageStatistics
 from ._stage_times import StageTimes as StageTimes
 from .abc import HOOKS as HOOKS

@@ -151,3 +151,20 @@ async def test_added_while_containers_are_inside_it_counts_their_ends(autojump_c
         await handle.wait()
     assert sum(ended(times).values()) == 1
     assert sum(totals(times).values()) == 0
+
+
+async def test_what_is_inside_is_listed_from_the_oldest_on(autojump_clock):
+    source, destination, times = FakeTier(), FakeTier(), StageTimes()
+    keys = keys_of(3)
+    source.fill(keys)
+    ready = trio.Event()
+    async with offload.open_pipeline(
+        source, destination, policies=[SlowPolicy()], config=patient(), instruments=[times]
+    ) as pipeline:
+        for key in keys:
+            await pipeline.enqueue(source.weak([key]), precondition=ready)
+            await trio.sleep(1.5)
+        listed = [(one.container.number, one.stage, one.seconds, one.age) for one in times.inside(2)]
+        assert listed == [(1, "awaiting", 2.5, 4.5), (2, "awaiting", 1.0, 3.0)]
+        ready.set()
+    assert times.inside(10) == []
