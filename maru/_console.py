@@ -11,7 +11,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
@@ -53,3 +57,31 @@ def print_json(answer: object) -> None:
 def identifier(number: int | None) -> str | None:
     """A number that names something, as JSON has it: see Rule 3."""
     return None if number is None else f"{number:#018x}"
+
+
+@contextmanager
+def keys_pressed() -> Iterator[Callable[[float], str]]:
+    """How to wait for a key, for so many seconds at most; empty if none was pressed. Only Ctrl-C without a keyboard."""
+    if not sys.stdin.isatty():
+
+        def slept(seconds: float) -> str:
+            time.sleep(seconds)
+            return ""
+
+        yield slept
+        return
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select([descriptor], [], [], seconds)
+        return os.read(descriptor, 1).decode("ascii", "replace") if ready else ""
+
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

@@ -87,7 +87,9 @@ class StageTimes:
 
     def __init__(self, *, clock: Callable[[], float] = trio.current_time) -> None:
         self._clock = clock
-        self._inside: dict[OffloadContainer, tuple[int, float, float]] = {}  # the stage, since when, and since admission
+        self._inside: dict[
+            OffloadContainer, tuple[int, float, float]
+        ] = {}  # the stage, since when, and since admission
         self._copying: dict[OffloadBatch, float] = {}
         self._seconds = [_Distribution() for _ in STAGES]
         self._copies = _Distribution()

@@ -1,4 +1,4 @@
-"""The command line: ``offload demo | replay | scenario | pinned-pool | size | bench``.
+"""The command line: ``offload demo | replay | scenario | pinned-pool | size | top | bench``.
 
 The modules of a command are imported when it is used, so that ``offload --help`` is quick and does not import torch. The table
 below names the module of each command, which has a click command.
@@ -28,6 +28,7 @@ from maru._commands import Commands as Commands
             "offload._size.command:command",
             "Compute the pool for so many tokens of a model.",
         ),
+        "top": ("offload.status._top:command", "Watch an engine: hits, stages, tiers, and what is stuck."),
         "bench": ("offload.bench:command", "Measure each figure beside its limit, in one run."),
     },
     context_settings={"help_option_names": ["-h", "--help"]},

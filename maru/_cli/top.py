@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import select
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import attrs
 import click
 
-from .._console import console, identifier
+from .._console import console, identifier, keys_pressed
 from .._errors import NoAnswer
 from .._wire import Code, StatsReply, UsageReply
 from ._connection import ServerConnection, ServerOptions, explain_no_answer, open_connection, server_options
@@ -135,7 +132,7 @@ def _live(options: ServerOptions, server: ServerConnection, before: Sample, inte
     sheet = console()
     trouble = ""
     rate = Rates(0.0, True, {}, {}, {})
-    with _keys() as pressed, Live(console=sheet, screen=True, auto_refresh=False) as screen:
+    with keys_pressed() as pressed, Live(console=sheet, screen=True, auto_refresh=False) as screen:
         while True:
             screen.update(Group(*_sheet(options, before, rate, interval, sheet.height), trouble), refresh=True)
             if pressed(interval) in ("q", "Q"):
@@ -146,34 +143,6 @@ def _live(options: ServerOptions, server: ServerConnection, before: Sample, inte
                 trouble = explain_no_answer(options)
                 continue
             trouble, rate, before = "", compute_rates(before, after), after
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[float], str]]:
-    """How to wait for a key, for so many seconds at most; empty if none was pressed. Only Ctrl-C without a keyboard."""
-    if not sys.stdin.isatty():
-
-        def slept(seconds: float) -> str:
-            time.sleep(seconds)
-            return ""
-
-        yield slept
-        return
-    import termios
-    import tty
-
-    descriptor = sys.stdin.fileno()
-
-    def pressed(seconds: float) -> str:
-        ready, _, _ = select.select([descriptor], [], [], seconds)
-        return os.read(descriptor, 1).decode("ascii", "replace") if ready else ""
-
-    before = termios.tcgetattr(descriptor)
-    tty.setcbreak(descriptor)
-    try:
-        yield pressed
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
 
 def _sheet(

@@ -1,0 +1,68 @@
+"""Asks a status page for its view, over TCP or a Unix socket."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+from typing import Final
+
+import msgspec
+
+from ._view import StatusView
+
+TIMEOUT: Final = 5.0
+"""Seconds until an engine that does not answer is said to be silent."""
+_decode: Final = msgspec.json.Decoder(StatusView).decode
+
+
+class NoStatus(Exception):
+    """There is no status page at an address, or it is none that this version knows."""
+
+
+def fetch_view(address: str) -> StatusView:
+    """The view of a status page. Blocks for at most ``TIMEOUT`` for each answer of the socket.
+
+    Args:
+        address: ``http://127.0.0.1:8080``, or ``unix:/path`` of a socket.
+
+    Raises:
+        ValueError: that is no address.
+        NoStatus: nothing listens there, it does not answer, or what it answers is no view.
+    """
+    connection = _connection(address)
+    try:
+        connection.request("GET", "/status", headers={"Host": "localhost"})
+        answer = connection.getresponse()
+        body = answer.read()
+        if answer.status != 200:
+            raise NoStatus(f"{address} answers {answer.status}: is it a status page?")
+        return _decode(body)
+    except (OSError, http.client.HTTPException) as error:
+        raise NoStatus(f"no status page at {address}: {error}") from error
+    except msgspec.DecodeError as error:
+        raise NoStatus(f"{address} answers what this version does not know: {error}") from error
+    finally:
+        connection.close()
+
+
+def _connection(address: str) -> http.client.HTTPConnection:
+    kind, _, rest = address.partition(":")
+    if kind == "unix" and rest.startswith("/"):
+        return _UnixConnection(rest)
+    host, colon, port = rest.removeprefix("//").rstrip("/").rpartition(":")
+    if kind != "http" or not colon or not port.isdecimal():
+        raise ValueError(f"{address!r} is no address: http://127.0.0.1:8080, or unix:/path/of/a/socket")
+    return http.client.HTTPConnection(host.strip("[]"), int(port), timeout=TIMEOUT)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=TIMEOUT)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)

@@ -1,0 +1,170 @@
+"""The command ``offload top``: the status of an engine, live in a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from maru._cli._output import duration, share, size
+from maru._console import console, keys_pressed, show
+from maru._ending import BadInput, EnvironmentFault
+
+from .._stage_times import STAGES
+from ._client import NoStatus, fetch_view
+from ._view import PipelineView, StatusView, TierView
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+_LINES_BESIDE = 26
+"""Of a screen, that are not for containers, tiers and pipelines."""
+_MOST_LISTED = 16
+"""Containers, where there is no screen whose lines count."""
+_WORDS = ("stage", "state", "waits for")
+"""Columns that are no numbers."""
+
+
+@click.command(name="top")
+@click.argument("address")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.1, 3_600),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two looks.",
+)
+@click.option("--once", is_flag=True, help="Look twice, one interval apart, show that, and leave.")
+@click.option("--json", "as_json", is_flag=True, help="Print one object a line.")
+def command(address: str, interval: float, once: bool, as_json: bool) -> None:
+    """Watch an engine: what is found, where containers are, how full its tiers are. Ends on q or Ctrl-C.
+
+    ADDRESS is that of a status page: http://127.0.0.1:8080, or unix:/path of its socket.
+    """
+    view = _look(address)
+    if sys.stdout.isatty() and not (once or as_json):
+        _live(address, view, interval)
+        return
+    while True:
+        time.sleep(interval)
+        view = _look(address)
+        if as_json:
+            click.echo(msgspec.json.encode(view).decode())
+        else:
+            show(*sheet(view), "")
+        sys.stdout.flush()
+        if once:
+            return
+
+
+def _look(address: str) -> StatusView:
+    try:
+        return fetch_view(address)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    except NoStatus as error:
+        raise EnvironmentFault(str(error)) from error
+
+
+def _live(address: str, view: StatusView, interval: float) -> None:
+    """Show a screen that is updated every interval, until the user ends it."""
+    from rich.console import Group
+    from rich.live import Live
+
+    screen_of = console()
+    trouble = ""
+    with keys_pressed() as pressed, Live(console=screen_of, screen=True, auto_refresh=False) as screen:
+        while True:
+            screen.update(Group(*sheet(view, screen_of.height), trouble), refresh=True)
+            if pressed(interval) in ("q", "Q"):
+                return
+            try:
+                view, trouble = fetch_view(address), ""
+            except NoStatus as error:
+                trouble = f"{error}; what is shown is old"
+
+
+def sheet(view: StatusView, height: int = 0) -> list[RenderableType]:
+    """One view, for people; no higher than a screen of so many lines, where that is not 0."""
+    taken = len(view.pipelines) + len(view.tiers) + _LINES_BESIDE
+    most = max(1, height - taken) if height else _MOST_LISTED
+    return [
+        f"{view.name}, up for {duration(view.up_for)}, {time.strftime('%H:%M:%S')}{', q ends' if height else ''}",
+        "",
+        _figures(view),
+        "",
+        _pipelines(view.pipelines),
+        "",
+        _tiers(view.tiers),
+        "",
+        _oldest(view, most),
+    ]
+
+
+def _figures(view: StatusView) -> RenderableType:
+    rates = view.rates
+    table = _table("", "per second", "in all")
+    table.add_row("blocks asked for", _number(rates.asked_blocks), _number(view.asked_blocks))
+    found = f"{_number(rates.hit_blocks)}  {share(rates.hit_blocks, rates.asked_blocks)}"
+    in_all = f"{_number(view.hit_blocks)}  {share(view.hit_blocks, view.asked_blocks)}"
+    table.add_row("found", found, in_all)
+    table.add_row("loaded", _number(rates.loaded_blocks), _number(view.loaded_blocks))
+    table.add_row("stored", _number(rates.stored_blocks), "")
+    table.add_row("bytes copied", size(rates.copied_bytes), "")
+    for end in ("complete", "cancelled", "failed"):
+        table.add_row(f"containers {end}", "", _number(sum(getattr(one, end) for one in view.pipelines)))
+    if view.quarantined or view.mismatches:
+        table.add_row("in quarantine, found wrong", "", f"{view.quarantined}, {view.mismatches}")
+    return table
+
+
+def _pipelines(pipelines: Sequence[PipelineView]) -> RenderableType:
+    table = _table("into", *STAGES, "blocks inside")
+    for one in pipelines:
+        stages = [_number(one.stages[stage]) for stage in STAGES]
+        table.add_row(one.name, *stages, f"{_number(one.used_blocks)} of {_number(one.budget_blocks)}")
+    return table
+
+
+def _tiers(tiers: Sequence[TierView]) -> RenderableType:
+    table = _table("tier", "used", "", "blocks", "loaded", "stored", "evicted", "state")
+    for one in tiers:
+        used = f"{size(one.used_bytes)} of {size(one.capacity_bytes)}", share(one.used_bytes, one.capacity_bytes)
+        counts = map(_number, (one.blocks, one.loaded, one.stored, one.evicted))
+        state = "works" if one.state == "closed" else f"left alone: {one.cause}"
+        damaged = f", {one.damaged} damaged" if one.damaged else ""
+        table.add_row(one.name, *used, *counts, state + damaged)
+    return table
+
+
+def _oldest(view: StatusView, most: int) -> RenderableType:
+    if not view.oldest:
+        return "nothing is under way"
+    table = _table("container", "blocks", "stage", "in it for", "age", "waits for")
+    for one in view.oldest[:most]:
+        numbers = str(one.number), str(one.blocks)
+        table.add_row(*numbers, one.stage, duration(one.seconds), duration(one.age), one.waits_for)
+    more = sum(sum(one.stages.values()) for one in view.pipelines) - len(view.oldest[:most])
+    if more > 0:
+        table.add_row("", "", "", "", "", f"and {more:,} more")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for at, column in enumerate(columns):
+        table.add_column(column, justify="left" if at == 0 or column in _WORDS else "right", no_wrap=True)
+    return table
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.1f}"
