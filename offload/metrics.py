@@ -17,14 +17,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final, TypeAlias
 
+import attrs
+
 try:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        InfoMetricFamily,
+    )
     from prometheus_client.metrics_core import Metric
 except ImportError:  # pragma: no cover: the tests' environment has it
     raise ImportError("offload.metrics needs prometheus_client: pip install 'trio-offload[metrics]'") from None
 
 from backends.abc import TierStatistics
 
+from ._engine.config import EngineConfig
 from ._engine.statistics import EngineStatistics
 from ._health import Health, HealthState
 from ._pipeline.statistics import PipelineStatistics
@@ -178,6 +186,39 @@ class StageCollector:
         yield _reasons("filtered_blocks", "Blocks that were not to be stored", FILTER_REASONS, statistics.filtered)
         yield _reasons("failed_blocks", "Blocks not stored because of an error", FAILED_BY, statistics.failed)
         yield _counter("evicted_blocks", "Blocks gone before they were copied", {(): statistics.evicted})
+
+
+class ConfigCollector:
+    """Show the knobs of an engine to Prometheus, as labels of one series: ``kv_offload_config_info``.
+
+    So a chart can tell whether two engines that behave differently are configured alike.
+
+    Args:
+        config: the engine's. Knobs that are a number, a word or a switch are shown, those of nested configurations with the
+            name of these before their own (``pipeline_budget_blocks``); objects and tables are not.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._labels = dict(_knobs("", config))
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: a registry then does not scrape when the collector is registered."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the one metric."""
+        yield InfoMetricFamily(f"{PREFIX}config", "The knobs of the engine", value=self._labels)
+
+
+def _knobs(before: str, config: attrs.AttrsInstance) -> Iterator[tuple[str, str]]:
+    for field in attrs.fields(type(config)):
+        name, value = f"{before}{field.name}", getattr(config, field.name)
+        if isinstance(value, bool):
+            yield name, str(value).lower()
+        elif isinstance(value, int | float | str):
+            yield name, str(value)
+        elif attrs.has(type(value)):
+            yield from _knobs(f"{name}_", value)
 
 
 # --- what is in a snapshot ------------------------------------------------------------------------------------------------

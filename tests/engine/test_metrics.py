@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from backends.slots import PagesDestination
 from backends.testing import FakeTier
-from offload import NO_WAIT, Engine, EngineStatistics, Health, HealthState, SpillStatistics, open_engine
+from offload import NO_WAIT, Engine, EngineConfig, EngineStatistics, Health, HealthState, SpillStatistics, open_engine
 from offload.instruments import StageTimes
-from offload.metrics import FAILED_BY, FILTER_REASONS, PREFIX, EngineCollector, StageCollector
+from offload.metrics import FAILED_BY, FILTER_REASONS, PREFIX, ConfigCollector, EngineCollector, StageCollector
 from tests.support.engine_places import keys_of
 
 SIZE = 64
@@ -26,7 +26,7 @@ def scrape(statistics: EngineStatistics) -> Series:
     return read(EngineCollector(lambda: statistics))
 
 
-def read(collector: EngineCollector | StageCollector) -> Series:
+def read(collector: EngineCollector | StageCollector | ConfigCollector) -> Series:
     registry = CollectorRegistry()
     registry.register(collector)
     text = generate_latest(registry).decode()
@@ -153,3 +153,14 @@ async def test_the_buckets_of_a_stage_are_cumulative(autojump_clock: object) -> 
     assert of(series, "copy_seconds_bucket", le="0.01") == 0
     assert of(series, "copy_seconds_bucket", le="0.025") == 1
     assert of(series, "copy_seconds_bucket", le="+Inf") == of(series, "copy_seconds_count") == 1
+
+
+def test_the_knobs_are_labels_of_one_series_those_of_the_pipeline_among_them() -> None:
+    tiers = {"host": {"type": "memory", "capacity_bytes": 1 << 20, "block_bytes": SIZE}}
+    config = EngineConfig(source=FakeTier(8, SIZE), tiers=tiers, promote=False, shadow_check=20)
+    (((name, labels), value),) = read(ConfigCollector(config)).items()
+    knobs = dict(labels)
+    assert (name, value) == ("kv_offload_config_info", 1)
+    assert (knobs["promote"], knobs["shadow_check"]) == ("false", "20")
+    assert knobs["pipeline_budget_blocks"] == str(config.pipeline.budget_blocks)
+    assert "tiers" not in knobs and "source" not in knobs
