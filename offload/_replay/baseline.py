@@ -1,4 +1,4 @@
-"""The limit a replay is measured against: a dictionary in LRU order, and one copy per block.
+"""The limit a replay is measured against, a :class:`.driver.Cache`: a dictionary in LRU order, and one copy per block.
 
 It neither pins, cancels, verifies nor waits, and nothing else runs beside it. Its memory is of the same kind as that of the
 tier it is compared with: one shared mapping, populated before the first request.
@@ -15,7 +15,7 @@ from backends.memory import HostPages
 
 
 class Baseline:
-    """Blocks by key in least recently used order, over one pool of memory.
+    """Blocks by key in least recently used order, over one pool of memory. Nothing in it waits.
 
     Args:
         blocks: how many it holds.
@@ -28,7 +28,7 @@ class Baseline:
         self._free = list(self._pool.pages(range(blocks)).addresses)[::-1]
         self._address_of: OrderedDict[Key, int] = OrderedDict()
 
-    def load(self, keys: Sequence[Key], to: Sequence[int]) -> int:
+    async def load(self, keys: Sequence[Key], to: Sequence[int]) -> int:
         """Copy the blocks of the longest prefix to these addresses. Returns how many there are."""
         address_of, size, memmove = self._address_of, self._size, ctypes.memmove
         found = 0
@@ -42,8 +42,11 @@ class Baseline:
             address_of.move_to_end(key)
         return found
 
-    def store(self, keys: Sequence[Key], at: Sequence[int]) -> None:
-        """Copy in the blocks at these addresses that are not yet there, the first block of the prefix as the most recent."""
+    async def store(self, keys: Sequence[Key], at: Sequence[int]) -> int:
+        """Copy in the blocks at these addresses that are not yet there, the first block of the prefix as the most recent.
+
+        Returns how many were new.
+        """
         address_of, free, size, memmove = self._address_of, self._free, self._size, ctypes.memmove
         new = [(key, source) for key, source in zip(keys, at, strict=True) if key not in address_of]
         while len(free) < len(new):
@@ -52,3 +55,4 @@ class Baseline:
             address = free.pop()
             memmove(address, source, size)
             address_of[key] = address
+        return len(new)

@@ -35,7 +35,19 @@ if TYPE_CHECKING:
 
 
 _OF_BYTES = (
-    *("tiers", "capacities", "block_bytes", "policy", "speed", "laps", "rename", "skip_idle", "checksums", "what_if"),
+    *(
+        "tiers",
+        "capacities",
+        "block_bytes",
+        "policy",
+        "speed",
+        "laps",
+        "rename",
+        "skip_idle",
+        "in_flight",
+        "checksums",
+        "what_if",
+    ),
     "record",
 )
 """Options that --compare-eviction has nothing to do with."""
@@ -97,6 +109,14 @@ _OF_BYTES = (
     default=None,
     help="Keep the pace of the trace, on a clock that skips the time between two requests.  [default: with --laps]",
 )
+@click.option(
+    "--in-flight",
+    type=click.IntRange(1, 1_024),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Play N requests at once. A request begins when one before it has ended, and sees what has been stored by then.",
+)
 @click.option("--checksums/--no-checksums", default=True, show_default=True, help="Verify blocks by checksums, too.")
 @click.option("--what-if", type=factors_of, default=None, metavar="2x,4x", help="Hit rates at other capacities.")
 @click.option(
@@ -141,6 +161,7 @@ def command(
     laps: int,
     rename: float,
     skip_idle: bool | None,
+    in_flight: int,
     checksums: bool,
     what_if: Sequence[float] | None,
     record: str | None,
@@ -155,7 +176,6 @@ def command(
 
     TRACE has a JSON object per line, as Mooncake publishes them (timestamp, input_length, output_length, hash_ids), and
     may be compressed by gzip. For each request the longest prefix is looked up and loaded, and what is missing is
-    stored. Every loaded block is compared with what was stored; a difference ends with exit code 1. So does a block that is
     stored. Every loaded block is compared with what was stored; a difference ends the command with exit code 1, and so does a
     block that is still held or missing after the laps. Exit code 3: blocks could not be stored. Exit code 2: the first tier had
     no room for a single block.
@@ -174,6 +194,7 @@ def command(
             skip_idle=skips,
             laps=laps,
             rename=rename,
+            in_flight=in_flight,
             checksums=checksums,
             what_if=what_if or (),
         )

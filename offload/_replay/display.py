@@ -57,6 +57,8 @@ def show(report: ReplayReport, trace: str) -> None:
 
 def _lines(report: ReplayReport) -> Iterator[tuple[str, str]]:
     yield "requests", f"{report.requests:,}"
+    if report.in_flight > 1:
+        yield "in flight", f"{report.in_flight:,}"
     yield "blocks", f"{report.blocks:,} ({report.unique_blocks:,} different)"
     yield "hit_blocks", f"{report.hit_blocks:,}"
     yield "hit_rate", f"{report.hit_rate:.5f}"

@@ -71,6 +71,8 @@ class ReplayOptions:
     """How often the trace is played."""
     rename: float = 0.8
     """Share of its different blocks that have new names in each lap after the first."""
+    in_flight: int = 1
+    """How many requests are played at once."""
     checksums: bool = True
     """Whether tiers compute a checksum for what they store, and verify it at each load."""
     what_if: Sequence[float] = ()
@@ -91,6 +93,8 @@ class ReplayOptions:
             raise ReplayError(
                 f"{self.laps} laps, of which {self.rename:g} is renamed: needs at least one lap, and a share from 0 to 1"
             )
+        if self.in_flight < 1:
+            raise ReplayError(f"in_flight = {self.in_flight}: needs at least one request")
         if self.skip_idle and self.speed == math.inf:
             raise ReplayError("--skip-idle needs a --speed: as fast as possible, there is no idle time to skip")
 

@@ -1,4 +1,4 @@
-"""Plays requests through an engine, one after another, as an inference engine would with each of its prompts.
+"""Plays requests through an engine, one after another or several at once, as an inference engine would with its prompts.
 
     lookup -> load what was found -> [compare it with what was stored] -> [write what is missing] -> store it, settled
 
@@ -18,10 +18,10 @@ import attrs
 
 from backends.abc import CapacityError, Key, ReadableTier
 from backends.memory import HostPages, MemoryTier
+from backends.pages import Pages
 from backends.slots import PagesDestination
 from backends.testing import payload_of
 
-from .._config import BatchConfig, PipelineConfig
 from .._engine import Engine, open_engine
 from .._errors import DestinationFull
 from .._keys import block_key
@@ -29,6 +29,7 @@ from .._pipeline.lifecycle import Status
 from .._pipeline.result import TransferResult
 from ..abc import AsyncPolicy, Policy
 from ..preconditions import NO_WAIT
+from .engine_cache import engine_config
 from .trace import Request
 
 _memcmp = ctypes.CDLL(None).memcmp
@@ -113,49 +114,70 @@ class Played:
         return self.lookup_time + self.load_time + self.store_time
 
 
+@attrs.frozen
+class Seat:
+    """The memory of one request on both sides of an engine. Requests in flight at once have a seat each."""
+
+    ids: Sequence[int]
+    """Of its blocks in the engine's source."""
+    pages: Pages
+    """Where its blocks are loaded to."""
+    source: Buffer
+    """Where its blocks are written before they are stored."""
+    target: Buffer
+    """``pages``, to be compared."""
+
+
 class Replayer:
-    """An engine with the memory of one request on both sides of it. Made by :func:`open_replayer`.
+    """An engine with the memory of one request, or of several in flight, on both sides of it. Made by :func:`open_replayer`.
 
     Attributes:
         engine: what requests are played through.
-        source: where the blocks of a request are written before they are stored.
-        target: where they are loaded to.
+        seats: the memory of each request in flight.
     """
 
-    def __init__(self, engine: Engine, source: MemoryTier, most_blocks: int, check: bool) -> None:
+    def __init__(self, engine: Engine, source: MemoryTier, most_blocks: int, in_flight: int, check: bool) -> None:
         self.engine = engine
-        size = source.block_bytes
-        self._memory = HostPages(max(most_blocks, 1), size)
-        self._pages = self._memory.pages(range(max(most_blocks, 1)))
-        self._ids = range(most_blocks)
+        size, most = source.block_bytes, max(most_blocks, 1)
+        self._memory = HostPages(in_flight * most, size)
         self._source = source
         self._check = check
-        written = source.views(range(most_blocks))
+        written = source.views(range(in_flight * most))
         assert written is not None
-        self.source = Buffer(written.addresses, size)
-        self.target = Buffer(self._pages.addresses, size)
+        self.seats: list[Seat] = []
+        for start in range(0, in_flight * most, most):
+            ids = range(start, start + most)
+            pages = self._memory.pages(ids)
+            here = Buffer(written.addresses[start : start + most], size)
+            self.seats.append(Seat(ids, pages, here, Buffer(pages.addresses, size)))
 
-    async def play(self, keys: Sequence[Key], clock: Callable[[], float] = perf_counter) -> Played:
-        """Play one request to its end: when it returns, everything it stored has settled."""
-        engine = self.engine
+    async def play(self, keys: Sequence[Key], clock: Callable[[], float] = perf_counter, seat: int = 0) -> Played:
+        """Play one request to its end: when it returns, everything it stored has settled.
+
+        Args:
+            keys: of its blocks.
+            clock: what times are measured by, in seconds.
+            seat: whose memory it uses; no two requests in flight may use the same.
+        """
+        engine, here = self.engine, self.seats[seat]
         began = clock()
         hit = await engine.lookup(keys)
         found_at = loaded_at = clock()
         loaded, runs = len(hit), tuple(hit.runs)
         if loaded:
             async with hit:
-                result = await engine.load(hit, PagesDestination(self._pages.part(0, loaded)))
+                result = await engine.load(hit, PagesDestination(here.pages.part(0, loaded)))
             loaded_at = clock()
             loaded = result.loaded
         else:
             await engine.release(hit)
-        wrong = self.target.count_wrong(keys[:loaded]) if loaded and self._check else 0
+        wrong = here.target.count_wrong(keys[:loaded]) if loaded and self._check else 0
         missing = keys[loaded:]
         if not missing:
             return Played(len(keys), loaded, wrong, 0, 0, found_at - began, loaded_at - found_at, 0.0, began, runs)
-        self.source.write(missing)
+        here.source.write(missing)
         store_at = clock()
-        blocks = self._source.external(self._ids[: len(missing)], missing)
+        blocks = self._source.external(here.ids[: len(missing)], missing)
         handle = engine.store_nowait(blocks, precondition=NO_WAIT)
         answer = await handle.wait()
         settled_at = clock()
@@ -212,6 +234,7 @@ async def open_replayer(
     most_blocks: int,
     *,
     policies: Sequence[Policy | AsyncPolicy] | None = None,
+    in_flight: int = 1,
     check: bool = True,
 ) -> AsyncIterator[Replayer]:
     """Open an engine over these tiers, with room for the largest request.
@@ -221,14 +244,11 @@ async def open_replayer(
         block_bytes: size of every block.
         most_blocks: blocks of the largest request.
         policies: what may be stored; by default what the first tier does not have.
+        in_flight: how many requests may be played at once.
         check: compare what was loaded with what was stored.
     """
-    size = max(most_blocks, 1)
+    size = in_flight * max(most_blocks, 1)
     source = MemoryTier(size * block_bytes, block_bytes, checksums=False)
-    config = PipelineConfig(
-        batch_config=BatchConfig(min_batch_size=1, flush_interval=0.0),  # one request at a time: nothing to wait for
-        on_destination_full="evict",
-        budget_blocks=max(size, PipelineConfig().budget_blocks),
-    )
+    config = engine_config(size)
     async with open_engine(source, tiers, policies=policies, config=config) as engine:
-        yield Replayer(engine, source, most_blocks, check)
+        yield Replayer(engine, source, most_blocks, in_flight, check)

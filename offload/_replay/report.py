@@ -70,7 +70,7 @@ class ReplayReport:
     request: Percentiles
     """Time of a request: lookup, load and store."""
     cache_time: float
-    """Sum over all requests, in seconds."""
+    """Sum over all requests, in seconds. Those of several in flight overlap."""
     wall_time: float
     """From the first request to the last, with the writing and comparing of blocks and any waiting, in seconds."""
     tiers: Mapping[str, TierStatistics]
@@ -86,6 +86,8 @@ class ReplayReport:
     left_over: Mapping[str, int] = attrs.field(factory=dict)
     """After laps: blocks that are held, reserved, or not free though all is deleted. Anything in it is a bug, and fails the
     command."""
+    in_flight: int = 1
+    """How many requests were played at once."""
 
     def as_json(self) -> dict[str, Any]:
         """The report as JSON values; times in seconds."""

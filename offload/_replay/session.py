@@ -37,7 +37,7 @@ async def replay(
     name: str = "a replay",
     clock: SkippingClock | None = None,
 ) -> ReplayReport:
-    """Play requests one after another through an engine over new tiers, and compare every loaded block.
+    """Play requests through an engine over new tiers, one after another or several at once, and compare every loaded block.
 
     With ``options.laps`` they are played that many times, and then the tiers are checked for leaks (:mod:`.leaks`).
 
@@ -65,7 +65,9 @@ async def replay(
         resident = [resident_bytes()]
         policies = options.policies(next(iter(tiers.values())))
         most = max((len(request.hash_ids) for request in requests), default=1)
-        async with open_replayer(list(tiers.values()), options.block_bytes, most, policies=policies) as player:
+        async with open_replayer(
+            list(tiers.values()), options.block_bytes, most, policies=policies, in_flight=options.in_flight
+        ) as player:
             began = perf_counter()
             pace = _Pace(requests, options.speed, clock)
             for lap in laps:
@@ -122,14 +124,34 @@ async def _play_lap(
     recorded: list[Played] | None,
     progress: Callable[[int], None],
 ) -> None:
+    """Play a lap, as many requests at once as the player has seats. They begin in the order of the trace."""
     names = TraceKeys()
-    for request in lap:
-        await pace.wait_for(request)
-        played = await player.play(names.of(request))
+
+    async def play(request: Request, seat: int) -> None:
+        played = await player.play(names.of(request), seat=seat)
         tally.add(played)
         if recorded is not None:
             recorded.append(played)
         progress(tally.requests)
+
+    if len(player.seats) == 1:
+        for request in lap:
+            await pace.wait_for(request)
+            await play(request, 0)
+        return
+    stand, free = trio.open_memory_channel[int](len(player.seats))
+    for seat in range(len(player.seats)):
+        stand.send_nowait(seat)
+
+    async def play_and_stand(request: Request, seat: int) -> None:
+        await play(request, seat)
+        stand.send_nowait(seat)
+
+    async with trio.open_nursery() as nursery:
+        for request in lap:
+            seat = await free.receive()
+            await pace.wait_for(request)
+            nursery.start_soon(play_and_stand, request, seat)
 
 
 def _check_recordable(recorded: bool, options: ReplayOptions) -> None:
@@ -140,6 +162,8 @@ def _check_recordable(recorded: bool, options: ReplayOptions) -> None:
         raise ReplayError(f"--record: a scenario cannot describe a tier of {other}: use memory or file:DIR")
     if options.laps > 1:
         raise ReplayError("--record: a scenario cannot repeat laps: leave out --laps")
+    if options.in_flight > 1:
+        raise ReplayError("--record: a scenario has one request after another: leave out --in-flight")
 
 
 def _as_scenario(
@@ -203,6 +227,7 @@ def _report(
         trace_time=laps.laps * laps.period / 1e3,
         resident_bytes=resident,
         left_over=left,
+        in_flight=options.in_flight,
     )
 
 

@@ -1,35 +1,38 @@
 """``offload bench replay``: a real request trace through an engine, beside a dictionary that makes the same copies.
 
-Every request is played three times in a row, in changing order: through an engine over a memory tier without checksums,
-through one with them, and through :class:`offload._replay.baseline.Baseline`, a plain dictionary in least recently used
-order over a populated shared mapping of the same size, which copies with memmove. All of them evict in that order, so that
-they find, load and store the same blocks; each has its own memory on both sides. Only the cache's work is timed, not the
-writing of the missing blocks, which takes the place of the forward pass.
+The requests are sent by the driver of all comparisons (:mod:`offload._replay.driver`), a few to each subject in turn: to an
+engine over a memory tier without checksums, to one with them, to one with four requests in flight, and to a plain dictionary in
+least recently used order over a populated shared mapping of the same size, which copies with memmove
+(:class:`offload._replay.baseline.Baseline`). All of them evict in that order, so that they find, load and store the same
+blocks, but for what four in flight do not see of each other. Each has its own memory on both sides.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Final, Protocol
+from typing import Final
 
 from backends.abc import Key
-from backends.memory import HostPages, MemoryTier
+from backends.memory import MemoryTier
 from maru.bench._measure import Effort, Figures, in_trio, in_turn, noisiest, percentile
 from maru.bench._row import Goal, Row
 from maru.eviction import LRU
 
 from .._replay.baseline import Baseline
-from .._replay.replayer import Buffer, Replayer, TraceKeys, open_replayer
+from .._replay.driver import Cache, Driven, Place, drive, make_places
+from .._replay.engine_cache import open_engine_cache
+from .._replay.replayer import TraceKeys
 from .._replay.trace import read_trace
 
 _CAPACITY: Final = 1 << 30
 _REQUESTS: Final = 1_500
 _GOALS: Final = {64: 2.0, 256: 1.5}
 """By the KiB of a block: how many times the baseline's time the whole replay may take."""
-_TIERS: Final = {"plain": False, "checksums": True}
-"""The engines, by name: whether their tier keeps checksums."""
+_TIERS: Final = {"plain": (False, 1), "checksums": (True, 1), "plain.flight4": (False, 4)}
+"""The engines, by name: whether their tier keeps checksums, and how many requests are in flight."""
+_AT_ONCE: Final = 25
+"""Requests that one subject is sent before the next one has its turn."""
 _P99: Final = Goal("ratio", "<=", 2.5)
 _NO_TRACE: Final = "no trace: name one by --trace, or in OFFLOAD_TRACE"
 _BASELINE: Final = "dictionary, LRU order, memmove"
@@ -71,76 +74,44 @@ def _of_size(kib: int, effort: Effort, requests: Sequence[Sequence[Key]] | None)
 
 
 def _figures(kib: int, tier: str) -> Iterator[tuple[str, str, Goal | None]]:
-    plain = not _TIERS[tier]
+    plain = _TIERS[tier] == (False, 1)
     yield "time", "s", Goal("ratio", "<=", _GOALS[kib]) if plain else None
-    yield "p50", "ms/request", None
-    yield "p99", "ms/request", _P99 if plain else None
+    if _TIERS[tier][1] == 1:  # those of several in flight overlap
+        yield "p50", "ms/request", None
+        yield "p99", "ms/request", _P99 if plain else None
     yield "hits", "blocks", None
 
 
-# --- players ------------------------------------------------------------------------------------------------------
-
-
-class _Player(Protocol):
-    async def play(self, keys: Sequence[Key]) -> tuple[float, int]:
-        """Play a request. Returns the seconds it took and the blocks it found."""
-        ...
-
-
-class _Ours:
-    def __init__(self, replayer: Replayer) -> None:
-        self._replayer = replayer
-
-    async def play(self, keys: Sequence[Key]) -> tuple[float, int]:
-        played = await self._replayer.play(keys)
-        assert not played.dropped
-        return played.time, played.hit
-
-
-class _Theirs:
-    def __init__(self, capacity_bytes: int, block_bytes: int, most_blocks: int) -> None:
-        self._baseline = Baseline(capacity_bytes // block_bytes, block_bytes)
-        self._memory = HostPages(2 * most_blocks, block_bytes)
-        addresses = self._memory.pages(range(2 * most_blocks)).addresses
-        self._source = Buffer(addresses[:most_blocks], block_bytes)
-        self._target = Buffer(addresses[most_blocks:], block_bytes)
-
-    async def play(self, keys: Sequence[Key]) -> tuple[float, int]:
-        start = time.perf_counter()
-        found = self._baseline.load(keys, self._target.addresses)
-        seconds = time.perf_counter() - start
-        missing = keys[found:]
-        self._source.write(missing)
-        start = time.perf_counter()
-        self._baseline.store(missing, self._source.addresses[: len(missing)])
-        return seconds + time.perf_counter() - start, found
+# --- subjects -----------------------------------------------------------------------------------------------------
 
 
 async def _play(requests: Sequence[Sequence[Key]], block_bytes: int, capacity_bytes: int) -> Figures:
     most = max(map(len, requests))
     async with AsyncExitStack() as stack:
-        players: dict[str, _Player] = {"baseline": _Theirs(capacity_bytes, block_bytes, most)}
-        for name, summed in _TIERS.items():
+        subjects: dict[str, tuple[Cache, Sequence[Place]]] = {
+            "baseline": (Baseline(capacity_bytes // block_bytes, block_bytes), make_places(1, most, block_bytes))
+        }
+        for name, (summed, in_flight) in _TIERS.items():
             tier = MemoryTier(capacity_bytes, block_bytes, checksums=summed, eviction=LRU())
-            replayer = await stack.enter_async_context(open_replayer([tier], block_bytes, most, check=False))
-            players[name] = _Ours(replayer)
-        return await _in_turn(requests, players)
+            cache = await stack.enter_async_context(open_engine_cache(tier, block_bytes, most, in_flight))
+            subjects[name] = cache, cache.places
+        return await _in_turn(requests, subjects)
 
 
-async def _in_turn(requests: Sequence[Sequence[Key]], players: dict[str, _Player]) -> Figures:
-    seconds: dict[str, list[float]] = {name: [] for name in players}
-    hits = dict.fromkeys(players, 0)
-    names = list(players)
-    for keys in requests:
+async def _in_turn(requests: Sequence[Sequence[Key]], subjects: Mapping[str, tuple[Cache, Sequence[Place]]]) -> Figures:
+    """Send the same few requests to each subject, then the next few, in changing order."""
+    driven = {name: Driven() for name in subjects}
+    names = list(subjects)
+    for start in range(0, len(requests), _AT_ONCE):
         for name in names:
-            took, found = await players[name].play(keys)
-            seconds[name].append(took)
-            hits[name] += found
+            cache, places = subjects[name]
+            await drive(cache, requests[start : start + _AT_ONCE], places, driven[name])
         names.append(names.pop(0))
     figures: dict[str, float] = {}
-    for name, values in seconds.items():
-        figures[f"{name}.time"] = sum(values)
-        figures[f"{name}.p50"] = percentile(values, 0.5) * 1e3
-        figures[f"{name}.p99"] = percentile(values, 0.99) * 1e3
-        figures[f"{name}.hits"] = hits[name]
+    for name, done in driven.items():
+        assert not done.wrong, f"{name}: {done.wrong} blocks are not what was stored"
+        figures[f"{name}.time"] = done.elapsed
+        figures[f"{name}.p50"] = percentile(done.seconds, 0.5) * 1e3
+        figures[f"{name}.p99"] = percentile(done.seconds, 0.99) * 1e3
+        figures[f"{name}.hits"] = done.hits
     return figures

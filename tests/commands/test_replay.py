@@ -21,9 +21,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from backends.memory import MemoryTier
+from maru.eviction import LRU
 from maru.testing import open_test_server
 from offload._replay.baseline import Baseline
-from offload._replay.replayer import Buffer, TraceKeys, open_replayer
+from offload._replay.driver import Driven, drive, make_places
+from offload._replay.engine_cache import open_engine_cache
+from offload._replay.replayer import Buffer, Replayer, TraceKeys, open_replayer
 from offload._replay.simulation import simulate
 from offload._replay.tier_specs import specs_of
 from offload.policies import FrequencyFilter
@@ -304,7 +307,7 @@ async def test_the_pace_of_the_trace_is_kept(autojump_clock: object) -> None:
     assert 0.007 <= trio.current_time() - began < 0.07
 
 
-def test_the_baseline_finds_the_same_blocks() -> None:
+async def test_the_baseline_finds_the_same_blocks() -> None:
     keys = [TraceKeys().of(request) for request in requests_of(TRACE)]
     memory = bytearray(10 * BLOCK)
     from backends.pages import pages_of
@@ -314,11 +317,11 @@ def test_the_baseline_finds_the_same_blocks() -> None:
     for capacity in (6, 8, 15):
         baseline, hits = Baseline(capacity, BLOCK), 0
         for each in keys:
-            hit = baseline.load(each, buffer.addresses)
+            hit = await baseline.load(each, buffer.addresses)
             assert buffer.count_wrong(each[:hit]) == 0
             hits += hit
             buffer.write(each[hit:])
-            baseline.store(each[hit:], buffer.addresses[: len(each) - hit])
+            await baseline.store(each[hit:], buffer.addresses[: len(each) - hit])
         assert hits == simulate(keys, [capacity])
 
 
@@ -564,3 +567,72 @@ def test_the_real_trace(args: list[str], hits: int) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["hit_blocks"], report["dropped"], report["wrong"]) == (hits, 0, 0)
+
+
+# --- several requests at once, and the driver of all comparisons ------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_flight", [2, 5])
+async def test_requests_in_flight_find_nothing_wrong_and_lose_nothing(in_flight: int) -> None:
+    requests = requests_of(TRACE)
+    report = await replay(requests, ReplayOptions(block_bytes=BLOCK, in_flight=in_flight))
+    alone = await replay(requests, ReplayOptions(block_bytes=BLOCK))
+    assert (report.wrong, report.dropped, report.requests) == (0, 0, alone.requests)
+    assert report.stored == alone.stored == report.unique_blocks  # with room for all, each block is stored once
+    assert report.hit_blocks <= alone.hit_blocks  # one that is still being stored is not found
+
+
+async def test_no_more_requests_are_in_flight_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seated: set[int] = set()
+    most = 0
+    play = Replayer.play
+
+    async def watched(self, keys, *args, seat):
+        nonlocal most
+        assert seat not in seated
+        seated.add(seat)
+        most = max(most, len(seated))
+        played = await play(self, keys, *args, seat=seat)
+        seated.remove(seat)
+        return played
+
+    monkeypatch.setattr(Replayer, "play", watched)
+    await replay(requests_of(TRACE), ReplayOptions(block_bytes=BLOCK, in_flight=3))
+    assert most == 3
+
+
+@pytest.mark.parametrize("capacity", [6, 8, 15])
+async def test_a_memory_tier_in_lru_order_does_what_the_baseline_does_with_each_request(capacity: int) -> None:
+    keys = [TraceKeys().of(request) for request in requests_of(TRACE)]
+    most = max(map(len, keys))
+    ours, floor = Driven(), Driven()
+    await drive(Baseline(capacity, BLOCK), keys, make_places(1, most, BLOCK), floor)
+    tier = MemoryTier(capacity * BLOCK, BLOCK, eviction=LRU())
+    async with open_engine_cache(tier, BLOCK, most) as cache:
+        await drive(cache, keys, cache.places, ours)
+    assert (ours.found, ours.stored, ours.wrong) == (floor.found, floor.stored, 0)
+
+
+class Faulty:
+    """A baseline with a fault: it loses the last block of what it stores, or gives another one."""
+
+    def __init__(self, fault: str) -> None:
+        self.cache, self.fault = Baseline(64, BLOCK), fault
+
+    async def load(self, keys, to):
+        return await self.cache.load(keys, to[::-1] if self.fault == "other" else to)
+
+    async def store(self, keys, at):
+        if self.fault == "lost":
+            return await self.cache.store(keys[:-1], at[:-1]) + 1
+        return await self.cache.store(keys, at)
+
+
+async def test_a_cache_that_loses_or_confuses_blocks_is_found_out() -> None:
+    keys = [TraceKeys().of(request) for request in requests_of(TRACE)]
+    right, lost, other = Driven(), Driven(), Driven()
+    for driven, cache in ((right, Baseline(64, BLOCK)), (lost, Faulty("lost")), (other, Faulty("other"))):
+        await drive(cache, keys, make_places(1, max(map(len, keys)), BLOCK), driven)
+    assert (right.wrong, lost.wrong) == (0, 0)
+    assert lost.hits < right.hits
+    assert other.wrong > 0
