@@ -3,15 +3,25 @@
     trace -> laps -> requests -> [lookup, load, compare, store] each -> a table, or JSON
 
 The times are of the cache alone; ``offload bench replay`` compares them with a plain dictionary that makes the same copies.
+:func:`drive` sends the same requests to any cache, one of another project too.
 """
 
+from ._replay.baseline import Baseline as Baseline
 from ._replay.clock import SkippingClock as SkippingClock
 from ._replay.command import command as command
+from ._replay.driver import Cache as Cache
+from ._replay.driver import Driven as Driven
+from ._replay.driver import Place as Place
+from ._replay.driver import drive as drive
+from ._replay.driver import make_places as make_places
+from ._replay.engine_cache import EngineCache as EngineCache
+from ._replay.engine_cache import open_engine_cache as open_engine_cache
 from ._replay.laps import Laps as Laps
 from ._replay.options import UNLIMITED as UNLIMITED
 from ._replay.options import ReplayError as ReplayError
 from ._replay.options import ReplayOptions as ReplayOptions
 from ._replay.options import TierSpec as TierSpec
+from ._replay.replayer import TraceKeys as TraceKeys
 from ._replay.report import Percentiles as Percentiles
 from ._replay.report import ReplayReport as ReplayReport
 from ._replay.session import replay as replay

@@ -23,14 +23,13 @@ from hypothesis import strategies as st
 from backends.memory import MemoryTier
 from maru.eviction import LRU
 from maru.testing import open_test_server
-from offload._replay.baseline import Baseline
-from offload._replay.driver import Driven, drive, make_places
-from offload._replay.engine_cache import open_engine_cache
-from offload._replay.replayer import Buffer, Replayer, TraceKeys, open_replayer
+from offload._replay.replayer import Buffer, Replayer, open_replayer
 from offload._replay.simulation import simulate
 from offload._replay.tier_specs import specs_of
 from offload.policies import FrequencyFilter
 from offload.replay import (
+    Baseline,
+    Driven,
     Percentiles,
     ReplayError,
     ReplayOptions,
@@ -38,7 +37,11 @@ from offload.replay import (
     Request,
     TierSpec,
     TraceError,
+    TraceKeys,
     command,
+    drive,
+    make_places,
+    open_engine_cache,
     parse_request,
     read_trace,
     replay,
