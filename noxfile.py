@@ -2,11 +2,13 @@
 
 ``nox -s vllm`` installs vLLM for CPU (about 3.5 GB) and runs what is in ``tests/engines/vllm``.
 ``nox -s lmcache`` installs LMCache beside torch for CPU (about 2 GB) and runs what is in ``tests/engines/lmcache``.
+``nox -s peers`` drives caches of ours and of other projects alike, each in an environment of its own (2.5 GB).
 ``nox -s sglang`` installs SGLang beside torch for CPU (about 1.5 GB) and runs what is in ``tests/engines/sglang``.
 """
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import nox
@@ -80,3 +82,45 @@ def sglang(session: nox.Session) -> None:
         return
     run = ("python", "-m", "pytest", "-o", "filterwarnings=ignore", "tests/engines/sglang")
     session.run(*run, *session.posargs, env=here)
+
+
+PEERS = {
+    "ours": (),
+    "redis": ("redis>=5,<8",),
+    "mooncake": ("mooncake-transfer-engine-non-cuda==0.3.13.post1",),
+    "lmcache": LMCACHE,
+}
+"""What each environment of the comparison needs beside this package; tests/peers/subjects.py says who is run in which."""
+
+
+@nox.session(python="3.11")
+@nox.parametrize("environment", list(PEERS))
+def peers(session: nox.Session, environment: str) -> None:
+    """Drive caches of ours and of other projects alike: ``nox -s peers``, then ``nox -s peers_report``. See the how-to page."""
+    from tests.peers.subjects import SUBJECTS
+
+    parser = argparse.ArgumentParser(prog="nox -s peers --")
+    parser.add_argument("--only", default="", help="store,store-threads,...")
+    asked, rest = parser.parse_known_args(session.posargs)
+    only = asked.only.split(",") if asked.only else list(SUBJECTS)
+    subjects = [name for name in only if SUBJECTS[name].environment == environment]
+    if (environment == "published" and not asked.maru_checkout) or not subjects:
+        session.skip("not asked for")
+    session.install("-e", ".", *PEERS[environment])
+    here = {"PYTHONPATH": str(Path(__file__).parent)}
+    if (
+        environment == "published"
+    ):  # its package is called as ours is, so a process of its own has its path, and not ours
+        rest += ["--checkout", asked.maru_checkout]
+    for name in subjects:
+        session.run(
+            "python", "-W", "ignore", "-m", "tests.peers.measure", name, "--out", "peers-results", *rest, env=here
+        )
+
+
+@nox.session(python="3.11")
+def peers_report(session: nox.Session) -> None:
+    """Print the table of what ``peers`` has measured; ``-- --markdown FILE --picture FILE`` writes it."""
+    session.install("-e", ".")
+    here = {"PYTHONPATH": str(Path(__file__).parent)}
+    session.run("python", "-m", "tests.peers.report", "peers-results", *session.posargs, env=here)

@@ -15,7 +15,10 @@ from ._replay.driver import Place as Place
 from ._replay.driver import drive as drive
 from ._replay.driver import make_places as make_places
 from ._replay.engine_cache import EngineCache as EngineCache
+from ._replay.engine_cache import engine_config as engine_config
 from ._replay.engine_cache import open_engine_cache as open_engine_cache
+from ._replay.engine_cache import places_in as places_in
+from ._replay.engine_cache import source_of as source_of
 from ._replay.laps import Laps as Laps
 from ._replay.options import UNLIMITED as UNLIMITED
 from ._replay.options import ReplayError as ReplayError

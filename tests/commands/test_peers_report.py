@@ -1,0 +1,71 @@
+"""The report of the comparison with other stores: no ratio where they did not do the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.peers import measure, report
+from tests.peers.setting import Setting
+from tests.peers.subjects import SUBJECTS
+
+
+def result(subject: str = "store", **changed: Any) -> dict[str, Any]:
+    one = {
+        "seconds": 3.0, "floor_seconds": 1.0, "processor_seconds": 2.0, "blocks": 1000, "hits": 400, "floor_hits": 400,
+        "stores": 600, "floor_stores": 600, "wrong": 0, **changed,
+    }  # fmt: skip
+    other = {**one, "seconds": one["seconds"] + 1}
+    return {
+        "subject": subject, "kib": 64, "capacity_bytes": 1 << 30, "requests": 10, "trace": "synthetic", "date": "2026-11-24",
+        "machine": "x86_64, 2 processors", "python": "3.11", "versions": {"trio": "0.35"}, "load": 0.5,
+        "rounds": [one, other], "why_not": "",
+    }  # fmt: skip
+
+
+def test_a_ratio_is_the_median_of_the_rounds_with_their_spread() -> None:
+    figure = report.figure_of(result())
+    assert (figure.ratio, figure.ratios, figure.why_not) == (3.5, [3.0, 4.0], "")
+    assert figure.microseconds == 3500
+
+
+@pytest.mark.parametrize("changed", [{"hits": 395}, {"hits": 405}, {"stores": 593}, {"stores": 607}])
+def test_there_is_no_ratio_where_hits_or_stores_differ_by_more_than_one_percent(changed: dict[str, int]) -> None:
+    figure = report.figure_of(result(**changed))
+    assert not figure.ratios
+    assert "not comparable" in figure.why_not
+
+
+@pytest.mark.parametrize("changed", [{"hits": 396}, {"stores": 606}])
+def test_a_percent_is_allowed(changed: dict[str, int]) -> None:
+    assert report.figure_of(result(**changed)).ratios
+
+
+def test_a_store_that_gave_other_blocks_has_no_ratio() -> None:
+    assert report.figure_of(result(wrong=1)).why_not == "2 blocks were not what was stored"
+
+
+def test_a_table_and_a_picture_are_made_of_what_was_measured(tmp_path: Path) -> None:
+    for one in (result("store"), result("redis", hits=100)):
+        (tmp_path / f"{one['subject']}.64.json").write_text(json.dumps(one))
+    results = report.results_in(tmp_path)
+    table, picture = report.markdown(results), report.picture(results)
+    assert "3.50 (3.00 to 4.00)" in table and "not comparable: 25.0%" in table
+    assert "our page store, trio" in picture and "Redis" not in picture
+
+
+async def test_a_round_drives_ours_and_the_floor_alike() -> None:
+    requests = measure.requests_of("", 60)
+    setting = Setting(8 << 20, 4096, max(map(len, requests)))
+    done = await measure.one_round("memory", setting, requests)
+    assert (done["hits"], done["stores"], done["wrong"]) == (done["floor_hits"], done["floor_stores"], 0)
+    assert done["hits"] > 0 and done["floor_stores"] < done["blocks"]
+
+
+def test_every_subject_of_ours_can_be_imported() -> None:
+    for subject in SUBJECTS.values():
+        if subject.environment == "ours":
+            assert callable(subject.open())
