@@ -49,6 +49,8 @@ def vllm(session: nox.Session) -> None:
     # Their wheels do not match the torch that vLLM pins, and break `import vllm`. Nothing here needs them.
     session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec")
     session.install("-e", ".[test]")
+    # For the chain through LMCache. Its pins do not agree with vLLM's, and what it needs of them is there.
+    session.install("--no-deps", LMCACHE[0])
     if session.posargs[:1] == ["measure"]:
         session.run("python", "tests/engines/vllm/measure.py", *session.posargs[1:])
         return

@@ -14,6 +14,8 @@ Rule 4. Memory that a copy passes through is kept if the end of the copy is not 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from maru.exception_groups import holds, leaves
@@ -23,10 +25,14 @@ from ._in_place import INLINE_BYTES, CopiesInPlace
 from ._unproven import kept_if_unproven
 from .abc import Destination, Key, Source
 from .pages import Pages, check_apart, checksums, copy_and_sum, copy_pages, new_pages
-from .threads import run_in_thread, run_in_thread_to_the_end
+from .threads import run_beside, run_in_thread, run_in_thread_to_the_end
 
 BOUNCE_BYTES: Final = 8 << 20
 """Bytes of blocks outside of host memory that are staged at a time; a larger block is staged alone."""
+
+BESIDE_BYTES: Final = 4 << 20
+"""Bytes of a load from which on a second thread helps: a request waits for it, and to start one takes a tenth of such a copy.
+A store, for which nobody waits, leaves the other processors to the engine."""
 
 RunInThread: TypeAlias = Callable[..., Awaitable[Any]]
 """``await run(fn, *args)``: runs the work of a tier in a copy thread."""
@@ -250,12 +256,21 @@ async def load_pages(
 
 def deliver(pages: Pages, destination: Destination, start: int, there: Pages | None, summed: bool) -> list[int] | None:
     """Copy pages into ``there``, or let the destination copy them. Runs in a copy thread. Returns checksums if ``summed``."""
+    beside = len(pages) > 1 and len(pages) * pages.page_bytes >= BESIDE_BYTES
     if there is not None:
-        return _copied(there, pages, summed)
-    sums = checksums(pages) if summed else None
-    with kept_if_unproven(pages):
-        destination.copy_in(start, pages)
-    return sums
+        return _copied_by_halves(there, pages, summed) if beside else _copied(there, pages, summed)
+    with run_beside(checksums, pages) if summed and beside else nullcontext(partial(checksums, pages)) as sums:
+        with kept_if_unproven(pages):
+            destination.copy_in(start, pages)
+        return sums() if summed else None
+
+
+def _copied_by_halves(destination: Pages, source: Pages, summed: bool) -> list[int] | None:
+    n, half = len(source), len(source) // 2
+    with run_beside(_copied, destination.part(half, n), source.part(half, n), summed) as rest:
+        first = _copied(destination.part(0, half), source.part(0, half), summed)
+        second = rest()
+    return None if first is None or second is None else first + second
 
 
 def _copied(destination: Pages, source: Pages, summed: bool) -> list[int] | None:

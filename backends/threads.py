@@ -295,6 +295,35 @@ async def _over_within(thread: _CopyThread, seconds: float) -> bool:
     return False
 
 
+@contextmanager
+def run_beside(fn: Callable[[*Ts], T], *args: *Ts) -> Iterator[Callable[[], T]]:
+    """Call ``fn(*args)`` in a second thread beside what is done inside. It has ended at the exit.
+
+    Yields what returns the result, or raises what ``fn`` has raised; it waits for the end.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            results.append(fn(*args))
+        except BaseException as exc:
+            errors.append(exc)
+
+    def result() -> T:
+        thread.join()
+        if errors:
+            raise errors[0]
+        return results[0]
+
+    thread = threading.Thread(target=call, name=f"offload-beside-{next(_names)}", daemon=True)
+    thread.start()
+    try:
+        yield result
+    finally:
+        thread.join()
+
+
 async def wait_abandoned() -> None:
     """Wait until every abandoned copy of this trio run is over: the memory it used may then be reused.
 

@@ -6,7 +6,7 @@ import torch
 from backends.memory import MemoryTier
 from backends.pages import Pages, new_pages
 from offload import NO_WAIT, LayoutCheckFailed, Status, block_key, from_thread
-from offload.engines.vllm._chunks import ChunkSource, NoChunks, layout_of_caches
+from offload.engines.vllm._chunks import ChunkSource, GroupCaches, NoChunks, layout_of_caches
 
 BLOCKS, HEADS, TOKENS, DIM = 24, 2, 4, 8
 
@@ -25,7 +25,7 @@ def caches(
 @pytest.mark.parametrize("adjacent", [True, False])
 def test_chunks_go_to_pages_and_into_other_blocks(blocks_outside, adjacent):
     cache = caches(blocks_outside=blocks_outside)
-    source = ChunkSource(cache, BLOCKS, 3)
+    source = ChunkSource([GroupCaches(cache, BLOCKS, 3)])
     assert source.block_bytes == 3 * 3 * HEADS * TOKENS * 2 * DIM * 2
     pages = new_pages(4, source.block_bytes)
     two = pages.part(0, 2) if adjacent else Pages([pages.addresses[3], pages.addresses[1]], source.block_bytes, pages)
@@ -41,7 +41,7 @@ def test_chunks_go_to_pages_and_into_other_blocks(blocks_outside, adjacent):
 
 def test_blocks_that_are_not_wanted_stay_as_they_are():
     cache = caches()
-    source = ChunkSource(cache, BLOCKS, 2)
+    source = ChunkSource([GroupCaches(cache, BLOCKS, 2)])
     pages = new_pages(2, source.block_bytes)
     chunks = source.chunks([b"a", b"b"], [[0, 1], [2, 3]], first=0)
     source.copy_out(chunks.refs, pages)
@@ -53,9 +53,28 @@ def test_blocks_that_are_not_wanted_stay_as_they_are():
         assert torch.equal(layer[rest], before[name][rest])
 
 
+def test_a_chunk_has_a_part_for_each_group():
+    """Two groups in the same memory, as vLLM lays them out: a block belongs to one of them at a time."""
+    cache = caches()
+    source = ChunkSource([GroupCaches(cache, BLOCKS, 2), GroupCaches(cache, BLOCKS, 1)])
+    assert source.block_bytes == 3 * GroupCaches(cache, BLOCKS, 1).chunk_bytes
+    pages = new_pages(3, source.block_bytes)
+    for page in pages:
+        page[:] = b"\xff" * len(page)
+    stored = source.chunks([b"a", b"b", b"c"], [[0, 1, 2], [3, 4, 5], [6, 7, None]], first=0)
+    source.copy_out(stored.refs, pages)
+    assert (
+        bytes(pages[2])[-source.block_bytes // 3 :].count(0) == source.block_bytes // 3
+    )  # nothing of what was there before
+    source.into([[10, 11, 12], [13, 14, None], [16, 17, None]]).copy_in(0, pages)
+    for layer in cache.values():
+        assert torch.equal(layer[[10, 11, 12, 13, 14, 16, 17]], layer[[0, 1, 2, 3, 4, 6, 7]])
+    assert [one is None for one in source.plane_samples(stored.refs)] == [False, False, True]
+
+
 def test_a_part_of_a_destination_is_copied_from_where_it_starts():
     cache = caches()
-    source = ChunkSource(cache, BLOCKS, 2)
+    source = ChunkSource([GroupCaches(cache, BLOCKS, 2)])
     pages = new_pages(1, source.block_bytes)
     source.copy_out(source.chunks([b"a"], [[0, 1]], first=0).refs, pages)
     source.into([[4, 5], [6, 7], [8, 9]]).copy_in(1, pages)
@@ -65,41 +84,44 @@ def test_a_part_of_a_destination_is_copied_from_where_it_starts():
 
 def test_kernels_that_count_smaller_blocks_are_grouped():
     cache = {name: layer.reshape(BLOCKS * 2, HEADS, TOKENS // 2, 2 * DIM) for name, layer in caches().items()}
-    source = ChunkSource(cache, BLOCKS, 1)
+    source = ChunkSource([GroupCaches(cache, BLOCKS, 1)])
     pages = new_pages(1, source.block_bytes)
     source.copy_out(source.chunks([b"a"], [[3]], first=0).refs, pages)
     source.into([[8]]).copy_in(0, pages)
     for layer in cache.values():
         assert torch.equal(layer[16:18], layer[6:8])
     with pytest.raises(ValueError, match="no whole number"):
-        ChunkSource(cache, BLOCKS + 1, 1)
+        ChunkSource([GroupCaches(cache, BLOCKS + 1, 1)])
 
 
 def test_layers_that_share_their_memory_are_copied_once():
     cache = caches(layers=2)
     shared = {**cache, "model.layers.9.self_attn.attn": next(iter(cache.values()))}
-    assert ChunkSource(shared, BLOCKS, 1).block_bytes == ChunkSource(cache, BLOCKS, 1).block_bytes
+    assert (
+        ChunkSource([GroupCaches(shared, BLOCKS, 1)]).block_bytes
+        == ChunkSource([GroupCaches(cache, BLOCKS, 1)]).block_bytes
+    )
 
 
 def test_a_block_in_pieces_is_refused():
     torn = {"layer": torch.zeros(BLOCKS, HEADS, 2 * TOKENS, DIM)[:, :, ::2]}
     with pytest.raises(ValueError, match="not one run of memory"):
-        ChunkSource(torn, BLOCKS, 1)
+        ChunkSource([GroupCaches(torn, BLOCKS, 1)])
 
 
 def test_the_order_of_heads_and_tokens_is_in_the_layout():
     one = caches()
     other = {name: layer.transpose(1, 2).contiguous().transpose(1, 2) for name, layer in one.items()}
     texts = {
-        layout_of_caches(cache, BLOCKS, 64) for cache in (one, other, caches(dtype=torch.float16), caches(layers=2))
+        layout_of_caches([cache], BLOCKS, 64) for cache in (one, other, caches(dtype=torch.float16), caches(layers=2))
     }
     assert len(texts) == 4
-    assert layout_of_caches(one, BLOCKS, 64) == layout_of_caches(caches(), BLOCKS, 64)
+    assert layout_of_caches([one], BLOCKS, 64) == layout_of_caches([caches()], BLOCKS, 64)
 
 
 def test_a_whole_way_through_an_engine():
     cache = caches()
-    source = ChunkSource(cache, BLOCKS, 2)
+    source = ChunkSource([GroupCaches(cache, BLOCKS, 2)])
     keys = [block_key(b"%d" % at) for at in range(3)]
     with from_thread.open_engine(source, [MemoryTier(1 << 20, source.block_bytes)]) as engine:
         chunks = source.chunks(keys, [[0, 1], [2, 3], [4, 5]], first=0)
@@ -131,7 +153,7 @@ def engine_over(source: ChunkSource, host: MemoryTier) -> from_thread.Engine:
 
 def test_a_layout_that_is_read_otherwise_than_written_is_found_at_the_start(monkeypatch):
     cache = caches()
-    source = ChunkSource(cache, BLOCKS, 2)
+    source = ChunkSource([GroupCaches(cache, BLOCKS, 2)])
     before = {name: layer.clone() for name, layer in cache.items()}
     with engine_over(source, MemoryTier(1 << 20, source.block_bytes)) as engine:
         check = engine.check_layout(source.canary([5, 9]), "a name")
@@ -155,7 +177,7 @@ def test_a_layout_that_is_read_otherwise_than_written_is_found_at_the_start(monk
 @pytest.mark.parametrize("blocks", [[[10, 11], [12, 13]], [[None, 11], [12, 13]]], ids=["whole", "a part is there"])
 def test_a_chunk_that_is_loaded_otherwise_than_stored_is_found(blocks, monkeypatch):
     cache = caches()
-    source = ChunkSource(cache, BLOCKS, 2)
+    source = ChunkSource([GroupCaches(cache, BLOCKS, 2)])
     host = MemoryTier(1 << 20, source.block_bytes)
     keys = [block_key(b"a"), block_key(b"b")]
     with engine_over(source, host) as engine:

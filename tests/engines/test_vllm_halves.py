@@ -20,10 +20,10 @@ from backends.memory import MemoryTier
 from backends.testing import FakeTier
 from offload import NO_WAIT, BatchConfig, PipelineConfig, from_thread
 from offload.engines.vllm import _worker
-from offload.engines.vllm._chunks import ChunkSource, NoChunks
+from offload.engines.vllm._chunks import ChunkSource, GroupCaches, NoChunks
 from offload.engines.vllm._naming import ChunkNaming
 from offload.engines.vllm._plans import StepPlan
-from offload.engines.vllm._requests import RequestTable, State
+from offload.engines.vllm._requests import BlockGroup, RequestTable, State
 from offload.engines.vllm._scheduler import Scheduled, SchedulerHalf
 from offload.engines.vllm._worker import WorkerHalf
 
@@ -49,7 +49,7 @@ class Loop:
         lookup, load = timeouts.get("lookup_timeout", SOON), timeouts.get("load_timeout", SOON)
         computed = timeouts.get("computed", lambda: NO_WAIT)  # by default the forward pass is over when it returns
         self.worker = WorkerHalf(engine, source, NAMING, lookup_timeout=lookup, load_timeout=load, computed=computed)
-        self.table = RequestTable(BLOCK, CHUNK, BLOCK)
+        self.table = RequestTable([BlockGroup(BLOCK)], CHUNK, BLOCK)
         self.scheduler = SchedulerHalf(engine, [NAMING], self.table, lookup_timeout=lookup)
         self.received: set[str] = set()
         self.failed: set[int] = set()
@@ -67,7 +67,7 @@ class Loop:
         """One step: plan, protect, load, forward pass, store, and what the worker says goes back to the scheduler's half."""
         given = blocks or {}
         plan = self.scheduler.plan(
-            Scheduled(computed or {}, lambda request: given[request], frozenset(overwritten), frozenset(cancelled))
+            Scheduled(computed or {}, lambda request: [given[request]], frozenset(overwritten), frozenset(cancelled))
         )
         self.worker.protect(plan)
         if not plan.idle:
@@ -103,7 +103,7 @@ class Loop:
         """Match a prompt, give it blocks, and run empty steps until it has arrived."""
         name = name or request
         found = self.matched(request, tokens, computed, name)
-        self.scheduler.allocated(name, blocks, found)
+        self.scheduler.allocated(name, [blocks], found)
         deadline = time.monotonic() + SOON
         while found and name not in self.received:
             assert time.monotonic() < deadline
@@ -119,7 +119,7 @@ class Loop:
 def instance(tier: Any, **options: Any) -> Iterator[Loop]:
     timeouts = {name: options.pop(name) for name in ("lookup_timeout", "load_timeout", "computed") if name in options}
     cache = torch.zeros(2, BLOCKS, 2, BLOCK, 4)
-    source = ChunkSource({f"layer {at}": cache[at] for at in range(2)}, BLOCKS, CHUNK // BLOCK)
+    source = ChunkSource([GroupCaches({f"layer {at}": cache[at] for at in range(2)}, BLOCKS, CHUNK // BLOCK)])
     with from_thread.open_engine(source, [tier], when_full="drop", **options) as engine:
         loop = Loop(engine, source, cache, **timeouts)
         yield loop
@@ -147,7 +147,7 @@ def test_what_one_request_has_computed_another_one_loads():
     with instance(memory()) as vllm:
         vllm.scheduler.added("first", hashes_of("p", 256), 256)
         assert vllm.matched("p", 256, name="first") == 0
-        vllm.scheduler.allocated("first", blocks_from(0), 0)
+        vllm.scheduler.allocated("first", [blocks_from(0)], 0)
         vllm.table.records["first"].hashes = hashes_of("p", 256)
         vllm.step(
             {"first": 256},
@@ -168,7 +168,7 @@ def stored(vllm: Loop, prompt: str = "p", tokens: int = 256, blocks: Sequence[in
     """A prompt that was computed, stored, and finished."""
     blocks = blocks or blocks_from(0, tokens)
     vllm.matched(prompt, tokens)
-    vllm.scheduler.allocated(prompt, blocks, 0)
+    vllm.scheduler.allocated(prompt, [blocks], 0)
     vllm.compute(prompt, tokens, blocks)
     vllm.worker.engine.drain()
     vllm.scheduler.finished(prompt, aborted=False)
@@ -201,7 +201,7 @@ def test_a_chunk_counts_only_if_every_rank_has_it():
         stored(vllm)
         other = ChunkNaming("model", "float32", "layout", rank=1)
         of_two = SchedulerHalf(
-            vllm.worker.engine, [NAMING, other], RequestTable(BLOCK, CHUNK, BLOCK), lookup_timeout=SOON
+            vllm.worker.engine, [NAMING, other], RequestTable([BlockGroup(BLOCK)], CHUNK, BLOCK), lookup_timeout=SOON
         )
         assert of_two.matched("x", hashes_of("p", 256), 256, 0) is None
         while (found := of_two.matched("x", hashes_of("p", 256), 256, 0)) is None:
@@ -214,10 +214,14 @@ def test_a_role_that_only_stores_or_only_loads_does_that():
     with instance(memory()) as vllm:
         stored(vllm)
         engine = vllm.worker.engine
-        consumer = SchedulerHalf(engine, [NAMING], RequestTable(BLOCK, CHUNK, BLOCK), lookup_timeout=SOON, stores=False)
+        consumer = SchedulerHalf(
+            engine, [NAMING], RequestTable([BlockGroup(BLOCK)], CHUNK, BLOCK), lookup_timeout=SOON, stores=False
+        )
         consumer.added("q", hashes_of("q", 256), 256)
         assert consumer.plan(Scheduled({"q": 256}, lambda _: blocks_from(0), frozenset(), frozenset())).stores == []
-        producer = SchedulerHalf(engine, [NAMING], RequestTable(BLOCK, CHUNK, BLOCK), lookup_timeout=SOON, loads=False)
+        producer = SchedulerHalf(
+            engine, [NAMING], RequestTable([BlockGroup(BLOCK)], CHUNK, BLOCK), lookup_timeout=SOON, loads=False
+        )
         producer.added("p", hashes_of("p", 256), 256)
         assert producer.matched("p", hashes_of("p", 256), 256, 0) == 0
         consumer.close()
@@ -258,7 +262,7 @@ def test_a_forward_pass_waits_for_a_copy_that_reads_its_blocks():
     gate = tier.faults.gate = trio.Event()
     with instance(tier, instruments=[instrument]) as vllm:
         vllm.matched("p", 256)
-        vllm.scheduler.allocated("p", blocks_from(0), 0)
+        vllm.scheduler.allocated("p", [blocks_from(0)], 0)
         vllm.compute("p", 256, blocks_from(0))
         assert copying.wait(SOON)
         overwritten = threading.Event()
@@ -282,7 +286,7 @@ def test_before_the_cache_goes_to_sleep_the_copies_that_read_it_are_waited_for()
     gate = tier.faults.gate = trio.Event()
     with instance(tier, instruments=[instrument]) as vllm:
         vllm.matched("p", 256)
-        vllm.scheduler.allocated("p", blocks_from(0), 0)
+        vllm.scheduler.allocated("p", [blocks_from(0)], 0)
         vllm.compute("p", 256, blocks_from(0))
         assert copying.wait(SOON)
         asleep = threading.Event()
@@ -308,18 +312,29 @@ def test_before_the_cache_goes_to_sleep_the_copies_that_read_it_are_waited_for()
 def test_a_store_that_was_not_copied_yet_is_cancelled_where_its_blocks_are_given_out():
     with instance(memory(), computed=from_thread.Event) as vllm:
         vllm.matched("p", 256)
-        vllm.scheduler.allocated("p", blocks_from(0), 0)
+        vllm.scheduler.allocated("p", [blocks_from(0)], 0)
         vllm.compute("p", 256, blocks_from(0))
         vllm.step({}, overwritten=[3])
         assert not vllm.worker._stores
         assert vllm.worker.counts.snapshot().get("chunks stored", 0) == 0
 
 
+def test_a_store_may_end_before_its_blocks_are_given_out(monkeypatch):
+    """What a window has passed is given out in the next step, before a batch is full."""
+    monkeypatch.setattr(_worker, "STORE_GRACE", SOON)
+    with instance(memory()) as vllm:
+        vllm.matched("p", 256)
+        vllm.scheduler.allocated("p", [blocks_from(0)], 0)
+        vllm.compute("p", 256, blocks_from(0))
+        vllm.step({}, overwritten=[3])
+        assert vllm.worker.counts.snapshot()["chunks stored"] == 4
+
+
 def test_what_is_stored_of_an_aborted_or_preempted_request_is_cancelled():
     for how in ("aborted", "preempted"):
         with instance(memory(), computed=from_thread.Event) as vllm:
             vllm.matched("p", 256)
-            vllm.scheduler.allocated("p", blocks_from(0), 0)
+            vllm.scheduler.allocated("p", [blocks_from(0)], 0)
             vllm.compute("p", 256, blocks_from(0))
             (store,) = vllm.worker._stores
             if how == "aborted":
@@ -376,7 +391,7 @@ def test_what_goes_between_match_and_load_is_computed():
             raise OSError("cannot be read")
 
         tier.load = nothing  # type: ignore[method-assign]
-        vllm.scheduler.allocated("second", blocks_from(32), 192)
+        vllm.scheduler.allocated("second", [blocks_from(32)], 192)
         while "second" not in vllm.received:
             vllm.step()
         assert vllm.failed == set(range(32, 44))
@@ -388,7 +403,7 @@ def test_an_engine_that_is_closed_is_a_cache_without_anything():
         assert vllm.matched("p", 256, name="matched before") == 192
         vllm.worker.engine.close()
         assert vllm.matched("p", 256, name="second") == 0
-        vllm.scheduler.allocated("matched before", blocks_from(32), 192)
+        vllm.scheduler.allocated("matched before", [blocks_from(32)], 192)
         vllm.step()
         assert vllm.received == {"matched before"} and vllm.failed == set(range(32, 44))
         vllm.compute("second", 256, blocks_from(40))
@@ -413,7 +428,7 @@ def test_an_aborted_request_that_is_being_loaded_is_told_of_when_its_load_is_ove
         stored(vllm)
         gate = tier.gate = trio.Event()
         assert vllm.matched("p", 256, name="second") == 192
-        vllm.scheduler.allocated("second", blocks_from(32), 192)
+        vllm.scheduler.allocated("second", [blocks_from(32)], 192)
         vllm.step()
         vllm.worker.engine.statistics()
         vllm.scheduler.finished("second", aborted=True)
@@ -445,7 +460,7 @@ def test_a_load_without_a_proven_end_withholds_the_blocks(monkeypatch):
         stored(vllm)
         gate = tier.gate = trio.Event()
         assert vllm.matched("p", 256, name="second") == 192
-        vllm.scheduler.allocated("second", blocks_from(32), 192)
+        vllm.scheduler.allocated("second", [blocks_from(32)], 192)
         unproven = "loads without a proven end, whose requests and blocks are withheld"
         while unproven not in vllm.worker.counts.snapshot():
             vllm.step()
@@ -468,7 +483,7 @@ def test_the_end_of_a_worker_lets_arrive_what_is_being_stored(monkeypatch):
     tier = memory()
     with instance(tier) as vllm:
         vllm.matched("p", 256)
-        vllm.scheduler.allocated("p", blocks_from(0), 0)
+        vllm.scheduler.allocated("p", [blocks_from(0)], 0)
         vllm.compute("p", 256, blocks_from(0))
         vllm.scheduler.close()
         vllm.worker.close()

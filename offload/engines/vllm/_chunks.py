@@ -1,28 +1,33 @@
 """The bytes: chunks of blocks of vLLM's KV cache, as a source to store from and places to load into.
 
 A chunk is some blocks of the cache, wherever they lie, in all layers. Its bytes go to and from a page of a tier in one copy:
-block by block, and of each block layer by layer. vLLM owns the cache; which blocks a chunk has is known only while it is
-being stored.
+group by group where a model has several groups of KV caches, block by block, and of each block layer by layer. vLLM owns the
+cache; which blocks a chunk has is known only while it is being stored.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 
+from backends._copying import BESIDE_BYTES
 from backends.abc import EVICTED, ExternalBlocks, Key
 from backends.device import DeviceTier
 from backends.pages import Pages
 from backends.planes import TensorPlanes
+from backends.threads import run_beside
 
 from ._naming import layout_text
 
 if TYPE_CHECKING:
     import torch
+
+Block = TypeVar("Block")
 
 
 class NoChunks:
@@ -50,8 +55,8 @@ class NoChunks:
         raise AssertionError("a scheduler stores nothing")
 
 
-class ChunkSource(NoChunks):
-    """Chunks of a KV cache.
+class GroupCaches:
+    """The caches of one group: layers whose blocks have one number.
 
     Args:
         caches: the tensors that vLLM has registered, by layer. Their first axis counts blocks, or a whole number of rows for
@@ -64,16 +69,32 @@ class ChunkSource(NoChunks):
     """
 
     def __init__(self, caches: Mapping[str, torch.Tensor], n_blocks: int, blocks_per_chunk: int) -> None:
-        rows = [_rows(name, cache, n_blocks) for name, cache in _apart(caches).items()]
-        self._blocks = DeviceTier(rows)
-        self.blocks_per_chunk: int = blocks_per_chunk
-        super().__init__(self._blocks.block_bytes * blocks_per_chunk)
-        self._numbers = itertools.count()
-        self._chunks: dict[int, Sequence[int]] = {}  # by number, while it is being stored
+        apart = _apart(caches)
+        self.blocks = DeviceTier([_rows(name, cache, n_blocks) for name, cache in apart.items()])
+        self.per_chunk: int = blocks_per_chunk
         # A plane for each layer: what the axes of a block mean is the kernel's. Keys that are read as values are other numbers.
-        self._planes = TensorPlanes({name: _by_blocks(name, cache, n_blocks) for name, cache in _apart(caches).items()})
+        self.planes = TensorPlanes({name: _by_blocks(name, cache, n_blocks) for name, cache in apart.items()})
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk in these layers."""
+        return self.blocks.block_bytes * self.per_chunk
+
+
+class ChunkSource(NoChunks):
+    """Chunks of a KV cache. The blocks of a chunk are named group by group."""
+
+    def __init__(self, groups: Sequence[GroupCaches]) -> None:
+        self._groups = groups
+        self.blocks_per_chunk: int = sum(group.per_chunk for group in groups)
+        super().__init__(sum(group.chunk_bytes for group in groups))
+        self._numbers = itertools.count()
+        self._chunks: dict[int, Sequence[int | None]] = {}  # by number, while it is being stored
         self.plane_names: tuple[str, ...] = tuple(
-            f"block {at} {name}" for at in range(blocks_per_chunk) for name in self._planes.plane_names
+            f"block {at} {name}"
+            for group in groups
+            for at in range(group.per_chunk)
+            for name in group.planes.plane_names
         )
 
     def __repr__(self) -> str:
@@ -81,7 +102,7 @@ class ChunkSource(NoChunks):
 
     # --- down -----------------------------------------------------------------------------------------------------
 
-    def chunks(self, keys: Sequence[Key], blocks: Sequence[Sequence[int]], first: int) -> ExternalBlocks:
+    def chunks(self, keys: Sequence[Key], blocks: Sequence[Sequence[int | None]], first: int) -> ExternalBlocks:
         """Chunks to store. vLLM keeps their blocks as they are until the store has ended; then :meth:`forget`."""
         numbers = list(itertools.islice(self._numbers, len(keys)))
         self._chunks.update(zip(numbers, blocks, strict=True))
@@ -93,13 +114,18 @@ class ChunkSource(NoChunks):
             self._chunks.pop(ref, None)
 
     def copy_out(self, refs: Sequence[int], pages: Pages) -> None:
-        """Copy each chunk into the page at the same position."""
-        self.copy_blocks_out([self._chunks[ref] for ref in refs], pages)
+        """Copy each chunk into the page at the same position. A block that it does not have is zeros there."""
+        chunks = [self._chunks[ref] for ref in refs]
+        # What a page held before is another request's, perhaps another tenant's.
+        for address, chunk in zip(pages.addresses, chunks, strict=True):
+            if None in chunk:
+                ctypes.memset(address, 0, self.block_bytes)
+        self.copy_blocks_out(chunks, pages)
 
     def copy_blocks_out(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
         """Copy the blocks at each position into the page there, ``None`` left out."""
-        ids, parts = self._wanted(blocks, pages)
-        self._blocks.copy_out(ids, parts)
+        for group, ids, parts in self._wanted(blocks, pages):
+            group.copy_out(ids, parts)
 
     # --- whether it is what was stored ----------------------------------------------------------------------------
 
@@ -112,13 +138,18 @@ class ChunkSource(NoChunks):
         found: list[array[float] | None] = []
         for chunk in chunks:
             blocks = [block for block in chunk if block is not None]
-            whole = len(blocks) == len(chunk)
-            found.append(array("f", itertools.chain.from_iterable(self._planes.samples(blocks))) if whole else None)
+            found.append(self._samples(blocks) if len(blocks) == len(chunk) else None)
         return found
+
+    def _samples(self, blocks: Sequence[int]) -> array[float]:
+        parts = zip(self._groups, self.by_group(blocks), strict=True)
+        return array(
+            "f", itertools.chain.from_iterable(row for group, ids in parts for row in group.planes.samples(ids))
+        )
 
     def canary(self, blocks: Sequence[int]) -> ChunkCanary:
         """A chunk of free blocks, for :meth:`offload.from_thread.Engine.check_layout`: they are overwritten."""
-        return ChunkCanary(self, self._planes, blocks)
+        return ChunkCanary(self, [group.planes for group in self._groups], blocks)
 
     # --- back -----------------------------------------------------------------------------------------------------
 
@@ -127,27 +158,48 @@ class ChunkSource(NoChunks):
         return ChunkDestination(self, blocks)
 
     def copy_in(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
-        """Copy each page into the blocks at the same position."""
-        ids, parts = self._wanted(blocks, pages)
-        self._blocks.into(ids).copy_in(0, parts)
+        """Copy each page into the blocks at the same position; where it is much, in two threads."""
+        half = len(blocks) // 2 if len(blocks) * self.block_bytes >= BESIDE_BYTES else 0
+        if not half:
+            self._copy_in(blocks, pages)
+            return
+        with run_beside(self._copy_in, blocks[half:], pages.part(half, len(blocks))) as rest:
+            self._copy_in(blocks[:half], pages.part(0, half))
+            rest()
 
-    def _wanted(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> tuple[list[int], Pages]:
-        """The blocks that are to be copied, and the part of a page for each."""
-        ids = [block for chunk in blocks for block in chunk]
-        parts = self._parts(pages)
-        if None not in ids:
-            return ids, parts  # type: ignore[return-value]
-        wanted = [at for at, block in enumerate(ids) if block is not None]
-        return [ids[at] for at in wanted], parts.at(wanted)  # type: ignore[misc]
+    def _copy_in(self, blocks: Sequence[Sequence[int | None]], pages: Pages) -> None:
+        for group, ids, parts in self._wanted(blocks, pages):
+            group.into(ids).copy_in(0, parts)
 
-    def _parts(self, pages: Pages) -> Pages:
-        """The part of each page that one block has."""
-        size, addresses = self._blocks.block_bytes, pages.addresses
-        if isinstance(addresses, range) and addresses.step == pages.page_bytes == self.block_bytes:
-            start = addresses.start
-            return Pages(range(start, start + len(pages) * self.block_bytes, size), size, pages.owner)
-        starts = range(0, self.block_bytes, size)
-        return Pages([address + start for address in addresses for start in starts], size, pages.owner)
+    def by_group(self, chunk: Sequence[Block]) -> Iterator[Sequence[Block]]:
+        """The blocks of a chunk, apart."""
+        at = 0
+        for group in self._groups:
+            yield chunk[at : at + group.per_chunk]
+            at += group.per_chunk
+
+    def _wanted(
+        self, blocks: Sequence[Sequence[int | None]], pages: Pages
+    ) -> Iterator[tuple[DeviceTier, list[int], Pages]]:
+        """Of each group the blocks that are to be copied, and the part of a page for each."""
+        start = 0
+        for group, columns in zip(self._groups, zip(*map(self.by_group, blocks), strict=True), strict=True):
+            ids = [block for column in columns for block in column]
+            parts = self._parts(pages, start, group)
+            start += group.chunk_bytes
+            if None in ids:
+                wanted = [at for at, block in enumerate(ids) if block is not None]
+                ids, parts = [ids[at] for at in wanted], parts.at(wanted)
+            if ids:
+                yield group.blocks, ids, parts
+
+    def _parts(self, pages: Pages, start: int, group: GroupCaches) -> Pages:
+        """The part of each page that one block has, where those of the group begin at ``start``."""
+        size, addresses = group.blocks.block_bytes, pages.addresses
+        if isinstance(addresses, range) and addresses.step == pages.page_bytes == group.chunk_bytes:
+            return Pages(range(addresses.start, addresses.stop, size), size, pages.owner)
+        starts = range(start, start + group.chunk_bytes, size)
+        return Pages([address + at for address in addresses for at in starts], size, pages.owner)
 
 
 @attrs.define(eq=False)
@@ -199,13 +251,15 @@ class ChunkCanary:
     """A chunk of free blocks; see :class:`backends.abc.Canary`."""
 
     _source: ChunkSource
-    _planes: TensorPlanes
+    _planes: Sequence[TensorPlanes]
+    """Of each group."""
     _blocks: Sequence[int]
     _stored: Sequence[int] = ()
 
     def write(self, key: Key, seed: str) -> tuple[ExternalBlocks, array[float]]:
         """Write the pattern into the blocks of the chunk."""
-        samples = array("f", itertools.chain.from_iterable(self._planes.fill(self._blocks, seed)))
+        rows = [row for planes, blocks in self._parts() for row in planes.fill(blocks, seed)]
+        samples = array("f", itertools.chain.from_iterable(rows))
         self._forget()
         chunks = self._source.chunks([key], [self._blocks], first=0)
         self._stored = chunks.refs or ()
@@ -214,20 +268,27 @@ class ChunkCanary:
     def clear(self) -> ChunkDestination:
         """Write zeros into the blocks of the chunk."""
         self._forget()
-        self._planes.clear(self._blocks)
+        for planes, blocks in self._parts():
+            planes.clear(blocks)
         return self._source.into([self._blocks])
+
+    def _parts(self) -> Iterator[tuple[TensorPlanes, Sequence[int]]]:
+        return zip(self._planes, self._source.by_group(self._blocks), strict=True)
 
     def _forget(self) -> None:
         self._source.forget(self._stored)  # one check stores one chunk after the other
 
 
-def layout_of_caches(caches: Mapping[str, torch.Tensor], n_blocks: int, chunk_tokens: int) -> str:
-    """What the bytes of a chunk mean: the layers with the dtype, the shape and the strides of a block in each."""
-    layers = []
-    for name, cache in caches.items():
-        block = _by_blocks(name, cache, n_blocks)[0]
-        layers.append((name, str(cache.dtype), tuple(block.shape), block.stride()))
-    return layout_text(layers, chunk_tokens)
+def layout_of_caches(groups: Sequence[Mapping[str, torch.Tensor]], n_blocks: int, chunk_tokens: int) -> str:
+    """What the bytes of a chunk mean: of each group, the layers with dtype, shape and strides of a block in each."""
+    texts = []
+    for caches in groups:
+        layers = []
+        for name, cache in caches.items():
+            block = _by_blocks(name, cache, n_blocks)[0]
+            layers.append((name, str(cache.dtype), tuple(block.shape), block.stride()))
+        texts.append(layout_text(layers, chunk_tokens))
+    return "|".join(texts)
 
 
 def _apart(caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

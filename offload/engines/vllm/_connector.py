@@ -8,9 +8,10 @@ Where that is the scheduler's own process, both halves use one engine; else the 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
@@ -21,18 +22,27 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
 )
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    HiddenStateCacheSpec,
+    RSWASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from ... import from_thread
 from ..._errors import LayoutCheckFailed, OffloadError
 from ...abc import PreconditionLike
 from ...preconditions import NO_WAIT
-from ._chunks import ChunkCanary, ChunkSource, NoChunks, layout_of_caches
+from ._chunks import ChunkCanary, ChunkSource, GroupCaches, NoChunks, layout_of_caches
 from ._key_events import KeyEvent, KeyEvents
 from ._naming import ChunkNaming
 from ._plans import StepPlan
-from ._requests import RequestTable
+from ._requests import BlockGroup, RequestTable
 from ._scheduler import Scheduled, SchedulerHalf
 from ._settings import MaruSettings, Settings
 from ._worker import WorkerHalf
@@ -65,7 +75,7 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
     name: str
 
 
-class OffloadConnector(KVConnectorBase_V1):
+class OffloadConnector(KVConnectorBase_V1, SupportsHMA):
     """Offloads into the tiers of an ``engine`` table; see docs/how-to/vllm.md."""
 
     settings_type: ClassVar[type[Settings] | type[MaruSettings]] = Settings
@@ -73,17 +83,13 @@ class OffloadConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
-        if len(groups) != 1:
-            raise ValueError(
-                f"{type(self).__name__} knows models with one group of KV caches, and this one has {len(groups)}: use "
-                "vLLM's OffloadingConnector with OffloadSpec"
-            )
-        (group,) = groups
-        self._block_size: int = group.kv_cache_spec.block_size
-        self._hash_tokens: int = getattr(kv_cache_config, "hash_block_size", None) or self._block_size
-        block_bytes = group.kv_cache_spec.page_size_bytes * len(group.layer_names)
+        self._groups: list[BlockGroup] = [_block_group(group) for group in groups]
+        sizes = [group.block_size for group in self._groups]
+        self._hash_tokens: int = getattr(kv_cache_config, "hash_block_size", None) or math.gcd(*sizes)
+        aligned = math.lcm(*sizes)  # tokens that are whole blocks in every group
+        aligned_bytes = sum(aligned // group.kv_cache_spec.block_size * _block_bytes(group) for group in groups)
         extra = self._kv_transfer_config.kv_connector_extra_config
-        self._settings: Settings = self.settings_type.read(extra, self._block_size, block_bytes)
+        self._settings: Settings = self.settings_type.read(extra, aligned, aligned_bytes)
         self._scheduler: SchedulerHalf | None = None
         self._reader: from_thread.Engine | None = None
         self._worker: WorkerHalf | None = None
@@ -109,9 +115,18 @@ class OffloadConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Open the engine over vLLM's cache."""
-        n_blocks = self._kv_cache_config.num_blocks
-        source = ChunkSource(kv_caches, n_blocks, self._settings.chunk_tokens // self._block_size)
-        naming = self._naming(layout_of_caches(kv_caches, n_blocks, self._settings.chunk_tokens))
+        n_blocks, chunk_tokens = self._kv_cache_config.num_blocks, self._settings.chunk_tokens
+        caches = [
+            {name: kv_caches[name] for name in group.layer_names if name in kv_caches}
+            for group in self._kv_cache_config.kv_cache_groups
+        ]
+        source = ChunkSource(
+            [
+                GroupCaches(layers, n_blocks, chunk_tokens // group.block_size)
+                for layers, group in zip(caches, self._groups, strict=True)
+            ]
+        )
+        naming = self._naming(layout_of_caches(caches, n_blocks, chunk_tokens))
         engine = from_thread.open_engine(source, self._settings.engine_config(), when_full="drop").start()
         events = self._watched(engine)
         on_device = next(iter(kv_caches.values())).device.type == "cuda"
@@ -194,9 +209,21 @@ class OffloadConnector(KVConnectorBase_V1):
         self._worker.finished(frozenset(finished_req_ids))
         return None, self._worker.received(frozenset(finished_req_ids))
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The requests whose loads are over, and those among them that have to be computed from the start.
+
+        With several groups vLLM cannot be told of single blocks, and raises where it is.
+        """
+        _, received = self.get_finished(finished_req_ids)
+        failed = set() if self._worker is None else self._worker.failed_requests()
+        return KVConnectorTransferResults(
+            finished_recving=received or set(), failed_recving=failed if len(self._groups) > 1 else set()
+        )
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """The blocks that could not be loaded and have to be computed."""
-        return set() if self._worker is None else self._worker.failed_blocks()
+        """The blocks that could not be loaded and have to be computed: where there is one group, the others are kept."""
+        failed = set() if self._worker is None else self._worker.failed_blocks()
+        return failed if len(self._groups) == 1 else set()
 
     @property
     def _plan(self) -> StepPlan:
@@ -217,7 +244,7 @@ class OffloadConnector(KVConnectorBase_V1):
         self._scheduler = SchedulerHalf(
             engine,
             [facts.naming for facts in workers],
-            RequestTable(self._block_size, self._settings.chunk_tokens, self._hash_tokens),
+            RequestTable(self._groups, self._settings.chunk_tokens, self._hash_tokens),
             lookup_timeout=self._settings.lookup_timeout,
             stores=self._kv_transfer_config.is_kv_producer,
             loads=self._kv_transfer_config.is_kv_consumer,
@@ -241,21 +268,24 @@ class OffloadConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Record the blocks that a request got."""
         if self._scheduler is not None:
-            self._scheduler.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+            self._scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Make the workers' plan of this step."""
         if self._scheduler is None:
             return StepMetadata()
-        return StepMetadata(self._scheduler.plan(_scheduled(scheduler_output, self._block_size)))
+        return StepMetadata(self._scheduler.plan(_scheduled(scheduler_output, self._groups)))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Apply the workers' results of a step."""
         received = connector_output.finished_recving
         if self._scheduler is not None and received:
-            self._scheduler.received(sorted(received), frozenset(connector_output.invalid_block_ids))
+            blocks, requests = connector_output.invalid_block_ids, connector_output.failed_recving
+            self._scheduler.received(sorted(received), frozenset(blocks), frozenset(requests))
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         """End a request. Its blocks may be freed at once; see rule 3."""
         if self._scheduler is not None:
             self._scheduler.finished(request.request_id, request.status.name == "FINISHED_ABORTED")
@@ -309,23 +339,50 @@ class MaruKVConnector(OffloadConnector):
     settings_type: ClassVar[type[Settings] | type[MaruSettings]] = MaruSettings
 
 
-def _scheduled(output: Any, block_size: int) -> Scheduled:
+def _block_group(group: Any) -> BlockGroup:
+    """What the scheduler's half knows of a group of KV caches.
+
+    Raises:
+        ValueError: its blocks are not those of tokens, one after the other, as with a state of Mamba.
+    """
+    spec = group.kv_cache_spec
+    kind = spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+    strange = group.host_resident or not group.enable_kv_transfer or isinstance(kind, (RSWASpec, HiddenStateCacheSpec))
+    if isinstance(kind, SlidingWindowSpec) and not strange:
+        return BlockGroup(spec.block_size, kind.sliding_window + kind.extra_retained_tokens)
+    if isinstance(kind, FullAttentionSpec) and not strange:
+        return BlockGroup(spec.block_size)
+    raise ValueError(
+        f"a group of KV caches of {type(kind).__name__} is not known: use vLLM's OffloadingConnector with OffloadSpec"
+    )
+
+
+def _block_bytes(group: Any) -> int:
+    """Bytes of a block in all layers of a group."""
+    spec = group.kv_cache_spec
+    n: int = spec.page_size_bytes
+    return n if isinstance(spec, UniformTypeKVCacheSpecs) else n * len(group.layer_names)
+
+
+def _scheduled(output: Any, groups: Sequence[BlockGroup]) -> Scheduled:
     """What vLLM's scheduler has decided."""
     computed: dict[str, int] = {}
     overwritten: set[int] = set()
     for new in output.scheduled_new_reqs:
         computed[new.req_id] = new.num_computed_tokens + output.num_scheduled_tokens[new.req_id]
-        overwritten.update(new.block_ids[0][new.num_computed_tokens // block_size :])
+        for group, blocks in zip(groups, new.block_ids, strict=True):
+            overwritten.update(blocks[new.num_computed_tokens // group.block_size :])
     cached = output.scheduled_cached_reqs
     for request_id, before, given in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
         computed[request_id] = before + output.num_scheduled_tokens[request_id]
         if given is not None:  # for a resumed request these are all its blocks, and the first ones hold what it had
-            start = before // block_size if request_id in cached.resumed_req_ids else 0
-            overwritten.update(given[0][start:])
+            had = before if request_id in cached.resumed_req_ids else 0
+            for group, blocks in zip(groups, given, strict=True):
+                overwritten.update(blocks[had // group.block_size :])
     state = output.kv_connector_block_state
     return Scheduled(
         computed=computed,
-        blocks_of=lambda request_id: state.get_block_ids(request_id)[0],
+        blocks_of=state.get_block_ids,
         overwritten=frozenset(overwritten),
         cancelled=frozenset(output.preempted_req_ids or ()),
     )

@@ -16,7 +16,7 @@ class LoadPlan:
     hashes: Sequence[bytes]
     """One for each chunk: vLLM's hash of its last block, which covers all tokens before it."""
     blocks: Sequence[Sequence[int | None]]
-    """The block numbers of each chunk, ``None`` where the request has the block already."""
+    """The block numbers of each chunk, group by group; ``None`` where the request has the block already, or needs none."""
 
 
 @attrs.frozen
@@ -27,8 +27,8 @@ class StorePlan:
     """Whose they are."""
     hashes: Sequence[bytes]
     """One for each chunk."""
-    blocks: Sequence[Sequence[int]]
-    """The block numbers of each chunk."""
+    blocks: Sequence[Sequence[int | None]]
+    """The block numbers of each chunk, group by group; ``None`` where a window has passed a block."""
     first: int
     """The position of the first chunk in the sequence."""
 

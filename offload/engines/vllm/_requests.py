@@ -12,16 +12,31 @@ Rule 3. One whose load has failed is computed: it is not looked up again, or a d
 Rule 4. How many tokens a request has computed is what vLLM said when it asked. When it allocates, its own count is still 0 for
         a request that was preempted.
 Rule 5. The chunk that holds the last token is never loaded: that token is computed in any case, for what follows it.
+Rule 6. A chunk is stored only if it has every block that a request needs which goes on behind it. So each prefix of whole
+        chunks that is found can be loaded, whatever its length.
+
+A model may have several *groups* of KV caches, each with blocks of its own for one and the same tokens. A chunk has those of
+all groups. A group whose layers see only a window gives up a block once the window has passed it: then vLLM's table has block
+0, which is none. Where a chunk was computed by this request, what is given up by then lies before every window that ends with
+the chunk or later, since windows only move on. Where vLLM had the chunk in its own cache, and took over only the last window,
+it does not: that is what rule 6 is about.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import attrs
 
 from ._plans import LoadPlan, StorePlan
+
+_NO_BLOCK: Final = 0
+"""vLLM's number for a block that a window has passed."""
+
+Blocks = Sequence[Sequence[int]]
+"""All block numbers of a request, of each group."""
 
 
 class State(enum.Enum):
@@ -46,6 +61,24 @@ MOVES: dict[State, frozenset[State]] = {
     State.FAILED: frozenset({State.FAILED}),
 }
 """From each state to which."""
+
+
+@attrs.frozen
+class BlockGroup:
+    """A group of KV caches, whose layers share the numbers of their blocks."""
+
+    block_size: int
+    """Tokens in a block."""
+    window: int = 0
+    """Tokens that its layers see, the next one among them; 0: all."""
+
+    def first_needed(self, tokens: int) -> int:
+        """The first block that a request needs which goes on behind so many tokens."""
+        return max(0, tokens - self.window + 1) // self.block_size if self.window else 0
+
+    def has(self, blocks: Sequence[int], at: int) -> bool:
+        """Whether a request with these blocks has the one at this position."""
+        return not self.window or blocks[at] != _NO_BLOCK
 
 
 @attrs.frozen
@@ -88,19 +121,18 @@ class RequestRecord:
 class RequestTable:
     """All requests of a scheduler."""
 
-    block_size: int
-    """Tokens in a block."""
+    groups: Sequence[BlockGroup]
+    """Of KV caches."""
     chunk_tokens: int
-    """Tokens in a chunk, a multiple of ``block_size``."""
+    """Tokens in a chunk, a multiple of each group's ``block_size``."""
     hash_tokens: int
-    """Tokens that one of vLLM's hashes stands for; ``block_size`` is a multiple of it."""
+    """Tokens that one of vLLM's hashes stands for; each ``block_size`` is a multiple of it."""
     records: dict[str, RequestRecord] = attrs.Factory(dict)
 
     def __attrs_post_init__(self) -> None:
-        if self.chunk_tokens % self.block_size or self.block_size % self.hash_tokens:
-            raise ValueError(
-                f"chunks of {self.chunk_tokens} tokens, blocks of {self.block_size}, hashes of {self.hash_tokens}"
-            )
+        sizes = [group.block_size for group in self.groups]
+        if any(self.chunk_tokens % size or size % self.hash_tokens for size in sizes):
+            raise ValueError(f"chunks of {self.chunk_tokens} tokens, blocks of {sizes}, hashes of {self.hash_tokens}")
 
     def add(self, request_id: str, hashes: Sequence[bytes]) -> RequestRecord:
         """A request, which may be there already."""
@@ -153,12 +185,12 @@ class RequestTable:
         record.stop = record.first + found
         record.move(State.FOUND if found else State.MISSED)
 
-    def allocated(self, record: RequestRecord, blocks: Sequence[int], external: int) -> LoadPlan | None:
+    def allocated(self, record: RequestRecord, blocks: Blocks, external: int) -> LoadPlan | None:
         """Take in that vLLM has given blocks to a request, and wants so many tokens loaded into them.
 
         Args:
             record: the request.
-            blocks: all its block numbers, in order.
+            blocks: all its block numbers, of each group in order.
             external: tokens behind those that it has computed; 0: none.
         """
         if record.state is State.FAILED or (not external and record.state is State.LOADING):
@@ -166,13 +198,9 @@ class RequestTable:
         if not external or record.state is not State.FOUND:
             record.move(State.ADMITTED)
             return None
-        per_chunk, size = self.chunk_tokens // self.block_size, self.block_size
-        wanted = range(record.computed // size, (record.computed + external) // size)
-        first, stop = wanted.start // per_chunk, -(-wanted.stop // per_chunk)
-        columns = [
-            [blocks[at] if at in wanted else None for at in range(chunk * per_chunk, (chunk + 1) * per_chunk)]
-            for chunk in range(first, stop)
-        ]
+        tokens = range(record.computed, record.computed + external)
+        first, stop = tokens.start // self.chunk_tokens, -(-tokens.stop // self.chunk_tokens)
+        columns = [self._column(blocks, chunk, tokens) for chunk in range(first, stop)]
         # What was found need not be stored again. What vLLM has before it may not be in any tier, and is offered to them.
         record.stored = stop if not first else record.stored
         record.move(State.LOADING)
@@ -185,19 +213,44 @@ class RequestTable:
         if not complete:
             record.stored = 0  # what could not be loaded is to be stored anew
 
-    def store(self, record: RequestRecord, computed: int, blocks_of: Callable[[], Sequence[int]]) -> StorePlan | None:
+    def store(self, record: RequestRecord, computed: int, blocks_of: Callable[[], Blocks]) -> StorePlan | None:
         """The chunks of a request that will be whole, and were not stored yet, when it has computed so many tokens.
 
-        ``blocks_of`` gives all its block numbers; it is called only where there are such chunks.
+        ``blocks_of`` gives all its block numbers, of each group; it is called only where there are such chunks.
         """
         first, stop = record.stored, min(computed // self.chunk_tokens, self._hashed(record))
         if stop <= first:
             return None
-        per_chunk = self.chunk_tokens // self.block_size
         blocks = blocks_of()
-        columns = [blocks[chunk * per_chunk : (chunk + 1) * per_chunk] for chunk in range(first, stop)]
         record.stored = stop
+        # A window gives up blocks from the beginning on: the chunks that lack some are the first ones.
+        while not self._has_needed(blocks, first):
+            first += 1
+            if first == stop:
+                return None
+        columns = [self._column(blocks, chunk, range(stop * self.chunk_tokens)) for chunk in range(first, stop)]
         return StorePlan(record.request_id, self._hashes(record, first, stop), columns, first)
+
+    def _has_needed(self, blocks: Blocks, chunk: int) -> bool:
+        """Whether these blocks are all that is needed of a chunk: rule 6."""
+        stop = (chunk + 1) * self.chunk_tokens
+        return all(
+            group.has(given, at)
+            for group, given in zip(self.groups, blocks, strict=True)
+            for at in range(
+                max(chunk * self.chunk_tokens // group.block_size, group.first_needed(stop)), stop // group.block_size
+            )
+        )
+
+    def _column(self, blocks: Blocks, chunk: int, tokens: range) -> list[int | None]:
+        """The blocks of a chunk that hold some of these tokens, group by group; ``None`` for the others."""
+        column: list[int | None] = []
+        for group, given in zip(self.groups, blocks, strict=True):
+            size, per_chunk = group.block_size, self.chunk_tokens // group.block_size
+            wanted = range(tokens.start // size, tokens.stop // size)
+            positions = range(chunk * per_chunk, (chunk + 1) * per_chunk)
+            column += [given[at] if at in wanted and group.has(given, at) else None for at in positions]
+        return column
 
     def _hashed(self, record: RequestRecord) -> int:
         """Whole chunks that have a hash."""

@@ -19,7 +19,7 @@ from ..._errors import OffloadError
 from .._faults import FaultLog
 from ._naming import ChunkNaming, keys_of_all_ranks
 from ._plans import LoadPlan, StepPlan, StorePlan
-from ._requests import Question, RequestRecord, RequestTable, State
+from ._requests import Blocks, Question, RequestRecord, RequestTable, State
 
 _log = logging.getLogger("vllm.offload")
 
@@ -34,8 +34,8 @@ class Scheduled:
 
     computed: Mapping[str, int]
     """How many tokens each scheduled request will have computed behind it."""
-    blocks_of: Callable[[str], Sequence[int]]
-    """Gives all block numbers of one of them."""
+    blocks_of: Callable[[str], Blocks]
+    """Gives all block numbers of one of them, of each group."""
     overwritten: frozenset[int]
     """Blocks that were given out in this step."""
     cancelled: frozenset[str]
@@ -138,7 +138,7 @@ class SchedulerHalf:
 
     # --- what vLLM decides ----------------------------------------------------------------------------------------
 
-    def allocated(self, request_id: str, blocks: Sequence[int], external: int) -> None:
+    def allocated(self, request_id: str, blocks: Blocks, external: int) -> None:
         """A request has got its blocks; so many tokens are to be loaded into them."""
         record = self._table.records.get(request_id)
         if record is None:
@@ -186,14 +186,16 @@ class SchedulerHalf:
 
     # --- what has ended -------------------------------------------------------------------------------------------
 
-    def received(self, request_ids: Sequence[str], failed: frozenset[int]) -> None:
-        """The loads of these requests are over; of all blocks, these did not come."""
+    def received(
+        self, request_ids: Sequence[str], failed: frozenset[int], failed_requests: frozenset[str] = frozenset()
+    ) -> None:
+        """The loads of these requests are over; of all blocks, these did not come, and of these requests not all did."""
         for request_id in request_ids:
             wanted = self._loading.pop(request_id, frozenset())
             self._let_go(request_id)
             record = self._table.records.get(request_id)
             if record is not None:
-                self._table.loaded(record, wanted.isdisjoint(failed))
+                self._table.loaded(record, wanted.isdisjoint(failed) and request_id not in failed_requests)
 
     def finished(self, request_id: str, aborted: bool) -> None:
         """A request is over. What is being loaded for it goes on until the worker says so: its blocks are written to."""

@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from ._arena import Arena
-from ._chunks import ChunkSource
+from ._chunks import ChunkSource, GroupCaches
 from ._copies import RowCopies
 from ._manager import HostMemory, open_host_memory
 from ._naming import ChunkNaming
@@ -181,9 +181,13 @@ class RowWorker(OffloadingWorker):
     def __init__(self, arena: Arena, part_bytes: int, kv_caches: CanonicalKVCaches, config: OffloadingConfig) -> None:
         groups = [
             ChunkSource(
-                {str(at): kv_caches.tensors[at].tensor for at in sorted({ref.tensor_idx for ref in refs})},
-                kv_caches.tensors[0].tensor.shape[0],
-                config.cache.blocks_per_chunk,
+                [
+                    GroupCaches(
+                        {str(at): kv_caches.tensors[at].tensor for at in sorted({ref.tensor_idx for ref in refs})},
+                        kv_caches.tensors[0].tensor.shape[0],
+                        config.cache.blocks_per_chunk,
+                    )
+                ]
             )
             for refs in kv_caches.group_data_refs
         ]

@@ -7,8 +7,10 @@ begun for it is noted first and looked at second; one of the two sees the other.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -31,6 +33,9 @@ from ._scheduler import IDLE_WAIT
 
 _log = logging.getLogger("vllm.offload")
 
+STORE_GRACE: Final = 0.02
+"""Seconds that a step waits for stores whose blocks it overwrites, before it cancels them: the flush of a batch and the copy of
+some chunks. vLLM gives out anew in the very next step what a window has passed, so that else little would be stored of it."""
 DRAIN_TIMEOUT: Final = 10.0
 """Seconds that the end of a worker waits for what is being stored to arrive."""
 
@@ -92,6 +97,7 @@ class WorkerHalf:
             queue.SimpleQueue()
         )  # requests, and how many of their chunks
         self._failed: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._stores: dict[from_thread.StoreFuture, _Store] = {}
         self._tokens: dict[str, from_thread.CancellationToken] = {}
         self._idle = False
@@ -104,9 +110,17 @@ class WorkerHalf:
             token = self._tokens.pop(request_id, None)
             if token is not None:
                 token.request_cancel()
-        touched = [store for store in list(self._stores.values()) if not plan.overwritten.isdisjoint(store.blocks)]
+        deadline = time.monotonic() + STORE_GRACE
+        for store in self._touched(plan):
+            with contextlib.suppress(OffloadError):  # not over yet; what it came to is looked at elsewhere
+                store.future.result(max(0.0, deadline - time.monotonic()))
+        touched = self._touched(plan)
         self._end_stores(touched)
         self.counts.add("stores cancelled, since their blocks are given out anew", len(touched))
+
+    def _touched(self, plan: StepPlan) -> list[_Store]:
+        """The stores that read blocks which this step overwrites."""
+        return [store for store in list(self._stores.values()) if not plan.overwritten.isdisjoint(store.blocks)]
 
     def leave_cache(self) -> None:
         """See to it that nothing reads vLLM's cache any more: its memory is about to go. Later stores and loads are as ever."""
@@ -208,12 +222,19 @@ class WorkerHalf:
             load = self._loads.pop(request_id)
             received.add(request_id)
             if not load.given_up:
-                lost = load.plan.blocks[loaded:]
-                self._failed.update(block for chunk in lost for block in chunk if block is not None)
+                lost = {block for chunk in load.plan.blocks[loaded:] for block in chunk if block is not None}
+                self._failed |= lost
+                if lost:
+                    self._failed_requests.add(request_id)
 
     def failed_blocks(self) -> set[int]:
         """Blocks that were to be loaded and were not, since the last call."""
         failed, self._failed = self._failed, set()
+        return failed
+
+    def failed_requests(self) -> set[str]:
+        """Requests of which not all came that was to be loaded, since the last call."""
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     # --- stores ---------------------------------------------------------------------------------------------------
@@ -239,7 +260,9 @@ class WorkerHalf:
             self.counts.trouble("chunks not stored", error, len(chunks))
             return
         self.counts.add("chunks offered", len(chunks))
-        self._stores[future] = _Store(future, frozenset(block for chunk in plan.blocks for block in chunk))
+        self._stores[future] = _Store(
+            future, frozenset(block for chunk in plan.blocks for block in chunk if block is not None)
+        )
         future.add_done_callback(partial(self._stored, chunks))
 
     def _stored(self, chunks: ExternalBlocks, future: from_thread.StoreFuture) -> None:

@@ -12,6 +12,8 @@ import os
 import random
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,17 @@ class Server:
         self.process.wait()
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+    def wait_until_used(self, nbytes: int) -> None:
+        """Wait until so many bytes of pages hold keys."""
+        command = [sys.executable, "-m", "maru", "usage", "--server", self.url, "--json"]
+        deadline = time.monotonic() + SOON
+        while True:
+            usage = json.loads(subprocess.run(command, capture_output=True, check=True, cwd=ROOT).stdout)
+            if sum(one["used_bytes"] for one in usage["instances"]) >= nbytes:
+                return
+            assert time.monotonic() < deadline, usage
+            time.sleep(0.1)
 
     def corrupt(self) -> None:
         """Turn over one byte of every 1,000 in all regions."""
@@ -134,6 +147,15 @@ def generate(prompts: list[list[int]], **more: Any) -> dict[str, Any]:
 def external_hits(answer: Answer) -> int:
     hits: int = answer["metrics"]["vllm:external_prefix_cache_hits"]
     return hits
+
+
+def when_told(tell: Path, wait: Path, act: Callable[[], None]) -> None:
+    """Act on the world once an engine has said that it waits, and say so."""
+    deadline = time.monotonic() + SOON
+    while not tell.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    act()
+    wait.touch()
 
 
 def nothing_is_left(answer: Answer) -> None:

@@ -4,6 +4,9 @@
 its own, and are asked in turn, so that whatever else the machine does meets all of them. What is shared was computed and stored
 by another process; before each load an engine forgets what it has itself. A perfect load is a memcpy of that much KV, into
 memory that was not used before, and a hit in vLLM's own prefix cache.
+
+Through LMCache, whose server has our adapter behind it, twice: from what that server has in its own memory, and with that
+memory empty, so that all comes through the adapter from the page store.
 """
 
 from __future__ import annotations
@@ -18,19 +21,20 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lmcache_chain import MPServer
 
 SIZES = (512, 2048, 4096)
 OWN = 20
 """Tokens of a prompt behind what it shares: less than a block, since ExampleConnector finds prompts of as many blocks only."""
 TOKEN_BYTES = 16 << 10
 VOCABULARY = 24_000
-SUBJECTS = ("ExampleConnector", "MaruKVConnector", "without checksums", "OffloadSpec")
+SUBJECTS = ("ExampleConnector", "LMCache", "LMCache, adapter", "MaruKVConnector", "without checksums", "OffloadSpec")
 COMPUTED = 3
 """Times that a prompt is computed: it takes seconds."""
 ROOM = 32_768
@@ -68,6 +72,10 @@ def serve() -> None:
     from vllm import LLM, SamplingParams
 
     said = json.loads(sys.stdin.readline())
+    if said["transfer"] is not None and "LMCache" in said["transfer"]["kv_connector"]:
+        from lmcache_chain import let_vllm_look_at_every_module
+
+        let_vllm_look_at_every_module()
     engine = LLM(
         model=said["model"],
         skip_tokenizer_init=True,
@@ -91,12 +99,12 @@ def serve() -> None:
             temperature=0.0, max_tokens=task.get("max_tokens", 1), ignore_eos=True, detokenize=False
         )
         prompts = [{"prompt_token_ids": tokens} for tokens in task["prompts"]]
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         outputs = engine.generate(prompts, parameters, use_tqdm=False)
-        seconds = time.perf_counter() - began
+        seconds, used = time.perf_counter() - began, time.process_time() - used
         if task.get("settle"):
             settle(engine, {})
-        answer = {"seconds": seconds, "cached": outputs[0].num_cached_tokens}
+        answer = {"seconds": seconds, "processor": used, "cached": outputs[0].num_cached_tokens}
         print(ANSWER + json.dumps(answer), flush=True)
 
 
@@ -105,7 +113,8 @@ class Engine:
 
     def __init__(self, model: str, transfer: dict[str, Any] | None, log: Path) -> None:
         here = Path(__file__)
-        environ = {**os.environ, "PYTHONPATH": f"{here.parents[3]}{os.pathsep}{here.parent}"}
+        environ = {**os.environ, "PYTHONPATH": f"{here.parents[3]}{os.pathsep}{here.parent}", "PYTHONHASHSEED": "0"}
+        environ["LMCACHE_TRACK_USAGE"] = "false"
         self._log = log.open("w")
         self.process = subprocess.Popen(
             [sys.executable, str(here), "--engine"],
@@ -181,16 +190,22 @@ def tokens(n: int, *seed: object) -> list[int]:
     return [rng.randrange(3, VOCABULARY) for _ in range(n)]
 
 
-def memcpy(n: int) -> float:
+def memcpy(n: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds to copy that much KV."""
     source, destination = (np.full(n * TOKEN_BYTES, fill, np.uint8) for fill in (1, 2))
-    began = time.perf_counter()
+    began = clock()
     np.copyto(destination, source)
-    return time.perf_counter() - began
+    return clock() - began
 
 
-def first_tokens(plain: Engine, subjects: dict[str, Engine], rounds: int) -> dict[int, dict[str, list[float]]]:
-    """Times to first token: of each shared length and each subject, one for each round."""
+def _nothing() -> None:
+    """Nothing is to be done."""
+
+
+def first_tokens(
+    plain: Engine, subjects: dict[str, Engine], rounds: int, before: dict[str, Callable[[], None]]
+) -> dict[int, dict[str, list[float]]]:
+    """Times to first token: of each shared length and each subject, one for each round. ``before``: done before a subject's."""
     times: dict[int, dict[str, list[float]]] = {size: defaultdict(list) for size in SIZES}
     for size in SIZES:
         for at in range(COMPUTED):
@@ -202,10 +217,13 @@ def first_tokens(plain: Engine, subjects: dict[str, Engine], rounds: int) -> dic
             hit = plain.ask(prompt)
             assert hit["cached"] == size
             times[size]["perfect load"].append(hit["seconds"] + memcpy(size))
+            times[size]["perfect load, processor"].append(hit["processor"] + memcpy(size, time.process_time))
             for name in random.Random(at).sample(sorted(subjects), len(subjects)):
+                before.get(name, _nothing)()
                 got = subjects[name].ask(prompt, reset=True)
                 assert got["cached"] == size, f"{name} has loaded {got['cached']} of {size} tokens"
                 times[size][name].append(got["seconds"])
+                times[size][f"{name}, processor"].append(got["processor"])
     return times
 
 
@@ -241,21 +259,27 @@ def measure(rounds: int) -> dict[str, Any]:
         path = Path(scratch)
         model = str(path / "model")
         make_checkpoint(model)
-        with page_store(path / "pool") as server:
-            ways = transfers(server, path, ROOM)
-            for name in ("ExampleConnector", "MaruKVConnector", "OffloadSpec"):
+        with page_store(path / "pool") as server, ExitStack() as ended:
+            middle = MPServer(
+                server, path / "mp.log", chunk_tokens=256, l1_gb=0.75, pool_gb=ROOM * TOKEN_BYTES / (1 << 30)
+            )
+            ended.callback(middle.close)
+            ways = {**transfers(server, path, ROOM), "LMCache": middle.transfer, "LMCache, adapter": middle.transfer}
+            for name in ("ExampleConnector", "LMCache", "MaruKVConnector", "OffloadSpec"):
                 producer = Engine(model, ways[name], path / "producer.log")
                 producer.answer()
                 for size in SIZES:
                     producer.ask([*tokens(size, "shared", size), 3], settle=True)
                 producer.close()
             engines = {"plain": Engine(model, None, path / "plain.log")}
-            engines |= {name: Engine(model, ways[name], path / f"{name}.log") for name in SUBJECTS}
+            engines |= {
+                name: Engine(model, ways[name], path / f"{name}.log") for name in SUBJECTS if name != "LMCache, adapter"
+            }
             for engine in engines.values():
                 engine.answer()
                 engine.ask(tokens(300, "warm"), max_tokens=4)
-            subjects = {name: engines[name] for name in SUBJECTS}
-            loads = first_tokens(engines["plain"], subjects, rounds)
+            subjects = {name: engines["LMCache" if name == "LMCache, adapter" else name] for name in SUBJECTS}
+            loads = first_tokens(engines["plain"], subjects, rounds, {"LMCache, adapter": middle.forget})
             ours = {name: engines[name] for name in ("plain", "MaruKVConnector", "OffloadSpec")}
             alone = without_hits(ours, max(3, rounds // 3))
             for engine in engines.values():
@@ -268,6 +292,15 @@ def ratios(values: list[float], limits: list[float]) -> str:
     limit = statistics.median(limits)
     low, middle, high = statistics.quantiles([one / limit for one in values], n=4)
     return f"{middle:.2f} ({low:.2f} to {high:.2f}), least {min(values) / min(limits):.2f}"
+
+
+def processor(times: dict[str, list[float]], name: str) -> str:
+    """The processor time of the subject's process beside that of a perfect load."""
+    spent = times.get(f"{name}, processor")
+    if not spent:
+        return ""
+    perfect = statistics.median(times["perfect load, processor"])
+    return f"; processor time {statistics.median(spent) / perfect:.2f}"
 
 
 def main() -> None:
@@ -288,7 +321,7 @@ def main() -> None:
         perfect = times["perfect load"]
         print(f"{size} shared tokens, perfect load {1000 * statistics.median(perfect):.0f} ms")
         for name in ("computed", *SUBJECTS):
-            print(f"  {name}: {ratios(times[name], perfect)}")
+            print(f"  {name}: {ratios(times[name], perfect)}{processor(times, name)}")
     for what, times in found["without hits"].items():
         print(f"without a hit, {what}: as a multiple of no connector")
         for name in ("MaruKVConnector", "OffloadSpec"):

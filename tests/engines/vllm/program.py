@@ -53,6 +53,7 @@ def make_checkpoint(path: str, *, hybrid: bool = False) -> None:
     if hybrid:
         kinds = ["sliding_attention", "full_attention"] * 2
         text = Gemma3TextConfig(**size, num_hidden_layers=4, layer_types=kinds, sliding_window=128, head_dim=32)
+        text.tie_word_embeddings = False  # else a token is followed by itself, whatever comes before it
         Gemma3ForCausalLM(text).to(torch.float32).save_pretrained(path)
     else:
         LlamaForCausalLM(LlamaConfig(**size, num_hidden_layers=2)).to(torch.float32).save_pretrained(path)
@@ -81,6 +82,10 @@ def run(said: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM
 
     transfer = said.get("transfer")
+    if transfer is not None and "LMCache" in transfer["kv_connector"]:
+        from lmcache_chain import let_vllm_look_at_every_module
+
+        let_vllm_look_at_every_module()
     options = {
         "model": said["model"],
         "skip_tokenizer_init": True,
@@ -187,6 +192,11 @@ def reset(engine: Any, step: dict[str, Any]) -> Any:
     return engine.reset_prefix_cache(reset_connector=bool(step.get("connector")))
 
 
+def forget(engine: Any, step: dict[str, Any]) -> Any:
+    """Find nothing in the tiers that was stored until now, while vLLM's own cache stays. Whether it did."""
+    return core_of(engine).scheduler.connector.reset_cache()
+
+
 def sleep(engine: Any, step: dict[str, Any]) -> Any:
     """What vLLM 0.33 does around sleep, where the platform refuses it: the cache loses what is in it."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -227,7 +237,15 @@ def abort(engine: Any, step: dict[str, Any]) -> Any:
     return ended
 
 
-STEPS = {"generate": generate, "settle": settle, "reset": reset, "sleep": sleep, "wait": wait_for_file, "abort": abort}
+STEPS = {
+    "generate": generate,
+    "settle": settle,
+    "reset": reset,
+    "forget": forget,
+    "sleep": sleep,
+    "wait": wait_for_file,
+    "abort": abort,
+}
 
 if __name__ == "__main__":
     main()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from .instances import SOON, Server, any_tiers, external_hits, generate, maru, nothing_is_left, prompt, run
+from .instances import Server, any_tiers, external_hits, generate, maru, nothing_is_left, prompt, run, when_told
 
 
 def test_a_second_process_hits_and_gives_the_same_tokens(model: str, server: Server) -> None:
@@ -87,11 +86,7 @@ def test_a_server_that_is_killed_is_a_miss_and_is_used_again_when_it_is_back(
 
     def of_the_world() -> None:
         for at, act in enumerate((server.kill, server.start)):
-            deadline = time.monotonic() + SOON
-            while not Path(tell[at]).exists() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            act()
-            Path(wait[at]).touch()
+            when_told(Path(tell[at]), Path(wait[at]), act)
 
     world = threading.Thread(target=of_the_world)
     world.start()
