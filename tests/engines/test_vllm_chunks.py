@@ -6,6 +6,7 @@ import torch
 from backends.memory import MemoryTier
 from backends.pages import Pages, new_pages
 from offload import NO_WAIT, LayoutCheckFailed, Status, block_key, from_thread
+from offload.engines.vllm import _chunks
 from offload.engines.vllm._chunks import ChunkSource, GroupCaches, NoChunks, layout_of_caches
 
 BLOCKS, HEADS, TOKENS, DIM = 24, 2, 4, 8
@@ -70,6 +71,18 @@ def test_a_chunk_has_a_part_for_each_group():
     for layer in cache.values():
         assert torch.equal(layer[[10, 11, 12, 13, 14, 16, 17]], layer[[0, 1, 2, 3, 4, 6, 7]])
     assert [one is None for one in source.plane_samples(stored.refs)] == [False, False, True]
+
+
+def test_a_large_load_goes_in_by_halves(monkeypatch):
+    cache = caches()
+    source = ChunkSource([GroupCaches(cache, BLOCKS, 2)])
+    pages = new_pages(3, source.block_bytes)
+    source.copy_out(source.chunks([b"a", b"b", b"c"], [[0, 1], [2, 3], [4, 5]], first=0).refs, pages)
+    monkeypatch.setattr(_chunks, "BESIDE_BYTES", 0)
+    source.into([[10, 11], [12, 13], [14, None]]).copy_in(0, pages)
+    source.into([[20, None]]).copy_in(0, pages.part(2, 3))
+    for layer in cache.values():
+        assert torch.equal(layer[[10, 11, 12, 13, 14, 20]], layer[[0, 1, 2, 3, 4, 4]])
 
 
 def test_a_part_of_a_destination_is_copied_from_where_it_starts():
