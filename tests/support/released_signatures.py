@@ -34,6 +34,7 @@ ENGINES = {"vllm": "VLLM", "lmcache": "LMCACHE", "sglang": "SGLANG"}
 
 DERIVED = (
     ("vllm/_connector.py", "OffloadConnector", "vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1"),
+    ("vllm/_connector.py", "OffloadConnector", "vllm.distributed.kv_transfer.kv_connector.v1.base", "SupportsHMA"),
     ("vllm/_spec.py", "OffloadSpec", "vllm.v1.kv_offload.base", "OffloadingSpec"),
     ("vllm/_spec.py", "HostManager", "vllm.v1.kv_offload.base", "OffloadingManager"),
     ("vllm/_spec.py", "RowWorker", "vllm.v1.kv_offload.base", "OffloadingWorker"),

@@ -10,7 +10,7 @@ Rule 1. Nothing here blocks vLLM's step: what takes time is begun, and asked for
         compute, it waits some milliseconds for what is under way instead of turning round at once.
 Rule 2. vLLM sees no error of ours. What cannot be had is not cached: it is counted, and named in the log once.
 Rule 3. A block is not overwritten while a store reads it: before each forward pass, what is still being stored of the blocks
-        that were given out anew is cancelled, and its end waited for.
+        that were given out anew may end for some milliseconds, is cancelled then, and its end waited for.
 Rule 4. What was matched stays pinned until it is loaded.
 Rule 5. A block counts as found only if every rank of tensor parallelism has its part.
 
