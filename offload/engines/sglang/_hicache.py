@@ -10,22 +10,29 @@ In SGLang's configuration it is a ``dynamic`` backend::
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
 
 import attrs
 import torch
 
+from backends.planes import TensorPlanes
+
 from ... import from_thread
-from ..._errors import ConfigError
+from ..._errors import ConfigError, LayoutCheckFailed
 from .._faults import AdapterError, FaultLog
-from ._naming import PageNaming, layout_text
+from ._naming import Form, PageNaming, layout_text
 from ._pages import HostPages, LentPages, WrongPages
+from ._planes import FlatPage, PageCanary, free_page, pool_planes
 from ._settings import SECTION, Settings
 from ._sglang import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo, HostKVCache
 from ._storage import PageStorage
 
 _log = logging.getLogger("offload.engines.sglang")
+
+_LONGEST_CHECK: Final = 5.0
+"""Seconds that SGLang's start waits for the check of the layout, where a tier is slow to answer."""
 
 
 class NoPool(AdapterError):
@@ -37,11 +44,18 @@ class NoPool(AdapterError):
         super().__init__("no pool is registered with the backend")
 
 
+class WrongLayout(AdapterError):
+    """Planes of a page do not come back as they were stored."""
+
+    fault_name = "layout"
+
+
 @attrs.frozen(eq=False)
 class _Pool:
     """SGLang's pool, and the storage behind it."""
 
     memory: HostKVCache
+    planes: TensorPlanes | None
     naming: PageNaming
     storage: PageStorage
 
@@ -49,8 +63,15 @@ class _Pool:
         """Pages of the pool, by the numbers of all their tokens."""
         if len(indices) != len(keys) * self.memory.page_size:
             raise WrongPages(f"{len(indices)} tokens are not {len(keys)} pages of {self.memory.page_size}")
+        return self.lend_pages(len(keys), indices)
+
+    def lend_pages(self, n: int, indices: torch.Tensor) -> LentPages:
+        """``n`` pages of the pool, by the numbers of all their tokens."""
+        size = self.memory.page_size
         addresses, sizes = self.memory.get_page_buffer_meta(indices)
-        return LentPages(addresses, sizes, len(keys), self.storage.source.block_bytes, self.memory)
+        numbers = [] if self.planes is None else [first // size for first in indices[::size].tolist()]
+        block_bytes = self.storage.source.block_bytes
+        return LentPages(addresses, sizes, n, block_bytes, self.memory, planes=self.planes, numbers=numbers)
 
     def lend_tensors(self, tensors: Sequence[torch.Tensor]) -> LentPages:
         """Flat pages, each in a tensor of its own."""
@@ -85,6 +106,7 @@ class HiCacheOffload(HiCacheStorage):
         self._config = storage_config
         self._model = self.settings.model_name(storage_config.model_name)
         self._pool: _Pool | None = None
+        self._why_not: AdapterError = NoPool()
         if not extra.get("interface_v1"):
             _log.warning("interface_v1 is not set in %s: each page is copied once more, through a tensor", SECTION)
 
@@ -92,6 +114,9 @@ class HiCacheOffload(HiCacheStorage):
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
         """Open the engine for the pages of this pool. Waits for its tiers, each until it is there or known to be away.
+
+        Before any request a pattern is stored from a free page and loaded into it. Where its planes come back in other places,
+        that is logged, and nothing is stored nor loaded: whatever came back would be wrong.
 
         Raises:
             offload.ConfigError: what was set cannot be for such pages.
@@ -107,10 +132,19 @@ class HiCacheOffload(HiCacheStorage):
             ranks=self._config,
             tenant=self.settings.tenant,
         )
-        source = HostPages(sum(run_bytes))
+        planes = pool_planes(mem_pool_host)
+        source = HostPages(sum(run_bytes), () if planes is None else planes.plane_names)
         config = attrs.evolve(self.settings.engine_config(source.block_bytes), source=source)
         engine = from_thread.open_engine(config).start()
-        self._pool = _Pool(mem_pool_host, naming, PageStorage(engine, source, self.settings, self.faults))
+        pool = _Pool(mem_pool_host, planes, naming, PageStorage(engine, source, self.settings, self.faults))
+        try:
+            self._check_layout(pool, engine)
+        except LayoutCheckFailed as error:
+            self._why_not = WrongLayout(f"nothing is stored, and nothing loaded: {error}")
+            self.faults.note("start", self._why_not)
+            pool.storage.close()
+        else:
+            self._pool = pool
 
     def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: str) -> None:
         """Only pages of KV can be offloaded: the pool that is registered as such is known already.
@@ -129,6 +163,7 @@ class HiCacheOffload(HiCacheStorage):
     def close(self) -> None:
         """Close the engine. Calls find nothing from then on, until a pool is registered again."""
         pool, self._pool = self._pool, None
+        self._why_not = NoPool()
         if pool is not None:
             pool.storage.close()
             _log.info("HiCache: %s", self.faults)
@@ -157,10 +192,10 @@ class HiCacheOffload(HiCacheStorage):
         """How many leading pages are there."""
         pool = self._pool
         if pool is None:
-            self.faults.note("lookup", NoPool(), len(keys))
+            self.faults.note("lookup", self._why_not, len(keys))
             return 0
         # SGLang asks for pages and then reads them by the interface that was set, and so are they named.
-        return pool.storage.find(pool.naming.keys(keys, "runs" if self._zero_copy else "flat")) if keys else 0
+        return pool.storage.find(pool.naming.keys(keys, self._form)) if keys else 0
 
     # --- pages of the pool ----------------------------------------------------------------------------------------
 
@@ -238,10 +273,53 @@ class HiCacheOffload(HiCacheStorage):
     # --- below ----------------------------------------------------------------------------------------------------
 
     @property
-    def _zero_copy(self) -> bool:
-        return bool((self._config.extra_config or {}).get("interface_v1"))
+    def _form(self) -> Form:
+        return "runs" if (self._config.extra_config or {}).get("interface_v1") else "flat"
 
     def _open_pool(self) -> _Pool:
         if self._pool is None:
-            raise NoPool
+            raise self._why_not
         return self._pool
+
+    def _check_layout(self, pool: _Pool, engine: from_thread.Engine) -> None:
+        """Send a pattern through a store and a load.
+
+        Raises:
+            offload.LayoutCheckFailed: its planes came back in other places. What could not be tried is only logged.
+        """
+        layout = pool.naming.title(self._form)
+        try:
+            with free_page(pool.memory) as page:
+                why = self._try_page(pool, engine, page, layout)
+        except LayoutCheckFailed:
+            raise
+        except Exception as error:
+            why = f"{error!r}"
+        if why:
+            self.faults.count("start", "layout not checked", why)
+
+    def _try_page(self, pool: _Pool, engine: from_thread.Engine, page: torch.Tensor | None, layout: str) -> str:
+        """Try it with a free page; returns why it has not been tried to the end."""
+        if pool.planes is None:
+            return f"the axes of a pool with layout {getattr(pool.memory, 'layout', None)} are not known"
+        if page is None:
+            return "no page of the pool is free"
+        first = int(page[0])
+        store: Callable[[], LentPages]
+        load: Callable[[], LentPages]
+        if self._form == "runs":
+            store = load = partial(pool.lend_pages, 1, page)
+        else:
+            store = partial(_flat, pool, first)
+            load = partial(FlatPage, pool.memory, pool.planes, first, pool.storage.source.block_bytes)
+        number = first // pool.memory.page_size
+        canary = PageCanary(pool.storage.source, pool.planes, number, store, load)
+        try:
+            return engine.check_layout(canary, layout, timeout=_LONGEST_CHECK).inconclusive
+        finally:
+            canary.end()
+
+
+def _flat(pool: _Pool, first: int) -> LentPages:
+    """The page with this first token, as SGLang hands it in without its zero-copy interface."""
+    return pool.lend_tensors([pool.memory.get_data_page(first, flat=True).contiguous()])

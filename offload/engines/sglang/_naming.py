@@ -90,7 +90,15 @@ class PageNaming:
         salt = self._salt(form)
         return [block_key(one.encode(), salt=salt) for one in hashes]
 
+    def title(self, form: Form = "runs") -> str:
+        """All of it in words: what two processes whose pages have the same names agree on."""
+        naming = self._block_key(form)
+        return f"{naming.model}/{naming.dtype}/{naming.layout}/{naming.rank}"
+
     def _salt(self, form: Form) -> bytes:
+        return self._block_key(form).salt
+
+    def _block_key(self, form: Form) -> BlockKey:
         ranks = self.ranks
         parts = f"pp {ranks.pp_rank}/{ranks.pp_size} cp {ranks.attn_cp_rank}/{ranks.attn_cp_size}"
         # Ranks of tensor parallelism hold the same where attention is latent (MLA): one of them stores, and all find it.
@@ -103,4 +111,4 @@ class PageNaming:
             layout=f"hicache {form} {self.layout} {parts}",
             rank=0 if ranks.is_mla_model else ranks.tp_rank,
             tenant=self.tenant,
-        ).salt
+        )

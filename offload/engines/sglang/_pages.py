@@ -2,20 +2,24 @@
 
 SGLang gives the memory of a call that has ended to another request. So pages are lent for one call, and revoked at its end: a
 copy that is late, in a thread that nobody could end, finds nothing to read or to write. That is why neither shows where its
-pages lie: whoever knew would copy without asking.
+pages lie: whoever knew would copy without asking. What the bytes of a page mean (:mod:`._planes`) may be read as well, while it
+is lent.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, count
 from types import TracebackType
 from typing import Any, Self
 
 from backends.abc import EVICTED, ExternalBlocks, Key
 from backends.pages import Pages
+from backends.planes import TensorPlanes
 
 from .._faults import AdapterError
 
@@ -44,13 +48,23 @@ class LentPages:
         n: how many pages.
         block_bytes: the size of a page, all its runs together.
         owner: what keeps the memory.
+        planes: of the pages of the pool, where they lie in it and its layout is known.
+        numbers: which pages of the pool these are.
 
     Raises:
         WrongPages: they are not so many pages of that size.
     """
 
     def __init__(
-        self, addresses: Sequence[int], sizes: Sequence[int], n: int, block_bytes: int, owner: object = None
+        self,
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        n: int,
+        block_bytes: int,
+        owner: object = None,
+        *,
+        planes: TensorPlanes | None = None,
+        numbers: Sequence[int] = (),
     ) -> None:
         runs = len(addresses) // n if n else 0
         if len(addresses) != runs * n or len(sizes) != len(addresses):
@@ -64,6 +78,8 @@ class LentPages:
             self._runs.append(list(zip(addresses[start : start + runs], offsets, here, strict=False)))
         self._block_bytes = block_bytes
         self._owner = owner
+        self._planes = planes
+        self._numbers = numbers
         self._copies = threading.Condition()
         self._copying = 0
         self._revoked = False
@@ -101,12 +117,9 @@ class LentPages:
         Raises:
             Revoked: it is not lent any more.
         """
-        self._begin()
-        try:
+        with self._in_use():
             for run, offset, size in self._runs[at]:
                 ctypes.memmove(address + offset, run, size)
-        finally:
-            self._end()
 
     def write(self, at: int, address: int) -> None:
         """Copy what is at this address into a page.
@@ -114,23 +127,26 @@ class LentPages:
         Raises:
             Revoked: it is not lent any more.
         """
-        self._begin()
-        try:
+        with self._in_use():
             for run, offset, size in self._runs[at]:
                 ctypes.memmove(run, address + offset, size)
-        finally:
-            self._end()
 
-    def _begin(self) -> None:
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """For as long, nobody else gets these pages.
+
+        Raises:
+            Revoked: they are not lent any more.
+        """
         with self._copies:
             if self._revoked:
                 raise Revoked
             self._copying += 1
-
-    def _end(self) -> None:
-        with self._copies:
-            self._copying -= 1
-            if self._revoked:
+        try:
+            yield
+        finally:
+            with self._copies:
+                self._copying -= 1
                 self._copies.notify_all()
 
     # --- the contract of a destination ----------------------------------------------------------------------------
@@ -143,6 +159,29 @@ class LentPages:
         for at, address in enumerate(pages.addresses, start):
             self.write(at, address)
 
+    # --- whether it is what was stored, in any thread -------------------------------------------------------------
+
+    def copy_out(self, positions: Sequence[int], pages: Pages) -> None:
+        """Copy the pages at these positions: what stands there is compared with what a tier gives."""
+        for at, address in zip(positions, pages.addresses, strict=True):
+            self.read(at, address)
+
+    @property
+    def plane_names(self) -> Sequence[str]:
+        """The planes of a page, where it lies in a pool whose layout is known; see :class:`backends.abc.PlanarPlace`."""
+        return self._planes.plane_names if self._planes is not None and self._numbers else ()
+
+    def plane_samples(self, refs: Sequence[int]) -> list[array[float] | None]:
+        """The samples of the pages at these positions; ``None`` where they are not lent any more."""
+        planes, numbers = self._planes, self._numbers
+        if planes is None or not numbers:
+            return [None] * len(refs)
+        try:
+            with self._in_use():
+                return list(planes.samples([numbers[at] for at in refs]))
+        except Revoked:
+            return [None] * len(refs)
+
 
 class HostPages:
     """The source that an engine stores from: pages that are lent for a store.
@@ -151,10 +190,13 @@ class HostPages:
 
     Args:
         block_bytes: the size of a page.
+        plane_names: the planes of a page, where the layout of the pool is known.
     """
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, block_bytes: int, plane_names: Sequence[str] = ()) -> None:
         self._block_bytes = block_bytes
+        self.plane_names: Sequence[str] = plane_names
+        """The planes of a page; see :class:`backends.abc.PlanarPlace`."""
         self._refs = count()
         self._lent: dict[int, tuple[LentPages, int]] = {}
 
@@ -207,3 +249,11 @@ class HostPages:
                 raise Revoked
             there, at = lent
             there.read(at, address)
+
+    def plane_samples(self, refs: Sequence[int]) -> list[array[float] | None]:
+        """The samples of pages that are being stored; ``None`` of one whose call has ended."""
+        found: list[array[float] | None] = []
+        for ref in refs:
+            lent = self._lent.get(ref)
+            found += [None] if lent is None else lent[0].plane_samples([lent[1]])
+        return found

@@ -32,6 +32,27 @@ if TYPE_CHECKING:
 
         page_size: int
         dtype: torch.dtype
+        layout: str
+        kv_buffer: torch.Tensor
+
+        def alloc(self, need_size: int) -> torch.Tensor | None:
+            """Take as many tokens, in whole pages."""
+            ...
+
+        def free(self, indices: torch.Tensor) -> int:
+            """Give tokens back."""
+            ...
+
+        def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+            """The page that starts with this token."""
+            ...
+
+        def get_dummy_flat_data_page(self) -> torch.Tensor:
+            """A flat page to load into."""
+            ...
+
+        def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+            """Put a flat page where it belongs."""
 
         def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
             """Where the runs of these pages start, and how large they are."""

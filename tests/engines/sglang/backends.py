@@ -22,6 +22,13 @@ class LayerFirstPool:
         self.size = pages * page_size
         self.kv_buffer = torch.zeros((2, LAYERS, self.size, HEADS, head_dim), dtype=dtype)
 
+    def alloc(self, need_size):
+        """Its last page, which no test uses."""
+        return torch.arange(self.size - need_size, self.size)
+
+    def free(self, indices):
+        return len(indices)
+
     def get_page_buffer_meta(self, indices):
         itemsize = self.dtype.itemsize
         token = self.head_num * self.head_dim * itemsize
@@ -40,6 +47,17 @@ class LayerFirstPool:
 
     def page(self, page):
         return self.kv_buffer[:, :, page * self.page_size : (page + 1) * self.page_size].clone()
+
+    def get_data_page(self, index, flat=True):
+        page = self.kv_buffer[:, :, index : index + self.page_size]
+        return page.flatten() if flat else page
+
+    def get_dummy_flat_data_page(self):
+        return torch.zeros_like(self.get_data_page(0))
+
+    def set_from_flat_data_page(self, index, data_page):
+        page = self.get_data_page(index, flat=False)
+        page.copy_(data_page.reshape(page.shape))
 
 
 def tokens(*pages, page_size=PAGE_TOKENS):

@@ -240,14 +240,18 @@ def test_without_its_server_nothing_is_cached_and_that_is_named(pool, tmp_path):
     tier = {"type": "maru", "server_url": f"ipc://{tmp_path}/nobody.sock", "pool_size": "1MiB", "timeout_ms": 100}
     with open_backend(pool, extra_config({"maru": tier}, lookup_timeout=0.5, store_timeout=2.0)) as backend:
         assert everything(backend) == NOTHING
-        assert {name.partition(": ")[0] for name in failures(backend)} == {"store", "lookup"}
-        assert {name.partition(": ")[2] for name in failures(backend)} <= {"unavailable", "timeout"}
+        assert {name.partition(": ")[0] for name in failures(backend)} == {"start", "store", "lookup"}
+        assert {name.partition(": ")[2] for name in failures(backend)} <= {
+            "unavailable",
+            "timeout",
+            "layout not checked",
+        }
         assert "maru" in backend.report_status()["unavailable_tiers"]
 
 
 def test_a_full_tier_takes_what_it_has_room_for_and_the_rest_is_named(pool):
-    """Nothing may go from it."""
-    host = {"type": "memory", "capacity_bytes": 2 * FULL_PAGE}
+    """Nothing may go from it. One page is that of the check at the start, which others compare with."""
+    host = {"type": "memory", "capacity_bytes": 3 * FULL_PAGE}
     extra = extra_config({"host": host})
     extra["engine"]["pipeline"] = {"on_destination_full": "fail"}
     with open_backend(pool, extra) as backend:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from backends.abc import Destination
 from backends.device import _HostTensors
 from backends.pages import Pages, checksums
 from backends.slots import SlotTier
+from offload.engines.sglang._pages import LentPages
 
 
 def keys_are_loaded_as_values(patch: Any) -> None:
@@ -19,6 +21,36 @@ def keys_are_loaded_as_values(patch: Any) -> None:
 def heads_are_loaded_in_another_order(patch: Any) -> None:
     """The same with the order of heads."""
     _behind_each_load(patch, lambda block: block.roll(1, 2))
+
+
+def hicache_keys_are_loaded_as_values(patch: Any) -> None:
+    """In SGLang's pages: of each layer a run of keys, and one of values behind it."""
+    _behind_each_page_of_sglang(
+        patch, lambda runs: [run for at in range(0, len(runs), 2) for run in (runs[at + 1], runs[at])]
+    )
+
+
+def hicache_heads_are_loaded_in_another_order(patch: Any) -> None:
+    """In SGLang's pages of two heads, of 8 numbers in bfloat16 each."""
+
+    def otherwise(runs: list[bytes]) -> list[bytes]:
+        heads = [[run[at : at + 16] for at in range(0, len(run), 16)] for run in runs]
+        return [b"".join(pair for at in range(0, len(run), 2) for pair in (run[at + 1], run[at])) for run in heads]
+
+    _behind_each_page_of_sglang(patch, otherwise)
+
+
+def _behind_each_page_of_sglang(patch: Any, change: Callable[[list[bytes]], list[bytes]]) -> None:
+    write = LentPages.write
+
+    def otherwise(self: LentPages, at: int, address: int) -> None:
+        write(self, at, address)
+        runs = self._runs[at]
+        changed = change([ctypes.string_at(run, size) for run, _, size in runs])
+        for (run, _, size), data in zip(runs, changed, strict=True):
+            ctypes.memmove(run, data, size)
+
+    patch.setattr(LentPages, "write", otherwise)
 
 
 def a_stale_page_is_served(patch: Any) -> None:

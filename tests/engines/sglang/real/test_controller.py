@@ -57,6 +57,8 @@ def test_a_second_instance_finds_what_the_first_one_has_stored(server, layout, i
         there, stored = first.backup(PROMPT)
         pages = [first.page(there, page) for page in range(8)]
         assert stored == len(PROMPT)
+        # What was stored and loaded before the first request came back plane by plane.
+        assert first.controller.storage_backend.report_status()["failures"] == {}
     with instance(extra, layout) as second:
         here, found, come = second.prefetch(PROMPT)
         assert found == come == len(PROMPT)

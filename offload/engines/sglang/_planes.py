@@ -1,0 +1,132 @@
+"""What the bytes of SGLang's pages mean: the axes of its pool, read from its tensors by their names.
+
+A page is stored and loaded as runs of bytes, whose addresses SGLang's pool computes. Whether they end where a kernel reads
+them, only its tensors can tell: which layer, head, and whether a key or a value. So a pattern is written into a free page by the
+axes, stored and loaded as any other page, and read by the axes (:class:`PageCanary`); and pages that are loaded are compared by
+them now and then (``plane_samples`` of :mod:`._pages`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import attrs
+
+from backends.abc import ExternalBlocks, Key
+from backends.planes import TensorPlanes
+
+from ._pages import HostPages, LentPages
+
+if TYPE_CHECKING:
+    import torch
+
+    from ._sglang import HostKVCache
+
+_AXES: Final = {
+    # By the pool's layout: the axes of its keys, and of its values; behind them, the numbers of one head.
+    "layer_first": ("layer", "token", "head"),
+    "page_first": ("token", "layer", "head"),
+    "page_first_direct": ("page", "layer", "token", "head"),
+    "page_head": ("page", "head", "token", "layer"),
+}
+
+
+def pool_planes(pool: HostKVCache) -> TensorPlanes | None:
+    """The planes of the pages of a pool: keys or values of one head in one layer. ``None`` for a layout that is not known."""
+    axes = _AXES.get(getattr(pool, "layout", ""))
+    if axes is None:
+        return None
+    tensors = {name: tensor for name, tensor in _tensors(pool).items() if tensor.ndim == len(axes) + 1}
+    if not tensors:
+        return None
+    if "page" not in axes:
+        at = axes.index("token")
+        axes = (*axes[:at], "page", *axes[at:])
+        tensors = {
+            name: tensor.unflatten(at, (-1, pool.page_size))  # type: ignore[no-untyped-call]
+            for name, tensor in tensors.items()
+        }
+    plane_axes = {axis: axes.index(axis) for axis in ("layer", "head")}
+    return TensorPlanes(tensors, block_axis=axes.index("page"), plane_axes=plane_axes)
+
+
+def _tensors(pool: Any) -> dict[str, torch.Tensor]:
+    """Keys and values, or both in one where attention is latent."""
+    both = pool.kv_buffer
+    if isinstance(both, tuple | list):  # heads of values are of another size than those of keys
+        keys, values = both
+        return {"key": keys, "value": values}
+    if both.ndim == len(_AXES[pool.layout]) + 2:
+        return {"key": both[0], "value": both[1]}
+    return {"latent": both}
+
+
+@contextmanager
+def free_page(pool: HostKVCache) -> Iterator[torch.Tensor | None]:
+    """The tokens of a page that SGLang does not use for as long; ``None`` if there is none."""
+    tokens = pool.alloc(pool.page_size)
+    try:
+        yield tokens
+    finally:
+        if tokens is not None:
+            pool.free(tokens)
+
+
+@attrs.define(eq=False)
+class PageCanary:
+    """A free page of the pool; see :class:`backends.abc.Canary`."""
+
+    _source: HostPages
+    _planes: TensorPlanes
+    _page: int
+    _stored_from: Callable[[], LentPages]
+    """What SGLang would hand in to store the page."""
+    _loaded_into: Callable[[], LentPages]
+    """What SGLang would hand in to load it."""
+    _blocks: ExternalBlocks | None = None
+
+    def write(self, key: Key, seed: str) -> tuple[ExternalBlocks, array[float]]:
+        """Write the pattern into the page."""
+        self.end()
+        [samples] = self._planes.fill([self._page], seed)
+        self._blocks = self._source.lend([key], self._stored_from(), [0])
+        return self._blocks, samples
+
+    def clear(self) -> LentPages:
+        """Write zeros into the page."""
+        self.end()
+        self._planes.clear([self._page])
+        return self._loaded_into()
+
+    def end(self) -> None:
+        """The store of the page has ended: one check stores after the other. Idempotent."""
+        if self._blocks is not None:
+            self._source.take_back(self._blocks)
+            self._blocks = None
+
+
+class FlatPage(LentPages):
+    """A flat page to load into, which is put into the pool before its planes are read.
+
+    Args:
+        pool: SGLang's pool.
+        planes: of its pages.
+        first: the first token of the page.
+        block_bytes: the size of a page.
+    """
+
+    def __init__(self, pool: HostKVCache, planes: TensorPlanes, first: int, block_bytes: int) -> None:
+        flat = pool.get_dummy_flat_data_page()
+        super().__init__(
+            [flat.data_ptr()], [block_bytes], 1, block_bytes, flat, planes=planes, numbers=[first // pool.page_size]
+        )
+        self._put = partial(pool.set_from_flat_data_page, first, flat)
+
+    def plane_samples(self, refs: Sequence[int]) -> list[array[float] | None]:
+        """Put it there, and read it."""
+        self._put()
+        return super().plane_samples(refs)
