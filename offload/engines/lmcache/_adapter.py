@@ -9,7 +9,7 @@ In LMCache's configuration it is a ``plugin``, or, after :func:`register`, of th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import compress, count
 from typing import Any, TypeVar
@@ -129,7 +129,8 @@ class MaruL2Adapter(L2AdapterInterface):
         """Copy objects into the tier; they are read until the task has ended."""
         spans = list(map(_span, objects))
         task = self._begin(self._stores)
-        self._cache.store(keys, spans, partial(self._stored, task, list(keys), spans))
+        finish = partial(self._stored, task, list(keys), spans)
+        self._cache.store(keys, spans, finish, describe=lambda at: _described(objects[at]))
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -154,8 +155,12 @@ class MaruL2Adapter(L2AdapterInterface):
         """Find the prefix of each row of keys, and lock it."""
         with self._lock:
             task, began = self._lookups.begin(), self._residents.mark()
-        largest = max(map(_bytes_of, (group_layout_descs or {}).values()), default=0)
-        self._cache.lookup(keys, partial(self._looked_up, task, began, list(keys)), object_bytes=largest)
+        layouts = group_layout_descs or {}
+        largest = max(map(_bytes_of, layouts.values()), default=0)
+        finish = partial(self._looked_up, task, began, list(keys))
+        self._cache.lookup(
+            keys, finish, object_bytes=largest, describe=lambda at: _described_by(layouts.get(keys[at].object_group_id))
+        )
         return task
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -178,7 +183,8 @@ class MaruL2Adapter(L2AdapterInterface):
         """Copy objects out of the tier; their memory is written until the task has ended."""
         spans = list(map(_span, objects))
         task = self._begin(self._loads)
-        self._cache.load(keys, spans, partial(self._loaded, task, list(keys)))
+        finish = partial(self._loaded, task, list(keys))
+        self._cache.load(keys, spans, finish, describe=lambda at: _described(objects[at]))
         return task
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
@@ -292,7 +298,18 @@ def _make(config: L2AdapterConfigBase, l1_memory_desc: L1MemoryDesc | None = Non
 
 
 def _span(item: MemoryObj) -> Span:
-    return Span(item.data_ptr, item.get_physical_size(), item.get_size(), item)
+    dtypes = item.get_dtypes()
+    dtype = dtypes[0] if len(dtypes) == 1 else None  # of several, nothing says where each begins once it is padded
+    return Span(item.data_ptr, item.get_physical_size(), item.get_size(), item, dtype)
+
+
+def _described(item: MemoryObj) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The shapes and dtypes of an object."""
+    return item.get_shapes(), item.get_dtypes()
+
+
+def _described_by(layout: MemoryLayoutDesc | None) -> tuple[Sequence[Any], Sequence[Any]] | None:
+    return None if layout is None else (layout.shapes, layout.dtypes)
 
 
 def _bytes_of(layout: MemoryLayoutDesc) -> int:

@@ -22,6 +22,7 @@ from ..._pipeline.result import TransferResult
 from ...from_thread import Hit
 from ...preconditions import NO_WAIT
 from .._faults import FaultLog, name_of
+from ._layouts import Describe, LayoutChecks
 from ._locks import LockTable
 from ._memory import MemoryObjects, ObjectPlaces, Span
 from ._names import ObjectKey, rows
@@ -33,6 +34,10 @@ _THERE: Final = frozenset({"present", "pending"})
 """Reasons to keep a block back that mean it is in the tier, or is being stored by somebody who will be told how that ends."""
 
 _GONE: Final = frozenset({Deletion.DELETED, Deletion.MISSING})
+
+
+def _undescribed(at: int) -> None:
+    """Nothing is known of what an object looks like."""
 
 
 @attrs.frozen
@@ -94,6 +99,8 @@ class ObjectCache:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._locks: LockTable[Hit] = LockTable()
+        self.layouts: LayoutChecks = LayoutChecks(self.faults)
+        """Which layouts of objects have been tried."""
         lazy.on_replaced = self._release_all
 
     @property
@@ -103,15 +110,27 @@ class ObjectCache:
 
     # --- down -----------------------------------------------------------------------------------------------------
 
-    def store(self, keys: Sequence[ObjectKey], spans: Sequence[Span], finish: Callable[[StoreOutcome], None]) -> None:
+    def store(
+        self,
+        keys: Sequence[ObjectKey],
+        spans: Sequence[Span],
+        finish: Callable[[StoreOutcome], None],
+        *,
+        describe: Describe = _undescribed,
+    ) -> None:
         """Copy objects into the first tier. Until it has ended, their memory is read."""
         storing = _Storing(self, list(keys), list(spans), finish)
-        self._run(storing, spans)
+        self._run(storing, spans, describe)
 
     # --- back -----------------------------------------------------------------------------------------------------
 
     def lookup(
-        self, keys: Sequence[ObjectKey], finish: Callable[[LookupOutcome], None], *, object_bytes: int = 0
+        self,
+        keys: Sequence[ObjectKey],
+        finish: Callable[[LookupOutcome], None],
+        *,
+        object_bytes: int = 0,
+        describe: Describe = _undescribed,
     ) -> None:
         """Find the prefix of each row of keys, and lock it.
 
@@ -120,6 +139,7 @@ class ObjectCache:
             finish: called once.
             object_bytes: the largest object that is looked for, if that is known: what a page is large enough for, where this
                 is what connects.
+            describe: what the objects look like, as far as it is known.
         """
         looking = _Looking(self, list(keys), finish)
         if not keys:
@@ -127,7 +147,12 @@ class ObjectCache:
             return
         page_bytes = self._page_bytes or -(-object_bytes // self._align_bytes) * self._align_bytes
         self._lazy.run(
-            Task(looking.begin, looking.refuse, lambda: page_bytes or self._page_bytes_of(looking.first_of_rows()))
+            Task(
+                looking.begin,
+                looking.refuse,
+                lambda: page_bytes or self._page_bytes_of(looking.first_of_rows()),
+                prepare=self._prepare(keys, describe),
+            )
         )
 
     def unlock(self, keys: Sequence[ObjectKey]) -> None:
@@ -138,13 +163,20 @@ class ObjectCache:
         for hit in over:
             hit.release()
 
-    def load(self, keys: Sequence[ObjectKey], spans: Sequence[Span], finish: Callable[[Sequence[bool]], None]) -> None:
+    def load(
+        self,
+        keys: Sequence[ObjectKey],
+        spans: Sequence[Span],
+        finish: Callable[[Sequence[bool]], None],
+        *,
+        describe: Describe = _undescribed,
+    ) -> None:
         """Copy objects into the caller's memory, which is written until this has ended.
 
         Where it cannot be proven that a copy is over, it never ends: the memory must not be used again.
         """
         loading = _Loading(self, list(keys), list(spans), finish)
-        self._run(loading, spans)
+        self._run(loading, spans, describe)
 
     # --- away -----------------------------------------------------------------------------------------------------
 
@@ -192,7 +224,7 @@ class ObjectCache:
 
     # --- below ----------------------------------------------------------------------------------------------------
 
-    def _run(self, operation: _Storing | _Loading, spans: Sequence[Span]) -> None:
+    def _run(self, operation: _Storing | _Loading, spans: Sequence[Span], describe: Describe) -> None:
         """Begin what brings objects: they say how large a page is."""
         if not spans:
             operation.end()
@@ -200,7 +232,13 @@ class ObjectCache:
         # The largest of the first ones: what has one object in each group has them all in its first store, mostly.
         page_bytes = self._page_bytes or max(span.size for span in spans)
         largest = max(span.used for span in spans)
-        self._lazy.run(Task(operation.begin, operation.refuse, lambda: page_bytes, largest))
+        prepare = self._prepare(operation.keys, describe)
+        self._lazy.run(Task(operation.begin, operation.refuse, lambda: page_bytes, largest, prepare))
+
+    def _prepare(self, keys: Sequence[ObjectKey], describe: Describe) -> Callable[[OpenEngine], None] | None:
+        """Tries the layouts of these that were not; ``None`` where all were, or nothing is known of them."""
+        due = () if describe is _undescribed else self.layouts.due(keys, describe)
+        return partial(self.layouts.check, due) if due else None
 
     def _release_all(self) -> None:
         with self._lock:
@@ -270,6 +308,10 @@ class _Storing:
         self.end()
 
     def begin(self, opened: OpenEngine) -> None:
+        wrong = self.cache.layouts.refusal(self.keys)
+        if wrong is not None:
+            self.refuse(wrong)
+            return
         by_salt: dict[str, dict[Key, list[int]]] = {}
         for at, (key, name) in enumerate(zip(self.keys, self.cache.name(self.keys), strict=True)):
             # A key that is named twice is stored once: blocks of one store have different keys.
@@ -346,6 +388,10 @@ class _Looking:
         return self.cache.name([self.keys[row.start] for row in rows(self.keys)])
 
     def begin(self, opened: OpenEngine) -> None:
+        wrong = self.cache.layouts.refusal(self.keys)
+        if wrong is not None:
+            self.refuse(wrong)
+            return
         wanted = rows(self.keys)
         names = self.cache.name(self.keys)
         parts = _Parts(len(wanted), self.end)
@@ -407,6 +453,10 @@ class _Loading:
         self.end()
 
     def begin(self, opened: OpenEngine) -> None:
+        wrong = self.cache.layouts.refusal(self.keys)
+        if wrong is not None:
+            self.refuse(wrong)
+            return
         self.names = self.cache.name(self.keys)
         wanted = rows(self.keys)
         parts = _Parts(len(wanted), self.end)

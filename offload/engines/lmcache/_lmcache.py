@@ -59,6 +59,14 @@ if TYPE_CHECKING:
             """How many bytes mean something."""
             ...
 
+        def get_shapes(self) -> Sequence[Any]:
+            """The shapes of its tensors, one behind the other."""
+            ...
+
+        def get_dtypes(self) -> Sequence[Any]:
+            """The same of their dtypes."""
+            ...
+
         def get_physical_size(self) -> int:
             """How many bytes it takes."""
             ...

@@ -7,15 +7,23 @@ so that equal objects have equal pages; a page that is loaded into it writes onl
 from __future__ import annotations
 
 import ctypes
+import random
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import count
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
 from backends.abc import EVICTED, ExternalBlocks, Key
 from backends.pages import Pages
+from backends.planes import SAMPLES
 
 from .._faults import AdapterError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ObjectTooLarge(AdapterError):
@@ -41,6 +49,8 @@ class Span:
     """How many of them mean anything."""
     owner: object = None
     """What keeps the memory."""
+    dtype: torch.dtype | None = None
+    """Of its numbers, if they have one and it is known."""
 
     @classmethod
     def of(cls, buffer: memoryview) -> Span:
@@ -59,7 +69,29 @@ class Span:
             return self
         if self.used > page_bytes:
             raise ObjectTooLarge(self.used, page_bytes)
-        return Span(self.address, page_bytes, self.used, self.owner)
+        return Span(self.address, page_bytes, self.used, self.owner, self.dtype)
+
+    def samples(self) -> array[float] | None:
+        """Some numbers of each of its :data:`PARTS`; ``None`` if its dtype is not known, or it has too few."""
+        import torch  # whoever knows a dtype has imported it
+
+        if self.dtype is None or self.used < len(PARTS) * self.dtype.itemsize:
+            return None
+        data: Any = (ctypes.c_char * self.used).from_address(self.address)
+        numbers = torch.frombuffer(data, dtype=torch.uint8).view(self.dtype)  # type: ignore[no-untyped-call, unused-ignore]
+        return array("f", numbers[_sampled(len(numbers))].to(torch.float32).numpy().tobytes())
+
+
+PARTS: Final = tuple(f"part {at}" for at in range(64))
+"""An object is compared in so many equal parts: which of its bytes are a head, and whether keys or values, LMCache says only to
+its kernels. Keys and values in each other's places are other parts, and heads other numbers in each."""
+
+
+@lru_cache(maxsize=16)  # objects of one model and group have one size
+def _sampled(n: int) -> list[int]:
+    """Which of ``n`` numbers are read: some of each part, at no distance that rows of tokens or heads could have."""
+    rng, width = random.Random(n), n // len(PARTS)
+    return [part * width + at for part in range(len(PARTS)) for at in sorted(rng.choices(range(width), k=SAMPLES))]
 
 
 class MemoryObjects:
@@ -105,6 +137,17 @@ class MemoryObjects:
         """Their store has ended: LMCache may reuse the memory. In any thread."""
         for ref in blocks.refs or ():
             self._spans.pop(ref, None)
+
+    # --- whether it is what was stored ---------------------------------------------------------------------------
+
+    @property
+    def plane_names(self) -> Sequence[str]:
+        """Parts of an object; see :class:`backends.abc.PlanarPlace`."""
+        return PARTS
+
+    def plane_samples(self, refs: Sequence[int]) -> list[array[float] | None]:
+        """The samples of objects that are being stored."""
+        return [self._spans[ref].samples() for ref in refs]
 
     # --- the contract of a source ---------------------------------------------------------------------------------
 
@@ -160,6 +203,15 @@ class ObjectPlaces:
         """Copy pages into objects, as much as each has. In a copy thread."""
         for span, address in zip(self._spans[start:], pages.addresses, strict=False):
             ctypes.memmove(span.address, address, span.size)
+
+    @property
+    def plane_names(self) -> Sequence[str]:
+        """Parts of an object; see :class:`backends.abc.PlanarPlace`."""
+        return PARTS
+
+    def plane_samples(self, refs: Sequence[int]) -> list[array[float] | None]:
+        """The samples of objects that were loaded."""
+        return [self._spans[at].samples() for at in refs]
 
 
 def _pages(spans: Sequence[Span], page_bytes: int) -> Pages | None:

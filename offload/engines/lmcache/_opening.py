@@ -68,6 +68,8 @@ class Task:
     """How large a page is, if this opens the engine; asked in the thread that does. 0: not to be known."""
     object_bytes: int = 0
     """The largest object that it brings; 0 for a lookup, which brings none."""
+    prepare: Callable[[OpenEngine], None] | None = None
+    """Called before it is begun, in the thread that opens the engine, where it may wait."""
 
 
 class LazyEngine:
@@ -113,7 +115,8 @@ class LazyEngine:
     def run(self, task: Task) -> None:
         """Have a task begun in the engine, or refused. Never waits."""
         with self._lock:
-            ready = None if self._opener is not None else self._suitable(self._opened, task)
+            waits = self._opener is not None or task.prepare is not None
+            ready = None if waits else self._suitable(self._opened, task)
             error = None if ready is not None else self._refusal()
             if ready is None and error is None:
                 self._waiting.append(task)
@@ -176,6 +179,8 @@ class LazyEngine:
                     return
                 self._guessed = not task.object_bytes
                 self.failure, self._wait = None, _FIRST_WAIT
+            if task.prepare is not None:
+                task.prepare(opened)
             self._waiting.popleft()
             task.begin(opened)
             if self._end_if_idle():

@@ -1,9 +1,9 @@
 """What the bytes of SGLang's pages mean: the axes of its pool, read from its tensors by their names.
 
 A page is stored and loaded as runs of bytes, whose addresses SGLang's pool computes. Whether they end where a kernel reads
-them, only its tensors can tell: which layer, head, and whether a key or a value. So a pattern is written into a free page by the
-axes, stored and loaded as any other page, and read by the axes (:class:`PageCanary`); and pages that are loaded are compared by
-them now and then (``plane_samples`` of :mod:`._pages`).
+them, only its tensors can tell: which layer, head, and whether a key or a value. So a pattern is written into a free page by
+the axes, stored and loaded as any other page, and read by the axes (:class:`PageCanary`); and pages that are loaded are
+compared by them now and then (``plane_samples`` of :mod:`._pages`).
 """
 
 from __future__ import annotations

@@ -41,14 +41,14 @@ class WaitingCache:
         assert ends.empty()
         return outcome
 
-    def store(self, keys, buffers):
-        return self._wait(self.cache.store, keys, spans_of(buffers))
+    def store(self, keys, buffers, **options):
+        return self._wait(self.cache.store, keys, spans_of(buffers), **options)
 
     def lookup(self, keys, **options):
         return self._wait(self.cache.lookup, keys, **options)
 
-    def load(self, keys, buffers):
-        return self._wait(self.cache.load, keys, spans_of(buffers))
+    def load(self, keys, buffers, **options):
+        return self._wait(self.cache.load, keys, spans_of(buffers), **options)
 
 
 @contextmanager

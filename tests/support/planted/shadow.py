@@ -10,6 +10,7 @@ from backends.abc import Destination
 from backends.device import _HostTensors
 from backends.pages import Pages, checksums
 from backends.slots import SlotTier
+from offload.engines.lmcache._memory import ObjectPlaces
 from offload.engines.sglang._pages import LentPages
 
 
@@ -51,6 +52,30 @@ def _behind_each_page_of_sglang(patch: Any, change: Callable[[list[bytes]], list
             ctypes.memmove(run, data, size)
 
     patch.setattr(LentPages, "write", otherwise)
+
+
+def lmcache_keys_are_loaded_as_values(patch: Any) -> None:
+    """In LMCache's objects: the second half is values."""
+    _behind_each_object_of_lmcache(patch, lambda data: data[len(data) // 2 :] + data[: len(data) // 2])
+
+
+def lmcache_heads_are_loaded_in_another_order(patch: Any) -> None:
+    """In LMCache's objects of four heads, of 4 numbers in bfloat16 each."""
+
+    def otherwise(data: bytes) -> bytes:
+        rows = (data[at : at + 32] for at in range(0, len(data), 32))
+        return b"".join(row[8:] + row[:8] for row in rows)
+
+    _behind_each_object_of_lmcache(patch, otherwise)
+
+
+def _behind_each_object_of_lmcache(patch: Any, change: Callable[[bytes], bytes]) -> None:
+    def otherwise(self: ObjectPlaces, start: int, pages: Pages) -> None:
+        for span, address in zip(self._spans[start:], pages.addresses, strict=False):
+            ctypes.memmove(span.address, change(ctypes.string_at(address, span.size)), span.size)
+
+    patch.setattr(ObjectPlaces, "views", lambda self: None)
+    patch.setattr(ObjectPlaces, "copy_in", otherwise)
 
 
 def a_stale_page_is_served(patch: Any) -> None:

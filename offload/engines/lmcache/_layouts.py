@@ -1,0 +1,222 @@
+"""The layout of objects, tried by a pattern before the first of them is stored, looked for or loaded.
+
+An object of LMCache is bytes here, and its key says neither a shape nor a dtype. So two servers may mean different numbers
+by the same object: bfloat16 and float16, another order of axes. What LMCache says of an object's shape is followed to write a
+pattern into memory of ours, which is stored, loaded, and read in the same way (:mod:`offload._engine.layout_check`). LMCache
+tells neither where its own memory has a free object, nor which part of its last axis is a head.
+
+Rule 1. A model's objects of one rank and group are tried once. Where their planes come back in other places, they are refused.
+Rule 2. What could not be tried, since no tier answered, is served, and tried again a while later.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import attrs
+
+from backends.abc import ExternalBlocks, Key
+from backends.planes import TensorPlanes
+
+from ..._errors import LayoutCheckFailed
+from .._faults import AdapterError, FaultLog
+from ._memory import MemoryObjects, ObjectPlaces, Span
+from ._names import ObjectKey
+from ._opening import OpenEngine
+
+if TYPE_CHECKING:
+    import torch
+
+_LONGEST_CHECK: Final = 5.0
+"""Seconds that the first request waits for a check, where a tier is slow to answer."""
+_NEXT_CHECK: Final = 30.0
+"""Seconds from a check that came to no answer to the next one."""
+_MOST_SPACES: Final = 1_024
+"""Ranks and groups of models that are remembered; behind it the oldest is tried anew."""
+_MOST_PARTS: Final = 16
+"""Parts of the last axis that are read apart: about as many as there are heads."""
+
+Space: TypeAlias = "tuple[str, int, int]"
+"""Model, rank and group."""
+Describe: TypeAlias = "Callable[[int], tuple[Sequence[Any], Sequence[Any]] | None]"
+"""Says of the key at this position which shapes and dtypes its object has, if that is known."""
+
+
+class WrongLayout(AdapterError):
+    """Planes of these objects do not come back as they were stored."""
+
+    fault_name = "layout"
+
+
+@attrs.frozen
+class ObjectLayout:
+    """What the objects of one space look like."""
+
+    space: Space
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the tensors in an object, one behind the other."""
+    dtypes: tuple[torch.dtype, ...]
+    """The same of their dtypes."""
+
+    @property
+    def name(self) -> str:
+        """What all servers whose keys are equal have in common: neither shapes nor dtypes are in a key."""
+        model, rank, group = self.space
+        numbers = sum(map(math.prod, self.shapes))
+        size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
+        # Objects of other sizes have other keys, since a key depends on how many tokens are in a chunk.
+        return f"{model}/rank {rank:08x}/group {group}/{numbers} numbers of {size} bytes"
+
+
+class LayoutChecks:
+    """Which layouts have been tried. For any thread.
+
+    Args:
+        faults: where it is counted what went wrong.
+        clock: seconds.
+    """
+
+    def __init__(self, faults: FaultLog, clock: Callable[[], float] = time.monotonic) -> None:
+        self._faults = faults
+        self._clock = clock
+        self._again_at: dict[Space, float] = {}
+        self._wrong: dict[Space, WrongLayout] = {}
+
+    def due(self, keys: Sequence[ObjectKey], describe: Describe) -> list[ObjectLayout]:
+        """The layouts of these keys that are to be tried first. A look into a table for each key, mostly."""
+        firsts = {_space(key): at for at, key in zip(range(len(keys) - 1, -1, -1), reversed(keys), strict=True)}
+        found: list[ObjectLayout] = []
+        for space, at in firsts.items():
+            said = describe(at) if self._is_due(space) else None
+            if said is not None:
+                found.append(ObjectLayout(space, tuple(map(tuple, said[0])), tuple(said[1])))
+        return found
+
+    def refusal(self, keys: Sequence[ObjectKey]) -> WrongLayout | None:
+        """Why none of these is served: rule 1."""
+        if not self._wrong:
+            return None
+        return next((self._wrong[space] for space in map(_space, keys) if space in self._wrong), None)
+
+    def check(self, layouts: Sequence[ObjectLayout], opened: OpenEngine) -> None:
+        """Try these, one by one. Waits, and does not raise."""
+        for layout in layouts:
+            if not self._is_due(layout.space):  # another task has had it tried meanwhile
+                continue
+            again_at, why = math.inf, ""
+            try:
+                canary = ObjectCanary(opened.source, layout)
+                with canary:
+                    why = opened.engine.check_layout(canary, layout.name, timeout=_LONGEST_CHECK).inconclusive
+            except LayoutCheckFailed as error:
+                self._wrong[layout.space] = WrongLayout(f"{error}: its objects are neither stored nor loaded")
+                self._faults.note("start", self._wrong[layout.space])
+            except Exception as error:
+                why = f"{error!r}"
+            if why:
+                again_at = self._clock() + _NEXT_CHECK
+                self._faults.count("start", "layout not checked", why)
+            self._again_at[layout.space] = again_at
+            while len(self._again_at) > _MOST_SPACES:
+                del self._again_at[next(iter(self._again_at))]
+
+    def _is_due(self, space: Space) -> bool:
+        return self._again_at.get(space, -math.inf) <= self._clock()
+
+
+class ObjectCanary:
+    """An object in memory of ours; see :class:`backends.abc.Canary`. A context: at its end the object is stored no more.
+
+    Args:
+        source: of the engine.
+        layout: of the object.
+
+    Raises:
+        ValueError: the object does not fit a page, or its layout is none.
+    """
+
+    def __init__(self, source: MemoryObjects, layout: ObjectLayout) -> None:
+        import torch  # LMCache has imported it
+
+        self._source = source
+        self._memory = torch.zeros(source.block_bytes, dtype=torch.uint8)
+        self._planes = TensorPlanes(_tensors(self._memory, layout), plane_axes=None)
+        self._pattern: tuple[torch.Tensor, array[float]] | None = None
+        self._blocks: ExternalBlocks | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        self._take_back()
+
+    def write(self, key: Key, seed: str) -> tuple[ExternalBlocks, array[float]]:
+        """Write the pattern into the object."""
+        self._take_back()
+        if self._pattern is None:  # one check has one seed, and asks some times
+            [samples] = self._planes.fill([0], seed)
+            self._pattern = self._memory.clone(), samples
+        self._memory.copy_(self._pattern[0])
+        self._blocks = self._source.lend([key], [self._span])
+        return self._blocks, self._pattern[1]
+
+    def clear(self) -> PlanarPlaces:
+        """Write zeros into the object."""
+        self._take_back()
+        self._memory.zero_()
+        return PlanarPlaces(self._span, self._source.block_bytes, self._planes)
+
+    @property
+    def _span(self) -> Span:
+        size = self._source.block_bytes
+        return Span(self._memory.data_ptr(), size, size, self._memory)
+
+    def _take_back(self) -> None:
+        if self._blocks is not None:
+            self._source.take_back(self._blocks)
+            self._blocks = None
+
+
+class PlanarPlaces(ObjectPlaces):
+    """One object to load into, whose planes are read."""
+
+    def __init__(self, span: Span, block_bytes: int, planes: TensorPlanes) -> None:
+        super().__init__([span], block_bytes)
+        self._planes = planes
+
+    @property
+    def plane_names(self) -> Sequence[str]:
+        """The planes of the object by its shapes."""
+        return self._planes.plane_names
+
+    def plane_samples(self, refs: Sequence[int]) -> list[array[float] | None]:
+        """The samples of the object."""
+        return list(self._planes.samples([0] * len(refs)))
+
+
+def _space(key: ObjectKey) -> Space:
+    return key.model_name, key.kv_rank, key.object_group_id
+
+
+def _tensors(memory: torch.Tensor, layout: ObjectLayout) -> dict[str, torch.Tensor]:
+    """The planes of an object: whatever all axes but the last two tell apart, and each part of the last one."""
+    found: dict[str, torch.Tensor] = {}
+    start = 0
+    for at, (shape, dtype) in enumerate(zip(layout.shapes, layout.dtypes, strict=True)):
+        size = math.prod(shape) * dtype.itemsize
+        if not size or start + size > len(memory):
+            raise ValueError(f"shapes {layout.shapes} of {layout.dtypes} do not fit {len(memory)} bytes")
+        tensor = memory[start : start + size].view(dtype).reshape(shape)
+        outer = math.prod(shape[:-2])
+        width = shape[-1] // math.gcd(shape[-1], _MOST_PARTS)
+        rows = tensor.reshape(outer, -1, shape[-1])
+        for plane in range(outer):
+            for part in range(shape[-1] // width):
+                name = f"tensor {at} plane {plane} part {part}"
+                found[name] = rows[plane, :, part * width : (part + 1) * width].unsqueeze(0)
+        start += size
+    return found
