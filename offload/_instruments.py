@@ -13,28 +13,22 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-from .abc import HOOKS, Instrument
+from .abc import CALLS, ENGINE_HOOKS, HOOKS, CallInstrument, EngineInstrument, Instrument
 
 _LOGGER = logging.getLogger("offload.abc.Instrument")
 
 Calls: TypeAlias = tuple[Callable[..., Any], ...]
 
+_INHERITED = {**vars(Instrument), **vars(CallInstrument), **vars(EngineInstrument)}
 
-class Hooks:
-    """The instruments of one pipeline, by hook. Each hook is an attribute: what to call, in the order of adding."""
 
-    __slots__ = ("_instruments", *HOOKS)
+class HookTable:
+    """The instruments of a pipeline or an engine, by hook. Each hook is an attribute: what to call, in the order of adding."""
 
-    admission: Calls
-    awaiting: Calls
-    batching: Calls
-    transfer: Calls
-    pre_claim: Calls
-    sweep_claim_gap: Calls
-    post_claim: Calls
-    xfer_start: Calls
-    xfer_end: Calls
-    settled: Calls
+    __slots__ = ("_instruments",)
+
+    names: tuple[str, ...] = ()
+    """Of the hooks."""
 
     def __init__(self, instruments: Iterable[object] = ()) -> None:
         # A list, searched by identity: an instrument need not be hashable, and two equal ones are still two.
@@ -44,7 +38,7 @@ class Hooks:
             self.add(instrument)
 
     def __repr__(self) -> str:
-        return f"<Hooks of {len(self._instruments)} instruments>"
+        return f"<{type(self).__name__} of {len(self._instruments)} instruments>"
 
     def add(self, instrument: object) -> None:
         """Call this instrument's hooks from now on. Adding it again does nothing.
@@ -53,7 +47,7 @@ class Hooks:
             TypeError: it defines no hook, or one that is not a plain callable; nothing was added.
         """
         if self._find(instrument) is None:
-            self._instruments.append((instrument, _used_hooks(instrument)))
+            self._instruments.append((instrument, _used_hooks(instrument, self.names)))
             self._arrange()
 
     def remove(self, instrument: object) -> None:
@@ -95,17 +89,50 @@ class Hooks:
         return None
 
     def _arrange(self) -> None:
-        for name in HOOKS:
+        for name in self.names:
             setattr(self, name, tuple([used[name] for _, used in self._instruments if name in used]))
 
 
-def _used_hooks(instrument: object) -> dict[str, Callable[..., Any]]:
+class Hooks(HookTable):
+    """The hooks of one pipeline."""
+
+    __slots__ = (*HOOKS, *CALLS)
+
+    names = (*HOOKS, *CALLS)
+
+    admission: Calls
+    awaiting: Calls
+    batching: Calls
+    transfer: Calls
+    pre_claim: Calls
+    sweep_claim_gap: Calls
+    post_claim: Calls
+    xfer_start: Calls
+    xfer_end: Calls
+    settled: Calls
+    enqueued: Calls
+    cancel_requested: Calls
+
+
+class EngineHooks(HookTable):
+    """The hooks of one engine."""
+
+    __slots__ = ENGINE_HOOKS
+
+    names = ENGINE_HOOKS
+
+    looked_up: Calls
+    loaded: Calls
+    deleted: Calls
+
+
+def _used_hooks(instrument: object, names: tuple[str, ...]) -> dict[str, Callable[..., Any]]:
     if isinstance(instrument, type):
         raise TypeError(f"an instrument is an object, not a class: use {instrument.__name__}()")
     used: dict[str, Callable[..., Any]] = {}
-    for name in HOOKS:
+    for name in names:
         call = getattr(instrument, name, None)
-        if call is None or getattr(call, "__func__", None) is vars(Instrument)[name]:
+        if call is None or getattr(call, "__func__", None) is _INHERITED[name]:
             continue  # inherited from the protocol, where it does nothing
         if not callable(call):
             raise TypeError(f"{name} of instrument {instrument!r} is not callable")
@@ -113,5 +140,5 @@ def _used_hooks(instrument: object) -> dict[str, Callable[..., Any]]:
             raise TypeError(f"{name} of instrument {instrument!r} is async: hooks are called, never awaited")
         used[name] = call
     if not used:
-        raise TypeError(f"{instrument!r} defines none of the hooks: {', '.join(HOOKS)}")
+        raise TypeError(f"{instrument!r} defines none of the hooks: {', '.join(names)}")
     return used

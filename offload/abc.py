@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias, runtime_checkable
 
 import attrs
 
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
     from backends.abc import Destination
 
+    from ._engine import Engine, Hit, LoadResult
     from ._pipeline.container import OffloadBatch, OffloadContainer
+    from ._pipeline.pipeline import Pipeline
 
 Reasons: TypeAlias = Mapping[Key, str]
 """A policy's answer: the rejected keys only, each with the reason in a word."""
@@ -131,6 +133,20 @@ HOOKS: Final[tuple[str, ...]] = tuple(name for name in vars(Instrument) if not n
 """The name of every hook, in the order in which a container meets them."""
 
 
+class CallInstrument(Protocol):
+    """An observer of what a user asks a pipeline for, beside the path that a container takes: the same object may be both."""
+
+    def enqueued(self, container: OffloadContainer) -> None:
+        """The pipeline has taken the container in; it is in no stage yet."""
+
+    def cancel_requested(self, container: OffloadContainer) -> None:
+        """Its cancellation is asked for, by its handle or its token; nothing has come of that yet. Not called after its end."""
+
+
+CALLS: Final[tuple[str, ...]] = tuple(name for name in vars(CallInstrument) if not name.startswith("_"))
+"""The hooks of :class:`CallInstrument`."""
+
+
 # --- whether what is loaded is what was stored ---------------------------------------------------------------------------
 
 
@@ -151,10 +167,32 @@ class Mismatch:
 
 
 class EngineInstrument(Protocol):
-    """An observer of an engine, beside those of its pipelines: the same object may be both."""
+    """An observer of an engine, beside those of its pipelines, with optional hooks. The same object may be both."""
+
+    def looked_up(self, keys: Sequence[Key], hit: Hit) -> None:
+        """A lookup of these keys was answered, and what was found is pinned."""
+
+    def loaded(self, hit: Hit, result: LoadResult, seconds: float) -> None:
+        """A load is over; it took so long."""
+
+    def deleted(self, keys: Sequence[Key]) -> None:
+        """These keys were deleted in all tiers that could be asked."""
 
     def mismatch(self, mismatch: Mismatch) -> None:
         """What was loaded is not what its key stands for. Called on the trio thread; may not block; removed when it raises."""
+
+
+ENGINE_HOOKS: Final[tuple[str, ...]] = ("looked_up", "loaded", "deleted")
+"""The hooks of :class:`EngineInstrument` that :meth:`offload.Engine.add_instrument` takes; ``mismatch`` is for those that are
+given when the engine is opened."""
+
+
+@runtime_checkable
+class Watcher(Protocol):
+    """An observer that adds its hooks itself, to each pipeline or engine that it is given to as one of the ``instruments``."""
+
+    def watch(self, opened: Pipeline | Engine) -> None:
+        """Observe this, which was just opened. Called on the trio thread; may not block."""
 
 
 class Recompute(Protocol):

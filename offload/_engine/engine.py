@@ -25,6 +25,7 @@ from backends.abc import (
 from backends.pages import check_apart
 
 from .._health import BreakerTier
+from .._instruments import EngineHooks
 from .._keys import BlockKey
 from .._pipeline.cancellation import CancellationToken
 from .._pipeline.handle import TransferHandle
@@ -33,7 +34,7 @@ from .._pipeline.pipeline import Pipeline
 from .._pipeline.priority import LoadPriority
 from .._pipeline.quarantine import Quarantined
 from .._pipeline.spill import Spilling
-from ..abc import Mismatch, PreconditionLike
+from ..abc import EngineInstrument, Mismatch, PreconditionLike
 from .config import EngineConfig, OnLoadFailure
 from .direct import DirectReads
 from .explain import BlockInspector, Explanation, keys_in_question
@@ -117,6 +118,7 @@ class Engine:
         self._load_priority = parts.load_priority
         self._counts = parts.counts
         self._live_hits: dict[Hit, None] = {}
+        self._hooks = EngineHooks()
         self.direct: DirectReads = DirectReads(
             self._places, self._counts, self._live_hits, tagged=self._tags is not None, shadow=parts.shadow
         )
@@ -234,6 +236,8 @@ class Engine:
             count(counts.lookup_failures, name)
         hit = Hit(keys[:found], segments, unavailable or _NOTHING, self._live_hits, tenant, end, since)
         hit.hold()
+        if self._hooks.looked_up:
+            self._hooks.fire("looked_up", keys, hit)
         return hit
 
     async def load(self, hit: Hit, destination: Destination, *, promote: bool | str | None = None) -> LoadResult:
@@ -271,7 +275,7 @@ class Engine:
             self._promoter.check(up)
         retry = self.on_load_failure == "retry"
         loading = Loading(hit.keys, destination, self._places, self._counts, retry, self._lookup_timeout)
-        segments = hit._begin_load()
+        segments, began = hit._begin_load(), trio.current_time()
         try:
             with self._load_priority.loading():
                 await loading.load(segments)
@@ -281,6 +285,8 @@ class Engine:
         finally:
             await hit._end_load()
         result = loading.conclude()
+        if self._hooks.loaded:
+            self._hooks.fire("loaded", hit, result, trio.current_time() - began)
         if up and result.loaded:
             self._promoter.promote(hit.keys[: result.loaded], loading.origins, up, hit._tenant)
         if result.loaded < wanted and self.on_load_failure == "fail":
@@ -329,6 +335,8 @@ class Engine:
             if self._tags is not None:
                 self._tags.forget(name, deleted)
             answers = [max(pair, key=_WEIGHT.__getitem__) for pair in zip(answers, told, strict=True)]
+        if self._hooks.deleted:
+            self._hooks.fire("deleted", keys)
         return answers
 
     # --- whether it is what was stored ------------------------------------------------------------------------------
@@ -347,6 +355,12 @@ class Engine:
             LayoutCheckFailed: keys came back as values, or one head as another one: nothing that is loaded can be used.
         """
         return await LayoutChecker(self, canary, layout).run()
+
+    # --- watching ---------------------------------------------------------------------------------------------------------
+
+    def add_instrument(self, instrument: EngineInstrument | object) -> None:
+        """Call the engine's hooks of an instrument from now on; those of its pipelines are added to them."""
+        self._hooks.add(instrument)
 
     def _announce(self, mismatch: Mismatch) -> None:
         if self._shadow is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import attrs
 
@@ -25,7 +25,7 @@ from .._pipeline.pipeline import Pipeline
 from .._pipeline.priority import LoadPriority
 from .._pipeline.spill import Spilling, spill
 from .._pipeline.spill_route import what_is_new
-from ..abc import HOOKS, AsyncPolicy, Instrument, Policy, Recompute
+from ..abc import HOOKS, AsyncPolicy, EngineInstrument, Instrument, Policy, Recompute, Watcher
 from .config import SHADOW_CHECK, SOURCE, Chain, EngineConfig, OnEnterFailure, OnLoadFailure, Route, TierLike
 from .engine import Engine, EngineParts, OpenRoute
 from .explain import BlockInspector
@@ -157,6 +157,9 @@ async def _open(
         engine = Engine(builder.parts(routes, spills, promoter), config)
         # Runs first at the end, also when the block is cancelled: pins must be released while pipelines and tiers are open.
         stack.push_async_callback(partial(release_forgotten, engine._live_hits))
+        for one in instruments:
+            if isinstance(one, Watcher):
+                one.watch(engine)
         yield engine
 
 
@@ -231,11 +234,12 @@ class _EngineBuilder:
 
     @property
     def _watching_pipelines(self) -> list[Instrument | object]:
-        """The instruments without those that watch the engine alone."""
+        """The instruments without those that watch the engine alone, or add themselves."""
         return [
             one
             for one in self.instruments
-            if not hasattr(one, "mismatch") or any(map(one.__class__.__dict__.get, HOOKS))
+            if not isinstance(one, Watcher)
+            and (not hasattr(one, "mismatch") or any(map(one.__class__.__dict__.get, HOOKS)))
         ]
 
     async def enter_promotion_routes(self, routes: Sequence[OpenRoute]) -> dict[str, PromotionRoute]:
@@ -292,7 +296,7 @@ class _EngineBuilder:
             in_flight=inspector.in_flight,
             stored=stored,
             recompute=self.recompute,
-            observers=[observer for observer in self.instruments if hasattr(observer, "mismatch")],
+            observers=[cast("EngineInstrument", one) for one in self.instruments if hasattr(one, "mismatch")],
         )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 import trio
@@ -30,6 +30,8 @@ class _Member(Protocol):
 
 class _Settlement(Protocol):
     awaited_confirmations: int
+
+    def announce_cancel(self, container: Any) -> None: ...
 
 
 @attrs.define(eq=False)
@@ -89,9 +91,9 @@ class CancellationToken:
         """
         self._called = True
         # A copy: a container that is parked settles, and so leaves, within this call; an observer may enqueue another.
-        for member in list(self._members):
+        for member, settlement in list(self._members.items()):
             if member in self._members:
-                member.cancel()
+                _cancel(member, settlement)
 
     async def cancel(self) -> None:
         """Request the cancellation of all containers that have the token, and wait until each is confirmed.
@@ -131,7 +133,7 @@ class CancellationToken:
         """Add a container (with its settlement) or a scope; cancels it at once if the token is cancelled."""
         self._members[member] = settlement
         if self._called:
-            member.cancel()
+            _cancel(member, settlement)
 
     def leave(self, member: _Member, error: BaseException | None) -> None:
         """Remove a member that has ended, with its error, if any. Called once everything it held is released."""
@@ -149,6 +151,12 @@ class CancellationToken:
                 yield scope
             finally:
                 self.leave(scope, None)
+
+
+def _cancel(member: _Member, settlement: _Settlement | None) -> None:
+    if settlement is not None:
+        settlement.announce_cancel(member)
+    member.cancel()
 
 
 def _again(error: DrainUnproven) -> DrainUnproven:

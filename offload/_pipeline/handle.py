@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class _Settlement(Protocol):
     awaited_confirmations: int
 
+    def announce_cancel(self, container: OffloadContainer) -> None: ...
+
 
 class TransferHandle:
     """The state and the result of one enqueue. Made by a pipeline only.
@@ -139,6 +141,7 @@ class TransferHandle:
         Before the commit the container ends CANCELLED with nothing copied; after it, the copy drains and the container
         ends by its result.
         """
+        self._settlement.announce_cancel(self._container)
         self._container.cancel()
 
     async def cancel(self) -> None:
@@ -151,6 +154,7 @@ class TransferHandle:
         Raises:
             DrainUnproven: the end of its copy could not be proven in time; its blocks and memory are quarantined.
         """
+        self._settlement.announce_cancel(self._container)
         self._container.cancel()
         self._settlement.awaited_confirmations += 1
         try:

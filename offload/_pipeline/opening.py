@@ -13,7 +13,7 @@ from backends.abc import Source, TransferExecutor
 from maru.exception_groups import raise_unwrapped
 
 from .._config import PipelineConfig
-from ..abc import AsyncPolicy, Instrument, Policy
+from ..abc import AsyncPolicy, Instrument, Policy, Watcher
 from .marks import place_of
 from .pipeline import Pipeline
 from .priority import LoadPriority
@@ -22,8 +22,9 @@ from .priority import LoadPriority
 class _OpenPipeline:
     """The lifetime of a pipeline, as an async context manager."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, watchers: Sequence[Watcher] = ()) -> None:
         self._pipeline = pipeline
+        self._watchers = watchers
         self._nursery_manager: AbstractAsyncContextManager[trio.Nursery] = trio.open_nursery()
         self._nursery: trio.Nursery | None = None
 
@@ -33,6 +34,8 @@ class _OpenPipeline:
             # Shielded: where a start is cancelled, nursery.start waits for the end of its task, and ours does not end by that.
             with trio.CancelScope(shield=True):
                 await nursery.start(self._pipeline.run)
+            for watcher in self._watchers:
+                watcher.watch(self._pipeline)
         except BaseException as error:
             self._pipeline.stop()
             await self._leave(error)
@@ -88,7 +91,7 @@ def open_pipeline(
         policies: called in order, once per container; all must let a block pass.
         config: the settings; the defaults are those of :class:`offload.PipelineConfig`.
         chain: pipelines out of ``destination`` that copy on everything stored there; opened before, closed after.
-        instruments: observers; see :class:`offload.abc.Instrument`.
+        instruments: observers; see :class:`offload.abc.Instrument` and :class:`offload.abc.Watcher`.
         name: its name in statistics, logs and the results of a chain; by default the destination's.
         load_priority: loads that go before its copies; shared by all pipelines that compete with the same loads.
 
@@ -103,4 +106,6 @@ def open_pipeline(
             raise ValueError(f"{route!r} starts at {route.source!r}, not at the destination, {destination!r}")
     name = name or str(getattr(destination, "name", "") or type(destination).__name__.lower())
     config = config or PipelineConfig()
-    return _OpenPipeline(Pipeline(source, destination, policies, config, chain, instruments, name, load_priority))
+    hooked = [one for one in instruments if not isinstance(one, Watcher)]
+    watchers = [one for one in instruments if isinstance(one, Watcher)]
+    return _OpenPipeline(Pipeline(source, destination, policies, config, chain, hooked, name, load_priority), watchers)

@@ -242,6 +242,8 @@ class Pipeline:
         self._enqueued += 1
         container = OffloadContainer(self._enqueued, blocks, precondition, blocks.keys)
         self._settlement.live[container] = None
+        if self.hooks.enqueued:
+            self.hooks.fire("enqueued", container)
         if cancel_token is not None:
             # Before it is put anywhere: a token that was cancelled closes its gate here, and no stage sees it.
             container.cancel_token = cancel_token

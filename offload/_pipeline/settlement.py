@@ -60,6 +60,11 @@ class Settlement:
     Must not raise."""
     _drains: list[_Drain] = attrs.Factory(list)
 
+    def announce_cancel(self, container: OffloadContainer) -> None:
+        """Tell the instruments that a user asks for the cancel of a container, before it is asked itself."""
+        if self.hooks.cancel_requested and not container.status.terminal:
+            self.hooks.fire("cancel_requested", container)
+
     def settle(self, container: OffloadContainer) -> None:
         """End a container: as its gate says if that was closed, by its blocks otherwise."""
         if container.marked or container.lease is not None or container.blocks.refs is not None:

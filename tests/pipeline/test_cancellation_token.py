@@ -40,6 +40,9 @@ class Member:
 class Settlement:
     awaited_confirmations = 0
 
+    def announce_cancel(self, container):
+        pass
+
 
 def test_a_request_reaches_every_member_once_and_later_ones_at_once():
     token, settlement = CancellationToken(), Settlement()

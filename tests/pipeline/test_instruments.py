@@ -8,7 +8,7 @@ import trio
 from backends.abc import WeakBlocks
 from offload import OffloadBatch, OffloadContainer
 from offload._instruments import Hooks
-from offload.abc import Instrument
+from offload.abc import CALLS, CallInstrument, Instrument
 from offload.instruments import HOOKS, Counting, Every, Log, Trace, numbers_of
 
 
@@ -31,7 +31,9 @@ def inspect_hooks():
 
 def test_hooks_has_a_slot_for_every_hook_of_the_protocol_and_no_other():
     declared = {name for name in Hooks.__annotations__ if not name.startswith("_")}
-    assert declared == set(HOOKS) == {name for name in vars(Instrument) if not name.startswith("_")}
+    assert declared == {*HOOKS, *CALLS}
+    assert set(HOOKS) == {name for name in vars(Instrument) if not name.startswith("_")}
+    assert set(CALLS) == {name for name in vars(CallInstrument) if not name.startswith("_")}
     assert not hasattr(Hooks(), "__dict__")
 
 
