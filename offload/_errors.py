@@ -121,3 +121,23 @@ class EngineCrashed(PipelineClosed):
 
 class EngineForked(PipelineClosed):
     """The engine belongs to the process that this one was forked from. The caller opens one here."""
+
+
+class IncidentError(OffloadError, ValueError):
+    """A file is no flight recording that this version can read. A caller records anew, or uses the version that wrote it."""
+
+
+class NotARecording(IncidentError):
+    """The file is something else, or so damaged at its beginning that it cannot be told from something else."""
+
+
+class RecordingVersion(IncidentError):
+    """Another version of the format: the text has both numbers."""
+
+
+class RecordingTruncated(IncidentError):
+    """The file is shorter than it says: it was not copied to its end."""
+
+
+class RecorderBusy(OffloadError, OSError):
+    """Another process records into this file: it must have a file of its own."""

@@ -1,4 +1,4 @@
-"""The commands ``offload scenario run | fuzz | shrink | diff | explore | check | list | show | schema``.
+"""The commands ``offload scenario run | fuzz | shrink | from-incident | diff | explore | check | list | show | schema``.
 
 The modules of a command are imported when it is used. The table below names the module of each, which has a click command.
 """
@@ -22,6 +22,7 @@ _PLACE = "offload._scenario"
         "list": (f"{_PLACE}.listing:command", "List scenario files with their subjects."),
         "fuzz": (f"{_PLACE}.fuzz:command", "Run random programs, one for each seed."),
         "shrink": (f"{_PLACE}.shrink:command", "Make a failing program small, and save it."),
+        "from-incident": (f"{_PLACE}.from_incident:command", "Make a scenario of a flight recording."),
         "diff": (f"{_PLACE}.diff:command", "Find the first event at which two runs differ."),
         "explore": (f"{_PLACE}.explore:command", "Cancel every container at every hook of a scenario, one at a time."),
         "check": (f"{_PLACE}.check:command", "Test a cache of your own in a minute."),

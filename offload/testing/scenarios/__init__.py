@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from ._timeline import timeline as timeline
     from ._perfetto import trace_events as trace_events
     from ._pipeline_system import open_pipelines as open_pipelines
+    from ._incident import from_incident as from_incident
+    from ._incident import NothingRecorded as NothingRecorded
     from ._systems import Factory as Factory
     from ._systems import World as World
     from ._systems import System as System
@@ -112,6 +114,8 @@ _HOMES = {
     "timeline": "._timeline",
     "trace_events": "._perfetto",
     "open_pipelines": "._pipeline_system",
+    "from_incident": "._incident",
+    "NothingRecorded": "._incident",
     "Factory": "._systems",
     "World": "._systems",
     "System": "._systems",

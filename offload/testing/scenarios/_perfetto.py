@@ -4,18 +4,17 @@ Processes are pipelines, tiers, cancels and faults; threads are containers, and 
 microseconds of virtual time. What falls together there is spread by up to a microsecond for each moment, in the order in
 which it happened, so that no slice has the length zero; a spread never reaches the next instant.
 
-The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. What is kept of it here:
-
-* slices (``X``) of one thread nest or follow each other, they never overlap;
-* a flow (``s`` to ``f``) starts and ends inside a slice of the thread it names;
-* counters (``C``) and metadata (``M``) are by process.
+The events are those of :mod:`offload._tracing.trace_events`, and flows: one (``s`` to ``f``) starts and ends inside a slice of
+the thread it names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
+
+from offload._tracing.trace_events import Event, complete, counter, in_order, meta
 
 from ._names import keys_of, stores_of
 from ._paths import (
@@ -27,8 +26,6 @@ from ._paths import (
     paths_of,
 )
 from ._trace import Moment, Report
-
-Event: TypeAlias = dict[str, Any]
 
 US_PER_MS: Final = 1e6 / 1024
 """A virtual millisecond is 1/1024 s."""
@@ -71,15 +68,15 @@ class _EventWriter:
         self._threads = {path.label: n for n, path in enumerate(self._paths, 1)}
 
     def events(self) -> list[Event]:
-        found = [
-            *self._named(),
-            *[event for path in self._paths for event in self._events_of_path(path)],
-            *[event for tier in self._copies for event in self._tier(tier)],
-            *self._points(),
-            *self._counters(),
-        ]
-        found.sort(key=lambda event: (event["ph"] != "M", event["ts"], -event.get("dur", 0.0)))
-        return found
+        return in_order(
+            [
+                *self._named(),
+                *[event for path in self._paths for event in self._events_of_path(path)],
+                *[event for tier in self._copies for event in self._tier(tier)],
+                *self._points(),
+                *self._counters(),
+            ]
+        )
 
     # -- names ---------------------------------------------------------------------------------------------------------
 
@@ -88,17 +85,17 @@ class _EventWriter:
         processes += [(pid, f"pipeline {name}" if name else "system") for name, pid in self._pipelines.items()]
         processes += [(pid, f"tier {name}") for name, pid in self._tiers.items()]
         for pid, name in processes:
-            yield _meta("process_name", pid, 0, name=name)
-            yield _meta("process_sort_index", pid, 0, sort_index=pid)
+            yield meta("process_name", pid, 0, name=name)
+            yield meta("process_sort_index", pid, 0, sort_index=pid)
         for path in self._paths:
             tid = self._threads[path.label]
             homes = [self._pipelines[lane.pipeline] for lane in path.lanes] + ([_CANCELS] if path.cancels else [])
             for pid in homes:
-                yield _meta("thread_name", pid, tid, name=path.label)
-                yield _meta("thread_sort_index", pid, tid, sort_index=tid)
+                yield meta("thread_name", pid, tid, name=path.label)
+                yield meta("thread_sort_index", pid, tid, sort_index=tid)
         for tier, copies in self._copies.items():
             for lane in sorted({copy.lane for copy in copies}):
-                yield _meta("thread_name", self._tiers[tier], lane + 1, name=f"copy {lane + 1}")
+                yield meta("thread_name", self._tiers[tier], lane + 1, name=f"copy {lane + 1}")
 
     # -- containers ----------------------------------------------------------------------------------------------------
 
@@ -185,19 +182,17 @@ class _EventWriter:
         level = 0
         for position in sorted(changes):
             level += changes[position]
-            yield {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": self._times[position], "args": {"value": level}}
+            yield counter(name, pid, self._times[position], level)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
     def _slice(self, span: Span, category: str, pid: int, tid: int, args: Event) -> Event:
         began = self._times[span.first]
-        return {"ph": "X", "name": span.what, "cat": category, "pid": pid, "tid": tid, "ts": began,
-                "dur": self._times[span.last] - began, "args": args}  # fmt: skip
+        return complete(span.what, category, pid, tid, began, self._times[span.last] - began, args)
 
     def _short(self, position: int, name: str, pid: int, tid: int, **args: Any) -> Event:
         duration = 2 * (self._middle(position) - self._times[position])
-        return {"ph": "X", "name": name, "cat": "cancel", "pid": pid, "tid": tid, "ts": self._times[position],
-                "dur": duration, "args": args}  # fmt: skip
+        return complete(name, "cancel", pid, tid, self._times[position], duration, args)
 
     def _middle(self, position: int) -> float:
         """A little after a moment, and before the next one."""
@@ -211,10 +206,6 @@ class _EventWriter:
         arguments = {**args, "containers": with_} if with_ is not None else args
         return {"ph": "i", "s": scope, "name": name, "cat": category, "pid": pid, "tid": tid,
                 "ts": self._times[position], "args": arguments}  # fmt: skip
-
-
-def _meta(kind: str, pid: int, tid: int, **args: Any) -> Event:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0.0, "args": args}
 
 
 def _times(moments: Sequence[Moment]) -> list[float]:

@@ -1,0 +1,67 @@
+"""The commands ``offload incident save | show``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+import msgspec
+
+from maru._commands import output_file
+from maru._ending import BadInput
+
+from .._errors import IncidentError
+from .recording import Recording, read_ring, to_bytes
+from .show import lines_of, summary_of
+
+
+def read(file: str) -> Recording:
+    """Read a ring or a saved recording.
+
+    Raises:
+        BadInput: it cannot be read, or is no recording.
+    """
+    try:
+        return read_ring(Path(file).read_bytes(), file)
+    except OSError as error:
+        raise BadInput(f"{file} cannot be read: {error.strerror or error}") from error
+    except IncidentError as error:
+        raise BadInput(str(error)) from error
+
+
+@click.group()
+def command() -> None:
+    """Save and print flight recordings: what pipelines and engines decided in the last minutes."""
+
+
+@command.command()
+@click.argument("ring")
+@click.option("--out", type=output_file, metavar="FILE", help="The file to save.  [default: TIME.incident]")
+def save(ring: str, out: str | None) -> None:
+    """Save what a RING holds now: the file of a recorder, whether its process still runs, has ended, or was killed."""
+    recording = read(ring)
+    place = out if out is not None else output_file(time.strftime("%Y%m%d-%H%M%S.incident"))
+    Path(place).write_bytes(to_bytes(recording))
+    click.echo(f"saved {place}: {summary_of(recording)}")
+
+
+@command.command()
+@click.argument("file")
+@click.option("--last", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Only the newest records.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document a line: first what was observed.")
+def show(file: str, last: float | None, as_json: bool) -> None:
+    """Print a recording, or the ring of a recorder."""
+    recording = read(file)
+    end = recording.entries[-1].at if recording.entries else 0.0
+    entries = [one for one in recording.entries if last is None or one.at >= end - last]
+    if as_json:
+        click.echo(msgspec.json.encode(recording.description).decode())
+        for one in entries:
+            kind = type(one.record).__name__
+            fields = {name: getattr(one.record, name) for name in one.record.__struct_fields__}
+            click.echo(msgspec.json.encode({"number": one.number, "at": one.at, "kind": kind, **fields}).decode())
+        return
+    click.echo(summary_of(recording))
+    for line in lines_of(recording, entries):
+        click.echo(line)

@@ -1,0 +1,177 @@
+"""What became of each container in a recording, what users did, and when copies were made: the records put together. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Final
+
+import attrs
+
+from .recording import Entry, Recording
+from .records import (
+    BatchReached,
+    CancelRequested,
+    Deleted,
+    Enqueued,
+    HealthChanged,
+    Loaded,
+    LookedUp,
+    Noted,
+    Reached,
+    Settled,
+    Thinned,
+)
+
+_USUAL: Final = 0.002
+"""Seconds that a copy takes, where none was recorded."""
+
+
+@attrs.define(eq=False)
+class Story:
+    """What a recording has of one container, from its enqueue on."""
+
+    enqueued: Enqueued
+    order: int
+    """The number of that record."""
+    at: float
+    reached: dict[str, float] = attrs.Factory(dict)
+    """When it reached a stage, or its batch a step of the transfer."""
+    cancels: list[tuple[int, str]] = attrs.Factory(list)
+    """The numbers of the records that ask for its cancel, each with the step that it had reached."""
+    settled: Settled | None = None
+    settled_at: float = 0.0
+
+
+@attrs.frozen
+class Read:
+    """A lookup or a deletion."""
+
+    order: int
+    """The number of the record."""
+    at: float
+    record: LookedUp | Deleted
+
+
+@attrs.frozen
+class Copied:
+    """A copy of a batch that began."""
+
+    pipeline: int
+    stories: Sequence[Story]
+    """Of its containers, those whose beginning is known."""
+
+    @property
+    def began(self) -> float:
+        """When the copy began."""
+        return self.stories[0].reached["xfer_start"]
+
+    @property
+    def over(self) -> float | None:
+        """When all of its containers had settled, so that its slot was free; ``None``: its end is not recorded."""
+        end = self.stories[0].reached.get("xfer_end")
+        return None if end is None else max([end, *[story.settled_at for story in self.stories]])
+
+
+class Stories:
+    """The records of a recording, put together.
+
+    Args:
+        recording: what was recorded.
+        last: only what was enqueued and read in the last so many seconds; ``None``: all there is.
+
+    Attributes:
+        own: the positions of the pipelines that users store into, and not a chain.
+        done: what users did, by record: when, and, of a store in the same tick as the one before, that it was; of a lookup
+            ``None``.
+        bursts: the records of stores that were made in one tick with others, each with the record of the first of these.
+        set_by: the record by which it is known that a precondition holds, by its number.
+        broke: whether the breaker of a tier has changed its state.
+    """
+
+    def __init__(self, recording: Recording, last: float | None = None) -> None:
+        pipelines = recording.description.pipelines
+        fed = {name for one in pipelines for name in one.chain}
+        self.own: Sequence[int] = [i for i, one in enumerate(pipelines) if one.name not in fed]
+        self.by_container: dict[tuple[int, int], Story] = {}
+        self.reads: list[Read] = []
+        self.copies: list[Copied] = []
+        self.done: list[tuple[int, float, bool | None]] = []
+        self.bursts: dict[int, int] = {}
+        self.set_by: dict[int, int] = {}
+        self.noted: list[Noted] = []
+        self.thinned: int = 0
+        self.broke: bool = False
+        self._loads: dict[bytes, list[float]] = {}
+        self._last_store: dict[int, int] = {}
+        self.end: float = recording.entries[-1].at if recording.entries else 0.0
+        self._since = float("-inf") if last is None else self.end - last
+        for entry in recording.entries:
+            self._take(entry)
+
+    def __iter__(self) -> Iterator[Story]:
+        """The containers in the order in which they were enqueued."""
+        return iter(self.by_container.values())
+
+    def __len__(self) -> int:
+        """How many containers there are."""
+        return len(self.by_container)
+
+    @property
+    def middle(self) -> float:
+        """What the middle one of all copies took, in seconds."""
+        steps = [story.reached for story in self if "xfer_end" in story.reached and "xfer_start" in story.reached]
+        return median([one["xfer_end"] - one["xfer_start"] for one in steps]) if steps else _USUAL
+
+    def held_for(self, read: Read, found: int) -> float:
+        """How long what a lookup found was held: until it was loaded for the last time, before it was looked up again."""
+        again = [one.at for one in self.reads if one.at > read.at and one.record.keys == read.record.keys]
+        loads = [at for at in self._loads.get(read.record.keys[: found * 8], ()) if at > read.at]
+        return max([at for at in loads if not again or at < again[0]], default=read.at) - read.at
+
+    def _take(self, entry: Entry) -> None:
+        order, at = entry.number, entry.at
+        match entry.record:
+            case Enqueued() as record:
+                if record.pipeline in self.own and at >= self._since:
+                    self._enqueue(order, at, record)
+            case Reached(pipeline, number, stage):
+                if story := self.by_container.get((pipeline, number)):
+                    story.reached[stage] = at
+                    if stage == "batching" and story.enqueued.waits not in self.set_by:
+                        self.set_by[story.enqueued.waits] = order
+                        self.done.append((order, at, False))
+            case BatchReached(pipeline, event, numbers):
+                batch = [self.by_container[pipeline, one] for one in numbers if (pipeline, one) in self.by_container]
+                for story in batch:
+                    story.reached[event] = at
+                if event == "xfer_start" and batch:
+                    self.copies.append(Copied(pipeline, batch))
+            case CancelRequested(pipeline, number):
+                if story := self.by_container.get((pipeline, number)):
+                    story.cancels.append((order, next(reversed(story.reached), "")))
+                    self.done.append((order, at, False))
+            case Settled(pipeline, number) as record:
+                if story := self.by_container.get((pipeline, number)):
+                    story.settled, story.settled_at = record, at
+            case LookedUp() | Deleted() as record:
+                if at >= self._since:
+                    self.reads.append(Read(order, at, record))
+                    self.done.append((order, at, None))
+            case Loaded() as record:
+                self._loads.setdefault(record.keys, []).append(at)
+            case HealthChanged():
+                self.broke = True
+            case Noted() as record:
+                self.noted.append(record)
+            case Thinned() as record:
+                self.thinned += record.containers
+
+    def _enqueue(self, order: int, at: float, record: Enqueued) -> None:
+        self.by_container[record.pipeline, record.number] = Story(record, order, at)
+        before = self._last_store.get(record.pipeline)
+        burst = record.queued > 0 and before is not None
+        if burst and before is not None:
+            self.bursts[order] = self.bursts.setdefault(before, before)
+        self.done.append((order, at, burst))
+        self._last_store[record.pipeline] = order

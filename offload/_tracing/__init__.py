@@ -1,0 +1,1 @@
+"""Traces of live pipelines: for Perfetto (``perfetto``), and as spans of OpenTelemetry (``spans``)."""

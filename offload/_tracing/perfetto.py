@@ -1,0 +1,206 @@
+"""PerfettoTrace: the latest containers of live pipelines, as a file that ui.perfetto.dev opens.
+
+A process is a pipeline. A container is a slice with its stages inside, in the first row that is free; copies have rows of their
+own. Bounded: the latest containers and copies are kept, and what is inside is bounded by the budget of its pipeline.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import attrs
+import trio
+
+from .._errors import ConfigError
+from .._pipeline.container import OffloadBatch, OffloadContainer
+from .._pipeline.pipeline import Pipeline
+from .trace_events import Event, complete, counter, in_order, meta
+
+if TYPE_CHECKING:
+    from .._engine import Engine
+
+_COPIES: Final = 10_000
+"""The row of the first copy: behind those of all containers."""
+
+
+@attrs.frozen
+class _Ended:
+    """A container that has settled."""
+
+    pipeline: int
+    number: int
+    row: int
+    marks: Sequence[tuple[str, float]]
+    """The stages that it has entered, each with the time, and its end."""
+    status: str
+    blocks: int
+    completed: int
+    filtered: int
+    failed: int
+    evicted: int
+    error: str
+
+
+class PerfettoTrace:
+    """Keeps the latest containers of pipelines and engines, with their stages and copies. One of the ``instruments``.
+
+    Args:
+        most_containers: how many are kept; some 600 bytes each in memory, and as many in the file.
+        clock: gives the time in seconds, by default trio's.
+
+    Raises:
+        ConfigError: ``most_containers`` is below 1.
+    """
+
+    def __init__(self, *, most_containers: int = 20_000, clock: Callable[[], float] = trio.current_time) -> None:
+        if most_containers < 1:
+            raise ConfigError("most_containers", most_containers, "must be at least 1")
+        self._ended: deque[_Ended] = deque(maxlen=most_containers)
+        self._copies: deque[tuple[int, int, float, float, Sequence[int]]] = deque(maxlen=most_containers)
+        self._clock = clock
+        self._names: list[str] = []
+
+    def __repr__(self) -> str:
+        return f"<PerfettoTrace of {len(self._ended)} containers>"
+
+    def watch(self, opened: Pipeline | Engine) -> None:
+        """Observe a pipeline, or those of an engine. Done by giving this as an instrument."""
+        for pipeline in [opened] if isinstance(opened, Pipeline) else opened.pipelines:
+            pipeline.add_instrument(_PipelineTrace(len(self._names), self._clock, self._ended, self._copies))
+            self._names.append(pipeline.name)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what is kept as a file in the Trace Event Format.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        Path(path).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": self.events()}), encoding="utf-8")
+
+    def events(self) -> list[Event]:
+        """What is kept as trace events."""
+        return in_order([*self._named(), *self._containers(), *self._copied(), *self._counted()])
+
+    def _named(self) -> Iterator[Event]:
+        for pipeline, name in enumerate(self._names):
+            yield meta("process_name", pipeline, 0, name=f"pipeline {name}")
+        for pipeline, row in dict.fromkeys([(copy[0], copy[1]) for copy in self._copies]):
+            yield meta("thread_name", pipeline, _COPIES + row, name=f"copy {row + 1}")
+        for pipeline, row in dict.fromkeys([(one.pipeline, one.row) for one in self._ended]):
+            yield meta("thread_name", pipeline, row, name=f"containers {row + 1}")
+
+    def _containers(self) -> Iterator[Event]:
+        for one in self._ended:
+            first, last = one.marks[0][1], one.marks[-1][1]
+            counts = {name: getattr(one, name) for name in ("blocks", "completed", "filtered", "failed", "evicted")}
+            yield complete(
+                f"{one.number} {one.status}", "container", one.pipeline, one.row, first * 1e6, (last - first) * 1e6,
+                {"status": one.status, **counts, "error": one.error},
+            )  # fmt: skip
+            for (stage, began), (_, ended) in zip(one.marks, one.marks[1:], strict=False):
+                yield complete(
+                    stage, "stage", one.pipeline, one.row, began * 1e6, (ended - began) * 1e6, {"container": one.number}
+                )
+
+    def _copied(self) -> Iterator[Event]:
+        for pipeline, row, began, ended, numbers in self._copies:
+            arguments = {"containers": list(numbers)}
+            duration = (ended - began) * 1e6
+            yield complete(
+                f"{len(numbers)} containers", "copy", pipeline, _COPIES + row, began * 1e6, duration, arguments
+            )
+
+    def _counted(self) -> Iterator[Event]:
+        levels: dict[int, int] = {}
+        changes = [(one.marks[0][1], one.pipeline, 1) for one in self._ended]
+        changes += [(one.marks[-1][1], one.pipeline, -1) for one in self._ended]
+        for at, pipeline, change in sorted(changes):
+            levels[pipeline] = levels.get(pipeline, 0) + change
+            yield counter("containers inside", pipeline, at * 1e6, levels[pipeline])
+
+
+class _PipelineTrace:
+    """The hooks of one pipeline."""
+
+    def __init__(
+        self,
+        index: int,
+        clock: Callable[[], float],
+        ended: deque[_Ended],
+        copies: deque[tuple[int, int, float, float, Sequence[int]]],
+    ) -> None:
+        self._index = index
+        self._clock = clock
+        self._ended = ended
+        self._copies = copies
+        self._inside: dict[OffloadContainer, tuple[int, list[tuple[str, float]]]] = {}
+        self._copying: dict[OffloadBatch, tuple[int, float, list[int]]] = {}
+        self._rows = _Rows()
+        self._copy_rows = _Rows()
+
+    def enqueued(self, container: OffloadContainer) -> None:
+        self._inside[container] = self._rows.take(), [("admission", self._clock())]
+
+    def awaiting(self, container: OffloadContainer) -> None:
+        self._mark(container, "awaiting")
+
+    def batching(self, container: OffloadContainer) -> None:
+        self._mark(container, "batching")
+
+    def transfer(self, batch: OffloadBatch) -> None:
+        for container in batch.containers:
+            self._mark(container, "transfer")
+
+    def _mark(self, container: OffloadContainer, stage: str) -> None:
+        inside = self._inside.get(container)  # none: it came before this did
+        if inside is not None:
+            inside[1].append((stage, self._clock()))
+
+    def xfer_start(self, batch: OffloadBatch) -> None:
+        numbers = [container.number for container in batch.containers]
+        self._copying[batch] = self._copy_rows.take(), self._clock(), numbers
+
+    def xfer_end(self, batch: OffloadBatch) -> None:
+        copying = self._copying.pop(batch, None)
+        if copying is not None:
+            row, began, numbers = copying
+            self._copy_rows.give_back(row)
+            self._copies.append((self._index, row, began, self._clock(), numbers))
+
+    def settled(self, container: OffloadContainer) -> None:
+        inside = self._inside.pop(container, None)
+        if inside is None:
+            return
+        row, marks = inside
+        self._rows.give_back(row)
+        marks.append(("settled", self._clock()))
+        error = "" if container.error is None else type(container.error).__name__
+        self._ended.append(
+            _Ended(
+                self._index, container.number, row, marks, container.status.name, len(container.blocks.keys),
+                len(container.completed), len(container.filtered), len(container.failed), len(container.evicted), error,
+            )
+        )  # fmt: skip
+
+
+class _Rows:
+    """Rows of a picture, each for one thing at a time: the first that is free is taken."""
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._made = 0
+
+    def take(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        self._made += 1
+        return self._made - 1
+
+    def give_back(self, row: int) -> None:
+        heapq.heappush(self._free, row)

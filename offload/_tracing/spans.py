@@ -1,0 +1,147 @@
+"""SpanInstrument: a span of OpenTelemetry for each container, with its stages as spans inside. Needs the extra ``otel``.
+
+Rule 1. A span begins with the enqueue and ends when the container has settled. It is no child of the request that stored it,
+        which does not wait for it; it has a link to that request's span, where there was a current one.
+Rule 2. The stages are made when it has settled, from the times that were noted, so that a container costs two calls of the
+        tracer while it matters. A span that the sampler has left out costs neither times nor stages.
+Rule 3. Attributes are numbers and names; of an error only its class, since its text may have keys in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from time import time_ns
+from typing import TYPE_CHECKING, Final
+
+try:
+    from opentelemetry.trace import (
+        INVALID_SPAN,
+        Link,
+        Span,
+        SpanKind,
+        Status,
+        StatusCode,
+        Tracer,
+        TracerProvider,
+        get_current_span,
+        get_tracer,
+        set_span_in_context,
+    )
+except ImportError:  # pragma: no cover: the tests' environment has it
+    raise ImportError("offload.opentelemetry needs opentelemetry-api: pip install 'trio-offload[otel]'") from None
+
+from .._pipeline.container import OffloadBatch, OffloadContainer
+from .._pipeline.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from .._engine import Engine
+
+PREFIX: Final = "kv_offload"
+"""What the name of each attribute begins with."""
+NAME: Final = "offload.store"
+"""What the span of a container is called."""
+
+
+class SpanInstrument:
+    """Makes a span for each container of pipelines and engines. Give it to them as one of the ``instruments``.
+
+    Args:
+        tracer_provider: where spans are made; by default the one that the process has set.
+    """
+
+    def __init__(self, tracer_provider: TracerProvider | None = None) -> None:
+        self._tracer = get_tracer("offload", tracer_provider=tracer_provider)
+
+    def watch(self, opened: Pipeline | Engine) -> None:
+        """Observe a pipeline, or those of an engine. Done by giving this as an instrument."""
+        for pipeline in [opened] if isinstance(opened, Pipeline) else opened.pipelines:
+            pipeline.add_instrument(_PipelineSpans(self._tracer, pipeline))
+
+
+class _PipelineSpans:
+    """The hooks of one pipeline."""
+
+    def __init__(self, tracer: Tracer, pipeline: Pipeline) -> None:
+        self._tracer = tracer
+        self._attributes = {
+            f"{PREFIX}.pipeline": pipeline.name,
+            f"{PREFIX}.source": _name_of(pipeline.source, "device"),
+            f"{PREFIX}.destination": _name_of(pipeline.destination, pipeline.name),
+        }
+        self._inside: dict[OffloadContainer, tuple[Span, list[tuple[str, int]]]] = {}
+
+    def enqueued(self, container: OffloadContainer) -> None:
+        now = time_ns()
+        request = get_current_span().get_span_context()
+        span = self._tracer.start_span(
+            NAME,
+            context=set_span_in_context(INVALID_SPAN),
+            kind=SpanKind.INTERNAL,
+            links=[Link(request)] if request.is_valid else (),
+            start_time=now,
+        )
+        if span.is_recording():
+            self._inside[container] = span, [("admission", now)]
+        else:
+            span.end()
+
+    def awaiting(self, container: OffloadContainer) -> None:
+        self._mark(container, "awaiting")
+
+    def batching(self, container: OffloadContainer) -> None:
+        self._mark(container, "batching")
+
+    def transfer(self, batch: OffloadBatch) -> None:
+        self._mark_all(batch.containers, "transfer")
+
+    def xfer_start(self, batch: OffloadBatch) -> None:
+        self._mark_all(batch.containers, "copy")
+
+    def xfer_end(self, batch: OffloadBatch) -> None:
+        self._mark_all(batch.containers, "settlement")
+
+    def cancel_requested(self, container: OffloadContainer) -> None:
+        inside = self._inside.get(container)
+        if inside is not None:
+            inside[0].add_event("cancel requested")
+
+    def _mark_all(self, containers: Sequence[OffloadContainer], stage: str) -> None:
+        for container in containers:
+            self._mark(container, stage)
+
+    def _mark(self, container: OffloadContainer, stage: str) -> None:
+        inside = self._inside.get(container)
+        if inside is not None:
+            inside[1].append((stage, time_ns()))
+
+    def settled(self, container: OffloadContainer) -> None:
+        inside = self._inside.pop(container, None)
+        if inside is None:
+            return
+        span, marks = inside
+        marks.append(("", time_ns()))
+        within = set_span_in_context(span)
+        for (stage, began), (_, ended) in pairwise(marks):
+            self._tracer.start_span(stage, context=within, start_time=began).end(ended)
+        span.set_attributes(
+            {
+                **self._attributes,
+                f"{PREFIX}.container": container.number,
+                f"{PREFIX}.status": container.status.value,
+                f"{PREFIX}.blocks": len(container.blocks.keys),
+                f"{PREFIX}.blocks.completed": len(container.completed),
+                f"{PREFIX}.blocks.filtered": len(container.filtered),
+                f"{PREFIX}.blocks.failed": len(container.failed),
+                f"{PREFIX}.blocks.evicted": len(container.evicted),
+            }
+        )
+        if container.error is not None or container.failed:
+            error = container.error or next(iter(container.failed.values()))
+            span.set_attribute("error.type", type(error).__name__)
+            span.set_status(Status(StatusCode.ERROR, type(error).__name__))
+        span.end(marks[-1][1])
+
+
+def _name_of(place: object, usual: str) -> str:
+    return str(getattr(place, "name", "") or usual)

@@ -1,0 +1,44 @@
+"""The events of the Trace Event Format, which Perfetto (ui.perfetto.dev) and ``chrome://tracing`` open. Pure.
+
+The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Time stamps are microseconds. What
+is kept of it here:
+
+* slices (``X``) of one thread nest or follow each other, they never overlap;
+* counters (``C``) and metadata (``M``) are by process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+Event: TypeAlias = dict[str, Any]
+
+
+def meta(kind: str, pid: int, tid: int, **args: Any) -> Event:
+    """Names or sorts a process or a thread."""
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0.0, "args": args}
+
+
+def complete(name: str, category: str, pid: int, tid: int, began: float, duration: float, args: Event) -> Event:
+    """A slice."""
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": pid,
+        "tid": tid,
+        "ts": began,
+        "dur": duration,
+        "args": args,
+    }
+
+
+def counter(name: str, pid: int, at: float, value: int) -> Event:
+    """The value of a counter from now on."""
+    return {"ph": "C", "name": name, "pid": pid, "tid": 0, "ts": at, "args": {"value": value}}
+
+
+def in_order(events: Iterable[Event]) -> list[Event]:
+    """The events as a file has them: metadata first, then by time, and of those that begin together the longest first."""
+    return sorted(events, key=lambda event: (event["ph"] != "M", event["ts"], -event.get("dur", 0.0)))

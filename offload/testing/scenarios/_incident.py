@@ -1,0 +1,412 @@
+"""A scenario of a flight recording: the same containers, tiers and timings, and the faults as they were observed. Pure.
+
+Rule 1. What a user did becomes a step at its time: stores in their order, lookups, deletions. A cancel during a copy is planted
+        at the hook where the copy starts; any other at its time.
+Rule 2. What a tier did becomes a fault at the copy to which it was done: how long it took, which blocks failed, how it ended.
+        What the source evicted is evicted when a slot takes the batch that found it gone.
+Rule 3. What pipelines did by themselves (which batches they made, what was evicted from a full tier, what was pending) is not
+        written into the scenario. It is to come about again.
+Rule 4. Recorded times are stretched by a power of two until the middle one of all copies takes two virtual milliseconds, so
+        that what happened one after the other in microseconds does not fall together. Timeouts are stretched with them.
+Rule 5. Stores of one tick are admitted together, which steps of a scenario are not: they wait for an event that is set then.
+Rule 6. An engine is played as its pipelines, whose invariants are judged step by step; as an engine where it promoted, or a
+        tier of it broke.
+Rule 7. A container of which the ring has forgotten the beginning is left out, and so is what a pipeline of a chain was fed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Final
+
+import msgspec
+
+from offload._recorder.recording import Recording
+from offload._recorder.records import (
+    EngineDescription,
+    LookedUp,
+    PipelineDescription,
+    TierDescription,
+    hashes_of,
+)
+from offload._recorder.stories import Copied, Read, Stories, Story
+
+from ._expectations import longest_wait_ms
+from ._fields import FIELD_OF, wrong_knob
+from ._names import compress
+from ._program import (
+    After,
+    EngineSpec,
+    Fault,
+    FaultKind,
+    KeysStep,
+    LoadStep,
+    PipelineSpec,
+    PolicySpec,
+    Scenario,
+    Step,
+    StoreStep,
+    TierSpec,
+)
+
+_MOST_SCALE: Final = 64
+_LEAST_MS: Final = 2
+"""Virtual milliseconds that the middle one of all copies takes at least."""
+_SLACK_MS: Final = 4
+"""By how much what pipelines do may come later than recorded: each step of a container is rounded for itself."""
+_MORE_MS: Final = 60_000
+"""How long a run may go on behind the longest of its waits."""
+_MOST_BYTES: Final = 4_096
+"""Of a block: larger ones would only make a run slower, since in virtual time a copy takes as long as it is told."""
+_MOST_DELAYS: Final = 200
+"""Copies that took longer than most, the longest of which are delayed as they were."""
+_OWN: Final = frozenset({"present", "pending", "overflow"})
+"""Reasons that come about by themselves."""
+_OVERRAN: Final = frozenset({"DrainUnproven", "DrainUnproven/Cancelled"})
+"""How blocks are recorded whose copy took too long."""
+
+
+class NothingRecorded(ValueError):
+    """A recording has no container from its beginning on, so that no scenario can be made of it."""
+
+
+def from_incident(recording: Recording, *, name: str = "an incident", last: float | None = None) -> Scenario:
+    """Make a scenario of a flight recording.
+
+    Args:
+        recording: what was recorded.
+        name: of the scenario.
+        last: only what was enqueued and read in the last so many seconds; by default all there is.
+
+    Raises:
+        NothingRecorded: there is no container from its beginning on.
+    """
+    stories = Stories(recording, last)
+    if not stories:
+        raise NothingRecorded("the recording has no container from its beginning on: nothing can be played again")
+    return _Mapping(recording, stories).scenario(name)
+
+
+class _Times:
+    """Recorded times as virtual milliseconds."""
+
+    def __init__(self, stories: Stories) -> None:
+        self._began = min([at for _, at, _ in stories.done])
+        self.scale = 1
+        while stories.middle * 1e3 * self.scale < _LEAST_MS and self.scale < _MOST_SCALE:
+            self.scale *= 2
+        self.of: dict[int, int] = {}
+        """When each thing that a user did is done, by its record: stores of one tick together, all else one by one."""
+        last, open_burst = 0, False
+        for order, at, burst in stories.done:
+            if not (burst and open_burst):
+                # What a lookup found must have arrived: here that may be some virtual milliseconds later than it was.
+                last = max(self.at(at) + (_SLACK_MS if burst is None else 0), last + 1)
+            self.of[order], open_burst = last, order in stories.bursts
+
+    def at(self, moment: float) -> int:
+        """A moment on the clock of the recording."""
+        return self.long(moment - self._began)
+
+    def long(self, seconds: float) -> int:
+        """A duration."""
+        return max(0, round(seconds * 1e3 * self.scale))
+
+
+class _Mapping:
+    """The parts of a scenario, made of a recording."""
+
+    def __init__(self, recording: Recording, stories: Stories) -> None:
+        self._recording = recording
+        self._stories = stories
+        self._pipelines = recording.description.pipelines
+        engine = recording.description.engine
+        self._engine: EngineDescription | None = engine
+        self._as_engine = engine is not None and (engine.promote or stories.broke)
+        self._times = _Times(stories)
+        self._names: dict[str, str] = {}  # of keys, by their hashes
+        waiting = Counter([story.enqueued.waits for story in stories])
+        self._events = {one: f"e{i}" for i, one in enumerate([one for one in stories.set_by if waiting[one] > 1])}
+
+    def scenario(self, name: str) -> Scenario:
+        """All of it."""
+        stories, times = self._stories, self._times
+        steps = [Step(at_ms=times.of[story.order], store=self._store(story)) for story in stories]
+        for number, read in enumerate(stories.reads):
+            steps += self._read(number, read)
+        steps += [Step(at_ms=times.of[stories.set_by[one]], fire=event) for one, event in self._events.items()]
+        steps += self._bursts()
+        latencies = self._latencies()
+        faults = [
+            *[fault for story in stories for fault in self._faults_of(story)],
+            *[fault for copied in stories.copies for fault in self._failure(copied)],
+            *self._delays(latencies),
+            *self._shut_down(),
+        ]
+        scenario = Scenario(
+            name=name,
+            about=self._about(),
+            tier=self._tiers(latencies),
+            pipeline=self._specs(),
+            engine=self._engine_spec(),
+            step=sorted(steps, key=lambda step: step.at_ms),
+            fault=sorted(faults, key=lambda fault: fault.at_ms or 0),
+        )
+        limit = times.at(stories.end) + longest_wait_ms(scenario) + _MORE_MS * times.scale
+        return msgspec.structs.replace(scenario, limit_ms=limit)
+
+    def _about(self) -> str:
+        text = f"{len(self._stories):,} containers of a flight recording of {self._recording.seconds:.3g} s"
+        if self._times.scale > 1:
+            text += f", one recorded millisecond in {self._times.scale} virtual ones"
+        if self._stories.noted:
+            text += f". Noted: {', '.join(dict.fromkeys([one.rule for one in self._stories.noted]))}"
+        if self._stories.thinned:
+            text += f". {self._stories.thinned:,} containers more were counted only"
+        if self._recording.lost:
+            text += f". {self._recording.lost:,} records could not be read"
+        return f"{text}."
+
+    def _keys(self, column: bytes) -> list[str]:
+        names = self._names
+        return [names.setdefault(one, f"k{len(names)}") for one in hashes_of(column)]
+
+    def _label(self, story: Story) -> str:
+        number, pipeline = story.enqueued.number, story.enqueued.pipeline
+        return f"c{number}" if len(self._stories.own) == 1 else f"p{pipeline}c{number}"
+
+    # -- where blocks live ---------------------------------------------------------------------------------------------
+
+    def _tiers(self, latencies: Mapping[str, int]) -> dict[str, TierSpec]:
+        wanted = dict.fromkeys([one.to for one in self._pipelines])
+        if self._as_engine and self._engine is not None:
+            wanted |= dict.fromkeys(self._engine.tiers)
+        known = {tier.name: tier for tier in self._recording.description.tiers}
+        held = self._held_before()
+        size = min([_MOST_BYTES, *[tier.block_bytes for tier in known.values() if tier.block_bytes >= 16]])
+        return {name: _tier_spec(known.get(name), size, latencies.get(name, 0), held.get(name, ())) for name in wanted}
+
+    def _held_before(self) -> dict[str, list[str]]:
+        """What a tier had before the recording begins: it was found there, and nothing of this stored it."""
+        stored: set[str] = set()
+        held: dict[str, dict[str, None]] = {}
+        events: list[tuple[float, Story | Read]] = [(story.settled_at, story) for story in self._stories]
+        events += [(read.at, read) for read in self._stories.reads]
+        for _, event in sorted(events, key=lambda pair: pair[0]):
+            if isinstance(event, Story):
+                for reason, column in event.settled.filtered if event.settled is not None else ():
+                    if reason == "present":
+                        found = [key for key in self._keys(column) if key not in stored]
+                        held.setdefault(self._pipelines[event.enqueued.pipeline].to, {}).update(dict.fromkeys(found))
+                stored.update(self._keys(event.enqueued.keys))
+            elif isinstance(event.record, LookedUp):
+                for tier, found in self._found(event.record):
+                    held.setdefault(tier, {}).update(dict.fromkeys([key for key in found if key not in stored]))
+        return {tier: list(keys) for tier, keys in held.items()}
+
+    def _found(self, record: LookedUp) -> Iterator[tuple[str, list[str]]]:
+        """What a lookup has found, by tier."""
+        keys = self._keys(record.keys)
+        for tier, blocks in record.segments:
+            found, keys = keys[:blocks], keys[blocks:]
+            yield tier, found
+
+    def _specs(self) -> dict[str, PipelineSpec]:
+        if self._as_engine and self._engine is not None:
+            first = self._engine.tiers[0]
+            described = next(one for one in self._pipelines if one.to == first)
+            return {first: self._with_knobs(PipelineSpec(source=described.source, to=first), described)}
+        specs: dict[str, PipelineSpec] = {}
+        for at, one in enumerate(self._pipelines):
+            spec = PipelineSpec(
+                source=one.source, to=one.to, policies=list(self._policies(at)), chain=self._known(one.chain)
+            )
+            specs[one.name] = self._with_knobs(spec, one)
+        return specs
+
+    def _known(self, chain: Sequence[str]) -> list[str]:
+        names = {one.name for one in self._pipelines}
+        return [name for name in chain if name in names]
+
+    def _with_knobs(self, spec: PipelineSpec, described: PipelineDescription) -> PipelineSpec:
+        """With the knobs as they were set; one that cannot be stretched that far has its default."""
+        for knob, value in described.knobs.items():
+            field = FIELD_OF.get(knob)
+            if field is None or knob == "sweep_interval":
+                continue
+            said = self._times.long(value) if field.endswith("_ms") else value
+            tried = msgspec.structs.replace(spec, **{field: said})
+            wrong = wrong_knob(tried)
+            if wrong is None or wrong[0] != field:
+                spec = tried
+        return spec
+
+    def _policies(self, pipeline: int) -> Iterator[PolicySpec]:
+        """Policies that filter what was filtered."""
+        by_reason: dict[str, dict[str, None]] = {}
+        for story in self._stories:
+            if story.enqueued.pipeline == pipeline and story.settled is not None:
+                for reason, column in story.settled.filtered:
+                    by_reason.setdefault(reason, {}).update(dict.fromkeys(self._keys(column)))
+        if "present" in by_reason:
+            yield PolicySpec(do="present")
+        for reason, keys in by_reason.items():
+            if reason == "timeout":
+                yield PolicySpec(do="hang", keys=compress(keys))
+            elif reason == "error":
+                yield PolicySpec(do="raise", keys=compress(keys))
+            elif reason not in _OWN:
+                yield PolicySpec(do="reject", keys=compress(keys), reason=reason)
+
+    def _engine_spec(self) -> EngineSpec | None:
+        engine = self._engine
+        if engine is None or not self._as_engine:
+            return None
+        return EngineSpec(
+            tiers=engine.tiers,
+            promote=engine.promote,
+            on_load_failure="retry" if engine.on_load_failure == "retry" else "miss",
+            max_faults=engine.breaker.get("max_faults", 3),
+        )
+
+    # -- what users did ------------------------------------------------------------------------------------------------
+
+    def _store(self, story: Story) -> StoreStep:
+        keys = list(dict.fromkeys(self._keys(story.enqueued.keys)))
+        several = len(self._stories.own) > 1 and not self._as_engine
+        burst = story.order in self._stories.bursts
+        return StoreStep(
+            id=self._label(story),
+            keys=compress(keys),
+            per=len(keys),
+            kind=story.enqueued.blocks,
+            pipeline=self._pipelines[story.enqueued.pipeline].name if several else "",
+            how="now" if burst else "wait",
+            after=[self._after(story)] if burst or story.enqueued.waits else [],
+        )
+
+    def _after(self, story: Story) -> After:
+        waits, settled = story.enqueued.waits, story.settled
+        if not waits:
+            return After(event=f"b{self._stories.bursts[story.order]}")
+        if waits in self._events:
+            return After(event=self._events[waits])
+        if "batching" in story.reached:
+            return After(ms=self._times.long(story.reached["batching"] - story.at))
+        if settled is None:  # the recording ended before
+            return After(ms=self._times.long(self._stories.end - story.at) + 1)
+        if settled.error.startswith("PreconditionFailed") and not settled.error.endswith("/TooSlowError"):
+            return After(do="raise", ms=self._times.long(story.settled_at - story.at))
+        return After(do="never")
+
+    def _bursts(self) -> Iterator[Step]:
+        """Stores of one tick become ready together: behind the cancels that came before admission had taken them."""
+        ready: dict[int, int] = {}
+        for story in self._stories:
+            if story.order in self._stories.bursts and not story.enqueued.waits:
+                early = [self._times.of[order] + 1 for order, step in story.cancels if not step]
+                burst = self._stories.bursts[story.order]
+                ready[burst] = max([ready.get(burst, 0), self._times.of[story.order], *early])
+        for burst, at_ms in ready.items():
+            yield Step(at_ms=at_ms, fire=f"b{burst}")
+
+    def _read(self, number: int, read: Read) -> Iterator[Step]:
+        at_ms, keys = self._times.of[read.order], self._keys(read.record.keys)
+        if not keys or self._engine is None:
+            return
+        if not isinstance(read.record, LookedUp):
+            for tier in self._engine.tiers:
+                yield Step(at_ms=at_ms, delete=KeysStep(tier=tier, keys=compress(keys)))
+        elif self._as_engine:
+            yield Step(at_ms=at_ms, load=LoadStep(id=f"r{number}", keys=compress(keys)))
+        else:
+            parts = list(self._found(read.record))
+            held = self._times.long(self._stories.held_for(read, sum([len(found) for _, found in parts])))
+            for part, (tier, found) in enumerate(parts):
+                load = LoadStep(id=f"r{number}x{part}", keys=compress(found), tier=tier, hold_ms=held)
+                yield Step(at_ms=at_ms, load=load)
+
+    # -- what went wrong -----------------------------------------------------------------------------------------------
+
+    def _faults_of(self, story: Story) -> Iterator[Fault]:
+        label = self._label(story)
+        for order, step in story.cancels:
+            if step in ("xfer_start", "post_claim"):
+                yield Fault(do="cancel", who=label, at_hook=step)
+            else:
+                yield Fault(do="cancel", who=label, at_ms=self._times.of[order])
+        if story.settled is not None and story.settled.evicted:
+            gone = compress(self._keys(story.settled.evicted))
+            source = self._pipelines[story.enqueued.pipeline].source
+            yield Fault(do="evict", of=label, at_hook="transfer", keys=gone, tier=source)
+
+    def _failure(self, copied: Copied) -> Iterator[Fault]:
+        """How a copy failed, if it did, at the hook where it starts."""
+        failed = [group for story in copied.stories if story.settled is not None for group in story.settled.failed]
+        kinds = {text for text, _ in failed}
+        if any(text.startswith("DrainUnproven") for text in kinds):
+            yield self._at_copy(copied, "drop" if kinds <= _OVERRAN else "unproven")
+        elif any(text.endswith("/Unproven") for text in kinds):
+            yield self._at_copy(copied, "unproven")
+        elif self._never_ended(copied):
+            yield self._at_copy(copied, "drop")
+        elif "TransferFailed" in kinds:  # without a cause: the number of outcomes was wrong
+            yield self._at_copy(copied, "miscount")
+        else:
+            keys = [key for text, column in failed if text != "DestinationFull" for key in self._keys(column)]
+            if keys:
+                yield self._at_copy(copied, "fail", keys=compress(dict.fromkeys(keys)))
+
+    def _at_copy(self, copied: Copied, do: FaultKind, *, keys: str = "", ms: int = 1) -> Fault:
+        tier, of = self._pipelines[copied.pipeline].to, self._label(copied.stories[0])
+        return Fault(do=do, at_hook="xfer_start", of=of, tier=tier, keys=keys, ms=ms)
+
+    def _never_ended(self, copied: Copied) -> bool:
+        """Whether it went on for much longer than copies do, and the recording does not have its end."""
+        return copied.over is None and self._stories.end - copied.began > max(0.5, 20 * self._stories.middle)
+
+    def _shut_down(self) -> Iterator[Fault]:
+        """The pipelines were closed while there was something inside that was not committed."""
+        closed = [one.settled_at for one in self._stories if one.settled and one.settled.error == "PipelineClosed"]
+        if closed:
+            yield Fault(do="shut_down", at_ms=self._times.at(min(closed)))
+
+    # -- how long copies took ------------------------------------------------------------------------------------------
+
+    def _durations(self) -> Iterator[tuple[Copied, str, int]]:
+        """Each copy that ended, with its tier and its virtual milliseconds."""
+        for copied in self._stories.copies:
+            if copied.over is not None:
+                yield copied, self._pipelines[copied.pipeline].to, self._times.long(copied.over - copied.began)
+
+    def _latencies(self) -> dict[str, int]:
+        by_tier: dict[str, list[int]] = {}
+        for _, tier, took in self._durations():
+            by_tier.setdefault(tier, []).append(took)
+        return {tier: round(median(took)) for tier, took in by_tier.items()}
+
+    def _delays(self, latencies: Mapping[str, int]) -> Iterator[Fault]:
+        late = [
+            (took - latencies[tier], copied)
+            for copied, tier, took in self._durations()
+            if took > 2 * latencies[tier] + 1
+        ]
+        late.sort(key=lambda pair: -pair[0])
+        for more, copied in late[:_MOST_DELAYS]:
+            yield self._at_copy(copied, "delay", ms=more)
+
+
+def _tier_spec(described: TierDescription | None, size: int, latency: int, holds: Sequence[str]) -> TierSpec:
+    if described is None:
+        return TierSpec(block_bytes=size, latency_ms=latency, holds=compress(holds))
+    return TierSpec(
+        kind="file" if described.kind == "file" else "memory",
+        capacity=min(described.capacity or 1 << 24, 1 << 24),
+        block_bytes=size,
+        latency_ms=latency,
+        checksums=described.checksums,
+        holds=compress(holds[: described.capacity or None]),
+        eviction="adaptive",  # as the tiers themselves have it
+    )
