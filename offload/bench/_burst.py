@@ -49,13 +49,23 @@ class Burst:
         """The first ``n`` of them, from the same source."""
         return attrs.evolve(self, groups=self.groups[:n])
 
-    def ours(self, destination: NullExecutor | MemoryTier | None = None, clock: Clock = time.thread_time) -> float:
+    def ours(
+        self,
+        destination: NullExecutor | MemoryTier | None = None,
+        clock: Clock = time.thread_time,
+        instruments: Sequence[object] = (),
+    ) -> float:
         """Seconds per container, from the first enqueue to the end of the drain."""
-        return trio.run(self._ours, destination or NullExecutor(), clock)
+        return trio.run(self._ours, destination or NullExecutor(), clock, instruments)
 
-    async def _ours(self, destination: NullExecutor | MemoryTier, clock: Clock) -> float:
-        policies = [PresenceFilter(destination)]
-        async with open_pipeline(self.source, destination, policies=policies, config=self.config) as pipeline:
+    async def _ours(self, destination: NullExecutor | MemoryTier, clock: Clock, instruments: Sequence[object]) -> float:
+        async with open_pipeline(
+            self.source,
+            destination,
+            policies=[PresenceFilter(destination)],
+            config=self.config,
+            instruments=instruments,
+        ) as pipeline:
             enqueue = pipeline.enqueue_nowait
             start = clock()
             handles = [enqueue(blocks, precondition=NO_WAIT) for blocks in self.groups]

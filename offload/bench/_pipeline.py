@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from maru.bench._measure import Effort
 from maru.bench._row import Row
 
-from . import _burst, _growth, _idle, _imports
+from . import _burst, _growth, _idle, _imports, _watched
 
 
 def rows(effort: Effort) -> Iterator[Row]:
-    """Goals 1, 2 and 6, and the import."""
-    for part in (_burst, _idle, _growth, _imports):
+    """Goals 1, 2 and 6, what it costs to watch, and the import."""
+    for part in (_burst, _watched, _idle, _growth, _imports):
         yield from part.rows(effort)

@@ -19,6 +19,7 @@ GOALS = {
         "pipeline.burst.rate": "ratio >= 4",
         "pipeline.burst.time": "ratio <= 3",
         "pipeline.burst.blocks": "value >= 1500000",
+        "pipeline.watched.recorder": "ratio <= 1.01",
         "pipeline.idle.p50": "ratio <= 12",
         "pipeline.idle.p99": "ratio <= 30",
         "pipeline.growth.queued": "ratio <= 1.6",
