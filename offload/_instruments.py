@@ -11,15 +11,29 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from .abc import CALLS, ENGINE_HOOKS, HOOKS, CallInstrument, EngineInstrument, Instrument
+from .abc import CALLS, ENGINE_HOOKS, HOOKS, CallInstrument, EngineInstrument, Instrument, Watcher
+
+if TYPE_CHECKING:
+    from ._engine import Engine
+    from ._pipeline.pipeline import Pipeline
 
 _LOGGER = logging.getLogger("offload.abc.Instrument")
 
 Calls: TypeAlias = tuple[Callable[..., Any], ...]
 
 _INHERITED = {**vars(Instrument), **vars(CallInstrument), **vars(EngineInstrument)}
+
+
+def attach(instruments: Iterable[object], opened: Pipeline | Engine) -> None:
+    """Have those of the instruments that add themselves observe what was just opened. One that raises is logged: rule 2."""
+    for one in instruments:
+        if isinstance(one, Watcher):
+            try:
+                one.watch(opened)
+            except Exception:
+                _LOGGER.exception("%r could not watch %r", one, opened)
 
 
 class HookTable:

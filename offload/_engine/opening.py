@@ -19,6 +19,7 @@ from backends.abc import PlanarPlace, ReadableTier, Source, TenantTier
 from .._config import BreakerConfig, PipelineConfig
 from .._errors import ConfigError
 from .._health import BreakerTier
+from .._instruments import attach
 from .._pipeline.marks import place_of
 from .._pipeline.opening import open_pipeline
 from .._pipeline.pipeline import Pipeline
@@ -157,9 +158,7 @@ async def _open(
         engine = Engine(builder.parts(routes, spills, promoter), config)
         # Runs first at the end, also when the block is cancelled: pins must be released while pipelines and tiers are open.
         stack.push_async_callback(partial(release_forgotten, engine._live_hits))
-        for one in instruments:
-            if isinstance(one, Watcher):
-                one.watch(engine)
+        attach(instruments, engine)
         yield engine
 
 

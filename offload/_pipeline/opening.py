@@ -13,6 +13,7 @@ from backends.abc import Source, TransferExecutor
 from maru.exception_groups import raise_unwrapped
 
 from .._config import PipelineConfig
+from .._instruments import attach
 from ..abc import AsyncPolicy, Instrument, Policy, Watcher
 from .marks import place_of
 from .pipeline import Pipeline
@@ -34,8 +35,7 @@ class _OpenPipeline:
             # Shielded: where a start is cancelled, nursery.start waits for the end of its task, and ours does not end by that.
             with trio.CancelScope(shield=True):
                 await nursery.start(self._pipeline.run)
-            for watcher in self._watchers:
-                watcher.watch(self._pipeline)
+            attach(self._watchers, self._pipeline)
         except BaseException as error:
             self._pipeline.stop()
             await self._leave(error)

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Final
@@ -437,8 +438,8 @@ class _EngineWatch:
         self._states = dict.fromkeys(engine.tiers, "closed")
 
     def looked_up(self, keys: Sequence[Key], hit: Hit) -> None:
-        segments = [(segment.name, segment.blocks) for segment in hit._segments[:256]]
-        unavailable = [(name[:MOST_TEXT], error_text(error)) for name, error in hit.unavailable.items()]
+        segments = [(segment.name[:MOST_TEXT], segment.blocks) for segment in hit._segments[:64]]
+        unavailable = [(name[:MOST_TEXT], error_text(error)) for name, error in islice(hit.unavailable.items(), 64)]
         column = self._recorder._hasher.column(keys)
         self._recorder._write(LookedUp(column, len(keys), segments, unavailable), len(keys))
         self._note_health()

@@ -13,7 +13,7 @@ from zlib import crc32
 MAGIC: Final = b"OFFLDREC"
 VERSION: Final = 1
 SEGMENT_BYTES: Final = 64 << 10
-"""A quarter of it is the largest record; a sixteenth of the smallest ring is forgotten at a time."""
+"""Larger than any record; a sixteenth of the smallest ring is forgotten at a time."""
 HEAD: Final = struct.Struct("<8sIIIIdd")
 """What it is, its version, bytes in a segment, segments, the process, the time on the wall and on the clock of the records."""
 HEAD_BYTES: Final = 4096

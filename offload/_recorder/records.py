@@ -13,6 +13,7 @@ import os
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -21,7 +22,7 @@ from msgspec import Meta, Struct
 from backends.abc import Key, Unproven
 
 MOST_KEYS: Final = 2_048
-"""Hashes in one record: with the largest of the others, a record stays below a quarter of a segment."""
+"""Hashes in one column, or in all columns of one mapping together: so the largest record is smaller than a segment."""
 MOST_TEXT: Final = 200
 """Characters in one text: the name of an error, the reason of a policy."""
 
@@ -238,9 +239,9 @@ def hashes_of(column: bytes) -> list[str]:
 
 
 def grouped(reasons: Mapping[Key, object], hasher: KeyHasher) -> list[tuple[str, bytes]]:
-    """Blocks by what they have in common: a reason, or the class of an error. The first 16 groups."""
+    """Blocks by what they have in common: a reason, or the class of an error. The first blocks, in 16 groups at most."""
     groups: dict[str, list[Key]] = {}
-    for key, reason in reasons.items():
+    for key, reason in islice(reasons.items(), MOST_KEYS):
         groups.setdefault(error_text(reason), []).append(key)
     return [(text, hasher.column(keys)) for text, keys in list(groups.items())[:16]]
 

@@ -89,6 +89,7 @@ class Ring:
             self._begin_segment()
             at = self._at
             start = at + FRAME.size
+            assert start + length <= self._end, "records are bounded"
         self._number = number = self._number + 1
         self._at = stop = start + length
         self.memory[start:stop] = payload

@@ -147,6 +147,33 @@ async def test_what_a_policy_filtered_and_what_was_evicted_is_recorded(recorder,
     assert settled.evicted == enqueued.keys[8:16]
 
 
+async def test_a_record_is_bounded_however_many_blocks_there_are(recorder):
+    keys = [b"%d" % n for n in range(9_000)]
+    source = FakeTier(len(keys))
+    source.fill(keys)
+
+    def no(keys):
+        return {key: f"reason {at % 40} {'x' * 300}" for at, key in enumerate(keys)}
+
+    config = offload.PipelineConfig(budget_blocks=10_000)
+    options = {"config": config, "policies": [no], "instruments": [recorder]}
+    async with offload.open_pipeline(source, FakeTier(), **options) as pipeline:
+        await (await pipeline.enqueue(source.weak(keys), NO_WAIT)).wait()
+    (enqueued,), (settled,) = records(recorder, Enqueued), records(recorder, Settled)
+    assert (enqueued.size, len(enqueued.keys)) == (9_000, 2_048 * 8)
+    assert (settled.size, len(settled.filtered)) == (9_000, 16)
+
+
+async def test_a_recorder_that_cannot_watch_keeps_no_pipeline_from_opening(source, caplog):
+    class Broken:
+        def watch(self, opened):
+            raise ValueError("broken on purpose")
+
+    async with offload.open_pipeline(source, FakeTier(), instruments=[Broken()]) as pipeline:
+        assert (await (await pipeline.enqueue(source.weak(KEYS), NO_WAIT)).wait()).completed
+    assert "could not watch" in caplog.text
+
+
 async def test_of_an_error_only_the_class_is_recorded(recorder, source):
     host = FakeTier()
     host.faults.error = OSError("key 1 could not be written")
