@@ -9,13 +9,15 @@ import importlib
 import os
 import resource
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
 from ._ending import EnvironmentFault, ending, lacking
+from .configuration import Knob, as_size
 
 LEAST_DESCRIPTORS: Final = 128
 """Files that must be allowed to be open at once: a page store, its clients, the interpreter, and twice as much to spare."""
@@ -114,6 +116,53 @@ class Commands(ProgramGroup):
         """List the commands without importing any of them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in self.places.items()])
+
+
+def knob_option(knob: Knob, section: str, aliases: Mapping[str, str] | None = None) -> click.Option:
+    """The option of a knob. Its value is a text, which the knob reads and judges: errors are the same everywhere.
+
+    Args:
+        knob: the setting.
+        section: its table, which is left out of the option's name.
+        aliases: further spellings, by name of the knob.
+    """
+    name = knob.name.removeprefix(f"{section}.")
+    flag, default = name.replace("_", "-"), knob.default
+    text = f"{knob.reason}  [{_shown(knob)}; {knob.variable}]"
+    more = [] if aliases is None or name not in aliases else [aliases[name]]
+    if isinstance(default, bool):
+        return click.Option([*more, f"--{flag}/--no-{flag}", name], default=None, help=text)
+    kinds: dict[type, str] = {tuple: "LIST", str: "TEXT"}
+    metavar = kinds.get(type(default), "SIZE" if knob.bound.startswith("bytes") else "NUMBER")
+    return click.Option([*more, f"--{flag}", name], default=None, metavar=metavar, help=text)
+
+
+def _shown(knob: Knob) -> str:
+    default = knob.default
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    elif isinstance(default, int) and knob.bound.startswith("bytes"):
+        default = as_size(default)
+    return f"{knob.bound}; {default}" if default not in ("", ()) else knob.bound
+
+
+def given_knobs(section: str, values: Mapping[str, object]) -> dict[str, tuple[str, object]]:
+    """What a command line sets, as :meth:`maru.configuration.Knobs.load` takes it."""
+    return {
+        f"{section}.{name}": (f"--{name.replace('_', '-')}", value)
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def age() -> float:
+    """Seconds since this process was started, as far as Linux tells."""
+    try:
+        with open("/proc/self/stat", "rb") as file:
+            started = int(file.read().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+    except (OSError, ValueError, IndexError):
+        return time.process_time()
 
 
 def output_file(text: str) -> str:

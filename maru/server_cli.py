@@ -14,48 +14,13 @@ from typing import Any
 import attrs
 import click
 
-from ._commands import Program
+from ._commands import Program, given_knobs, knob_option
 from ._config import ServerConfig, knobs, server_config
 from ._ending import ExitCode
 from ._errors import ConfigError, MaruError
-from .configuration import Knob, as_size
 from .exception_groups import leaves
 
-_PREFIX = "server."
-
-
-def _options() -> list[click.Parameter]:
-    """One option for each knob. Their values are texts, which the knobs read and judge: errors are the same everywhere."""
-    return [_option(knob) for knob in knobs()]
-
-
-def _option(knob: Knob) -> click.Option:
-    name = knob.name.removeprefix(_PREFIX)
-    flag = name.replace("_", "-")
-    text = f"{knob.reason}  [{_shown(knob)}; {knob.variable}]"
-    if isinstance(knob.default, bool):
-        names = [f"--{flag}/--no-{flag}", name]
-        if name == "json_logs":
-            names.insert(0, "--json/--no-json")
-        return click.Option(names, default=None, help=text)
-    return click.Option([f"--{flag}", name], default=None, metavar=_metavar(knob), help=text)
-
-
-def _shown(knob: Knob) -> str:
-    default = knob.default
-    if isinstance(default, int) and not isinstance(default, bool) and knob.bound.startswith("bytes"):
-        default = as_size(default)
-    elif isinstance(default, bool):
-        default = "on" if default else "off"
-    return f"{knob.bound}; {default}" if default not in ("", ()) else knob.bound
-
-
-def _metavar(knob: Knob) -> str:
-    if isinstance(knob.default, tuple):
-        return "LIST"
-    if isinstance(knob.default, str):
-        return "TEXT"
-    return "SIZE" if knob.bound.startswith("bytes") else "NUMBER"
+_SECTION = "server"
 
 
 @click.pass_context
@@ -65,11 +30,7 @@ def _command(ctx: click.Context, /, config_file: str | None, print_config: bool,
     By default the pool is a directory in /dev/shm, and the server listens on a Unix socket in the pool's directory, which
     only this user can reach. Published clients want TCP as well: --host 127.0.0.1.
     """
-    options = {
-        f"{_PREFIX}{name}": (f"--{name.replace('_', '-')}", _lowered(name, value))
-        for name, value in values.items()
-        if value is not None
-    }
+    options = given_knobs(_SECTION, {name: _lowered(name, value) for name, value in values.items()})
     try:
         config = server_config(Path(config_file) if config_file else "", options=options)
     except ConfigError as error:
@@ -123,7 +84,7 @@ main: click.Command = Program(
     params=[
         click.Option(["--config", "config_file"], metavar="FILE", help="A TOML file; its [server] table is read."),
         click.Option(["--print-config"], is_flag=True, help="Print the configuration as TOML, and leave."),
-        *_options(),
+        *[knob_option(knob, _SECTION, {"json_logs": "--json/--no-json"}) for knob in knobs()],
     ],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )

@@ -12,33 +12,15 @@ from pathlib import Path
 import attrs
 import click
 
+from maru._commands import given_knobs, knob_option
 from maru._ending import ExitCode
 from maru.configuration import as_size
 from maru.exception_groups import leaves
 
-from ._config import SECTION, Knob, PinnedPoolConfig, knobs, pinned_pool_config
+from ._config import SECTION, PinnedPoolConfig, knobs, pinned_pool_config
 from ._errors import PinnedPoolConfigError, PinnedPoolError
 
 _log = logging.getLogger(__name__)
-
-
-def _option(knob: Knob) -> click.Option:
-    """Its value is a text, which the knob reads and judges: errors are the same everywhere."""
-    name = knob.name.removeprefix(f"{SECTION}.")
-    flag, default = name.replace("_", "-"), knob.default
-    if isinstance(default, bool):
-        names = [f"--{flag}/--no-{flag}", name]
-        if name == "json_logs":
-            names.insert(0, "--json/--no-json")
-        shown = f"{knob.bound}; {'on' if default else 'off'}"
-        return click.Option(names, default=None, help=f"{knob.reason}  [{shown}; {knob.variable}]")
-    is_size = knob.bound.startswith("bytes")
-    metavar = "TEXT" if isinstance(default, str) else "SIZE" if is_size else "NUMBER"
-    value = as_size(default) if is_size and isinstance(default, int) else default
-    shown = f"{knob.bound}; {value}" if value != "" else knob.bound
-    return click.Option(
-        [f"--{flag}", name], default=None, metavar=metavar, help=f"{knob.reason}  [{shown}; {knob.variable}]"
-    )
 
 
 @click.pass_context
@@ -47,11 +29,7 @@ def _command(ctx: click.Context, /, config_file: str | None, print_config: bool,
 
     Engines take blocks from it with backends.pinned_pool.ServerPinnedMemoryPool. This user's find it at 127.0.0.1:8073.
     """
-    options = {
-        f"{SECTION}.{name}": (f"--{name.replace('_', '-')}", value)
-        for name, value in values.items()
-        if value is not None
-    }
+    options = given_knobs(SECTION, values)
     try:
         config = pinned_pool_config(Path(config_file) if config_file else "", options=options)
     except PinnedPoolConfigError as error:
@@ -137,7 +115,7 @@ command: click.Command = click.Command(
     params=[
         click.Option(["--config", "config_file"], metavar="FILE", help=f"A TOML file; its [{SECTION}] table is read."),
         click.Option(["--print-config"], is_flag=True, help="Print the configuration as TOML, and leave."),
-        *map(_option, knobs()),
+        *[knob_option(knob, SECTION, {"json_logs": "--json/--no-json"}) for knob in knobs()],
     ],
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )

@@ -9,12 +9,12 @@ import os
 import resource
 import signal
 import sys
-import time
 from typing import Any, Final
 
 import msgspec
 import trio
 
+from .._commands import age
 from .._config import ServerConfig
 from .._console import identifier
 from .server import MaruServer, open_server
@@ -97,7 +97,7 @@ def ready_line(server: MaruServer) -> str:
         "epoch": identifier(server.epoch),
         "keys": directory.entries,
         "regions": directory.regions,
-        "start": round(_age(), 3),
+        "start": round(age(), 3),
     }
     if server.config.json_logs:
         return _as_json({"event": "ready", **facts})
@@ -107,16 +107,6 @@ def ready_line(server: MaruServer) -> str:
         f"{server.rm_address or 'off'}, {directory.entries} keys in {directory.regions} regions, after {facts['start']} s, "
         f"pid {facts['pid']})"
     )
-
-
-def _age() -> float:
-    """Seconds since this process was started, as far as Linux tells."""
-    try:
-        with open("/proc/self/stat", "rb") as file:
-            started = int(file.read().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - started
-    except (OSError, ValueError, IndexError):
-        return time.process_time()
 
 
 def _as_json(line: dict[str, Any]) -> str:
