@@ -270,6 +270,10 @@ class Capabilities:
     deletes: bool = True
     """Blocks can be deleted, and so evicted. Without it, stored blocks stay: :meth:`ReadableTier.delete` answers
     ``UNAVAILABLE``, and ``wait`` and ``evict`` raise :class:`CapacityError` if only an eviction could make room."""
+    asked_first: bool = True
+    """A store asks which blocks are there before it offers them. Without it, all are offered, and those that are there come
+    back as
+    duplicates: for a tier where asking costs as much as offering."""
     per_key_outcomes: bool = True
     """A block that cannot be stored fails alone. Without it, all blocks that were copied with it fail too."""
 

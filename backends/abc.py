@@ -349,6 +349,27 @@ class ReadableDestination(Destination, Protocol):
         ...
 
 
+@runtime_checkable
+class NumberedSource(Source, Protocol):
+    """A source whose blocks have numbers that another process knows them by. Optional; recognised by the method.
+
+    For a tier of another process that has mapped this place as well, and reads there itself.
+    """
+
+    def numbers_of(self, refs: Sequence[int]) -> tuple[object, Sequence[int]]:
+        """The place itself, whatever proxy it was reached by, and the number of each of these blocks."""
+        ...
+
+
+@runtime_checkable
+class NumberedDestination(Destination, Protocol):
+    """A destination whose places are blocks of such a place. Optional; recognised by the method."""
+
+    def numbered(self) -> tuple[object, Sequence[int]]:
+        """The place itself, and the number of each of its blocks that this destination consists of."""
+        ...
+
+
 class PlanarDestination(Destination, PlanarPlace, Protocol):
     """A destination whose blocks can be read plane by plane."""
 

@@ -326,6 +326,10 @@ class DeviceTier(SlotTier):
             raise ValueError(f"pool is {pool}, but must be a range within the {self.n} blocks")
         self.fingerprint: str = _fingerprint(layers, layouts, axes)
         """Identifies the layout of a block's bytes: dtypes, and shapes in memory order. For tiers that outlive the process."""
+        self.layers: Sequence[torch.Tensor] = layers
+        """The tensors."""
+        self.block_axes: Sequence[int] = axes
+        """The axis that counts blocks, of each."""
         storage: Storage = (
             _CudaTensors(layers, layouts, axes) if layers[0].device.type == "cuda" else _HostTensors(layers, layouts)
         )
@@ -361,7 +365,11 @@ class DeviceTier(SlotTier):
         if len(set(ids)) != len(ids):
             other = next(at for at, number in enumerate(ids) if number in ids[:at])
             raise RepeatedPlaces(ids.index(ids[other]), other)
-        return _Into(self._storage, ids, self.planes)
+        return _Into(self, self._storage, ids, self.planes)
+
+    def numbers_of(self, refs: Sequence[int]) -> tuple[DeviceTier, Sequence[int]]:
+        """See :class:`backends.abc.NumberedSource`."""
+        return self, refs
 
     def canary(self, block: int) -> Canary:
         """A free block of the engine's own, for :meth:`offload.Engine.check_layout`: its bytes are overwritten.
@@ -384,6 +392,7 @@ class DeviceTier(SlotTier):
 class _Into:
     """A column of an engine's blocks to load into."""
 
+    _tier: DeviceTier
     _storage: Storage
     _ids: list[int]
     _planes: TensorPlanes | None = None
@@ -394,6 +403,9 @@ class _Into:
 
     def __len__(self) -> int:
         return len(self._ids)
+
+    def numbered(self) -> tuple[object, Sequence[int]]:
+        return self._tier, self._ids
 
     def views(self) -> Pages | None:
         return self._storage.pages(self._ids)
@@ -426,7 +438,7 @@ class _Canary:
 
     def clear(self) -> PlanarDestination:
         self._planes.clear([self._block])
-        return _Into(self._tier._storage, [self._block], self._planes)
+        return _Into(self._tier, self._tier._storage, [self._block], self._planes)
 
 
 def _checked(layers: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from maru._memory.memory import madvise
 from maru.eviction import AdaptiveLRFU, EvictionPolicy
 
 from ._errors import PlaceClosed
@@ -26,6 +27,8 @@ from .slots import SlotTier
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
 _HUGE_PAGE_BYTES = 1 << 21
+POPULATE_BYTES = 256 << 20
+"""Bytes that are populated at a time, behind a tier that is in use: some 60 ms."""
 
 
 class HostPages:
@@ -73,6 +76,12 @@ class HostPages:
     def copy_in(self, slots: Sequence[int], pages: Pages) -> None:
         """Copy pages to slots."""
         copy_pages(self.pages(slots), pages)
+
+    def populate(self, start: int, length: int) -> None:
+        """Have these bytes in place before they are used; what they hold stays. For any thread; without Python's lock."""
+        run = self._run
+        if run is not None:  # held here: not unmapped meanwhile
+            madvise(run.address + start, min(length, self.n * self.block_bytes - start), _MADV_POPULATE_WRITE)
 
     def close(self) -> None:
         """Unmap the memory as soon as none of its pages is in use. Idempotent."""
@@ -133,6 +142,7 @@ class MemoryTier(SlotTier, DirectTier):
                 f"capacity_bytes is {capacity_bytes}, but must be at least block_bytes, which is {block_bytes}"
             )
         n = capacity_bytes // block_bytes
+        self._populated = populate
         self._pages = HostPages(n, block_bytes, populate=populate, pin=_wants_pinning(pin_memory))
         super().__init__(n, self._pages, checksums=checksums, eviction=AdaptiveLRFU() if eviction is None else eviction)
 
@@ -162,6 +172,16 @@ class MemoryTier(SlotTier, DirectTier):
     def note_loaded(self, blocks: int) -> None:
         """See :class:`backends.direct.DirectTier`."""
         self._loaded += blocks
+
+    # --- populating later -----------------------------------------------------------------------------------------
+
+    def unpopulated(self) -> range:
+        """Where the portions begin that :meth:`populate` puts in place, if ``populate`` was false; else empty."""
+        return range(0, 0 if self._populated else self.pool.capacity * self.block_bytes, POPULATE_BYTES)
+
+    def populate(self, start: int) -> None:
+        """Touch the portion that begins there, so that the first write of its pages is not slow. For any thread."""
+        self._pages.populate(start, POPULATE_BYTES)
 
     # --- its end --------------------------------------------------------------------------------------------------
 

@@ -62,6 +62,12 @@ def peer_uid(sock: UnixSocket) -> int:
     return int(uid)
 
 
+def peer_pid(sock: UnixSocket) -> int:
+    """The process that made the other end of a Unix socket, or listens there; 0 if it is of another pid namespace."""
+    pid, _, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(pid)
+
+
 def _is_private(path: str) -> bool:
     """Whether only this user and root can have put a socket there."""
     if path.startswith("@"):

@@ -67,6 +67,11 @@ class ChannelClient:
         """Whether a server is connected, as far as is known."""
         return self._connection is not None
 
+    @property
+    def peer_pid(self) -> int:
+        """The process that serves it; 0 without a connection, or if it is of another pid namespace."""
+        return 0 if self._connection is None else self._connection.peer_pid
+
     # --- sending --------------------------------------------------------------------------------------------------
 
     def send_nowait(self, frames: Sequence[bytes]) -> bool:

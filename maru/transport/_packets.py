@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from .._errors import PoolUnusable
-from .._listeners import peer_uid
+from .._listeners import peer_pid, peer_uid
 
 INLINE_BYTES: Final = 128 << 10
 """Frames up to here are a packet. Half of the default send buffer, and more than any message of one page's worth of keys."""
@@ -125,6 +125,11 @@ class PacketConnection:
         poll = select.poll()
         poll.register(descriptor, select.POLLRDHUP)
         return not poll.poll(0)
+
+    @property
+    def peer_pid(self) -> int:
+        """The process at the other end; 0 if it is of another pid namespace."""
+        return peer_pid(self._sock)
 
     def interrupt(self) -> None:
         """Disconnect, for a thread that waits here. For any thread; call :meth:`close` afterwards."""

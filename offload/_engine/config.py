@@ -50,6 +50,8 @@ table whose ``type`` is such a name, or a ``module:attribute`` that makes one of
 SOURCE: Final = "source"
 """The name of the engine's source in routes."""
 
+DAEMON: Final = "daemon"
+"""The name of the tier that stands for a daemon."""
 SHADOW_CHECK: Final = 1_000
 """One in so many loads is compared, unless told otherwise."""
 
@@ -227,6 +229,12 @@ class EngineConfig:
         _check_tiers,
         converter=lambda tiers: dict(tiers) if isinstance(tiers, Mapping) else tiers,
     )
+    daemon_url: str = _knob.text(
+        "",
+        "ipc://PATH, or empty",
+        r"ipc://.+|",
+        "The daemon that has the tiers (`offload serve`), in place of tiers here: it becomes the one tier, `daemon`.",
+    )
     routes: tuple[Route, ...] = _knob.field(
         (),
         "a list of tables",
@@ -287,6 +295,8 @@ class EngineConfig:
     pipeline: PipelineConfig = _knob.table(PipelineConfig(), "The settings of every route that has none of its own.")
 
     def __attrs_post_init__(self) -> None:
+        if self.daemon_url:
+            self._use_daemon()
         if isinstance(self.promote, str) and self.tiers and self.promote not in self.tiers:
             raise ConfigError("promote", self.promote, f"must be true, false, or one of {', '.join(self.tiers)}")
         if isinstance(self.on_enter_failure, Mapping) and self.tiers:
@@ -299,6 +309,13 @@ class EngineConfig:
                 if value not in self.tiers and not (name == "source" and value in ("", SOURCE)):
                     known = ", ".join([SOURCE, *self.tiers] if name == "source" else self.tiers) or "there is none"
                     raise ConfigError(f"routes[{at}].{name}", value, f"must be the name of a place: {known}")
+
+    def _use_daemon(self) -> None:
+        """Make the daemon the one tier."""
+        tiers: dict[str, TierLike] = {DAEMON: {"type": "offload.client:DaemonTier", "url": self.daemon_url}}
+        if self.tiers not in ({}, tiers):
+            raise ConfigError("daemon_url", self.daemon_url, "must be empty where there are tiers: the daemon has them")
+        object.__setattr__(self, "tiers", tiers)
 
     @property
     def first_pipeline(self) -> PipelineConfig:
@@ -345,7 +362,18 @@ class EngineConfig:
             ConfigError: not TOML, an unknown name, or a value out of range; with file and line, or the variable.
             OSError: the file cannot be read.
         """
-        document = _knob.read(source)
+        return cls.from_document(_knob.read(source), section=section, others=others, environ=environ)
+
+    @classmethod
+    def from_document(
+        cls,
+        document: Document,
+        *,
+        section: str = "engine",
+        others: Collection[str] = (),
+        environ: Mapping[str, str] | None = None,
+    ) -> EngineConfig:
+        """Load from a file that was read, as :meth:`from_toml` does."""
         config = _knob.load(cls, document, section=section, others=others, environ=environ)
 
         def located(path: str, table: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from backends.abc import ReadableTier, Source
+from backends.abc import Capabilities, ReadableTier, Source
 from backends.closing import close_beside
 from maru._errors import KnobError
 
@@ -17,6 +17,7 @@ from ..abc import AsyncPolicy, Policy
 from ..policies import FrequencyFilter, PassAll, PresenceFilter, as_policy
 from .config import EngineConfig, PolicyLike, TierLike, TierTable
 
+_ALL: Final = Capabilities()
 _POLICIES: Final[Mapping[str, Any]] = {"presence": PresenceFilter, "pass_all": PassAll, "frequency": FrequencyFilter}
 
 
@@ -125,7 +126,7 @@ def is_source(place: object) -> bool:
 
 
 def make_policies(policies: Sequence[PolicyLike] | None, tier: ReadableTier, route: str) -> list[Policy | AsyncPolicy]:
-    """Make the policies of a route into this tier; by default a filter for what it has already.
+    """Make the policies of a route into this tier; by default a filter for what it has already, unless it filters that itself.
 
     Raises:
         ConfigError: an unknown name, or a parameter that the policy does not have.
@@ -133,7 +134,8 @@ def make_policies(policies: Sequence[PolicyLike] | None, tier: ReadableTier, rou
         TypeError: the object is not a policy.
     """
     if policies is None:
-        return [presence_filter(tier)]
+        capabilities: Capabilities = getattr(tier, "capabilities", _ALL)
+        return [presence_filter(tier)] if capabilities.asked_first else []
     return [_policy(policy, tier, f"routes.{route}.policies") for policy in policies]
 
 

@@ -12,7 +12,7 @@ from typing import Final
 import attrs
 import trio
 
-from backends.abc import LOADED, Destination, Failed, Key, Missed, Outcome, Unproven
+from backends.abc import LOADED, Destination, Failed, Key, Missed, NumberedDestination, Outcome, Unproven
 from backends.pages import Pages
 from maru.exception_groups import holds
 
@@ -204,6 +204,10 @@ class _Part:
     def views(self) -> Pages | None:
         views = self._whole.views()
         return None if views is None else views.part(self._start, self._start + self._n)
+
+    def numbered(self) -> tuple[object, Sequence[int]]:
+        place, numbers = self._whole.numbered() if isinstance(self._whole, NumberedDestination) else (None, ())
+        return place, numbers[self._start : self._start + self._n]
 
     def copy_in(self, start: int, pages: Pages) -> None:
         self._whole.copy_in(self._start + start, pages)

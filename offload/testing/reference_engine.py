@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Column
 from typing import Final
 
@@ -153,11 +153,26 @@ class ReferenceEngine:
     planes: TensorPlanes
     """Keys and values of each head in each layer, to be read apart."""
 
-    def __init__(self, config: ModelConfig | None = None, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        config: ModelConfig | None = None,
+        device: str | torch.device = "cpu",
+        *,
+        allocate: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+    ) -> None:
+        """Make the model and its cache.
+
+        Args:
+            config: the sizes of both.
+            device: where they are.
+            allocate: makes the storage of the cache, filled with zeros; by default on the device.
+        """
         config = self.config = ModelConfig() if config is None else config
         self.device = torch.device(device)
         shape = (config.layers, 2, config.num_blocks, config.block_size, config.kv_heads, config.head_dim)
-        self.kv_caches = list(torch.zeros(shape, dtype=getattr(torch, config.dtype), device=self.device).unbind(0))
+        dtype = getattr(torch, config.dtype)
+        storage = torch.zeros(shape, dtype=dtype, device=self.device) if allocate is None else allocate(shape, dtype)
+        self.kv_caches = list(storage.unbind(0))
         self.planes = TensorPlanes(
             {f"layer {at}": cache for at, cache in enumerate(self.kv_caches)}, block_axis=1, plane_axes=PLANE_AXES
         )

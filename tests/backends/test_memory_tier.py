@@ -482,3 +482,32 @@ def test_places_are_imported_when_they_are_asked_for():
         "assert not hasattr(backends, 'NoSuchTier')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def resident_bytes(tier):
+    """How much of the memory of a tier is in place."""
+    address = f"{tier.views([0]).addresses[0]:x}"
+    with open("/proc/self/smaps") as smaps:
+        lines = iter(smaps)
+        for line in lines:
+            if line.startswith(f"{address}-"):
+                return next(int(text.split()[1]) << 10 for text in lines if text.startswith("Rss:"))
+    raise AssertionError(address)
+
+
+def test_memory_can_be_populated_later_in_portions_and_keeps_what_it_holds(monkeypatch):
+    monkeypatch.setattr("backends.memory.POPULATE_BYTES", 256 * SIZE)
+    tier = tier_of(1024, populate=False)
+    assert tier.put(b"key", payload_of(b"key", SIZE))
+    before = resident_bytes(tier)
+    assert before < 1024 * SIZE
+    for start in tier.unpopulated():
+        tier.populate(start)
+    assert resident_bytes(tier) == 1024 * SIZE
+    assert tier.get(b"key") == payload_of(b"key", SIZE)
+    tier.close()
+    tier.populate(0)  # beside its end: nothing is there to be populated
+
+
+def test_memory_that_was_populated_when_it_was_made_has_nothing_left_to_populate():
+    assert list(tier_of().unpopulated()) == []
